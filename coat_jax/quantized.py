@@ -1,0 +1,314 @@
+"""Quantized arrays: 8-bit codes with one scale a group.
+
+`quantize` and `dequantize` define the library's numerics; everything else, kernels
+included, agrees with them. Formats and granularities are those of COAT
+(arXiv 2410.19313, sections 3 to 5) with two changes. `scale` always multiplies on
+the way back, and codes are taken against the *stored* (rounded) scale, so that a
+group's metadata is two bytes, three with range expansion.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jaxtyping import Array, Float
+
+from coat_jax import expansion
+
+_TINY = float(np.finfo(np.float32).tiny)
+_F32_MAX = float(np.finfo(np.float32).max)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Format:
+    """An 8-bit code for numbers in [-max, max].
+
+    Attributes:
+      name: What it is called in reports.
+      dtype: The dtype of the codes.
+      max: The largest magnitude a code stands for.
+      dynamic_range: The ratio of magnitudes that range expansion fits a group into
+        (COAT, section 4.2: half of max squared for a floating format).
+      table: The 256 values that the codes stand for in ascending order, or None for a
+        floating dtype, whose codes are their values.
+    """
+
+    name: str
+    dtype: jnp.dtype
+    max: float
+    dynamic_range: float
+    table: tuple[float, ...] | None = None
+
+    def encode(self, x: Float[Array, "..."]) -> Array:
+        """Rounds to the nearest code, ties to even; saturates; NaN where it can."""
+        x = jnp.clip(x, -self.max, self.max)
+        if self.table is None:
+            return x.astype(self.dtype)
+        values = np.asarray(self.table, np.float32)
+        return jnp.searchsorted((values[1:] + values[:-1]) / 2, x).astype(self.dtype)
+
+    def decode(self, codes: Array) -> Float[Array, "..."]:
+        """The float32 values that codes stand for."""
+        if self.table is None:
+            return codes.astype(jnp.float32)
+        return jnp.asarray(self.table, jnp.float32)[codes.astype(jnp.int32)]
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _float_format(name: str, dtype) -> Format:
+    top = float(ml_dtypes.finfo(dtype).max)
+    return Format(
+        name=name, dtype=jnp.dtype(dtype), max=top, dynamic_range=top * top / 2
+    )
+
+
+def _dynamic_exponent_table() -> tuple[float, ...]:
+    """A sign, a unary exponent, the rest a linear fraction (8-bit optimizers, fig. 2).
+
+    With e leading zeros the magnitude is 10**-e times the midpoint of one of 2**(6-e)
+    equal parts of [0.1, 1]. The two codes left over are 0 and 1.
+    """
+    magnitudes = [
+        10.0**-exponent * (0.1 + 0.9 * (part + 0.5) / 2 ** (6 - exponent))
+        for exponent in range(7)
+        for part in range(2 ** (6 - exponent))
+    ]
+    return tuple(sorted([-m for m in magnitudes] + magnitudes + [0.0, 1.0]))
+
+
+E4M3 = _float_format("E4M3", jnp.float8_e4m3fn)
+E5M2 = _float_format("E5M2", jnp.float8_e5m2)
+_DE8_TABLE = _dynamic_exponent_table()
+DE8 = Format(
+    name="DE8",
+    dtype=jnp.dtype(jnp.uint8),
+    max=1.0,
+    dynamic_range=1.0 / min(v for v in _DE8_TABLE if v > 0),
+    table=_DE8_TABLE,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class PerTensor:
+    """One scale for the whole array, in float32."""
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one group of an array of `shape`."""
+        return shape
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroup:
+    """One scale for every `size` neighbours on the last axis, in bfloat16."""
+
+    size: int
+
+    def __post_init__(self):
+        _check_positive(self, "size")
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one group of an array of `shape`."""
+        return (1,) * (len(shape) - 1) + (self.size,) if shape else ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PerBlock:
+    """One scale for every `rows` x `cols` tile of the last two axes, in bfloat16."""
+
+    rows: int
+    cols: int
+
+    def __post_init__(self):
+        _check_positive(self, "rows", "cols")
+
+    def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of one group of an array of `shape`."""
+        if len(shape) < 2:
+            raise ValueError(f"{self} needs an array of two axes or more, got {shape}")
+        return (1,) * (len(shape) - 2) + (self.rows, self.cols)
+
+
+Granularity = PerTensor | PerGroup | PerBlock
+
+
+def _check_positive(granularity, *names: str) -> None:
+    for name in names:
+        value = getattr(granularity, name)
+        if not isinstance(value, int) or value < 1:
+            kind = type(granularity).__name__
+            raise ValueError(f"{kind}.{name} must be a positive int, got {value!r}")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuantizedArray:
+    """An array as 8-bit codes and one scale a group.
+
+    It stands for `codes * scale`, or with range expansion for
+    `sign(c) * max * scale * (|c| / max) ** (1 / k)`. A pytree of its arrays, so `jit`,
+    `scan`, `vmap` and checkpoints take it as it is; axes that `vmap` or `scan` puts in
+    front are no part of a group.
+
+    Attributes:
+      codes: The codes, in the shape of the array they stand for.
+      scale: One entry a group, of the same rank; bfloat16, float32 for `PerTensor`. A
+        group with a NaN or an infinity has the scale NaN, and is NaN altogether.
+      exponent: k of the range expansion in sixteenths, uint8, shaped like `scale`; None
+        without expansion.
+      format: What the codes mean.
+      granularity: Which elements share a scale.
+      dtype: The dtype that `dequantize` returns.
+    """
+
+    codes: Array
+    scale: Array
+    exponent: Array | None
+    format: Format = dataclasses.field(metadata={"static": True})
+    granularity: Granularity = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    shape = property(lambda self: self.codes.shape)
+    ndim = property(lambda self: self.codes.ndim)
+    size = property(lambda self: self.codes.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and exponents."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def dequantize(self) -> Array:
+        """The array this stands for, in `dtype`; see `coat.dequantize`."""
+        return dequantize(self)
+
+
+def quantize(
+    x: Float[Array, "..."],
+    *,
+    format: Format = E4M3,
+    granularity: Granularity = PerGroup(128),
+    expand: bool = False,
+) -> QuantizedArray:
+    """Quantizes a floating array to 8-bit codes with one scale a group.
+
+    A group's scale is its largest magnitude over the format's, rounded to the dtype in
+    which it is stored; codes are rounded to nearest even against that stored scale and
+    saturate. A last axis (for `PerBlock`, the last two) that the group does not divide
+    has a short last group. Magnitudes below the smallest normal float32, 1.2e-38, count
+    as zero on every backend. With `expand` no other magnitude becomes zero.
+
+    Args:
+      x: A floating array of any shape.
+      format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`.
+      granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or `coat.PerBlock(rows, cols)`.
+      expand: Whether to apply the dynamic range expansion (COAT, section 4.2).
+
+    Raises:
+      ValueError: If `x` is not floating, or has fewer axes than the granularity needs.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> q = coat.quantize(jnp.arange(6.0), granularity=coat.PerGroup(4))
+      >>> q.codes.dtype, q.scale.shape
+      (dtype(float8_e4m3fn), (2,))
+      >>> coat.dequantize(q)
+      Array([0., 1., 2., 3., 4., 5.], dtype=float32)
+    """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
+    groups = _split(x.astype(jnp.float32), granularity.block(x.shape))
+    groups = jnp.where(jnp.abs(groups) < _TINY, 0.0, groups)
+    within = tuple(range(1, groups.ndim, 2))
+    largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
+    scale = _stored_scale(largest, format, granularity)
+    wide_scale = scale.astype(jnp.float32)
+    k = None
+    if expand:
+        top = wide_scale * format.max
+        magnitudes = jnp.abs(groups)
+        smallest = jnp.min(
+            jnp.where(magnitudes > 0, magnitudes, jnp.inf),
+            axis=within,
+            keepdims=True,
+            initial=jnp.inf,
+        )
+        k = expansion.exponent(top, smallest, format.dynamic_range)
+        stretched = expansion.expand(jnp.minimum(magnitudes / top, 1.0), k)
+        codes = format.encode(jnp.copysign(stretched * format.max, groups))
+        k = k.squeeze(within)
+    else:
+        codes = format.encode(groups / wide_scale)
+    return QuantizedArray(
+        codes=_merge(codes, x.shape),
+        scale=scale.squeeze(within),
+        exponent=k,
+        format=format,
+        granularity=granularity,
+        dtype=jnp.dtype(x.dtype),
+    )
+
+
+def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
+    """The array that `q` stands for, in `q.dtype`; computed in float32.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> coat.dequantize(coat.quantize(jnp.array([1.0, -0.5]), expand=True))
+      Array([ 1. , -0.5], dtype=float32)
+    """
+    values = _split(q.format.decode(q.codes), _block(q))
+    scale = _broadcastable(q.scale).astype(jnp.float32)
+    if q.exponent is None:
+        values = values * scale
+    else:
+        t = jnp.abs(values) / q.format.max
+        magnitudes = expansion.contract(t, _broadcastable(q.exponent))
+        values = jnp.copysign(magnitudes * (scale * q.format.max), values)
+    return _merge(values, q.shape).astype(q.dtype)
+
+
+def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
+    """largest / format.max as stored: normal, and format.max times it finite."""
+    dtype = jnp.float32 if isinstance(granularity, PerTensor) else jnp.bfloat16
+    top = np.float32(_F32_MAX / format.max)
+    if dtype == jnp.bfloat16:
+        top = top.astype(ml_dtypes.bfloat16)
+        if float(top) * format.max > _F32_MAX:
+            top = np.nextafter(top, ml_dtypes.bfloat16(0))
+    scale = jnp.clip((largest / format.max).astype(dtype), _TINY, top)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(dtype)
+
+
+def _block(q: QuantizedArray) -> tuple[int, ...]:
+    if isinstance(q.granularity, PerTensor):
+        return tuple(
+            n // max(s, 1) for n, s in zip(q.shape, q.scale.shape, strict=True)
+        )
+    return q.granularity.block(q.shape)
+
+
+def _split(x: Array, block: tuple[int, ...]) -> Array:
+    """[n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
+    block = tuple(max(b, 1) for b in block)
+    padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
+    if any(after for _, after in padding):
+        x = jnp.pad(x, padding)
+    axes = [(n // b, b) for n, b in zip(x.shape, block, strict=True)]
+    return x.reshape([d for axis in axes for d in axis])
+
+
+def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
+    """Undoes `_split` of an array of `shape`."""
+    x = groups.reshape(
+        [math.prod(groups.shape[i : i + 2]) for i in range(0, groups.ndim, 2)]
+    )
+    return x[tuple(slice(n) for n in shape)] if x.shape != shape else x
+
+
+def _broadcastable(scale: Array) -> Array:
+    """[g0, g1, ...] to [g0, 1, g1, 1, ...]: what broadcasts against `_split`."""
+    return scale.reshape([d for n in scale.shape for d in (n, 1)])
