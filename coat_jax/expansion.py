@@ -33,11 +33,20 @@ def exponent(
     return jnp.where(spread, jnp.clip(steps, 1, 255), 255).astype(jnp.uint8)
 
 
-def expand(t: Float[Array, "..."], k: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """t ** k for t in [0, 1] and k in sixteenths, in float32."""
-    return jnp.exp2(jnp.log2(t) * (k.astype(jnp.float32) / _STEPS))
+def expand(
+    x: Float[Array, "..."], largest: Float[Array, "..."], k: UInt8[Array, "..."]
+) -> Float[Array, "..."]:
+    """Computes (|x| / largest) ** k, in [0, 1], for k in sixteenths.
+
+    In logarithms, since the ratio alone may be below the smallest float32.
+    """
+    power = k.astype(jnp.float32) * (1 / _STEPS)
+    return jnp.exp2(jnp.minimum(jnp.log2(jnp.abs(x)) - jnp.log2(largest), 0.0) * power)
 
 
-def contract(t: Float[Array, "..."], k: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """t ** (1 / k) for t in [0, 1] and k in sixteenths, in float32: undoes `expand`."""
-    return jnp.exp2(jnp.log2(t) * (_STEPS / k.astype(jnp.float32)))
+def contract(
+    t: Float[Array, "..."], largest: Float[Array, "..."], k: UInt8[Array, "..."]
+) -> Float[Array, "..."]:
+    """Computes largest * t ** (1 / k), for t in [0, 1] and k in sixteenths."""
+    root = _STEPS / k.astype(jnp.float32)
+    return jnp.exp2(jnp.log2(t) * root + jnp.log2(largest))

@@ -196,15 +196,16 @@ def quantize(
     """Quantizes a floating array to 8-bit codes with one scale a group.
 
     A group's scale is its largest magnitude over the format's, rounded to the dtype in
-    which it is stored; codes are rounded to nearest even against that stored scale and
-    saturate. A last axis (for `PerBlock`, the last two) that the group does not divide
+    which it is stored; codes are rounded to nearest even after multiplication by the
+    stored scale's reciprocal, and saturate. A last axis (for `PerBlock`, the last two) that the group does not divide
     has a short last group. Magnitudes below the smallest normal float32, 1.2e-38, count
     as zero on every backend. With `expand` no other magnitude becomes zero.
 
     Args:
       x: A floating array of any shape.
       format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`.
-      granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or `coat.PerBlock(rows, cols)`.
+      granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or
+        `coat.PerBlock(rows, cols)`.
       expand: Whether to apply the dynamic range expansion (COAT, section 4.2).
 
     Raises:
@@ -225,23 +226,17 @@ def quantize(
     within = tuple(range(1, groups.ndim, 2))
     largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
     scale = _stored_scale(largest, format, granularity)
-    wide_scale = scale.astype(jnp.float32)
     k = None
     if expand:
-        top = wide_scale * format.max
-        magnitudes = jnp.abs(groups)
-        smallest = jnp.min(
-            jnp.where(magnitudes > 0, magnitudes, jnp.inf),
-            axis=within,
-            keepdims=True,
-            initial=jnp.inf,
-        )
+        top = scale.astype(jnp.float32) * format.max
+        nonzero = jnp.where(groups == 0, jnp.inf, jnp.abs(groups))
+        smallest = jnp.min(nonzero, axis=within, keepdims=True, initial=jnp.inf)
         k = expansion.exponent(top, smallest, format.dynamic_range)
-        stretched = expansion.expand(jnp.minimum(magnitudes / top, 1.0), k)
-        codes = format.encode(jnp.copysign(stretched * format.max, groups))
+        stretched = expansion.expand(groups, top, k) * format.max
+        codes = format.encode(jnp.copysign(stretched, groups))
         k = k.squeeze(within)
     else:
-        codes = format.encode(groups / wide_scale)
+        codes = format.encode(groups * (1.0 / scale.astype(jnp.float32)))
     return QuantizedArray(
         codes=_merge(codes, x.shape),
         scale=scale.squeeze(within),
@@ -265,21 +260,22 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     if q.exponent is None:
         values = values * scale
     else:
-        t = jnp.abs(values) / q.format.max
-        magnitudes = expansion.contract(t, _broadcastable(q.exponent))
-        values = jnp.copysign(magnitudes * (scale * q.format.max), values)
+        t = jnp.abs(values) * (1.0 / q.format.max)
+        top = scale * q.format.max
+        k = _broadcastable(q.exponent)
+        values = jnp.copysign(expansion.contract(t, top, k), values)
     return _merge(values, q.shape).astype(q.dtype)
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
-    """largest / format.max as stored: normal, and format.max times it finite."""
+    """The scale as stored: normal, and format.max times it finite."""
     dtype = jnp.float32 if isinstance(granularity, PerTensor) else jnp.bfloat16
     top = np.float32(_F32_MAX / format.max)
     if dtype == jnp.bfloat16:
         top = top.astype(ml_dtypes.bfloat16)
         if float(top) * format.max > _F32_MAX:
             top = np.nextafter(top, ml_dtypes.bfloat16(0))
-    scale = jnp.clip((largest / format.max).astype(dtype), _TINY, top)
+    scale = jnp.clip((largest * (1.0 / format.max)).astype(dtype), _TINY, top)
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(dtype)
 
 

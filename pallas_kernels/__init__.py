@@ -1,0 +1,1 @@
+"""Pallas kernels for NVIDIA Hopper GPUs. Raw arrays in, raw arrays out."""
