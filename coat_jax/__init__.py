@@ -4,6 +4,7 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
+from coat_jax.optimizer import ScaleByFP8AdamState, fp8_adamw, scale_by_fp8_adam
 from coat_jax.quantized import (
     DE8,
     E4M3,
@@ -26,6 +27,9 @@ __all__ = [
     "PerGroup",
     "PerTensor",
     "QuantizedArray",
+    "ScaleByFP8AdamState",
     "dequantize",
+    "fp8_adamw",
     "quantize",
+    "scale_by_fp8_adam",
 ]

@@ -197,9 +197,10 @@ def quantize(
 
     A group's scale is its largest magnitude over the format's, rounded to the dtype in
     which it is stored; codes are rounded to nearest even after multiplication by the
-    stored scale's reciprocal, and saturate. A last axis (for `PerBlock`, the last two) that the group does not divide
-    has a short last group. Magnitudes below the smallest normal float32, 1.2e-38, count
-    as zero on every backend. With `expand` no other magnitude becomes zero.
+    stored scale's reciprocal, and saturate. A last axis (for `PerBlock`, the last two)
+    that the group does not divide has a short last group. Magnitudes below the smallest
+    normal float32, 1.2e-38, count as zero on every backend. With `expand` no other
+    magnitude becomes zero.
 
     Args:
       x: A floating array of any shape.
