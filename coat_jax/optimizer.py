@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from coat_jax.quantized import E4M3, Format, PerGroup, QuantizedArray, quantize
@@ -85,10 +86,13 @@ def scale_by_fp8_adam(
         return quantize(moment, format=format, granularity=granularity, expand=True)
 
     def init_fn(params):
-        wide = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
         mask = _resolve_mask(quantize_mask, params)
-        mu = jax.tree.map(lambda m, q: store(m, q, mu_format), wide, mask)
-        nu = jax.tree.map(lambda v, q: store(v, q, nu_format), wide, mask)
+
+        def zeros(param, quantized: bool, format: Format):
+            return store(jnp.zeros_like(param, jnp.float32), quantized, format)
+
+        mu = jax.tree.map(lambda p, q: zeros(p, q, mu_format), params, mask)
+        nu = jax.tree.map(lambda p, q: zeros(p, q, nu_format), params, mask)
         return ScaleByFP8AdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):
@@ -186,7 +190,7 @@ def _resolve_mask(mask: Any, params: optax.Params) -> Any:
     mask = True if mask is None else mask
     return jax.tree.map(
         lambda allowed, subtree: jax.tree.map(
-            lambda p: bool(allowed) and p.size >= MIN_QUANTIZED_SIZE, subtree
+            lambda p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE, subtree
         ),
         mask,
         params,

@@ -2,9 +2,10 @@
 
 `quantize` and `dequantize` define the library's numerics; everything else, kernels
 included, agrees with them. Formats and granularities are those of COAT
-(arXiv 2410.19313, sections 3 to 5) with two changes. `scale` always multiplies on
+(arXiv 2410.19313, sections 3 to 5) with these changes. `scale` always multiplies on
 the way back, and codes are taken against the *stored* (rounded) scale, so that a
-group's metadata is two bytes, three with range expansion.
+group's metadata is two bytes, three with range expansion; a scale for a whole tensor is
+a power of two.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from coat_jax import expansion
 
 _TINY = float(np.finfo(np.float32).tiny)
 _F32_MAX = float(np.finfo(np.float32).max)
+_RECIPROCAL_OF_TINY = 1.0 / _TINY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +45,10 @@ class Format:
     table: tuple[float, ...] | None = None
 
     def encode(self, x: Float[Array, "..."]) -> Array:
-        """Rounds to the nearest code, ties to even; saturates; NaN where it can."""
+        """Rounds to the nearest code and saturates; NaN stays NaN in floating formats.
+
+        Ties go to the even code, in a table to the lower value.
+        """
         x = jnp.clip(x, -self.max, self.max)
         if self.table is None:
             return x.astype(self.dtype)
@@ -95,7 +100,11 @@ DE8 = Format(
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor:
-    """One scale for the whole array, in float32."""
+    """One scale for the whole array: a power of two, in float32.
+
+    Products of such scales are exact in any dtype, so matrix products can apply them to
+    a BF16 result. It costs at most one of E4M3's 18 octaves, and no precision.
+    """
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one group of an array of `shape`."""
@@ -195,12 +204,13 @@ def quantize(
 ) -> QuantizedArray:
     """Quantizes a floating array to 8-bit codes with one scale a group.
 
-    A group's scale is its largest magnitude over the format's, rounded to the dtype in
-    which it is stored; codes are rounded to nearest even after multiplication by the
-    stored scale's reciprocal, and saturate. A last axis (for `PerBlock`, the last two)
-    that the group does not divide has a short last group. Magnitudes below the smallest
-    normal float32, 1.2e-38, count as zero on every backend. With `expand` no other
-    magnitude becomes zero.
+    A group's scale is its largest magnitude over the format's, rounded to bfloat16, or
+    for `PerTensor` up to a power of two; codes are rounded to nearest even after
+    multiplication by the stored scale's reciprocal, and saturate. A last axis (for
+    `PerBlock`, the last two) that the group does not divide has a short last group.
+    Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
+    backend. With `expand` no other magnitude becomes zero. Codes keep the sign, that of zeros included. DE8, whose scale
+    is a group's maximum, saturates at 2**126.
 
     Args:
       x: A floating array of any shape.
@@ -223,7 +233,7 @@ def quantize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
     groups = _split(x.astype(jnp.float32), granularity.block(x.shape))
-    groups = jnp.where(jnp.abs(groups) < _TINY, 0.0, groups)
+    groups = jnp.where(jnp.abs(groups) < _TINY, jnp.copysign(0.0, groups), groups)
     within = tuple(range(1, groups.ndim, 2))
     largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
     scale = _stored_scale(largest, format, granularity)
@@ -270,22 +280,36 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
     """The scale as stored: normal, and format.max times it finite."""
-    dtype = jnp.float32 if isinstance(granularity, PerTensor) else jnp.bfloat16
-    top = np.float32(_F32_MAX / format.max)
-    if dtype == jnp.bfloat16:
-        top = top.astype(ml_dtypes.bfloat16)
+    if isinstance(granularity, PerTensor):
+        scale, top = _power_of_two_scale(largest, format), _F32_MAX / format.max
+        top = 2.0 ** math.floor(math.log2(top))
+    else:
+        scale = (largest * (1.0 / format.max)).astype(jnp.bfloat16)
+        top = np.float32(_F32_MAX / format.max).astype(ml_dtypes.bfloat16)
         if float(top) * format.max > _F32_MAX:
             top = np.nextafter(top, ml_dtypes.bfloat16(0))
-    scale = jnp.clip((largest * (1.0 / format.max)).astype(dtype), _TINY, top)
-    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(dtype)
+    scale = jnp.clip(scale, _TINY, top)
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)
+
+
+def _power_of_two_scale(largest: Array, format: Format) -> Array:
+    """The smallest power of two whose product with format.max reaches `largest`.
+
+    In integers: with mantissa(largest) <= mantissa(format.max) the exponents'
+    difference is enough, else one more, which the addition carries over.
+    """
+    mantissa, exponent = math.frexp(format.max)
+    carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
+    bits = jax.lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
+    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    return power * 2.0 ** (1 - exponent)
 
 
 def _block(q: QuantizedArray) -> tuple[int, ...]:
-    if isinstance(q.granularity, PerTensor):
-        return tuple(
-            n // max(s, 1) for n, s in zip(q.shape, q.scale.shape, strict=True)
-        )
-    return q.granularity.block(q.shape)
+    """The shape of a group; one along the axes that `vmap` or `scan` put in front."""
+    block = q.granularity.block(q.shape)
+    axes = zip(q.shape, q.scale.shape, block, strict=True)
+    return tuple(1 if n == groups else size for n, groups, size in axes)
 
 
 def _split(x: Array, block: tuple[int, ...]) -> Array:
