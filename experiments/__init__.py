@@ -1,0 +1,1 @@
+"""Training runs, benchmarks and notebooks on top of the library."""
