@@ -21,7 +21,6 @@ from coat_jax import expansion
 
 _TINY = float(np.finfo(np.float32).tiny)
 _F32_MAX = float(np.finfo(np.float32).max)
-_RECIPROCAL_OF_TINY = 1.0 / _TINY
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,8 +208,9 @@ def quantize(
     multiplication by the stored scale's reciprocal, and saturate. A last axis (for
     `PerBlock`, the last two) that the group does not divide has a short last group.
     Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
-    backend. With `expand` no other magnitude becomes zero. Codes keep the sign, that of zeros included. DE8, whose scale
-    is a group's maximum, saturates at 2**126.
+    backend. With `expand` no other magnitude becomes zero. Floating codes keep the sign
+    of zeros. DE8, whose scale is a group's maximum, saturates at 2**126. Quantizing a
+    dequantized array gives the same codes, unless it has become denormal.
 
     Args:
       x: A floating array of any shape.
@@ -279,26 +279,27 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
-    """The scale as stored: normal, and format.max times it finite."""
+    """The scale as stored: it and its reciprocal are normal, max times it is finite."""
     if isinstance(granularity, PerTensor):
-        scale, top = _power_of_two_scale(largest, format), _F32_MAX / format.max
-        top = 2.0 ** math.floor(math.log2(top))
+        scale, bits = _power_of_two_scale(largest, format), 1
     else:
-        scale = (largest * (1.0 / format.max)).astype(jnp.bfloat16)
-        top = np.float32(_F32_MAX / format.max).astype(ml_dtypes.bfloat16)
-        if float(top) * format.max > _F32_MAX:
-            top = np.nextafter(top, ml_dtypes.bfloat16(0))
+        scale, bits = (largest * (1.0 / format.max)).astype(jnp.bfloat16), 8
+    mantissa, exponent = math.frexp(min(_F32_MAX / format.max, 1 / _TINY))
+    top = math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
     scale = jnp.clip(scale, _TINY, top)
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)
 
 
 def _power_of_two_scale(largest: Array, format: Format) -> Array:
-    """The smallest power of two whose product with format.max reaches `largest`.
+    """The smallest power of two at which `largest` rounds to format.max or less.
 
-    In integers: with mantissa(largest) <= mantissa(format.max) the exponents'
-    difference is enough, else one more, which the addition carries over.
+    In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
+    enough, else one more, which the addition carries over. The edge lies half a step
+    above max in a floating format, so that quantizing twice finds the same scale.
     """
     mantissa, exponent = math.frexp(format.max)
+    if format.table is None:
+        mantissa += float(ml_dtypes.finfo(format.dtype).eps) / 4
     carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
     bits = jax.lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
     power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)

@@ -1,0 +1,145 @@
+"""What `jax.vjp` saves of a function, and who reads it in the backward pass."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+
+# What moves or converts values without computing: readers are looked for behind it.
+_LAYOUT = frozenset(
+    {
+        "broadcast_in_dim",
+        "convert_element_type",
+        "copy",
+        "optimization_barrier",
+        "reduce_precision",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearized:
+    """`jax.vjp(fn, *args)` as two programs.
+
+    Attributes:
+      forward: From the arguments' leaves to the outputs and then the residuals.
+      num_outputs: How many of its outputs are the function's.
+      out_tree: Structure of the function's output.
+      vjp_tree: Structure of the function that `jax.vjp` returns; its leaves are the
+        residuals.
+      backward: From the residuals and then the cotangents to the gradients.
+    """
+
+    forward: core.ClosedJaxpr
+    num_outputs: int
+    out_tree: Any
+    vjp_tree: Any
+    backward: core.ClosedJaxpr
+
+    @cached_property
+    def residuals(self) -> list[core.Var | core.Literal]:
+        """The residuals, as variables of the forward program."""
+        return self.forward.jaxpr.outvars[self.num_outputs :]
+
+    def readers(self, index: int) -> list[core.JaxprEqn]:
+        """The operations of the backward program that read residual `index`."""
+        return list(_readers(*self._in_backward(index), _LAYOUT))
+
+    def feeds_exponential(self, index: int) -> bool:
+        """Whether backward takes an exponential of residual `index` or a difference."""
+        through = _LAYOUT | {"sub"}
+        readers = _readers(*self._in_backward(index), through)
+        return any(eqn.primitive.name in ("exp", "exp2") for eqn in readers)
+
+    def _in_backward(self, index: int) -> tuple[core.Jaxpr, core.Var]:
+        jaxpr = self.backward.jaxpr
+        return jaxpr, jaxpr.invars[index]
+
+
+def linearize(fn: Callable, *args: Any) -> Linearized:
+    """Traces `jax.vjp(fn, *args)`; nothing is computed."""
+    forward, (out, vjp) = jax.make_jaxpr(lambda *a: jax.vjp(fn, *a), return_shape=True)(
+        *args
+    )
+    outputs, out_tree = jax.tree.flatten(out)
+    leaves, vjp_tree = jax.tree.flatten(vjp)
+
+    def backward(leaves, cotangents):
+        given = iter(cotangents)
+        every = [
+            next(given) if _is_inexact(o) else np.zeros(o.shape, jax.dtypes.float0)
+            for o in outputs
+        ]
+        vjp = jax.tree.unflatten(vjp_tree, leaves)
+        gradients = vjp(jax.tree.unflatten(out_tree, every))
+        return [g for g in jax.tree.leaves(gradients) if g.dtype != jax.dtypes.float0]
+
+    cotangents = [o for o in outputs if _is_inexact(o)]
+    return Linearized(
+        forward=forward,
+        num_outputs=len(outputs),
+        out_tree=out_tree,
+        vjp_tree=vjp_tree,
+        backward=jax.make_jaxpr(backward)(leaves, cotangents),
+    )
+
+
+def is_foreign(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
+    name = eqn.primitive.name.replace("-", "_")
+    return name != "add_any" and not hasattr(lax, f"{name}_p")
+
+
+def all_eqns(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
+    """The operations of a program and of the programs within it."""
+    for eqn in jaxpr.eqns:
+        bodies = list(core.jaxprs_in_params(eqn.params))
+        for body in bodies:
+            yield from all_eqns(body)
+        if not bodies or eqn.primitive.name == "while":
+            yield eqn
+
+
+def _is_inexact(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _readers(
+    jaxpr: core.Jaxpr, var: core.Var, through: frozenset[str]
+) -> Iterator[core.JaxprEqn]:
+    """What reads `var`, also within jit, scan, cond and checkpoint."""
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is not var:
+                continue
+            inside = list(_inside(eqn, position))
+            for body, inner in inside:
+                yield from _readers(body, inner, through)
+            if eqn.primitive.name in through:
+                behind = eqn.outvars[position if len(eqn.outvars) > 1 else 0]
+                yield from _readers(jaxpr, behind, through)
+            elif not inside:
+                yield eqn
+
+
+def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:
+    """Operand `position` as the bodies of an operation name it."""
+    if eqn.primitive.name == "while":
+        return
+    for body in core.jaxprs_in_params(eqn.params):
+        # The index of a cond is no argument of its branches.
+        at = position - (len(eqn.invars) - len(body.invars))
+        if at >= 0:
+            yield body, body.invars[at]
