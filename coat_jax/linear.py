@@ -18,16 +18,16 @@ from coat_jax.quantized import E4M3, E5M2, Format, PerTensor, QuantizedArray, qu
 
 
 def linear(
-    x: Float[Array, "*batch k"], w: Float[Array, "k n"]
-) -> Float[Array, "*batch n"]:
-    """The product x @ w with both operands in FP8, in the dtype of `x`.
+    x: Float[Array, "*batch k"], w: Float[Array, "k *features"]
+) -> Float[Array, "*batch *features"]:
+    """The product of `x` and `w` with both in FP8, in the dtype of `x`.
 
     Saves the E4M3 codes of `x`, and `w` by reference. The gradients of `x` and `w` have
     their dtypes.
 
     Args:
       x: Activations; BF16 or F32.
-      w: Weights, [in, out]; any floating dtype.
+      w: Weights, [in, out] or [in, ...]; any floating dtype.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -38,10 +38,12 @@ def linear(
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
       dtype(bfloat16)
     """
-    if w.ndim != 2 or x.shape[-1] != w.shape[0]:
-        raise ValueError(f"x @ w needs [..., k] and [k, n], got {x.shape}, {w.shape}")
+    if w.ndim < 2 or x.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"x and w need [..., k] and [k, ...], got {x.shape}, {w.shape}"
+        )
     y = _product(x.reshape(-1, x.shape[-1]), w, x.dtype)
-    return y.reshape(*x.shape[:-1], w.shape[1])
+    return y.reshape(*x.shape[:-1], *w.shape[1:])
 
 
 def fp8_dot_general(
@@ -99,23 +101,28 @@ def fp8_dot_general(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _product(x, w, dtype):
+    """[m, k] times [k, ...], its features flattened to [m, n]."""
     return _product_fwd(x, w, dtype)[0]
 
 
 def _product_fwd(x, w, dtype):
     xq = _per_tensor(x, E4M3)
-    return _matmul(xq, _per_tensor(w, E4M3), (1, 0), dtype), (xq, w)
+    return _matmul(xq, _matrix(w), (1, 0), dtype), (xq, w)
 
 
 def _product_bwd(dtype, residuals, dy):
     xq, w = residuals
     dyq = _per_tensor(dy, E5M2)
-    dx = _matmul(dyq, _per_tensor(w, E4M3), (1, 1), xq.dtype)
+    dx = _matmul(dyq, _matrix(w), (1, 1), xq.dtype)
     dw = _matmul(xq, dyq, (0, 0), w.dtype)
-    return dx, dw
+    return dx, dw.reshape(w.shape)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+def _matrix(w: Array) -> QuantizedArray:
+    return _per_tensor(w.reshape(w.shape[0], -1), E4M3)
 
 
 def _per_tensor(x: Array, format: Format) -> QuantizedArray:

@@ -1,10 +1,19 @@
-"""Norms, gates and rotary embeddings, computed in float32 and returned in the input's
-dtype. Plain functions: what backward saves of them is the recipe's choice (blocks.py).
+"""Norms, gates and rotary embeddings: float32 inside, the input's dtype outside.
+
+Each norm and gate takes a `residual_format`. Without one, backward reads what autodiff
+saves. With one it saves only the activations that come in, as groups of 16 in that
+format, and recomputes the rest from them (COAT, arXiv 2410.19313, section 5).
 """
+
+from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from coat_jax.quantized import Format
+from coat_jax.remat import fp8_remat
 
 
 def rms_norm(
@@ -12,11 +21,23 @@ def rms_norm(
     weight: Float[Array, " d"] | None = None,
     *,
     eps: float = 1e-5,
+    residual_format: Format | None = None,
 ) -> Float[Array, "*batch d"]:
-    """Divides each row by its root mean square and scales it by `weight`."""
-    wide = x.astype(jnp.float32)
-    y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return _affine(y, weight, None).astype(x.dtype)
+    """Divides each row by its root mean square and scales it by `weight`.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> from coat_jax.nonlinear import rms_norm
+      >>> rms_norm(jnp.array([[3.0, -3.0]]), residual_format=coat.E4M3)
+      Array([[ 0.99999946, -0.99999946]], dtype=float32)
+    """
+
+    def norm(weight, x):
+        wide = x.astype(jnp.float32)
+        y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+        return _affine(y, weight, None).astype(x.dtype)
+
+    return _saving(norm, residual_format)(weight, x)
 
 
 def layer_norm(
@@ -25,52 +46,101 @@ def layer_norm(
     bias: Float[Array, " d"] | None = None,
     *,
     eps: float = 1e-5,
+    residual_format: Format | None = None,
 ) -> Float[Array, "*batch d"]:
-    """Standardizes each row, then scales and shifts it; OLMo's has neither."""
-    wide = x.astype(jnp.float32)
-    centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
-    y = centered * jax.lax.rsqrt(variance + eps)
-    return _affine(y, weight, bias).astype(x.dtype)
+    """Standardizes each row, then scales it by `weight` and shifts it by `bias`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.nonlinear import layer_norm
+      >>> layer_norm(jnp.array([[1.0, 3.0]]), eps=0.0)
+      Array([[-1.,  1.]], dtype=float32)
+    """
+
+    def norm(params, x):
+        wide = x.astype(jnp.float32)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
+        y = centered * jax.lax.rsqrt(variance + eps)
+        return _affine(y, *params).astype(x.dtype)
+
+    return _saving(norm, residual_format)((weight, bias), x)
 
 
-def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The gated activation silu(gate) * up."""
-    return _gated(jax.nn.silu, gate, up)
+def swiglu(
+    gate: Float[Array, "*s"],
+    up: Float[Array, "*s"],
+    *,
+    residual_format: Format | None = None,
+) -> Float[Array, "*s"]:
+    """The gated activation silu(gate) * up.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> from coat_jax.nonlinear import swiglu
+      >>> swiglu(jnp.zeros(2), jnp.ones(2), residual_format=coat.E4M3)
+      Array([0., 0.], dtype=float32)
+    """
+    return _gated(jax.nn.silu, gate, up, residual_format)
 
 
-def geglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The gated activation gelu(gate) * up, with the tanh form of gelu."""
-    return _gated(jax.nn.gelu, gate, up)
+def geglu(
+    gate: Float[Array, "*s"],
+    up: Float[Array, "*s"],
+    *,
+    residual_format: Format | None = None,
+) -> Float[Array, "*s"]:
+    """The gated activation gelu(gate) * up, with gelu's tanh form.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.nonlinear import geglu
+      >>> geglu(jnp.zeros(2), jnp.ones(2))
+      Array([0., 0.], dtype=float32)
+    """
+    return _gated(jax.nn.gelu, gate, up, residual_format)
 
 
-def rotate(
-    x: Float[Array, "batch seq heads d"],
-    cos: Float[Array, "seq half"],
-    sin: Float[Array, "seq half"],
+def rotary(
+    x: Float[Array, "batch seq heads d"], *, theta: float = 10_000.0
 ) -> Float[Array, "batch seq heads d"]:
-    """Rotary position embedding of queries or keys, halves as Llama pairs them."""
+    """Rotates queries or keys by their positions, pairing halves as Llama does.
+
+    Linear in `x`: backward saves nothing, and computes the angles again.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.nonlinear import rotary
+      >>> rotary(jnp.ones((1, 1, 1, 4)))[0, 0, 0]
+      Array([1., 1., 1., 1.], dtype=float32)
+    """
+    length, dim = x.shape[1], x.shape[-1]
+    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None], sin[:, None]
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-def rotary_table(
-    length: int, head_dim: int, theta: float
-) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
-    """Cosines and sines of `rotate` for positions 0 to length - 1."""
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
-    return jnp.cos(angle), jnp.sin(angle)
+def _gated(
+    activation: Callable, gate: Array, up: Array, residual_format: Format | None
+) -> Array:
+    def product(gate, up):
+        wide = activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
+        return wide.astype(up.dtype)
 
-
-def _gated(activation, gate: Array, up: Array) -> Array:
-    wide = activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-    return wide.astype(up.dtype)
+    return _saving(product, residual_format, params_argnums=())(gate, up)
 
 
 def _affine(y: Array, weight: Array | None, bias: Array | None) -> Array:
     if weight is not None:
         y = y * weight.astype(jnp.float32)
     return y if bias is None else y + bias.astype(jnp.float32)
+
+
+def _saving(fn: Callable, residual_format: Format | None, params_argnums=0) -> Callable:
+    if residual_format is None:
+        return fn
+    remat = partial(fp8_remat, params_argnums=params_argnums, format=residual_format)
+    return remat(jax.checkpoint(fn, prevent_cse=False))

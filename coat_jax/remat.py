@@ -13,7 +13,7 @@ and who reads it in the backward program:
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, Literal
 
 import jax

@@ -1,0 +1,214 @@
+"""Llama and OLMo: decoder-only transformers with their layers under `scan`."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from coat_jax import blocks, nonlinear
+from coat_jax.modules import DecoderLayer
+
+# Logits of a chunk of `cross_entropy`: 256 MiB in float32.
+_LOGITS_PER_CHUNK = 2**26
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape and precision of a `Llama`.
+
+    Attributes:
+      vocab_size: Number of tokens.
+      hidden_size: Size of the residual stream.
+      intermediate_size: Size of the MLP's inside.
+      num_layers: Number of layers.
+      num_heads: Number of query heads.
+      num_kv_heads: Number of key and value heads.
+      head_dim: Size of a head; None for hidden_size / num_heads.
+      norm: "rms", or "layer" without parameters as in OLMo.
+      norm_eps: Epsilon of the norms.
+      gate: Activation of the MLP's gate.
+      rope_theta: Base of the rotary embedding.
+      tie_embeddings: Whether the head is the embedding.
+      dtype: Dtype of the computation.
+      param_dtype: Dtype of the parameters.
+      recipe: What layers multiply with and what backward keeps of them.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int | None = None
+    norm: blocks.NormName = "rms"
+    norm_eps: float = 1e-5
+    gate: blocks.GateName = "silu"
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = False
+    dtype: DTypeLike = jnp.bfloat16
+    param_dtype: DTypeLike = jnp.float32
+    recipe: blocks.RecipeName = "coat"
+
+    def __post_init__(self):
+        if self.head_dim is None and self.hidden_size % self.num_heads:
+            raise ValueError(
+                "num_heads must divide hidden_size where head_dim is None, got "
+                f"{self.num_heads}, {self.hidden_size}"
+            )
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        **{"vocab_size": 32_000, **rest},
+    )
+
+
+# Published shapes; OLMo's and 124m's vocabulary padded to a multiple of 128.
+CONFIGS: dict[str, LlamaConfig] = {
+    "124m": _llama(768, 2048, 12, 12, vocab_size=50_304, tie_embeddings=True),
+    "olmo-1b": _llama(
+        2048, 8192, 16, 16, vocab_size=50_304, tie_embeddings=True, norm="layer"
+    ),
+    "llama2-7b": _llama(4096, 11_008, 32, 32),
+    "llama2-13b": _llama(5120, 13_824, 40, 40),
+    "llama-30b": _llama(6656, 17_920, 60, 52, norm_eps=1e-6),
+}
+
+
+class Llama(nnx.Module):
+    """A causal language model; `layers` holds every layer's parameters stacked.
+
+    Args:
+      config: Shape and precision.
+      rngs: Source of the initialization, which does not depend on the recipe.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.models import llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2)
+      >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((1, 8), jnp.int32)).shape
+      (1, 8, 256)
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        init = nnx.initializers.normal(0.02)
+        shape = (config.vocab_size, config.hidden_size)
+        self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype))
+        self.head = (
+            None
+            if config.tie_embeddings
+            else nnx.Param(init(rngs.params(), shape[::-1], config.param_dtype))
+        )
+        self.norm = (
+            nnx.Param(jnp.ones(config.hidden_size, config.param_dtype))
+            if config.norm == "rms"
+            else None
+        )
+        stack = nnx.vmap(lambda rngs: _layer(config, rngs))
+        self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+
+    def __call__(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s vocab"]:
+        """The logits of each position's next token, in float32."""
+        return _logits(self.hidden(tokens), self._head())
+
+    def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
+        """The final norm's output, in `config.dtype`."""
+        x = self.embedding[...][tokens].astype(self.config.dtype)
+        graph, layers = nnx.split(self.layers)
+        x, _ = lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
+        eps = self.config.norm_eps
+        if self.norm is None:
+            return nonlinear.layer_norm(x, eps=eps)
+        return nonlinear.rms_norm(x, self.norm[...], eps=eps)
+
+    def _head(self) -> Float[Array, "h vocab"]:
+        return self.embedding[...].T if self.head is None else self.head[...]
+
+
+def cross_entropy(
+    model: Llama, tokens: Int[Array, "b s"], targets: Int[Array, "b s"]
+) -> Float[Array, ""]:
+    """Mean negative log-likelihood of `targets`, in nats a token.
+
+    Logits are computed, and in backward recomputed, in chunks of tokens, so that they
+    never exist as a whole.
+
+    Args:
+      model: The model.
+      tokens: What it reads.
+      targets: The token that follows each.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.models import llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2)
+      >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+      >>> tokens = jnp.zeros((1, 9), jnp.int32)
+      >>> bool(llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) > 0)
+      True
+    """
+    hidden = model.hidden(tokens)
+    head = model._head()
+    chunks = _num_chunks(targets.size, head.shape[1])
+
+    @jax.checkpoint
+    def chunk_loss(total, chunk):
+        hidden, targets = chunk
+        logits = _logits(hidden, head)
+        picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+        return total + jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked), None
+
+    chunked = (
+        hidden.reshape(chunks, -1, hidden.shape[-1]),
+        targets.reshape(chunks, -1),
+    )
+    total, _ = lax.scan(chunk_loss, jnp.zeros((), jnp.float32), chunked)
+    return total / targets.size
+
+
+def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
+    return DecoderLayer(
+        config.hidden_size,
+        config.intermediate_size,
+        config.num_heads,
+        config.num_kv_heads,
+        config.head_dim or config.hidden_size // config.num_heads,
+        recipe=config.recipe,
+        norm=config.norm,
+        norm_eps=config.norm_eps,
+        gate=config.gate,
+        rope_theta=config.rope_theta,
+        param_dtype=config.param_dtype,
+        output_scale=1 / math.sqrt(2 * config.num_layers),
+        rngs=rngs,
+    )
+
+
+def _logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
+    head = head.astype(hidden.dtype)
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _num_chunks(tokens: int, vocab_size: int) -> int:
+    """The smallest divisor of `tokens` that keeps a chunk's logits small."""
+    fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
+    return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)
