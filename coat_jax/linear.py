@@ -18,8 +18,8 @@ from coat_jax.quantized import E4M3, E5M2, Format, PerTensor, QuantizedArray, qu
 
 
 def linear(
-    x: Float[Array, "*batch k"], w: Float[Array, "k *features"]
-) -> Float[Array, "*batch *features"]:
+    x: Float[Array, "*batch k"], w: Float[Array, "in_features ..."]
+) -> Float[Array, "..."]:
     """The product of `x` and `w` with both in FP8, in the dtype of `x`.
 
     Saves the E4M3 codes of `x`, and `w` by reference. The gradients of `x` and `w` have
