@@ -4,6 +4,8 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
+from coat_jax.linear import fp8_dot_general
+from coat_jax.memory import memory_report, residual_report
 from coat_jax.optimizer import ScaleByFP8AdamState, fp8_adamw, scale_by_fp8_adam
 from coat_jax.quantized import (
     DE8,
@@ -17,6 +19,7 @@ from coat_jax.quantized import (
     dequantize,
     quantize,
 )
+from coat_jax.remat import fp8_remat
 
 __all__ = [
     "DE8",
@@ -30,6 +33,10 @@ __all__ = [
     "ScaleByFP8AdamState",
     "dequantize",
     "fp8_adamw",
+    "fp8_dot_general",
+    "fp8_remat",
+    "memory_report",
     "quantize",
+    "residual_report",
     "scale_by_fp8_adam",
 ]

@@ -47,6 +47,10 @@ def expand(
 def contract(
     t: Float[Array, "..."], largest: Float[Array, "..."], k: UInt8[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Computes largest * t ** (1 / k), for t in [0, 1] and k in sixteenths."""
+    """Computes largest * t ** (1 / k), for t in [0, 1] and k in sixteenths.
+
+    For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
+    """
     root = _STEPS / k.astype(jnp.float32)
-    return jnp.exp2(jnp.log2(t) * root + jnp.log2(largest))
+    x = jnp.exp2(jnp.log2(t) * root + jnp.log2(largest))
+    return jnp.where(t == 0, 0.0, jnp.maximum(x, jnp.finfo(jnp.float32).tiny))

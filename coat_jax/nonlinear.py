@@ -1,4 +1,6 @@
-"""Norms, gates and rotary embeddings: float32 inside, the input's dtype outside.
+"""Norms, gates and rotary embeddings, in the dtype of their input.
+
+Norms and rotary embeddings compute in float32, gates in the dtype they are given.
 
 Each norm and gate takes a `residual_format`. Without one, backward reads what autodiff
 saves. With one it saves only the activations that come in, as groups of 16 in that
@@ -127,8 +129,7 @@ def _gated(
     activation: Callable, gate: Array, up: Array, residual_format: Format | None
 ) -> Array:
     def product(gate, up):
-        wide = activation(gate.astype(jnp.float32)) * up.astype(jnp.float32)
-        return wide.astype(up.dtype)
+        return activation(gate) * up
 
     return _saving(product, residual_format, params_argnums=())(gate, up)
 

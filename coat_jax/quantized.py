@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 from coat_jax import expansion
 
 _TINY = float(np.finfo(np.float32).tiny)
-_F32_MAX = float(np.finfo(np.float32).max)
+_BF16_MAX = float(ml_dtypes.finfo(jnp.bfloat16).max)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -209,8 +209,11 @@ def quantize(
     `PerBlock`, the last two) that the group does not divide has a short last group.
     Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
     backend. With `expand` no other magnitude becomes zero. Floating codes keep the sign
-    of zeros. DE8, whose scale is a group's maximum, saturates at 2**126. Quantizing a
-    dequantized array gives the same codes, unless it has become denormal.
+    of zeros. Quantizing a dequantized array again gives the same codes in a floating
+    format, unless they stand for denormals. What a scale cannot reach saturates: a
+    percent at the end of float32's range, more with `PerTensor`, and with DE8 all
+    beyond 2**126.
+
 
     Args:
       x: A floating array of any shape.
@@ -224,11 +227,12 @@ def quantize(
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> q = coat.quantize(jnp.arange(6.0), granularity=coat.PerGroup(4))
+      >>> x = jnp.array([448.0, 7.0, 1.0, 0.0, 0.875, 0.5])
+      >>> q = coat.quantize(x, granularity=coat.PerGroup(4))
       >>> q.codes.dtype, q.scale.shape
       (dtype(float8_e4m3fn), (2,))
-      >>> coat.dequantize(q)
-      Array([0., 1., 2., 3., 4., 5.], dtype=float32)
+      >>> coat.dequantize(q).tolist()
+      [448.0, 7.0, 1.0, 0.0, 0.875, 0.5]
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
@@ -263,8 +267,8 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> coat.dequantize(coat.quantize(jnp.array([1.0, -0.5]), expand=True))
-      Array([ 1. , -0.5], dtype=float32)
+      >>> coat.dequantize(coat.quantize(jnp.array([7.0, -1.75])))
+      Array([ 7.  , -1.75], dtype=float32)
     """
     values = _split(q.format.decode(q.codes), _block(q))
     scale = _broadcastable(q.scale).astype(jnp.float32)
@@ -279,12 +283,12 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
-    """The scale as stored: it and its reciprocal are normal, max times it is finite."""
+    """The scale as stored: normal, with its reciprocal; max times it fits bfloat16."""
     if isinstance(granularity, PerTensor):
         scale, bits = _power_of_two_scale(largest, format), 1
     else:
         scale, bits = (largest * (1.0 / format.max)).astype(jnp.bfloat16), 8
-    mantissa, exponent = math.frexp(min(_F32_MAX / format.max, 1 / _TINY))
+    mantissa, exponent = math.frexp(min(_BF16_MAX / format.max, 1 / _TINY))
     top = math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
     scale = jnp.clip(scale, _TINY, top)
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)

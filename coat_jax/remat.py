@@ -34,6 +34,7 @@ from coat_jax.quantized import (
     quantize,
 )
 from coat_jax.residuals import (
+    FP8_SCOPE,
     PRODUCTS,
     Linearized,
     all_eqns,
@@ -216,10 +217,10 @@ def _with_fp8_residuals(
         plan = _plan(traced, is_param)
         values = core.jaxpr_as_fun(traced.forward)(*args)
         saved = [
-            quantize(x, format=format, granularity=kept)
-            if isinstance(kept, PerTensor | PerGroup)
-            else (x if kept == "wide" else None)
-            for x, kept in zip(values[traced.num_outputs :], plan.kept, strict=True)
+            _save(x, kept, traced.asked_by(i), format)
+            for i, (x, kept) in enumerate(
+                zip(values[traced.num_outputs :], plan.kept, strict=True)
+            )
         ]
         references = [a if n else None for a, n in zip(args, plan.needed, strict=True)]
         return values[: traced.num_outputs], (references, saved, plan)
@@ -239,6 +240,14 @@ def _with_fp8_residuals(
 
     run.defvjp(forward, backward)
     return run
+
+
+def _save(x: Any, kept: Any, asked_by: str, format: Format) -> Any:
+    if not isinstance(kept, PerTensor | PerGroup):
+        return x if kept == "wide" else None
+    # The scope tells profiles and `residual_report` whom the copy is for.
+    with jax.named_scope(f"{FP8_SCOPE}{asked_by};"):
+        return quantize(x, format=format, granularity=kept)
 
 
 @jax.tree_util.register_static

@@ -1,15 +1,22 @@
 """What `jax.vjp` saves of a function, and who reads it in the backward pass."""
 
+import contextlib
 import dataclasses
+import functools
+import os
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.dtypes import float0
 from jax.extend import core
+
+from coat_jax import quantized
 
 # What moves or converts values without computing: readers are looked for behind it.
 _LAYOUT = frozenset(
@@ -26,6 +33,17 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
+# Frames that say how an operation was traced rather than whose it is.
+_NOT_USERS = (
+    os.path.dirname(jax.__file__) + os.sep,
+    os.path.dirname(flax.__file__) + os.sep,
+    functools.__file__,
+    contextlib.__file__,
+    quantized.__file__,
+    __file__,
+)
+# Opens the name scope in which `fp8_remat` quantizes, before what it is for.
+FP8_SCOPE = "FP8 copy for "
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
@@ -57,6 +75,10 @@ class Linearized:
         """The operations of the backward program that read residual `index`."""
         return list(_readers(*self._in_backward(index), _LAYOUT))
 
+    def asked_by(self, index: int) -> str:
+        """The operation that residual `index` was saved for, and where it stands."""
+        return next(map(_describe, self.readers(index)), "the output")
+
     def feeds_exponential(self, index: int) -> bool:
         """Whether backward takes an exponential of residual `index` or a difference."""
         through = _LAYOUT | {"sub"}
@@ -78,13 +100,10 @@ def linearize(fn: Callable, *args: Any) -> Linearized:
 
     def backward(leaves, cotangents):
         given = iter(cotangents)
-        every = [
-            next(given) if _is_inexact(o) else np.zeros(o.shape, jax.dtypes.float0)
-            for o in outputs
-        ]
+        every = [next(given) if _is_inexact(o) else _float0(o) for o in outputs]
         vjp = jax.tree.unflatten(vjp_tree, leaves)
         gradients = vjp(jax.tree.unflatten(out_tree, every))
-        return [g for g in jax.tree.leaves(gradients) if g.dtype != jax.dtypes.float0]
+        return [g for g in jax.tree.leaves(gradients) if g.dtype != float0]
 
     cotangents = [o for o in outputs if _is_inexact(o)]
     return Linearized(
@@ -94,6 +113,20 @@ def linearize(fn: Callable, *args: Any) -> Linearized:
         vjp_tree=vjp_tree,
         backward=jax.make_jaxpr(backward)(leaves, cotangents),
     )
+
+
+def forward_backward(fn: Callable) -> Callable:
+    """`fn` and its gradients for cotangents of one."""
+
+    def run(*args):
+        out, vjp = jax.vjp(fn, *args)
+        ones = jax.tree.map(
+            lambda o: jnp.ones_like(o) if _is_inexact(o) else _float0(o), out
+        )
+        gradients = vjp(ones)
+        return out, [g for g in jax.tree.leaves(gradients) if g.dtype != float0]
+
+    return run
 
 
 def is_foreign(eqn: core.JaxprEqn) -> bool:
@@ -114,6 +147,21 @@ def all_eqns(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
 
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _float0(x: Any) -> np.ndarray:
+    return np.zeros(x.shape, float0)
+
+
+def _describe(eqn: core.JaxprEqn) -> str:
+    name = eqn.primitive.name
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not frame.file_name.startswith(_NOT_USERS):
+            function = frame.function_name.split(".<locals>")[0]
+            file = os.path.basename(frame.file_name)
+            return f"{name} in {function} ({file}:{frame.line_num})"
+    return name
 
 
 def _readers(
