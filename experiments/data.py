@@ -18,6 +18,7 @@ from experiments import text
 
 TEXT_SUFFIXES = (".txt", ".jsonl")
 TOKEN_SUFFIXES = (".npy", ".bin")
+Batches = grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]
 Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
 _CHUNK, _CHUNKS = 2**15, 2**12
@@ -82,6 +83,8 @@ def load_corpus(
     """
     files = _find_files(paths)
     if any(path.suffix in TOKEN_SUFFIXES for path in files):
+        if tokenizer != "bytes":
+            raise ValueError(f"tokenizer={tokenizer!r} takes text, got token files")
         return _token_corpus(files, token_dtype)
     documents = text.read_documents(files) if files else text.standard_library()
     train, validation = text.split_documents(documents)
@@ -90,6 +93,7 @@ def load_corpus(
     elif cache is None or vocab_size is None:
         raise ValueError("tokenizer='bpe' needs a vocab_size and a cache folder")
     else:
+        cache.mkdir(parents=True, exist_ok=True)
         file = cache / "tokenizer.json"
         encode, token = text.bpe_encoder(train, vocab_size, file), "token"
     return Corpus(
@@ -139,9 +143,7 @@ class Windows:
         return window.astype(np.int32)
 
 
-def train_batches(
-    windows: Windows, *, batch_size: int, seed: int
-) -> grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]:
+def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
     """Batches without end, every epoch in another order that `seed` decides.
 
     The iterator's `get_state()` is a small dictionary; `set_state` continues from it.

@@ -1,0 +1,193 @@
+"""One recipe's training step: the same model and data, another precision.
+
+| recipe     | linear layers | saved for backward      | Adam's moments |
+|------------|---------------|-------------------------|----------------|
+| `bf16`     | BF16          | as autodiff saves them  | float32        |
+| `te`       | FP8           | FP8 beside BF16         | float32        |
+| `coat`     | FP8           | FP8, BF16 in attention  | FP8, expanded  |
+| `coat_max` | FP8           | FP8                     | FP8, expanded  |
+"""
+
+import math
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+import coat_jax as coat
+from coat_jax.models import llama
+from experiments.settings import Recipe, Settings
+
+
+class TrainState(NamedTuple):
+    """What a step changes, and a checkpoint holds."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+class Metrics(NamedTuple):
+    """What a step reports: mean nats a token, and the gradient's norm unclipped."""
+
+    loss: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+
+
+def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup_steps = min(settings.warmup_steps, steps // 10)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=settings.lr / (warmup_steps + 1),
+        peak_value=settings.lr,
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
+        end_value=0.1 * settings.lr,
+    )
+
+
+def optimizer(
+    recipe: Recipe, settings: Settings, steps: int
+) -> optax.GradientTransformation:
+    """AdamW behind clipping; its moments are what the recipes differ in."""
+    adamw = coat.fp8_adamw if recipe in ("coat", "coat_max") else optax.adamw
+    return in_float32(
+        optax.chain(
+            optax.clip_by_global_norm(settings.clip_norm),
+            adamw(
+                learning_rate(settings, steps),
+                b1=settings.b1,
+                b2=settings.b2,
+                weight_decay=settings.weight_decay,
+                mask=is_matrix,
+            ),
+        )
+    )
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
+
+    `optax.adamw` alone would keep the moments of BF16 parameters in BF16.
+    """
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None):
+        return tx.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
+
+
+def is_matrix(params: nnx.State) -> Any:
+    """True for what decays: every parameter but the scales of norms."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), params
+    )
+
+
+class Trainer:
+    """A compiled training step and validation of one recipe.
+
+    Attributes:
+      parameters: Numbers in the model.
+      compile_seconds: What compiling the step took.
+      step_bytes: Device memory that the compiled step needs, arguments included.
+    """
+
+    def __init__(
+        self, config: llama.LlamaConfig, settings: Settings, *, steps: int
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._schedule = learning_rate(settings, steps)
+        self._tx = optimizer(config.recipe, settings, steps)
+        model = nnx.eval_shape(self._create_model)
+        self._graphdef, params = nnx.split(model)
+        self.parameters = sum(p.size for p in jax.tree.leaves(params))
+        started = time.perf_counter()
+        step = jax.jit(self._step, donate_argnums=0)
+        batch = jax.ShapeDtypeStruct(self._batch_shape, jnp.int32)
+        self._compiled = step.lower(self.abstract_state(), batch).compile()
+        self._evaluate = jax.jit(self._loss)
+        self.compile_seconds = time.perf_counter() - started
+        self.step_bytes = _device_bytes(self._compiled)
+
+    @property
+    def _batch_shape(self) -> tuple[int, int]:
+        return self._settings.batch_size, self._settings.seq_len + 1
+
+    def init(self) -> TrainState:
+        """The state before the first step; the parameters depend on the seed alone."""
+        return jax.jit(self._init)()
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and placement of a state."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+            jax.eval_shape(self._init),
+        )
+
+    def step(
+        self, state: TrainState, batch: Int32[np.ndarray, "batch length+1"]
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer step; `state` is used up."""
+        return self._compiled(state, jnp.asarray(batch))
+
+    def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
+        """Mean nats a token over batches of one size."""
+        losses = [self._evaluate(state.params, jnp.asarray(b)) for b in batches]
+        return math.fsum(map(float, losses)) / len(losses)
+
+    def learning_rate(self, step: int) -> float:
+        """What step `step`, counted from 1, uses."""
+        return float(f"{self._schedule(step - 1):.6g}")
+
+    def saved_activation_bytes(self) -> int:
+        """Bytes that the step's forward pass keeps for its backward pass."""
+        batch = jax.ShapeDtypeStruct(self._batch_shape, jnp.int32)
+        return _saved_bytes(self._loss, self.abstract_state().params, batch)
+
+    def _create_model(self) -> llama.Llama:
+        return llama.Llama(self._config, rngs=nnx.Rngs(self._settings.seed))
+
+    def _init(self) -> TrainState:
+        params = nnx.state(self._create_model())
+        return TrainState(params, self._tx.init(params))
+
+    def _loss(self, params: nnx.State, batch: Int32[Array, "batch length+1"]):
+        model = nnx.merge(self._graphdef, params)
+        return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
+
+    def _step(self, state: TrainState, batch: Int32[Array, "batch length+1"]):
+        loss, grads = jax.value_and_grad(self._loss)(state.params, batch)
+        updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = Metrics(loss, optax.tree.norm(grads))
+        return TrainState(params, opt_state), metrics
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _saved_bytes(loss, params, batch) -> int:
+    def saved(params, batch):
+        return jax.vjp(lambda p: loss(p, batch), params)[1]
+
+    return tree_bytes(jax.eval_shape(saved, params, batch)) - tree_bytes(params)
+
+
+def _device_bytes(compiled: jax.stages.Compiled) -> int | None:
+    plan = compiled.memory_analysis()
+    if plan is None:
+        return None
+    total = plan.argument_size_in_bytes + plan.output_size_in_bytes
+    return total + plan.temp_size_in_bytes - plan.alias_size_in_bytes
