@@ -45,14 +45,14 @@ class Recipe:
 
     Attributes:
       linear: The matrix product (x, w) -> x @ w.
-      output_linear: The one that follows attention.
+      output: Applied to the product that follows attention.
       pointwise: Applied to norms, gates and rotary embeddings.
       segment: Applied to whole segments, but for attention's.
       attention: Applied to attention's segment.
     """
 
     linear: Callable = _plain_linear
-    output_linear: Callable = _plain_linear
+    output: Callable = _identity
     pointwise: Callable = _identity
     segment: Callable = _identity
     attention: Callable = _identity
@@ -61,7 +61,7 @@ class Recipe:
 _COAT = Recipe(
     linear=linear.linear,
     # Keeps attention's output as attention's backward does, instead of another copy.
-    output_linear=jax.checkpoint(linear.linear),
+    output=jax.checkpoint,
     segment=_fp8_inputs,
 )
 RECIPES: dict[RecipeName, Recipe] = {
@@ -69,9 +69,7 @@ RECIPES: dict[RecipeName, Recipe] = {
     "bf16": Recipe(),
     # As TransformerEngine: FP8 products with FP8 residuals; norms and gates recompute
     # from BF16 inputs.
-    "te": Recipe(
-        linear=linear.linear, output_linear=linear.linear, pointwise=jax.checkpoint
-    ),
+    "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
     "coat": _COAT,
     # The queries, keys, values and outputs of attention in FP8 too.
     "coat_max": dataclasses.replace(_COAT, attention=fp8_remat),
@@ -128,8 +126,10 @@ def attention_out(
     """Causal attention and its output product; `params` holds `out` [n * d, h]."""
 
     def segment(params, q, k, v):
-        o = causal_attention(q, k, v)
-        return recipe.output_linear(o.reshape(*o.shape[:2], -1), params["out"])
+        output = recipe.output(
+            lambda o, w: recipe.linear(o.reshape(*o.shape[:2], -1), w)
+        )
+        return output(causal_attention(q, k, v), params["out"])
 
     return recipe.attention(segment)(params, q, k, v)
 
