@@ -1,0 +1,397 @@
+"""quantize and dequantize against the oracle, and the properties they promise."""
+
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as npst
+
+import coat_jax as coat
+
+FORMATS = [coat.E4M3, coat.E5M2, coat.DE8]
+FLOATS = [coat.E4M3, coat.E5M2]
+# Each granularity beside the oracle's name for it.
+PER_TENSOR = (coat.PerTensor(), None)
+PER_GROUP = (coat.PerGroup(16), (16,))
+PER_BLOCK = (coat.PerBlock(2, 8), (2, 8))
+GRANULARITIES = [PER_TENSOR, PER_GROUP, PER_BLOCK]
+# Few, since every shape is compiled anew: all ranks, whole and short last groups.
+SHAPES = {
+    PER_TENSOR: [(), (2, 1, 3, 9)],
+    PER_GROUP: [(), (21,), (2, 3, 16), (2, 1, 3, 9)],
+    PER_BLOCK: [(3, 35), (2, 1, 3, 9)],
+}
+EXTREMES = [0.0, -0.0, 1e-45, 1e-39, 1.17549435e-38, 1e-38, -2e-38, 1.0, 1e38, 3.4e38]
+
+every_format = pytest.mark.parametrize("format", FORMATS, ids=repr)
+every_granularity = pytest.mark.parametrize(
+    "granularity", GRANULARITIES, ids=lambda g: type(g[0]).__name__
+)
+either = pytest.mark.parametrize("expand", [False, True], ids=["linear", "expanded"])
+
+
+def reference(format: coat.Format) -> oracle.Format:
+    return {"E4M3": oracle.E4M3, "E5M2": oracle.E5M2, "DE8": oracle.DE8}[format.name]
+
+
+def code_values(q: coat.QuantizedArray) -> np.ndarray:
+    codes = np.asarray(q.codes)
+    if q.format is coat.DE8:
+        return oracle.de8_table()[codes]
+    return codes.astype(np.float32)
+
+
+@st.composite
+def inputs(draw, granularity=PER_GROUP):
+    """Arrays of any finite value: the whole range, extremes, or one narrow range."""
+    shape = draw(st.sampled_from(SHAPES[granularity]))
+    dtype = draw(st.sampled_from([np.float32, ml_dtypes.bfloat16]))
+    anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
+    elements = draw(
+        st.sampled_from(
+            [
+                anything,
+                st.sampled_from(EXTREMES).map(lambda x: float(np.float32(x))),
+                st.floats(-4, 4, width=32),
+            ]
+        )
+    )
+    x = draw(npst.arrays(np.float32, shape, elements=elements))
+    bound = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
+    return x if dtype == np.float32 else np.clip(x, -bound, bound).astype(dtype)
+
+
+def spread(rng, shape, octaves: float = 6) -> np.ndarray:
+    """Normal numbers times powers of two: what gradients look like."""
+    x = rng.standard_normal(shape) * np.exp2(rng.uniform(-octaves, octaves, shape))
+    return x.astype(np.float32)
+
+
+def assert_same(actual, expected):
+    """Equal as values, signs of zeros included."""
+    np.testing.assert_array_equal(actual, expected)
+    some = ~np.isnan(expected)
+    np.testing.assert_array_equal(np.signbit(actual)[some], np.signbit(expected)[some])
+
+
+def check_scales(q, x, block, scales: dict):
+    last = (block or x.shape)[-x.ndim :] if x.ndim else ()
+    extent = (1,) * (x.ndim - len(last)) + tuple(last)
+    assert q.scale.shape == tuple(
+        math.ceil(n / max(b, 1)) for n, b in zip(x.shape, extent, strict=True)
+    )
+    assert q.scale.dtype == oracle.scale_dtype(block)
+    stored = np.asarray(q.scale)
+    for index, scale in scales.items():
+        np.testing.assert_array_equal(stored[index], scale)
+
+
+def check_linear(x, format, granularity):
+    """Every bit of the scales, the codes and the dequantized array."""
+    library, block = granularity
+    q = coat.quantize(x, format=format, granularity=library)
+    scales, values = oracle.quantize(x, reference(format), block)
+    check_scales(q, x, block, scales)
+    assert q.codes.shape == x.shape
+    assert q.codes.dtype == format.dtype
+    assert q.exponent is None
+    assert_same(code_values(q), values)
+    back = oracle.dequantize(values, scales, block, None, reference(format))
+    assert q.dequantize().dtype == x.dtype
+    back = oracle.flush(oracle.flush(back).astype(x.dtype))
+    np.testing.assert_array_equal(oracle.flush(np.asarray(q.dequantize())), back)
+
+
+def check_expanded(x, format, granularity) -> tuple[int, int]:
+    """Every code but those at a rounding boundary, which are counted, as are groups."""
+    library, block = granularity
+    q = coat.quantize(x, format=format, granularity=library, expand=True)
+    x, of = oracle.flush(x), reference(format)
+    places = list(oracle.groups(x.shape, block))
+    scales = {index: oracle.scale_of(x[at], of, block) for index, at in places}
+    check_scales(q, x, block, scales)
+    assert q.exponent.shape == q.scale.shape
+    assert q.exponent.dtype == np.uint8
+    powers, values = np.asarray(q.exponent), code_values(q)
+    loose_codes = loose_powers = 0
+    for index, where in places:
+        least, most = oracle.power_bounds(x[where], scales[index], of)
+        k = int(powers[index])
+        assert least <= k <= most
+        loose_powers += least != most
+        low, high = oracle.expanded_bounds(x[where], scales[index], k, of)
+        same = np.abs(low) == np.abs(high)
+        assert_same(values[where][same], low[same])
+        size = np.abs(values[where])
+        assert np.all((np.abs(low) <= size) & (size <= np.abs(high)))
+        loose_codes += np.sum(~same)
+    return loose_codes, loose_powers
+
+
+@every_granularity
+@every_format
+@given(data=st.data())
+def test_linear_codes_are_the_oracles(format, granularity, data):
+    check_linear(data.draw(inputs(granularity)), format, granularity)
+
+
+@every_granularity
+@every_format
+@given(data=st.data())
+def test_expanded_codes_are_the_oracles(format, granularity, data):
+    check_expanded(data.draw(inputs(granularity)), format, granularity)
+
+
+@every_granularity
+@every_format
+def test_expansion_is_rarely_ambiguous(rng, format, granularity):
+    """On ordinary data the tolerance excuses a negligible part of the comparison."""
+    x = spread(rng, (8, 1000))
+    loose_codes, loose_powers = check_expanded(x, format, granularity)
+    groups = sum(1 for _ in oracle.groups(x.shape, granularity[1]))
+    assert loose_codes <= 5e-4 * x.size
+    assert loose_powers <= 5e-3 * groups
+
+
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+def test_casts_round_to_nearest_even_and_saturate(rng, format):
+    bits = rng.integers(0, 2**32, 500_000, dtype=np.uint32).view(np.float32)
+    x = np.concatenate([bits, spread(rng, 500_000, 18), np.float32([465, 1e6, np.inf])])
+    with np.errstate(invalid="ignore"):
+        expected = reference(format).round(x)
+    for encode in (format.encode, jax.jit(format.encode)):
+        assert_same(np.asarray(encode(x)).astype(np.float32), expected)
+
+
+def test_de8_is_the_dynamic_map():
+    assert_same(np.asarray(coat.DE8.decode(jnp.arange(256))), oracle.de8_table())
+    assert coat.DE8.dynamic_range == pytest.approx(oracle.DE8.dynamic_range)
+
+
+@pytest.mark.parametrize("granularity", [PER_TENSOR, PER_GROUP, PER_BLOCK])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+def test_quantizing_twice_gives_the_same_codes(rng, format, dtype, granularity):
+    for octaves in (0, 4, 12):
+        x = spread(rng, (64, 200), octaves).astype(dtype)
+        once = coat.quantize(x, format=format, granularity=granularity[0])
+        again = coat.quantize(
+            once.dequantize(), format=format, granularity=granularity[0]
+        )
+        assert_same(code_values(again), code_values(once))
+
+
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+@given(x=inputs())
+def test_quantizing_twice_gives_the_same_codes_for_any_values(format, x):
+    once = coat.quantize(x, format=format, granularity=coat.PerGroup(16))
+    back = np.asarray(once.dequantize())
+    again = coat.quantize(back, format=format, granularity=coat.PerGroup(16))
+    normal = np.abs(back.astype(np.float32)) >= oracle.TINY
+    assert_same(code_values(again)[normal], code_values(once)[normal])
+    assert_same(np.asarray(again.dequantize())[normal], back[normal])
+
+
+def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
+    """Rounding a group's scale may move DE8's largest code, 0.7% from the next."""
+    x = spread(rng, (64, 200))
+    once = coat.quantize(x, format=coat.DE8, granularity=coat.PerTensor())
+    again = coat.quantize(
+        once.dequantize(), format=coat.DE8, granularity=coat.PerTensor()
+    )
+    np.testing.assert_array_equal(again.codes, once.codes)
+
+
+@either
+@every_format
+@given(x=inputs(PER_TENSOR))
+def test_order_and_sign_are_kept(format, expand, x):
+    x = oracle.flush(x)
+    q = coat.quantize(x, format=format, granularity=coat.PerTensor(), expand=expand)
+    back = np.asarray(q.dequantize()).astype(np.float64)
+    assert np.all(np.diff(back.ravel()[np.argsort(x, axis=None)]) >= 0)
+    assert np.all(np.sign(back) * np.sign(x) >= 0)
+    if format is not coat.DE8:
+        np.testing.assert_array_equal(np.signbit(code_values(q)), np.signbit(x))
+
+
+@every_granularity
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+@given(data=st.data())
+def test_linear_error_is_half_a_step(format, granularity, data):
+    """Relative to normal codes, absolute below; a maximum saturates within it."""
+    x, of = oracle.flush(data.draw(inputs(granularity))), reference(format)
+    q = coat.quantize(x, format=format, granularity=granularity[0])
+    for index, where in oracle.groups(x.shape, granularity[1]):
+        scale = float(np.asarray(q.scale)[index])
+        wanted = x[where].astype(np.float64)
+        if scale == oracle.largest_scale(of, granularity[1]):
+            wanted = np.clip(wanted, -scale * of.max, scale * of.max)
+        size = np.maximum(np.abs(wanted), of.smallest_normal * scale)
+        bound = 2.0 ** -(of.mantissa_bits + 1) * size * (1 + 1e-6) + oracle.TINY
+        assert np.all(np.abs(np.asarray(q.dequantize())[where] - wanted) <= bound)
+
+
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+@given(x=inputs())
+def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
+    """The least t is 2 / max, which lies below the normal codes: hence the 0.22."""
+    x = oracle.flush(x)
+    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    back = np.asarray(q.dequantize()).astype(np.float64)
+    for index, where in oracle.groups(x.shape, (16,)):
+        some = x[where] != 0
+        ratio = np.abs(back[where][some] / x[where][some].astype(np.float64))
+        root = 16 / int(np.asarray(q.exponent)[index])
+        assert np.all(ratio <= 1.22**root * (1 + 2.0**-7))
+        assert np.all(ratio >= 0.78**root * (1 - 2.0**-7))
+
+
+@every_format
+@given(x=inputs())
+def test_expansion_loses_nothing_normal(format, x):
+    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    normal = np.abs(x.astype(np.float32)) >= oracle.TINY
+    assert np.all(code_values(q)[normal] != 0)
+    assert np.all(np.asarray(q.dequantize())[normal] != 0)
+    assert np.all(code_values(q)[~normal] == 0)
+
+
+def test_expansion_reduces_the_error_of_wide_groups(rng):
+    """The reason that it is there: COAT, section 4.2, on second-moment-like data."""
+    x = np.square(spread(rng, (64, 128), 6))
+
+    def error(expand: bool) -> float:
+        back = coat.quantize(x, expand=expand).dequantize()
+        return float(np.sqrt(np.mean(np.square(np.log((back + 1e-30) / x)))))
+
+    assert error(True) < 0.1 * error(False)
+
+
+@either
+@every_format
+def test_constant_groups_and_single_values(format, expand):
+    values = np.float32([1e-30, -1e-30, 1e38, 3e38, -3e38, 0.0, 1.0, -3e-5])
+    single = np.zeros((8, 16), np.float32)
+    single[:, 5] = values
+    for x in (single, np.repeat(values[:, None], 16, axis=1)):
+        q = coat.quantize(x, format=format, granularity=PER_GROUP[0], expand=expand)
+        capped = np.clip(x, -(2.0**126), 2.0**126) if format is coat.DE8 else x
+        np.testing.assert_allclose(q.dequantize(), capped, rtol=0.01)
+        if expand and format is not coat.DE8:
+            np.testing.assert_array_equal(q.exponent, 255)
+
+
+@either
+@every_granularity
+@every_format
+def test_a_poisoned_group_is_nan_and_leaves_others_alone(
+    rng, format, granularity, expand
+):
+    library, block = granularity
+    clean = spread(rng, (4, 35))
+    poisoned = clean.copy()
+    poisoned[0, 20], poisoned[2, 3], poisoned[2, 34] = np.nan, np.inf, -np.inf
+
+    def fake(x):
+        q = coat.quantize(x, format=format, granularity=library, expand=expand)
+        return np.array(q.dequantize())
+
+    expected = fake(clean)
+    places = [where for _, where in oracle.groups(clean.shape, block)]
+    bad = [where for where in places if not np.isfinite(poisoned[where]).all()]
+    assert len(bad) == {None: 1, (16,): 3, (2, 8): 3}[block]
+    for where in bad:
+        expected[where] = np.nan
+    np.testing.assert_array_equal(fake(poisoned), expected)
+
+
+@either
+@every_granularity
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
+def test_empty_arrays(shape, granularity, expand):
+    q = coat.quantize(jnp.zeros(shape), granularity=granularity[0], expand=expand)
+    assert q.codes.shape == q.dequantize().shape == shape
+
+
+@either
+@pytest.mark.parametrize(
+    ("format", "granularity"),
+    [(f, PER_GROUP) for f in FORMATS]
+    + [(coat.E4M3, PER_TENSOR), (coat.E4M3, PER_BLOCK)],
+)
+def test_jit_changes_no_bit_of_the_codes(rng, format, granularity, expand):
+    x = spread(rng, (16, 70))
+
+    def quantize(x):
+        return coat.quantize(
+            x, format=format, granularity=granularity[0], expand=expand
+        )
+
+    eager, compiled = quantize(x), jax.jit(quantize)(x)
+    for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    # In one program nothing may cancel the conversion to 8 bits and back.
+    together = jax.jit(lambda x: quantize(x).dequantize())(x)
+    np.testing.assert_allclose(together, eager.dequantize(), rtol=1e-5 * expand)
+
+
+@either
+@pytest.mark.parametrize(
+    ("granularity", "shape"),
+    [
+        (coat.PerTensor(), (3, 8)),
+        (coat.PerGroup(16), ()),
+        (coat.PerGroup(16), (35,)),
+        (coat.PerBlock(2, 8), (3, 20)),
+    ],
+)
+def test_stacks_made_by_vmap_dequantize_and_scan(rng, granularity, shape, expand):
+    x = spread(rng, (3, *shape))
+
+    def quantize(x):
+        return coat.quantize(x, granularity=granularity, expand=expand)
+
+    stacked = jax.jit(jax.vmap(quantize))(x)
+    each = jax.jit(lambda rows: [quantize(row).dequantize() for row in rows])(list(x))
+    _, scanned = jax.lax.scan(lambda c, q: (c, q.dequantize()), None, stacked)
+    mapped = jax.jit(jax.vmap(coat.dequantize))(stacked)
+    for back in (jax.jit(coat.dequantize)(stacked), scanned, mapped):
+        np.testing.assert_allclose(back, np.stack(each), rtol=1e-5 * expand)
+
+
+def test_pytree_and_pickle_round_trips(rng):
+    q = coat.quantize(spread(rng, (3, 35)), expand=True)
+    leaves, structure = jax.tree.flatten(q)
+    assert [leaf.shape for leaf in leaves] == [(3, 35), (3, 1), (3, 1)]
+    for other in (structure.unflatten(leaves), pickle.loads(pickle.dumps(q))):
+        assert jax.tree.structure(other) == structure
+        np.testing.assert_array_equal(other.dequantize(), q.dequantize())
+    assert q.nbytes == 3 * 35 + 3 * 2 + 3
+    assert (q.shape, q.ndim, q.size) == ((3, 35), 2, 105)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: coat.quantize(jnp.arange(3)), "floating array, got dtype int32"),
+        (lambda: coat.PerGroup(0), "PerGroup.size must be a positive int, got 0"),
+        (lambda: coat.PerGroup(1.5), "PerGroup.size must be a positive int, got 1.5"),
+        (lambda: coat.PerBlock(2, -8), "PerBlock.cols must be a positive int, got -8"),
+        (
+            lambda: coat.quantize(jnp.ones(3), granularity=coat.PerBlock(2, 8)),
+            r"PerBlock\(rows=2, cols=8\) needs an array of two axes.*got \(3,\)",
+        ),
+    ],
+)
+def test_errors_name_the_value_and_the_rule(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
