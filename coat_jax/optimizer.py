@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.quantized import E4M3, Format, PerGroup, QuantizedArray, quantize
+from coat_jax.quantized import (
+    E4M3,
+    Format,
+    PerGroup,
+    QuantizedArray,
+    quantize,
+    quantized_zeros,
+)
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters are a fraction of a percent of a model, and they are its most sensitive.
@@ -79,20 +86,18 @@ def scale_by_fp8_adam(
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
     adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
-
-    def store(moment: jax.Array, quantized: bool, format: Format):
-        if not quantized:
-            return moment
-        return quantize(moment, format=format, granularity=granularity, expand=True)
+    mu_how = {"format": mu_format, "granularity": granularity, "expand": True}
+    nu_how = {"format": nu_format, "granularity": granularity, "expand": True}
 
     def init_fn(params):
+        def zeros(param, quantized, how):
+            if quantized:
+                return quantized_zeros(param.shape, **how)
+            return jnp.zeros(param.shape, jnp.float32)
+
         mask = _resolve_mask(quantize_mask, params)
-
-        def zeros(param, quantized: bool, format: Format):
-            return store(jnp.zeros_like(param, jnp.float32), quantized, format)
-
-        mu = jax.tree.map(lambda p, q: zeros(p, q, mu_format), params, mask)
-        nu = jax.tree.map(lambda p, q: zeros(p, q, nu_format), params, mask)
+        mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), params, mask)
+        nu = jax.tree.map(lambda p, q: zeros(p, q, nu_how), params, mask)
         return ScaleByFP8AdamState(jnp.zeros([], jnp.int32), mu, nu)
 
     def update_fn(updates, state, params=None):
@@ -101,9 +106,8 @@ def scale_by_fp8_adam(
         )
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         wide, wide_state = adam.update(wide, wide_state, params)
-        mask = jax.tree.map(_is_quantized, state.mu, is_leaf=_is_quantized)
-        mu = jax.tree.map(lambda m, q: store(m, q, mu_format), wide_state.mu, mask)
-        nu = jax.tree.map(lambda v, q: store(v, q, nu_format), wide_state.nu, mask)
+        mu = _requantize(wide_state.mu, state.mu, mu_how)
+        nu = _requantize(wide_state.nu, state.nu, nu_how)
         updates = jax.tree.map(lambda u, g: u.astype(g.dtype), wide, updates)
         return updates, ScaleByFP8AdamState(wide_state.count, mu, nu)
 
@@ -181,6 +185,13 @@ def _is_quantized(leaf: Any) -> bool:
 def _dequantize_tree(tree: Any) -> Any:
     return jax.tree.map(
         lambda m: m.dequantize() if _is_quantized(m) else m, tree, is_leaf=_is_quantized
+    )
+
+
+def _requantize(wide: Any, old: Any, how: dict[str, Any]) -> Any:
+    """Quantizes what was quantized in `old`."""
+    return jax.tree.map(
+        lambda m, before: quantize(m, **how) if _is_quantized(before) else m, wide, old
     )
 
 

@@ -10,6 +10,8 @@ a power of two.
 
 import dataclasses
 import math
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -260,6 +262,15 @@ def quantize(
         granularity=granularity,
         dtype=jnp.dtype(x.dtype),
     )
+
+
+def quantized_zeros(shape: tuple[int, ...], **how: Any) -> QuantizedArray:
+    """What `quantize(jnp.zeros(shape), **how)` returns, without its arithmetic."""
+    template = jax.eval_shape(
+        partial(quantize, **how), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    zero = quantize(jnp.zeros((1,) * len(shape)), **how)
+    return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, template)
 
 
 def dequantize(q: QuantizedArray) -> Float[Array, "..."]:

@@ -22,6 +22,7 @@ import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import lift
+from jax import lax
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
@@ -187,8 +188,9 @@ def _fp8_function(
             args, kwargs = jax.tree.unflatten(tree, every)
             return fn(*args, **kwargs)
 
+        params = {n + len(args) if n < 0 else n for n in argnums}
         marks = [
-            jax.tree.map(lambda _, i=i: i in argnums, a) for i, a in enumerate(args)
+            jax.tree.map(lambda _, i=i: i in params, a) for i, a in enumerate(args)
         ]
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
         arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
@@ -233,7 +235,9 @@ def _with_fp8_residuals(
             if isinstance(kept, int)
             else next(recomputed)
             if kept == "recompute"
-            else (x.dequantize() if isinstance(x, QuantizedArray) else x)
+            else (
+                _scales_as_bits(x).dequantize() if isinstance(x, QuantizedArray) else x
+            )
             for x, kept in zip(saved, plan.kept, strict=True)
         ]
         return jax.tree.unflatten(plan.vjp_tree, leaves)(cotangents)
@@ -248,6 +252,16 @@ def _save(x: Any, kept: Any, asked_by: str, format: Format) -> Any:
     # The scope tells profiles and `residual_report` whom the copy is for.
     with jax.named_scope(f"{FP8_SCOPE}{asked_by};"):
         return quantize(x, format=format, granularity=kept)
+
+
+_BITS = {"bfloat16": "uint16", "float32": "uint32"}
+_BITS |= {bits: dtype for dtype, bits in _BITS.items()}
+
+
+def _scales_as_bits(q: QuantizedArray) -> QuantizedArray:
+    """Scales as integers, which an fp8_remat around this one keeps exactly; and back."""
+    bits = lax.bitcast_convert_type(q.scale, _BITS[q.scale.dtype.name])
+    return dataclasses.replace(q, scale=bits)
 
 
 @jax.tree_util.register_static

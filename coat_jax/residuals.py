@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -24,10 +24,14 @@ _LAYOUT = frozenset(
         "broadcast_in_dim",
         "convert_element_type",
         "copy",
+        "name",
         "optimization_barrier",
+        "pvary",
         "reduce_precision",
         "reshape",
+        "reshard",
         "rev",
+        "sharding_constraint",
         "slice",
         "squeeze",
         "transpose",
@@ -132,7 +136,8 @@ def forward_backward(fn: Callable) -> Callable:
 def is_foreign(eqn: core.JaxprEqn) -> bool:
     """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
     name = eqn.primitive.name.replace("-", "_")
-    return name != "add_any" and not hasattr(lax, f"{name}_p")
+    known = name in _LAYOUT or name == "add_any"
+    return not known and not hasattr(lax, f"{name}_p")
 
 
 def all_eqns(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
@@ -166,20 +171,27 @@ def _describe(eqn: core.JaxprEqn) -> str:
 
 def _readers(
     jaxpr: core.Jaxpr, var: core.Var, through: frozenset[str]
-) -> Iterator[core.JaxprEqn]:
-    """What reads `var`, also within jit, scan, cond and checkpoint."""
+) -> Generator[core.JaxprEqn, None, set[int]]:
+    """What reads `var`, also within jit, scan, cond and checkpoint.
+
+    Returns the outputs of `jaxpr` that are `var`, moved or converted.
+    """
+    outputs = {i for i, out in enumerate(jaxpr.outvars) if out is var}
     for eqn in jaxpr.eqns:
         for position, operand in enumerate(eqn.invars):
             if operand is not var:
                 continue
+            behind = set()
             inside = list(_inside(eqn, position))
             for body, inner in inside:
-                yield from _readers(body, inner, through)
+                behind |= yield from _readers(body, inner, through)
             if eqn.primitive.name in through:
-                behind = eqn.outvars[position if len(eqn.outvars) > 1 else 0]
-                yield from _readers(jaxpr, behind, through)
+                behind = {position if len(eqn.outvars) > 1 else 0}
             elif not inside:
                 yield eqn
+            for i in behind:
+                outputs |= yield from _readers(jaxpr, eqn.outvars[i], through)
+    return outputs
 
 
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:

@@ -29,7 +29,9 @@ def gradient(recipe):
     def loss(p, x):
         return jnp.sum(layer(p, x).astype(jnp.float32) * weight)
 
-    compiled = jax.jit(jax.grad(loss, (0, 1))).lower(params, x).compile()
+    lowered = jax.jit(jax.grad(loss, (0, 1))).lower(params, x)
+    # Triton is left out, or the autotuner takes it for some of these small products.
+    compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
     leaves = jax.tree.leaves(compiled(params, x))
     flat = np.concatenate([np.asarray(g, np.float64).ravel() for g in leaves])
     return flat, compiled.as_text()
@@ -45,8 +47,9 @@ def test_recipe_gradients_and_fp8_products(recipe):
     got, program = gradient(recipe)
     cosine = got @ exact / np.linalg.norm(got) / np.linalg.norm(exact)
     assert cosine > 0.99
-    # Four products forward, eight backward; nothing of the forward runs twice.
-    assert program.count('custom_call_target="__cublas$lt$matmul$f8"') == 12
+    # Three forward (the last one's result is not needed), eight backward: nothing of
+    # the forward pass runs twice.
+    assert program.count('custom_call_target="__cublas$lt$matmul$f8"') == 11
     assert "__cudnn$fmha" in program
 
 
