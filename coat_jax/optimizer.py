@@ -93,7 +93,7 @@ def scale_by_fp8_adam(
         def zeros(param, quantized, how):
             if quantized:
                 return quantized_zeros(param.shape, **how)
-            return jnp.zeros(param.shape, jnp.float32)
+            return jnp.zeros_like(param, jnp.float32)
 
         mask = _resolve_mask(quantize_mask, params)
         mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), params, mask)
