@@ -251,7 +251,7 @@ def _save(x: Any, kept: Any, asked_by: str, format: Format) -> Any:
         return x if kept == "wide" else None
     # The scope tells profiles and `residual_report` whom the copy is for.
     with jax.named_scope(f"{FP8_SCOPE}{asked_by};"):
-        return quantize(x, format=format, granularity=kept)
+        return _scales_as_bits(quantize(x, format=format, granularity=kept))
 
 
 _BITS = {"bfloat16": "uint16", "float32": "uint32"}
@@ -259,7 +259,7 @@ _BITS |= {bits: dtype for dtype, bits in _BITS.items()}
 
 
 def _scales_as_bits(q: QuantizedArray) -> QuantizedArray:
-    """Scales as integers, which an fp8_remat around this one keeps exactly; and back."""
+    """Scales as integers, which an fp8_remat around keeps exactly; and back."""
     bits = lax.bitcast_convert_type(q.scale, _BITS[q.scale.dtype.name])
     return dataclasses.replace(q, scale=bits)
 
