@@ -216,7 +216,6 @@ def quantize(
     percent at the end of float32's range, more with `PerTensor`, and with DE8 all
     beyond 2**126.
 
-
     Args:
       x: A floating array of any shape.
       format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`.
@@ -238,8 +237,8 @@ def quantize(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
-    groups = _split(x.astype(jnp.float32), granularity.block(x.shape))
-    groups = jnp.where(jnp.abs(groups) < _TINY, jnp.copysign(0.0, groups), groups)
+    groups = _split(jnp.asarray(x, jnp.float32), granularity.block(x.shape))
+    groups = jnp.where(jnp.abs(groups) < _TINY, groups * 0.0, groups)
     within = tuple(range(1, groups.ndim, 2))
     largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
     scale = _stored_scale(largest, format, granularity)
@@ -330,7 +329,7 @@ def _block(q: QuantizedArray) -> tuple[int, ...]:
 
 def _split(x: Array, block: tuple[int, ...]) -> Array:
     """[n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
-    block = tuple(max(b, 1) for b in block)
+    block = tuple(max(min(n, b), 1) for n, b in zip(x.shape, block, strict=True))
     padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
     if any(after for _, after in padding):
         x = jnp.pad(x, padding)
