@@ -1,0 +1,112 @@
+"""What gets installed, what it needs, and who may import whom."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import coat_jax
+
+_ROOT = Path(__file__).parent.parent
+_PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
+
+
+def _declared(requirements):
+    """Requirements as import names: "orbax-checkpoint>=0.11" to "orbax"."""
+    names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
+    return {name.removesuffix("-checkpoint") for name in names}
+
+
+_CORE = _declared(_PROJECT["dependencies"])
+_MAY_IMPORT = {
+    "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy"},
+    "coat_jax": _CORE | {"pallas_kernels"},
+    "experiments": _CORE
+    | _declared(_PROJECT["optional-dependencies"]["experiments"])
+    | {"pallas_kernels", "coat_jax"},
+}
+
+
+def _imports(path):
+    """The packages that a file imports anywhere in it, by their first name."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("package", _MAY_IMPORT)
+def test_arrows_point_one_way(package):
+    allowed = _MAY_IMPORT[package] | {package} | sys.stdlib_module_names
+    files = sorted((_ROOT / package).rglob("*.py"))
+    assert files
+    wrong = [
+        f"{path.relative_to(_ROOT)} imports {name}"
+        for path in files
+        for name in sorted(set(_imports(path)) - allowed)
+    ]
+    assert not wrong
+
+
+def test_library_does_not_need_what_experiments_need():
+    extras = {"grain", "orbax", "tokenizers", "matplotlib", "tqdm", "rich"}
+    assert not extras & (_MAY_IMPORT["coat_jax"] | _MAY_IMPORT["pallas_kernels"])
+    assert extras <= _MAY_IMPORT["experiments"]
+
+
+def test_public_names_exist():
+    assert coat_jax.__all__ == sorted(coat_jax.__all__)
+    assert [name for name in coat_jax.__all__ if not hasattr(coat_jax, name)] == []
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with what the wheel installs."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    subprocess.run(build, cwd=_ROOT, check=True, capture_output=True)
+    (wheel,) = folder.glob("*.whl")
+    site = folder / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def test_wheel_holds_the_library_and_nothing_else(installed):
+    info = f"coat_jax-{_PROJECT['version']}.dist-info"
+    assert {p.name for p in installed.iterdir()} == {"coat_jax", "pallas_kernels", info}
+    assert (installed / info / "licenses" / "LICENSE").exists()
+    sources = {
+        path.relative_to(_ROOT)
+        for package in ("coat_jax", "pallas_kernels")
+        for path in (_ROOT / package).rglob("*.py")
+    }
+    assert {path.relative_to(installed) for path in installed.rglob("*.py")} == sources
+
+
+def test_wheel_imports(installed):
+    program = (
+        "import coat_jax as coat, pallas_kernels, sys\n"
+        "assert [getattr(coat, name) for name in coat.__all__]\n"
+        "assert not {'grain', 'matplotlib', 'tokenizers'} & set(sys.modules)\n"
+        "print(coat.__file__, pallas_kernels.__file__, sep='\\n')"
+    )
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=installed,
+        env=os.environ | {"PYTHONPATH": str(installed)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    files = [Path(line) for line in run.stdout.splitlines()]
+    assert files == [
+        installed / package / "__init__.py"
+        for package in ("coat_jax", "pallas_kernels")
+    ]
