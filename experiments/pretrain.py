@@ -37,23 +37,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     logging.getLogger("absl").setLevel(logging.ERROR)
     args = arguments.parse(argv)
-    console = Console()
     try:
         run, inputs = prepare(args)
     except (OSError, ValueError) as error:
-        console.print(f"[red]error:[/] {error}", highlight=False)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    console.print(f"{run.folder}: {', '.join(run.settings.recipes)}", highlight=False)
+    print(f"{run.folder}: {', '.join(run.settings.recipes)}")
     with StopRequest() as stop:
         for recipe in run.settings.recipes:
             train(run, recipe, inputs, stop)
             if stop.made:
-                console.print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                print(f"saved; to go on:\n  {resume_command(run.folder)}")
                 return STOPPED
     summary = report.summarize(run, inputs.token)
     plot_losses(run, inputs.token)
-    console.print(report.table(summary))
-    console.print(f"summary.json, metrics.jsonl, loss.png in {run.folder}")
+    Console().print(report.table(summary))
+    print(f"summary.json, loss.png and metrics.jsonl are in {run.folder}")
     return 0
 
 
@@ -178,7 +177,7 @@ def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) ->
     trainer.evaluate(state, inputs.validation)
     validation = time.perf_counter() - started
     step = float(np.median(seconds[_WARM_STEPS:])) + validation / settings.eval_every
-    budget = 60 * settings.minutes - trainer.compile_seconds
+    budget = 60 * settings.minutes - trainer.compiled[1]
     return max(1, min(settings.steps, int(budget / step)))
 
 
@@ -199,8 +198,8 @@ def first_state(
         "parameters": trainer.parameters,
         "optimizer_bytes_per_param": tree_bytes(state.opt_state) / trainer.parameters,
         "saved_activation_bytes": trainer.saved_activation_bytes(),
-        "step_bytes": trainer.step_bytes,
-        "compile_seconds": trainer.compile_seconds,
+        "step_bytes": trainer.step_bytes(),
+        "compile_seconds": trainer.compiled[1],
     }
     return state, batches
 

@@ -108,9 +108,7 @@ class Preset:
 
 
 def _small(**shape: int) -> llama.LlamaConfig:
-    return llama.LlamaConfig(
-        vocab_size=BYTES_VOCAB_SIZE, dtype=jnp.float32, tie_embeddings=True, **shape
-    )
+    return llama.LlamaConfig(vocab_size=BYTES_VOCAB_SIZE, tie_embeddings=True, **shape)
 
 
 def _large(preset: str, **settings: Any) -> Preset:
@@ -134,11 +132,11 @@ PRESETS: dict[str, Preset] = {
         settings=Settings(
             preset="cpu",
             steps=600,
-            batch_size=16,
-            seq_len=256,
+            batch_size=8,
+            seq_len=128,
             lr=3e-3,
             eval_every=100,
-            eval_batches=8,
+            eval_batches=16,
             save_every=100,
         ),
     ),

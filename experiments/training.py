@@ -10,6 +10,7 @@
 
 import math
 import time
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +23,9 @@ from jaxtyping import Array, Float32, Int32
 import coat_jax as coat
 from coat_jax.models import llama
 from experiments.settings import Recipe, Settings
+
+# An initial state is constants, which XLA would spend minutes on folding.
+_INIT_OPTIONS = {"xla_disable_hlo_passes": "constant_folding"}
 
 
 class TrainState(NamedTuple):
@@ -96,8 +100,6 @@ class Trainer:
 
     Attributes:
       parameters: Numbers in the model.
-      compile_seconds: What compiling the step took.
-      step_bytes: Device memory that the compiled step needs, arguments included.
     """
 
     def __init__(
@@ -110,21 +112,19 @@ class Trainer:
         model = nnx.eval_shape(self._create_model)
         self._graphdef, params = nnx.split(model)
         self.parameters = sum(p.size for p in jax.tree.leaves(params))
+        self._evaluate = jax.jit(self._loss)
+
+    @cached_property
+    def compiled(self) -> tuple[jax.stages.Compiled, float]:
+        """The compiled step, and how many seconds that took."""
         started = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
-        batch = jax.ShapeDtypeStruct(self._batch_shape, jnp.int32)
-        self._compiled = step.lower(self.abstract_state(), batch).compile()
-        self._evaluate = jax.jit(self._loss)
-        self.compile_seconds = time.perf_counter() - started
-        self.step_bytes = _device_bytes(self._compiled)
-
-    @property
-    def _batch_shape(self) -> tuple[int, int]:
-        return self._settings.batch_size, self._settings.seq_len + 1
+        compiled = step.lower(self.abstract_state(), self._abstract_batch).compile()
+        return compiled, time.perf_counter() - started
 
     def init(self) -> TrainState:
         """The state before the first step; the parameters depend on the seed alone."""
-        return jax.jit(self._init)()
+        return jax.jit(self._init, compiler_options=_INIT_OPTIONS)()
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and placement of a state."""
@@ -138,7 +138,8 @@ class Trainer:
         self, state: TrainState, batch: Int32[np.ndarray, "batch length+1"]
     ) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is used up."""
-        return self._compiled(state, jnp.asarray(batch))
+        compiled, _ = self.compiled
+        return compiled(state, jnp.asarray(batch))
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Mean nats a token over batches of one size."""
@@ -151,8 +152,21 @@ class Trainer:
 
     def saved_activation_bytes(self) -> int:
         """Bytes that the step's forward pass keeps for its backward pass."""
-        batch = jax.ShapeDtypeStruct(self._batch_shape, jnp.int32)
-        return _saved_bytes(self._loss, self.abstract_state().params, batch)
+        params = self.abstract_state().params
+        return coat.residual_report(self._loss, params, self._abstract_batch).nbytes
+
+    def step_bytes(self) -> int | None:
+        """Device memory that the compiled step needs, its arguments included."""
+        plan = self.compiled[0].memory_analysis()
+        if plan is None:
+            return None
+        total = plan.argument_size_in_bytes + plan.output_size_in_bytes
+        return total + plan.temp_size_in_bytes - plan.alias_size_in_bytes
+
+    @property
+    def _abstract_batch(self) -> jax.ShapeDtypeStruct:
+        shape = self._settings.batch_size, self._settings.seq_len + 1
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     def _create_model(self) -> llama.Llama:
         return llama.Llama(self._config, rngs=nnx.Rngs(self._settings.seed))
@@ -176,18 +190,3 @@ class Trainer:
 def tree_bytes(tree: Any) -> int:
     """Bytes of a tree's arrays."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _saved_bytes(loss, params, batch) -> int:
-    def saved(params, batch):
-        return jax.vjp(lambda p: loss(p, batch), params)[1]
-
-    return tree_bytes(jax.eval_shape(saved, params, batch)) - tree_bytes(params)
-
-
-def _device_bytes(compiled: jax.stages.Compiled) -> int | None:
-    plan = compiled.memory_analysis()
-    if plan is None:
-        return None
-    total = plan.argument_size_in_bytes + plan.output_size_in_bytes
-    return total + plan.temp_size_in_bytes - plan.alias_size_in_bytes

@@ -1,0 +1,351 @@
+"""The main job at a tiny size: what it leaves behind, and that nothing stops it."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import coat_jax as coat
+from experiments import arguments, plots, pretrain, results, runs, training
+from experiments.settings import PRESETS, Settings, model_config
+
+_STEPS = 30
+_TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of random words, large enough for a few hundred windows."""
+    rng = np.random.default_rng(0)
+    letters = [rng.integers(97, 123, rng.integers(2, 9)) for _ in range(200)]
+    words = [bytes(word.astype(np.uint8)) for word in letters]
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_bytes(b" ".join(rng.choice(words, 8000)))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compilation_cache(tmp_path_factory):
+    """Each program is compiled once, here or in the processes that tests start."""
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield {name.upper(): str(value) for name, value in options.items()}
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text):
+    """The folder of a run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("runs") / "undisturbed"
+    assert pretrain.main([*_TINY, "--data", str(text), "--out", str(folder)]) == 0
+    return folder
+
+
+def _tiny(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+
+
+def _trainer(recipe, steps=10, **changes) -> training.Trainer:
+    settings = _tiny(**changes)
+    return training.Trainer(model_config(settings, recipe, 257), settings, steps=steps)
+
+
+def _bits(tree):
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def _final_state(folder, recipe):
+    run = runs.Run.resume(folder, {})
+    trainer = training.Trainer(
+        model_config(run.settings, recipe, 257), run.settings, steps=run.steps
+    )
+    with run.checkpoints(recipe) as checkpoints:
+        assert checkpoints.progress().step == run.steps
+        return checkpoints.state(trainer.abstract_state())
+
+
+def test_a_run_leaves_metrics_summary_and_plot(finished):
+    lines = (finished / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    order = [(row["recipe"], row["step"]) for row in rows]
+    assert order == [(r, s + 1) for r in ("bf16", "coat") for s in range(_STEPS)]
+    validated = [row["step"] for row in rows if "val_loss" in row]
+    assert validated == [10, 20, 30, 10, 20, 30]
+    summary = json.loads((finished / "summary.json").read_text())
+    assert {"command", "date", "device", "versions", "rows", "bars"} < summary.keys()
+    assert summary["recipes"].keys() == {"bf16", "coat"}
+    for recipe, found in summary["recipes"].items():
+        losses = [row["loss"] for row in rows if row["recipe"] == recipe]
+        assert losses[0] == pytest.approx(np.log(384), rel=0.05)
+        assert found["train_loss"] == losses[-1] < losses[0] - 1
+        assert found["tokens_per_s"] > 0
+    coat_, plain = summary["recipes"]["coat"], summary["recipes"]["bf16"]
+    assert coat_["val_loss"] == pytest.approx(plain["val_loss"], rel=0.01)
+    assert plain["optimizer_bytes_per_param"] == pytest.approx(8, abs=1e-3)
+    assert coat_["optimizer_bytes_per_param"] < 2.2
+    assert coat_["saved_activation_bytes"] < 0.5 * plain["saved_activation_bytes"]
+    assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache):
+    folder = tmp_path / "disturbed"
+    program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
+
+    def interrupt(arguments, recipe, step, number):
+        """Starts a process and sends it a signal once a step is done."""
+        process = subprocess.Popen(
+            [*program, *arguments],
+            env=os.environ | compilation_cache,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        metrics, mark = folder / "metrics.jsonl", f'"{recipe}", "step": {step},'
+        while process.poll() is None:
+            if metrics.exists() and mark in metrics.read_text():
+                process.send_signal(number)
+                break
+            time.sleep(0.01)
+        return process.communicate(timeout=60)[0], process.returncode
+
+    start = [*_TINY, "--data", str(text), "--out", str(folder)]
+    said, code = interrupt(start, "bf16", 4, signal.SIGINT)
+    assert code == pretrain.STOPPED
+    assert f"--resume {folder}" in said.replace("\n", "")
+    saved = [*(folder / "checkpoints" / "bf16").iterdir()]
+    assert [int(path.name) >= 4 for path in saved] == [True]
+
+    _, code = interrupt(["--resume", str(folder)], "coat", 12, signal.SIGKILL)
+    assert code == -signal.SIGKILL
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"recipe": "coat", "st')  # as a kill in mid-write leaves it
+
+    assert pretrain.main(["--resume", str(folder)]) == 0
+    expected = (finished / "metrics.jsonl").read_text()
+    assert (folder / "metrics.jsonl").read_text() == expected
+    for recipe in ("bf16", "coat"):
+        state = _final_state(folder, recipe)
+        assert _bits(state) == _bits(_final_state(finished, recipe))
+
+
+def test_a_finished_run_resumes_to_the_same_summary(finished):
+    before = json.loads((finished / "summary.json").read_text())
+    metrics = (finished / "metrics.jsonl").read_bytes()
+    assert pretrain.main(["--out", str(finished), "--resume"]) == 0
+    after = json.loads((finished / "summary.json").read_text())
+    assert after["recipes"] == before["recipes"]
+    assert (finished / "metrics.jsonl").read_bytes() == metrics
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--seed", "5"], "--seed 5 was given and"),
+        (["--recipes", "bf16"], "--recipes ('bf16',) was given and"),
+        (["--out", "elsewhere"], "writes there, not to --out elsewhere"),
+    ],
+)
+def test_resume_refuses_other_settings(finished, given, message, capsys):
+    assert message in _refusal(["--resume", str(finished), *given], capsys)
+
+
+def test_resume_refuses_other_data(finished, text, capsys):
+    words = text.read_bytes()
+    try:
+        text.write_bytes(words[::-1])
+        assert "not what" in _refusal(["--resume", str(finished)], capsys)
+    finally:
+        text.write_bytes(words)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--recipes", "bf16,fp4"], "recipes are bf16, te, coat, coat_max; got 'fp4'"),
+        (["--recipes", "coat,coat"], "each once"),
+        (["--steps", "0"], "steps must be positive, got 0"),
+        (["--b2", "1"], "b2 must be at least 0 and below 1, got 1.0"),
+        (["--data", "/nowhere"], "no file or folder at /nowhere"),
+        (["--seq-len", "100000"], "length of 100000 needs 100001 tokens"),
+        (["--resume", "/nowhere"], "needs a run's folder, got /nowhere"),
+    ],
+)
+def test_mistakes_are_named_and_leave_nothing(argv, message, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    if "--resume" not in argv:
+        argv = [*argv, "--out", str(out)]
+        argv += [] if "--data" in argv else ["--data", str(text)]
+    assert message in _refusal(argv, capsys)
+    assert not out.exists()
+
+
+def test_a_folder_with_anything_in_it_is_refused(tmp_path, capsys):
+    (tmp_path / "thesis.tex").write_text("precious")
+    assert "--out must be new" in _refusal(["--out", str(tmp_path)], capsys)
+    assert (tmp_path / "thesis.tex").read_text() == "precious"
+
+
+def test_flags_replace_the_presets_settings(tmp_path):
+    argv = ["--preset", "124m", "--recipes", "coat,te", "--lr", "0.5", "--data", "a"]
+    settings = arguments.parse([*argv, "b", "--out", str(tmp_path)]).settings()
+    expected = dataclasses.replace(
+        PRESETS["124m"].settings,
+        recipes=("coat", "te"),
+        lr=0.5,
+        data=(os.path.abspath("a"), os.path.abspath("b")),
+    )
+    assert settings == expected
+    stored = json.loads(json.dumps(dataclasses.asdict(settings)))
+    assert Settings.from_json(stored) == settings
+
+
+def test_recipes_start_from_the_same_bits():
+    states = [_trainer(recipe).init() for recipe in ("bf16", "coat", "coat_max")]
+    first, *others = [_bits(state.params) for state in states]
+    assert all(other == first for other in others)
+    assert _bits(_trainer("bf16", seed=1).init().params) != first
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_moments_of_bf16_parameters_are_float32_or_fp8(recipe):
+    state = _trainer(recipe, param_dtype="bfloat16").abstract_state()
+    assert {p.dtype.name for p in jax.tree.leaves(state.params)} == {"bfloat16"}
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 4096]
+    expected = "float32" if recipe == "bf16" else "float8_e4m3fn"
+    assert {x.dtype.name for x in moments} == {expected}
+
+
+def test_in_float32_keeps_what_bf16_moments_lose(rng):
+    params = jnp.ones(64, jnp.bfloat16)
+    tx = training.in_float32(optax.adamw(1e-2))
+    wide = optax.adamw(1e-2)
+    state, wide_state = tx.init(params), wide.init(params.astype(jnp.float32))
+    for _ in range(5):
+        grads = jnp.asarray(rng.normal(size=64), jnp.bfloat16)
+        updates, state = tx.update(grads, state, params)
+        expected, wide_state = wide.update(
+            grads.astype(jnp.float32), wide_state, params.astype(jnp.float32)
+        )
+        np.testing.assert_array_equal(updates, expected)
+        params = optax.apply_updates(params, updates)
+    assert params.dtype == jnp.bfloat16
+
+
+def test_only_matrices_decay():
+    params = _trainer("bf16").abstract_state().params
+    decays = training.is_matrix(params)
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    for (path, leaf), decay in zip(leaves, jax.tree.leaves(decays), strict=True):
+        stacked = "layers" in jax.tree_util.keystr(path)
+        assert decay == (leaf.ndim - stacked >= 2)
+
+
+def test_learning_rate_rises_and_falls():
+    schedule = training.learning_rate(_tiny(lr=1.0, warmup_steps=1000), 200)
+    rates = np.array([schedule(step) for step in range(200)])
+    assert np.argmax(rates) == 20
+    np.testing.assert_allclose(rates[:21], (1 + np.arange(21)) / 21, rtol=1e-6)
+    assert rates[-1] == pytest.approx(0.1, abs=1e-3)
+    assert (np.diff(rates[20:]) < 0).all()
+
+
+def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
+    clock = iter(np.arange(0, 1000, 0.5))  # every step and validation takes 0.5 s
+    monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
+
+    class Stopwatch:
+        compiled = None, 10.0
+        init = staticmethod(lambda: None)
+        step = staticmethod(lambda state, batch: (state, ()))
+        evaluate = staticmethod(lambda state, batches: 0.0)
+
+    settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
+    inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
+    steps = pretrain.steps_within_budget(Stopwatch(), settings, inputs)
+    assert steps == int(50 / (0.5 + 0.1))
+    few = dataclasses.replace(settings, steps=20)
+    assert pretrain.steps_within_budget(Stopwatch(), few, inputs) == 20
+
+
+def test_checkpoints_keep_every_bit(tmp_path, rng):
+    x = jnp.asarray(rng.normal(size=(8, 200)), jnp.float32)
+    state = training.TrainState(x, coat.quantize(x, expand=True))
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        assert checkpoints.progress() == runs.Progress()
+        for step in (3, 5):
+            progress = runs.Progress(step=step, seconds=0.1, measured={"a": 1})
+            checkpoints.save(state, progress)
+        checkpoints.save(state, progress)
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        assert checkpoints.progress() == progress
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        abstract = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=device), state
+        )
+        restored = checkpoints.state(abstract)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert _bits(restored) == _bits(state)
+
+
+def test_the_second_interrupt_acts_at_once():
+    with runs.StopRequest() as stop:
+        assert not stop.made
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.made
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_results_files_have_one_schema(tmp_path):
+    path = tmp_path / "results.json"
+    bar = results.Bar("speed", ">= 1.5", 1.7, True)
+    rows = [{"shape": "8x8", "ms": 0.5, "ok": True, "peak_mib": None}]
+    results.write_results(path, rows=rows, bars=[bar], command="uv run x", extra=[1])
+    found = json.loads(path.read_text())
+    assert found["command"] == "uv run x"
+    assert found["rows"] == rows
+    assert found["bars"] == [
+        {"name": "speed", "target": ">= 1.5", "measured": 1.7, "holds": True}
+    ]
+    assert found["device"].keys() == {"name", "count", "driver"}
+    expected = {"python", "jax", "jaxlib", "flax", "optax", "commit"}
+    assert found["versions"].keys() == expected
+    assert found["extra"] == [1]
+    assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
+    with pytest.raises(ValueError, match=r"a row holds .* got 'ms': \[1\]"):
+        results.write_results(path, rows=[{"ms": [1]}])
+    with pytest.raises(ValueError, match=r"\['date'\] are entries of the schema"):
+        results.write_results(path, rows=[], date="today")
+    assert json.loads(path.read_text()) == found
+
+
+def test_trailing_mean(rng):
+    x = rng.normal(size=20)
+    expected = [x[max(0, i - 4) : i + 1].mean() for i in range(20)]
+    np.testing.assert_allclose(plots.trailing_mean(x, 5), expected)
+
+
+def _refusal(argv, capsys) -> str:
+    """What a refused command line says, on one line."""
+    with pytest.raises(SystemExit) as exit_:
+        sys.exit(pretrain.main(argv))
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    return " ".join((said.out + said.err).split())
