@@ -14,6 +14,7 @@ import pytest
 import coat_jax
 
 _ROOT = Path(__file__).parent.parent
+_README = (_ROOT / "README.md").read_text()
 _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 
@@ -64,6 +65,19 @@ def test_library_does_not_need_what_experiments_need():
 def test_public_names_exist():
     assert coat_jax.__all__ == sorted(coat_jax.__all__)
     assert [name for name in coat_jax.__all__ if not hasattr(coat_jax, name)] == []
+
+
+def test_readme_example_runs():
+    blocks = re.findall(r"^```python\n(.*?)^```", _README, re.DOTALL | re.MULTILINE)
+    assert blocks
+    for block in blocks:
+        exec(block, {"__name__": "readme"})
+
+
+def test_readme_links_lead_somewhere():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", _README)
+    assert links
+    assert [link for link in links if not (_ROOT / link).exists()] == []
 
 
 @pytest.fixture(scope="module")
