@@ -30,8 +30,8 @@ def rms_norm(
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> from coat_jax.nonlinear import rms_norm
-      >>> rms_norm(jnp.array([[3.0, -3.0]]), residual_format=coat.E4M3)
-      Array([[ 0.99999946, -0.99999946]], dtype=float32)
+      >>> rms_norm(jnp.array([[3.0, -3.0]]), eps=0.0, residual_format=coat.E4M3)
+      Array([[ 1., -1.]], dtype=float32)
     """
 
     def norm(weight, x):
