@@ -84,11 +84,12 @@ def table(summary: dict[str, Any]) -> Table:
     found.add_column()
     for recipe in summary["recipes"]:
         found.add_column(recipe, justify="right")
+    first = next(iter(summary["recipes"]))
     nats = f"nats a {summary['nats_per']}"
     for label, key, unit, spec in (
         (f"training loss, {nats}", "train_loss", 1, ".4f"),
         (f"validation loss, {nats}", "val_loss", 1, ".4f"),
-        ("  its gap, %", "val_gap_percent", 1, "+.2f"),
+        (f"  its gap to {first}, %", "val_gap_percent", 1, "+.2f"),
         ("optimizer state, bytes a parameter", "optimizer_bytes_per_param", 1, ".3f"),
         ("saved activations, MiB", "saved_activation_bytes", 2**20, ",.1f"),
         ("memory of a step as compiled, MiB", "step_bytes", 2**20, ",.1f"),

@@ -122,7 +122,7 @@ def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache
                 process.send_signal(number)
                 break
             time.sleep(0.01)
-        return process.communicate(timeout=60)[0], process.returncode
+        return process.communicate(timeout=300)[0], process.returncode
 
     start = [*_TINY, "--data", str(text), "--out", str(folder)]
     said, code = interrupt(start, "bf16", 4, signal.SIGINT)
