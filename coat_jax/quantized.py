@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from coat_jax import expansion
@@ -214,7 +215,7 @@ def quantize(
     of zeros. Quantizing a dequantized array again gives the same codes in a floating
     format, unless they stand for denormals. What a scale cannot reach saturates: a
     percent at the end of float32's range, more with `PerTensor`, and with DE8 all
-    beyond 2**126.
+    beyond 2**125.
 
     Args:
       x: A floating array of any shape.
@@ -254,7 +255,8 @@ def quantize(
     else:
         codes = format.encode(groups * (1.0 / scale.astype(jnp.float32)))
     return QuantizedArray(
-        codes=_merge(codes, x.shape),
+        # Without the barrier XLA may cancel a conversion to 8 bits and back.
+        codes=lax.optimization_barrier(_merge(codes, x.shape)),
         scale=scale.squeeze(within),
         exponent=k,
         format=format,
@@ -293,12 +295,14 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
-    """The scale as stored: normal, with its reciprocal; max times it fits bfloat16."""
+    """The scale as stored: normal, and so 1 / scale; max * scale fits bfloat16."""
     if isinstance(granularity, PerTensor):
         scale, bits = _power_of_two_scale(largest, format), 1
     else:
-        scale, bits = (largest * (1.0 / format.max)).astype(jnp.bfloat16), 8
-    mantissa, exponent = math.frexp(min(_BF16_MAX / format.max, 1 / _TINY))
+        # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
+        scale = lax.reduce_precision(largest * (1.0 / format.max), 8, 7)
+        scale, bits = scale.astype(jnp.bfloat16), 8
+    mantissa, exponent = math.frexp(min(_BF16_MAX / format.max, 2.0**125))
     top = math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
     scale = jnp.clip(scale, _TINY, top)
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)
@@ -315,8 +319,8 @@ def _power_of_two_scale(largest: Array, format: Format) -> Array:
     if format.table is None:
         mantissa += float(ml_dtypes.finfo(format.dtype).eps) / 4
     carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
-    bits = jax.lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
-    power = jax.lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
+    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
     return power * 2.0 ** (1 - exponent)
 
 

@@ -115,7 +115,7 @@ def largest_scale(format: Format, block) -> float:
     """The largest s that can be stored, with s * max in bfloat16 and 1 / s normal."""
     allowed = POWERS if block is None else BFLOAT16
     fits = allowed * format.max <= BFLOAT16.max()
-    return allowed[fits & (allowed <= 2.0**126)].max()
+    return allowed[fits & (allowed <= 2.0**125)].max()
 
 
 def scale_dtype(block: tuple[int, ...] | None):
