@@ -101,7 +101,7 @@ def test_gradients_are_the_slopes_of_the_reference(name):
         direction = np.random.default_rng(i).standard_normal(gradient.shape)
         ends = []
         for step in (1e-5, -1e-5):
-            moved = at[:i] + [at[i] + step * direction] + at[i + 1 :]
+            moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
             ends.append(np.sum(reference(*moved) * weights))
         slope = (ends[0] - ends[1]) / 2e-5
         size = np.linalg.norm(gradient) * np.linalg.norm(direction)
