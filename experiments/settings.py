@@ -134,7 +134,8 @@ PRESETS: dict[str, Preset] = {
             steps=600,
             batch_size=8,
             seq_len=128,
-            lr=3e-3,
+            # At 3e-3 runs that differ in their seed alone differ by a percent.
+            lr=2e-3,
             eval_every=100,
             eval_batches=16,
             save_every=100,

@@ -24,8 +24,9 @@ import coat_jax as coat
 from coat_jax.models import llama
 from experiments.settings import Recipe, Settings
 
-# An initial state is constants, which XLA would spend minutes on folding.
-_INIT_OPTIONS = {"xla_disable_hlo_passes": "constant_folding"}
+# On GPUs XLA's autotuner would compile hundreds of Triton kernels for FP8 products, and
+# take cuBLAS in the end: minutes, and for BF16 no faster.
+_COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 class TrainState(NamedTuple):
@@ -112,19 +113,21 @@ class Trainer:
         model = nnx.eval_shape(self._create_model)
         self._graphdef, params = nnx.split(model)
         self.parameters = sum(p.size for p in jax.tree.leaves(params))
-        self._evaluate = jax.jit(self._loss)
+        self._options = _COMPILER_OPTIONS.get(jax.default_backend())
+        self._evaluate = jax.jit(self._loss, compiler_options=self._options)
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
         """The compiled step, and how many seconds that took."""
         started = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
-        compiled = step.lower(self.abstract_state(), self._abstract_batch).compile()
+        lowered = step.lower(self.abstract_state(), self._abstract_batch)
+        compiled = lowered.compile(self._options)
         return compiled, time.perf_counter() - started
 
     def init(self) -> TrainState:
         """The state before the first step; the parameters depend on the seed alone."""
-        return jax.jit(self._init, compiler_options=_INIT_OPTIONS)()
+        return jax.jit(self._init)()
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and placement of a state."""
