@@ -23,6 +23,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 from jax import lax
+from jax.dtypes import float0
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
@@ -229,6 +230,7 @@ def _with_fp8_residuals(
 
     def backward(residuals, cotangents):
         references, saved, plan = residuals
+        saved, cotangents = _after(saved, cotangents)
         recomputed = iter(plan.recompute(references))
         leaves = [
             references[kept]
@@ -249,9 +251,22 @@ def _with_fp8_residuals(
 def _save(x: Any, kept: Any, asked_by: str, format: Format) -> Any:
     if not isinstance(kept, PerTensor | PerGroup):
         return x if kept == "wide" else None
-    # The scope tells profiles and `residual_report` whom the copy is for.
-    with jax.named_scope(f"{FP8_SCOPE}{asked_by};"):
-        return _scales_as_bits(quantize(x, format=format, granularity=kept))
+    # The scopes tell profiles and `residual_report` whom the copy is for.
+    with jax.named_scope(f"{FP8_SCOPE}codes for {asked_by};"):
+        q = quantize(x, format=format, granularity=kept)
+    with jax.named_scope(f"{FP8_SCOPE}scales for {asked_by};"):
+        return _scales_as_bits(q)
+
+
+def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
+    """Ties both together, or XLA may widen every layer's copies before backward."""
+    leaves, tree = jax.tree.flatten((saved, cotangents))
+    given = [i for i, leaf in enumerate(leaves) if leaf.dtype != float0]
+    for i, leaf in zip(
+        given, lax.optimization_barrier([leaves[i] for i in given]), strict=True
+    ):
+        leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
 
 
 _BITS = {"bfloat16": "uint16", "float32": "uint32"}

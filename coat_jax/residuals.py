@@ -47,7 +47,7 @@ _NOT_USERS = (
     __file__,
 )
 # Opens the name scope in which `fp8_remat` quantizes, before what it is for.
-FP8_SCOPE = "FP8 copy for "
+FP8_SCOPE = "FP8 "
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 

@@ -79,8 +79,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         action="extend",
         metavar="PATH",
-        help=".txt, .jsonl, .npy or .bin files, or folders of them; Python's standard "
-        "library if not given",
+        help=".txt, .py, .jsonl, .npy or .bin files, or folders of them; Python's "
+        "standard library if not given",
     )
     add("--tokenizer", choices=typing.get_args(Tokenizer), help="of text (bytes)")
     add("--vocab-size", type=int, help="of the BPE (16384), or of token files")

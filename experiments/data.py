@@ -16,7 +16,7 @@ from jaxtyping import Int32
 
 from experiments import text
 
-TEXT_SUFFIXES = (".txt", ".jsonl")
+TEXT_SUFFIXES = (".txt", ".py", ".jsonl")
 TOKEN_SUFFIXES = (".npy", ".bin")
 Batches = grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]
 Tokenizer = Literal["bytes", "bpe"]
@@ -65,8 +65,8 @@ def load_corpus(
     """Reads a corpus and splits it.
 
     Args:
-      paths: Files, or folders that are searched for them: .txt and .jsonl, or .npy and
-        .bin. Nothing means the source of Python's standard library.
+      paths: Files, or folders that are searched for them: .txt, .py and .jsonl, or .npy
+        and .bin. Nothing means the source of Python's standard library.
       tokenizer: "bytes", or "bpe" to train one on the training text.
       vocab_size: Of the BPE.
       token_dtype: Of token files without a header.

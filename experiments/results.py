@@ -142,7 +142,10 @@ def _nvidia_driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, "+changes" behind it if files differ from it."""
+    """The commit of this checkout, "+changes" behind it if files differ from it.
+
+    Where there is no checkout, the variable GIT_COMMIT may name it.
+    """
     git = ["git", "-C", str(_PROJECT)]
     try:
         ask = lambda *args: subprocess.check_output(  # noqa: E731
@@ -151,4 +154,4 @@ def _commit() -> str | None:
         changed = ask("status", "--porcelain", "--untracked-files=no")
         return ask("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("GIT_COMMIT")

