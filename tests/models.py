@@ -1,10 +1,12 @@
-"""Small modules that several tests differentiate."""
+"""Small modules and functions that several tests differentiate."""
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 from gradients import compiled
+
+from coat_jax.remat import fp8_remat
 
 
 class Mlp(nnx.Module):
@@ -89,3 +91,25 @@ def parameters(make):
 def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
     """Fresh normal numbers."""
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def two_products(params, x):
+    """Its parameters are cast, and one of them transposed."""
+    h = x @ params["a"].astype(x.dtype)
+    return jnp.sin(h) @ params["b"].T.astype(x.dtype)
+
+
+def two_product_arguments(dtype=jnp.float32):
+    params = {"a": normal(1, 64, 128, scale=0.2), "b": normal(2, 48, 128, scale=0.2)}
+    return params, normal(3, 96, 64, dtype=dtype)
+
+
+def scanned(fn):
+    def run(params, x):
+        return jax.lax.scan(lambda x, p: (x + fn(p, x)[:, :1], None), x, params)[0]
+
+    return run
+
+
+def closing(params, x):
+    return fp8_remat(lambda x: two_products(params, x), params_argnums=())(x)

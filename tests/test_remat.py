@@ -1,4 +1,4 @@
-"""fp8_remat: gradients, what is saved and how, composition, Linen and NNX."""
+"""fp8_remat: gradients, and what is saved how."""
 
 import dataclasses
 import functools
@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from flax import nnx
 from gradients import (
     FP8,
@@ -18,14 +17,21 @@ from gradients import (
     compiled,
     cosine,
     fake,
-    flat,
     fp8_bytes,
     saved,
     saved_bytes,
 )
-from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, PartitionSpec
-from models import LinenNet, Mlp, Stateful, Vit, normal, parameters
+from models import (
+    LinenNet,
+    Mlp,
+    Vit,
+    closing,
+    normal,
+    parameters,
+    scanned,
+    two_product_arguments,
+    two_products,
+)
 
 import coat_jax as coat
 from coat_jax.models import llama
@@ -169,31 +175,9 @@ def test_saved_bytes_are_those_of_the_formats(make):
     assert saved_bytes(light) == predicted + saved_bytes(exact)
 
 
-def two_products(params, x):
-    """Its parameters are cast, and one of them transposed."""
-    h = x @ params["a"].astype(x.dtype)
-    return jnp.sin(h) @ params["b"].T.astype(x.dtype)
-
-
-def two_product_arguments(dtype=jnp.float32):
-    params = {"a": normal(1, 64, 128, scale=0.2), "b": normal(2, 48, 128, scale=0.2)}
-    return params, normal(3, 96, 64, dtype=dtype)
-
-
 def references(vjp, params) -> int:
     leaves = jax.tree.leaves(vjp)
     return sum(any(leaf is p for leaf in leaves) for p in jax.tree.leaves(params))
-
-
-def scanned(fn):
-    def run(params, x):
-        return jax.lax.scan(lambda x, p: (x + fn(p, x)[:, :1], None), x, params)[0]
-
-    return run
-
-
-def closing(params, x):
-    return fp8_remat(lambda x: two_products(params, x), params_argnums=())(x)
 
 
 @pytest.mark.parametrize(
@@ -401,332 +385,3 @@ def test_masks_integers_and_statistics_stay_exact():
     assert not any(r.dtype in FP8 for r in kept)
     # But for the order in which XLA adds up.
     np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
-
-
-def gradients(fn):
-    def loss(params, x):
-        return jnp.sum(jnp.sin(fn(params, x)))
-
-    return functools.partial(compiled, jax.grad(loss, argnums=(0, 1)))
-
-
-def same(actual, expected):
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-def over_one_device(fn):
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
-    rows = PartitionSpec("data")
-    specs = {"in_specs": (PartitionSpec(), rows), "out_specs": rows}
-    return jax.shard_map(fn, mesh=mesh, **specs)
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [
-        jax.jit,
-        jax.checkpoint,
-        fp8_remat,
-        lambda fn: fp8_remat(jax.jit(fn)),
-        over_one_device,
-        lambda fn: scanned_once(fn),
-    ],
-    ids=["jit", "checkpoint", "fp8_remat", "fp8_remat of jit", "shard_map", "scan"],
-)
-def test_gradient_is_the_same_within_other_transformations(outer):
-    params, x = two_product_arguments()
-    light = fp8_remat(two_products)
-    assert_close(gradients(outer(light))(params, x), gradients(light)(params, x), 1e-6)
-
-
-def scanned_once(fn):
-    def run(params, x):
-        _, ys = jax.lax.scan(lambda c, p: (c, fn(p, x)), 0.0, stack([params]))
-        return ys[0]
-
-    return run
-
-
-def stack(trees):
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-
-def test_scales_survive_an_outer_fp8_remat():
-    """Scales of a large residual are large too, and no activations."""
-    w, x = normal(1, 256, 256, scale=0.1), normal(2, 256, 256)
-    inner = fp8_remat(lambda w, x: jnp.sin(x @ w))
-    assert_close(gradients(fp8_remat(inner))(w, x), gradients(inner)(w, x), 1e-6)
-
-
-def test_scan_over_stacked_layers_equals_a_loop():
-    params, x = two_product_arguments()
-    layers = [jax.tree.map(lambda a, s=s: a * s, params) for s in (1.0, 0.7)]
-    light = fp8_remat(two_products)
-
-    def loop(layers, x):
-        for layer in layers:
-            x = x + light(layer, x)[:, :1]
-        return x
-
-    in_loop, dx = gradients(loop)(layers, x)
-    actual = gradients(scanned(light))(stack(layers), x)
-    assert_close(actual, (stack(in_loop), dx), 1e-5)
-
-
-def test_vmap_equals_a_loop():
-    params, x = two_product_arguments()
-    xs = jnp.stack([x, 2 * x])
-    light = fp8_remat(two_products)
-
-    def gradient(params, x):
-        return jax.grad(lambda p: jnp.sum(jnp.sin(light(p, x))))(params)
-
-    batched = compiled(jax.vmap(gradient, in_axes=(None, 0)), params, xs)
-    one_by_one = [compiled(gradient, params, x) for x in xs]
-    assert_close(batched, stack(one_by_one), 1e-6)
-
-
-def test_checkpoint_inside_saves_only_activations():
-    params, x = two_product_arguments()
-    fn = jax.checkpoint(lambda p, x: two_products(p, checkpoint_name(x, "x")))
-    light = fp8_remat(fn)
-    assert saved_bytes(saved(light, params, x)) == fp8_bytes(x.shape, None)
-    dy = normal(5, 96, 48)
-    expected = jax.vjp(fn, params, jnp.asarray(fake(x)))[1](dy)
-    assert_close(jax.vjp(light, params, x)[1](dy), expected, 1e-6)
-
-
-def test_loops_and_branches():
-    params, x = two_product_arguments()
-    params = {"a": params["a"], "b": normal(2, 64, 128, scale=0.2)}
-
-    def looped(params, x):
-        return jax.lax.fori_loop(0, 2, lambda _, x: two_products(params, x), x)
-
-    def branching(params, x):
-        return jax.lax.cond(x[0, 0] < 9, lambda: two_products(params, x), lambda: x)
-
-    for fn in (looped, branching):
-        light, plain = gradients(fp8_remat(fn)), gradients(fn)
-        assert 0.999 < cosine(light(params, x), plain(params, x)) < 1 - 1e-6
-
-
-def test_arguments_of_any_kind():
-    """Keywords, flags, integers, PRNG keys, None and nested trees, in and out."""
-
-    def fn(params, batch, key, *, train, scale=None, activation="sin"):
-        h = batch["x"] @ params["layer"][0]
-        h = getattr(jnp, activation)(h)
-        if train:
-            h = jnp.where(jax.random.bernoulli(key, 0.7, h.shape), h, 0.0)
-        h = h if scale is None else h * scale
-        rows = h[batch["rows"]]
-        return {"y": rows, "count": batch["rows"].sum(), "none": None, "key": key}
-
-    params = {"layer": [normal(1, 64, 64)], "unused": None}
-    rows = jax.random.randint(jax.random.key(0), (32,), 0, 64)
-    batch = {"x": normal(2, 64, 64), "rows": rows, "nothing": None}
-    key, light = jax.random.key(3), fp8_remat(fn)
-    for options in ({"train": True}, {"train": False, "scale": jnp.float32(2)}):
-        expected, actual = (f(params, batch, key, **options) for f in (fn, light))
-        assert jax.tree.structure(actual) == jax.tree.structure(expected)
-        np.testing.assert_array_equal(actual["y"], expected["y"])
-        assert actual["count"] == expected["count"]
-
-    def run(fn):
-        _, vjp = jax.vjp(lambda p, b: fn(p, b, key, train=True)["y"], params, batch)
-        dparams, dbatch = vjp(normal(4, 32, 64))
-        assert dbatch.pop("rows").dtype == jax.dtypes.float0
-        return dparams, dbatch
-
-    assert 0.999 < cosine(run(light), run(fn)) < 1 - 1e-6
-
-
-def test_closed_over_values_are_differentiated():
-    params, x = two_product_arguments()
-    expected = gradients(fp8_remat(two_products))(params, x)
-    assert_close(gradients(closing)(params, x), expected, 1e-6)
-
-
-@pytest.mark.parametrize("target", [3, int, None, "dense", [jnp.sin]])
-def test_other_targets_are_refused(target):
-    with pytest.raises(TypeError, match=r"fp8_remat takes .*, got") as error:
-        fp8_remat(target)
-    assert repr(target) in str(error.value)
-
-
-# Linen.
-
-KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-
-
-class InCompact(nn.Module):
-    light: bool
-
-    @nn.compact
-    def __call__(self, x, train: bool = True):
-        net = LinenNet(64)
-        return x + (fp8_remat(net) if self.light else net)(x, train=train)
-
-
-class ClassInCompact(nn.Module):
-    light: bool
-
-    @nn.compact
-    def __call__(self, x, train: bool = True):
-        cls = fp8_remat(LinenNet) if self.light else LinenNet
-        return x + cls(64)(x, train=train)
-
-
-class InSetup(nn.Module):
-    light: bool
-
-    def setup(self):
-        self.net = (fp8_remat(LinenNet) if self.light else LinenNet)(64)
-        self.dense = nn.Dense(64)
-
-    def __call__(self, x, train: bool = True):
-        dense = fp8_remat(self.dense) if self.light else self.dense
-        return dense(self.net(x, train)) + self.dense(x)
-
-
-class ScanBody(nn.Module):
-    @nn.compact
-    def __call__(self, x, train):
-        return x + LinenNet(64)(x, train), None
-
-
-class Scanned(nn.Module):
-    light: bool
-
-    @nn.compact
-    def __call__(self, x, train: bool = True):
-        stacked = nn.scan(
-            fp8_remat(ScanBody) if self.light else ScanBody,
-            variable_axes={"params": 0, "batch_stats": 0},
-            split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
-            length=2,
-        )
-        return stacked(name="layers")(x, train)[0]
-
-
-@pytest.mark.parametrize(
-    ("light", "plain"),
-    [
-        (fp8_remat(LinenNet)(64), LinenNet(64)),
-        (fp8_remat(LinenNet(64)), LinenNet(64)),
-        (LinenNet(64, wrap=fp8_remat), LinenNet(64)),
-        (InCompact(True), InCompact(False)),
-        (ClassInCompact(True), ClassInCompact(False)),
-        (InSetup(True), InSetup(False)),
-        (Scanned(True), Scanned(False)),
-    ],
-    ids=["class", "instance", "submodule", "compact", "compact class", "setup", "scan"],
-)
-def test_linen(light, plain):
-    """The same parameter tree, outputs, statistics and dropout; nearly its gradient."""
-    actual, gradient = linen_behaviour(light)
-    expected, plain_gradient = linen_behaviour(plain)
-    assert_close(actual, expected, 1e-5)
-    assert 0.999 < cosine(gradient, plain_gradient) < 1 - 1e-6
-
-
-@functools.cache
-def linen_behaviour(net):
-    """Initial variables, outputs in evaluation and training, statistics; gradient."""
-
-    def run(x):
-        variables = net.init(KEYS, x)
-
-        def loss(params):
-            out, state = net.apply(
-                {**variables, "params": params},
-                x,
-                train=True,
-                rngs={"dropout": jax.random.key(2)},
-                mutable=["batch_stats"],
-            )
-            return jnp.mean(out**2), (out, state)
-
-        gradient, trained = jax.grad(loss, has_aux=True)(variables["params"])
-        return (variables, net.apply(variables, x, False), *trained), gradient
-
-    return compiled(run, normal(1, 64, 64))
-
-
-# NNX.
-
-
-def state(module):
-    """All variables as a tree of plain arrays."""
-
-    def plain(x):
-        keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        return jax.random.key_data(x) if keys else x
-
-    return jax.tree.map(plain, nnx.to_pure_dict(nnx.state(module)))
-
-
-def squares(module, x):
-    return jnp.mean(jnp.square(module(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "gradient"),
-    [
-        (lambda: fp8_remat(Stateful)(64, rngs=nnx.Rngs(0)), nnx.jit(nnx.grad(squares))),
-        (lambda: fp8_remat(Stateful(64, rngs=nnx.Rngs(0))), nnx.grad(squares)),
-    ],
-    ids=["class under jit", "instance"],
-)
-def test_nnx(make, gradient):
-    """Parameters, outputs, statistics and streams as without; nearly its gradient."""
-    light, plain = make(), Stateful(64, rngs=nnx.Rngs(0))
-    x = normal(1, 64, 64)
-    assert isinstance(light, Stateful)
-    assert type(light).__name__ == "Stateful"
-    before = state(plain)
-    same(state(light), before)
-    same(light(x), plain(x))
-    same(light(x, train=False), plain(x, train=False))
-    actual, expected = (nnx.to_pure_dict(gradient(m, x)) for m in (light, plain))
-    assert 0.999 < cosine(actual, expected) < 1 - 1e-6
-    same(state(light), state(plain))
-    assert not np.array_equal(flat(state(plain)), flat(before))
-
-
-def test_nnx_instance_shares_variables():
-    plain = Stateful(64, rngs=nnx.Rngs(0))
-    light = fp8_remat(plain)
-    x = normal(1, 64, 64)
-    light(x)
-    same(state(plain), state(light))
-    plain.first.kernel[...] = jnp.zeros((64, 128))
-    plain.first.bias[...] = jnp.zeros(128)
-    same(light(x, train=False), light(2 * x, train=False))
-
-
-def test_nnx_layers_stacked_and_scanned():
-    def run(cls, x):
-        @nnx.split_rngs(splits=2)
-        @nnx.vmap
-        def stacked(rngs):
-            return cls(64, rngs=rngs)
-
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        def forward(x, layer):
-            return x + layer(x)
-
-        layers = stacked(nnx.Rngs(0))
-        gradient = nnx.grad(lambda layers: jnp.mean(forward(x, layers) ** 2))(layers)
-        return nnx.to_pure_dict(gradient), state(layers)
-
-    x = normal(1, 64, 64)
-    (actual, after), (expected, expected_after) = (
-        compiled(functools.partial(run, cls), x)
-        for cls in (fp8_remat(Stateful), Stateful)
-    )
-    assert_close(after, expected_after, 1e-6)
-    assert 0.999 < cosine(actual, expected) < 1 - 1e-6
