@@ -8,7 +8,8 @@ and who reads it in the backward program:
   what follows from those alone    not at all: recomputed (casts, transposes, tables)
   large floating activations       FP8: a scale a tensor where only matrix products
                                    read it, else a scale a group of 16
-  everything else                  as it is (integers, masks, per-row statistics)
+  everything else                  as it is: integers, masks, per-row statistics, what
+                                   backward takes the exponential of
 """
 
 import dataclasses

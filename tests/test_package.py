@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import coat_jax
+from experiments import readme
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -72,6 +73,10 @@ def test_readme_example_runs():
     assert blocks
     for block in blocks:
         exec(block, {"__name__": "readme"})
+
+
+def test_readme_results_are_those_of_the_results_files():
+    assert readme.render(_README) == _README
 
 
 def test_readme_links_lead_somewhere():

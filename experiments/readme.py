@@ -1,0 +1,83 @@
+"""Renders the README's results from experiments/results/: the only way they change.
+
+uv run python -m experiments.readme
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from experiments.settings import PRESETS
+
+PROJECT = Path(__file__).resolve().parent.parent
+_BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+
+
+def render(readme: str) -> str:
+    """`readme` with the section between the markers made anew."""
+    before, _, rest = readme.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return before + _BEGIN + _pretraining() + "\n" + _activations() + _END + after
+
+
+def main() -> None:
+    """Rewrites README.md."""
+    path = PROJECT / "README.md"
+    path.write_text(render(path.read_text()))
+
+
+def _pretraining() -> str:
+    results = _load("pretrain_124m")
+    first = results["rows"][0]
+    settings = PRESETS[results["preset"]].settings
+    batch, length = settings.batch_size, settings.seq_len
+    tokens = results["steps"] * batch * length
+    lines = [
+        f"**Pretraining** (`pretrain_124m`): the 124m preset on the bytes of Python "
+        f"packages, {first['parameters'] / 1e6:.0f}M parameters with the small "
+        f"vocabulary, {results['steps']:,} steps of {batch} x {length} tokens "
+        f"({tokens / 1e6:.0f}M) on one {results['device']['name']}, everything through "
+        "plain XLA:",
+        "",
+        "| | validation loss | gap | optimizer, bytes a parameter | saved activations "
+        "| memory of a step | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        lines.append(
+            f"| `{row['recipe']}` | {row['val_loss']:.4f} "
+            f"| {row['val_gap_percent']:+.2f}% "
+            f"| {row['optimizer_bytes_per_param']:.3f} "
+            f"| {row['saved_activation_bytes'] / 2**30:.2f} GiB "
+            f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
+        )
+    image = "![Loss curves and their difference](experiments/results/pretrain_124m.png)"
+    return "\n".join([*lines, "", image, ""])
+
+
+def _activations() -> str:
+    results = _load("activation_memory")
+    shape = results["shape"]
+    lines = [
+        f"**Saved activations of one Llama layer** (`activation_memory`): hidden "
+        f"{shape['hidden']}, batch {shape['batch']}, sequence {shape['seq']}, counted "
+        f"on one {results['device']['name']}; 1U is batch x sequence x hidden x 2 "
+        "bytes. `bf16` is what `jax.vjp` saves without any `jax.checkpoint`.",
+        "",
+        "| | MiB | U | U in the paper |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        paper = "-" if row["paper_units"] is None else row["paper_units"]
+        name, mib, units = row["recipe"], row["mib"], row["units"]
+        lines.append(f"| `{name}` | {mib:.0f} | {units:.2f} | {paper} |")
+    return "\n".join([*lines, ""])
+
+
+def _load(name: str) -> dict[str, Any]:
+    path = PROJECT / "experiments" / "results" / f"{name}.json"
+    return json.loads(path.read_text())
+
+
+if __name__ == "__main__":
+    main()
