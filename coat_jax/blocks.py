@@ -18,12 +18,17 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax import linear, nonlinear
-from coat_jax.remat import fp8_remat
+from coat_jax.remat import fp8_inputs, fp8_remat
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
 NormName = Literal["rms", "layer"]
 GateName = Literal["silu", "gelu"]
 Params = Mapping[str, Array | None]
+NORMS: dict[NormName, Callable] = {
+    "rms": nonlinear.rms_norm,
+    "layer": nonlinear.layer_norm,
+}
+GATES: dict[GateName, Callable] = {"silu": nonlinear.swiglu, "gelu": nonlinear.geglu}
 
 
 def _plain_linear(x: Array, w: Array) -> Array:
@@ -32,11 +37,6 @@ def _plain_linear(x: Array, w: Array) -> Array:
 
 def _identity(fn: Callable) -> Callable:
     return fn
-
-
-def _fp8_inputs(fn: Callable) -> Callable:
-    """Backward recomputes `fn` from FP8 copies of its activations."""
-    return fp8_remat(jax.checkpoint(fn, prevent_cse=False))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ _COAT = Recipe(
     linear=linear.linear,
     # Keeps attention's output as attention's backward does, instead of another copy.
     output=jax.checkpoint,
-    segment=_fp8_inputs,
+    segment=fp8_inputs,
 )
 RECIPES: dict[RecipeName, Recipe] = {
     # What jax.vjp saves, no more and no less.
@@ -160,10 +160,8 @@ def gated_mlp(
         return y[..., 0, :], y[..., 1, :]
 
     def contract(params, gate_value, up):
-        activation = nonlinear.swiglu if gate == "silu" else nonlinear.geglu
-        return recipe.linear(
-            recipe.pointwise(activation)(gate_value, up), params["down"]
-        )
+        activation = recipe.pointwise(GATES[gate])
+        return recipe.linear(activation(gate_value, up), params["down"])
 
     gate_value, up = recipe.segment(expand)(params, x)
     return recipe.segment(contract)(params, gate_value, up)
@@ -196,5 +194,4 @@ def _has_flash_attention(q: Array) -> bool:
 
 
 def _norm(recipe: Recipe, name: NormName, eps: float) -> Callable:
-    norm = nonlinear.rms_norm if name == "rms" else nonlinear.layer_norm
-    return recipe.pointwise(lambda weight, x: norm(x, weight, eps=eps))
+    return recipe.pointwise(lambda weight, x: NORMS[name](x, weight, eps=eps))

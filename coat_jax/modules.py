@@ -29,7 +29,7 @@ class DecoderLayer(nnx.Module):
       rngs: Source of the initialization.
 
     Raises:
-      ValueError: If `num_kv_heads` does not divide `num_heads`, or `recipe` is unknown.
+      ValueError: If `num_kv_heads` does not divide `num_heads`, or a name is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -61,9 +61,14 @@ class DecoderLayer(nnx.Module):
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {num_kv_heads}, {num_heads}"
             )
-        if recipe not in blocks.RECIPES:
-            known = ", ".join(blocks.RECIPES)
-            raise ValueError(f"recipe must be one of {known}, got {recipe!r}")
+        for option, value, known in (
+            ("recipe", recipe, blocks.RECIPES),
+            ("norm", norm, blocks.NORMS),
+            ("gate", gate, blocks.GATES),
+        ):
+            if value not in known:
+                names = ", ".join(known)
+                raise ValueError(f"{option} must be one of {names}, got {value!r}")
         self.recipe = recipe
         self.norm_options = {"norm": norm, "eps": norm_eps}
         self.head_options = {

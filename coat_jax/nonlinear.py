@@ -8,14 +8,13 @@ format, and recomputes the rest from them (COAT, arXiv 2410.19313, section 5).
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax.quantized import Format
-from coat_jax.remat import fp8_remat
+from coat_jax.remat import fp8_inputs
 
 
 def rms_norm(
@@ -143,5 +142,4 @@ def _affine(y: Array, weight: Array | None, bias: Array | None) -> Array:
 def _saving(fn: Callable, residual_format: Format | None, params_argnums=0) -> Callable:
     if residual_format is None:
         return fn
-    remat = partial(fp8_remat, params_argnums=params_argnums, format=residual_format)
-    return remat(jax.checkpoint(fn, prevent_cse=False))
+    return fp8_inputs(fn, params_argnums=params_argnums, format=residual_format)

@@ -106,6 +106,18 @@ def fp8_remat(
     )
 
 
+def fp8_inputs(
+    fn: Callable, *, params_argnums: int | Sequence[int] = 0, format: Format = E4M3
+) -> Callable:
+    """Saves nothing but the activations that go into `fn`, in FP8, and recomputes it.
+
+    What it recomputes from differs from what it computed, so that XLA can't merge the
+    two and `jax.checkpoint` need not prevent it.
+    """
+    recomputed = jax.checkpoint(fn, prevent_cse=False)
+    return fp8_remat(recomputed, params_argnums=params_argnums, format=format)
+
+
 def _nnx_class(cls: type[nnx.Module], format: Format) -> type[nnx.Module]:
     method = cls.__call__
 

@@ -56,7 +56,7 @@ def _recipe_summary(
 
 
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
-    """What the issue asks of the main job, as far as this run shows it."""
+    """What is expected of the main job, as far as this run shows it."""
     bars = []
     for recipe in recipes.keys() & {"coat", "coat_max"}:
         if "bf16" in recipes:

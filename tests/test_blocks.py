@@ -375,6 +375,10 @@ def test_options_that_do_not_fit_are_named():
         DecoderLayer(64, 96, 4, 3, 16, rngs=rngs)
     with pytest.raises(ValueError, match="one of bf16, te, coat, coat_max, got 'fp4'"):
         DecoderLayer(64, 96, 4, 2, 16, recipe="fp4", rngs=rngs)
+    with pytest.raises(ValueError, match="norm must be one of rms, layer, got 'batch'"):
+        DecoderLayer(64, 96, 4, 2, 16, norm="batch", rngs=rngs)
+    with pytest.raises(ValueError, match="gate must be one of silu, gelu, got 'relu'"):
+        DecoderLayer(64, 96, 4, 2, 16, gate="relu", rngs=rngs)
     with pytest.raises(ValueError, match=r"must divide hidden_size .* got 5, 64"):
         small(num_heads=5)
     assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
