@@ -304,6 +304,15 @@ def test_checkpoints_keep_every_bit(tmp_path, rng):
     assert _bits(restored) == _bits(state)
 
 
+@pytest.fixture
+def default_interrupt():
+    """Python's handling of SIGINT, which processes in the background start without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_interrupt")
 def test_the_second_interrupt_acts_at_once():
     with runs.StopRequest() as stop:
         assert not stop.made
