@@ -117,15 +117,20 @@ def memory_report(fn: Callable, *args: Any) -> MemoryReport:
     """
     compiled = jax.jit(forward_backward(fn)).lower(*args).compile()
     stats = compiled.memory_analysis()
-    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes
-    temporaries = stats.temp_size_in_bytes
     return MemoryReport(
-        argument_bytes=arguments,
-        output_bytes=outputs,
-        temp_bytes=temporaries,
-        peak_bytes=arguments + outputs + temporaries - stats.alias_size_in_bytes,
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        peak_bytes=peak_bytes(compiled),
         residual_bytes=residual_report(fn, *args).nbytes,
     )
+
+
+def peak_bytes(compiled: jax.stages.Compiled) -> int:
+    """Device memory that a compiled program needs, its arguments included."""
+    stats = compiled.memory_analysis()
+    total = stats.argument_size_in_bytes + stats.output_size_in_bytes
+    return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes
 
 
 def _row(traced: Linearized, index: int, is_argument: bool) -> Residual:

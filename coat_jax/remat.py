@@ -232,12 +232,14 @@ def _with_fp8_residuals(
         traced = linearize(fn, *args)
         plan = _plan(traced, is_param)
         values = core.jaxpr_as_fun(traced.forward)(*args)
-        saved = [
-            _save(x, kept, traced.asked_by(i), format)
-            for i, (x, kept) in enumerate(
-                zip(values[traced.num_outputs :], plan.kept, strict=True)
-            )
-        ]
+
+        def save(index, x):
+            kept = plan.kept[index]
+            if isinstance(kept, PerTensor | PerGroup):
+                return _fp8_copy(x, kept, format, traced.asked_by(index))
+            return x if kept == "wide" else None
+
+        saved = [save(i, x) for i, x in enumerate(values[traced.num_outputs :])]
         references = [a if n else None for a, n in zip(args, plan.needed, strict=True)]
         return values[: traced.num_outputs], (references, saved, plan)
 
@@ -245,28 +247,27 @@ def _with_fp8_residuals(
         references, saved, plan = residuals
         saved, cotangents = _after(saved, cotangents)
         recomputed = iter(plan.recompute(references))
-        leaves = [
-            references[kept]
-            if isinstance(kept, int)
-            else next(recomputed)
-            if kept == "recompute"
-            else (
-                _scales_as_bits(x).dequantize() if isinstance(x, QuantizedArray) else x
-            )
-            for x, kept in zip(saved, plan.kept, strict=True)
-        ]
+
+        def restore(kept, x):
+            if isinstance(kept, PerTensor | PerGroup):
+                return _scales_as_bits(x).dequantize()
+            if isinstance(kept, int):
+                return references[kept]
+            return next(recomputed) if kept == "recompute" else x
+
+        leaves = [restore(kept, x) for kept, x in zip(plan.kept, saved, strict=True)]
         return jax.tree.unflatten(plan.vjp_tree, leaves)(cotangents)
 
     run.defvjp(forward, backward)
     return run
 
 
-def _save(x: Any, kept: Any, asked_by: str, format: Format) -> Any:
-    if not isinstance(kept, PerTensor | PerGroup):
-        return x if kept == "wide" else None
+def _fp8_copy(
+    x: jax.Array, granularity: PerTensor | PerGroup, format: Format, asked_by: str
+) -> QuantizedArray:
     # The scopes tell profiles and `residual_report` whom the copy is for.
     with jax.named_scope(f"{FP8_SCOPE}codes for {asked_by};"):
-        q = quantize(x, format=format, granularity=kept)
+        q = quantize(x, format=format, granularity=granularity)
     with jax.named_scope(f"{FP8_SCOPE}scales for {asked_by};"):
         return _scales_as_bits(q)
 

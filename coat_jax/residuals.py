@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -103,11 +103,7 @@ def linearize(fn: Callable, *args: Any) -> Linearized:
     leaves, vjp_tree = jax.tree.flatten(vjp)
 
     def backward(leaves, cotangents):
-        given = iter(cotangents)
-        every = [next(given) if _is_inexact(o) else _float0(o) for o in outputs]
-        vjp = jax.tree.unflatten(vjp_tree, leaves)
-        gradients = vjp(jax.tree.unflatten(out_tree, every))
-        return [g for g in jax.tree.leaves(gradients) if g.dtype != float0]
+        return _gradients(jax.tree.unflatten(vjp_tree, leaves), out, cotangents)
 
     cotangents = [o for o in outputs if _is_inexact(o)]
     return Linearized(
@@ -124,11 +120,8 @@ def forward_backward(fn: Callable) -> Callable:
 
     def run(*args):
         out, vjp = jax.vjp(fn, *args)
-        ones = jax.tree.map(
-            lambda o: jnp.ones_like(o) if _is_inexact(o) else _float0(o), out
-        )
-        gradients = vjp(ones)
-        return out, [g for g in jax.tree.leaves(gradients) if g.dtype != float0]
+        ones = [jnp.ones_like(o) for o in jax.tree.leaves(out) if _is_inexact(o)]
+        return out, _gradients(vjp, out, ones)
 
     return run
 
@@ -154,8 +147,13 @@ def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
-def _float0(x: Any) -> np.ndarray:
-    return np.zeros(x.shape, float0)
+def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
+    """Of the differentiable arguments, for cotangents of the differentiable outputs."""
+    given = iter(cotangents)
+    every = jax.tree.map(
+        lambda o: next(given) if _is_inexact(o) else np.zeros(o.shape, float0), out
+    )
+    return [g for g in jax.tree.leaves(vjp(every)) if g.dtype != float0]
 
 
 def _describe(eqn: core.JaxprEqn) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 import coat_jax as coat
 from coat_jax.blocks import RECIPES, RecipeName
 from coat_jax.memory import ResidualReport
-from coat_jax.modules import DecoderLayer
+from coat_jax.models import llama
 from experiments.results import Bar, write_results
 
 # Table 2 of the paper; it has no counterpart to `coat_max`.
@@ -28,25 +28,21 @@ _LAYERS = 2
 
 def saved_by_layers(recipe: RecipeName, shape: argparse.Namespace) -> ResidualReport:
     """What two layers under `scan` save, with parameters in BF16."""
-
-    def make(rngs):
-        return DecoderLayer(
-            shape.hidden,
-            shape.intermediate,
-            shape.heads,
-            shape.kv_heads or shape.heads,
-            shape.hidden // shape.heads,
-            recipe=recipe,
-            param_dtype=jnp.bfloat16,
-            rngs=rngs,
-        )
-
-    stack = nnx.split_rngs(splits=_LAYERS)(nnx.vmap(make))
-    graph, layers = nnx.split(nnx.eval_shape(lambda: stack(nnx.Rngs(0))))
+    config = llama.LlamaConfig(
+        vocab_size=1,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_layers=_LAYERS,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads or shape.heads,
+        param_dtype=jnp.bfloat16,
+        recipe=recipe,
+    )
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    graph, layers = nnx.split(model.layers)
 
     def forward(layers, x):
-        step = lambda x, layer: (nnx.merge(graph, layer)(x), None)  # noqa: E731
-        return jax.lax.scan(step, x, layers)[0]
+        return llama.apply_layers(nnx.merge(graph, layers), x)
 
     x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
     return coat.residual_report(forward, layers, x)
@@ -77,10 +73,10 @@ def main() -> None:
         report = saved_by_layers(recipe, args)
         nbytes = report.nbytes / _LAYERS
         units, paper = nbytes / unit, PAPER_UNITS.get(recipe)
+        target = TARGET_UNITS.get(recipe)
         row = {"recipe": recipe, "mib": nbytes / 2**20, "units": units}
-        rows.append(row | {"paper_units": paper, "target_units": None})
-        if target := TARGET_UNITS.get(recipe):
-            rows[-1]["target_units"] = target
+        rows.append(row | {"paper_units": paper, "target_units": target})
+        if target:
             bars.append(Bar(f"{recipe}, U", f"<= {target}", units, units <= target))
         table.add_row(
             recipe, f"{row['mib']:.1f}", f"{units:.2f}", f"{paper}" if paper else "-"

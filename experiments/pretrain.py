@@ -214,9 +214,8 @@ def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
 def show(bar: tqdm, row: dict, settings: Settings, progress: Progress) -> None:
     """Moves the progress bar on by a step."""
     shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
-    if progress.timed_steps:
-        tokens = settings.batch_size * settings.seq_len * progress.timed_steps
-        shown["tokens/s"] = f"{tokens / progress.seconds:,.0f}"
+    if speed := progress.tokens_per_s(settings):
+        shown["tokens/s"] = f"{speed:,.0f}"
     bar.set_postfix(shown, refresh=False)
     bar.update()
 

@@ -30,12 +30,12 @@ def _pretraining() -> str:
     results = _load("pretrain_124m")
     first = results["rows"][0]
     settings = PRESETS[results["preset"]].settings
-    batch, length = settings.batch_size, settings.seq_len
-    tokens = results["steps"] * batch * length
+    tokens = results["steps"] * settings.tokens_per_step
     lines = [
         f"**Pretraining** (`pretrain_124m`): the 124m preset on the bytes of Python "
         f"packages, {first['parameters'] / 1e6:.0f}M parameters with the small "
-        f"vocabulary, {results['steps']:,} steps of {batch} x {length} tokens "
+        f"vocabulary, {results['steps']:,} steps of "
+        f"{settings.batch_size} x {settings.seq_len} tokens "
         f"({tokens / 1e6:.0f}M) on one {results['device']['name']}, everything through "
         "plain XLA:",
         "",

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from experiments.results import Bar, write_results
 from experiments.runs import Progress, Run
-from experiments.settings import Recipe
+from experiments.settings import COAT_RECIPES, Recipe
 
 
 def summarize(run: Run, token: str) -> dict[str, Any]:
@@ -44,13 +44,12 @@ def _recipe_summary(
     run: Run, rows: list[dict[str, Any]], progress: Progress
 ) -> dict[str, Any]:
     last = rows[-max(1, run.steps // 20) :]
-    tokens = run.settings.batch_size * run.settings.seq_len * progress.timed_steps
     return {
         "train_loss": float(np.mean([row["loss"] for row in last])),
         "val_loss": rows[-1]["val_loss"],
         **progress.measured,
         "device_peak_bytes": progress.device_peak_bytes,
-        "tokens_per_s": tokens / progress.seconds if progress.seconds else None,
+        "tokens_per_s": progress.tokens_per_s(run.settings),
         "train_seconds": progress.seconds,
     }
 
@@ -58,7 +57,7 @@ def _recipe_summary(
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
     """What is expected of the main job, as far as this run shows it."""
     bars = []
-    for recipe in recipes.keys() & {"coat", "coat_max"}:
+    for recipe in (r for r in recipes if r in COAT_RECIPES):
         if "bf16" in recipes:
             ratio = recipes[recipe]["val_loss"] / recipes["bf16"]["val_loss"]
             name = f"{recipe} validation loss / bf16"

@@ -146,12 +146,15 @@ def _commit() -> str | None:
 
     Where there is no checkout, the variable GIT_COMMIT may name it.
     """
-    git = ["git", "-C", str(_PROJECT)]
     try:
-        ask = lambda *args: subprocess.check_output(  # noqa: E731
-            [*git, *args], text=True, stderr=subprocess.DEVNULL
-        ).strip()
-        changed = ask("status", "--porcelain", "--untracked-files=no")
-        return ask("rev-parse", "HEAD") + ("+changes" if changed else "")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        return _git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
         return os.environ.get("GIT_COMMIT")
+
+
+def _git(*args: str) -> str:
+    command = ["git", "-C", str(_PROJECT), *args]
+    return subprocess.check_output(
+        command, text=True, stderr=subprocess.DEVNULL
+    ).strip()

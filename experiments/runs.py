@@ -44,6 +44,12 @@ class Progress:
     device_peak_bytes: int | None = None
     measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
 
+    def tokens_per_s(self, settings: Settings) -> float | None:
+        """Speed of the timed steps; None before there is one."""
+        if not self.seconds:
+            return None
+        return settings.tokens_per_step * self.timed_steps / self.seconds
+
     def note_peak(self, before: int | None, now: int | None) -> None:
         """Takes the process's peak for this recipe's if it rose while it ran."""
         if now is not None and now > (before or 0):

@@ -11,6 +11,8 @@ from coat_jax.models import llama
 from experiments.data import TokenDtype, Tokenizer
 from experiments.text import BYTES_VOCAB_SIZE
 
+# The recipes whose optimizer is `coat.fp8_adamw`.
+COAT_RECIPES: tuple[Recipe, ...] = ("coat", "coat_max")
 ParamDtype = Literal["float32", "bfloat16"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every")
@@ -86,6 +88,11 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
                 raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch."""
+        return self.batch_size * self.seq_len
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Settings":

@@ -21,8 +21,9 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 import coat_jax as coat
+from coat_jax.memory import peak_bytes
 from coat_jax.models import llama
-from experiments.settings import Recipe, Settings
+from experiments.settings import COAT_RECIPES, Recipe, Settings
 
 # On GPUs XLA's autotuner would compile hundreds of Triton kernels for FP8 products, and
 # take cuBLAS in the end: minutes, and for BF16 no faster.
@@ -59,7 +60,7 @@ def optimizer(
     recipe: Recipe, settings: Settings, steps: int
 ) -> optax.GradientTransformation:
     """AdamW behind clipping; its moments are what the recipes differ in."""
-    adamw = coat.fp8_adamw if recipe in ("coat", "coat_max") else optax.adamw
+    adamw = coat.fp8_adamw if recipe in COAT_RECIPES else optax.adamw
     return in_float32(
         optax.chain(
             optax.clip_by_global_norm(settings.clip_norm),
@@ -158,13 +159,9 @@ class Trainer:
         params = self.abstract_state().params
         return coat.residual_report(self._loss, params, self._abstract_batch).nbytes
 
-    def step_bytes(self) -> int | None:
+    def step_bytes(self) -> int:
         """Device memory that the compiled step needs, its arguments included."""
-        plan = self.compiled[0].memory_analysis()
-        if plan is None:
-            return None
-        total = plan.argument_size_in_bytes + plan.output_size_in_bytes
-        return total + plan.temp_size_in_bytes - plan.alias_size_in_bytes
+        return peak_bytes(self.compiled[0])
 
     @property
     def _abstract_batch(self) -> jax.ShapeDtypeStruct:

@@ -10,7 +10,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from coat_jax import blocks, nonlinear
+from coat_jax import blocks
 from coat_jax.modules import DecoderLayer
 
 # Logits of a chunk of `cross_entropy`: 256 MiB in float32.
@@ -130,15 +130,21 @@ class Llama(nnx.Module):
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """The final norm's output, in `config.dtype`."""
         x = self.embedding[...][tokens].astype(self.config.dtype)
-        graph, layers = nnx.split(self.layers)
-        x, _ = lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, layers)
-        eps = self.config.norm_eps
-        if self.norm is None:
-            return nonlinear.layer_norm(x, eps=eps)
-        return nonlinear.rms_norm(x, self.norm[...], eps=eps)
+        x = apply_layers(self.layers, x)
+        weight = None if self.norm is None else self.norm[...]
+        norm = blocks.NORMS[self.config.norm]
+        return norm(x, weight, eps=self.config.norm_eps)
 
     def _head(self) -> Float[Array, "h vocab"]:
         return self.embedding[...].T if self.head is None else self.head[...]
+
+
+def apply_layers(
+    layers: DecoderLayer, x: Float[Array, "b s h"]
+) -> Float[Array, "b s h"]:
+    """Applies layers whose parameters are stacked, one after the other."""
+    graph, stacked = nnx.split(layers)
+    return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]
 
 
 def cross_entropy(
