@@ -6,7 +6,13 @@ range expansion, and what the backward pass needs in FP8 at mixed granularity.
 
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
-from coat_jax.optimizer import ScaleByFP8AdamState, fp8_adamw, scale_by_fp8_adam
+from coat_jax.optimizer import (
+    ScaleByFP8AdamState,
+    fp8_adamw,
+    from_optax_state,
+    scale_by_fp8_adam,
+    to_optax_state,
+)
 from coat_jax.quantized import (
     DE8,
     E4M3,
@@ -35,8 +41,10 @@ __all__ = [
     "fp8_adamw",
     "fp8_dot_general",
     "fp8_remat",
+    "from_optax_state",
     "memory_report",
     "quantize",
     "residual_report",
     "scale_by_fp8_adam",
+    "to_optax_state",
 ]

@@ -2,7 +2,8 @@
 
 A group whose magnitudes span a ratio R uses little of a format that spans D. Raising
 magnitudes to the power k = log(D) / log(R) stretches the group over the format before
-it is rounded, and the power 1/k undoes that. k is kept in sixteenths, as one byte.
+it is rounded, and the power 1/k undoes that. A group's own k is kept in sixteenths, as
+one byte.
 """
 
 import math
@@ -33,24 +34,27 @@ def exponent(
     return jnp.where(spread, jnp.clip(steps, 1, 255), 255).astype(jnp.uint8)
 
 
+def power(steps: UInt8[Array, "..."]) -> Float[Array, "..."]:
+    """The power that k in sixteenths stands for."""
+    return steps.astype(jnp.float32) * (1 / _STEPS)
+
+
 def expand(
-    x: Float[Array, "..."], largest: Float[Array, "..."], k: UInt8[Array, "..."]
+    x: Float[Array, "..."], largest: Float[Array, "..."], k: Float[Array, "..."] | float
 ) -> Float[Array, "..."]:
-    """Computes (|x| / largest) ** k, in [0, 1], for k in sixteenths.
+    """Computes (|x| / largest) ** k, in [0, 1].
 
     In logarithms, since the ratio alone may be below the smallest float32.
     """
-    power = k.astype(jnp.float32) * (1 / _STEPS)
-    return jnp.exp2(jnp.minimum(jnp.log2(jnp.abs(x)) - jnp.log2(largest), 0.0) * power)
+    return jnp.exp2(jnp.minimum(jnp.log2(jnp.abs(x)) - jnp.log2(largest), 0.0) * k)
 
 
 def contract(
-    t: Float[Array, "..."], largest: Float[Array, "..."], k: UInt8[Array, "..."]
+    t: Float[Array, "..."], largest: Float[Array, "..."], k: Float[Array, "..."] | float
 ) -> Float[Array, "..."]:
-    """Computes largest * t ** (1 / k), for t in [0, 1] and k in sixteenths.
+    """Computes largest * t ** (1 / k), for t in [0, 1].
 
     For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
     """
-    root = _STEPS / k.astype(jnp.float32)
-    x = jnp.exp2(jnp.log2(t) * root + jnp.log2(largest))
+    x = jnp.exp2(jnp.log2(t) * (1 / k) + jnp.log2(largest))
     return jnp.where(t == 0, 0.0, jnp.maximum(x, jnp.finfo(jnp.float32).tiny))

@@ -1,5 +1,6 @@
 """Adam with its moments in FP8 (COAT, arXiv 2410.19313, section 4)."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -8,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax import lax
+from jaxtyping import Array
 
 from coat_jax.quantized import (
     E4M3,
@@ -23,18 +26,34 @@ from coat_jax.quantized import (
 MIN_QUANTIZED_SIZE = 4096
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MuScaling:
+    """What quantized first moments are stored over; a leafless part of the state.
+
+    Attributes:
+      normalized: Whether over the square root of their second moments.
+    """
+
+    normalized: bool
+
+
 class ScaleByFP8AdamState(NamedTuple):
     """State of `scale_by_fp8_adam`: optax's, with quantized leaves.
 
     Attributes:
       count: Number of updates so far, int32.
       mu: First moments; per parameter a QuantizedArray or a float32 array of its shape.
-      nu: Second moments, likewise.
+        Quantized ones stand for mu / sqrt(nu) where `scaling.normalized`;
+        `coat.to_optax_state` returns mu itself.
+      nu: Second moments, likewise; always themselves.
+      scaling: What quantized first moments are stored over.
     """
 
     count: chex.Array
     mu: optax.Updates
     nu: optax.Updates
+    scaling: MuScaling
 
 
 def scale_by_fp8_adam(
@@ -45,6 +64,7 @@ def scale_by_fp8_adam(
     *,
     nesterov: bool = False,
     quantize_mask: Any | Callable[[optax.Params], Any] | None = None,
+    normalize_mu: bool = True,
     mu_format: Format = E4M3,
     nu_format: Format = E4M3,
     granularity: PerGroup = PerGroup(128),
@@ -56,6 +76,12 @@ def scale_by_fp8_adam(
     fewer than 4,096 elements keep float32 moments and are updated exactly as by optax,
     as are those that `quantize_mask` leaves out. Updates have the gradients' dtype.
 
+    The second moment has COAT's expansion (section 4.2), whose k follows each group's
+    range. The first is stored as mu / sqrt(nu), since that is what updates read: it
+    varies little within a group, so that one k serves all (3 for E4M3, a cube), and an
+    error of nu does not reach the update. A quarter of the error of COAT's own scheme,
+    which `normalize_mu=False` gives.
+
     Args:
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
@@ -65,6 +91,8 @@ def scale_by_fp8_adam(
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree; False keeps a parameter's
         moments in float32. None quantizes every parameter that is large enough.
+      normalize_mu: Whether to store the first moment over the square root of the
+        second; False stores it by itself, as COAT does.
       mu_format: Format of the first moment.
       nu_format: Format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.
@@ -86,7 +114,8 @@ def scale_by_fp8_adam(
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
     adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
-    mu_how = {"format": mu_format, "granularity": granularity, "expand": True}
+    mu_expand = mu_format.power if normalize_mu else True
+    mu_how = {"format": mu_format, "granularity": granularity, "expand": mu_expand}
     nu_how = {"format": nu_format, "granularity": granularity, "expand": True}
 
     def init_fn(params):
@@ -98,18 +127,14 @@ def scale_by_fp8_adam(
         mask = _resolve_mask(quantize_mask, params)
         mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), params, mask)
         nu = jax.tree.map(lambda p, q: zeros(p, q, nu_how), params, mask)
-        return ScaleByFP8AdamState(jnp.zeros([], jnp.int32), mu, nu)
+        count = jnp.zeros([], jnp.int32)
+        return ScaleByFP8AdamState(count, mu, nu, MuScaling(normalize_mu))
 
     def update_fn(updates, state, params=None):
-        wide_state = optax.ScaleByAdamState(
-            state.count, _dequantize_tree(state.mu), _dequantize_tree(state.nu)
-        )
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-        wide, wide_state = adam.update(wide, wide_state, params)
-        mu = _requantize(wide_state.mu, state.mu, mu_how)
-        nu = _requantize(wide_state.nu, state.nu, nu_how)
+        wide, adam_state = adam.update(wide, _to_optax(state), params)
         updates = jax.tree.map(lambda u, g: u.astype(g.dtype), wide, updates)
-        return updates, ScaleByFP8AdamState(wide_state.count, mu, nu)
+        return updates, _from_optax(adam_state, like=state)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -125,6 +150,7 @@ def fp8_adamw(
     *,
     nesterov: bool = False,
     quantize_mask: Any | Callable[[optax.Params], Any] | None = None,
+    normalize_mu: bool = True,
     mu_format: Format = E4M3,
     nu_format: Format = E4M3,
     granularity: PerGroup = PerGroup(128),
@@ -145,6 +171,8 @@ def fp8_adamw(
         from parameters to one. None decays all.
       nesterov: Whether to use Nesterov momentum.
       quantize_mask: Which parameters' moments may be quantized; None means all.
+      normalize_mu: Whether to store the first moment over the square root of the
+        second.
       mu_format: Format of the first moment.
       nu_format: Format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.
@@ -169,6 +197,7 @@ def fp8_adamw(
             eps_root,
             nesterov=nesterov,
             quantize_mask=quantize_mask,
+            normalize_mu=normalize_mu,
             mu_format=mu_format,
             nu_format=nu_format,
             granularity=granularity,
@@ -178,21 +207,120 @@ def fp8_adamw(
     )
 
 
+def to_optax_state(state: Any) -> Any:
+    """Replaces FP8 Adam states by optax's, with both moments in float32.
+
+    Args:
+      state: A `ScaleByFP8AdamState`, or any tree that holds some: the state of
+        `fp8_adamw`, of a chain, of a whole training run.
+
+    Returns:
+      The same tree with an `optax.ScaleByAdamState` for each; `optax.adamw` goes on
+      from it. Other leaves stay as they are.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = coat.to_optax_state(coat.fp8_adamw(1e-3).init(params))
+      >>> updates, state = optax.adamw(1e-3).update(params, state, params)
+    """
+    return jax.tree.map(
+        lambda s: _to_optax(s) if _is_state(s) else s, state, is_leaf=_is_state
+    )
+
+
+def from_optax_state(state: Any, like: Any) -> Any:
+    """Replaces optax's Adam states by FP8 ones; undoes `to_optax_state`.
+
+    Args:
+      state: A tree that holds `optax.ScaleByAdamState`, such as `optax.adamw`'s state.
+      like: The corresponding state with FP8 moments, of which only shapes are read:
+        `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
+
+    Raises:
+      ValueError: If the trees differ, or a moment's shape.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
+      >>> state = coat.from_optax_state(optax.adamw(1e-3).init(params), like)
+      >>> state[0].nu["w"].codes.dtype
+      dtype(float8_e4m3fn)
+    """
+    return jax.tree.map(
+        lambda new, old: _from_optax(old, new) if _is_state(new) else old,
+        like,
+        state,
+        is_leaf=_is_state,
+    )
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, ScaleByFP8AdamState)
+
+
 def _is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
-def _dequantize_tree(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda m: m.dequantize() if _is_quantized(m) else m, tree, is_leaf=_is_quantized
+def _to_optax(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
+    def dequantized(moments):
+        return jax.tree.map(
+            lambda m: m.dequantize() if _is_quantized(m) else m,
+            moments,
+            is_leaf=_is_quantized,
+        )
+
+    mu, nu = dequantized(state.mu), dequantized(state.nu)
+    if state.scaling.normalized:
+        mu = _where_quantized(lambda m, v: m * jnp.sqrt(v), state.mu, mu, nu)
+    return optax.ScaleByAdamState(state.count, mu, nu)
+
+
+def _from_optax(
+    state: optax.ScaleByAdamState, like: ScaleByFP8AdamState
+) -> ScaleByFP8AdamState:
+    mu, nu = state.mu, state.nu
+    if like.scaling.normalized:
+        mu = _where_quantized(_normalize, like.mu, mu, nu)
+    return ScaleByFP8AdamState(
+        state.count,
+        _quantize_like(like.mu, mu),
+        _quantize_like(like.nu, nu),
+        like.scaling,
     )
 
 
-def _requantize(wide: Any, old: Any, how: dict[str, Any]) -> Any:
-    """Quantizes what was quantized in `old`."""
+def _normalize(mu: Array, nu: Array) -> Array:
+    """Computes mu / sqrt(nu), which is 0 where nu counts as 0."""
+    return jnp.where(nu < jnp.finfo(jnp.float32).tiny, 0.0, mu * lax.rsqrt(nu))
+
+
+def _where_quantized(fn: Callable[..., Array], moments: Any, mu: Any, nu: Any) -> Any:
+    """fn(mu, nu) where `moments` are quantized, elsewhere mu."""
     return jax.tree.map(
-        lambda m, before: quantize(m, **how) if _is_quantized(before) else m, wide, old
+        lambda q, m, v: fn(m, v) if _is_quantized(q) else m,
+        moments,
+        mu,
+        nu,
+        is_leaf=_is_quantized,
     )
+
+
+def _quantize_like(like: Any, moments: Any) -> Any:
+    """Quantizes moments as those in `like` are."""
+
+    def quantized(q, moment):
+        if q.shape != moment.shape:
+            raise ValueError(f"a moment of shape {moment.shape}, expected {q.shape}")
+        if not _is_quantized(q):
+            return moment
+        expand = q.power if q.exponent is None else True
+        how = {"format": q.format, "granularity": q.granularity, "expand": expand}
+        return quantize(moment.astype(jnp.float32), **how)
+
+    return jax.tree.map(quantized, like, moments, is_leaf=_is_quantized)
 
 
 def _resolve_mask(mask: Any, params: optax.Params) -> Any:

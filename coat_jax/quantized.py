@@ -36,6 +36,7 @@ class Format:
       max: The largest magnitude a code stands for.
       dynamic_range: The ratio of magnitudes that range expansion fits a group into
         (COAT, section 4.2: half of max squared for a floating format).
+      power: The k that expands numbers spread like a normal distribution's best.
       table: The 256 values that the codes stand for in ascending order, or None for a
         floating dtype, whose codes are their values.
     """
@@ -44,6 +45,7 @@ class Format:
     dtype: jnp.dtype
     max: float
     dynamic_range: float
+    power: float
     table: tuple[float, ...] | None = None
 
     def encode(self, x: Float[Array, "..."]) -> Array:
@@ -67,10 +69,14 @@ class Format:
         return self.name
 
 
-def _float_format(name: str, dtype) -> Format:
+def _float_format(name: str, dtype, power: float) -> Format:
     top = float(ml_dtypes.finfo(dtype).max)
     return Format(
-        name=name, dtype=jnp.dtype(dtype), max=top, dynamic_range=top * top / 2
+        name=name,
+        dtype=jnp.dtype(dtype),
+        max=top,
+        dynamic_range=top * top / 2,
+        power=power,
     )
 
 
@@ -88,14 +94,15 @@ def _dynamic_exponent_table() -> tuple[float, ...]:
     return tuple(sorted([-m for m in magnitudes] + magnitudes + [0.0, 1.0]))
 
 
-E4M3 = _float_format("E4M3", jnp.float8_e4m3fn)
-E5M2 = _float_format("E5M2", jnp.float8_e5m2)
+E4M3 = _float_format("E4M3", jnp.float8_e4m3fn, power=3.0)
+E5M2 = _float_format("E5M2", jnp.float8_e5m2, power=5.5)
 _DE8_TABLE = _dynamic_exponent_table()
 DE8 = Format(
     name="DE8",
     dtype=jnp.dtype(jnp.uint8),
     max=1.0,
     dynamic_range=1.0 / min(v for v in _DE8_TABLE if v > 0),
+    power=2.75,
     table=_DE8_TABLE,
 )
 
@@ -170,10 +177,11 @@ class QuantizedArray:
       scale: One entry a group, of the same rank; bfloat16, float32 for `PerTensor`. A
         group with a NaN or an infinity has the scale NaN, and is NaN altogether.
       exponent: k of the range expansion in sixteenths, uint8, shaped like `scale`; None
-        without expansion.
+        where all groups share `power`.
       format: What the codes mean.
       granularity: Which elements share a scale.
       dtype: The dtype that `dequantize` returns.
+      power: k of the range expansion where `exponent` is None; 1 is no expansion.
     """
 
     codes: Array
@@ -182,6 +190,7 @@ class QuantizedArray:
     format: Format = dataclasses.field(metadata={"static": True})
     granularity: Granularity = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    power: float = dataclasses.field(default=1.0, metadata={"static": True})
 
     shape = property(lambda self: self.codes.shape)
     ndim = property(lambda self: self.codes.ndim)
@@ -202,7 +211,7 @@ def quantize(
     *,
     format: Format = E4M3,
     granularity: Granularity = PerGroup(128),
-    expand: bool = False,
+    expand: bool | float = False,
 ) -> QuantizedArray:
     """Quantizes a floating array to 8-bit codes with one scale a group.
 
@@ -211,21 +220,23 @@ def quantize(
     multiplication by the stored scale's reciprocal, and saturate. A last axis (for
     `PerBlock`, the last two) that the group does not divide has a short last group.
     Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
-    backend. With `expand` no other magnitude becomes zero. Floating codes keep the sign
-    of zeros. Quantizing a dequantized array again gives the same codes in a floating
-    format, unless they stand for denormals. What a scale cannot reach saturates: a
-    percent at the end of float32's range, more with `PerTensor`, and with DE8 all
-    beyond 2**125.
+    backend. With `expand=True` no other magnitude becomes zero. Floating codes keep the
+    sign of zeros. Quantizing a dequantized array again gives the same codes in a
+    floating format, unless they stand for denormals. What a scale cannot reach
+    saturates: a percent at the end of float32's range, more with `PerTensor`, and with
+    DE8 all beyond 2**125.
 
     Args:
       x: A floating array of any shape.
       format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`.
       granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or
         `coat.PerBlock(rows, cols)`.
-      expand: Whether to apply the dynamic range expansion (COAT, section 4.2).
+      expand: Whether to apply the dynamic range expansion (COAT, section 4.2), with a
+        k for every group; a number is the k of all groups instead.
 
     Raises:
-      ValueError: If `x` is not floating, or has fewer axes than the granularity needs.
+      ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
+        or `expand` is a number that is not positive.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -238,30 +249,37 @@ def quantize(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
+    own_power = expand is True  # Each group has its k; 1.0 and 0.0 are numbers.
+    power = 1.0 if isinstance(expand, bool) else float(expand)
+    if not 0 < power < math.inf:
+        raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
     groups = _split(jnp.asarray(x, jnp.float32), granularity.block(x.shape))
     groups = jnp.where(jnp.abs(groups) < _TINY, groups * 0.0, groups)
     within = tuple(range(1, groups.ndim, 2))
     largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
     scale = _stored_scale(largest, format, granularity)
-    k = None
-    if expand:
-        top = scale.astype(jnp.float32) * format.max
+    top = scale.astype(jnp.float32) * format.max
+    exponent, k = None, power
+    if own_power:
         nonzero = jnp.where(groups == 0, jnp.inf, jnp.abs(groups))
         smallest = jnp.min(nonzero, axis=within, keepdims=True, initial=jnp.inf)
-        k = expansion.exponent(top, smallest, format.dynamic_range)
+        exponent = expansion.exponent(top, smallest, format.dynamic_range)
+        k = expansion.power(exponent)
+        exponent = exponent.squeeze(within)
+    if own_power or power != 1.0:
         stretched = expansion.expand(groups, top, k) * format.max
         codes = format.encode(jnp.copysign(stretched, groups))
-        k = k.squeeze(within)
     else:
         codes = format.encode(groups * (1.0 / scale.astype(jnp.float32)))
     return QuantizedArray(
         # Without the barrier XLA may cancel a conversion to 8 bits and back.
         codes=lax.optimization_barrier(_merge(codes, x.shape)),
         scale=scale.squeeze(within),
-        exponent=k,
+        exponent=exponent,
         format=format,
         granularity=granularity,
         dtype=jnp.dtype(x.dtype),
+        power=power,
     )
 
 
@@ -284,12 +302,14 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     """
     values = _split(q.format.decode(q.codes), _block(q))
     scale = _broadcastable(q.scale).astype(jnp.float32)
-    if q.exponent is None:
+    if q.exponent is None and q.power == 1.0:
         values = values * scale
     else:
         t = jnp.abs(values) * (1.0 / q.format.max)
         top = scale * q.format.max
-        k = _broadcastable(q.exponent)
+        k = q.power
+        if q.exponent is not None:
+            k = expansion.power(_broadcastable(q.exponent))
         values = jnp.copysign(expansion.contract(t, top, k), values)
     return _merge(values, q.shape).astype(q.dtype)
 
