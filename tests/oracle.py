@@ -151,11 +151,14 @@ def power_bounds(group: np.ndarray, scale, format: Format) -> tuple[int, int]:
     return floor((top - bottom + slack) * (1 + EPS)), floor(top - bottom - slack)
 
 
-def expanded_bounds(group: np.ndarray, scale, k: int, format: Format) -> tuple:
+def expanded_bounds(
+    group: np.ndarray, scale, k: float, format: Format, error: float = 0.0
+) -> tuple:
     """The least and the greatest value of each code under expansion with power k / 16.
 
     Logarithms are trusted to two float32 roundings of themselves; that is the whole
-    tolerance. Where both bounds agree there is one right code.
+    tolerance, unless the group itself is known to a relative `error` only. Where both
+    bounds agree there is one right code.
     """
     with np.errstate(divide="ignore"):
         log = np.log2(np.abs(group).astype(np.float64))
@@ -163,18 +166,22 @@ def expanded_bounds(group: np.ndarray, scale, k: int, format: Format) -> tuple:
     power = np.minimum(log - top, 0.0) * (k / 16)
     size = np.where(np.isfinite(log), np.abs(log), 0) + abs(top)
     slack = 2 * EPS * (size * (k / 16) + np.where(np.isfinite(power), -power, 0) + 1)
+    slack = slack + error * k / 16
     exact = np.exp2(power) * format.max
     signed = [np.copysign(exact * (1 + s), group) for s in (-slack, slack)]
     return tuple(format.round(s) for s in signed)
 
 
 def dequantize(values: np.ndarray, scales: dict, block, powers: dict | None, format):
-    """What codes with these values stand for, in float64 (exact for linear ones)."""
+    """What codes with these values stand for, in float64 (exact for linear ones).
+
+    `powers` holds k in sixteenths by group; None stands for linear codes.
+    """
     x = np.zeros(values.shape, np.float64)
     for index, where in groups(values.shape, block):
         v, scale = values[where].astype(np.float64), float(scales[index])
         if powers is not None:
-            t = (np.abs(v) / format.max) ** (16 / int(powers[index]))
+            t = (np.abs(v) / format.max) ** (16 / float(powers[index]))
             size = np.where(t == 0, 0, np.maximum(format.max * t * scale, TINY))
             x[where] = np.copysign(size, v)
         else:

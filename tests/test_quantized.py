@@ -1,6 +1,5 @@
 """quantize and dequantize against the oracle, and the properties they promise."""
 
-import math
 import pickle
 
 import jax
@@ -11,86 +10,24 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as npst
+from quantization import (
+    FLOATS,
+    FORMATS,
+    PER_BLOCK,
+    PER_GROUP,
+    PER_TENSOR,
+    assert_same,
+    check_scales,
+    code_values,
+    either,
+    every_format,
+    every_granularity,
+    inputs,
+    reference,
+    spread,
+)
 
 import coat_jax as coat
-
-FORMATS = [coat.E4M3, coat.E5M2, coat.DE8]
-FLOATS = [coat.E4M3, coat.E5M2]
-# Each granularity beside the oracle's name for it.
-PER_TENSOR = (coat.PerTensor(), None)
-PER_GROUP = (coat.PerGroup(16), (16,))
-PER_BLOCK = (coat.PerBlock(2, 8), (2, 8))
-GRANULARITIES = [PER_TENSOR, PER_GROUP, PER_BLOCK]
-# Few, since every shape is compiled anew: all ranks, whole and short last groups.
-SHAPES = {
-    PER_TENSOR: [(), (2, 1, 3, 9)],
-    PER_GROUP: [(), (21,), (2, 3, 16), (2, 1, 3, 9)],
-    PER_BLOCK: [(3, 35), (2, 1, 3, 9)],
-}
-EXTREMES = [0.0, -0.0, 1e-45, 1e-39, 1.17549435e-38, 1e-38, -2e-38, 1.0, 1e38, 3.4e38]
-
-every_format = pytest.mark.parametrize("format", FORMATS, ids=repr)
-every_granularity = pytest.mark.parametrize(
-    "granularity", GRANULARITIES, ids=lambda g: type(g[0]).__name__
-)
-either = pytest.mark.parametrize("expand", [False, True], ids=["linear", "expanded"])
-
-
-def reference(format: coat.Format) -> oracle.Format:
-    return {"E4M3": oracle.E4M3, "E5M2": oracle.E5M2, "DE8": oracle.DE8}[format.name]
-
-
-def code_values(q: coat.QuantizedArray) -> np.ndarray:
-    codes = np.asarray(q.codes)
-    if q.format is coat.DE8:
-        return oracle.de8_table()[codes]
-    return codes.astype(np.float32)
-
-
-@st.composite
-def inputs(draw, granularity=PER_GROUP):
-    """Arrays of any finite value: the whole range, extremes, or one narrow range."""
-    shape = draw(st.sampled_from(SHAPES[granularity]))
-    dtype = draw(st.sampled_from([np.float32, ml_dtypes.bfloat16]))
-    anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
-    elements = draw(
-        st.sampled_from(
-            [
-                anything,
-                st.sampled_from(EXTREMES).map(lambda x: float(np.float32(x))),
-                st.floats(-4, 4, width=32),
-            ]
-        )
-    )
-    x = draw(npst.arrays(np.float32, shape, elements=elements))
-    bound = np.float32(ml_dtypes.finfo(ml_dtypes.bfloat16).max)
-    return x if dtype == np.float32 else np.clip(x, -bound, bound).astype(dtype)
-
-
-def spread(rng, shape, octaves: float = 6) -> np.ndarray:
-    """Normal numbers times powers of two: what gradients look like."""
-    x = rng.standard_normal(shape) * np.exp2(rng.uniform(-octaves, octaves, shape))
-    return x.astype(np.float32)
-
-
-def assert_same(actual, expected):
-    """Equal as values, signs of zeros included."""
-    np.testing.assert_array_equal(actual, expected)
-    some = ~np.isnan(expected)
-    np.testing.assert_array_equal(np.signbit(actual)[some], np.signbit(expected)[some])
-
-
-def check_scales(q, x, block, scales: dict):
-    last = (block or x.shape)[-x.ndim :] if x.ndim else ()
-    extent = (1,) * (x.ndim - len(last)) + tuple(last)
-    assert q.scale.shape == tuple(
-        math.ceil(n / max(b, 1)) for n, b in zip(x.shape, extent, strict=True)
-    )
-    assert q.scale.dtype == oracle.scale_dtype(block)
-    stored = np.asarray(q.scale)
-    for index, scale in scales.items():
-        np.testing.assert_array_equal(stored[index], scale)
 
 
 def check_linear(x, format, granularity):
@@ -109,55 +46,11 @@ def check_linear(x, format, granularity):
     np.testing.assert_array_equal(oracle.flush(np.asarray(q.dequantize())), back)
 
 
-def check_expanded(x, format, granularity) -> tuple[int, int]:
-    """Every code but those at a rounding boundary, which are counted, as are groups."""
-    library, block = granularity
-    q = coat.quantize(x, format=format, granularity=library, expand=True)
-    x, of = oracle.flush(x), reference(format)
-    places = list(oracle.groups(x.shape, block))
-    scales = {index: oracle.scale_of(x[at], of, block) for index, at in places}
-    check_scales(q, x, block, scales)
-    assert q.exponent.shape == q.scale.shape
-    assert q.exponent.dtype == np.uint8
-    powers, values = np.asarray(q.exponent), code_values(q)
-    loose_codes = loose_powers = 0
-    for index, where in places:
-        least, most = oracle.power_bounds(x[where], scales[index], of)
-        k = int(powers[index])
-        assert least <= k <= most
-        loose_powers += least != most
-        low, high = oracle.expanded_bounds(x[where], scales[index], k, of)
-        same = np.abs(low) == np.abs(high)
-        assert_same(values[where][same], low[same])
-        size = np.abs(values[where])
-        assert np.all((np.abs(low) <= size) & (size <= np.abs(high)))
-        loose_codes += np.sum(~same)
-    return loose_codes, loose_powers
-
-
 @every_granularity
 @every_format
 @given(data=st.data())
 def test_linear_codes_are_the_oracles(format, granularity, data):
     check_linear(data.draw(inputs(granularity)), format, granularity)
-
-
-@every_granularity
-@every_format
-@given(data=st.data())
-def test_expanded_codes_are_the_oracles(format, granularity, data):
-    check_expanded(data.draw(inputs(granularity)), format, granularity)
-
-
-@every_granularity
-@every_format
-def test_expansion_is_rarely_ambiguous(rng, format, granularity):
-    """On ordinary data the tolerance excuses a negligible part of the comparison."""
-    x = spread(rng, (8, 1000))
-    loose_codes, loose_powers = check_expanded(x, format, granularity)
-    groups = sum(1 for _ in oracle.groups(x.shape, granularity[1]))
-    assert loose_codes <= 5e-4 * x.size
-    assert loose_powers <= 5e-3 * groups
 
 
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
@@ -237,42 +130,6 @@ def test_linear_error_is_half_a_step(format, granularity, data):
         size = np.maximum(np.abs(wanted), of.smallest_normal * scale)
         bound = 2.0 ** -(of.mantissa_bits + 1) * size * (1 + 1e-6) + oracle.TINY
         assert np.all(np.abs(np.asarray(q.dequantize())[where] - wanted) <= bound)
-
-
-@pytest.mark.parametrize("format", FLOATS, ids=repr)
-@given(x=inputs())
-def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
-    """The least t is 2 / max, which lies below the normal codes: hence the 0.22."""
-    x = oracle.flush(x)
-    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
-    back = np.asarray(q.dequantize()).astype(np.float64)
-    for index, where in oracle.groups(x.shape, (16,)):
-        some = x[where] != 0
-        ratio = np.abs(back[where][some] / x[where][some].astype(np.float64))
-        root = 16 / int(np.asarray(q.exponent)[index])
-        assert np.all(ratio <= 1.22**root * (1 + 2.0**-7))
-        assert np.all(ratio >= 0.78**root * (1 - 2.0**-7))
-
-
-@every_format
-@given(x=inputs())
-def test_expansion_loses_nothing_normal(format, x):
-    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
-    normal = np.abs(x.astype(np.float32)) >= oracle.TINY
-    assert np.all(code_values(q)[normal] != 0)
-    assert np.all(np.asarray(q.dequantize())[normal] != 0)
-    assert np.all(code_values(q)[~normal] == 0)
-
-
-def test_expansion_reduces_the_error_of_wide_groups(rng):
-    """The reason that it is there: COAT, section 4.2, on second-moment-like data."""
-    x = np.square(spread(rng, (64, 128), 6))
-
-    def error(expand: bool) -> float:
-        back = coat.quantize(x, expand=expand).dequantize()
-        return float(np.sqrt(np.mean(np.square(np.log((back + 1e-30) / x)))))
-
-    assert error(True) < 0.1 * error(False)
 
 
 @either
