@@ -6,13 +6,7 @@ range expansion, and what the backward pass needs in FP8 at mixed granularity.
 
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
-from coat_jax.optimizer import (
-    ScaleByFP8AdamState,
-    fp8_adamw,
-    from_optax_state,
-    scale_by_fp8_adam,
-    to_optax_state,
-)
+from coat_jax.optimizer import fp8_adamw, scale_by_fp8_adam
 from coat_jax.quantized import (
     DE8,
     E4M3,
@@ -26,6 +20,7 @@ from coat_jax.quantized import (
     quantize,
 )
 from coat_jax.remat import fp8_remat
+from coat_jax.state import ScaleByFP8AdamState, from_optax_state, to_optax_state
 
 __all__ = [
     "DE8",

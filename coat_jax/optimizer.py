@@ -1,59 +1,24 @@
 """Adam with its moments in FP8 (COAT, arXiv 2410.19313, section 4)."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
-from jaxtyping import Array
 
-from coat_jax.quantized import (
-    E4M3,
-    Format,
-    PerGroup,
-    QuantizedArray,
-    quantize,
-    quantized_zeros,
+from coat_jax.quantized import E4M3, Format, PerGroup, quantized_zeros
+from coat_jax.state import (
+    MuScaling,
+    ScaleByFP8AdamState,
+    dequantize_state,
+    quantize_state,
 )
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters are a fraction of a percent of a model, and they are its most sensitive.
 MIN_QUANTIZED_SIZE = 4096
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class MuScaling:
-    """What quantized first moments are stored over; a leafless part of the state.
-
-    Attributes:
-      normalized: Whether over the square root of their second moments.
-    """
-
-    normalized: bool
-
-
-class ScaleByFP8AdamState(NamedTuple):
-    """State of `scale_by_fp8_adam`: optax's, with quantized leaves.
-
-    Attributes:
-      count: Number of updates so far, int32.
-      mu: First moments; per parameter a QuantizedArray or a float32 array of its shape.
-        Quantized ones stand for mu / sqrt(nu) where `scaling.normalized`;
-        `coat.to_optax_state` returns mu itself.
-      nu: Second moments, likewise; always themselves.
-      scaling: What quantized first moments are stored over.
-    """
-
-    count: chex.Array
-    mu: optax.Updates
-    nu: optax.Updates
-    scaling: MuScaling
 
 
 def scale_by_fp8_adam(
@@ -132,9 +97,9 @@ def scale_by_fp8_adam(
 
     def update_fn(updates, state, params=None):
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-        wide, adam_state = adam.update(wide, _to_optax(state), params)
+        wide, adam_state = adam.update(wide, dequantize_state(state), params)
         updates = jax.tree.map(lambda u, g: u.astype(g.dtype), wide, updates)
-        return updates, _from_optax(adam_state, like=state)
+        return updates, quantize_state(adam_state, like=state)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -205,122 +170,6 @@ def fp8_adamw(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-
-
-def to_optax_state(state: Any) -> Any:
-    """Replaces FP8 Adam states by optax's, with both moments in float32.
-
-    Args:
-      state: A `ScaleByFP8AdamState`, or any tree that holds some: the state of
-        `fp8_adamw`, of a chain, of a whole training run.
-
-    Returns:
-      The same tree with an `optax.ScaleByAdamState` for each; `optax.adamw` goes on
-      from it. Other leaves stay as they are.
-
-    Example:
-      >>> import coat_jax as coat, jax.numpy as jnp, optax
-      >>> params = {"w": jnp.ones((64, 128))}
-      >>> state = coat.to_optax_state(coat.fp8_adamw(1e-3).init(params))
-      >>> updates, state = optax.adamw(1e-3).update(params, state, params)
-    """
-    return jax.tree.map(
-        lambda s: _to_optax(s) if _is_state(s) else s, state, is_leaf=_is_state
-    )
-
-
-def from_optax_state(state: Any, like: Any) -> Any:
-    """Replaces optax's Adam states by FP8 ones; undoes `to_optax_state`.
-
-    Args:
-      state: A tree that holds `optax.ScaleByAdamState`, such as `optax.adamw`'s state.
-      like: The corresponding state with FP8 moments, of which only shapes are read:
-        `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
-
-    Raises:
-      ValueError: If the trees differ, or a moment's shape.
-
-    Example:
-      >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
-      >>> params = {"w": jnp.ones((64, 128))}
-      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
-      >>> state = coat.from_optax_state(optax.adamw(1e-3).init(params), like)
-      >>> state[0].nu["w"].codes.dtype
-      dtype(float8_e4m3fn)
-    """
-    return jax.tree.map(
-        lambda new, old: _from_optax(old, new) if _is_state(new) else old,
-        like,
-        state,
-        is_leaf=_is_state,
-    )
-
-
-def _is_state(node: Any) -> bool:
-    return isinstance(node, ScaleByFP8AdamState)
-
-
-def _is_quantized(leaf: Any) -> bool:
-    return isinstance(leaf, QuantizedArray)
-
-
-def _to_optax(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
-    def dequantized(moments):
-        return jax.tree.map(
-            lambda m: m.dequantize() if _is_quantized(m) else m,
-            moments,
-            is_leaf=_is_quantized,
-        )
-
-    mu, nu = dequantized(state.mu), dequantized(state.nu)
-    if state.scaling.normalized:
-        mu = _where_quantized(lambda m, v: m * jnp.sqrt(v), state.mu, mu, nu)
-    return optax.ScaleByAdamState(state.count, mu, nu)
-
-
-def _from_optax(
-    state: optax.ScaleByAdamState, like: ScaleByFP8AdamState
-) -> ScaleByFP8AdamState:
-    mu, nu = state.mu, state.nu
-    if like.scaling.normalized:
-        mu = _where_quantized(_normalize, like.mu, mu, nu)
-    return ScaleByFP8AdamState(
-        state.count,
-        _quantize_like(like.mu, mu),
-        _quantize_like(like.nu, nu),
-        like.scaling,
-    )
-
-
-def _normalize(mu: Array, nu: Array) -> Array:
-    """Computes mu / sqrt(nu), which is 0 where nu counts as 0."""
-    return jnp.where(nu < jnp.finfo(jnp.float32).tiny, 0.0, mu * lax.rsqrt(nu))
-
-
-def _where_quantized(fn: Callable[..., Array], moments: Any, mu: Any, nu: Any) -> Any:
-    """fn(mu, nu) where `moments` are quantized, elsewhere mu."""
-    return jax.tree.map(
-        lambda q, m, v: fn(m, v) if _is_quantized(q) else m,
-        moments,
-        mu,
-        nu,
-        is_leaf=_is_quantized,
-    )
-
-
-def _quantize_like(like: Any, moments: Any) -> Any:
-    """Quantizes moments as those in `like` are."""
-
-    def quantized(q, moment):
-        if q.shape != moment.shape:
-            raise ValueError(f"a moment of shape {moment.shape}, expected {q.shape}")
-        if not _is_quantized(q):
-            return moment
-        expand = q.power if q.exponent is None else True
-        how = {"format": q.format, "granularity": q.granularity, "expand": expand}
-        return quantize(moment.astype(jnp.float32), **how)
-
-    return jax.tree.map(quantized, like, moments, is_leaf=_is_quantized)
 
 
 def _resolve_mask(mask: Any, params: optax.Params) -> Any:

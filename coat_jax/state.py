@@ -1,0 +1,164 @@
+"""The state of Adam with FP8 moments, and what it is in optax's terms."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array
+
+from coat_jax.quantized import QuantizedArray, quantize
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MuScaling:
+    """What quantized first moments are stored over; a leafless part of the state.
+
+    Attributes:
+      normalized: Whether over the square root of their second moments.
+    """
+
+    normalized: bool
+
+
+class ScaleByFP8AdamState(NamedTuple):
+    """State of `scale_by_fp8_adam`: optax's, with quantized leaves.
+
+    Attributes:
+      count: Number of updates so far, int32.
+      mu: First moments; per parameter a QuantizedArray or a float32 array of its shape.
+        Quantized ones stand for mu / sqrt(nu) where `scaling.normalized`;
+        `coat.to_optax_state` returns mu itself.
+      nu: Second moments, likewise; always themselves.
+      scaling: What quantized first moments are stored over.
+    """
+
+    count: chex.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    scaling: MuScaling
+
+
+def to_optax_state(state: Any) -> Any:
+    """Replaces FP8 Adam states by optax's, with both moments in float32.
+
+    Args:
+      state: A `ScaleByFP8AdamState`, or any tree that holds some: the state of
+        `fp8_adamw`, of a chain, of a whole training run.
+
+    Returns:
+      The same tree with an `optax.ScaleByAdamState` for each; `optax.adamw` goes on
+      from it. Other leaves stay as they are.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = coat.to_optax_state(coat.fp8_adamw(1e-3).init(params))
+      >>> updates, state = optax.adamw(1e-3).update(params, state, params)
+    """
+    return jax.tree.map(
+        lambda s: dequantize_state(s) if _is_state(s) else s, state, is_leaf=_is_state
+    )
+
+
+def from_optax_state(state: Any, like: Any) -> Any:
+    """Replaces optax's Adam states by FP8 ones; undoes `to_optax_state`.
+
+    Args:
+      state: A tree that holds `optax.ScaleByAdamState`, such as `optax.adamw`'s state.
+      like: The corresponding state with FP8 moments, of which only shapes are read:
+        `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
+
+    Raises:
+      ValueError: If the trees differ, or a moment's shape.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
+      >>> state = coat.from_optax_state(optax.adamw(1e-3).init(params), like)
+      >>> state[0].nu["w"].codes.dtype
+      dtype(float8_e4m3fn)
+    """
+    return jax.tree.map(
+        lambda new, old: quantize_state(old, new) if _is_state(new) else old,
+        like,
+        state,
+        is_leaf=_is_state,
+    )
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, ScaleByFP8AdamState)
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a moment is in 8 bits; the `is_leaf` of trees of moments."""
+    return isinstance(leaf, QuantizedArray)
+
+
+def dequantize_state(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
+    """What `state` stands for, with both moments themselves in float32."""
+
+    def dequantized(moments):
+        return jax.tree.map(
+            lambda m: m.dequantize() if is_quantized(m) else m,
+            moments,
+            is_leaf=is_quantized,
+        )
+
+    mu, nu = dequantized(state.mu), dequantized(state.nu)
+    if state.scaling.normalized:
+        mu = _where_quantized(lambda m, v: m * jnp.sqrt(v), state.mu, mu, nu)
+    return optax.ScaleByAdamState(state.count, mu, nu)
+
+
+def quantize_state(
+    state: optax.ScaleByAdamState, like: ScaleByFP8AdamState
+) -> ScaleByFP8AdamState:
+    """Undoes `dequantize_state`, with moments in 8 bits where `like` has them."""
+    mu, nu = state.mu, state.nu
+    if like.scaling.normalized:
+        mu = _where_quantized(_normalize, like.mu, mu, nu)
+    return ScaleByFP8AdamState(
+        state.count,
+        _quantize_like(like.mu, mu),
+        _quantize_like(like.nu, nu),
+        like.scaling,
+    )
+
+
+def _normalize(mu: Array, nu: Array) -> Array:
+    """Computes mu / sqrt(nu), which is 0 where nu counts as 0."""
+    return jnp.where(nu < jnp.finfo(jnp.float32).tiny, 0.0, mu * lax.rsqrt(nu))
+
+
+def _where_quantized(fn: Callable[..., Array], moments: Any, mu: Any, nu: Any) -> Any:
+    """fn(mu, nu) where `moments` are quantized, elsewhere mu."""
+    return jax.tree.map(
+        lambda q, m, v: fn(m, v) if is_quantized(q) else m,
+        moments,
+        mu,
+        nu,
+        is_leaf=is_quantized,
+    )
+
+
+def _quantize_like(like: Any, moments: Any) -> Any:
+    """Quantizes moments as those in `like` are."""
+
+    def quantized(q, moment):
+        if q.shape != moment.shape:
+            raise ValueError(f"a moment of shape {moment.shape}, expected {q.shape}")
+        if not is_quantized(q):
+            return moment
+        expand = q.power if q.exponent is None else True
+        how = {"format": q.format, "granularity": q.granularity, "expand": expand}
+        return quantize(moment.astype(jnp.float32), **how)
+
+    return jax.tree.map(quantized, like, moments, is_leaf=is_quantized)
