@@ -256,7 +256,7 @@ def quantize(
     groups = _split(jnp.asarray(x, jnp.float32), granularity.block(x.shape))
     groups = jnp.where(jnp.abs(groups) < _TINY, groups * 0.0, groups)
     within = tuple(range(1, groups.ndim, 2))
-    largest = jnp.max(jnp.abs(groups), axis=within, keepdims=True, initial=0.0)
+    largest = _largest(groups, within)
     scale = _stored_scale(largest, format, granularity)
     top = scale.astype(jnp.float32) * format.max
     exponent, k = None, power
@@ -312,6 +312,16 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
             k = expansion.power(_broadcastable(q.exponent))
         values = jnp.copysign(expansion.contract(t, top, k), values)
     return _merge(values, q.shape).astype(q.dtype)
+
+
+def _largest(groups: Array, within: tuple[int, ...]) -> Array:
+    """The largest magnitude of each group; NaN where there is a NaN.
+
+    Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
+    bits = jnp.max(bits, axis=within, keepdims=True, initial=0)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
