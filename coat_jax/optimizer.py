@@ -47,6 +47,11 @@ def scale_by_fp8_adam(
     error of nu does not reach the update. A quarter of the error of COAT's own scheme,
     which `normalize_mu=False` gives.
 
+    As in `optax.scale_by_adam`, a gradient that is not finite spoils its element for
+    good. Here, from the next step on, it spoils the whole group that shares its scale,
+    and so does a finite one whose square overflows. In `optax.apply_if_finite` a step
+    with a gradient that is not finite leaves no trace.
+
     Args:
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
@@ -67,7 +72,7 @@ def scale_by_fp8_adam(
 
     Raises:
       ValueError: If `granularity` is not `PerGroup`, so that a moment could not be
-        sharded like its parameter.
+        sharded like its parameter. `init` raises it for complex parameters.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -85,6 +90,9 @@ def scale_by_fp8_adam(
 
     def init_fn(params):
         def zeros(param, quantized, how):
+            if jnp.iscomplexobj(param):
+                dtype = jnp.dtype(param.dtype)
+                raise ValueError(f"FP8 Adam takes real parameters, got {dtype}")
             if quantized:
                 return quantized_zeros(param.shape, **how)
             return jnp.zeros_like(param, jnp.float32)

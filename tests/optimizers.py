@@ -1,7 +1,6 @@
 """What tests of the optimizer share: gradients, runs, comparisons."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -13,6 +12,17 @@ SHAPE = (32, 160)  # Above 4,096 elements, with a short last group.
 either_scheme = pytest.mark.parametrize(
     "normalize_mu", [True, False], ids=["normalized", "coat"]
 )
+
+
+def scaled(learning_rate, **options):
+    """What `scale_by_fp8_adam` is for: the first part of a chain."""
+    return optax.chain(
+        coat.scale_by_fp8_adam(**options), optax.scale_by_learning_rate(learning_rate)
+    )
+
+
+FP8 = {"fp8_adamw": coat.fp8_adamw, "scale_by_fp8_adam": scaled}
+every_optimizer = pytest.mark.parametrize("make", FP8.values(), ids=FP8.keys())
 
 
 def gradients(seed: int, shape=SHAPE) -> np.ndarray:
@@ -59,7 +69,3 @@ def dequantized(tree):
     return jax.tree.map(
         lambda m: m.dequantize() if is_quantized(m) else m, tree, is_leaf=is_quantized
     )
-
-
-def zeros_like(tree):
-    return jax.tree.map(jnp.zeros_like, tree)

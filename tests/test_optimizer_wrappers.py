@@ -1,0 +1,217 @@
+"""FP8 Adam inside optax's combinators and wrappers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optimizers import (
+    SHAPE,
+    assert_same_bits,
+    assert_trees_equal,
+    every_optimizer,
+    gradients,
+    is_quantized,
+    run,
+    run_on,
+)
+
+import coat_jax as coat
+
+
+@every_optimizer
+def test_chain_with_clipping_scales_the_gradients_first(make):
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    clip = optax.clip_by_global_norm(0.1)
+    clipped = [clip.update(g, optax.EmptyState())[0] for g in grads]
+    after, updates, state = run(optax.chain(clip, make(1e-2)), params, grads)
+    expected = run(make(1e-2), params, clipped)
+    assert_same_bits((after, updates, state[1]), expected)
+
+
+@every_optimizer
+def test_masked_leaves_the_rest_alone(make):
+    params = {"w": jnp.ones(SHAPE), "frozen": jnp.ones(SHAPE)}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(3)), params)
+    _, expected, _ = run(make(1e-2), params["w"], [grads["w"]])
+    for mask in (
+        {"w": True, "frozen": False},
+        lambda p: {name: name == "w" for name in p},
+    ):
+        _, updates, state = run(optax.masked(make(1e-2), mask), params, [grads])
+        assert_trees_equal(updates, {"w": expected, "frozen": grads["frozen"]})
+        assert isinstance(state.inner_state[0].mu["frozen"], optax.MaskedNode)
+
+
+@pytest.mark.parametrize("quantize_mask", [None, {"w": True, "v": False, "b": True}])
+@pytest.mark.parametrize("partition", [optax.partition, optax.multi_transform])
+def test_partition_gives_each_its_own(partition, quantize_mask):
+    params = {"w": jnp.ones(SHAPE), "v": jnp.ones(SHAPE), "b": jnp.ones((8,))}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(3, p.shape)), params)
+    parts = {
+        "fp8": coat.fp8_adamw(1e-2, quantize_mask=quantize_mask),
+        "plain": optax.sgd(1.0),
+    }
+    tx = partition(parts, {"w": "fp8", "v": "plain", "b": "fp8"})
+    _, updates, state = run(tx, params, [grads])
+    for name in ("w", "b"):
+        _, expected, _ = run(coat.fp8_adamw(1e-2), params[name], [grads[name]])
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+    assert_trees_equal(updates["v"], -grads["v"])
+    inner = state.inner_states["fp8"].inner_state[0]
+    assert is_quantized(inner.mu["w"])
+    assert isinstance(inner.mu["v"], optax.MaskedNode)
+
+
+def test_injected_hyperparameters_are_read_back_and_used():
+    schedule = optax.linear_schedule(1e-2, 0.0, 4)
+    injected = optax.inject_hyperparams(coat.fp8_adamw)(schedule, weight_decay=0.1)
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    after, _, state = run(injected, params, grads, jit=True)
+    assert state.hyperparams["learning_rate"] == pytest.approx(5e-3)
+    assert state.hyperparams["b1"] == pytest.approx(0.9)
+    # One step, since b1 as an array rounds 1 - b1 otherwise than as a constant does.
+    plain = coat.fp8_adamw(schedule, weight_decay=0.1)
+    first, _, _ = run(injected, params, grads[:1], jit=True)
+    expected, _, _ = run(plain, params, grads[:1], jit=True)
+    np.testing.assert_allclose(first, expected, rtol=1e-5)
+    assert not np.allclose(first, after, rtol=1e-3)
+
+    state.hyperparams["b1"] = jnp.float32(0.5)
+    _, changed = injected.update(grads[0], state, params)
+    assert changed.hyperparams["b1"] == 0.5
+
+
+@every_optimizer
+def test_functions_and_masks_pass_inject_hyperparams(make):
+    """As of any optimizer: a function that is no schedule has to be named."""
+
+    def biases_stay(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    factory = coat.fp8_adamw if make is coat.fp8_adamw else coat.scale_by_fp8_adam
+    options = {"quantize_mask": biases_stay, "b2": 0.95, "mu_format": coat.E5M2}
+    static = ["quantize_mask"]
+    if factory is coat.fp8_adamw:
+        options |= {"mask": biases_stay, "learning_rate": 1e-2, "weight_decay": 0.1}
+        static += ["mask"]
+    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((4096,))}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(0, p.shape)), params)
+    injected = optax.inject_hyperparams(factory, static_args=static)(**options)
+    _, updates, state = run(injected, params, [grads], jit=True)
+    _, expected, inner = run(factory(**options), params, [grads], jit=True)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner)
+    assert state.hyperparams["b2"] == pytest.approx(0.95)
+    assert "mask" not in state.hyperparams
+
+
+@every_optimizer
+def test_multi_steps_averages_gradients(make):
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(4)]
+    tx = optax.MultiSteps(make(1e-2), every_k_schedule=2)
+    after, _, state = run(tx, params, grads, jit=True)
+    means = [(grads[0] + grads[1]) / 2, (grads[2] + grads[3]) / 2]
+    expected, _, inner = run(make(1e-2), params, means, jit=True)
+    assert state.gradient_step == 2
+    np.testing.assert_allclose(after, expected, rtol=1e-5)
+    assert jax.tree.structure(state.inner_opt_state) == jax.tree.structure(inner)
+    # Between updates nothing is read or written: codes and scales stay.
+    update, waiting = tx.update(grads[0], state, after)
+    assert not np.any(update)
+    assert_same_bits(waiting.inner_opt_state, state.inner_opt_state)
+
+
+@every_optimizer
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison):
+    good = [jnp.asarray(gradients(i)) for i in range(4)]
+    bad = good[1].at[3, 7].set(poison)
+    tx = optax.apply_if_finite(make(1e-2), max_consecutive_errors=3)
+    params = jnp.ones(SHAPE)
+    after, _, state = run(tx, params, [*good[:2], bad, *good[2:]], jit=True)
+    expected, _, clean = run(tx, params, good, jit=True)
+    assert state.total_notfinite == 1
+    assert_same_bits((after, state.inner_state), (expected, clean.inner_state))
+
+
+@pytest.mark.parametrize("normalize_mu", [True, False])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
+    """optax.adamw loses the element; from the next step on, FP8 loses its group."""
+    good = [jnp.asarray(gradients(i)) for i in range(3)]
+    bad = good[1].at[3, 7].set(poison)
+    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
+    grads = [{"w": g, "b": g[0, :8]} for g in (good[0], bad, good[2])]
+    tx = coat.fp8_adamw(1e-2, normalize_mu=normalize_mu)
+    clean, _, clean_state = run(
+        tx, params, [{"w": g, "b": g[0, :8]} for g in good], jit=True
+    )
+    at_once, _, state = run(tx, params, grads[:2], jit=True)
+    theirs, _, their_state = run(optax.adamw(1e-2), params, grads[:2], jit=True)
+    element = np.zeros(SHAPE, bool)
+    element[3, 7] = True
+    np.testing.assert_array_equal(np.isnan(theirs["w"]), element)
+    np.testing.assert_array_equal(np.isnan(at_once["w"]), element)
+
+    later, _, state = run_on(tx, at_once, state, grads[2:], jit=True)
+    theirs, _, _ = run_on(optax.adamw(1e-2), theirs, their_state, grads[2:], jit=True)
+    group = np.zeros(SHAPE, bool)
+    group[3, :128] = True
+    np.testing.assert_array_equal(np.isnan(theirs["w"]), element)
+    np.testing.assert_array_equal(np.isnan(later["w"]), group)
+    for moment in ("mu", "nu"):
+        found = getattr(state[0], moment)["w"].dequantize()
+        expected = getattr(clean_state[0], moment)["w"].dequantize()
+        np.testing.assert_array_equal(np.isnan(found), group)
+    np.testing.assert_array_equal(found[~group], expected[~group])
+    for name, lost in (("w", group), ("b", np.zeros(8, bool))):
+        np.testing.assert_array_equal(later[name][~lost], clean[name][~lost])
+
+
+def test_a_gradient_whose_square_overflows_counts_as_non_finite():
+    grads = jnp.asarray(gradients(0)).at[3, 7].set(1e25)
+    tx = coat.fp8_adamw(1e-2)
+    after, _, state = run(tx, jnp.ones(SHAPE), [grads])
+    assert np.isfinite(after).all()
+    assert np.isnan(state[0].nu.dequantize()[3, :128]).all()
+
+
+@every_optimizer
+@pytest.mark.parametrize("reset_state", [False, True])
+def test_lookahead(make, reset_state):
+    fast = make(1e-2)
+    tx = optax.lookahead(fast, 2, 0.5, reset_state=reset_state)
+    start, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    params = optax.LookaheadParams.init_synced(start)
+    state = tx.init(params)
+    for g in grads[:2]:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    ahead, _, inner = run(fast, start, grads[:2])
+    np.testing.assert_allclose(params.slow, (start + ahead) / 2, rtol=1e-6)
+    np.testing.assert_allclose(params.fast, params.slow, rtol=1e-6)
+    expected = fast.init(start) if reset_state else inner
+    assert_same_bits(state.fast_state, expected)
+
+
+def test_schedule_free_evaluates_better_than_it_starts():
+    target = jnp.asarray(gradients(9))
+
+    def loss(w):
+        return jnp.mean(jnp.abs(w - target))
+
+    base = coat.fp8_adamw(1e-2, b1=0.0, weight_decay=0.0)
+    tx = optax.contrib.schedule_free(base, learning_rate=1e-2, b1=0.9)
+    params = jnp.zeros(SHAPE)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(200):
+        params, state = step(params, state)
+    reached = optax.contrib.schedule_free_eval_params(state, params)
+    assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
