@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array
 
 from coat_jax.quantized import QuantizedArray, quantize
+from coat_jax.trees import check_structure
 
 
 @jax.tree_util.register_static
@@ -69,13 +70,18 @@ def to_optax_state(state: Any) -> Any:
 def from_optax_state(state: Any, like: Any) -> Any:
     """Replaces optax's Adam states by FP8 ones; undoes `to_optax_state`.
 
+    Undoes it with the same codes where one k serves all groups, in a floating format.
+    Where each group has its own k (all second moments; first ones with
+    `normalize_mu=False`) it is found anew, from the rounded extremes of the group, and
+    moments are rounded once more.
+
     Args:
       state: A tree that holds `optax.ScaleByAdamState`, such as `optax.adamw`'s state.
       like: The corresponding state with FP8 moments, of which only shapes are read:
         `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
 
     Raises:
-      ValueError: If the trees differ, or a moment's shape.
+      ValueError: If the trees differ, or a moment's shape; it names the place.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
@@ -85,16 +91,39 @@ def from_optax_state(state: Any, like: Any) -> Any:
       >>> state[0].nu["w"].codes.dtype
       dtype(float8_e4m3fn)
     """
-    return jax.tree.map(
-        lambda new, old: quantize_state(old, new) if _is_state(new) else old,
-        like,
-        state,
-        is_leaf=_is_state,
-    )
+    check_structure(state, like, name="state", is_leaf=_is_adam)
+    return jax.tree_util.tree_map_with_path(_converted, like, state, is_leaf=_is_adam)
+
+
+def _converted(path: Any, like: Any, new: Any) -> Any:
+    """The node at `path` of a state in the form of `like`."""
+    if not _is_state(like):
+        return new
+    name = f"state{jax.tree_util.keystr(path)}"
+    if not isinstance(new, optax.ScaleByAdamState):
+        kind = type(new).__name__
+        raise ValueError(f"{name} must be an optax.ScaleByAdamState, got {kind}")
+    for field in ("mu", "nu"):
+        _check_shapes(f"{name}.{field}", getattr(new, field), getattr(like, field))
+    return quantize_state(new, like)
+
+
+def _check_shapes(name: str, moments: Any, like: Any) -> None:
+    def check(path, q, moment):
+        if q.shape != moment.shape:
+            where = f"{name}{jax.tree_util.keystr(path)}"
+            raise ValueError(f"{where} must have shape {q.shape}, got {moment.shape}")
+
+    check_structure(moments, like, name=name, is_leaf=is_quantized)
+    jax.tree_util.tree_map_with_path(check, like, moments, is_leaf=is_quantized)
 
 
 def _is_state(node: Any) -> bool:
     return isinstance(node, ScaleByFP8AdamState)
+
+
+def _is_adam(node: Any) -> bool:
+    return isinstance(node, ScaleByFP8AdamState | optax.ScaleByAdamState)
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -134,8 +163,8 @@ def quantize_state(
 
 
 def _normalize(mu: Array, nu: Array) -> Array:
-    """Computes mu / sqrt(nu), which is 0 where nu counts as 0."""
-    return jnp.where(nu < jnp.finfo(jnp.float32).tiny, 0.0, mu * lax.rsqrt(nu))
+    """Computes mu / sqrt(nu), as if nu were a normal number."""
+    return mu * lax.rsqrt(jnp.maximum(nu, jnp.finfo(jnp.float32).tiny))
 
 
 def _where_quantized(fn: Callable[..., Array], moments: Any, mu: Any, nu: Any) -> Any:
@@ -153,10 +182,8 @@ def _quantize_like(like: Any, moments: Any) -> Any:
     """Quantizes moments as those in `like` are."""
 
     def quantized(q, moment):
-        if q.shape != moment.shape:
-            raise ValueError(f"a moment of shape {moment.shape}, expected {q.shape}")
         if not is_quantized(q):
-            return moment
+            return moment.astype(q.dtype)
         expand = q.power if q.exponent is None else True
         how = {"format": q.format, "granularity": q.granularity, "expand": expand}
         return quantize(moment.astype(jnp.float32), **how)

@@ -61,7 +61,7 @@ def test_moments_are_stored_as_the_oracle_quantizes_them(normalize_mu):
         hat = (m / (1 - B1**step)) / (np.sqrt(v / (1 - B2**step)) + EPS)
         np.testing.assert_allclose(updates, hat, rtol=1e-4)
         if normalize_mu:
-            ratio = np.where(v < oracle.TINY, 0, m / np.sqrt(v))
+            ratio = m / np.sqrt(np.maximum(v, oracle.TINY))
             loose += assert_stored(state.mu, ratio, error=3 * oracle.EPS)
         else:
             loose += assert_stored(state.mu, m)
