@@ -4,6 +4,7 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
+import coat_jax.serialization  # noqa: F401 - registers with flax.serialization
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
 from coat_jax.optimizer import fp8_adamw, scale_by_fp8_adam
