@@ -5,6 +5,7 @@ range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
 import coat_jax.serialization  # noqa: F401 - registers with flax.serialization
+from coat_jax.fused import fused_update
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
 from coat_jax.optimizer import fp8_adamw, scale_by_fp8_adam
@@ -21,6 +22,7 @@ from coat_jax.quantized import (
     quantize,
 )
 from coat_jax.remat import fp8_remat
+from coat_jax.sharding import opt_state_sharding
 from coat_jax.state import ScaleByFP8AdamState, from_optax_state, to_optax_state
 
 __all__ = [
@@ -38,7 +40,9 @@ __all__ = [
     "fp8_dot_general",
     "fp8_remat",
     "from_optax_state",
+    "fused_update",
     "memory_report",
+    "opt_state_sharding",
     "quantize",
     "residual_report",
     "scale_by_fp8_adam",

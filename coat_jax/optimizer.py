@@ -8,13 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from coat_jax.quantized import E4M3, Format, PerGroup, quantized_zeros
-from coat_jax.state import (
-    MuScaling,
-    ScaleByFP8AdamState,
-    dequantize_state,
-    quantize_state,
-)
+from coat_jax.fused import fused_adamw
+from coat_jax.quantized import E4M3, Format, PerGroup
+from coat_jax.sharding import quantized_zeros_like
+from coat_jax.state import MuScaling, ScaleByFP8AdamState
+from coat_jax.step import Adam, adam_step
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters are a fraction of a percent of a model, and they are its most sensitive.
@@ -83,7 +81,7 @@ def scale_by_fp8_adam(
     """
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
-    adam = optax.scale_by_adam(b1, b2, eps, eps_root, nesterov=nesterov)
+    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     mu_expand = mu_format.power if normalize_mu else True
     mu_how = {"format": mu_format, "granularity": granularity, "expand": mu_expand}
     nu_how = {"format": nu_format, "granularity": granularity, "expand": True}
@@ -94,7 +92,7 @@ def scale_by_fp8_adam(
                 dtype = jnp.dtype(param.dtype)
                 raise ValueError(f"FP8 Adam takes real parameters, got {dtype}")
             if quantized:
-                return quantized_zeros(param.shape, **how)
+                return quantized_zeros_like(param, **how)
             return jnp.zeros_like(param, jnp.float32)
 
         mask = _resolve_mask(quantize_mask, params)
@@ -104,10 +102,8 @@ def scale_by_fp8_adam(
         return ScaleByFP8AdamState(count, mu, nu, MuScaling(normalize_mu))
 
     def update_fn(updates, state, params=None):
-        wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
-        wide, adam_state = adam.update(wide, dequantize_state(state), params)
-        updates = jax.tree.map(lambda u, g: u.astype(g.dtype), wide, updates)
-        return updates, quantize_state(adam_state, like=state)
+        del params
+        return adam_step(adam, updates, state)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -127,7 +123,7 @@ def fp8_adamw(
     mu_format: Format = E4M3,
     nu_format: Format = E4M3,
     granularity: PerGroup = PerGroup(128),
-) -> optax.GradientTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in FP8: `optax.adamw` in a quarter of its memory.
 
     Takes what `optax.adamw` takes; see `scale_by_fp8_adam` for the rest and for how
@@ -162,7 +158,7 @@ def fp8_adamw(
       >>> updates, state = tx.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
     """
-    return optax.chain(
+    chain = optax.chain(
         scale_by_fp8_adam(
             b1,
             b2,
@@ -178,12 +174,25 @@ def fp8_adamw(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
+
+    def update_fn(updates, state, params=None, *, coat_fused=None, **extra_args):
+        if coat_fused is None:
+            return chain.update(updates, state, params, **extra_args)
+        decay = optax.add_decayed_weights(weight_decay, _resolved(mask, params))
+        rate = optax.scale_by_learning_rate(learning_rate)
+        return fused_adamw(coat_fused, adam, decay, rate, updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(chain.init, update_fn)
+
+
+def _resolved(mask: Any, params: optax.Params) -> Any:
+    return mask(params) if callable(mask) else mask
 
 
 def _resolve_mask(mask: Any, params: optax.Params) -> Any:
     """One bool a parameter: whether the mask allows FP8 and the size deserves it."""
-    mask = mask(params) if callable(mask) else mask
-    mask = True if mask is None else mask
+    mask = True if mask is None else _resolved(mask, params)
     return jax.tree.map(
         lambda allowed, subtree: jax.tree.map(
             lambda p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE, subtree

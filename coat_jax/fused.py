@@ -1,0 +1,141 @@
+"""A whole optimizer step in one pass over the parameters.
+
+An optax chain hands updates from one transformation to the next, each of which reads
+and writes memory. `fused_update` asks the `fp8_adamw` inside of a chain, by an extra
+argument that optax's wrappers hand on, to apply its updates itself, and finds the
+parameters after the step where it would have found updates.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jaxtyping import Array, Key
+
+from coat_jax.step import Adam, Target, adam_step, rounding_key
+
+
+def fused_update(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    *,
+    key: Key[Array, ""] | None = None,
+) -> tuple[optax.Params, optax.OptState]:
+    """`tx.update` and `optax.apply_updates` in one, where `tx` ends in `fp8_adamw`.
+
+    On a Hopper GPU one kernel reads a parameter, its gradient and its moments once and
+    writes them once, in place where `params` and `state` are donated. Elsewhere, and
+    for what the kernel does not take, the same arithmetic runs in JAX operations.
+    Parameters are rounded once, after arithmetic in float32, where optax's chain rounds
+    each of its updates.
+
+    What comes before `fp8_adamw` in a chain does what it always does, and so do
+    `optax.masked`, `optax.partition` and `optax.inject_hyperparams` around it; updates
+    of other transformations are applied as by optax.
+
+    Args:
+      tx: An optimizer whose last transformation is `fp8_adamw`.
+      grads: Gradients.
+      state: The optimizer's state.
+      params: Parameters.
+      key: Rounds bfloat16 parameters stochastically: to one of the two neighbours, on
+        average to the exact result. The random bits depend on this key, the step's
+        number and the parameter's path, and for a threefry key (jax's default) not on
+        the sharding. None rounds to nearest.
+
+    Returns:
+      The parameters and the state after the step.
+
+    Raises:
+      ValueError: If something after or around `fp8_adamw` needs its updates, or there
+        is none.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+      >>> tx = optax.chain(optax.clip_by_global_norm(1.0), coat.fp8_adamw(1e-3))
+      >>> params = jnp.ones((64, 128), jnp.bfloat16)
+      >>> state = tx.init(params)
+      >>> @jax.jit(donate_argnames=("state", "params"))
+      ... def step(grads, state, params):
+      ...     return coat.fused_update(tx, grads, state, params, key=jax.random.key(0))
+      >>> params, state = step(jnp.ones_like(params), state, params)
+    """
+    request = FusedRequest(key=key)
+    tx = optax.with_extra_args_support(tx)
+    updates, state = tx.update(grads, state, params, coat_fused=request)
+    is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
+    if is_applied and not any(is_applied):
+        raise ValueError(_refusal("no fp8_adamw in it was asked"))
+
+    def apply(param, update):
+        if isinstance(update, Applied):
+            return update.param
+        return optax.apply_updates(param, update)
+
+    is_none = lambda x: x is None  # noqa: E731
+    return jax.tree.map(apply, params, updates, is_leaf=is_none), state
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedRequest:
+    """Asks `fp8_adamw` to apply its updates; the extra argument `coat_fused`.
+
+    Attributes:
+      key: The key of stochastic rounding, or None.
+    """
+
+    key: Key[Array, ""] | None
+
+
+class Applied:
+    """A parameter after its step, where optax expects an update; refuses all else."""
+
+    def __init__(self, param: Array):
+        self.param = param
+
+    def _refuse(self, *_):
+        raise ValueError(_refusal("something after or around it reads its updates"))
+
+    __getattr__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
+    __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __abs__ = _refuse
+
+
+def fused_adamw(
+    request: FusedRequest,
+    adam: Adam,
+    decay: optax.GradientTransformation,
+    rate: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: tuple[optax.OptState, ...],
+    params: optax.Params,
+) -> tuple[Any, tuple[optax.OptState, ...]]:
+    """The update of `fp8_adamw` with its whole step done.
+
+    Weight decay and learning rate are read off optax's own transformations, by what
+    they make of numbers, so that masks, schedules and their states stay optax's.
+    """
+    zeros, ones = (jax.tree.map(lambda _, x=x: x, params) for x in (0.0, 1.0))
+    decays, decay_state = decay.update(zeros, state[1], ones)
+    learning_rate, rate_state = rate.update(np.float32(-1), state[2])
+
+    def target(path, param, decay):
+        key = request.key
+        if key is not None:
+            key = rounding_key(key, state[0].count, path)
+        return Target.of(param, learning_rate, decay, key)
+
+    targets = jax.tree_util.tree_map_with_path(target, params, decays)
+    params, adam_state = adam_step(adam, grads, state[0], targets)
+    return jax.tree.map(Applied, params), (adam_state, decay_state, rate_state)
+
+
+def _refusal(reason: str) -> str:
+    return (
+        "coat.fused_update needs an optimizer that ends in coat.fp8_adamw, which then "
+        f"changes parameters itself, but {reason}. Put fp8_adamw last in its chain, "
+        "or take tx.update and optax.apply_updates instead"
+    )

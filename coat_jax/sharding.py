@@ -1,0 +1,212 @@
+"""FP8 moments on more than one device.
+
+A moment's codes have its parameter's shape and its sharding. Groups run along the last
+axis: where a device's part of it holds whole groups of 128, a step moves nothing
+between devices. XLA's partitioner finds that by itself for plain JAX operations; a
+kernel, which it cannot look into, is told here (`adam`).
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, UInt32
+
+import pallas_kernels
+from coat_jax.quantized import QuantizedArray, quantized_zeros
+from coat_jax.state import is_quantized
+from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.reference import GROUP
+
+
+def opt_state_sharding(
+    tx: optax.GradientTransformation, params_abstract: Any, params_sharding: Any
+) -> Any:
+    """The shardings of an optimizer's state, for a model whose parameters are sharded.
+
+    What has a parameter's place and shape, such as a moment or an accumulated gradient,
+    has its sharding. So have the scales and exponents of FP8 moments, if each device
+    holds whole groups of the last axis. Everything else is on every device.
+
+    Args:
+      tx: Any optimizer; `fp8_adamw` by itself, in a chain, masked, and so on.
+      params_abstract: The parameters or, for each, its shape and dtype.
+      params_sharding: A tree of `NamedSharding` with the structure of the parameters,
+        or a prefix of it.
+
+    Returns:
+      A tree of shardings with the structure of `tx.init(params)`.
+
+    Raises:
+      ValueError: If a leaf of `params_sharding` is no `NamedSharding`, if there is
+        none, or if they are of several meshes.
+
+    Warns:
+      UserWarning: If a device's part of a last axis is not made of whole groups, so
+        that each step moves that parameter's moments between devices.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> sharding = jax.NamedSharding(mesh, jax.P("data"))
+      >>> params = {"w": jax.device_put(jnp.ones((64, 128)), sharding)}
+      >>> tx = coat.fp8_adamw(1e-3)
+      >>> shardings = coat.opt_state_sharding(tx, params, sharding)
+      >>> state = jax.jit(tx.init, out_shardings=shardings)(params)
+      >>> state[0].mu["w"].codes.sharding.spec
+      P('data',)
+    """
+    by_path, mesh = _shardings_by_path(params_abstract, params_sharding)
+
+    def of(path, leaf):
+        for start in range(len(path) + 1):  # The longest name of a parameter first.
+            param = by_path.get(tuple(path[start:]))
+            if param is not None and param.shape == leaf.shape:
+                return moment_sharding(leaf, param.sharding)
+        return jax.tree.map(lambda _: NamedSharding(mesh, P()), leaf)
+
+    state = jax.eval_shape(tx.init, params_abstract)
+    return jax.tree_util.tree_map_with_path(of, state, is_leaf=is_quantized)
+
+
+def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.Mesh]:
+    """What is at each parameter's path, shape and sharding, and the mesh of all."""
+
+    def spread(sharding, params):
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(
+                f"params_sharding takes jax.NamedSharding(mesh, spec), got {sharding!r}"
+            )
+        return jax.tree.map(
+            lambda p: jax.ShapeDtypeStruct(jnp.shape(p), p.dtype, sharding=sharding),
+            params,
+        )
+
+    spread_out = jax.tree.map(spread, shardings, params)
+    leaves, _ = jax.tree_util.tree_flatten_with_path(spread_out)
+    meshes = {leaf.sharding.mesh for _, leaf in leaves}
+    if len(meshes) != 1:
+        raise ValueError(f"params_sharding must name one mesh, got {len(meshes)}")
+    return {tuple(path): leaf for path, leaf in leaves}, meshes.pop()
+
+
+def quantized_zeros_like(param: Any, **how: Any) -> QuantizedArray:
+    """Zeros of a parameter's shape, quantized; on its devices where it has any."""
+    sharding = getattr(param, "sharding", None)
+    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
+        return quantized_zeros(param.shape, **how)
+    zero = quantized_zeros((1,) * len(param.shape), **how)
+    zeros = jax.eval_shape(functools.partial(quantized_zeros, param.shape, **how))
+    return jax.tree.map(
+        lambda z, like, s: jnp.full(like.shape, z.reshape(()), like.dtype, device=s),
+        zero,
+        zeros,
+        moment_sharding(zeros, sharding),
+    )
+
+
+def moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
+    """The shardings of a moment's arrays, for a parameter of the given sharding."""
+    if not is_quantized(moment):
+        return sharding
+    groups = _of_whole_groups(sharding, moment.shape, moment.granularity.size)
+    exponent = None if moment.exponent is None else groups
+    return dataclasses.replace(moment, codes=sharding, scale=groups, exponent=exponent)
+
+
+def _of_whole_groups(
+    sharding: NamedSharding, shape: tuple[int, ...], size: int
+) -> NamedSharding:
+    """`sharding` without those mesh axes along which it would cut groups."""
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
+    whole = axes
+    while (parts := _count(sharding, whole)) > 1 and shape[-1] % (size * parts):
+        whole = whole[:-1]
+    if whole == axes:
+        return sharding
+    warnings.warn(
+        f"a parameter of shape {shape} has the spec {sharding.spec}, which cuts the "
+        f"last axis into {_count(sharding, axes)} parts that are no multiples of "
+        f"{size}: each optimizer step moves its gradient and moments between devices",
+        stacklevel=2,
+    )
+    return NamedSharding(sharding.mesh, P(*spec[:-1], whole or None))
+
+
+def _count(sharding: NamedSharding, axes: Any) -> int:
+    """Into how many parts the mesh axes in a spec, or a part of one, cut an array."""
+    return math.prod(sharding.mesh.shape[a] for a in jax.tree.leaves(tuple(axes)))
+
+
+def partitioned_adam(
+    scalars: AdamScalars,
+    grads: Float[Array, "... n"],
+    moments: Moments,
+    params: Float[Array, "... n"] | None = None,
+    noise: UInt32[Array, "... g"] | None = None,
+) -> tuple[Float[Array, "... n"], Moments]:
+    """`pallas_kernels.adam` on whatever part of the arrays each device has."""
+    # Factors that are known now, such as a decay of 0, stay known to the kernel.
+    known = tuple(s if isinstance(s, int | float) else None for s in scalars)
+    traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
+
+    def step(*arrays):
+        return _partitioned(*arrays, known)
+
+    if explicit := jax.typeof(moments.mu).sharding.mesh.explicit_axes:
+        results = (grads if params is None else params, moments)
+        shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, results)
+        step = jax.sharding.auto_axes(step, axes=explicit, out_sharding=shardings)
+    return step(traced, grads, moments, params, noise)
+
+
+def _adam(traced, grads, moments, params, noise, known):
+    traced = iter(traced)
+    scalars = AdamScalars(*(next(traced) if s is None else s for s in known))
+    return pallas_kernels.adam(scalars, grads, moments, params, noise)
+
+
+def _partition(known, mesh, args, results):
+    """Each device computes its part; all arrays are cut like the most cut one."""
+    _, grads, moments, params, _ = args
+    arrays = [moments.mu, moments.nu, grads] + ([] if params is None else [params])
+    most = max((x.sharding for x in arrays), key=lambda s: _count(s, s.spec))
+    sharding = _of_whole_groups(most, grads.shape, GROUP)
+    everywhere = NamedSharding(mesh, P())
+    operands = jax.tree.map(lambda x: sharding if x.ndim else everywhere, args)
+    results = jax.tree.map(lambda _: sharding, results)
+    step = functools.partial(_adam, known=known)
+    return mesh, step, results, operands
+
+
+def _sharding_rule(known, mesh, operands, results):
+    """Arrays share all axes, the last by whole groups; within groups all is local."""
+    n = operands[known.count(None)].shape[-1]
+    whole = n % GROUP == 0
+
+    def axes(array):
+        if not array.shape:
+            return ""
+        if array.shape[-1] == n:
+            return "... (g e)" if whole else "... n"
+        return "... g"
+
+    rule = " -> ".join(", ".join(map(axes, side)) for side in (operands, results))
+    if whole:
+        return rule, {"need_replication_factors": ("e",), "e": GROUP}
+    local = ("n", "g") if "g" in rule else ("n",)
+    return rule, {"need_replication_factors": local}
+
+
+_partitioned = custom_partitioning(_adam, static_argnums=(5,))
+_partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
+_partitioned = jax.jit(_partitioned, static_argnums=(5,))
