@@ -8,6 +8,7 @@ import coat_jax.serialization  # noqa: F401 - registers with flax.serialization
 from coat_jax.fused import fused_update
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
+from coat_jax.moments import moment_report
 from coat_jax.optimizer import fp8_adamw, scale_by_fp8_adam
 from coat_jax.quantized import (
     DE8,
@@ -42,6 +43,7 @@ __all__ = [
     "from_optax_state",
     "fused_update",
     "memory_report",
+    "moment_report",
     "opt_state_sharding",
     "quantize",
     "residual_report",
