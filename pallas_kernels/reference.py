@@ -3,7 +3,6 @@
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
@@ -38,8 +37,9 @@ class Moments(NamedTuple):
 class AdamScalars(NamedTuple):
     """What a step multiplies with; each a float or a float32 scalar.
 
-    update = (mu_weight * mu + grad_weight * g) / (sqrt(nu * nu_weight + eps_root) + eps)
-    and, where parameters are given, p = p - learning_rate * (update + decay * p).
+    The update is (mu_weight * mu + grad_weight * g) over
+    sqrt(nu_weight * nu + eps_root) + eps, and parameters become
+    p - learning_rate * (update + decay * p).
     """
 
     b1: Array | float
@@ -68,7 +68,7 @@ def adam(
     nu = at.b2 * nu + (1 - at.b2) * g * g
     denominator = jnp.sqrt(nu * at.nu_weight + at.eps_root) + at.eps
     update = (at.mu_weight * mu + at.grad_weight * g) / denominator
-    mu = jnp.where(nu < _TINY, 0.0, mu * lax.rsqrt(nu))
+    mu = mu * lax.rsqrt(jnp.maximum(nu, _TINY))
     after = Moments(*_encode_mu(mu, grads.shape), *_encode_nu(nu, grads.shape))
     if params is None:
         return _merge(update, grads.shape).astype(grads.dtype), after

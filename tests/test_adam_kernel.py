@@ -1,0 +1,174 @@
+"""The Adam kernel computes what its reference does, and that what the library does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import coat_jax as coat
+import pallas_kernels
+from pallas_kernels import AdamScalars, Moments
+
+B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
+STEP = 3
+SCALARS = AdamScalars(
+    b1=B1,
+    b2=B2,
+    eps=EPS,
+    eps_root=0.0,
+    mu_weight=1 / (1 - B1**STEP),
+    grad_weight=0.0,
+    nu_weight=1 / (1 - B2**STEP),
+    learning_rate=LR,
+    decay=DECAY,
+)
+GENERAL = SCALARS._replace(eps_root=1e-6, grad_weight=0.3)
+BF16, F32 = jnp.bfloat16, jnp.float32
+on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
+
+
+def random_state(shape, dtype, seed=0):
+    """Gradients, stored moments and parameters; some are zero, groups among them."""
+    rng = np.random.default_rng(seed)
+    size = np.exp2(rng.uniform(-12, 0, shape))
+    nu = rng.standard_normal(shape) ** 2 * size**2 * 1e-4
+    ratio = rng.standard_normal(shape) * 0.3
+    grads = rng.standard_normal(shape) * size * 1e-2
+    grads[..., 3] = 0
+    for x in (nu, ratio, grads):
+        x.reshape(-1)[:300] = 0
+    mu = coat.quantize(jnp.asarray(ratio, F32), expand=coat.E4M3.power)
+    nu = coat.quantize(jnp.asarray(nu, F32), expand=True)
+    moments = Moments(mu.codes, mu.scale, nu.codes, nu.scale, nu.exponent)
+    params = rng.standard_normal(shape)
+    return jnp.asarray(grads, dtype), moments, jnp.asarray(params, dtype)
+
+
+def run(implementation, scalars, grads, moments, params=None, noise=None):
+    """The step by an implementation; "interpret" is the kernel without a GPU."""
+    named = "mosaic" if implementation == "interpret" else implementation
+
+    @jax.jit
+    def step(grads, moments, params, noise):
+        return pallas_kernels.adam(
+            scalars, grads, moments, params, noise, implementation=named
+        )
+
+    if implementation != "interpret":
+        return step(grads, moments, params, noise)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        return step(grads, moments, params, noise)
+
+
+def assert_close(actual, expected):
+    """Rounding may fall to the other side of a tie, by one step and rarely."""
+    (result, moments), (expected_result, expected_moments) = actual, expected
+    assert result.dtype == expected_result.dtype
+    steps = {BF16: 2**-7, F32: 2e-5}[result.dtype.type]
+    np.testing.assert_allclose(
+        np.asarray(result, F32), np.asarray(expected_result, F32), rtol=steps, atol=1e-6
+    )
+    for name, a, b in zip(Moments._fields, moments, expected_moments, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        as_steps = np.uint16 if a.dtype == BF16 else np.uint8
+        a, b = (np.asarray(x).view(as_steps).astype(int) for x in (a, b))
+        # Of a group whose scale or exponent is another, all codes may be.
+        assert np.mean(a != b) <= max(2e-3, 1 / a.size), name
+        if name.endswith(("scale", "exponent")):
+            assert np.abs(a - b).max(initial=0) <= 1, name
+
+
+CASES = [
+    ((40, 256), BF16, "nearest", SCALARS),
+    ((3, 11, 256), F32, "nearest", SCALARS),
+    ((25, 384), BF16, "stochastic", SCALARS),
+    ((33, 128), F32, "nearest", GENERAL),
+    ((24, 200), BF16, "nearest", SCALARS),
+    ((51, 128), BF16, "update", GENERAL),
+    ((16, 128), F32, "update", SCALARS),
+]
+
+
+@pytest.mark.parametrize("implementation", ["interpret", on_gpu])
+@pytest.mark.parametrize(("shape", "dtype", "result", "scalars"), CASES)
+def test_the_kernel_agrees_with_its_reference(
+    implementation, shape, dtype, result, scalars
+):
+    grads, moments, params = random_state(shape, dtype, seed=sum(shape))
+    noise = None
+    if result == "update":
+        params = None
+    if result == "stochastic":
+        noise = jax.random.bits(jax.random.key(0), moments.mu_scale.shape, jnp.uint32)
+    arguments = (scalars, grads, moments, params, noise)
+    assert_close(run(implementation, *arguments), run("reference", *arguments))
+
+
+@pytest.mark.parametrize("shape", [(32, 128), (20, 200)])
+def test_the_reference_is_the_librarys_quantization_around_optax(shape):
+    grads, stored, _ = random_state(shape, F32)
+    tx = coat.scale_by_fp8_adam(B1, B2, EPS)
+    # Large enough to be quantized; the rows of zeros are cut off again.
+    rows = -(-4096 // shape[1]) - shape[0]
+    padded = [(0, max(rows, 0)), (0, 0)]
+    wide = jnp.pad(grads, padded)
+    state = tx.init(wide)
+    mu, nu = state.mu, state.nu
+    assert isinstance(mu, coat.QuantizedArray)
+    replace = {
+        "codes": jnp.pad(stored.mu, padded),
+        "scale": mu.scale.at[: shape[0]].set(stored.mu_scale),
+    }
+    mu = type(mu)(**{**vars(mu), **replace})
+    replace = {
+        "codes": jnp.pad(stored.nu, padded),
+        "scale": nu.scale.at[: shape[0]].set(stored.nu_scale),
+        "exponent": nu.exponent.at[: shape[0]].set(stored.nu_exponent),
+    }
+    nu = type(nu)(**{**vars(nu), **replace})
+    count = jnp.asarray(STEP - 1, jnp.int32)
+    state = state._replace(count=count, mu=mu, nu=nu)
+    updates, state = tx.update(wide, state)
+    expected = Moments(
+        state.mu.codes, state.mu.scale, state.nu.codes, state.nu.scale,
+        state.nu.exponent,
+    )  # fmt: skip
+    expected = jax.tree.map(lambda x: x[: shape[0]], (updates, expected))
+    assert_close(run("reference", SCALARS, grads, stored), expected)
+
+
+def test_stochastic_rounding_is_unbiased_and_between_the_neighbours():
+    grads, moments, params = random_state((256, 128), BF16)
+    exact, _ = run("reference", SCALARS, grads, moments, params.astype(F32))
+    total, draws = np.zeros(exact.shape), 64
+    low = np.asarray(exact).view(np.uint32) & 0xFFFF0000
+    for seed in range(draws):
+        key = jax.random.key(seed)
+        noise = jax.random.bits(key, moments.mu_scale.shape, jnp.uint32)
+        p, _ = run("reference", SCALARS, grads, moments, params, noise)
+        bits = np.asarray(p, F32).view(np.uint32)
+        assert np.all((bits == low) | (bits == low + 0x10000))
+        total += np.asarray(p, np.float64)
+    step = np.exp2(np.floor(np.log2(np.abs(exact))) - 7)
+    bias = (total / draws - np.asarray(exact)) / step
+    assert abs(bias.mean()) < 4 * 0.5 / np.sqrt(draws * bias.size)
+
+
+def test_weight_decay_alone_shrinks_parameters():
+    grads, moments, params = random_state((32, 128), F32)
+    zeros = jax.tree.map(jnp.zeros_like, (grads, moments))
+    after, _ = run("interpret", SCALARS, *zeros, params)
+    expected = optax.apply_updates(params, -LR * DECAY * params)
+    np.testing.assert_allclose(after, expected, rtol=1e-6)
+
+
+def test_what_the_kernel_cannot_run_is_named():
+    grads, moments, _ = random_state((8, 128), BF16)
+    with pytest.raises(ValueError, match="2048 elements or more, got 1024"):
+        run("mosaic", SCALARS, grads, moments)
+    with pytest.raises(ValueError, match="float32, got float16"):
+        run("mosaic", SCALARS, grads.astype(jnp.float16), moments)
+    with pytest.raises(ValueError, match="'mosaic' and 'reference', got 'cuda'"):
+        run("cuda", SCALARS, grads, moments)
