@@ -206,6 +206,7 @@ def main() -> None:
         rows.append(row)
         numbers = ("ms_per_1e9", "gb_per_s", "ratio_to_optax", "temporaries_mib")
         table.add_row(what, method, *(f"{row[k]:.2f}" for k in numbers))
+        write_results(args.out, rows=rows)
     Console().print(table)
     found = [] if args.no_trees else bars(rows)
     for bar in found:

@@ -192,6 +192,8 @@ def _mosaic(scalars, grads, moments, params, noise, tuning):
     return whole(state.result), moments
 
 
+# Jitted, so that a model's many parameters of one shape are compiled once.
+@functools.partial(jax.jit, static_argnames=("step", "tuning"))
 def _run(step, state, grads, noise, factors, tuning) -> _State:
     """Updates the state in place: as refs it aliases the kernel's outputs."""
     groups = state.mu.shape[0]
