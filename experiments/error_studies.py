@@ -58,6 +58,8 @@ PLAIN = Scheme(name="plain E4M3", mu=Code(), nu=Code())
 COAT = Scheme(name="COAT (E4M3+Expand)", mu=_RANGE, nu=_RANGE)
 # What `coat.fp8_adamw` does.
 DEFAULT = _over_root("k = 3", _CUBE)
+# No floating format, for orientation.
+LINEAR = _over_root("INT8", Code(format=INT8))
 STOCHASTIC = (
     Scheme(name="COAT, v stochastic", mu=_RANGE, nu=_RANGE_RANDOM),
     Scheme(name="COAT, both stochastic", mu=_RANGE_RANDOM, nu=_RANGE_RANDOM),
@@ -84,10 +86,10 @@ SCHEMES = (
     _over_root("k by least squares", _BEST),
     _of_format(coat.E5M2),
     _of_format(coat.DE8),
-    _over_root("INT8", Code(format=INT8)),
+    LINEAR,
     *STOCHASTIC,
 )
-REPLAYED = (PLAIN, COAT, DEFAULT, *STOCHASTIC)
+REPLAYED = (PLAIN, COAT, DEFAULT, *STOCHASTIC, LINEAR)
 REPLAYED_B2 = (0.95, 0.999)
 _REPORTED_STEPS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 Trajectories = dict[tuple[float, str], Trajectory]

@@ -92,22 +92,21 @@ def capture(
     trained = train(settings)
     params = next(trained)[0].params
     every, few = Sampler(params, groups), Sampler(params, sample)
-    found, states = [], []
+    found, means = [], []
     last = max(*at, first + window)
     steps = itertools.islice(trained, last)
     bar = tqdm(steps, "bf16", total=last, unit="step", disable=None)
     for step, (state, loss) in enumerate(bar, start=1):
         if step in at:
             found.append(every.moments(state, step, loss))
+        if step == first:
+            start = few.moments(state, step, loss)
         if first <= step <= first + window:
-            states.append(few.moments(state, step, loss))
-    gradients = [
-        _gradient(before.mu, after.mu, settings.b1)
-        for before, after in itertools.pairwise(states)
-    ]
+            means.append(few(optax.tree.get(state.opt_state, "mu")))
+    gradients = [_gradient(*pair, settings.b1) for pair in itertools.pairwise(means)]
     return Capture(
         moments=tuple(found),
-        start=states[0],
+        start=start,
         gradients=np.stack(gradients),
         b1=settings.b1,
         parameters=every.parameters,

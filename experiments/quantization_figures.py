@@ -14,7 +14,7 @@ from experiments.moments import GROUP, Moments
 from experiments.schemes import exact_update
 
 _BEFORE, _AFTER, _OURS = "#33415c", "#d1495b", "#2a9d8f"
-_LINES = ("#8d99ae", _AFTER, _OURS, "#edae49", "#b5651d", "#3a86ff", "#8338ec")
+_LINES = ("#8d99ae", _AFTER, _OURS, "#edae49", "#b5651d", "#3a86ff", "#8338ec", "0.2")
 _TITLES = {"mu": "first moment", "nu": "second moment"}
 # E4M3 over its maximum, as powers of two: the smallest normal and the smallest number.
 _NORMAL, _SMALLEST = np.log2([2.0**-6 / 448, 2.0**-9 / 448])

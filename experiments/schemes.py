@@ -281,10 +281,10 @@ def replay(
     """
 
     def step(carry, inputs):
-        exact, stored, sums = carry
+        exact, moments, sums = carry
         gradient, key = inputs
         exact = _adam(*exact, gradient, b1, b2)
-        moments = _adam(*scheme.read(stored), gradient, b1, b2)
+        moments = _adam(*read_back(scheme, *moments, key), gradient, b1, b2)
         counted = exact[1] >= _TINY
         updates = exact_update(*exact), jnp.where(counted, read_update(*moments), 0.0)
         sums = sums[0] + updates[0], sums[1] + updates[1]
@@ -295,12 +295,12 @@ def replay(
             sum_error=_relative_error(*sums),
             nu_ratio=jnp.nanmedian(ratio[:, ::16]),
         )
-        return (exact, scheme.store(*moments, key), sums), found
+        return (exact, moments, sums), found
 
-    keys = jax.random.split(key, len(gradients) + 1)
     zeros = jnp.zeros_like(mu)
-    carry = (mu, nu), scheme.store(mu, nu, keys[0]), (zeros, zeros)
-    return lax.scan(step, carry, (gradients, keys[1:]))[1]
+    carry = (mu, nu), (mu, nu), (zeros, zeros)
+    inputs = gradients, jax.random.split(key, len(gradients))
+    return lax.scan(step, carry, inputs)[1]
 
 
 def _adam(mu: Groups, nu: Groups, gradient: Groups, b1: float, b2: float):

@@ -22,6 +22,7 @@ from tests import oracle
 
 _FORMATS = {"E4M3": oracle.E4M3, "E5M2": oracle.E5M2, "DE8": oracle.DE8}
 _BLOCK = (128,)
+_STEPS, _START, _WINDOW = 60, 2, 5
 _KEY = jax.random.key(0)
 # What the command line compares here: all of it is the notebook's matter.
 _FEW = (*studies.SCHEMES[:4], studies.DEFAULT, studies.STOCHASTIC[-1])
@@ -200,21 +201,24 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def settings(text):
-    return dataclasses.replace(
-        PRESETS["tiny"].settings, steps=8, data=(str(text),), clip_norm=0.5
-    )
+    tiny = PRESETS["tiny"].settings
+    return dataclasses.replace(tiny, steps=_STEPS, data=(str(text),))
 
 
 @pytest.fixture(scope="module")
 def captured(settings):
-    return moments.capture(settings, at=(2, 7), window=5, groups=10**6, sample=10**6)
+    every = {"groups": 10**6, "sample": 10**6}
+    return moments.capture(settings, at=(_START,), window=_WINDOW, **every)
 
 
 @pytest.fixture(scope="module")
-def params(settings):
-    """Parameters after two steps."""
-    state, _ = next(itertools.islice(moments.train(settings), 2, None))
-    return state.params
+def states(settings):
+    """The states before and after the captured gradients."""
+    trained = moments.train(settings)
+    state, _ = next(itertools.islice(trained, _START, None))
+    before = jax.tree.map(jnp.copy, state)
+    after, _ = next(itertools.islice(trained, _WINDOW - 1, None))
+    return before, after
 
 
 def _all_groups(tree):
@@ -225,23 +229,29 @@ def _all_groups(tree):
     )
 
 
-def test_captured_gradients_lead_from_moments_to_moments(captured, settings, params):
-    first, last = captured.moments
-    assert (first.step, last.step, len(captured.gradients)) == (2, 7, 5)
-    np.testing.assert_array_equal(captured.start.mu, first.mu)
-    np.testing.assert_array_equal(captured.start.nu, first.nu)
-    mu, nu = _adam(first.mu, first.nu, captured.gradients, settings.b1, settings.b2)[-1]
-    for found, exact in ((last.mu, mu), (last.nu, nu)):
-        np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6 * exact.max())
-    leaves = jax.tree.leaves(params)
+def test_captured_gradients_lead_from_moments_to_moments(captured, states, settings):
+    (mu, nu), last = (
+        [_all_groups(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu")]
+        for state in states
+    )
+    (found,) = captured.moments
+    assert (found.step, len(captured.gradients)) == (_START, _WINDOW)
+    for moment in (found, captured.start):
+        np.testing.assert_array_equal(moment.mu, mu)
+        np.testing.assert_array_equal(moment.nu, nu)
+    replayed = _adam(mu, nu, captured.gradients, settings.b1, settings.b2)[-1]
+    for trained, exact in zip(last, replayed, strict=True):
+        np.testing.assert_allclose(trained, exact, rtol=1e-5, atol=1e-6 * exact.max())
+    leaves = jax.tree.leaves(states[0].params)
     sizes = [leaf.size for leaf in leaves if leaf.size >= 4096]
     assert len(sizes) < len(leaves)
     assert captured.parameters == sum(sizes)
 
 
-def test_captured_gradients_are_those_of_the_loss(captured, settings, params):
+def test_captured_gradients_are_those_of_the_loss(captured, states, settings):
     inputs = pretrain.select_inputs(load_corpus([Path(settings.data[0])]), settings)
-    batch = next(itertools.islice(pretrain.train_batches(inputs, settings), 2, None))
+    batches = pretrain.train_batches(inputs, settings)
+    batch = next(itertools.islice(batches, _START, None))
     config = model_config(settings, "bf16", inputs.vocab_size)
     graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
@@ -251,15 +261,16 @@ def test_captured_gradients_are_those_of_the_loss(captured, settings, params):
         model = nnx.merge(graph, params)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
 
-    found = gradient(params)
+    found = gradient(states[0].params)
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(found)))
-    assert norm > 0.5
-    expected = _all_groups(found) * (0.5 / norm)
+    assert norm > settings.clip_norm
+    expected = _all_groups(found) * (settings.clip_norm / norm)
     error = np.linalg.norm(captured.gradients[0] - expected)
     assert error < 0.02 * np.linalg.norm(expected)
 
 
-def test_samples_hold_the_same_groups_of_both_moments(captured, params):
+def test_samples_hold_the_same_groups_of_both_moments(captured, states):
+    params = states[0].params
     few, every = moments.Sampler(params, 100), moments.Sampler(params, 10**6)
     numbers = iter(range(100))
     tree = jax.tree.map(lambda x: jnp.full(x.shape, float(next(numbers))), params)
@@ -311,7 +322,7 @@ def finished(tmp_path_factory, text):
     """The results file of a command line and what it printed."""
     out = tmp_path_factory.mktemp("results") / "found.json"
     arguments = ["--preset", "tiny", "--data", str(text), "--out", str(out)]
-    arguments += ["--steps", "60", "--at", "60,20", "--window", "10"]
+    arguments += ["--steps", str(_STEPS), "--at", f"{_STEPS},20", "--window", "10"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(studies, "SCHEMES", _FEW)
         patch.setattr(studies, "REPLAYED", (studies.COAT, studies.DEFAULT))
@@ -327,7 +338,7 @@ def test_a_command_line_leaves_results_and_figures(finished):
     for row in results["rows"]:
         rows.setdefault(row["study"], []).append(row)
     steps = [row["step"] for row in rows["spread"]]
-    assert steps == [20, 60]
+    assert steps == [20, _STEPS]
     assert len(rows["pairs"]) == 36 * len(steps)
     assert len(rows["schemes"]) == len(_FEW) * len(steps)
     assert {(r["scheme"], r["step"]) for r in rows["replays"]} == {
@@ -339,7 +350,7 @@ def test_a_command_line_leaves_results_and_figures(finished):
         both = (row.get("mu"), row.get("nu"))
         if both == ("E4M3+Expand",) * 2 or row.get("scheme") == studies.COAT.name:
             assert row["error"] == pytest.approx(12.31)
-    last = {r["scheme"]: r for r in rows["schemes"] if r["step"] == 60}
+    last = {r["scheme"]: r for r in rows["schemes"] if r["step"] == _STEPS}
     assert last[studies.DEFAULT.name]["error"] < 12.31 / 2
     assert last[studies.DEFAULT.name]["bytes_per_parameter"] == 2 + 5 / 128
     for name in ("ranges", "codes", "schemes", "replays"):
@@ -380,6 +391,16 @@ def test_the_papers_numbers_keep_the_papers_orders():
     assert bars[0].measured == pytest.approx(25.65 / 23.84)
     pairs = {key: 30 - error for key, error in pairs.items()}
     assert not any(bar.holds for bar in quantization_error.order_bars(pairs, [7]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "at", "window"),
+    [(600, (20, 100, 300, 600), 100), (20, (2, 3, 10, 20), 10), (2, (2,), 1)],
+)
+def test_defaults_follow_the_number_of_steps(steps, at, window):
+    settings = dataclasses.replace(PRESETS["tiny"].settings, steps=steps)
+    assert quantization_error.default_steps(settings) == at
+    assert quantization_error.default_window(settings) == window
 
 
 @pytest.mark.parametrize(
