@@ -144,13 +144,15 @@ def _nvidia_driver() -> str | None:
 def _commit() -> str | None:
     """The commit of this checkout, "+changes" behind it if files differ from it.
 
-    Where there is no checkout, the variable GIT_COMMIT may name it.
+    The variable GIT_COMMIT names it for a copy of the checkout.
     """
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
     try:
         changed = _git("status", "--porcelain", "--untracked-files=no")
         return _git("rev-parse", "HEAD") + ("+changes" if changed else "")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("GIT_COMMIT")
+        return None
 
 
 def _git(*args: str) -> str:
