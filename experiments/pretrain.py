@@ -5,7 +5,8 @@
 trains a small byte-level model twice on the source of Python's standard library, with
 BF16 and float32 moments (`bf16`) and with COAT's FP8 (`coat`), from one initialization
 and on one order of the data. `--help` lists recipes, presets and the rest. The run's
-folder keeps metrics.jsonl, summary.json, loss.png and checkpoints; Ctrl-C saves, and
+folder keeps metrics.jsonl, summary.json, loss.png and checkpoints, and of recipes with
+FP8 moments what becomes of those: moments.jsonl and moments.png. Ctrl-C saves, and
 `--resume` goes on as if nothing had happened.
 """
 
@@ -23,6 +24,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from experiments import arguments, data, report
+from experiments.moment_plots import plot_moments
 from experiments.plots import plot_losses
 from experiments.runs import Checkpoints, Progress, Run, StopRequest
 from experiments.settings import PRESETS, Recipe, Settings, model_config
@@ -51,8 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return STOPPED
     summary = report.summarize(run, inputs.token)
     plot_losses(run, inputs.token)
+    plot_moments(run)
     Console().print(report.table(summary))
-    print(f"summary.json, loss.png and metrics.jsonl are in {run.folder}")
+    print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
     return 0
 
 
@@ -118,7 +121,11 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
 def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
     """Trains a recipe from its latest checkpoint to the last step, or until a stop."""
     settings = run.settings
-    with run.checkpoints(recipe) as checkpoints, run.append_metrics() as metrics:
+    with (
+        run.checkpoints(recipe) as checkpoints,
+        run.append_metrics() as metrics,
+        run.append_moments() as moments,
+    ):
         progress = checkpoints.progress()
         if progress.step == run.steps:
             return
@@ -138,10 +145,13 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
             stopping, last = stop.made, step == run.steps
             if last or step % settings.eval_every == 0:
                 row["val_loss"] = trainer.evaluate(state, inputs.validation)
+                for found in trainer.moment_rows(state):
+                    moments.write({"recipe": recipe, "step": step} | found)
             metrics.write(row)
             show(bar, row, settings, progress)
             if last or stopping or step % settings.save_every == 0:
                 metrics.sync()
+                moments.sync()
                 progress.step, progress.batches = step, batches.get_state()
                 progress.note_peak(peak_before, device_peak_bytes())
                 checkpoints.save(state, progress)

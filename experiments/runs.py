@@ -2,6 +2,7 @@
 
 run.json         the settings, the data's fingerprint and the number of steps
 metrics.jsonl    one line a step and recipe
+moments.jsonl    one line a validation, recipe, parameter and moment kept in FP8
 checkpoints/     one folder a recipe with the latest state
 """
 
@@ -19,7 +20,7 @@ from experiments.results import command_line, write_json
 from experiments.settings import Recipe, Settings
 from experiments.training import TrainState
 
-_RUN, _METRICS = "run.json", "metrics.jsonl"
+_RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -151,7 +152,7 @@ class Run:
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "
                     f"and {folder} has {own!r}"
                 )
-        run._drop_unsaved_metrics()
+        run._drop_unsaved_rows()
         return run
 
     def check_data(self, fingerprint: str) -> None:
@@ -172,24 +173,34 @@ class Run:
         """Rows of metrics.jsonl; a last line that a kill cut off is left out."""
         return list(_read_rows(self.folder / _METRICS))
 
-    def append_metrics(self) -> "MetricsLog":
+    def append_metrics(self) -> "RowLog":
         """Opens metrics.jsonl for more rows; a context manager."""
-        return MetricsLog(self.folder / _METRICS)
+        return RowLog(self.folder / _METRICS)
 
-    def _drop_unsaved_metrics(self) -> None:
-        """Cuts metrics.jsonl back to what the checkpoints hold."""
+    def moments(self) -> list[dict[str, Any]]:
+        """Rows of moments.jsonl, likewise."""
+        return list(_read_rows(self.folder / _MOMENTS))
+
+    def append_moments(self) -> "RowLog":
+        """Opens moments.jsonl for more rows; a context manager."""
+        return RowLog(self.folder / _MOMENTS)
+
+    def _drop_unsaved_rows(self) -> None:
+        """Cuts metrics and moments back to what the checkpoints hold."""
         saved = {}
         for recipe in self.settings.recipes:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress().step
-        rows = [row for row in self.metrics() if row["step"] <= saved[row["recipe"]]]
-        partial = self.folder / f"{_METRICS}.partial"
-        partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(partial, self.folder / _METRICS)
+        for name in (_METRICS, _MOMENTS):
+            rows = _read_rows(self.folder / name)
+            rows = [row for row in rows if row["step"] <= saved[row["recipe"]]]
+            partial = self.folder / f"{name}.partial"
+            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(partial, self.folder / name)
 
 
-class MetricsLog:
-    """metrics.jsonl, open for appending; every row is readable at once."""
+class RowLog:
+    """A file of JSON rows, open for appending; every row is readable at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)

@@ -150,6 +150,12 @@ class Trainer:
         losses = [self._evaluate(state.params, jnp.asarray(b)) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
+    def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
+        """`coat.moment_report` of a state; nothing where its moments are float32."""
+        if self._config.recipe not in COAT_RECIPES:
+            return []
+        return coat.moment_report(state.opt_state).rows()
+
     def learning_rate(self, step: int) -> float:
         """What step `step`, counted from 1, uses."""
         return float(f"{self._schedule(step - 1):.6g}")

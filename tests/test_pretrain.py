@@ -15,7 +15,15 @@ import optax
 import pytest
 
 import coat_jax as coat
-from experiments import arguments, plots, pretrain, results, runs, training
+from experiments import (
+    arguments,
+    moment_plots,
+    plots,
+    pretrain,
+    results,
+    runs,
+    training,
+)
 from experiments.settings import PRESETS, Settings, model_config
 
 _STEPS = 30
@@ -103,6 +111,19 @@ def test_a_run_leaves_metrics_summary_and_plot(finished):
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
+    rows = runs.Run.resume(finished, {}).moments()
+    assert {(row["recipe"], row["step"]) for row in rows} == {
+        ("coat", step) for step in (10, 20, 30)
+    }
+    state = _final_state(finished, "coat")
+    expected = coat.moment_report(state.opt_state).rows()
+    last = [row for row in rows if row["step"] == _STEPS]
+    assert last == [{"recipe": "coat", "step": _STEPS} | row for row in expected]
+    assert all(0 < row["error"] < 0.1 for row in rows)
+    assert (finished / "moments.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache):
     folder = tmp_path / "disturbed"
     program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
@@ -137,8 +158,8 @@ def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache
         file.write('{"recipe": "coat", "st')  # as a kill in mid-write leaves it
 
     assert pretrain.main(["--resume", str(folder)]) == 0
-    expected = (finished / "metrics.jsonl").read_text()
-    assert (folder / "metrics.jsonl").read_text() == expected
+    for name in ("metrics.jsonl", "moments.jsonl"):
+        assert (folder / name).read_text() == (finished / name).read_text()
     for recipe in ("bf16", "coat"):
         state = _final_state(folder, recipe)
         assert _bits(state) == _bits(_final_state(finished, recipe))
@@ -146,11 +167,12 @@ def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache
 
 def test_a_finished_run_resumes_to_the_same_summary(finished):
     before = json.loads((finished / "summary.json").read_text())
-    metrics = (finished / "metrics.jsonl").read_bytes()
+    logs = [finished / "metrics.jsonl", finished / "moments.jsonl"]
+    rows = [log.read_bytes() for log in logs]
     assert pretrain.main(["--out", str(finished), "--resume"]) == 0
     after = json.loads((finished / "summary.json").read_text())
     assert after["recipes"] == before["recipes"]
-    assert (finished / "metrics.jsonl").read_bytes() == metrics
+    assert [log.read_bytes() for log in logs] == rows
 
 
 @pytest.mark.parametrize(
@@ -230,6 +252,14 @@ def test_moments_of_bf16_parameters_are_float32_or_fp8(recipe):
     moments = [x for x in jax.tree.leaves(state.opt_state) if x.size >= 4096]
     expected = "float32" if recipe == "bf16" else "float8_e4m3fn"
     assert {x.dtype.name for x in moments} == {expected}
+
+
+def test_without_fp8_moments_there_is_nothing_to_draw(tmp_path):
+    trainer = _trainer("bf16")
+    assert trainer.moment_rows(trainer.abstract_state()) == []
+    run = runs.Run.create(tmp_path, _tiny(recipes=("bf16",)), "data")
+    assert moment_plots.plot_moments(run) is None
+    assert not (tmp_path / "moments.png").exists()
 
 
 def test_in_float32_keeps_what_bf16_moments_lose(rng):
