@@ -1,4 +1,4 @@
-"""The command line of `experiments.pretrain`."""
+"""The command line of `experiments.pretrain`, and what others share of it."""
 
 import argparse
 import dataclasses
@@ -10,7 +10,7 @@ from typing import Any
 
 from experiments.data import TokenDtype, Tokenizer
 from experiments.runs import check_unused, latest
-from experiments.settings import PRESETS, RECIPES, ParamDtype, Settings
+from experiments.settings import PRESETS, RECIPES, ParamDtype, Rounding, Settings
 
 _RUNS = Path("runs")
 _EXAMPLES = """\
@@ -38,8 +38,13 @@ class Arguments:
 
     def settings(self) -> Settings:
         """The preset's settings with the given ones in their place."""
-        preset = PRESETS[self.given.get("preset", "cpu")].settings
-        return dataclasses.replace(preset, **self.given)
+        return settings(self.given)
+
+
+def settings(given: dict[str, Any]) -> Settings:
+    """The preset's settings with the given ones in their place."""
+    preset = PRESETS[given.get("preset", "cpu")].settings
+    return dataclasses.replace(preset, **given)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -52,25 +57,45 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
-    add = top.add_argument_group("the model and how it is trained").add_argument
-    add("--preset", choices=PRESETS, help="shape and settings (cpu)")
+    add_training(top)
+    add = top.add_argument_group("what is compared, and how it is kept").add_argument
     names = ",".join(RECIPES)
     add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
     add("--param-dtype", choices=typing.get_args(ParamDtype))
-    add("--seed", type=int, help="of initialization and order of the data (0)")
+    add(
+        "--rounding",
+        choices=typing.get_args(Rounding),
+        help="of BF16 parameters by recipes with FP8 moments (nearest)",
+    )
+    add("--seed", type=int, help="of initialization, data's order and rounding (0)")
+    add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
+    add("--save-every", type=int, help="steps between checkpoints")
+    add = top.add_argument_group("where").add_argument
+    add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
+    add(
+        "--resume",
+        nargs="?",
+        type=Path,
+        const=None,
+        metavar="DIR",
+        help="continue the run in DIR, by default the latest in runs/",
+    )
+    return top
+
+
+def add_training(top: argparse.ArgumentParser) -> None:
+    """Adds the flags that any training on any data has."""
+    add = top.add_argument_group("the model and how it is trained").add_argument
+    add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
     add("--warmup-steps", type=int, help="steps to the peak, a tenth of all at most")
     add("--weight-decay", type=float)
     add("--b1", type=float)
     add("--b2", type=float)
     add("--clip-norm", type=float)
-
-    add = top.add_argument_group("how long").add_argument
-    add("--steps", type=int, help="optimizer steps of each recipe")
-    add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
+    add("--steps", type=int, help="optimizer steps of each training")
     add("--eval-every", type=int, help="steps between validations")
     add("--eval-batches", type=int, help="batches a validation")
-    add("--save-every", type=int, help="steps between checkpoints")
 
     add = top.add_argument_group("the data").add_argument
     add(
@@ -88,25 +113,11 @@ def parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
 
-    add = top.add_argument_group("where").add_argument
-    add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
-    add(
-        "--resume",
-        nargs="?",
-        type=Path,
-        const=None,
-        metavar="DIR",
-        help="continue the run in DIR, by default the latest in runs/",
-    )
-    return top
-
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Reads a command line; exits with a message where it makes no sense."""
     top = parser()
-    given = vars(top.parse_args(argv))
-    if "data" in given:
-        given["data"] = tuple(given["data"])
+    given = read(top, argv)
     resume = "resume" in given
     out, resumed = given.pop("out", None), given.pop("resume", None)
     try:
@@ -119,6 +130,14 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
         return Arguments(folder=folder, resume=False, given=given)
     except ValueError as error:
         top.error(str(error))
+
+
+def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What a command line gives, by name, as `Settings` and JSON have it."""
+    given = vars(top.parse_args(argv))
+    if "data" in given:
+        given["data"] = tuple(given["data"])
+    return given
 
 
 def _only(out: Path | None, resumed: Path | None) -> Path | None:

@@ -14,6 +14,7 @@ from experiments.text import BYTES_VOCAB_SIZE
 # The recipes whose optimizer is `coat.fp8_adamw`.
 COAT_RECIPES: tuple[Recipe, ...] = ("coat", "coat_max")
 ParamDtype = Literal["float32", "bfloat16"]
+Rounding = Literal["nearest", "stochastic"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay")
@@ -32,8 +33,10 @@ class Settings:
       vocab_size: Of a trained BPE or of token files; None means 16,384 for a BPE and
         the preset's for token files.
       token_dtype: Of token files without a header.
-      seed: Of the initialization and of the data's order.
+      seed: Of the initialization, the data's order and stochastic rounding.
       param_dtype: What parameters are kept in.
+      rounding: How a step of `coat.fp8_adamw` rounds BF16 parameters; optax's, and so
+        the other recipes', always rounds to nearest.
       steps: Optimizer steps, at most.
       minutes: A budget for the first recipe that may lower `steps`; None sets none.
       batch_size: Sequences a step.
@@ -58,6 +61,7 @@ class Settings:
     token_dtype: TokenDtype = "uint16"
     seed: int = 0
     param_dtype: ParamDtype = "float32"
+    rounding: Rounding = "nearest"
     steps: int
     minutes: float | None = None
     batch_size: int
@@ -88,6 +92,16 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
                 raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+
+        fp8 = set(self.recipes) & set(COAT_RECIPES)
+        if self.rounding == "stochastic" and not (
+            fp8 and self.param_dtype == "bfloat16"
+        ):
+            raise ValueError(
+                "rounding='stochastic' needs param_dtype='bfloat16' and one of the "
+                f"recipes {', '.join(COAT_RECIPES)}; got {self.param_dtype!r} and "
+                f"{', '.join(self.recipes)}"
+            )
 
     @property
     def tokens_per_step(self) -> int:

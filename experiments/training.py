@@ -8,8 +8,10 @@
 | `coat_max` | FP8           | FP8                     | FP8, expanded  |
 """
 
+import dataclasses
 import math
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -31,10 +33,17 @@ _COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
 
 
 class TrainState(NamedTuple):
-    """What a step changes, and a checkpoint holds."""
+    """What a step changes, and a checkpoint holds.
+
+    Attributes:
+      params: The parameters.
+      opt_state: The optimizer's state.
+      seed: Of stochastic rounding; no step changes it.
+    """
 
     params: nnx.State
     opt_state: optax.OptState
+    seed: Int32[Array, ""]
 
 
 class Metrics(NamedTuple):
@@ -56,15 +65,30 @@ def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
     )
 
 
-def optimizer(
-    recipe: Recipe, settings: Settings, steps: int
-) -> optax.GradientTransformation:
-    """AdamW behind clipping; its moments are what the recipes differ in."""
-    adamw = coat.fp8_adamw if recipe in COAT_RECIPES else optax.adamw
-    return in_float32(
-        optax.chain(
+class Optimizer(NamedTuple):
+    """AdamW of one kind, with optax's arguments.
+
+    Attributes:
+      adamw: `optax.adamw`, or `coat.fp8_adamw` with any options of its own.
+      fused: Whether it is the latter, and takes whole steps with `coat.fused_update`.
+    """
+
+    adamw: Callable[..., optax.GradientTransformation]
+    fused: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Optimizer":
+        """What a recipe trains with."""
+        fused = recipe in COAT_RECIPES
+        return cls(coat.fp8_adamw if fused else optax.adamw, fused)
+
+    def transformation(
+        self, settings: Settings, steps: int
+    ) -> optax.GradientTransformation:
+        """It behind clipping; for any parameters its moments are FP8 or float32."""
+        tx = optax.chain(
             optax.clip_by_global_norm(settings.clip_norm),
-            adamw(
+            self.adamw(
                 learning_rate(settings, steps),
                 b1=settings.b1,
                 b2=settings.b2,
@@ -72,7 +96,7 @@ def optimizer(
                 mask=is_matrix,
             ),
         )
-    )
+        return tx if self.fused else in_float32(tx)
 
 
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -100,22 +124,35 @@ def is_matrix(params: nnx.State) -> Any:
 class Trainer:
     """A compiled training step and validation of one recipe.
 
+    Args:
+      config: The model, and its recipe.
+      settings: How it is trained.
+      steps: How long, which the learning rate depends on.
+      optimizer: What with; None means the recipe's.
+
     Attributes:
       parameters: Numbers in the model.
     """
 
     def __init__(
-        self, config: llama.LlamaConfig, settings: Settings, *, steps: int
+        self,
+        config: llama.LlamaConfig,
+        settings: Settings,
+        *,
+        steps: int,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self._config = config
         self._settings = settings
+        self._optimizer = optimizer or Optimizer.of(config.recipe)
         self._schedule = learning_rate(settings, steps)
-        self._tx = optimizer(config.recipe, settings, steps)
-        model = nnx.eval_shape(self._create_model)
+        self._tx = self._optimizer.transformation(settings, steps)
+        model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
         self._graphdef, params = nnx.split(model)
         self.parameters = sum(p.size for p in jax.tree.leaves(params))
         self._options = _COMPILER_OPTIONS.get(jax.default_backend())
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
+        self._compiled_init = jax.jit(self._init)
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
@@ -126,16 +163,20 @@ class Trainer:
         compiled = lowered.compile(self._options)
         return compiled, time.perf_counter() - started
 
-    def init(self) -> TrainState:
-        """The state before the first step; the parameters depend on the seed alone."""
-        return jax.jit(self._init)()
+    def init(self, seed: int | None = None) -> TrainState:
+        """The state before the first step.
+
+        The parameters depend on the seed alone, by default the settings': in BF16 they
+        are the float32 ones rounded.
+        """
+        return self._compiled_init(self._settings.seed if seed is None else seed)
 
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and placement of a state."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
-            jax.eval_shape(self._init),
+            jax.eval_shape(self._init, 0),
         )
 
     def step(
@@ -152,7 +193,7 @@ class Trainer:
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
         """`coat.moment_report` of a state; nothing where its moments are float32."""
-        if self._config.recipe not in COAT_RECIPES:
+        if not self._optimizer.fused:
             return []
         return coat.moment_report(state.opt_state).rows()
 
@@ -174,12 +215,13 @@ class Trainer:
         shape = self._settings.batch_size, self._settings.seq_len + 1
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def _create_model(self) -> llama.Llama:
-        return llama.Llama(self._config, rngs=nnx.Rngs(self._settings.seed))
-
-    def _init(self) -> TrainState:
-        params = nnx.state(self._create_model())
-        return TrainState(params, self._tx.init(params))
+    def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
+        config = dataclasses.replace(self._config, param_dtype=jnp.float32)
+        rngs = nnx.Rngs(jax.random.key(seed))
+        params = nnx.state(llama.Llama(config, rngs=rngs))
+        dtype = self._config.param_dtype
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        return TrainState(params, self._tx.init(params), jnp.int32(seed))
 
     def _loss(self, params: nnx.State, batch: Int32[Array, "batch length+1"]):
         model = nnx.merge(self._graphdef, params)
@@ -187,10 +229,17 @@ class Trainer:
 
     def _step(self, state: TrainState, batch: Int32[Array, "batch length+1"]):
         loss, grads = jax.value_and_grad(self._loss)(state.params, batch)
-        updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
         metrics = Metrics(loss, optax.tree.norm(grads))
-        return TrainState(params, opt_state), metrics
+        if self._optimizer.fused:
+            stochastic = self._settings.rounding == "stochastic"
+            key = jax.random.key(state.seed) if stochastic else None
+            params, opt_state = coat.fused_update(
+                self._tx, grads, state.opt_state, state.params, key=key
+            )
+        else:
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.seed), metrics
 
 
 def tree_bytes(tree: Any) -> int:

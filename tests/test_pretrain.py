@@ -203,6 +203,7 @@ def test_resume_refuses_other_data(finished, text, capsys):
         (["--recipes", "bf16,fp4"], "recipes are bf16, te, coat, coat_max; got 'fp4'"),
         (["--recipes", "coat,coat"], "each once"),
         (["--steps", "0"], "steps must be positive, got 0"),
+        (["--rounding", "stochastic"], "needs param_dtype='bfloat16' and one of the"),
         (["--b2", "1"], "b2 must be at least 0 and below 1, got 1.0"),
         (["--data", "/nowhere"], "no file or folder at /nowhere"),
         (["--seq-len", "100000"], "length of 100000 needs 100001 tokens"),
@@ -316,7 +317,7 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
 def test_checkpoints_keep_every_bit(tmp_path, rng):
     x = jnp.asarray(rng.normal(size=(8, 200)), jnp.float32)
-    state = training.TrainState(x, coat.quantize(x, expand=True))
+    state = training.TrainState(x, coat.quantize(x, expand=True), jnp.int32(7))
     with runs.Checkpoints(tmp_path / "saved") as checkpoints:
         assert checkpoints.progress() == runs.Progress()
         for step in (3, 5):

@@ -1,0 +1,227 @@
+"""Training curves of optimizers: optax.adamw against FP8 moments and BF16 parameters.
+
+    uv run python -m experiments.optimizer_curves
+
+trains the main job's model, all of it in its `bf16` recipe, with `optax.adamw` and
+float32 parameters, with `coat.fp8_adamw`, with COAT's own scheme for the first moment,
+and with BF16 parameters that are rounded to nearest and stochastically; everything from
+one initialization and on one order of the data for each of several seeds. Results are
+written after every training. Call it again after an interruption, or with more seeds,
+and it does only what is missing.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from rich.console import Console
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments import arguments, curve_summary, pretrain
+from experiments.results import write_results
+from experiments.settings import ParamDtype, Rounding, Settings, model_config
+from experiments.training import Optimizer, Trainer
+
+Row = dict[str, Any]
+# What differs between trainings, or in no number of theirs.
+_NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
+_NOT_SHARED += ("save_every",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+      name: In tables and results.
+      optimizer: What with.
+      param_dtype: What the parameters are kept in.
+      rounding: How `coat.fp8_adamw` rounds them to BF16.
+    """
+
+    name: str
+    optimizer: Optimizer
+    param_dtype: ParamDtype = "float32"
+    rounding: Rounding = "nearest"
+
+
+_OPTAX = Optimizer(optax.adamw, fused=False)
+_FP8 = Optimizer(coat.fp8_adamw, fused=True)
+_COAT = Optimizer(partial(coat.fp8_adamw, normalize_mu=False), fused=True)
+_BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
+# The first is what the others are compared with.
+VARIANTS = (
+    Variant(name="optax.adamw", optimizer=_OPTAX),
+    Variant(name="fp8_adamw", optimizer=_FP8),
+    Variant(name="fp8_adamw, normalize_mu=False", optimizer=_COAT),
+    Variant(name="optax.adamw, BF16 nearest", optimizer=_OPTAX, **_BF16),
+    Variant(name="fp8_adamw, BF16 nearest", optimizer=_FP8, **_BF16),
+    Variant(
+        name="fp8_adamw, BF16 stochastic",
+        optimizer=_FP8,
+        rounding="stochastic",
+        **_BF16,
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    given = arguments.read(parser(), argv)
+    seeds, out = given.pop("seeds", 4), given.pop("out", None)
+    try:
+        settings = arguments.settings(given)
+        out = out or Path(
+            f"experiments/results/optimizer_curves_{settings.preset}.json"
+        )
+        curves = Curves.open(out, settings, seeds)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        curves.train()
+    except KeyboardInterrupt:
+        print(f"\n{out} keeps what is finished; the same command goes on from there")
+        return pretrain.STOPPED
+    summary = curves.write()
+    figure = curve_summary.figure(curves.rows, curves.title())
+    figure.savefig(out.with_suffix(".png"))
+    Console().print(curve_summary.table(summary, curves.title()))
+    print(f"{out}, and a figure beside it")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The main job's flags, but for what is compared."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.optimizer_curves",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    arguments.add_training(top)
+    add = top.add_argument_group("how often, and where").add_argument
+    add("--seeds", type=int, help="trainings of each kind, with seeds 0, 1, ... (4)")
+    add("--out", type=Path, help="results file; the figure goes beside it", metavar="F")
+    return top
+
+
+class Curves:
+    """A results file with training curves, and what is missing in it.
+
+    Attributes:
+      rows: One a validation: of which variant and seed, after which step, the mean
+        training loss since the validation before and the validation loss.
+    """
+
+    def __init__(
+        self, out: Path, settings: Settings, seeds: int, inputs: pretrain.Inputs
+    ) -> None:
+        self.rows: list[Row] = []
+        self._out = out
+        self._settings = settings
+        self._seeds = seeds
+        self._inputs = inputs
+        self._shared: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, out: Path, settings: Settings, seeds: int) -> "Curves":
+        """Reads the data and what is finished.
+
+        Raises:
+          ValueError: If there is no seed or no folder, or the file holds curves of
+            other settings or data.
+        """
+        if seeds < 1:
+            raise ValueError(f"seeds must be positive, got {seeds}")
+        if not out.parent.is_dir():
+            raise ValueError(f"no folder {out.parent} to write {out.name} to")
+        corpus = pretrain.load_corpus(settings, out.parent)
+        curves = cls(out, settings, seeds, pretrain.select_inputs(corpus, settings))
+        shared = dataclasses.asdict(settings)
+        shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
+        curves._shared = {"settings": shared, "data": corpus.fingerprint()}
+        if out.exists():
+            found = json.loads(out.read_text())
+            for name, own in curves._shared.items():
+                if found.get(name) != own:
+                    raise ValueError(f"{out} has curves of other {name}; give an --out")
+            curves.rows = found["rows"]
+        return curves
+
+    def train(self) -> None:
+        """Does the trainings that are missing, seed by seed."""
+        missing = list(self._missing())
+        trainers = {}
+        bar = tqdm(total=len(missing) * self._settings.steps, unit="step")
+        with bar:
+            for variant, seed in missing:
+                bar.set_description(f"seed {seed}, {variant.name}")
+                if variant not in trainers:
+                    trainers[variant] = self._trainer(variant)
+                self.rows += self._curve(trainers[variant], variant, seed, bar)
+                self.write()
+
+    def write(self) -> list[Row]:
+        """Writes the results file, and returns the summary in it."""
+        summary = curve_summary.summarize(self.rows)
+        bars = curve_summary.bars(summary)
+        shared = self._shared | {"summary": summary}
+        write_results(self._out, rows=self.rows, bars=bars, **shared)
+        return summary
+
+    def title(self) -> str:
+        """What was trained."""
+        s, seeds = self._settings, len({row["seed"] for row in self.rows})
+        plural = "" if seeds == 1 else "s"
+        return (
+            f"{s.preset}: {s.steps} steps of {s.batch_size} x {s.seq_len} "
+            f"{self._inputs.token}s, {seeds} seed{plural}"
+        )
+
+    def _missing(self) -> Iterator[tuple[Variant, int]]:
+        done = {(row["optimizer"], row["seed"]) for row in self.rows}
+        for seed in range(self._seeds):
+            for variant in VARIANTS:
+                if (variant.name, seed) not in done:
+                    yield variant, seed
+
+    def _trainer(self, variant: Variant) -> Trainer:
+        settings = dataclasses.replace(
+            self._settings, param_dtype=variant.param_dtype, rounding=variant.rounding
+        )
+        config = model_config(settings, "bf16", self._inputs.vocab_size)
+        return Trainer(
+            config, settings, steps=settings.steps, optimizer=variant.optimizer
+        )
+
+    def _curve(
+        self, trainer: Trainer, variant: Variant, seed: int, bar: tqdm
+    ) -> list[Row]:
+        """One training."""
+        settings = dataclasses.replace(self._settings, seed=seed)
+        batches = pretrain.train_batches(self._inputs, settings)
+        state, losses, rows = trainer.init(seed), [], []
+        for step in range(1, settings.steps + 1):
+            state, metrics = trainer.step(state, next(batches))
+            losses.append(metrics.loss)
+            if step == settings.steps or step % settings.eval_every == 0:
+                row = {"optimizer": variant.name, "seed": seed, "step": step}
+                row["train_loss"] = float(np.mean(losses))
+                row["val_loss"] = trainer.evaluate(state, self._inputs.validation)
+                rows.append(row)
+                losses = []
+            bar.update()
+        return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""A training step of BF16 parameters: where they start, and how they are rounded."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import runs, training
+from experiments.settings import PRESETS, Settings, model_config
+
+_BF16 = {"param_dtype": "bfloat16"}
+
+
+def _settings(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+
+
+def _trainer(**changes) -> training.Trainer:
+    """FP8 moments for a model without FP8, which compiles faster."""
+    settings = _settings(**changes)
+    config, fp8 = model_config(settings, "bf16", 257), training.Optimizer.of("coat")
+    return training.Trainer(config, settings, steps=10, optimizer=fp8)
+
+
+@pytest.fixture(scope="module")
+def batches():
+    settings = _settings()
+    shape = 6, settings.batch_size, settings.seq_len + 1
+    return np.random.default_rng(0).integers(0, 257, shape, np.int32)
+
+
+@pytest.fixture(scope="module")
+def stochastic() -> training.Trainer:
+    return _trainer(rounding="stochastic", lr=1e-5, **_BF16)
+
+
+def _bits(tree):
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def _flat(state):
+    leaves = [np.asarray(x, np.float32) for x in jax.tree.leaves(state.params)]
+    return np.concatenate([leaf.ravel() for leaf in leaves])
+
+
+def test_bf16_parameters_start_as_the_float32_ones_rounded(stochastic):
+    wide = _trainer().init().params
+    expected = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), wide)
+    assert _bits(stochastic.init().params) == _bits(expected)
+
+
+def test_a_seed_of_init_is_the_settings_seed(stochastic):
+    other = _bits(_trainer(seed=3, **_BF16).init())
+    assert _bits(stochastic.init(3)) == other != _bits(stochastic.init())
+
+
+def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
+    stochastic, batches
+):
+    """Updates are a fraction of what BF16 resolves, so that nearest loses most."""
+    nearest = _trainer(lr=1e-5, **_BF16)
+    exact = _trainer(lr=1e-5)
+    before = _flat(stochastic.init())
+    wide = jax.tree.map(lambda p: p.astype(jnp.float32), stochastic.init().params)
+    state, _ = exact.step(exact.init()._replace(params=wide), batches[0])
+    update = _flat(state) - before
+
+    def share(trainer):
+        moved = _flat(trainer.step(trainer.init(), batches[0])[0]) - before
+        return np.sum(moved * np.sign(update)) / np.sum(np.abs(update))
+
+    assert share(stochastic) == pytest.approx(1, abs=0.1)
+    assert share(nearest) < 0.5
+
+
+def test_stochastic_rounding_depends_on_the_seed_and_the_step(stochastic, batches):
+    def params(seed, count=1):
+        state = stochastic.init()._replace(seed=jnp.int32(seed))
+        for batch in batches[:count]:
+            state, _ = stochastic.step(state, batch)
+        return _bits(state.params)
+
+    assert params(0) == params(0) != params(1)
+    assert params(0, 2) == params(0, 2) != params(0)
+
+
+def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_path):
+    def advance(state, part):
+        for batch in part:
+            state, _ = stochastic.step(state, batch)
+        return state
+
+    undisturbed = advance(stochastic.init(), batches)
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        state = advance(stochastic.init(), batches[:3])
+        checkpoints.save(state, runs.Progress(step=3))
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        restored = checkpoints.state(stochastic.abstract_state())
+    assert _bits(advance(restored, batches[3:])) == _bits(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"param_dtype": "bfloat16", "recipes": ("bf16", "te")}]
+)
+def test_stochastic_rounding_of_nothing_is_refused(changes):
+    with pytest.raises(ValueError, match="needs param_dtype='bfloat16' and one of"):
+        _settings(rounding="stochastic", **changes)
