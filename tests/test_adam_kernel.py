@@ -86,6 +86,8 @@ CASES = [
     ((25, 384), BF16, "stochastic", SCALARS),
     ((33, 128), F32, "nearest", GENERAL),
     ((24, 200), BF16, "nearest", SCALARS),
+    ((16, 136), BF16, "update", GENERAL),
+    ((40, 100), BF16, "stochastic", SCALARS),
     ((51, 128), BF16, "update", GENERAL),
     ((16, 128), F32, "update", SCALARS),
 ]

@@ -1,0 +1,180 @@
+"""How the kernel of Adam's step goes over memory: everything once, in place."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.adam_tile import (
+    GROUP_LAYOUT,
+    LAYOUT,
+    TILE,
+    Factors,
+    Inputs,
+    State,
+    Step,
+    load,
+)
+from pallas_kernels.reference import GROUP, Moments
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How the kernel is laid over the GPU.
+
+    Attributes:
+      tiles: Tiles of 16 groups a pipeline step.
+      stages: Pipeline steps in flight.
+      ctas: Thread blocks on each multiprocessor.
+      sms: Multiprocessors.
+    """
+
+    tiles: int = 2
+    stages: int = 2
+    ctas: int = 4
+    sms: int = 132
+
+
+# Jitted, so that a model's many parameters of one shape are compiled once.
+@functools.partial(jax.jit, static_argnames=("step", "tuning"))
+def run(
+    step: Step,
+    params: Array | None,
+    moments: Moments,
+    grads: Array,
+    noise: Array | None,
+    factors: Array,
+    tuning: Tuning,
+) -> State:
+    """Updates parameters and moments in place: as refs they are the kernel's outputs.
+
+    Arrays are [groups, 128] with one number a group in [groups], or they are [rows, n]
+    and [rows, ceil(n / 128)]. Of the latter a short last group is left as it is.
+    """
+    if params is None:
+        result = jax.empty_ref(jax.ShapeDtypeStruct(grads.shape, grads.dtype))
+    else:
+        result = jax.new_ref(params)
+    refs = State(result, **{f: jax.new_ref(x) for f, x in moments._asdict().items()})
+    reads = [x for x in (grads, noise) if x is not None]
+    rows, columns = grads.shape[0], grads.shape[1] // GROUP
+    tiles, rest = divmod(rows, TILE)
+    tiles -= rest > 0  # The last one overlaps with what is left.
+
+    def launch(body, ctas):
+        def kernel(*args):
+            refs, (grads, *rest) = State(*args[:6]), args[6:]
+            factors = Factors(*(rest[-1][j] for j in range(len(Factors._fields))))
+            noise = rest[0] if rest[1:] else None
+            inputs = Inputs.of(refs, grads, noise, step.with_params)
+            body(inputs, functools.partial(step.tile, factors), refs)
+
+        plgpu.kernel(
+            kernel,
+            out_type=(),
+            grid=(ctas,),
+            grid_names=("cta",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # A lane writes what it has read itself, and nothing else.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(*refs, *reads, factors)
+
+    direct = functools.partial(_direct, columns=columns)
+    if tiles and grads.shape[1] == GROUP:
+        ctas = min(-(-tiles // tuning.tiles), tuning.ctas * tuning.sms)
+        body = functools.partial(_pipeline, tiles=tiles, ctas=ctas, tuning=tuning)
+        launch(body, ctas)
+    elif tiles:
+        launch(direct, tiles * columns)
+    if rest:
+        starts = (tiles * TILE, rows - TILE)
+        launch(functools.partial(direct, starts=starts), columns)
+    return State(*(jax.freeze(r) for r in refs))
+
+
+def _pipeline(inputs: Inputs, update, refs: State, *, tiles, ctas, tuning) -> None:
+    """Strides over blocks of tiles, the next ones' loads ahead; stores are direct."""
+    block = tuning.tiles * TILE
+    blocks = -(-tiles // tuning.tiles)
+    cta = lax.axis_index("cta")
+
+    def width(ref):  # The copy engine writes 128 bytes or more.
+        return max(block, 128 // jnp.dtype(ref.dtype).itemsize)
+
+    def array_spec(_):
+        return pl.BlockSpec((block, GROUP), lambda j: (cta + j * ctas, 0))
+
+    def group_spec(ref):
+        def index(j):
+            return (lax.div((cta + j * ctas) * block, width(ref)),)
+
+        return pl.BlockSpec((width(ref),), index)
+
+    def body(indices, *smem):
+        smem = jax.tree.unflatten(jax.tree.structure(inputs), smem)
+        start = (cta + indices[0] * ctas) * block
+        for tile in range(tuning.tiles):
+
+            def loads(ref, at=0, layout=LAYOUT, tile=tile):
+                rows = pl.ds(at + tile * TILE, TILE)
+                return functools.partial(load, ref.at[rows], layout)
+
+            def group_loads(ref):
+                return loads(ref, lax.rem(start, ref.shape[0]), GROUP_LAYOUT)
+
+            values = smem.map(loads, group_loads)
+            if tile == tuning.tiles - 1:
+                # All warps have to have read the stage before it is filled again; to
+                # wait after the stores would be to wait for the stores.
+                values = values.loaded()
+                plgpu.commit_smem()
+            at = start + tile * TILE
+            to = State(*(ref.at[pl.ds(at, TILE)] for ref in refs))
+            store = functools.partial(update, to, values)
+            if tiles % tuning.tiles:
+                pl.when(at < tiles * TILE)(store)
+            else:
+                store()
+
+    plgpu.emit_pipeline(
+        body,
+        grid=((blocks - cta + ctas - 1) // ctas,),
+        in_specs=jax.tree.leaves(inputs.map(array_spec, group_spec)),
+        out_specs=[],
+        max_concurrent_steps=tuning.stages,
+    )(*jax.tree.leaves(inputs))
+
+
+def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
+    """A thread block for each tile of 16 rows of one group, or of rows from `starts`.
+
+    Tiles may overlap: all are read before one is written, alike where they are shared.
+    """
+    cta = lax.axis_index("cta")
+    column = lax.rem(cta, columns)
+    starts = starts or [lax.div(cta, columns) * TILE]
+
+    def array_at(ref, start):
+        return ref.at[pl.ds(start, TILE), pl.ds(column * GROUP, GROUP)]
+
+    def group_at(ref, start):
+        rows = pl.ds(start, TILE)
+        return ref.at[rows] if len(ref.shape) == 1 else ref.at[rows, column]
+
+    def loads(start):
+        return inputs.map(
+            lambda ref: functools.partial(load, array_at(ref, start)),
+            lambda ref: functools.partial(load, group_at(ref, start), GROUP_LAYOUT),
+        ).loaded()
+
+    for start, values in [(start, loads(start)) for start in starts]:
+        at = (functools.partial(f, start=start) for f in (array_at, group_at))
+        update(refs.map(*at), values)

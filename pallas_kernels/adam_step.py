@@ -1,0 +1,129 @@
+"""Adam's step on FP8 moments, of arrays of any shape."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, UInt32
+
+from pallas_kernels import adam_kernel, dispatch, reference
+from pallas_kernels.adam_kernel import Tuning
+from pallas_kernels.adam_tile import TILE, VECTOR, Step, factors
+from pallas_kernels.reference import GROUP, AdamScalars, Moments
+
+_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def adam(
+    scalars: AdamScalars,
+    grads: Float[Array, "... n"],
+    moments: Moments,
+    params: Float[Array, "... n"] | None = None,
+    noise: UInt32[Array, "... g"] | None = None,
+    *,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Float[Array, "... n"], Moments]:
+    """One parameter's Adam step; see `AdamScalars` for the arithmetic, in float32.
+
+    Args:
+      scalars: The step's factors.
+      grads: Gradients, bfloat16 or float32.
+      moments: Moments before the step.
+      params: Parameters, bfloat16 or float32; None returns Adam's update instead.
+      noise: Random bits, one word a group of 128, with which bfloat16 parameters are
+        rounded stochastically; None rounds them to nearest.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Returns:
+      The parameters after the step, or without `params` the update in the gradients'
+      dtype; and the moments after the step.
+    """
+    chosen = dispatch.choose(implementation, _obstacle(grads, params))
+    if chosen == "reference":
+        return reference.adam(scalars, grads, moments, params, noise)
+    return _mosaic(scalars, grads, moments, params, noise, tuning or Tuning())
+
+
+def _obstacle(grads: Array, params: Array | None) -> str | None:
+    """Why the kernel cannot run; None if it can."""
+    for name, x in (("gradients", grads), ("parameters", params)):
+        if x is not None and x.dtype not in _DTYPES:
+            return f"{name} must be bfloat16 or float32, got {x.dtype}"
+    if not grads.ndim or grads.size < TILE * GROUP:
+        return f"it takes {TILE * GROUP} elements or more, got {grads.size}"
+    return None
+
+
+def _is_zero(x: Array | float) -> bool:
+    return isinstance(x, int | float) and x == 0
+
+
+def _mosaic(scalars, grads, moments, params, noise, tuning):
+    n = grads.shape[-1]
+    rows, whole = grads.size // n, n // GROUP * GROUP
+    if n > whole and whole and n % VECTOR == 0 and rows >= TILE:
+        result, after = _whole_groups(
+            scalars, grads, moments, params, noise, tuning, (rows, n)
+        )
+        return _with_last_group(scalars, grads, after, result, params, noise, tuning)
+    if n > whole:
+
+        def padded(x):
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % GROUP)])
+
+        moments = moments._replace(mu=padded(moments.mu), nu=padded(moments.nu))
+        params = None if params is None else padded(params)
+        grads = padded(grads)
+    result, moments = _whole_groups(
+        scalars, grads, moments, params, noise, tuning, (-1, GROUP)
+    )
+    moments = moments._replace(mu=moments.mu[..., :n], nu=moments.nu[..., :n])
+    return result[..., :n], moments
+
+
+def _whole_groups(scalars, grads, moments, params, noise, tuning, view):
+    """The step of all groups of 128, on arrays seen as `view`."""
+    per_group = (-1,) if view[1] == GROUP else (view[0], -1)
+    step = Step(
+        nesterov=not _is_zero(scalars.grad_weight),
+        eps_root=not _is_zero(scalars.eps_root),
+        with_params=params is not None,
+    )
+    state = adam_kernel.run(
+        step,
+        None if params is None else params.reshape(view),
+        Moments(
+            mu=moments.mu.reshape(view),
+            mu_scale=moments.mu_scale.reshape(per_group),
+            nu=moments.nu.reshape(view),
+            nu_scale=moments.nu_scale.reshape(per_group),
+            nu_exponent=moments.nu_exponent.reshape(per_group),
+        ),
+        grads.reshape(view),
+        None if noise is None else noise.reshape(per_group),
+        factors(scalars, step.with_params),
+        tuning,
+    )
+    after = {
+        f: getattr(state, f).reshape(x.shape) for f, x in moments._asdict().items()
+    }
+    return state.result.reshape(grads.shape), Moments(**after)
+
+
+def _with_last_group(scalars, grads, moments, result, params, noise, tuning):
+    """Does the step of the short last group of every row, after that of all others."""
+    start = grads.shape[-1] // GROUP * GROUP
+    starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
+    last = Moments(*(x[..., j:] for x, j in zip(moments, starts, strict=True)))
+    last_result, last = _mosaic(
+        scalars,
+        grads[..., start:],
+        last,
+        # Not of the parameters themselves, which are changed in place.
+        None if params is None else result[..., start:],
+        None if noise is None else noise[..., start // GROUP :],
+        tuning,
+    )
+    put = lax.dynamic_update_slice_in_dim
+    moments = [put(*x, axis=-1) for x in zip(moments, last, starts, strict=True)]
+    return put(result, last_result, start, axis=-1), Moments(*moments)

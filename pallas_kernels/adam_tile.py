@@ -1,0 +1,250 @@
+"""Adam's step on FP8 moments: everything is read once and written once, in place.
+
+The work is bound by memory, 10 bytes a bfloat16 parameter, as long as the arithmetic
+hides behind it, and what that is short of is the special function unit. So:
+
+- A group's expansion acts on logarithms, and log2(0) = -inf lets zeros vanish without
+  a select. The second moment is decoded as its root, whose square is free.
+- Factors are folded into numbers of the group.
+- The first moment's expansion is a cube: two multiplications. One reciprocal root
+  serves both the stored ratio and the update.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from pallas_kernels import reference
+from pallas_kernels.reference import GROUP, AdamScalars
+
+TILE = 16  # Groups that a warpgroup handles at a time.
+VECTOR = 8  # Neighbours that a lane loads at a time.
+# 4 warps x 4 groups, 8 lanes a group, two vectors of 8 neighbours a lane.
+LAYOUT = plgpu.Layout.TILED(
+    plgpu.Tiling(((TILE, GROUP), (4, GROUP), (64,), (8,))),
+    warp_dims=(-6,),
+    lane_dims=(-4, -2),
+    vector_dim=-1,
+)
+GROUP_LAYOUT = LAYOUT.reduce(1)
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+_LOG2_MAX = math.log2(448.0)
+_LOG2_RANGE = 16 * math.log2(448.0**2 / 2)
+
+
+class State(NamedTuple):
+    """What a step changes: arrays, or refs to them."""
+
+    result: Any  # The parameters, or what updates are written to.
+    mu: Any
+    nu: Any
+    mu_scale: Any
+    nu_scale: Any
+    nu_exponent: Any
+
+    def map(self, array: Callable, per_group: Callable) -> "State":
+        """Applies one function to arrays and another to what groups have one of."""
+        return State(*map(array, self[:3]), *map(per_group, self[3:]))
+
+
+class Inputs(NamedTuple):
+    """What a step reads of a tile: refs, or functions that load."""
+
+    grads: Any
+    mu: Any
+    nu: Any
+    params: Any  # None where updates are wanted.
+    mu_scale: Any
+    nu_scale: Any
+    nu_exponent: Any
+    noise: Any  # None without stochastic rounding.
+
+    @classmethod
+    def of(cls, refs: State, grads: Any, noise: Any, with_params: bool) -> "Inputs":
+        """What is read beside the gradients and the noise is also what changes."""
+        scales = (refs.mu_scale, refs.nu_scale, refs.nu_exponent)
+        params = refs.result if with_params else None
+        return cls(grads, refs.mu, refs.nu, params, *scales, noise)
+
+    def map(self, array: Callable, per_group: Callable) -> "Inputs":
+        """Applies one function to arrays and another to what groups have one of."""
+        arrays = jax.tree.map(array, self[:4])
+        return Inputs(*arrays, *jax.tree.map(per_group, self[4:]))
+
+    def loaded(self) -> "Inputs":
+        """Loads at once, for functions that only return what they loaded."""
+
+        def now(load):
+            return functools.partial(lambda x: x, load())
+
+        return self.map(now, now)
+
+
+class Factors(NamedTuple):
+    """What the kernel multiplies with.
+
+    It carries m = ratio * mu, for a ratio that lets the gradient enter both moments as
+    h = sqrt(1 - b2) * g.
+    """
+
+    gradient: Array  # sqrt(1 - b2): g to h.
+    log2_mu: Array  # From log2(cbrt(c) * sqrt(b2 * nu)) to log2(b1 * m).
+    log2_root: Array  # log2(sqrt(b2)).
+    unit: Array  # 1 / ratio: m to mu.
+    numerator: Array  # m to the update times its denominator.
+    lookahead: Array  # h's share in the numerator, with Nesterov momentum.
+    denominator: Array  # sqrt(nu) to the update's denominator.
+    eps_root: Array
+    eps: Array
+    keep: Array  # 1 - learning_rate * decay.
+
+
+def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
+    """`Factors` as one array."""
+    s = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in s))
+    step = s.learning_rate if with_params else 1.0
+    gradient = jnp.sqrt(1 - s.b2)
+    unit = (1 - s.b1) / gradient
+    root = jnp.sqrt(jnp.maximum(s.b2, _TINY))
+    factors = Factors(
+        gradient=gradient,
+        log2_mu=jnp.log2(s.b1 / (unit * root)) - _LOG2_MAX / 3,
+        log2_root=jnp.log2(root),
+        unit=unit,
+        numerator=step * s.mu_weight * unit,
+        lookahead=s.grad_weight / (s.mu_weight * unit * gradient),
+        denominator=jnp.sqrt(s.nu_weight),
+        eps_root=s.eps_root,
+        eps=s.eps,
+        keep=1 - s.learning_rate * s.decay,
+    )
+    return jnp.stack(factors)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """The arithmetic of a tile, for what is known when the kernel is compiled."""
+
+    nesterov: bool
+    eps_root: bool
+    with_params: bool
+
+    def tile(self, f: Factors, to: State, loads: Inputs) -> None:
+        """Computes a tile from what `loads` return, and stores it."""
+        h = loads.grads().astype(jnp.float32) * f.gradient
+        m, root = _decoded(loads, f)
+        m, v = m + h, root * root + h * h
+        log2_v = jnp.log2(v)
+        # At most the root of the smallest normal number, inverted: what is below is 0.
+        q = jnp.exp2(jnp.minimum(log2_v * -0.5, 63.0))
+        to.result[...] = self._result(h, m, v, q, f, loads, to.result.dtype)
+        to.mu[...], to.mu_scale[...] = _encoded_ratio(m * q, f)
+        to.nu[...], to.nu_scale[...], to.nu_exponent[...] = _encoded_nu(v, log2_v)
+
+    def _result(self, h, m, v, q, f, loads, dtype):
+        numerator = m
+        if self.nesterov:
+            numerator = m + h * f.lookahead
+        if self.eps_root:  # Only 0 lets the reciprocal root q serve here.
+            square = v * (f.denominator * f.denominator) + f.eps_root
+            denominator = jnp.exp2(jnp.log2(square) * 0.5) + f.eps
+        else:
+            numerator, denominator = numerator * q, q * f.eps + f.denominator
+        update = numerator * _reciprocal(denominator) * f.numerator
+        if not self.with_params:
+            return update.astype(dtype)
+        p = loads.params().astype(jnp.float32) * f.keep - update
+        if loads.noise is None or dtype != jnp.bfloat16:
+            return p.astype(dtype)
+        return _stochastic(p, loads.noise())
+
+
+def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
+    """The carried b1 * m, and the root of b2 * nu."""
+    half_root = 8.0 / _float32(loads.nu_exponent())
+    log2_top = jnp.log2(_float32(loads.nu_scale())) + _LOG2_MAX
+    base = 0.5 * log2_top + f.log2_root - _LOG2_MAX * half_root
+    c = _float32(loads.nu())
+    log2_root = jnp.log2(c) * _spread(half_root) + _spread(base)
+    base = jnp.log2(_float32(loads.mu_scale())) + (_LOG2_MAX + f.log2_mu)
+    c = _float32(loads.mu())
+    log2_m = jnp.log2(jnp.abs(c)) * (1 / 3) + (log2_root + _spread(base))
+    return _with_sign(jnp.exp2(log2_m), c), jnp.exp2(log2_root)
+
+
+def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
+    scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.unit * (1 / 448)))
+    unit = f.unit * 448 ** (1 / 3 - 1)
+    t = r * _spread(unit / _float32(scale))
+    return (t * t * t).astype(jnp.float8_e4m3fn), scale
+
+
+def _encoded_nu(v: Array, log2_v: Array) -> tuple[Array, Array, Array]:
+    scale = _scale(jnp.max(v, axis=1) * (1 / 448))
+    log2_top = jnp.log2(_float32(scale)) + _LOG2_MAX
+    # What is below the first normal number wraps around, and is never the smallest.
+    normal = jnp.uint32(0x00800000)
+    smallest = _floats(jnp.min(_bits(v) - normal, axis=1) + normal)
+    octaves = log2_top - jnp.log2(smallest)
+    k = jnp.clip(_LOG2_RANGE / jnp.maximum(octaves, 1e-3), 1.0, 255.0)
+    k = jnp.where(octaves < 1e30, k, 255.0).astype(jnp.int32)
+    power = k.astype(jnp.float32) * (1 / 16)
+    codes = jnp.exp2(log2_v * _spread(power) + _spread(_LOG2_MAX - power * log2_top))
+    return codes.astype(jnp.float8_e4m3fn), scale, k.astype(jnp.uint8)
+
+
+def _scale(x: Array) -> Array:
+    """The stored scale; NaN for infinity too."""
+    return (jnp.clip(x, _TINY, 2.0**119) + x * 0.0).astype(jnp.bfloat16)
+
+
+def _stochastic(p: Array, noise: Array) -> Array:
+    j = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, p.shape, 1), LAYOUT)
+    up = reference.hash32(_spread(noise) + j) >> jnp.uint32(16)
+    rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
+    return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(jnp.bfloat16)
+
+
+def load(ref: Any, layout: Any = LAYOUT) -> Array:
+    """Loads a tile, or with `GROUP_LAYOUT` what its groups have one of."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _spread(x: Array) -> Array:
+    """One number a group to its elements."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE, GROUP), (0,)), LAYOUT)
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _floats(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.float32)
+
+
+def _with_sign(magnitude: Array, x: Array) -> Array:
+    return _floats(_bits(magnitude) | (_bits(x) & jnp.uint32(0x80000000)))
+
+
+def _float32(x: Array) -> Array:
+    wide = x.astype(jnp.int32) if x.dtype == jnp.uint8 else x
+    return wide.astype(jnp.float32)
+
+
+def _reciprocal(x: Array) -> Array:
+    """1 / x for positive x to 7e-6, off the special function unit.
+
+    The bits' difference is a first guess to 5%; with its error e, 1 / (1 - e) follows.
+    """
+    guess = _floats(jnp.uint32(0x7EF31000) - _bits(x))
+    e = 1.0 - x * guess
+    return guess + guess * (e + e * (e + e * e))
