@@ -15,8 +15,9 @@ from coat_jax.state import MuScaling, ScaleByFP8AdamState
 from coat_jax.step import Adam, adam_step
 
 # Below this many elements a parameter's moments stay in float32: together such
-# parameters are a fraction of a percent of a model, and they are its most sensitive.
-MIN_QUANTIZED_SIZE = 4096
+# parameters, norms and biases, are a fraction of a percent of a model, and they are its
+# most sensitive. XLA does the steps of all of them in one kernel.
+MIN_QUANTIZED_SIZE = 8192
 
 
 def scale_by_fp8_adam(
@@ -36,7 +37,7 @@ def scale_by_fp8_adam(
 
     Each step reads the moments as float32, does what `optax.scale_by_adam` does, and
     stores them quantized: 2.05 bytes a parameter for both instead of 8. Parameters of
-    fewer than 4,096 elements keep float32 moments and are updated exactly as by optax,
+    fewer than 8,192 elements keep float32 moments and are updated exactly as by optax,
     as are those that `quantize_mask` leaves out. Updates have the gradients' dtype.
 
     The second moment has COAT's expansion (section 4.2), whose k follows each group's

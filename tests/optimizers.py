@@ -7,7 +7,7 @@ import pytest
 
 import coat_jax as coat
 
-SHAPE = (32, 160)  # Above 4,096 elements, with a short last group.
+SHAPE = (64, 160)  # Above 8,192 elements, with a short last group.
 
 either_scheme = pytest.mark.parametrize(
     "normalize_mu", [True, False], ids=["normalized", "coat"]

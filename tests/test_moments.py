@@ -129,7 +129,7 @@ def test_rows_and_the_table_name_each_moment():
         ("layer/0/w", "nu"),
     ]
     assert rows[0]["k"] == 3
-    assert sum(rows[1][f"k{k}"] for k in range(16)) == 64
+    assert sum(rows[1][f"k{k}"] for k in range(16)) == 128
     flat = (str, int, float)
     assert all(isinstance(value, flat) for row in rows for value in row.values())
     header, first, second = str(report).splitlines()
@@ -137,14 +137,14 @@ def test_rows_and_the_table_name_each_moment():
     assert first.split() == [
         "layer/0/w",
         "mu",
-        "5,120",
+        "10,240",
         "E4M3",
         "3",
         "100.00",
         "0.00",
         "0.00",
     ]
-    assert second.split()[:4] == ["layer/0/w", "nu", "5,120", "E4M3"]
+    assert second.split()[:4] == ["layer/0/w", "nu", "10,240", "E4M3"]
 
 
 def test_a_lost_group_shows_as_nan():

@@ -95,7 +95,7 @@ def test_functions_and_masks_pass_inject_hyperparams(make):
     if factory is coat.fp8_adamw:
         options |= {"mask": biases_stay, "learning_rate": 1e-2, "weight_decay": 0.1}
         static += ["mask"]
-    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((4096,))}
+    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8192,))}
     grads = jax.tree.map(lambda p: jnp.asarray(gradients(0, p.shape)), params)
     injected = optax.inject_hyperparams(factory, static_args=static)(**options)
     _, updates, state = run(injected, params, [grads], jit=True)

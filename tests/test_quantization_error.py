@@ -28,7 +28,7 @@ _KEY = jax.random.key(0)
 _FEW = (*studies.SCHEMES[:4], studies.DEFAULT, studies.STOCHASTIC[-1])
 
 
-def _random_moments(rng, groups=48, spread=1.0):
+def _random_moments(rng, groups=72, spread=1.0):
     """Moments of gradients whose size varies within a group and between groups."""
     size = rng.lognormal(-8, 2, (groups, 1)) * rng.lognormal(0, spread, (groups, 128))
     gradients = (size * rng.standard_normal((30, groups, 128))).astype(np.float32)
@@ -222,7 +222,7 @@ def states(settings):
 
 
 def _all_groups(tree):
-    leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if x.size >= 4096]
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree) if x.size >= 8192]
     rows = [row for leaf in leaves for row in leaf.reshape(-1, leaf.shape[-1])]
     return np.concatenate(
         [np.pad(row, (0, -len(row) % 128)).reshape(-1, 128) for row in rows]
@@ -243,7 +243,7 @@ def test_captured_gradients_lead_from_moments_to_moments(captured, states, setti
     for trained, exact in zip(last, replayed, strict=True):
         np.testing.assert_allclose(trained, exact, rtol=1e-5, atol=1e-6 * exact.max())
     leaves = jax.tree.leaves(states[0].params)
-    sizes = [leaf.size for leaf in leaves if leaf.size >= 4096]
+    sizes = [leaf.size for leaf in leaves if leaf.size >= 8192]
     assert len(sizes) < len(leaves)
     assert captured.parameters == sum(sizes)
 

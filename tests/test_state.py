@@ -22,7 +22,7 @@ import coat_jax as coat
 
 
 def tree_of(seed: int) -> dict:
-    shapes = {"w": SHAPE, "deep": {"v": (40, 128)}, "b": (8,)}
+    shapes = {"w": SHAPE, "deep": {"v": (72, 128)}, "b": (8,)}
     return jax.tree.map(
         lambda shape: jnp.asarray(gradients(seed, shape)),
         shapes,
@@ -141,12 +141,12 @@ def mismatches():
     like = jax.eval_shape(coat.fp8_adamw(1e-2).init, PARAMS)
     adamw = optax.adamw(1e-2)
     fewer = {name: PARAMS[name] for name in ("w", "b")}
-    wider = PARAMS | {"deep": {"v": jnp.ones((40, 256))}}
-    other = PARAMS | {"deep": {"u": jnp.ones((40, 128))}}
+    wider = PARAMS | {"deep": {"v": jnp.ones((72, 256))}}
+    other = PARAMS | {"deep": {"u": jnp.ones((72, 128))}}
     return {
         "state.0..mu has no ..deep....v.., which": (adamw.init(fewer), like),
         "state.0..mu has no ..deep....v..": (adamw.init(other), like),
-        r"state.0..mu.'deep'..'v'. must have shape \(40, 128\), got \(40, 256\)": (
+        r"state.0..mu.'deep'..'v'. must have shape \(72, 128\), got \(72, 256\)": (
             adamw.init(wider),
             like,
         ),
