@@ -108,7 +108,7 @@ def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     drawn = Figure(figsize=(9, 7.5), layout="constrained", dpi=150)
     above, below = drawn.subplots(2, sharex=True, height_ratios=(5, 4))
     reference = next(iter(found.values()))
-    for color, (name, curves) in zip(_COLORS, found.items(), strict=True):
+    for color, (name, curves) in zip(_COLORS, found.items(), strict=False):
         style = dict(color=color, linestyle="--" if "BF16" in name else "-")
         _line(above, steps, curves, **style, label=name)
         _line(below, steps, curves - reference, **style)

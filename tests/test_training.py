@@ -61,7 +61,8 @@ def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
 ):
     """Updates are a fraction of what BF16 resolves, so that nearest loses most."""
     nearest = _trainer(lr=1e-5, **_BF16)
-    exact = _trainer(lr=1e-5)
+    settings = _settings(lr=1e-5)
+    exact = training.Trainer(model_config(settings, "bf16", 257), settings, steps=10)
     before = _flat(stochastic.init())
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), stochastic.init().params)
     state, _ = exact.step(exact.init()._replace(params=wide), batches[0])

@@ -1,0 +1,156 @@
+"""Training curves of optimizers: what is trained, kept, compared and drawn."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from experiments import curve_summary, optimizer_curves
+from experiments.settings import PRESETS
+
+_FEW = ["--preset", "tiny", "--steps", "6", "--eval-every", "4", "--eval-batches", "1"]
+# They compile fast.
+_CHOSEN = [v for v in optimizer_curves.VARIANTS if v.name.startswith("optax")]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """A file of random words."""
+    path = tmp_path_factory.mktemp("text") / "words.txt"
+    path.write_bytes(np.random.default_rng(0).integers(97, 107, 20_000, np.uint8))
+    return path
+
+
+@pytest.fixture
+def command(text, tmp_path, monkeypatch):
+    """A command line of two trainings a seed, and where it writes."""
+    monkeypatch.setattr(optimizer_curves, "VARIANTS", _CHOSEN)
+    out = tmp_path / "curves.json"
+    return [*_FEW, "--data", str(text), "--out", str(out)], out
+
+
+def _rows(out):
+    return json.loads(out.read_text())["rows"]
+
+
+def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsys):
+    argv, out = command
+    whole, trained = optimizer_curves.Curves._curve, []
+
+    def interrupted(self, trainer, variant, seed, bar):
+        if len(trained) == 1:
+            raise KeyboardInterrupt
+        trained.append((variant.name, seed))
+        return whole(self, trainer, variant, seed, bar)
+
+    monkeypatch.setattr(optimizer_curves.Curves, "_curve", interrupted)
+    assert optimizer_curves.main([*argv, "--seeds", "1"]) == 130
+    kept = _rows(out)
+    assert [(row["optimizer"], row["step"]) for row in kept] == [
+        ("optax.adamw", 4),
+        ("optax.adamw", 6),
+    ]
+
+    monkeypatch.setattr(optimizer_curves.Curves, "_curve", whole)
+    assert optimizer_curves.main([*argv, "--seeds", "2"]) == 0
+    rows = _rows(out)
+    assert rows[:2] == kept
+    names = [variant.name for variant in _CHOSEN]
+    found = [(row["seed"], row["optimizer"], row["step"]) for row in rows]
+    assert found == [(s, n, step) for s in (0, 1) for n in names for step in (4, 6)]
+    start = np.log(257)
+    assert all(0.5 * start < row["train_loss"] < 1.2 * start for row in rows)
+    by_seed = [[r["val_loss"] for r in rows if r["seed"] == s] for s in (0, 1)]
+    assert by_seed[0] != by_seed[1]
+    np.testing.assert_allclose(by_seed[0][:2], by_seed[0][2:], rtol=0.02)
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "2 seeds" in capsys.readouterr().out
+
+    assert optimizer_curves.main([*argv, "--seeds", "1"]) == 0
+    assert _rows(out) == rows
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--seeds", "0"], "seeds must be positive, got 0"),
+        (["--lr", "0.5"], "curves of other settings; give an --out"),
+        (["--out", "/nowhere/a.json"], "no folder /nowhere to write a.json to"),
+    ],
+)
+def test_mistakes_are_named_and_change_nothing(command, more, message, capsys):
+    argv, out = command
+    if "--lr" in more:
+        found = {"settings": {}, "data": "", "rows": []}
+        out.write_text(json.dumps(found))
+    before = sorted(out.parent.iterdir()), out.exists() and out.read_bytes()
+    assert optimizer_curves.main([*argv, *more]) == 2
+    assert message in capsys.readouterr().err
+    after = sorted(out.parent.iterdir()), out.exists() and out.read_bytes()
+    assert after == before
+
+
+def _written(losses):
+    """Rows with the given losses, (optimizer, seed, step)."""
+    return [
+        {"optimizer": name, "seed": seed, "step": 10 * step + 10, "val_loss": loss}
+        for name, seeds in losses.items()
+        for seed, curve in enumerate(seeds)
+        for step, loss in enumerate(curve)
+    ]
+
+
+def test_differences_are_paired_by_seed(rng):
+    first, second = rng.normal(2, 0.1, (2, 5, 3))
+    rows = _written({"optax.adamw": first, "fp8_adamw": second})
+    rows += _written({"optax.adamw": [[9.0] * 3] * 6})[-3:]  # a seed of one alone
+    summary = curve_summary.summarize(rows)
+    gaps = second[:, -1] - first[:, -1]
+    assert summary[0]["difference"] == summary[0]["standard_error"] == 0
+    assert summary[1] == {
+        "optimizer": "fp8_adamw",
+        "seeds": 5,
+        "val_loss": pytest.approx(second[:, -1].mean()),
+        "difference": pytest.approx(gaps.mean()),
+        "standard_error": pytest.approx(np.sqrt(np.var(gaps, ddof=1) / 5)),
+        "percent": pytest.approx(100 * gaps.mean() / first[:, -1].mean()),
+    }
+    (bar,) = curve_summary.bars(summary)
+    assert bar.measured == pytest.approx(second[:, -1].mean() / first[:, -1].mean())
+    assert bar.holds == (bar.measured <= 1.01)
+
+
+def test_one_seed_has_no_standard_error(rng):
+    summary = curve_summary.summarize(
+        _written({"optax.adamw": rng.normal(2, 1, (1, 4))})
+    )
+    assert summary[0]["standard_error"] is None
+
+
+def test_the_figure_shows_losses_and_differences(rng):
+    curves = {name: rng.normal(2, 0.1, (3, 4)) for name in ("a", "b BF16")}
+    above, below = curve_summary.figure(_written(curves), "title").axes
+    for name, line, gap in zip(curves, above.lines, below.lines, strict=True):
+        assert line.get_label() == name
+        np.testing.assert_array_equal(line.get_xdata(), [10, 20, 30, 40])
+        np.testing.assert_allclose(line.get_ydata(), curves[name].mean(axis=0))
+        expected = (curves[name] - curves["a"]).mean(axis=0)
+        np.testing.assert_allclose(gap.get_ydata(), expected)
+    assert len(below.collections) == 2
+
+
+@pytest.mark.parametrize("variant", optimizer_curves.VARIANTS, ids=lambda v: v.name)
+def test_a_variant_is_what_its_name_says(variant):
+    params = {"w": np.zeros((512, 512), variant.param_dtype)}
+    settings = PRESETS["tiny"].settings
+    tx = variant.optimizer.transformation(settings, 10)
+    mu = jax.eval_shape(lambda: optax.tree.get(tx.init(params), "mu"))["w"]
+    assert ("BF16" in variant.name) == (variant.param_dtype == "bfloat16")
+    assert ("stochastic" in variant.name) == (variant.rounding == "stochastic")
+    if variant.name.startswith("optax"):
+        assert mu.dtype == np.float32
+    else:
+        own_powers = "normalize_mu=False" in variant.name
+        assert (mu.exponent is not None) == own_powers
