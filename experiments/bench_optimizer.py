@@ -140,6 +140,7 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
     bf16, f32 = jnp.bfloat16, jnp.float32
     matrix = flat(32_768, bf16, parameters)
     wide, ragged = flat(32_768, f32, parameters), flat(5_000, bf16, parameters // 4)
+    heads = flat(64, bf16, parameters // 4)
     trees = {"291 tensors": llama_7b(False), "stacked layers": llama_7b(True)}
     found = [
         ("matrix bfloat16", "optax.adamw", matrix, optax_step()),
@@ -150,6 +151,8 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
         ("matrix float32", "fused_update", wide, fused_step()),
         ("last axis 5000", "optax.adamw", ragged, optax_step()),
         ("last axis 5000", "fused_update", ragged, fused_step()),
+        ("last axis 64", "optax.adamw", heads, optax_step()),
+        ("last axis 64", "fused_update", heads, fused_step()),
     ]
     for name, tree in trees.items():
         found.append((name, "fused_update", tree, fused_step()))

@@ -11,8 +11,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.adam_tile import (
-    GROUP_LAYOUT,
-    LAYOUT,
     TILE,
     Factors,
     Inputs,
@@ -53,8 +51,9 @@ def run(
 ) -> State:
     """Updates parameters and moments in place: as refs they are the kernel's outputs.
 
-    Arrays are [groups, 128] with one number a group in [groups], or they are [rows, n]
-    and [rows, ceil(n / 128)]. Of the latter a short last group is left as it is.
+    Arrays are [groups, width] with one number a group in [groups], or they are
+    [rows, n] and [rows, ceil(n / 128)]. Of the latter a short last group is left as it
+    is.
     """
     if params is None:
         result = jax.empty_ref(jax.ShapeDtypeStruct(grads.shape, grads.dtype))
@@ -62,7 +61,8 @@ def run(
         result = jax.new_ref(params)
     refs = State(result, **{f: jax.new_ref(x) for f, x in moments._asdict().items()})
     reads = [x for x in (grads, noise) if x is not None]
-    rows, columns = grads.shape[0], grads.shape[1] // GROUP
+    rows, n = grads.shape
+    width = min(n, GROUP)
     tiles, rest = divmod(rows, TILE)
     tiles -= rest > 0  # The last one overlaps with what is left.
 
@@ -87,16 +87,16 @@ def run(
             ),
         )(*refs, *reads, factors)
 
-    direct = functools.partial(_direct, columns=columns)
-    if tiles and grads.shape[1] == GROUP:
+    direct = functools.partial(_direct, columns=n // width)
+    if tiles and n == width:
         ctas = min(-(-tiles // tuning.tiles), tuning.ctas * tuning.sms)
         body = functools.partial(_pipeline, tiles=tiles, ctas=ctas, tuning=tuning)
         launch(body, ctas)
     elif tiles:
-        launch(direct, tiles * columns)
+        launch(direct, tiles * (n // width))
     if rest:
         starts = (tiles * TILE, rows - TILE)
-        launch(functools.partial(direct, starts=starts), columns)
+        launch(functools.partial(direct, starts=starts), n // width)
     return State(*(jax.freeze(r) for r in refs))
 
 
@@ -105,30 +105,31 @@ def _pipeline(inputs: Inputs, update, refs: State, *, tiles, ctas, tuning) -> No
     block = tuning.tiles * TILE
     blocks = -(-tiles // tuning.tiles)
     cta = lax.axis_index("cta")
-
-    def width(ref):  # The copy engine writes 128 bytes or more.
-        return max(block, 128 // jnp.dtype(ref.dtype).itemsize)
+    width = inputs.mu.shape[1]
 
     def array_spec(_):
-        return pl.BlockSpec((block, GROUP), lambda j: (cta + j * ctas, 0))
+        return pl.BlockSpec((block, width), lambda j: (cta + j * ctas, 0))
 
     def group_spec(ref):
-        def index(j):
-            return (lax.div((cta + j * ctas) * block, width(ref)),)
+        # The copy engine writes 128 bytes or more.
+        length = max(block, 128 // jnp.dtype(ref.dtype).itemsize)
 
-        return pl.BlockSpec((width(ref),), index)
+        def index(j):
+            return (lax.div((cta + j * ctas) * block, length),)
+
+        return pl.BlockSpec((length,), index)
 
     def body(indices, *smem):
         smem = jax.tree.unflatten(jax.tree.structure(inputs), smem)
         start = (cta + indices[0] * ctas) * block
         for tile in range(tuning.tiles):
 
-            def loads(ref, at=0, layout=LAYOUT, tile=tile):
+            def loads(ref, at=0, tile=tile):
                 rows = pl.ds(at + tile * TILE, TILE)
-                return functools.partial(load, ref.at[rows], layout)
+                return functools.partial(load, ref.at[rows], width)
 
             def group_loads(ref):
-                return loads(ref, lax.rem(start, ref.shape[0]), GROUP_LAYOUT)
+                return loads(ref, lax.rem(start, ref.shape[0]))
 
             values = smem.map(loads, group_loads)
             if tile == tuning.tiles - 1:
@@ -160,10 +161,11 @@ def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> Non
     """
     cta = lax.axis_index("cta")
     column = lax.rem(cta, columns)
+    width = min(inputs.mu.shape[1], GROUP)
     starts = starts or [lax.div(cta, columns) * TILE]
 
     def array_at(ref, start):
-        return ref.at[pl.ds(start, TILE), pl.ds(column * GROUP, GROUP)]
+        return ref.at[pl.ds(start, TILE), pl.ds(column * width, width)]
 
     def group_at(ref, start):
         rows = pl.ds(start, TILE)
@@ -171,8 +173,8 @@ def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> Non
 
     def loads(start):
         return inputs.map(
-            lambda ref: functools.partial(load, array_at(ref, start)),
-            lambda ref: functools.partial(load, group_at(ref, start), GROUP_LAYOUT),
+            lambda ref: functools.partial(load, array_at(ref, start), width),
+            lambda ref: functools.partial(load, group_at(ref, start), width),
         ).loaded()
 
     for start, values in [(start, loads(start)) for start in starts]:

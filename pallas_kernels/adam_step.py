@@ -6,10 +6,11 @@ from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels import adam_kernel, dispatch, reference
 from pallas_kernels.adam_kernel import Tuning
-from pallas_kernels.adam_tile import TILE, VECTOR, Step, factors
+from pallas_kernels.adam_tile import TILE, UNIT, Step, factors
 from pallas_kernels.reference import GROUP, AdamScalars, Moments
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
+_VECTOR = 8  # Elements of a load, whose address is a multiple of its size.
 
 
 def adam(
@@ -61,29 +62,28 @@ def _is_zero(x: Array | float) -> bool:
 def _mosaic(scalars, grads, moments, params, noise, tuning):
     n = grads.shape[-1]
     rows, whole = grads.size // n, n // GROUP * GROUP
-    if n > whole and whole and n % VECTOR == 0 and rows >= TILE:
-        result, after = _whole_groups(
-            scalars, grads, moments, params, noise, tuning, (rows, n)
-        )
+    if n > whole and whole and n % _VECTOR == 0 and rows >= TILE:
+        arguments = scalars, grads, moments, params, noise, tuning
+        result, after = _whole_groups(*arguments, view=(rows, n))
         return _with_last_group(scalars, grads, after, result, params, noise, tuning)
-    if n > whole:
+    short = -n % (GROUP if whole else UNIT)
+    if short:
 
         def padded(x):
-            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -n % GROUP)])
+            return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)])
 
         moments = moments._replace(mu=padded(moments.mu), nu=padded(moments.nu))
         params = None if params is None else padded(params)
         grads = padded(grads)
-    result, moments = _whole_groups(
-        scalars, grads, moments, params, noise, tuning, (-1, GROUP)
-    )
+    arguments = scalars, grads, moments, params, noise, tuning
+    result, moments = _whole_groups(*arguments, view=(-1, min(n + short, GROUP)))
     moments = moments._replace(mu=moments.mu[..., :n], nu=moments.nu[..., :n])
     return result[..., :n], moments
 
 
 def _whole_groups(scalars, grads, moments, params, noise, tuning, view):
-    """The step of all groups of 128, on arrays seen as `view`."""
-    per_group = (-1,) if view[1] == GROUP else (view[0], -1)
+    """The step of all whole groups, on arrays seen as `view`."""
+    per_group = (-1,) if view[1] <= GROUP else (view[0], -1)
     step = Step(
         nesterov=not _is_zero(scalars.grad_weight),
         eps_root=not _is_zero(scalars.eps_root),

@@ -23,18 +23,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import reference
-from pallas_kernels.reference import GROUP, AdamScalars
+from pallas_kernels.reference import AdamScalars
 
 TILE = 16  # Groups that a warpgroup handles at a time.
-VECTOR = 8  # Neighbours that a lane loads at a time.
-# 4 warps x 4 groups, 8 lanes a group, two vectors of 8 neighbours a lane.
-LAYOUT = plgpu.Layout.TILED(
-    plgpu.Tiling(((TILE, GROUP), (4, GROUP), (64,), (8,))),
-    warp_dims=(-6,),
-    lane_dims=(-4, -2),
-    vector_dim=-1,
-)
-GROUP_LAYOUT = LAYOUT.reduce(1)
+UNIT = 32  # Of which groups are so many neighbours, up to 128.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _LOG2_MAX = math.log2(448.0)
 _LOG2_RANGE = 16 * math.log2(448.0**2 / 2)
@@ -173,17 +165,17 @@ def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
     log2_top = jnp.log2(_float32(loads.nu_scale())) + _LOG2_MAX
     base = 0.5 * log2_top + f.log2_root - _LOG2_MAX * half_root
     c = _float32(loads.nu())
-    log2_root = jnp.log2(c) * _spread(half_root) + _spread(base)
+    log2_root = jnp.log2(c) * _spread(half_root, c) + _spread(base, c)
     base = jnp.log2(_float32(loads.mu_scale())) + (_LOG2_MAX + f.log2_mu)
     c = _float32(loads.mu())
-    log2_m = jnp.log2(jnp.abs(c)) * (1 / 3) + (log2_root + _spread(base))
+    log2_m = jnp.log2(jnp.abs(c)) * (1 / 3) + (log2_root + _spread(base, c))
     return _with_sign(jnp.exp2(log2_m), c), jnp.exp2(log2_root)
 
 
 def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
     scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.unit * (1 / 448)))
     unit = f.unit * 448 ** (1 / 3 - 1)
-    t = r * _spread(unit / _float32(scale))
+    t = r * _spread(unit / _float32(scale), r)
     return (t * t * t).astype(jnp.float8_e4m3fn), scale
 
 
@@ -197,7 +189,8 @@ def _encoded_nu(v: Array, log2_v: Array) -> tuple[Array, Array, Array]:
     k = jnp.clip(_LOG2_RANGE / jnp.maximum(octaves, 1e-3), 1.0, 255.0)
     k = jnp.where(octaves < 1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
-    codes = jnp.exp2(log2_v * _spread(power) + _spread(_LOG2_MAX - power * log2_top))
+    shift = _spread(_LOG2_MAX - power * log2_top, v)
+    codes = jnp.exp2(log2_v * _spread(power, v) + shift)
     return codes.astype(jnp.float8_e4m3fn), scale, k.astype(jnp.uint8)
 
 
@@ -207,20 +200,36 @@ def _scale(x: Array) -> Array:
 
 
 def _stochastic(p: Array, noise: Array) -> Array:
-    j = plgpu.layout_cast(lax.broadcasted_iota(jnp.uint32, p.shape, 1), LAYOUT)
-    up = reference.hash32(_spread(noise) + j) >> jnp.uint32(16)
+    j = lax.broadcasted_iota(jnp.uint32, p.shape, 1)
+    j = plgpu.layout_cast(j, _layout(p.shape[1]))
+    up = reference.hash32(_spread(noise, p) + j) >> jnp.uint32(16)
     rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
     return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(jnp.bfloat16)
 
 
-def load(ref: Any, layout: Any = LAYOUT) -> Array:
-    """Loads a tile, or with `GROUP_LAYOUT` what its groups have one of."""
+def load(ref: Any, width: int) -> Array:
+    """Loads a tile of groups of `width`, or what its groups have one of."""
+    layout = _layout(width) if len(ref.shape) == 2 else _layout(width).reduce(1)
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _spread(x: Array) -> Array:
+def _layout(width: int) -> plgpu.Layout:
+    """4 warps x 4 groups; 8 lanes a group, vectors of 8 neighbours a lane, or of 4."""
+    vector = 8 if width % 64 == 0 else 4
+    several = width > 8 * vector  # Vectors a lane; layouts name no axis of one.
+    tiles = ((TILE, width), (4, width), *[(8 * vector,)] * several, (vector,))
+    return plgpu.Layout.TILED(
+        plgpu.Tiling(tiles),
+        warp_dims=(-5 - several,),
+        lane_dims=(-3 - several, -2),
+        vector_dim=-1,
+    )
+
+
+def _spread(x: Array, like: Array) -> Array:
     """One number a group to its elements."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x, (TILE, GROUP), (0,)), LAYOUT)
+    wide = lax.broadcast_in_dim(x, like.shape, (0,))
+    return plgpu.layout_cast(wide, _layout(like.shape[1]))
 
 
 def _bits(x: Array) -> Array:

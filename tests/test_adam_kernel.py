@@ -88,6 +88,7 @@ CASES = [
     ((24, 200), BF16, "nearest", SCALARS),
     ((16, 136), BF16, "update", GENERAL),
     ((40, 100), BF16, "stochastic", SCALARS),
+    ((9, 5, 64), BF16, "nearest", SCALARS),
     ((51, 128), BF16, "update", GENERAL),
     ((16, 128), F32, "update", SCALARS),
 ]
