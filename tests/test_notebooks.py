@@ -18,6 +18,11 @@ def _code(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
+def _warnings_and_errors(notebook):
+    outputs = [output for cell in _code(notebook) for output in cell.outputs]
+    return [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+
+
 @each_notebook
 def test_runs_in_a_fresh_kernel(path):
     notebook = nbformat.read(path, as_version=4)
@@ -29,6 +34,7 @@ def test_runs_in_a_fresh_kernel(path):
         resources={"metadata": {"path": str(path.parent)}},
     )
     client.execute()
+    assert not _warnings_and_errors(notebook)
     assert [bool(cell.outputs) for cell in _code(notebook)] == shown
 
 
@@ -40,5 +46,4 @@ def test_keeps_the_outputs_of_one_run(path):
     outputs = [output for cell in cells for output in cell.outputs]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert outputs
-    assert not [o for o in outputs if o.output_type == "error"]
-    assert not [o for o in outputs if o.get("name") == "stderr"]
+    assert not _warnings_and_errors(notebook)
