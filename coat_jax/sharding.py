@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, UInt32
 import pallas_kernels
 from coat_jax.quantized import QuantizedArray, quantized_zeros
 from coat_jax.state import is_quantized
-from pallas_kernels import AdamScalars, Moments
+from pallas_kernels import AdamScalars, Moments, reference
 from pallas_kernels.reference import GROUP
 
 
@@ -155,6 +155,10 @@ def partitioned_adam(
     noise: UInt32[Array, "... g"] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
     """`pallas_kernels.adam` on whatever part of the arrays each device has."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.manual_axes and not mesh.are_all_axes_manual:
+        # custom_partitioning is not told the mesh in a partly manual shard_map.
+        return reference.adam(scalars, grads, moments, params, noise)
     # Factors that are known now, such as a decay of 0, stay known to the kernel.
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
@@ -191,17 +195,17 @@ def _partition(known, mesh, args, results):
 def _sharding_rule(known, mesh, operands, results):
     """Arrays share all axes, the last by whole groups; within groups all is local."""
     n = operands[known.count(None)].shape[-1]
-    whole = n % GROUP == 0
+    several = n > GROUP and n % GROUP == 0  # Whole groups, more than one.
 
     def axes(array):
         if not array.shape:
             return ""
         if array.shape[-1] == n:
-            return "... (g e)" if whole else "... n"
+            return "... (g e)" if several else "... n"
         return "... g"
 
     rule = " -> ".join(", ".join(map(axes, side)) for side in (operands, results))
-    if whole:
+    if several:
         return rule, {"need_replication_factors": ("e",), "e": GROUP}
     local = ("n", "g") if "g" in rule else ("n",)
     return rule, {"need_replication_factors": local}

@@ -153,7 +153,7 @@ def adam_step(
 
 def _fits(grad: Array, mu: Any, nu: Any, target: Target | None) -> bool:
     """Whether the kernel does this leaf; updates alone it does only where it is one."""
-    if not is_quantized(mu) or not (target or has_kernel()):
+    if not is_quantized(mu) or (target is None and not has_kernel()):
         return False
     arrays = [grad] if target is None else [grad, target.param]
     return (

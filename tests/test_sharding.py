@@ -1,0 +1,68 @@
+"""Shardings of optimizer states; what needs devices is in `eight_devices.py`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+
+PARAMS = {"w": jnp.zeros((64, 128)), "b": jnp.zeros((8,))}
+REPLICATED = NamedSharding(jax.make_mesh((1,), ("data",)), P())
+ELSEWHERE = NamedSharding(jax.make_mesh((1,), ("model",)), P())
+
+
+def test_on_eight_virtual_devices():
+    """In a process of its own: the number of virtual devices is fixed at the start."""
+    flags = [
+        "--xla_force_host_platform_device_count=8",
+        # LLVM contracts a * b + c as shapes suggest, but not at level 0.
+        "--xla_backend_optimization_level=0",
+    ]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "eight_devices.py"]
+    run = subprocess.run(
+        command,
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize(
+    ("shardings", "message"),
+    [
+        (P("data"), r"takes jax.NamedSharding\(mesh, spec\), got P"),
+        ({"w": REPLICATED, "b": P()}, r"takes jax.NamedSharding\(mesh, spec\), got P"),
+        ({"w": REPLICATED, "b": ELSEWHERE}, "must name one mesh, got 2"),
+    ],
+)
+def test_what_is_no_sharding_is_refused(shardings, message):
+    with pytest.raises(ValueError, match=message):
+        coat.opt_state_sharding(coat.fp8_adamw(1e-3), PARAMS, shardings)
+
+
+@pytest.mark.parametrize("shardings", [None, {"w": REPLICATED}, [REPLICATED]])
+def test_shardings_of_another_tree_are_refused(shardings):
+    with pytest.raises(ValueError, match=r"mismatch|structure|Expected"):
+        coat.opt_state_sharding(coat.fp8_adamw(1e-3), PARAMS, shardings)
+
+
+def test_a_tree_without_parameters_has_no_mesh():
+    with pytest.raises(ValueError, match="must name one mesh, got 0"):
+        coat.opt_state_sharding(coat.fp8_adamw(1e-3), {}, REPLICATED)
+
+
+def test_an_axis_of_one_device_cuts_nothing():
+    tx, where = coat.fp8_adamw(1e-3), NamedSharding(REPLICATED.mesh, P(None, "data"))
+    found = coat.opt_state_sharding(tx, jnp.zeros((64, 200)), where)
+    assert found[0].mu.codes == found[0].mu.scale == where
