@@ -132,14 +132,25 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def dequantize_state(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
-    """What `state` stands for, with both moments themselves in float32."""
+    """What `state` stands for, with both moments themselves in float32.
+
+    Raises:
+      ValueError: If a moment is stored without range expansion, which no optimizer
+        does: a checkpoint without exponents was read as one with them.
+    """
+
+    def dequantized_leaf(m):
+        if not is_quantized(m):
+            return m
+        if m.exponent is None and m.power == 1:
+            raise ValueError(
+                f"an FP8 moment of shape {m.shape} has no exponents: was its "
+                "checkpoint saved with another normalize_mu?"
+            )
+        return m.dequantize()
 
     def dequantized(moments):
-        return jax.tree.map(
-            lambda m: m.dequantize() if is_quantized(m) else m,
-            moments,
-            is_leaf=is_quantized,
-        )
+        return jax.tree.map(dequantized_leaf, moments, is_leaf=is_quantized)
 
     mu, nu = dequantized(state.mu), dequantized(state.nu)
     if state.scaling.normalized:
