@@ -163,6 +163,7 @@ def partitioned_adam(
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
 
+    @jax.custom_batching.sequential_vmap
     def step(*arrays):
         return _partitioned(*arrays, known)
 

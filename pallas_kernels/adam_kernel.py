@@ -55,22 +55,14 @@ def run(
     [rows, n] and [rows, ceil(n / 128)]. Of the latter a short last group is left as it
     is.
     """
-    if params is None:
-        result = jax.empty_ref(jax.ShapeDtypeStruct(grads.shape, grads.dtype))
-    else:
-        result = jax.new_ref(params)
-    refs = State(result, **{f: jax.new_ref(x) for f, x in moments._asdict().items()})
-    reads = [x for x in (grads, noise) if x is not None]
     rows, n = grads.shape
     width = min(n, GROUP)
     tiles, rest = divmod(rows, TILE)
     tiles -= rest > 0  # The last one overlaps with what is left.
 
-    def launch(body, ctas):
-        def kernel(*args):
-            refs, (grads, *rest) = State(*args[:6]), args[6:]
-            factors = Factors(*(rest[-1][j] for j in range(len(Factors._fields))))
-            noise = rest[0] if rest[1:] else None
+    def launch(body, ctas, *arrays):
+        def kernel(refs, grads, noise, factors):
+            factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
             inputs = Inputs.of(refs, grads, noise, step.with_params)
             body(inputs, functools.partial(step.tile, factors), refs)
 
@@ -82,22 +74,30 @@ def run(
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # A lane writes what it has read itself, and nothing else.
+                # A lane writes what it has read itself; `_direct` says where else.
                 unsafe_no_auto_barriers=True,
             ),
-        )(*refs, *reads, factors)
+        )(*arrays)
 
-    direct = functools.partial(_direct, columns=n // width)
-    if tiles and n == width:
-        ctas = min(-(-tiles // tuning.tiles), tuning.ctas * tuning.sms)
-        body = functools.partial(_pipeline, tiles=tiles, ctas=ctas, tuning=tuning)
-        launch(body, ctas)
-    elif tiles:
-        launch(direct, tiles * (n // width))
-    if rest:
-        starts = (tiles * TILE, rows - TILE)
-        launch(functools.partial(direct, starts=starts), n // width)
-    return State(*(jax.freeze(r) for r in refs))
+    def launches(*arrays):
+        direct = functools.partial(_direct, columns=n // width)
+        if tiles and n == width:
+            ctas = min(-(-tiles // tuning.tiles), tuning.ctas * tuning.sms)
+            body = functools.partial(_pipeline, tiles=tiles, ctas=ctas, tuning=tuning)
+            launch(body, ctas, *arrays)
+        elif tiles:
+            launch(direct, tiles * (n // width), *arrays)
+        if rest:
+            starts = (tiles * TILE, rows - TILE)
+            body = functools.partial(direct, starts=starts)
+            launch(body, n // width, *arrays)
+
+    @jax.custom_batching.sequential_vmap
+    def in_place(state, *reads):
+        return pl.run_state(lambda refs: launches(refs, *reads))(state)
+
+    result = lax.empty(grads.shape, grads.dtype) if params is None else params
+    return in_place(State(result, **moments._asdict()), grads, noise, factors)
 
 
 def _pipeline(inputs: Inputs, update, refs: State, *, tiles, ctas, tuning) -> None:
@@ -157,7 +157,8 @@ def _pipeline(inputs: Inputs, update, refs: State, *, tiles, ctas, tuning) -> No
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
     """A thread block for each tile of 16 rows of one group, or of rows from `starts`.
 
-    Tiles may overlap: all are read before one is written, alike where they are shared.
+    Tiles may overlap: all are read before one is written, alike where they are shared,
+    though not by the same lanes.
     """
     cta = lax.axis_index("cta")
     column = lax.rem(cta, columns)
@@ -177,6 +178,9 @@ def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> Non
             lambda ref: functools.partial(load, group_at(ref, start), width),
         ).loaded()
 
-    for start, values in [(start, loads(start)) for start in starts]:
+    loaded = [(start, loads(start)) for start in starts]
+    if len(starts) > 1:
+        plgpu.commit_smem()  # All warps have read.
+    for start, values in loaded:
         at = (functools.partial(f, start=start) for f in (array_at, group_at))
         update(refs.map(*at), values)

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
+from sharded import LAYOUT, chained, check_steps, collectives, fused
 
 import coat_jax as coat
 from coat_jax.modules import DecoderLayer
@@ -96,3 +98,14 @@ def test_quantize_agrees_with_the_cpu(format, granularity, expand):
         assert differing.mean() < 1e-2
     else:
         assert not differing.any()
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2)])
+@pytest.mark.parametrize("how", [fused, chained])
+def test_sharded_steps_are_one_gpus_in_place_and_move_nothing(how, shape):
+    tx = coat.fp8_adamw(1e-2, weight_decay=0.1, nesterov=True)
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    program = check_steps(tx, how(tx), mesh, LAYOUT)
+    assert not collectives(program)
+    assert "mosaic_gpu" in program
