@@ -3,7 +3,7 @@
 A moment's codes have its parameter's shape and its sharding. Groups run along the last
 axis: where a device's part of it holds whole groups of 128, a step moves nothing
 between devices. XLA's partitioner finds that by itself for plain JAX operations; a
-kernel, which it cannot look into, is told here (`adam`).
+kernel, which it cannot look into, is told here (`partitioned_adam`).
 """
 
 import dataclasses
@@ -35,6 +35,10 @@ def opt_state_sharding(
     What has a parameter's place and shape, such as a moment or an accumulated gradient,
     has its sharding. So have the scales and exponents of FP8 moments, if each device
     holds whole groups of the last axis. Everything else is on every device.
+
+    Give a jitted step these and the parameters' as `out_shardings`, too. Without them
+    XLA pairs donated arrays with results of their shape and dtype, not with the ones
+    they become, and copies what it mixes up.
 
     Args:
       tx: Any optimizer; `fp8_adamw` by itself, in a chain, masked, and so on.

@@ -176,6 +176,19 @@ def test_inside_of_shard_map(manual):
 
 
 @pytest.mark.usefixtures("as_kernel")
+def test_vmap_is_a_loop():
+    tx, rows = coat.fp8_adamw(1e-2), random_tree(0, {"w": ((3, 64, 128), P())})["w"]
+    step = functools.partial(coat.fused_update, tx)
+    states = jax.vmap(tx.init)(rows)
+    together = jax.jit(jax.vmap(step))(rows, states, rows)
+    for i in range(3):
+        alone = jax.jit(step)(
+            rows[i], jax.tree.map(lambda x, i=i: x[i], states), rows[i]
+        )
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], together), alone)
+
+
+@pytest.mark.usefixtures("as_kernel")
 def test_outside_of_jit():
     tx, mesh = coat.fp8_adamw(1e-2), mesh_of(4, 2)
     arrays = placed(tx, mesh, {"w": LAYOUT["both"]})

@@ -1,5 +1,7 @@
 """The Adam kernel computes what its reference does, and that what the library does."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,6 +142,16 @@ def test_the_reference_is_the_librarys_quantization_around_optax(shape):
     )  # fmt: skip
     expected = jax.tree.map(lambda x: x[: shape[0]], (updates, expected))
     assert_close(run("reference", SCALARS, grads, stored), expected)
+
+
+@pytest.mark.parametrize("implementation", ["interpret", on_gpu])
+def test_vmap_is_a_loop(implementation):
+    arrays = random_state((2, 20, 128), BF16)
+    step = functools.partial(run, implementation, SCALARS)
+    together = jax.vmap(step)(*arrays)
+    for i in range(2):
+        alone = run("reference", SCALARS, *jax.tree.map(lambda x, i=i: x[i], arrays))
+        assert_close(jax.tree.map(lambda x, i=i: x[i], together), alone)
 
 
 def test_stochastic_rounding_is_unbiased_and_between_the_neighbours():
