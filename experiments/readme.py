@@ -10,6 +10,7 @@ from typing import Any
 from experiments.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
+_CURVES = "optimizer_curves_cpu"
 _BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 
 
@@ -17,7 +18,7 @@ def render(readme: str) -> str:
     """`readme` with the section between the markers made anew."""
     before, _, rest = readme.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    sections = "\n".join([_pretraining(), _optimizer(), _activations()])
+    sections = "\n".join([_pretraining(), _optimizer(), _curves(), _activations()])
     return before + _BEGIN + sections + _END + after
 
 
@@ -77,6 +78,32 @@ def _optimizer() -> str:
             f"| {row['temporaries_mib']:,.0f} MiB |"
         )
     return "\n".join([*lines, ""])
+
+
+def _curves() -> str:
+    results = _load(_CURVES)
+    settings = results["settings"]
+    lines = [
+        f"**Training with it** (`{_CURVES}`): the {settings['preset']} preset's "
+        f"model in BF16 matrix products, {settings['steps']:,} steps of "
+        f"{settings['batch_size']} x {settings['seq_len']} tokens on "
+        f"{results['device']['name']}; the mean of {results['summary'][0]['seeds']} "
+        "seeds, each with one initialization and one order of the data, and the "
+        "standard error of the paired differences. Parameters are float32 unless it "
+        "says BF16, moments of `optax.adamw` always.",
+        "",
+        "| | validation loss | difference | standard error | gap |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in results["summary"]:
+        error = row["standard_error"]
+        error = "-" if error is None else f"{error:.4f}"
+        lines.append(
+            f"| {row['optimizer']} | {row['val_loss']:.4f} | {row['difference']:+.4f} "
+            f"| {error} | {row['percent']:+.2f}% |"
+        )
+    image = f"![Loss curves and differences](experiments/results/{_CURVES}.png)"
+    return "\n".join([*lines, "", image, ""])
 
 
 def _activations() -> str:
