@@ -61,8 +61,8 @@ def _optimizer() -> str:
     results = _load("bench_optimizer")
     lines = [
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
-        "parameters, one with a last axis of 5,000, and Llama 2 7B's, as 291 tensors "
-        f"and as stacks of layers; on one {results['device']['name']}, parameters and "
+        "parameters, smaller ones whose last axis is 5,000 or 64, and Llama 2 7B's, as "
+        f"291 tensors and as stacks of layers; on one {results['device']['name']}, parameters and "
         "state donated. `optax.adamw` has float32 moments; trees are compared with its "
         "time for the BF16 matrix.",
         "",
