@@ -62,9 +62,9 @@ def _optimizer() -> str:
     lines = [
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
         "parameters, smaller ones whose last axis is 5,000 or 64, and Llama 2 7B's, as "
-        f"291 tensors and as stacks of layers; on one {results['device']['name']}, parameters and "
-        "state donated. `optax.adamw` has float32 moments; trees are compared with its "
-        "time for the BF16 matrix.",
+        "291 tensors and as stacks of layers; on one "
+        f"{results['device']['name']}, parameters and state donated. `optax.adamw` has "
+        "float32 moments; trees are compared with its time for the BF16 matrix.",
         "",
         "| | step | ms for 1e9 | times `optax.adamw` | state, bytes a parameter "
         "| temporaries |",
