@@ -24,6 +24,7 @@ def fused_update(
     params: optax.Params,
     *,
     key: Key[Array, ""] | None = None,
+    **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """`tx.update` and `optax.apply_updates` in one, where `tx` ends in `fp8_adamw`.
 
@@ -46,6 +47,7 @@ def fused_update(
         average to the exact result. The random bits depend on this key, the step's
         number and the parameter's path, and for a threefry key (jax's default) not on
         the sharding. None rounds to nearest.
+      **extra_args: For `tx.update`.
 
     Returns:
       The parameters and the state after the step.
@@ -66,10 +68,11 @@ def fused_update(
     """
     request = FusedRequest(key=key)
     tx = optax.with_extra_args_support(tx)
-    updates, state = tx.update(grads, state, params, coat_fused=request)
+    updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
     if is_applied and not any(is_applied):
-        raise ValueError(_refusal("no fp8_adamw in it was asked"))
+        reason = "no fp8_adamw was reached: there is none, or what is around it hands "
+        raise ValueError(_refusal(reason + "no extra arguments on (optax.MultiSteps)"))
 
     def apply(param, update):
         if isinstance(update, Applied):

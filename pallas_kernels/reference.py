@@ -117,7 +117,7 @@ def _decode_nu(moments: Moments) -> tuple[Array, Array]:
 
 def _decode(codes: Array, top: Array, k: Array | float) -> Array:
     t = jnp.abs(codes) * (1 / _E4M3_MAX)
-    x = jnp.maximum(jnp.exp2(jnp.log2(t) / k + jnp.log2(top)), _TINY)
+    x = jnp.maximum(jnp.exp2(jnp.log2(t) * (1 / k) + jnp.log2(top)), _TINY)
     return jnp.where(t == 0, 0.0, jnp.copysign(x, codes))
 
 
