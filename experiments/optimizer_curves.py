@@ -92,9 +92,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{out} keeps what is finished; the same command goes on from there")
         return pretrain.STOPPED
     summary = curves.write()
-    figure = curve_summary.figure(curves.rows, curves.title())
+    title = curves.title(summary[0]["seeds"])
+    figure = curve_summary.figure(curves.rows, title)
     figure.savefig(out.with_suffix(".png"))
-    Console().print(curve_summary.table(summary, curves.title()))
+    Console().print(curve_summary.table(summary, title))
     print(f"{out}, and a figure beside it")
     return 0
 
@@ -178,9 +179,9 @@ class Curves:
         write_results(self._out, rows=self.rows, bars=bars, **shared)
         return summary
 
-    def title(self) -> str:
-        """What was trained."""
-        s, seeds = self._settings, len({row["seed"] for row in self.rows})
+    def title(self, seeds: int) -> str:
+        """What was trained, with how many seeds."""
+        s = self._settings
         plural = "" if seeds == 1 else "s"
         return (
             f"{s.preset}: {s.steps} steps of {s.batch_size} x {s.seq_len} "

@@ -1,4 +1,4 @@
-"""Adam's step on FP8 moments: everything is read once and written once, in place.
+"""Adam's step on a tile of FP8 moments, in registers.
 
 The work is bound by memory, 10 bytes a bfloat16 parameter, as long as the arithmetic
 hides behind it, and what that is short of is the special function unit. So:
