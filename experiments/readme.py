@@ -10,7 +10,7 @@ from typing import Any
 from experiments.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
-_CURVES = "optimizer_curves_cpu"
+_CURVES = "optimizer_curves_124m"
 _BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
 
 

@@ -93,8 +93,12 @@ def run(
             launch(body, n // width, *arrays)
 
     @jax.custom_batching.sequential_vmap
-    def in_place(state, *reads):
-        return pl.run_state(lambda refs: launches(refs, *reads))(state)
+    def in_place(*arrays):
+        # Without barriers XLA's fusion of slices with what reads or writes them takes
+        # in a kernel in a loop, and forgets there which operands are its results.
+        state, *reads = lax.optimization_barrier(arrays)
+        state = pl.run_state(lambda refs: launches(refs, *reads))(state)
+        return lax.optimization_barrier(state)
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params
     return in_place(State(result, **moments._asdict()), grads, noise, factors)
