@@ -23,8 +23,9 @@ from jaxtyping import Array, Float, UInt32
 import pallas_kernels
 from coat_jax.quantized import QuantizedArray, quantized_zeros
 from coat_jax.state import is_quantized
-from pallas_kernels import AdamScalars, Moments, reference
-from pallas_kernels.reference import GROUP
+from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.reference import adam as reference
+from pallas_kernels.reference.adam import GROUP
 
 
 def opt_state_sharding(

@@ -22,7 +22,8 @@ from coat_jax.state import (
     is_quantized,
     quantize_state,
 )
-from pallas_kernels import AdamScalars, Moments, dispatch, reference
+from pallas_kernels import AdamScalars, Moments, dispatch
+from pallas_kernels.reference import adam as reference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from pallas_kernels.adam_tile import (
     Step,
     load,
 )
-from pallas_kernels.reference import GROUP, Moments
+from pallas_kernels.reference.adam import GROUP, Moments
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels import adam_kernel, dispatch, reference
+from pallas_kernels import adam_kernel, dispatch
 from pallas_kernels.adam_kernel import Tuning
 from pallas_kernels.adam_tile import TILE, UNIT, Step, factors
-from pallas_kernels.reference import GROUP, AdamScalars, Moments
+from pallas_kernels.reference import adam as reference
+from pallas_kernels.reference.adam import GROUP, AdamScalars, Moments
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _VECTOR = 8  # Elements of a load, whose address is a multiple of its size.

@@ -22,8 +22,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from pallas_kernels import reference
-from pallas_kernels.reference import AdamScalars
+from pallas_kernels.reference import adam as reference
+from pallas_kernels.reference.adam import AdamScalars
 
 TILE = 16  # Groups that a warpgroup handles at a time.
 UNIT = 32  # Of which groups are so many neighbours, up to 128.

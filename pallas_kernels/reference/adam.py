@@ -1,4 +1,4 @@
-"""What the kernels compute, in jnp: their meaning, and what runs in their place."""
+"""Adam's step on FP8 moments, in jnp."""
 
 import math
 from typing import NamedTuple
