@@ -1,6 +1,29 @@
 """Pallas kernels for NVIDIA Hopper GPUs. Raw arrays in, raw arrays out."""
 
 from pallas_kernels.adam_step import adam
+from pallas_kernels.elementwise import Tuning as ElementwiseTuning
+from pallas_kernels.quantize import (
+    dequantize_groups,
+    dequantize_tensor,
+    maxima,
+    quantize_groups,
+    quantize_tensor,
+    transpose,
+)
 from pallas_kernels.reference.adam import AdamScalars, Moments
+from pallas_kernels.reference.quantize import Copies, Groups
 
-__all__ = ["AdamScalars", "Moments", "adam"]
+__all__ = [
+    "AdamScalars",
+    "Copies",
+    "ElementwiseTuning",
+    "Groups",
+    "Moments",
+    "adam",
+    "dequantize_groups",
+    "dequantize_tensor",
+    "maxima",
+    "quantize_groups",
+    "quantize_tensor",
+    "transpose",
+]

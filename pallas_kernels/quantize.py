@@ -1,0 +1,303 @@
+"""Quantization to FP8 codes and back, of arrays of any shape."""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, elementwise
+from pallas_kernels.elementwise import Encoding, Tuning, decode
+from pallas_kernels.reference import quantize as reference
+from pallas_kernels.reference.quantize import Copies, Groups
+
+CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+
+# Which of an array and its transpose.
+Wanted = Literal["row", "transposed", "both"]
+
+
+def quantize_groups(
+    x: Float[Array, "... n"],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    group: int = 16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Groups:
+    """Quantizes with one scale for every `group` neighbours on the last axis.
+
+    A group's scale is its largest magnitude over the format's, rounded to bfloat16;
+    codes are rounded to nearest even after multiplication by the stored scale's
+    reciprocal, and saturate. Magnitudes below 1.2e-38 count as zero; a group with a NaN
+    or an infinity is NaN altogether. A last axis that groups do not divide has a short
+    last group.
+
+    Args:
+      x: bfloat16 or float32.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      group: Elements of a group.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantize_groups, quantize_groups
+      >>> groups = quantize_groups(jnp.full((2, 32), 7.0), group=16)
+      >>> groups.codes.dtype, groups.scale.shape
+      (dtype(float8_e4m3fn), (2, 2))
+      >>> float(dequantize_groups(groups).max())
+      7.0
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    obstacle = flat_obstacle(x, group)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        return reference.quantize_groups(x, dtype=dtype, group=group)
+    out = elementwise.run(
+        _numbers,
+        (_flat(x),),
+        encoding=Encoding(groups=dtype),
+        group=group,
+        tuning=tuning,
+    )
+    codes, scale = out.groups
+    return Groups(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+
+
+def dequantize_groups(
+    groups: Groups,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "... n"]:
+    """The numbers that groups stand for, code * scale in float32, as `dtype`.
+
+    A short last group belongs to groups of a power of two. See `quantize_groups` for
+    an example.
+
+    Raises:
+      ValueError: If a dtype is not what groups or numbers have, or the kernel was named
+        and cannot run.
+    """
+    check_dtype("codes", groups.codes.dtype, CODES)
+    check_dtype("numbers", dtype, WIDE)
+    group, count = groups.group, groups.scale.shape[-1]
+    obstacle = flat_obstacle(groups.codes, max(group, 1))
+    if group * count != groups.codes.shape[-1]:
+        obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
+    if dispatch.choose(implementation, obstacle) == "reference":
+        return reference.dequantize_groups(groups, dtype=dtype)
+    flat = Groups(_flat(groups.codes), _flat(groups.scale))
+    out = elementwise.run(
+        _numbers, (flat,), encoding=Encoding(wide=dtype), group=group, tuning=tuning
+    )
+    return out.wide.reshape(groups.codes.shape)
+
+
+def maxima(
+    x: Float[Array, "..."],
+    *,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, " k"]:
+    """The largest magnitudes of parts of `x`, float32; NaN of a part with a NaN.
+
+    Their maximum is that of `x`. How many there are, and of which parts, is the
+    kernel's choice.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import maxima
+      >>> float(maxima(jnp.array([1.0, -3.0])).max())
+      3.0
+    """
+    check_dtype("x", x.dtype, WIDE)
+    obstacle = flat_obstacle(x)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        return reference.maxima(x)
+    encoding = Encoding(maxima=True)
+    return elementwise.run(
+        _numbers, (_flat(x),), encoding=encoding, tuning=tuning
+    ).maxima
+
+
+def quantize_tensor(
+    x: Float[Array, "... n"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    copies: Wanted = "row",
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Copies:
+    """Quantizes with one scale, to codes of x / scale, and transposes the codes.
+
+    Codes are rounded to nearest even and saturate. Magnitudes below 1.2e-38 count as
+    zero. A scale that is NaN makes all codes NaN.
+
+    Args:
+      x: bfloat16 or float32.
+      scale: A float32 scalar. Powers of two lose nothing.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      copies: Which of the codes [..., n] and their transpose [n, tokens] to return;
+        tokens are all leading axes.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantize_tensor
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 500.0]])
+      >>> both = quantize_tensor(x, jnp.float32(0.5), copies="both")
+      >>> both.transposed.tolist()
+      [[2.0, 6.0], [4.0, 448.0]]
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    row, transposed = wanted(copies)
+    obstacle = copies_obstacle(x.shape, transposed)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        return reference.quantize_tensor(
+            x, scale, dtype=dtype, row=row, transposed=transposed
+        )
+    out = elementwise.run(
+        _numbers,
+        (_tokens(x) if transposed else _flat(x),),
+        scale,
+        encoding=Encoding(
+            row=dtype if row else None, transposed=dtype if transposed else None
+        ),
+        tuning=tuning,
+    )
+    return copies_of(out, x.shape)
+
+
+def dequantize_tensor(
+    codes: Float[Array, "..."],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "..."]:
+    """The numbers that codes of one scale stand for, as `dtype`.
+
+    Raises:
+      ValueError: If a dtype is not what codes or numbers have, or the kernel was named
+        and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantize_tensor
+      >>> codes = jnp.array([2.0, 448.0], jnp.float8_e4m3fn)
+      >>> dequantize_tensor(codes, jnp.float32(0.5)).tolist()
+      [1.0, 224.0]
+    """
+    check_dtype("codes", codes.dtype, CODES)
+    check_dtype("numbers", dtype, WIDE)
+    if dispatch.choose(implementation, flat_obstacle(codes)) == "reference":
+        return reference.dequantize_tensor(codes, scale, dtype=dtype)
+    out = elementwise.run(
+        _scaled, (_flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
+    )
+    return out.wide.reshape(codes.shape)
+
+
+def transpose(
+    codes: Float[Array, "... n"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "n tokens"]:
+    """FP8 codes with their last axis in front, and all others as one axis of tokens.
+
+    Raises:
+      ValueError: If codes are not `float8_e4m3fn` or `float8_e5m2`, or the kernel was
+        named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import transpose
+      >>> transpose(jnp.ones((2, 3, 4), jnp.float8_e5m2)).shape
+      (4, 6)
+    """
+    check_dtype("codes", codes.dtype, CODES)
+    obstacle = copies_obstacle(codes.shape, transposed=True)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        return reference.transpose(codes)
+    encoding = Encoding(transposed=codes.dtype)
+    out = elementwise.run(
+        _as_stored, (_tokens(codes),), encoding=encoding, tuning=tuning
+    )
+    return out.transposed[0]
+
+
+def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:
+    """Raises ValueError unless `dtype` is allowed."""
+    if jnp.dtype(dtype) not in allowed:
+        names = " or ".join(map(str, allowed))
+        raise ValueError(f"{name} must be {names}, got {jnp.dtype(dtype)}")
+
+
+def wanted(copies: Wanted) -> tuple[bool, bool]:
+    """Whether codes are wanted as they are, and transposed."""
+    if copies not in ("row", "transposed", "both"):
+        raise ValueError(
+            f"copies must be 'row', 'transposed' or 'both', got {copies!r}"
+        )
+    return copies != "transposed", copies != "row"
+
+
+def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
+    """The codes of values of one part, whose shape was `shape`."""
+    row, transposed = out.row, out.transposed
+    return Copies(
+        None if row is None else row.reshape(shape),
+        None if transposed is None else transposed[0],
+    )
+
+
+def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
+    """Why the kernels cannot write these copies of an array of `shape`, if so."""
+    size = math.prod(shape)
+    if not transposed:
+        return elementwise.obstacle(1, 1, size)
+    n = shape[-1]
+    return elementwise.obstacle(size // max(n, 1), 1, n, transposed=True)
+
+
+def flat_obstacle(x: Array, group: int | None = None) -> str | None:
+    """Why the kernels cannot read an array in any order, or by groups, if so."""
+    if group and x.shape[-1] % group:
+        return f"the last axis must be a multiple of {group}, got {x.shape[-1]}"
+    return elementwise.obstacle(1, 1, x.size, group=group or 16)
+
+
+def _flat(x: Array) -> Array:
+    return x.reshape(1, 1, -1)
+
+
+def _tokens(x: Array) -> Array:
+    return x.reshape(-1, 1, x.shape[-1])
+
+
+def _numbers(x: Array | Groups) -> tuple[Array]:
+    return (decode(x),)
+
+
+def _scaled(x: Array, scale: Array) -> tuple[Array]:
+    return (decode(x) * scale,)
+
+
+def _as_stored(x: Array) -> tuple[Array]:
+    return (x,)

@@ -1,0 +1,148 @@
+"""Quantization to FP8 codes, in jnp."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+TINY = float(jnp.finfo(jnp.float32).tiny)
+_BF16_MAX = float(jnp.finfo(jnp.bfloat16).max)
+
+
+class Groups(NamedTuple):
+    """Numbers `codes * scale`, with one scale for each group on the last axis.
+
+    Attributes:
+      codes: FP8 codes [..., n].
+      scale: bfloat16 [..., ceil(n / group)].
+    """
+
+    codes: Float[Array, "... n"]
+    scale: Float[Array, "... g"]
+
+    @property
+    def group(self) -> int:
+        """Elements of a group, if groups divide the last axis."""
+        return self.codes.shape[-1] // max(self.scale.shape[-1], 1)
+
+
+class Copies(NamedTuple):
+    """FP8 codes of one scale, as they are and transposed; None where not wanted.
+
+    Attributes:
+      row: Codes [..., n].
+      transposed: The same codes [n, tokens], leading axes being one axis of tokens.
+    """
+
+    row: Float[Array, "... n"] | None
+    transposed: Float[Array, "n tokens"] | None
+
+
+def quantize_groups(
+    x: Float[Array, "... n"], *, dtype: DTypeLike, group: int
+) -> Groups:
+    """See `pallas_kernels.quantize_groups`."""
+    n, count = x.shape[-1], -(-x.shape[-1] // group)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
+    groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
+    groups = groups.astype(jnp.float32)
+    scale = group_scale(magnitude(groups, axis=-1), dtype)
+    codes = encode(groups, scale[..., None], dtype)
+    codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
+    return Groups(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
+
+
+def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
+    """See `pallas_kernels.dequantize_groups`."""
+    n, count = groups.codes.shape[-1], groups.scale.shape[-1]
+    group = -(-n // max(count, 1))
+    # Of a short last group the length is unknown, but powers of two are meant.
+    group = group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
+    scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
+    return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def maxima(x: Float[Array, "..."]) -> Float[Array, " k"]:
+    """See `pallas_kernels.maxima`."""
+    return magnitude(x.astype(jnp.float32).reshape(-1), axis=0)[None]
+
+
+def quantize_tensor(
+    x: Float[Array, "... n"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike,
+    row: bool,
+    transposed: bool,
+) -> Copies:
+    """See `pallas_kernels.quantize_tensor`."""
+    codes = encode(x.astype(jnp.float32), scale, dtype)
+    return copies(lax.optimization_barrier(codes), row=row, transposed=transposed)
+
+
+def dequantize_tensor(
+    codes: Float[Array, "..."], scale: Float[Array, ""], *, dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """See `pallas_kernels.dequantize_tensor`."""
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
+    """See `pallas_kernels.transpose`."""
+    n = codes.shape[-1]
+    return codes.reshape(math.prod(codes.shape[:-1]), n).T
+
+
+def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copies:
+    """Those copies of codes that are wanted."""
+    return Copies(codes if row else None, transpose(codes) if transposed else None)
+
+
+def magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
+    """The largest magnitude; NaN where there is a NaN.
+
+    Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
+    """
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    return lax.bitcast_convert_type(jnp.max(bits, axis, initial=0), jnp.float32)
+
+
+def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
+    """The scale of groups, as bfloat16 stores it, in float32."""
+    # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
+    scale = lax.reduce_precision(largest * (1 / code_max(dtype)), 8, 7)
+    scale = jnp.clip(scale, TINY, largest_scale(dtype))
+    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def encode(x: Float[Array, "..."], scale: Array, dtype: DTypeLike) -> Array:
+    """Codes of x / scale, rounded to nearest even, and saturated."""
+    x = jnp.where(jnp.abs(x) < TINY, x * 0.0, x) * reciprocal(scale)
+    return jnp.clip(x, -code_max(dtype), code_max(dtype)).astype(dtype)
+
+
+def reciprocal(scale: Float[Array, "..."]) -> Array:
+    """1 / scale, correctly rounded for numbers of 8 bits and so for powers of two.
+
+    GPUs divide with an error of a bit. Of a reciprocal's two halves, multiplied by such
+    numbers, the error can be told exactly.
+    """
+    guess = 1.0 / scale
+    bits = lax.bitcast_convert_type(guess, jnp.uint32) & jnp.uint32(0xFFFFFF00)
+    high = lax.bitcast_convert_type(bits, jnp.float32)
+    error = (1.0 - scale * high) - scale * (guess - high)
+    return guess + guess * error
+
+
+def code_max(dtype: DTypeLike) -> float:
+    """The largest number that a code stands for."""
+    return float(jnp.finfo(dtype).max)
+
+
+def largest_scale(dtype: DTypeLike) -> float:
+    """The largest bfloat16 s such that max * s fits bfloat16, and 1 / s is normal."""
+    mantissa, exponent = math.frexp(min(_BF16_MAX / code_max(dtype), 2.0**125))
+    return math.ldexp(math.floor(mantissa * 2**8), exponent - 8)
