@@ -2,6 +2,8 @@
 
 from pallas_kernels.adam_step import adam
 from pallas_kernels.elementwise import Tuning as ElementwiseTuning
+from pallas_kernels.norm import norm, norm_grad
+from pallas_kernels.norm_kernel import Tuning as NormTuning
 from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,
@@ -11,6 +13,7 @@ from pallas_kernels.quantize import (
     transpose,
 )
 from pallas_kernels.reference.adam import AdamScalars, Moments
+from pallas_kernels.reference.norm import Normed, NormGrads
 from pallas_kernels.reference.quantize import Copies, Groups
 
 __all__ = [
@@ -19,10 +22,15 @@ __all__ = [
     "ElementwiseTuning",
     "Groups",
     "Moments",
+    "NormGrads",
+    "NormTuning",
+    "Normed",
     "adam",
     "dequantize_groups",
     "dequantize_tensor",
     "maxima",
+    "norm",
+    "norm_grad",
     "quantize_groups",
     "quantize_tensor",
     "transpose",

@@ -1,0 +1,214 @@
+"""RMSNorm and LayerNorm between FP8 arrays of any shape."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, norm_kernel
+from pallas_kernels.norm_kernel import LANES, Norm, Params, Rows, Tuning
+from pallas_kernels.reference import norm as reference
+from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
+from pallas_kernels.reference.quantize import Groups, reciprocal, transpose
+
+_LONGEST = 16384  # Of which a lane holds 128 elements.
+_PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
+_FORWARD = Tuning()
+_BACKWARD = Tuning(ctas=2, stages=3, resident=0)
+
+Copies = Literal["row", "transposed", "both"]
+
+
+def norm(
+    x: Float[Array, "... n"] | Groups,
+    weight: Float[Array, " n"] | None = None,
+    bias: Float[Array, " n"] | None = None,
+    *,
+    kind: Kind = "rms",
+    eps: float = 1e-5,
+    scale: Float[Array, ""] | Literal["row"] | None = None,
+    copies: Copies = "row",
+    keep_groups: bool = False,
+    add: Float[Array, "... n"] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Normed:
+    """Norms rows, in float32, and quantizes what comes out, or what came in.
+
+    Args:
+      x: Rows, bfloat16, or as groups of 16: e4m3 codes [..., n] and bfloat16 scales
+        [..., ceil(n / 16)].
+      weight: What the normed rows are multiplied with, bfloat16 or float32.
+      bias: What is added to them then.
+      kind: "rms" divides by the root mean square, "layer" standardizes.
+      eps: What is added to the mean square, or to the variance.
+      scale: None returns bfloat16, and each row's maximum; a float32 scalar e4m3 codes
+        of y / scale; "row" e4m3 codes with a scale for each row, its maximum over 448.
+      copies: Which of y and its transpose [n, tokens] to return, for a scalar `scale`.
+      keep_groups: Whether to return x in groups of 16 as well.
+      add: Added to x first, bfloat16; the norm is that of the sum, rounded.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If the arguments contradict each other, or the kernel was named and
+        cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import norm
+      >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)
+      >>> norm(x, eps=0.0).y.tolist()
+      [[1.0, -1.0]]
+      >>> norm(x, eps=0.0, scale="row").y.tolist()
+      [[448.0, -448.0]]
+    """
+    _check(kind, scale, copies)
+    if isinstance(x, Groups) and (keep_groups or add is not None):
+        raise ValueError("keep_groups and add need a bfloat16 x, got groups")
+    how = {"kind": kind, "eps": eps}
+    obstacle = _obstacle(x, weight, bias, add)
+    chosen = dispatch.choose(implementation, obstacle)
+    if chosen == "reference":
+        out = reference.norm(
+            x, weight, bias, scale=scale, keep_groups=keep_groups, add=add, **how
+        )
+    else:
+        out = _forward(x, weight, bias, scale, keep_groups, add, how, tuning)
+    if copies == "row":
+        return out
+    transposed = transpose(out.y)
+    return out._replace(y=out.y if copies == "both" else None, transposed=transposed)
+
+
+def norm_grad(
+    x: Float[Array, "... n"] | Groups,
+    dy: Float[Array, "... n"],
+    weight: Float[Array, " n"] | None = None,
+    *,
+    kind: Kind = "rms",
+    eps: float = 1e-5,
+    with_bias: bool = False,
+    add: Float[Array, "... n"] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> NormGrads:
+    """The gradients of `norm` from its input, as it was saved.
+
+    Args:
+      x: As for `norm`.
+      dy: The gradient with respect to the norm's output, bfloat16.
+      weight: As for `norm`; None if there was none.
+      kind: As for `norm`.
+      eps: As for `norm`.
+      with_bias: Whether to return a bias' gradient too.
+      add: Added to dx before it is rounded, bfloat16: the gradient that goes around
+        the norm.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If `kind` is unknown, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import norm_grad
+      >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)
+      >>> norm_grad(x, jnp.ones_like(x), jnp.ones(2), eps=0.0).dweight.tolist()
+      [1.0, -1.0]
+    """
+    _check(kind)
+    how = {"kind": kind, "eps": eps}
+    obstacle = _obstacle(x, weight, None, add, dy)
+    chosen = dispatch.choose(implementation, obstacle)
+    if chosen == "reference":
+        return reference.norm_grad(x, dy, weight, with_bias=with_bias, add=add, **how)
+    rows, n = _rows(x, add, dy), dy.shape[-1]
+    out = norm_kernel.backward(
+        Norm(n=n, **how),
+        rows,
+        Params(_grouped(weight)),
+        with_bias=with_bias,
+        tuning=tuning or _BACKWARD,
+    )
+
+    def total(partial):
+        return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
+
+    return NormGrads(out.dx.reshape(dy.shape), total(out.dweight), total(out.dbias))
+
+
+def _check(kind: str, scale=None, copies: str = "row") -> None:
+    if kind not in ("rms", "layer"):
+        raise ValueError(f"kinds of norms are 'rms' and 'layer', got {kind!r}")
+    if isinstance(scale, str) and scale != "row":
+        raise ValueError(f"a scale is a scalar, 'row' or None, got {scale!r}")
+    if copies not in ("row", "transposed", "both"):
+        raise ValueError(f"copies are 'row', 'transposed' or 'both', got {copies!r}")
+    if copies != "row" and (scale is None or isinstance(scale, str)):
+        raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
+
+
+def _obstacle(x, weight, bias, *others) -> str | None:
+    """Why the kernel cannot run; None if it can."""
+    codes = jax.tree.leaves(x)[0]
+    if isinstance(x, Groups) and codes.dtype != CODES:
+        return f"codes must be float8_e4m3fn, got {codes.dtype}"
+    for array in others if isinstance(x, Groups) else (x, *others):
+        if array is not None and array.dtype != jnp.bfloat16:
+            return f"rows must be bfloat16, got {array.dtype}"
+    for array in (weight, bias):
+        if array is not None and array.dtype not in _PARAM_DTYPES:
+            return f"parameters must be bfloat16 or float32, got {array.dtype}"
+    n = codes.shape[-1]
+    if not codes.size:
+        return "there are no rows"
+    if n % LANES or n > _LONGEST:
+        return f"rows must be multiples of {LANES} up to {_LONGEST} long, got {n}"
+    return None
+
+
+def _rows(x, add=None, dy=None) -> Rows:
+    if isinstance(x, Groups):
+        x = Groups(_grouped(x.codes), x.scale.reshape(-1))
+    else:
+        x = _grouped(x)
+    return Rows(x, _grouped(add), _grouped(dy))
+
+
+def _grouped(x: Array | None) -> Array | None:
+    return None if x is None else x.reshape(-1, GROUP)
+
+
+def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
+    rows = _rows(x, add)
+    shape = jax.tree.leaves(x)[0].shape
+    scaled_rows = isinstance(scale, str)
+    inverse = None
+    if scale is not None and not scaled_rows:
+        inverse = reciprocal(jnp.asarray(scale, jnp.float32)).reshape(1)
+    out = norm_kernel.forward(
+        Norm(n=shape[-1], **how),
+        rows,
+        Params(_grouped(weight), _grouped(bias)),
+        inverse,
+        scaled_rows=scaled_rows,
+        keep_groups=keep_groups,
+        tuning=tuning or _FORWARD,
+    )
+    largest = out.largest
+    if largest is not None:
+        largest = lax.reduce_precision(largest, 8, 7).reshape(shape[:-1])
+    groups = out.groups
+    if groups is not None:
+        scale = groups.scale.reshape(*shape[:-1], -1)
+        groups = Groups(groups.codes.reshape(shape), scale)
+    return Normed(
+        y=out.y.reshape(shape),
+        largest=largest,
+        scale=None if out.scale is None else out.scale.reshape(shape[:-1]),
+        groups=groups,
+        total=None if out.total is None else out.total.reshape(shape),
+    )
