@@ -1,6 +1,7 @@
 """Pallas kernels for NVIDIA Hopper GPUs. Raw arrays in, raw arrays out."""
 
 from pallas_kernels.adam_step import adam
+from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.elementwise import Tuning as ElementwiseTuning
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_kernel import Tuning as NormTuning
@@ -18,8 +19,10 @@ from pallas_kernels.reference.quantize import Copies, Groups
 
 __all__ = [
     "AdamScalars",
+    "Choice",
     "Copies",
     "ElementwiseTuning",
+    "Explanation",
     "Groups",
     "Moments",
     "NormGrads",
@@ -28,6 +31,7 @@ __all__ = [
     "adam",
     "dequantize_groups",
     "dequantize_tensor",
+    "explain",
     "maxima",
     "norm",
     "norm_grad",

@@ -69,8 +69,12 @@ def norm(
     if isinstance(x, Groups) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
     how = {"kind": kind, "eps": eps}
-    obstacle = _obstacle(x, weight, bias, add)
-    chosen = dispatch.choose(implementation, obstacle)
+    chosen = dispatch.choose(
+        implementation,
+        _obstacle(x, weight, bias, add),
+        operation="norm",
+        arrays=(x, weight, bias, add),
+    )
     if chosen == "reference":
         out = reference.norm(
             x, weight, bias, scale=scale, keep_groups=keep_groups, add=add, **how
@@ -121,8 +125,12 @@ def norm_grad(
     """
     _check(kind)
     how = {"kind": kind, "eps": eps}
-    obstacle = _obstacle(x, weight, None, add, dy)
-    chosen = dispatch.choose(implementation, obstacle)
+    chosen = dispatch.choose(
+        implementation,
+        _obstacle(x, weight, None, add, dy),
+        operation="norm_grad",
+        arrays=(x, dy, weight, add),
+    )
     if chosen == "reference":
         return reference.norm_grad(x, dy, weight, with_bias=with_bias, add=add, **how)
     rows, n = _rows(x, add, dy), dy.shape[-1]

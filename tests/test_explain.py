@@ -1,0 +1,82 @@
+"""What `explain` says runs, and what it leaves alone."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels as pk
+from pallas_kernels import dispatch
+
+BF16 = jnp.bfloat16
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+
+
+def rows(*shape, dtype=BF16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_a_device_without_the_kernels(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: False)
+    monkeypatch.setattr(dispatch, "_device", lambda: "cpu")
+    explanation = pk.explain(pk.norm, rows(4, 100), rows(100), eps=1e-6, scale="row")
+    (choice,) = explanation.choices
+    assert choice.operation == "norm"
+    assert choice.arrays == ("bfloat16[4,100]", "bfloat16[100]")
+    assert choice.implementation == "reference"
+    assert choice.reason == (
+        "cpu is no Hopper GPU; rows must be multiples of 128 up to 16384 long, got 100"
+    )
+
+
+def test_shapes_and_dtypes_decide_on_a_hopper_gpu(hopper):
+    def two(x, y):
+        return pk.norm(x).y, pk.norm(y).y, pk.norm(x, implementation="reference").y
+
+    choices = pk.explain(two, rows(4, 256), rows(4, 256, dtype=jnp.float16)).choices
+    runs = [choice.implementation for choice in choices]
+    assert runs == ["mosaic", "reference", "reference"]
+    assert choices[0].reason.endswith("is a Hopper GPU")
+    assert choices[1].reason == "rows must be bfloat16, got float16"
+    assert choices[2].reason == "the caller named it"
+
+
+def test_what_was_traced_before_is_explained_again_and_not_compiled_again():
+    traces = []
+
+    @jax.jit
+    def layers(x):
+        traces.append(None)
+        body = jax.checkpoint(lambda x, _: (pk.norm(x).y, None))
+        x, _ = jax.lax.scan(body, x, length=3)
+        return pk.norm(x).y
+
+    x = jnp.ones((4, 256), BF16)
+    layers(x)
+    explanation = pk.explain(layers, x)
+    assert [choice.operation for choice in explanation.choices] == ["norm", "norm"]
+    assert pk.explain(jax.jit(layers), x) == explanation
+    count = len(traces)
+    assert jax.jit(lambda x: layers(x))(x).shape == x.shape
+    assert len(traces) == count
+    header, *lines = str(explanation).splitlines()
+    assert header.split() == ["operation", "of", "runs", "calls", "because"]
+    assert [line.split()[:4] for line in lines] == [
+        ["norm", "bfloat16[4,256]", "reference", "2"]
+    ]
+
+
+def test_nothing_is_recorded_outside():
+    explanation = pk.explain(lambda x: x + 1, jnp.ones(3))
+    assert explanation.choices == ()
+    pk.norm(jnp.ones((2, 128), BF16))
+    assert explanation.choices == ()
+
+
+def test_errors_pass_through():
+    with pytest.raises(ValueError, match="the kernel cannot run: there are no rows"):
+        pk.explain(pk.norm, rows(0, 128), implementation="mosaic")
+    assert pk.explain(pk.norm, rows(0, 128)).choices
