@@ -4,7 +4,7 @@ from pallas_kernels.adam_step import adam
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.elementwise import Tuning as ElementwiseTuning
 from pallas_kernels.norm import norm, norm_grad
-from pallas_kernels.norm_kernel import Tuning as NormTuning
+from pallas_kernels.norm_rows import Tuning as NormTuning
 from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,

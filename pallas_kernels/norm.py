@@ -8,12 +8,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, norm_kernel
-from pallas_kernels.norm_kernel import LANES, Norm, Params, Rows, Tuning
+from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Tuning
 from pallas_kernels.reference import norm as reference
 from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
 from pallas_kernels.reference.quantize import Groups, reciprocal, transpose
 
-_LONGEST = 16384  # Of which a lane holds 128 elements.
+_LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 _FORWARD = Tuning()
 _BACKWARD = Tuning(ctas=2, stages=3, resident=0)

@@ -28,7 +28,7 @@ def test_a_device_without_the_kernels(monkeypatch):
     assert choice.arrays == ("bfloat16[4,100]", "bfloat16[100]")
     assert choice.implementation == "reference"
     assert choice.reason == (
-        "cpu is no Hopper GPU; rows must be multiples of 128 up to 16384 long, got 100"
+        "cpu is no Hopper GPU; rows must be multiples of 128 up to 12288 long, got 100"
     )
 
 

@@ -1,0 +1,237 @@
+"""How the norms' kernels go over rows: a warpgroup holds a row.
+
+A row [n] is seen as its groups [n / 16, 16], so that a reduction over axis 1 is one
+within a group. Rows come through shared memory, the next ones' copies ahead, and go
+out from registers.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.elementwise import decode, strip_layout
+from pallas_kernels.reference.norm import GROUP, Kind
+
+LANES = 128  # Of a warpgroup; each holds as many elements of a row.
+_SHARED = 227 * 1024  # Bytes of shared memory of a multiprocessor.
+_RESERVED = 4 * 1024  # Of which a thread block takes so many besides its arrays.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a kernel is laid over the GPU.
+
+    Attributes:
+      elements: Rows of a pipeline step have so many elements together, or it is one.
+      stages: Pipeline steps in flight; fewer where shared memory is short.
+      ctas: Thread blocks on each multiprocessor; fewer likewise.
+      sms: Multiprocessors.
+      resident: Up to which length of rows parameters stay in registers.
+    """
+
+    elements: int = 4096
+    stages: int = 2
+    ctas: int = 4
+    sms: int = 132
+    resident: int = 4096
+
+
+class Rows(NamedTuple):
+    """What is read of rows: arrays of all groups [groups, 16], or refs."""
+
+    x: Any  # bfloat16, or `Groups` with scales [groups].
+    add: Any = None
+    dy: Any = None
+
+
+class Params(NamedTuple):
+    """What all rows share: arrays [n / 16, 16], or refs."""
+
+    weight: Any = None
+    bias: Any = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """What is known of a norm when it is compiled.
+
+    Rows are handled in tiles: so many elements that each lane has a vector.
+    """
+
+    n: int
+    kind: Kind
+    eps: float
+
+    @property
+    def vector(self) -> int:
+        """How many neighbours of a row a lane has."""
+        return math.gcd(self.n // LANES, 8)
+
+    @property
+    def tiles(self) -> range:
+        """The tiles of a row."""
+        return range(self.n // LANES // self.vector)
+
+    def tile(self, ref: Any, tile: int) -> Any:
+        """A tile of a row's ref."""
+        groups = LANES * self.vector // GROUP
+        return ref.at[pl.ds(tile * groups, groups)]
+
+    def load(self, ref: Any, tile: int) -> Array:
+        """A tile in float32."""
+
+        def load(ref):
+            x = self.tile(ref, tile)
+            layout = strip_layout((LANES * self.vector // GROUP, GROUP))
+            layout = layout.reduce(1) if len(x.shape) == 1 else layout
+            return plgpu.load(x, layout=layout, optimized=False)
+
+        return decode(jax.tree.map(load, ref))
+
+    def mean(self, x: Callable[[int], Array]) -> Array | float:
+        """What the norm subtracts from a row."""
+        if self.kind == "rms":
+            return 0.0
+        return self.average(map(x, self.tiles))
+
+    def centered(self, x: Array, mean: Array | float) -> Array:
+        """A tile less the mean."""
+        return x if self.kind == "rms" else x - mean
+
+    def rate(self, square: Array) -> Array:
+        """What the norm multiplies with what is left, from its mean square."""
+        return lax.rsqrt(square + self.eps)
+
+    def average(self, tiles: Iterable[Array]) -> Array:
+        """The mean of a row."""
+        total = functools.reduce(jnp.add, tiles)
+        return jnp.sum(jnp.sum(total, axis=1), axis=0) * (1 / self.n)
+
+    def params(self, refs: Params, resident: int) -> Callable[[int, Array], Array]:
+        """A function that multiplies a tile with the weight, and adds the bias."""
+
+        def loads(ref):
+            load = functools.partial(self.load, ref)
+            if ref is None or self.n > resident:
+                return load
+            return [load(tile) for tile in self.tiles].__getitem__
+
+        weight, bias = map(loads, refs)
+
+        def apply(tile: int, x: Array) -> Array:
+            if refs.weight is not None:
+                x = x * weight(tile)
+            return x if refs.bias is None else x + bias(tile)
+
+        return apply
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Share:
+    """How rows are shared among thread blocks.
+
+    Attributes:
+      groups: Groups of a row.
+      rows: Rows of a pipeline step.
+      steps: All steps.
+      stages: Steps in flight.
+      ctas: Thread blocks.
+    """
+
+    groups: int
+    rows: int
+    steps: int
+    stages: int
+    ctas: int
+
+    @classmethod
+    def of(cls, arrays: Rows, n: int, tuning: Tuning, other_bytes: int = 0) -> "Share":
+        """As many rows a step as `tuning` allows, of the powers of two dividing all."""
+        leaves = jax.tree.leaves(arrays)
+        tokens = leaves[0].size // n
+        rows = math.gcd(tokens, 1 << (max(tuning.elements // n, 1).bit_length() - 1))
+        steps = tokens // rows
+        step_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // steps
+        for ctas in range(tuning.ctas, 0, -1):
+            own = _SHARED // ctas - _RESERVED - other_bytes
+            stages = min(tuning.stages, own // step_bytes)
+            if stages > 1:
+                break
+        return cls(
+            groups=n // GROUP,
+            rows=rows,
+            steps=steps,
+            stages=max(stages, 1),
+            ctas=min(steps, ctas * tuning.sms),
+        )
+
+    def row(self, ref: Any, index: Array | int) -> Any:
+        """A row of several."""
+        return ref.at[pl.ds(index * self.groups, self.groups)]
+
+    def launch(self, kernel, outputs, *arrays, scratch=()):
+        """Runs kernel(*refs, outputs' refs) by all thread blocks."""
+        (out,) = plgpu.kernel(
+            kernel,
+            out_type=(outputs,),
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            scratch_types=scratch,
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # Copies write shared memory, and `over` waits for its readers.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(*arrays)
+        return out
+
+    def over(self, row: Callable, rows: Rows, carry: Any = None) -> Any:
+        """Calls carry = row(refs to a row, its index, carry) for this block's rows."""
+        cta = lax.axis_index("cta")
+        refs, tree = jax.tree.flatten(rows)
+        block = self.rows * self.groups
+
+        def staged(ref):
+            # What copies to shared memory are multiples of.
+            return math.prod((block, *ref.shape[1:])) * ref.dtype.itemsize % 128 == 0
+
+        def spec(ref):
+            if not staged(ref):
+                return plgpu.BlockSpec(memory_space=plgpu.GMEM)
+            return plgpu.BlockSpec(
+                (block, *ref.shape[1:]),
+                lambda j: (cta + j * self.ctas, 0)[: len(ref.shape)],
+                # Which makes it one contiguous copy, of any size.
+                oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
+            )
+
+        def body(indices, *arguments):
+            staged_refs = arguments[: len(refs)]
+            (carry,) = arguments[len(refs) :] or (None,)
+            start = (cta + indices[0] * self.ctas) * self.rows
+            for j in range(self.rows):
+                own = [
+                    self.row(ref, j if staged(ref) else start + j)
+                    for ref in staged_refs
+                ]
+                carry = row(jax.tree.unflatten(tree, own), start + j, carry)
+            plgpu.commit_smem()  # All warps have read.
+            return carry
+
+        return plgpu.emit_pipeline(
+            body,
+            grid=((self.steps - cta + self.ctas - 1) // self.ctas,),
+            in_specs=[spec(ref) for ref in refs],
+            max_concurrent_steps=self.stages,
+            init_carry=carry,
+        )(*refs)
