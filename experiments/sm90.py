@@ -1,0 +1,162 @@
+"""Compiles kernels for an H200 on a machine without one, and says what they take.
+
+Needs packages beyond the project's: jax-cuda13-plugin and jax-cuda13-pjrt in JAX's
+version, installed without what they depend on, and nvidia-cuda-nvcc.
+"""
+
+import contextlib
+import dataclasses
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import (
+    AbstractDevice,
+    AbstractMesh,
+    SingleDeviceSharding,
+    use_abstract_mesh,
+)
+
+# What XLA wants to know of the device, and "a" for instructions of Hopper GPUs alone.
+_TARGET = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800
+  clock_rate_ghz: 1.98
+  device_memory_size: 151397597184
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  device_address_bits: 64
+  name: "NVIDIA H200"
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.10.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 0 }
+device_description_str: "NVIDIA H200"
+"""
+_MESH = AbstractMesh(
+    (),
+    (),
+    abstract_device=AbstractDevice(
+        device_kind="NVIDIA H200", num_cores=132, platform="gpu"
+    ),
+)
+_PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+_ASSEMBLER = "nvidia-cuda-nvcc"
+# What makes the kernels' compiler write down what `resources` reads.
+_REPORTS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Resources:
+    """What the kernels of a function take, of several the most.
+
+    Attributes:
+      kernels: How many there are.
+      registers: Of each thread.
+      spill_bytes: What threads keep in memory for want of registers, of all kernels.
+      shared_bytes: Shared memory that a thread block asks for.
+    """
+
+    kernels: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled here; None if it can."""
+    for package in (*_PLUGINS, _ASSEMBLER):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return f"{package} is not installed"
+        if package in _PLUGINS and version != jax.__version__:
+            return f"{package} is of version {version}, and jax of {jax.__version__}"
+    return None
+
+
+def versions() -> dict[str, str]:
+    """What registers depend on besides the kernels."""
+    return {"jax": jax.__version__, _ASSEMBLER: metadata.version(_ASSEMBLER)}
+
+
+def resources(fn: Callable, *args: Any) -> Resources:
+    """Compiles fn(*args), of abstract arrays, and says what its kernels take.
+
+    Only once a process for each kernel: the compiler says nothing of one that it knows.
+
+    Raises:
+      ValueError: If there is no kernel that was not compiled before.
+    """
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name="", topology="1x1x1", target_config=_TARGET
+    )
+    sharding = SingleDeviceSharding(topology.devices[0])
+
+    def placed(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    args = jax.tree.map(placed, args)
+    with _output() as lines, use_abstract_mesh(_MESH):
+        jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    text = "".join(lines)
+    registers = _numbers(r"Used (\d+) registers", text)
+    if not registers:
+        raise ValueError(f"no kernel was compiled; the compiler said {text!r}")
+    return Resources(
+        kernels=len(registers),
+        registers=max(registers),
+        spill_bytes=sum(_numbers(r"(\d+) bytes spill", text)),
+        shared_bytes=max(_numbers(r"smem_scratch_bytes=(\d+)", text)),
+    )
+
+
+def _numbers(pattern: str, text: str) -> list[int]:
+    return [int(number) for number in re.findall(pattern, text)]
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[list[str]]:
+    """What this process writes, native code included, as one string when it is done."""
+    lines: list[str] = []
+    os.environ.update(dict.fromkeys(_REPORTS, "1"))
+    with tempfile.TemporaryFile("w+") as file:
+        own = [os.dup(number) for number in (1, 2)]
+        for number in (1, 2):
+            os.dup2(file.fileno(), number)
+        try:
+            yield lines
+        finally:
+            sys.stdout.flush()
+            for number, copy in zip((1, 2), own, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+            file.seek(0)
+            lines.append(file.read())
