@@ -3,6 +3,7 @@
 from pallas_kernels.adam_step import adam
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.elementwise import Tuning as ElementwiseTuning
+from pallas_kernels.gate import gated, gated_grad
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_rows import Tuning as NormTuning
 from pallas_kernels.quantize import (
@@ -14,8 +15,11 @@ from pallas_kernels.quantize import (
     transpose,
 )
 from pallas_kernels.reference.adam import AdamScalars, Moments
+from pallas_kernels.reference.gate import Gated
 from pallas_kernels.reference.norm import Normed, NormGrads
 from pallas_kernels.reference.quantize import Copies, Groups
+from pallas_kernels.reference.residual import Summed
+from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
 
 __all__ = [
     "AdamScalars",
@@ -23,15 +27,21 @@ __all__ = [
     "Copies",
     "ElementwiseTuning",
     "Explanation",
+    "Gated",
     "Groups",
     "Moments",
     "NormGrads",
     "NormTuning",
     "Normed",
+    "Summed",
     "adam",
+    "add_quantize_groups",
+    "add_quantize_tensor",
     "dequantize_groups",
     "dequantize_tensor",
     "explain",
+    "gated",
+    "gated_grad",
     "maxima",
     "norm",
     "norm_grad",

@@ -10,7 +10,6 @@ memory, which the copy engine then writes out.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -22,17 +21,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.reference.quantize import (
-    TINY,
-    Groups,
-    code_max,
-    largest_scale,
-    reciprocal,
+from pallas_kernels.codec import (
+    GROUP,
+    LANES,
+    decode,  # noqa: F401
+    encode,
+    encode_groups,
+    magnitude_bits,
+    rounded,
+    strip_layout,
+    total_max,
 )
+from pallas_kernels.reference.quantize import Groups, normal
 
-_LANES = 128  # Of a warpgroup, which handles a strip.
-_GROUP = 16  # Elements of the smallest group, and the most of a lane.
-_STRIP = _LANES * _GROUP
+_STRIP = LANES * GROUP  # Elements, at most.
 _ROWS = 16  # Of a strip of several rows, at most.
 _ROW_GROUPS = 8  # Of each of these rows.
 _COLUMNS = 64  # Of a tile for a transposed copy, at least.
@@ -47,11 +49,13 @@ class Tuning:
       vector: Neighbours among these, 8 or 16. None means 8 where values of 16 bits or
         more are written, which then fill whole sectors of memory.
       columns: Of a tile of 128 rows, where a transposed copy is written; 64 or 128.
+      ahead: Of these columns, how many are read before the first are computed with.
     """
 
     elements: int = 32
     vector: int | None = None
     columns: int = 64
+    ahead: int = 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,13 +67,16 @@ class Encoding:
       groups: Codes of this dtype and a bfloat16 scale for each group.
       row: Codes of this dtype, of the given scale.
       transposed: The same, transposed.
-      maxima: Whether to write the largest magnitude of each thread block.
+      denormals: Whether these codes tell denormal values from zeros.
+      maxima: Whether to write the largest magnitude of each thread block's values, as
+        `wide` has them.
     """
 
     wide: DTypeLike | None = None
     groups: DTypeLike | None = None
     row: DTypeLike | None = None
     transposed: DTypeLike | None = None
+    denormals: bool = False
     maxima: bool = False
 
 
@@ -96,6 +103,7 @@ class Walk:
       strip_rows: Rows of a strip.
       strip_groups: Groups of each of its rows.
       strips: Strips of a thread block, side by side.
+      ahead: Strips that are read before the first is computed with.
     """
 
     rows: int
@@ -104,20 +112,21 @@ class Walk:
     strip_rows: int
     strip_groups: int
     strips: int
+    ahead: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
         """How to go over arrays of `shape`, [rows, parts, groups, group]."""
         rows, parts, groups, group = shape
-        vector = tuning.vector or (_GROUP if encoding.wide is None else _GROUP // 2)
-        strips = max(tuning.elements // vector, 1)
+        vector = tuning.vector or (GROUP if encoding.wide is None else GROUP // 2)
+        strips = ahead = max(tuning.elements // vector, 1)
         strip_rows, strip_groups = vector, _ROW_GROUPS
         if encoding.transposed is not None:
-            strip_rows, strip_groups = _LANES, 1
+            strip_rows, strip_groups = LANES, 1
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
-            strips = columns // _GROUP
+            strips, ahead = columns // GROUP, max(tuning.ahead // GROUP, 1)
         elif rows == parts == 1:
-            strip_rows, strip_groups = 1, _LANES * vector // group
+            strip_rows, strip_groups = 1, LANES * vector // group
         return cls(
             rows=rows,
             groups=groups,
@@ -125,6 +134,7 @@ class Walk:
             strip_rows=strip_rows,
             strip_groups=strip_groups,
             strips=min(strips, max(groups // strip_groups, 1)),
+            ahead=ahead,
         )
 
     @property
@@ -164,21 +174,21 @@ def _span(start: Array, size: int) -> Any:
 
 
 def obstacle(
-    rows: int, parts: int, n: int, *, group: int = _GROUP, transposed: bool = False
+    rows: int, parts: int, n: int, *, group: int = GROUP, transposed: bool = False
 ) -> str | None:
     """Why arrays [rows, parts, n] in groups are not for the kernels, if so."""
-    if group % _GROUP or group & (group - 1) or group > 256:
+    if group % GROUP or group & (group - 1) or group > 256:
         return f"groups have 16, 32, 64, 128 or 256 elements, got {group}"
     if rows == parts == 1 and n < _STRIP:
         return f"it takes {_STRIP} elements or more, got {n}"
     if n % group:
         return f"the last axis must be a multiple of {group}, got {n}"
     if transposed:
-        if rows < _LANES or n < _COLUMNS:
-            least = f"{_LANES} rows of {_COLUMNS} elements or more"
+        if rows < LANES or n < _COLUMNS:
+            least = f"{LANES} rows of {_COLUMNS} elements or more"
             return f"a transposed copy takes {least}, got {rows} of {n}"
-        if rows % _GROUP:
-            return f"a transposed copy takes a multiple of {_GROUP} rows, got {rows}"
+        if rows % GROUP:
+            return f"a transposed copy takes a multiple of {GROUP} rows, got {rows}"
     elif rows * parts > 1 and (rows < _ROWS or n < _ROW_GROUPS * group):
         least = f"{_ROWS} rows of {_ROW_GROUPS * group} elements or more"
         return f"it takes {least}, got {rows} of {n}"
@@ -194,7 +204,7 @@ def run(
     scale: Float[Array, ""] | None = None,
     *,
     encoding: Encoding,
-    group: int = _GROUP,
+    group: int = GROUP,
     parts: int = 1,
     tuning: Tuning | None = None,
 ) -> Encoded:
@@ -226,10 +236,12 @@ def run(
         cta = lax.axis_index("cta")
         scale = None if scale is None else scale[0]
         places = walk.indices(cta)
-        loaded = [_loaded(operands, place) for place in places]
         sink = Sink(out, scratch, encoding, scale)
-        for place, strips in zip(places, loaded, strict=True):
-            sink.put(fn(*strips), place)
+        ahead = walk.ahead
+        loaded = [_loaded(operands, place) for place in places[:ahead]]
+        for j, place in enumerate(places):
+            loaded += [_loaded(operands, later) for later in places[j + ahead :][:1]]
+            sink.put(fn(*loaded.pop(0)), place)
         sink.finish(walk, cta)
 
     @jax.custom_batching.sequential_vmap
@@ -241,6 +253,7 @@ def run(
             grid_names=("cta",),
             scratch_types=_scratch(encoding, walk, parts),
             compiler_params=plgpu.CompilerParams(
+                approx_math=True,  # Of `fn`; quantization has no such operations.
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
                 # Nothing is read from where the same kernel writes.
                 unsafe_no_auto_barriers=True,
@@ -351,9 +364,10 @@ class Sink:
     def _put(self, value, part, index):
         out, encoding = self._out, self._encoding
         if encoding.maxima:
-            bits = _magnitude_bits(value)
-            largest = self._largest
-            self._largest = bits if largest is None else jnp.maximum(largest, bits)
+            largest = jnp.abs(value)
+            if self._largest is not None:
+                largest = jnp.maximum(self._largest, largest)
+            self._largest = largest
         if out.groups is not None:
             codes, scale = encode_groups(value, encoding.groups)
             out.groups.codes.at[index][...] = codes
@@ -365,7 +379,8 @@ class Sink:
             return
         codes = value
         if self._scale is not None:
-            codes = encode(value, self._scale, dtype)
+            codes = value if encoding.denormals else normal(value)
+            codes = encode(codes, self._scale, dtype)
         if out.row is not None:
             self._write("row", codes, part, index)
         if out.transposed is not None:
@@ -375,11 +390,14 @@ class Sink:
         if self._encoding.transposed is None:
             getattr(self._out, name).at[index][...] = strip
         else:
+            # Vectors of 16 bytes, which swizzling keeps together.
+            vector = GROUP // strip.dtype.itemsize
+            strip = plgpu.layout_cast(strip, plgpu.Layout.TCGEN05_TMEM_NATIVE(vector))
             self._tiles.setdefault((part, name), []).append(strip)
 
     def _transpose(self, codes, part):
         done = self._tiles.setdefault((part, "transposed"), [])
-        to = self._scratch[part].transposed.at[pl.ds(len(done) * _GROUP, _GROUP)]
+        to = self._scratch[part].transposed.at[pl.ds(len(done) * GROUP, GROUP)]
         bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
         to.transpose((1, 0))[...] = bytes_of_lane
         done.append(None)
@@ -387,7 +405,10 @@ class Sink:
     def finish(self, walk: Walk, cta: Array) -> None:
         """Writes what thread blocks have one of."""
         if self._largest is not None:
-            self._out.maxima[cta] = _total_max(self._largest)
+            bits = total_max(magnitude_bits(self._largest))
+            if self._encoding.wide == jnp.bfloat16:
+                bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))  # Or NaN.
+            self._out.maxima[cta] = bits
         if not self._tiles:
             return
         for (part, name), strips in self._tiles.items():
@@ -405,83 +426,3 @@ class Sink:
             to = getattr(self._out, name).at[place]
             plgpu.copy_smem_to_gmem(getattr(self._scratch[part], name), to)
         plgpu.wait_smem_to_gmem(0)
-
-
-def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
-    """A lane has neighbours, the next lane the next ones, or those of the next row."""
-    vector = math.prod(shape) // _LANES
-    warp = (shape[0] // 4, *shape[1:])
-    if shape[-1] == vector and len(shape) == 2:
-        return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
-    several = shape[-1] > vector  # Lanes of a group; layouts name no axis of one.
-    axes = 2 * len(shape) + several
-    return plgpu.Layout.TILED(
-        plgpu.Tiling((shape, warp, *[(vector,)] * several)),
-        warp_dims=(-axes,),
-        lane_dims=tuple(range(-len(shape) - several, -1)),
-        vector_dim=-1,
-    )
-
-
-def decode(x: Array | Groups) -> Array:
-    """A strip in float32."""
-    if not isinstance(x, Groups):
-        return x.astype(jnp.float32)
-    codes = x.codes.astype(jnp.float32)
-    return codes * _spread(x.scale.astype(jnp.float32), codes)
-
-
-def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """Codes of x / scale, of a scalar, saturated; what is too small counts as 0."""
-    inverse = reciprocal(jnp.full(x.shape, scale))
-    x = x * jnp.where(jnp.abs(x) < TINY, inverse * 0.0, inverse)
-    # A conversion saturates on a GPU only.
-    return jnp.clip(x, -code_max(dtype), code_max(dtype)).astype(dtype)
-
-
-def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Codes of groups, the last axis, and their scales."""
-    largest = _floats(jnp.max(_magnitude_bits(x), axis=x.ndim - 1))
-    scale = _bits(largest * (1 / code_max(dtype)))
-    scale = jnp.clip(_floats(_round_to_bfloat16(scale)), TINY, largest_scale(dtype))
-    scale = scale + largest * 0.0  # NaN where that is not finite.
-    inverse = reciprocal(scale)
-    zero = _spread(inverse * 0.0, x)
-    # Nothing to saturate: at most a percent is beyond the largest code.
-    codes = x * jnp.where(jnp.abs(x) < TINY, zero, _spread(inverse, x))
-    return codes.astype(dtype), scale.astype(jnp.bfloat16)
-
-
-def round_to_bfloat16(x: Array) -> Array:
-    """Rounds float32; a conversion there and back may be taken for nothing."""
-    rounded = _floats(_round_to_bfloat16(_bits(x)))
-    return jnp.where(x == x, rounded, x)
-
-
-def _round_to_bfloat16(bits: Array) -> Array:
-    """The bits of numbers, not NaN, rounded to nearest even."""
-    even = (bits >> jnp.uint32(16)) & jnp.uint32(1)
-    return (bits + (jnp.uint32(0x7FFF) + even)) & jnp.uint32(0xFFFF0000)
-
-
-def _total_max(x: Array) -> Array:
-    return functools.reduce(lambda x, _: jnp.max(x, axis=x.ndim - 1), x.shape, x)
-
-
-def _spread(x: Array, like: Array) -> Array:
-    """One number a group to its elements."""
-    wide = lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
-    return plgpu.layout_cast(wide, strip_layout(like.shape))
-
-
-def _magnitude_bits(x: Array) -> Array:
-    """Bits that compare as magnitudes do, a NaN's above all."""
-    return _bits(x) & jnp.uint32(0x7FFFFFFF)
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _floats(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.float32)

@@ -8,7 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, elementwise
-from pallas_kernels.elementwise import Encoding, Tuning, decode
+from pallas_kernels.codec import decode
+from pallas_kernels.elementwise import Encoding, Tuning
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
 
@@ -61,7 +62,7 @@ def quantize_groups(
         return reference.quantize_groups(x, dtype=dtype, group=group)
     out = elementwise.run(
         _numbers,
-        (_flat(x),),
+        (flat(x),),
         encoding=Encoding(groups=dtype),
         group=group,
         tuning=tuning,
@@ -94,9 +95,12 @@ def dequantize_groups(
         obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
     if dispatch.choose(implementation, obstacle) == "reference":
         return reference.dequantize_groups(groups, dtype=dtype)
-    flat = Groups(_flat(groups.codes), _flat(groups.scale))
     out = elementwise.run(
-        _numbers, (flat,), encoding=Encoding(wide=dtype), group=group, tuning=tuning
+        _numbers,
+        (Groups(flat(groups.codes), flat(groups.scale)),),
+        encoding=Encoding(wide=dtype),
+        group=group,
+        tuning=tuning,
     )
     return out.wide.reshape(groups.codes.shape)
 
@@ -124,7 +128,7 @@ def maxima(
         return reference.maxima(x)
     encoding = Encoding(maxima=True)
     return elementwise.run(
-        _numbers, (_flat(x),), encoding=encoding, tuning=tuning
+        _numbers, (flat(x),), encoding=encoding, tuning=tuning
     ).maxima
 
 
@@ -172,7 +176,7 @@ def quantize_tensor(
         )
     out = elementwise.run(
         _numbers,
-        (_tokens(x) if transposed else _flat(x),),
+        (in_tokens(x) if transposed else flat(x),),
         scale,
         encoding=Encoding(
             row=dtype if row else None, transposed=dtype if transposed else None
@@ -208,7 +212,7 @@ def dequantize_tensor(
     if dispatch.choose(implementation, flat_obstacle(codes)) == "reference":
         return reference.dequantize_tensor(codes, scale, dtype=dtype)
     out = elementwise.run(
-        _scaled, (_flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
+        _scaled, (flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
     )
     return out.wide.reshape(codes.shape)
 
@@ -237,7 +241,7 @@ def transpose(
         return reference.transpose(codes)
     encoding = Encoding(transposed=codes.dtype)
     out = elementwise.run(
-        _as_stored, (_tokens(codes),), encoding=encoding, tuning=tuning
+        _as_stored, (in_tokens(codes),), encoding=encoding, tuning=tuning
     )
     return out.transposed[0]
 
@@ -283,11 +287,13 @@ def flat_obstacle(x: Array, group: int | None = None) -> str | None:
     return elementwise.obstacle(1, 1, x.size, group=group or 16)
 
 
-def _flat(x: Array) -> Array:
+def flat(x: Array) -> Array:
+    """All elements as one row, for `elementwise.run`."""
     return x.reshape(1, 1, -1)
 
 
-def _tokens(x: Array) -> Array:
+def in_tokens(x: Array) -> Array:
+    """All axes but the last as rows, for `elementwise.run`."""
     return x.reshape(-1, 1, x.shape[-1])
 
 

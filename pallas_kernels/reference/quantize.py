@@ -48,7 +48,7 @@ def quantize_groups(
     n, count = x.shape[-1], -(-x.shape[-1] // group)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
     groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
-    groups = groups.astype(jnp.float32)
+    groups = normal(groups.astype(jnp.float32))
     scale = group_scale(magnitude(groups, axis=-1), dtype)
     codes = encode(groups, scale[..., None], dtype)
     codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
@@ -79,7 +79,7 @@ def quantize_tensor(
     transposed: bool,
 ) -> Copies:
     """See `pallas_kernels.quantize_tensor`."""
-    codes = encode(x.astype(jnp.float32), scale, dtype)
+    codes = encode(normal(x.astype(jnp.float32)), scale, dtype)
     return copies(lax.optimization_barrier(codes), row=row, transposed=transposed)
 
 
@@ -118,9 +118,14 @@ def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
+def normal(x: Float[Array, "..."]) -> Array:
+    """Float32 with zeros of their sign in the place of denormals."""
+    return jnp.where(jnp.abs(x) < TINY, x * 0.0, x)
+
+
 def encode(x: Float[Array, "..."], scale: Array, dtype: DTypeLike) -> Array:
     """Codes of x / scale, rounded to nearest even, and saturated."""
-    x = jnp.where(jnp.abs(x) < TINY, x * 0.0, x) * reciprocal(scale)
+    x = x * reciprocal(scale)
     return jnp.clip(x, -code_max(dtype), code_max(dtype)).astype(dtype)
 
 

@@ -1,0 +1,101 @@
+"""Codes and numbers of a strip of elements, in the registers of a warpgroup."""
+
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from pallas_kernels.reference.quantize import (
+    TINY,
+    Groups,
+    code_max,
+    largest_scale,
+    normal,
+    reciprocal,
+)
+
+LANES = 128  # Of a warpgroup.
+GROUP = 16  # Elements of the smallest group, and the most of a lane.
+
+
+def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
+    """A lane has neighbours, the next lane the next ones, or those of the next row."""
+    vector = math.prod(shape) // LANES
+    warp = (shape[0] // 4, *shape[1:])
+    if shape[-1] == vector and len(shape) == 2:
+        return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
+    several = shape[-1] > vector  # Lanes of a group; layouts name no axis of one.
+    axes = 2 * len(shape) + several
+    return plgpu.Layout.TILED(
+        plgpu.Tiling((shape, warp, *[(vector,)] * several)),
+        warp_dims=(-axes,),
+        lane_dims=tuple(range(-len(shape) - several, -1)),
+        vector_dim=-1,
+    )
+
+
+def decode(x: Array | Groups) -> Array:
+    """A strip in float32."""
+    if not isinstance(x, Groups):
+        return x.astype(jnp.float32)
+    codes = x.codes.astype(jnp.float32)
+    return codes * _spread(x.scale.astype(jnp.float32), codes)
+
+
+def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
+    """Codes of x / scale, rounded to nearest even, and saturated."""
+    x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
+    # A conversion saturates on a GPU only.
+    return jnp.clip(x, -code_max(dtype), code_max(dtype)).astype(dtype)
+
+
+def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
+    """Codes of groups, the last axis, and their scales."""
+    largest = floats(jnp.max(magnitude_bits(x), axis=x.ndim - 1))
+    scale = _bits(largest * (1 / code_max(dtype)))
+    scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(dtype))
+    scale = scale + largest * 0.0  # NaN where that is not finite.
+    inverse = reciprocal(scale)
+    # Nothing to saturate: at most a percent is beyond the largest code.
+    codes = normal(x) * _spread(inverse, x)
+    return codes.astype(dtype), scale.astype(jnp.bfloat16)
+
+
+def round_to_bfloat16(x: Array) -> Array:
+    """Rounds float32; a conversion there and back may be taken for nothing."""
+    return jnp.where(x == x, floats(rounded(_bits(x))), x)
+
+
+def rounded(bits: Array) -> Array:
+    """The bits of numbers, not NaN, rounded to nearest even."""
+    even = (bits >> jnp.uint32(16)) & jnp.uint32(1)
+    return (bits + (jnp.uint32(0x7FFF) + even)) & jnp.uint32(0xFFFF0000)
+
+
+def total_max(x: Array) -> Array:
+    """The maximum of all, a scalar."""
+    return functools.reduce(lambda x, _: jnp.max(x, axis=x.ndim - 1), x.shape, x)
+
+
+def _spread(x: Array, like: Array) -> Array:
+    """One number a group to its elements."""
+    wide = lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
+    return plgpu.layout_cast(wide, strip_layout(like.shape))
+
+
+def magnitude_bits(x: Array) -> Array:
+    """Bits that compare as magnitudes do, a NaN's above all."""
+    return _bits(x) & jnp.uint32(0x7FFFFFFF)
+
+
+def _bits(x: Array) -> Array:
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def floats(x: Array) -> Array:
+    """Bits as float32."""
+    return lax.bitcast_convert_type(x, jnp.float32)

@@ -1,0 +1,241 @@
+"""Gated activations between FP8 arrays: SwiGLU, GEGLU and their gradients."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, elementwise, gate_rows
+from pallas_kernels.codec import GROUP, decode
+from pallas_kernels.elementwise import Encoding, Tuning
+from pallas_kernels.quantize import CODES, WIDE, Wanted, check_dtype, wanted
+from pallas_kernels.reference import gate as reference
+from pallas_kernels.reference.gate import (
+    GELU,
+    GELU_CUBIC,
+    GELU_MAX,
+    Activation,
+    Gated,
+)
+from pallas_kernels.reference.quantize import Groups
+
+_LOG2_E = math.log2(math.e)
+
+
+def gated(
+    gate_up: Groups,
+    *,
+    activation: Activation = "silu",
+    scale: Float[Array, ""] | Literal["row"] | None = None,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    copies: Wanted = "row",
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Gated:
+    """The product activation(gate) * up, in float32, rounded once.
+
+    Args:
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16.
+      activation: "silu", or "gelu" in its tanh form.
+      scale: None returns bfloat16; a float32 scalar codes of y / scale; "row" codes
+        with a scale for each row, its largest magnitude over the format's.
+      dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      copies: Which of the codes [..., f] and their transpose [f, tokens] to return, for
+        a scalar `scale`; tokens are all leading axes.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If the arguments contradict each other, or the kernel was named and
+        cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import gated, quantize_groups
+      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 8.0))
+      >>> gated(gate_up).values.shape, float(gated(gate_up).largest.max())
+      ((3, 16), 64.0)
+      >>> gated(gate_up, scale="row").scale.shape
+      (3,)
+      >>> gated(gate_up, scale=jnp.float32(2.0), copies="both").transposed.shape
+      (16, 3)
+    """
+    row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    *_, parts, n = gate_up.codes.shape
+    tokens = gate_up.codes.size // max(parts * n, 1)
+    if scale is None or not isinstance(scale, str):
+        obstacle = _obstacle(gate_up, tokens, n, transposed)
+    else:
+        obstacle = gate_rows.obstacle(n)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        how = {"row": row, "transposed": transposed, "dtype": dtype}
+        return reference.gated(gate_up, activation=activation, scale=scale, **how)
+    product = Product(activation=activation)
+    shape = (*gate_up.codes.shape[:-2], n)
+    if isinstance(scale, str):
+        values, scale = gate_rows.run(product, _tokens(gate_up), dtype=dtype)
+        return Gated(values=values.reshape(shape), scale=scale.reshape(shape[:-1]))
+    encoding = _encoding(scale, dtype, row, transposed)
+    out = elementwise.run(
+        product, (_tokens(gate_up),), scale, encoding=encoding, tuning=tuning
+    )
+    return _gated(out, shape)
+
+
+def gated_grad(
+    gate_up: Groups,
+    dy: Float[Array, "... f"],
+    *,
+    activation: Activation = "silu",
+    scale: Float[Array, ""] | None = None,
+    dtype: DTypeLike = jnp.float8_e5m2,
+    copies: Wanted = "row",
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Gated:
+    """The gradients of gate and up, in float32, rounded once.
+
+    Args:
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16.
+      dy: The gradient of the product, bfloat16 or float32.
+      activation: "silu", or "gelu" in its tanh form.
+      scale: None returns bfloat16, a float32 scalar codes of both gradients / scale.
+      dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      copies: Which of the codes [..., 2, f] and their transpose [2 f, tokens] to
+        return; tokens are all leading axes.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If the arguments contradict each other, or the kernel was named and
+        cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import gated_grad, quantize_groups
+      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 8.0))
+      >>> gated_grad(gate_up, jnp.ones((3, 16), jnp.bfloat16)).values.shape
+      (3, 2, 16)
+    """
+    if isinstance(scale, str):
+        raise ValueError(f"scale must be None or a scalar, got {scale!r}")
+    row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    check_dtype("dy", dy.dtype, WIDE)
+    *leading, parts, n = gate_up.codes.shape
+    if dy.shape != (*leading, n):
+        raise ValueError(f"dy must have the shape {(*leading, n)}, got {dy.shape}")
+    tokens = math.prod(leading)
+    obstacle = _obstacle(gate_up, tokens, n, transposed)
+    if dispatch.choose(implementation, obstacle) == "reference":
+        how = {"row": row, "transposed": transposed, "dtype": dtype}
+        how |= {"activation": activation, "scale": scale}
+        return reference.gated_grad(gate_up, dy, **how)
+    out = elementwise.run(
+        ProductGrad(activation=activation),
+        (_tokens(gate_up), dy.reshape(tokens, 1, n)),
+        scale,
+        encoding=_encoding(scale, dtype, row, transposed),
+        parts=parts,
+        tuning=tuning,
+    )
+    return _gated(out, gate_up.codes.shape)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """The product of strips of gate and up."""
+
+    activation: Activation
+
+    def __call__(self, gate: Groups, up: Groups) -> tuple[Array]:
+        """The product, for `elementwise.run`."""
+        gate, up = decode(gate), decode(up)
+        x = gate
+        if self.activation == "gelu":
+            x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
+            x = x * (GELU + GELU * GELU_CUBIC * (x * x))
+        return (gate * _sigmoid(x) * up,)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProductGrad:
+    """The gradients of gate and up."""
+
+    activation: Activation
+
+    def __call__(self, gate: Groups, up: Groups, dy: Array) -> tuple[Array, Array]:
+        """Both gradients, for `elementwise.run`."""
+        gate, up, dy = decode(gate), decode(up), decode(dy)
+        if self.activation == "silu":
+            s = _sigmoid(gate)
+            y = gate * s
+            slope = s + y * (1 - s)
+        else:
+            x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
+            square = x * x
+            s = _sigmoid(x * (GELU + GELU * GELU_CUBIC * square))
+            y = gate * s
+            inner = GELU + 3 * GELU * GELU_CUBIC * square
+            slope = s + x * inner * (s * (1 - s))
+        return dy * up * slope, dy * y
+
+
+def _sigmoid(x: Array) -> Array:
+    # Neither by tanh, whose approximation is poor where a sigmoid is small, nor by a
+    # division, which takes more instructions.
+    return jnp.exp2(-1.0 * jnp.log2(1.0 + jnp.exp2(x * -_LOG2_E)))
+
+
+def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
+    """Whether codes are wanted as they are, and transposed."""
+    if activation not in get_args(Activation):
+        raise ValueError(f"activation must be 'silu' or 'gelu', got {activation!r}")
+    check_dtype("codes", dtype, CODES)
+    shape, count = gate_up.codes.shape, gate_up.scale.shape[-1]
+    if len(shape) < 2 or shape[-2] != 2:
+        raise ValueError(f"gate and up must be [..., 2, f], got {shape}")
+    if count != -(-shape[-1] // GROUP):
+        raise ValueError(f"groups must have 16 of {shape[-1]} elements, got {count}")
+    if isinstance(scale, str) and scale != "row":
+        raise ValueError(f"scale must be None, a scalar or 'row', got {scale!r}")
+    row, transposed = wanted(copies)
+    if transposed and (scale is None or isinstance(scale, str)):
+        raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
+    return row, transposed
+
+
+def _obstacle(gate_up: Groups, tokens: int, n: int, transposed: bool) -> str | None:
+    check_dtype("gate and up", gate_up.codes.dtype, CODES)
+    return elementwise.obstacle(tokens, 2, n, transposed=transposed)
+
+
+def _tokens(gate_up: Groups) -> Groups:
+    *_, parts, n = gate_up.codes.shape
+    groups = gate_up.scale.shape[-1]
+    return Groups(
+        gate_up.codes.reshape(-1, parts, n), gate_up.scale.reshape(-1, parts, groups)
+    )
+
+
+def _encoding(scale, dtype, row: bool, transposed: bool) -> Encoding:
+    if scale is None:
+        return Encoding(wide=jnp.dtype(jnp.bfloat16), maxima=True)
+    return Encoding(
+        row=dtype if row else None,
+        transposed=dtype if transposed else None,
+        denormals=True,  # Which have errors of their own.
+        maxima=True,
+    )
+
+
+def _gated(out: elementwise.Encoded, shape: tuple[int, ...]) -> Gated:
+    values = out.row if out.wide is None else out.wide
+    transposed = out.transposed
+    if transposed is not None:
+        transposed = transposed.reshape(-1, transposed.shape[-1])
+    if values is not None:
+        values = values.reshape(shape)
+    return Gated(values, transposed, largest=out.maxima)

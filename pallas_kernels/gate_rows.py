@@ -1,0 +1,94 @@
+"""The kernel of gated products with a scale for each row, which registers hold."""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.codec import (
+    GROUP,
+    LANES,
+    encode,
+    floats,
+    magnitude_bits,
+    strip_layout,
+    total_max,
+)
+from pallas_kernels.reference.gate import row_scale
+from pallas_kernels.reference.quantize import Groups
+
+_STRIPS = 8  # Of a row, at most.
+
+
+def obstacle(n: int) -> str | None:
+    """Why rows of `n` are not for the kernel, if so."""
+    if n % GROUP:
+        return f"the last axis must be a multiple of {GROUP}, got {n}"
+    if not 1 <= n / (GROUP * LANES) <= _STRIPS:
+        least, most = GROUP * LANES, GROUP * LANES * _STRIPS
+        return f"with a scale a row it takes rows of {least} to {most}, got {n}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("fn", "dtype"))
+def run(
+    fn: Callable, gate_up: Groups, *, dtype: DTypeLike
+) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"]]:
+    """The codes of fn(gate, up), and their scales, of gate and up [tokens, 2, n]."""
+    tokens, parts, n = gate_up.codes.shape
+    groups = n // GROUP
+    strips = -(-groups // LANES)
+    layout = strip_layout((LANES, GROUP))
+
+    def kernel(gate_up, codes, scales):
+        row = lax.axis_index("row")
+        # The last ones overlap.
+        starts = [min(j * LANES, groups - LANES) for j in range(strips)]
+
+        def load(start, part):
+            at = (row, part, pl.ds(start, LANES))
+            return Groups(
+                plgpu.load(gate_up.codes.at[at], layout=layout, optimized=False),
+                plgpu.load(
+                    gate_up.scale.at[at], layout=layout.reduce(1), optimized=False
+                ),
+            )
+
+        loaded = [[load(start, part) for part in range(parts)] for start in starts]
+        values = [fn(*strip)[0] for strip in loaded]
+        bits = functools.reduce(jnp.maximum, map(magnitude_bits, values))
+        # Bits of arrays, not of scalars, are taken for floats.
+        largest = floats(jnp.broadcast_to(total_max(bits), bits.shape))
+        scale = row_scale(largest, dtype)
+        for start, value in zip(starts, values, strict=True):
+            to = codes.at[row, pl.ds(start, LANES)]
+            to[...] = encode(value, scale, dtype)
+        scales.at[pl.ds(row, 1)][...] = scale[:1, 0]
+
+    @jax.custom_batching.sequential_vmap
+    def launch(gate_up):
+        return plgpu.kernel(
+            kernel,
+            out_type=(
+                jax.ShapeDtypeStruct((tokens, groups, GROUP), dtype),
+                jax.ShapeDtypeStruct((tokens,), jnp.float32),
+            ),
+            grid=(tokens,),
+            grid_names=("row",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,  # Of `fn`.
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # Nothing is read from where the same kernel writes.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(gate_up)
+
+    codes = gate_up.codes.reshape(tokens, parts, groups, GROUP)
+    codes, scale = launch(Groups(codes, gate_up.scale))
+    return codes.reshape(tokens, n), scale

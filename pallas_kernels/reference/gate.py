@@ -1,0 +1,117 @@
+"""Gated activations between FP8 arrays, in jnp."""
+
+import math
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.reference.quantize import (
+    TINY,
+    Groups,
+    code_max,
+    copies,
+    dequantize_groups,
+    encode,
+    magnitude,
+)
+
+# Both multiply the gate with a sigmoid: "gelu" is the tanh form of GELU.
+Activation = Literal["silu", "gelu"]
+
+GELU = math.sqrt(8 / math.pi)
+GELU_CUBIC = 0.044715
+# What is beyond is 0 or 1 to a sigmoid, while its cube may be infinite.
+GELU_MAX = 32.0
+
+
+class Gated(NamedTuple):
+    """A gated product [..., f], or the gradients [..., 2, f] of gate and up.
+
+    Attributes:
+      values: bfloat16, or FP8 codes; None if only the transpose was wanted.
+      transposed: The same codes [f, tokens], or [2 f, tokens] of gradients.
+      scale: With a scale for each row, that of `values`, float32 [...].
+      largest: Otherwise largest magnitudes of parts of the values, float32 [k]; how
+        many there are is the kernel's choice.
+    """
+
+    values: Float[Array, "..."] | None = None
+    transposed: Float[Array, "n tokens"] | None = None
+    scale: Float[Array, "..."] | None = None
+    largest: Float[Array, " k"] | None = None
+
+
+def gated(
+    gate_up: Groups,
+    *,
+    activation: Activation,
+    scale: Float[Array, ""] | Literal["row"] | None,
+    dtype: DTypeLike,
+    row: bool,
+    transposed: bool,
+) -> Gated:
+    """See `pallas_kernels.gated`."""
+    gate, up = _decoded(gate_up)
+    factor, _ = _activation(gate, activation)
+    y = gate * factor * up
+    if isinstance(scale, str):
+        scale = row_scale(magnitude(y, axis=-1), dtype)
+        codes = encode(y, scale[..., None], dtype)
+        return Gated(values=lax.optimization_barrier(codes), scale=scale)
+    return _encoded(y, scale, dtype, row, transposed)
+
+
+def gated_grad(
+    gate_up: Groups,
+    dy: Float[Array, "... f"],
+    *,
+    activation: Activation,
+    scale: Float[Array, ""] | None,
+    dtype: DTypeLike,
+    row: bool,
+    transposed: bool,
+) -> Gated:
+    """See `pallas_kernels.gated_grad`."""
+    gate, up = _decoded(gate_up)
+    factor, slope = _activation(gate, activation)
+    dy = dy.astype(jnp.float32)
+    grads = jnp.stack([dy * up * slope, dy * (gate * factor)], axis=-2)
+    out = _encoded(grads, scale, dtype, row, transposed=False)
+    if not transposed:
+        return out
+    codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
+    return out._replace(transposed=copies(codes, row=False, transposed=True).transposed)
+
+
+def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
+    """The float32 scale of rows with these largest magnitudes."""
+    return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
+
+
+def _encoded(y, scale, dtype, row, transposed):
+    if scale is None:
+        largest = lax.reduce_precision(magnitude(y), 8, 7)
+        return Gated(values=y.astype(jnp.bfloat16), largest=largest[None])
+    codes = lax.optimization_barrier(encode(y, scale, dtype))
+    wanted = copies(codes, row=row, transposed=transposed)
+    return Gated(wanted.row, wanted.transposed, largest=magnitude(y)[None])
+
+
+def _decoded(gate_up: Groups) -> tuple[Array, Array]:
+    both = dequantize_groups(gate_up, dtype=jnp.float32)
+    return both[..., 0, :], both[..., 1, :]
+
+
+def _activation(gate: Array, activation: Activation) -> tuple[Array, Array]:
+    """What the gate is multiplied with, and the product's derivative."""
+    if activation == "silu":
+        factor = jax.nn.sigmoid(gate)
+        return factor, factor + gate * (factor * (1 - factor))
+    x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
+    factor = jax.nn.sigmoid(GELU * (x + GELU_CUBIC * x * x * x))
+    slope = GELU * (1 + 3 * GELU_CUBIC * x * x)
+    return factor, factor + x * slope * (factor * (1 - factor))
