@@ -6,6 +6,7 @@ from pallas_kernels.elementwise import Tuning as ElementwiseTuning
 from pallas_kernels.gate import gated, gated_grad
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_rows import Tuning as NormTuning
+from pallas_kernels.products import matmul, matmul_groups
 from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,
@@ -42,6 +43,8 @@ __all__ = [
     "explain",
     "gated",
     "gated_grad",
+    "matmul",
+    "matmul_groups",
     "maxima",
     "norm",
     "norm_grad",

@@ -20,6 +20,14 @@ def has_hopper() -> bool:
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
+def multiprocessors() -> int:
+    """How many multiprocessors the GPU has that is compiled for; 132 without one."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """What runs as one operation.

@@ -1,0 +1,194 @@
+"""The kernels' time against XLA's, a device copy's bandwidth and cuBLASLt's rate.
+
+    uv run python -m experiments.bench_kernels
+
+measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
+makes of its reference, and writes experiments/results/bench_kernels.json.
+"""
+
+import argparse
+import functools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import pallas_kernels
+from experiments import kernel_cases, timing, tune
+from experiments.results import Bar, write_results
+from pallas_kernels import tuning
+
+Row = dict[str, Any]
+_CUBE = (8192, 8192, 8192)
+
+
+def main() -> None:
+    """Prints tables and writes the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=("elementwise", "products"))
+    add("--kernel", help="elementwise kernels whose name has this in it")
+    add("--shapes", nargs="+", metavar="ROWS,N", help="of elementwise kernels")
+    add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
+    add("--models", nargs="+", choices=tuple(kernel_cases.MODELS))
+    add("--out", type=Path, default=Path("experiments/results/bench_kernels.json"))
+    args = parser.parse_args()
+    rows: list[Row] = []
+    for row in measured(args):
+        rows.append(row)
+        write_results(args.out, rows=rows)
+    found = bars(rows)
+    write_results(args.out, rows=rows, bars=found)
+    Console(width=110).print(table(rows))
+    for bar in found:
+        verdict = "holds" if bar.holds else "missed"
+        print(f"{bar.name}: {bar.measured:.4g} ({bar.target}: {verdict})")
+
+
+def measured(args: argparse.Namespace) -> Iterable[Row]:
+    """Rows as they are measured."""
+    only = args.only or ("elementwise", "products")
+    if "elementwise" in only:
+        shapes = kernel_cases.ELEMENTWISE_SHAPES
+        if args.shapes:
+            shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
+        cases = [c for shape in shapes for c in kernel_cases.elementwise(shape)]
+        chosen = [c for c in cases if (args.kernel or "") in c.kernel]
+        copies = {shape: copy_gb_per_s(shape) for shape in shapes}
+        for case in tqdm(chosen, unit="kernel"):
+            yield elementwise_row(case, copies[case.shape])
+    if "products" in only:
+        for kernel, product in tqdm(list(products(args)), unit="product"):
+            yield product_row(kernel, product)
+
+
+def copy_gb_per_s(shape: tuple[int, int]) -> float:
+    """What a device copy of bfloat16 of this shape reaches."""
+    x = jnp.ones(shape, jnp.bfloat16)
+    compiled = timing.compile_all([jnp.copy], (x,))
+    (time,) = timing.seconds(compiled, (x,))
+    return 2 * x.nbytes / time / 1e9
+
+
+def elementwise_row(case: kernel_cases.Case, copy: float) -> Row:
+    """The kernel's time and XLA's."""
+    arguments = jax.jit(case.draw)(jax.random.key(0))
+    calls = [
+        functools.partial(case.call, implementation=name)
+        for name in ("mosaic", "reference")
+    ]
+    row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
+    compiled = timing.compile_all(calls, arguments)
+    for error in compiled:
+        if isinstance(error, Exception):
+            return row | {"error": str(error)[:200]}
+    ours, xla = timing.seconds(compiled, arguments)
+    rate = case.size / ours / 1e9
+    row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
+    return row | {
+        "gb_per_s": rate,
+        "copy_gb_per_s": copy,
+        "share_of_copy": rate / copy,
+    }
+
+
+def products(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
+    """Products of models, and every kind of product on large shapes."""
+    for product in kernel_cases.model_products(tuple(args.tokens)):
+        if not args.models or product.name.split()[0] in args.models:
+            yield "product", product
+            if "gate_up" in product.name and product.name.endswith("forward"):
+                yield "quantized", product
+    cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
+    for kernel in ("product", "promoted", "blocks"):
+        yield kernel, cube
+
+
+def product_row(kernel: str, product: kernel_cases.MatrixProduct) -> Row:
+    """The kernel's time, and that of cuBLASLt through XLA."""
+    kind = kernel_cases.product(kernel)
+    m, n, k = product.shape
+    arguments = kernel_cases.operands(product.shape, kind.scaling, product.a_dtype)
+    chosen = tuning.choose(kind, m, n, k)
+    tiles = chosen or tuning.heuristic(kind, m, n)
+    calls = [functools.partial(tune.run, kernel, tiles)]
+    calls.append(functools.partial(xla, kernel))
+    compiled = timing.compile_all(calls, arguments)
+    row: Row = {"kernel": kernel, "shape": f"{m} x {n} x {k}", "name": product.name}
+    for error in compiled:
+        if isinstance(error, Exception):
+            return row | {"error": str(error)[:200]}
+    ours, theirs = timing.seconds(compiled, arguments)
+    row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
+    rate = 2 * m * n * k / 1e12
+    row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}
+    return row | {"runs": "mosaic" if chosen else "xla", "tiles": str(tiles)}
+
+
+def xla(kernel: str, a: jax.Array, b: jax.Array, *scales: jax.Array) -> Any:
+    """The product of cuBLASLt; for groups, with our quantization behind it."""
+    if kernel == "blocks":  # cuBLASLt through XLA has one scale a tensor.
+        scales = (jnp.float32(1), jnp.float32(1))
+    y = tune.run("product", None, a, b, *scales)
+    if kernel == "quantized":
+        return pallas_kernels.quantize_groups(y)
+    return y
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What the kernels should reach on an H200."""
+    found = []
+    quick = [r for r in rows if "share_of_copy" in r]
+    if quick:
+        ratios = [r["ratio_to_xla"] for r in quick]
+        least = min(r["share_of_copy"] for r in quick)
+        found.append(_bar("elementwise, least share of a copy's rate", 0.8, least))
+        found.append(_bar("elementwise, least ratio to XLA", 1.0, min(ratios)))
+        found.append(_bar("elementwise, mean ratio to XLA", 1.5, _mean(ratios)))
+    at = {(r["kernel"], r.get("name")): r for r in rows if "tflop_per_s" in r}
+    plain = [r["ratio_to_xla"] for (k, name), r in at.items() if k == "product"]
+    if plain:
+        found.append(_bar("products, mean ratio to cuBLASLt", 1.0, _mean(plain)))
+        found.append(_bar("products, least ratio to cuBLASLt", 0.93, min(plain)))
+    quantized = [r["ratio_to_xla"] for (k, _), r in at.items() if k == "quantized"]
+    if quantized:
+        name = "quantized products, mean ratio to cuBLASLt and our quantization"
+        found.append(_bar(name, 1.15, _mean(quantized)))
+    for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
+        if (kernel, "cube") in at:
+            rate = at[kernel, "cube"]["tflop_per_s"]
+            found.append(_bar(f"{kernel}, 8192^3, TFLOP/s", target, rate))
+    return found
+
+
+def _mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def _bar(name: str, target: float, measured: float) -> Bar:
+    return Bar(name, f">= {target}", measured, measured >= target)
+
+
+def table(rows: list[Row]) -> Table:
+    """All rows, for a terminal."""
+    found = Table("kernel", "shape", "ms", "XLA's", "ratio", "rate", "of a copy")
+    for r in rows:
+        name = r["kernel"] if "share_of_copy" in r else r.get("name", r["kernel"])
+        if "error" in r:
+            found.add_row(r["kernel"], r["shape"], r["error"])
+            continue
+        rate = f"{r.get('tflop_per_s', r.get('gb_per_s')):.0f}"
+        times = (f"{r[k]:.4f}" for k in ("ms", "xla_ms"))
+        share = f"{r['share_of_copy']:.2f}" if "share_of_copy" in r else r["kernel"]
+        found.add_row(name, r["shape"], *times, f"{r['ratio_to_xla']:.2f}", rate, share)
+    return found
+
+
+if __name__ == "__main__":
+    main()

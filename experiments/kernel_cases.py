@@ -1,0 +1,217 @@
+"""What is measured of the kernels: operations, shapes, the least bytes they move."""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+import pallas_kernels
+from experiments.settings import PRESETS
+from pallas_kernels.matmul_plan import Product
+
+E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
+ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))
+TOKENS = (8192, 16384)
+MODELS = {"1B": "olmo-1b", "7B": "llama2-7b", "13B": "llama2-13b", "30B": "llama-30b"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """One operation on arrays of one shape.
+
+    Attributes:
+      kernel: What it is called in tables.
+      shape: Of what.
+      call: The operation, with `implementation` as an argument.
+      draw: Its random arguments.
+      size: The fewest bytes that it moves.
+    """
+
+    kernel: str
+    shape: tuple[int, ...]
+    call: Callable[..., Any]
+    draw: Callable[[Array], tuple[Any, ...]]
+    size: float
+
+
+def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
+    """Everything that reads and writes each element once."""
+    elements = shape[0] * shape[1]
+
+    def case(kernel, bytes_each, call, *draws):
+        def draw(key):
+            keys = jax.random.split(key, len(draws))
+            return tuple(d(k) for d, k in zip(draws, keys, strict=True))
+
+        return Case(
+            kernel=kernel, shape=shape, call=call, draw=draw, size=elements * bytes_each
+        )
+
+    def numbers(dtype):
+        return lambda key: jax.random.normal(key, shape, dtype)
+
+    def codes(dtype):
+        return lambda key: numbers(BF16)(key).astype(dtype)
+
+    def groups(key):
+        return pallas_kernels.quantize_groups(
+            numbers(BF16)(key), implementation="reference"
+        )
+
+    def scalar(key):
+        return jnp.float32(2.0**-6)
+
+    def weight(key):
+        return 1 + 0.1 * jax.random.normal(key, shape[1:], BF16)
+
+    def with_options(function, **options):
+        return lambda *args, implementation: function(
+            *args, **options, implementation=implementation
+        )
+
+    k = pallas_kernels
+    of_16, of_128 = 1 + 2 / 16, 1 + 2 / 128
+    yield case("quantize 1x16", 2 + of_16, k.quantize_groups, numbers(BF16))
+    yield case(
+        "quantize 1x128", 2 + of_128,
+        with_options(k.quantize_groups, group=128), numbers(BF16),
+    )  # fmt: skip
+    yield case("quantize 1x16, float32", 4 + of_16, k.quantize_groups, numbers(F32))
+    yield case("maxima", 2, k.maxima, numbers(BF16))
+    for copies, bytes_each in (("row", 3), ("transposed", 3), ("both", 4)):
+        yield case(
+            f"quantize a tensor, {copies}", bytes_each,
+            with_options(k.quantize_tensor, copies=copies), numbers(BF16), scalar,
+        )  # fmt: skip
+    yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
+    yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
+    yield case("transpose", 2, k.transpose, codes(E5M2))
+    for kind in ("rms", "layer"):
+        norm = {"kind": kind}
+        yield case(
+            f"{kind} norm", 4, with_options(k.norm, **norm), numbers(BF16), weight
+        )
+        yield case(
+            f"{kind} norm from groups", 2 + of_16, with_options(k.norm, **norm),
+            groups, weight,
+        )  # fmt: skip
+        yield case(
+            f"{kind} norm to rows, keeping groups", 3 + of_16,
+            with_options(k.norm, scale="row", keep_groups=True, **norm),
+            numbers(BF16), weight,
+        )  # fmt: skip
+        yield case(
+            f"{kind} norm, backward", 4 + of_16,
+            lambda x, dy, w, *, implementation, norm=norm: k.norm_grad(
+                x, dy, w, implementation=implementation, **norm
+            ),
+            groups, numbers(BF16), weight,
+        )  # fmt: skip
+    yield case(
+        "add, keeping groups", 6 + of_16, k.add_quantize_groups, *2 * [numbers(BF16)]
+    )
+    for name, bytes_each, scales, copies in (
+        ("add, maxima", 6, [], "row"),
+        ("add, to a tensor, both", 8, [scalar], "both"),
+    ):
+        yield case(
+            name, bytes_each, with_options(k.add_quantize_tensor, copies=copies),
+            numbers(BF16), numbers(BF16), *scales,
+        )  # fmt: skip
+
+    def gate_up(key):
+        x = jax.random.normal(key, (shape[0], 2, shape[1]), BF16)
+        return k.quantize_groups(x, implementation="reference")
+
+    def scaled(function, **options):
+        return lambda *args, implementation: function(
+            *args[:-1], scale=args[-1], implementation=implementation, **options
+        )
+
+    for activation in ("silu", "gelu"):
+        how = {"activation": activation}
+        forward, backward = f"{activation} gate", f"{activation} gate, backward"
+        yield case(forward, 2 * of_16 + 2, with_options(k.gated, **how), gate_up)
+        yield case(
+            f"{forward}, to rows", 2 * of_16 + 1,
+            with_options(k.gated, scale="row", **how), gate_up,
+        )  # fmt: skip
+        for copies, bytes_each in (("row", 1), ("transposed", 1), ("both", 2)):
+            yield case(
+                f"{forward}, to a tensor, {copies}", 2 * of_16 + bytes_each,
+                scaled(k.gated, copies=copies, **how), gate_up, scalar,
+            )  # fmt: skip
+        yield case(
+            backward, 2 * of_16 + 6, with_options(k.gated_grad, **how),
+            gate_up, numbers(BF16),
+        )  # fmt: skip
+        yield case(
+            f"{backward}, to a tensor, both", 2 * of_16 + 6,
+            scaled(k.gated_grad, copies="both", **how), gate_up, numbers(BF16), scalar,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MatrixProduct:
+    """One of a model's products.
+
+    Attributes:
+      name: Model, layer and pass.
+      shape: m, n and k.
+      a_dtype: e5m2 for gradients.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    a_dtype: Any = E4M3
+
+
+def model_products(tokens: tuple[int, ...] = TOKENS) -> list[MatrixProduct]:
+    """Forward, input gradient and weight gradient of the layers of Llamas."""
+    found = []
+    for model, preset in MODELS.items():
+        config = PRESETS[preset].model
+        h, f = config.hidden_size, config.intermediate_size
+        heads = config.num_heads + 2 * config.num_kv_heads
+        qkv = heads * (config.head_dim or h // config.num_heads)
+        layers = {"qkv": (h, qkv), "out": (h, h), "gate_up": (h, 2 * f), "down": (f, h)}
+        for t in tokens:
+            for layer, (i, o) in layers.items():
+                name = f"{model} {layer}, {t} tokens"
+                found += [
+                    MatrixProduct(name=f"{name}, forward", shape=(t, o, i)),
+                    MatrixProduct(name=f"{name}, dx", shape=(t, i, o), a_dtype=E5M2),
+                    MatrixProduct(name=f"{name}, dw", shape=(o, i, t), a_dtype=E5M2),
+                ]
+    return found
+
+
+def operands(
+    shape: tuple[int, int, int], scaling: str = "tensor", a_dtype: Any = E4M3
+) -> tuple[Array, ...]:
+    """Random codes, and scales of a kind; per tensor they are powers of two."""
+    m, n, k = shape
+    keys = jax.random.split(jax.random.key(m + n + k), 4)
+    a = jax.random.normal(keys[0], (m, k), BF16).astype(a_dtype)
+    b = jax.random.normal(keys[1], (n, k), BF16).astype(E4M3)
+    if scaling == "tensor":
+        return a, b, jnp.float32(0.5), jnp.float32(2.0**-6)
+    shapes = {"rows": ((m,), (n,)), "blocks": ((m, k // 128), (n // 128, k // 128))}
+    a_scale, b_scale = (
+        jax.random.uniform(key, s, minval=0.5)
+        for key, s in zip(keys[2:], shapes[scaling], strict=True)
+    )
+    return a, b, a_scale, b_scale
+
+
+def product(kernel: str) -> Product:
+    """What a kind of product computes, by the names of the benchmark's tables."""
+    return {
+        "product": Product(out_dtype=jnp.dtype(BF16)),
+        "promoted": Product(out_dtype=jnp.dtype(BF16), promote=256),
+        "blocks": Product(out_dtype=jnp.dtype(BF16), promote=128, scaling="blocks"),
+        "quantized": Product(out_dtype=jnp.dtype(E4M3), group=16),
+    }[kernel]

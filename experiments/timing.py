@@ -1,0 +1,44 @@
+"""How long compiled functions take, in turns, so that a warm chip is warm for all."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+# Without it XLA tries its own matrix products for a minute; none is cuBLASLt's match.
+OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+
+
+def compile_all(functions: Sequence[Callable], arguments: tuple) -> list[Any]:
+    """Jitted functions that are compiled, or the exceptions that they raise."""
+
+    def compiled(function):
+        jitted = jax.jit(function, compiler_options=OPTIONS)
+        try:
+            jax.block_until_ready(jitted(*arguments))
+        except Exception as error:
+            return error
+        return jitted
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(compiled, functions))
+
+
+def seconds(
+    compiled: Sequence[Any], arguments: tuple, *, calls: int = 20, rounds: int = 7
+) -> list[float]:
+    """The median time of each, over rounds in which each has its turn."""
+    for function in compiled:
+        jax.block_until_ready(function(*arguments))
+    found: list[list[float]] = [[] for _ in compiled]
+    for _ in range(rounds):
+        for function, times in zip(compiled, found, strict=True):
+            started = time.perf_counter()
+            for _ in range(calls):
+                result = function(*arguments)
+            jax.block_until_ready(result)
+            times.append((time.perf_counter() - started) / calls)
+    return [statistics.median(times) for times in found]

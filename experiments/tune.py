@@ -1,0 +1,106 @@
+"""Finds the fastest tiles of matrix products on this GPU, and where XLA is faster.
+
+    uv run python -m experiments.tune
+
+times what `pallas_kernels.tuning.candidates` lists on the shapes of Llamas, beside
+cuBLASLt through XLA, and writes `pallas_kernels/tuning.json`. Shapes that are there are
+left as they are unless `--again` is given, so an interrupted run goes on.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+from tqdm import tqdm
+
+import pallas_kernels
+from experiments import kernel_cases, timing
+from experiments.results import device, versions, write_json
+from pallas_kernels import tuning
+
+KERNELS = ("product", "promoted", "blocks", "quantized")
+
+
+def main() -> None:
+    """Measures what is missing."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--tokens", type=int, nargs="+", default=[8192])
+    add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    add("--shapes", nargs="+", metavar="M,N,K", help="instead of the models'")
+    add("--again", action="store_true", help="also what has been measured")
+    add("--out", type=Path, default=tuning.TABLE)
+    args = parser.parse_args()
+    found = json.loads(args.out.read_text()) if args.out.exists() else {}
+    table = found.get("tuning", {})
+    todo = [
+        (kernel, shape, dtype)
+        for kernel in args.kernels
+        for shape, dtype in shapes(args, kernel).items()
+        if args.again or key(kernel, shape) not in table
+    ]
+    for kernel, shape, a_dtype in tqdm(todo, unit="shape"):
+        table[key(kernel, shape)] = fastest(kernel, shape, a_dtype)
+        write_json(
+            args.out,
+            {"device": device(), "versions": versions(), "tuning": table},
+        )
+
+
+def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
+    """Shapes, and the dtype of a, of which one product each is measured."""
+    if args.shapes:
+        return {tuple(map(int, s.split(","))): kernel_cases.E4M3 for s in args.shapes}
+    products = kernel_cases.model_products(tuple(args.tokens))
+    forward = [p for p in products if p.name.endswith("forward")]
+    if kernel == "quantized":
+        forward = [p for p in forward if "gate_up" in p.name]
+    chosen = products if kernel == "product" else forward
+    return {p.shape: p.a_dtype for p in chosen} | {(8192,) * 3: kernel_cases.E4M3}
+
+
+def key(kernel: str, shape: tuple[int, ...]) -> str:
+    """The table's name of a product."""
+    return tuning.key(kernel_cases.product(kernel), *shape)
+
+
+def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
+    """The fastest tiles as fields that are not defaults, or "xla"."""
+    product = kernel_cases.product(kernel)
+    arguments = kernel_cases.operands(shape, product.scaling, a_dtype)
+    tried = [t for t in tuning.candidates(product) if tuning.divides(t, *shape[:2])]
+    calls = [functools.partial(run, kernel, t) for t in tried]
+    tried, calls = [*tried, None], [*calls, functools.partial(run, kernel, None)]
+    if kernel == "blocks":  # XLA has no such product.
+        tried, calls = tried[:-1], calls[:-1]
+    compiled = timing.compile_all(calls, arguments)
+    works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
+    times = timing.seconds([c for _, c in works], arguments)
+    best = works[min(range(len(works)), key=times.__getitem__)][0]
+    if best is None:
+        return "xla"
+    default = tuning.Tuning()
+    fields = dataclasses.asdict(best).items()
+    return {k: v for k, v in fields if v != getattr(default, k)} | {
+        "tile_m": best.tile_m
+    }
+
+
+def run(kernel: str, tiles: tuning.Tuning | None, *arguments: jax.Array) -> Any:
+    """A product by the kernel with these tiles, or by XLA."""
+    how: dict[str, Any] = {"implementation": "reference" if tiles is None else "mosaic"}
+    how["tuning"] = tiles
+    if kernel == "quantized":
+        return pallas_kernels.matmul_groups(*arguments, **how)
+    promote = kernel_cases.product(kernel).promote
+    if kernel == "promoted":
+        how["promote"] = promote
+    return pallas_kernels.matmul(*arguments, **how)
+
+
+if __name__ == "__main__":
+    main()

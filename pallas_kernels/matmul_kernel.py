@@ -1,0 +1,138 @@
+"""How the FP8 matrix product goes over a Hopper GPU.
+
+Persistent thread blocks walk over output tiles. One warpgroup keeps the copy engine
+busy, and never stops between tiles; the others multiply. They share a tile's rows, or
+take turns with tiles.
+"""
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.matmul_plan import TILE_K, WARPGROUPS, Product, Tuning
+from pallas_kernels.matmul_tile import PIECE_M, Tile
+from pallas_kernels.matmul_walk import Stages, Walk
+
+# A lane of each of three warpgroups starts with 168 registers. What the two that
+# multiply take is what the other gives away; asking for more waits for ever.
+_LOADING_REGISTERS = 24
+_REGISTERS = 240
+
+
+def run(
+    product: Product,
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    out: tuple[Array, ...],
+    tuning: Tuning,
+    sms: int,
+) -> tuple[Array, ...]:
+    """The product of a [m, k] and b [n, k], in arrays like `out`.
+
+    Scales are [1] and [1], [m] and [n], or [k / 128, m] and [n / 128, k / 128]. The
+    result is that and codes' scales, or it is added to what `out` holds, in place.
+    """
+    if tuning.stages < (held := tuning.held(product)):
+        raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
+    walk = Walk(tuning, (a.shape[0], b.shape[0], a.shape[1]))
+    blocks = sms // (2 if tuning.cluster else 1)
+    pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out)
+
+    def launch(out_type, *arrays):
+        return plgpu.kernel(
+            functools.partial(_kernel, product, walk),
+            out_type=out_type,
+            scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
+            grid=(min(walk.total, blocks),),
+            grid_names=("sm",),
+            num_threads=WARPGROUPS + 1,
+            thread_name="warpgroup",
+            **pair,
+        )(*arrays)
+
+    arrays = (a, b, a_scale, b_scale)
+    if not product.accumulate:
+        return launch(types, *arrays)
+    return pl.run_state(lambda refs: launch((), *arrays, *refs))(out)
+
+
+def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
+    swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
+    stored = (plgpu.TilingTransform((8, product.store_n)), swizzled[1])
+    barrier = plgpu.Barrier
+    if t.cluster:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+    readers = WARPGROUPS if t.together else 1
+    return dict(
+        a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
+        b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
+        out_smem=plgpu.SMEM(
+            (WARPGROUPS, 2, PIECE_M, product.store_n),
+            product.out_dtype,
+            transforms=stored,
+        ),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * t.stages),
+        free=barrier(num_arrivals=readers, num_barriers=t.stages),
+    )
+
+
+def _kernel(
+    product: Product, walk: Walk, a, b, a_scale, b_scale, *out, out_smem, **smem
+) -> None:
+    t = walk.tuning
+    warpgroup = lax.axis_index("warpgroup")
+    stages = Stages(walk, smem["a_smem"], smem["b_smem"], smem["filled"], smem["free"])
+    pl.when(warpgroup == WARPGROUPS)(lambda: _load(walk, stages, a, b))
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _():
+        plgpu.set_max_registers(_REGISTERS, action="increase")
+        tile = Tile(product, t, stages, a_scale, b_scale, out, out_smem)
+
+        @walk.tiles
+        def _(number, rows, columns):
+            if t.together:
+                tile.compute(number, rows, columns, part=warpgroup)
+            else:
+                turn = lax.rem(number, WARPGROUPS) == warpgroup
+                pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load(walk: Walk, stages: Stages, a, b) -> None:
+    """Fills stages as they become free."""
+    plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+    cluster = walk.tuning.cluster
+
+    @walk.tiles
+    def _(number, rows, columns):
+        @pl.loop(0, walk.steps)
+        def _(step):
+            along = pl.ds(step * TILE_K, TILE_K)
+
+            def copies(stage, filled):
+                for x, where, smem, shared in (
+                    (a, rows, stages.a, cluster == "n"),
+                    (b, columns, stages.b, cluster == "m"),
+                ):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[where, along],
+                        smem.at[stage],
+                        filled,
+                        collective_axes="pair" if shared else None,
+                    )
+
+            stages.fill(number, step, copies)
+
+    if cluster:
+        # The other block frees stages here too: it has to be done before this one ends.
+        stages.drain()

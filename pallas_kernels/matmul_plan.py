@@ -1,0 +1,84 @@
+"""What a matrix product computes, and how it is laid over the GPU."""
+
+import dataclasses
+from typing import Literal
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+TILE_K = 128  # Bytes of a swizzled row, and elements of it.
+WARPGROUPS = 2  # That multiply.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tuning:
+    """How a product is laid over the GPU.
+
+    Attributes:
+      tile_m: Rows of the output that a thread block computes at a time.
+      tile_n: Columns.
+      stages: Steps of 128 along k in flight.
+      together: Whether the warpgroups that multiply share a tile's rows, or take turns:
+        then one stores its tile while the other multiplies.
+      cluster: Two thread blocks load what they share once: tiles that are neighbours
+        along `m` share b, along `n` a.
+      minor: The axis along which consecutive tiles are neighbours ...
+      width: ... so many of them, before the other axis is taken.
+      parts: Parts of `tile_n` that are promoted one by one, which saves registers.
+      chunks: Sums that are promoted in a step of the loop along k.
+    """
+
+    tile_m: int = 128
+    tile_n: int = 256
+    stages: int = 4
+    together: bool = True
+    cluster: Literal["m", "n"] | None = None
+    minor: Literal["m", "n"] = "m"
+    width: int = 8
+    parts: int = 1
+    chunks: int = 1
+
+    def held(self, product: "Product") -> int:
+        """Stages that a warpgroup holds when it waits for another."""
+        if product.promote is None:
+            return 2
+        return product.promote // TILE_K * min(self.chunks, 2)
+
+    @property
+    def height(self) -> int:
+        """Rows that a warpgroup computes at a time."""
+        return self.tile_m // WARPGROUPS if self.together else self.tile_m
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Rows and columns of what a cluster computes; they divide the output's."""
+        return (
+            self.tile_m * (1 + (self.cluster == "m")),
+            self.tile_n * (1 + (self.cluster == "n")),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """What is computed, known when the kernel is compiled.
+
+    Attributes:
+      out_dtype: Dtype of the result, or of its codes.
+      promote: Elements of k after which sums move from the tensor cores, which round
+        them to 14 bits or so, to float32; None for never.
+      scaling: "tensor": one factor; "rows": one a row of a and one a column of b;
+        "blocks": one for 1 x 128 of a, one for 128 x 128 of b.
+      accumulate: Whether the product is added to what the output holds.
+      group: Neighbours of a row that get a scale; None for no quantization.
+    """
+
+    out_dtype: DTypeLike
+    promote: int | None = None
+    scaling: Literal["tensor", "rows", "blocks"] = "tensor"
+    accumulate: bool = False
+    group: int | None = None
+
+    @property
+    def store_n(self) -> int:
+        """Columns that are stored at a time: swizzled rows again."""
+        return TILE_K // jnp.dtype(self.out_dtype).itemsize

@@ -1,0 +1,225 @@
+"""What a warpgroup does with a tile of a matrix product: sums, scales, stores."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
+from pallas_kernels.matmul_walk import Stages
+from pallas_kernels.reference import quantize
+
+PIECE_M = 64  # Rows that are stored at a time.
+_TINY_BITS = 0x00800000
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a warpgroup does with its rows of a tile."""
+
+    product: Product
+    tuning: Tuning
+    stages: Stages
+    a_scale: Any
+    b_scale: Any
+    out: tuple[Any, ...]
+    out_smem: Any
+
+    def compute(self, number, rows, columns, part) -> None:
+        """Multiplies and stores one of the tile's parts."""
+        own = pl.ds(part * self.tuning.height, self.tuning.height)
+        if self.product.promote is None:
+            sums = (self._sum(number, own),)
+        else:
+            sums = self._promoted_sum(number, rows, columns, own)
+        self._store(sums, rows, columns, own)
+
+    def _sum(self, number, own):
+        """Sums all of k in the tensor cores' accumulator."""
+        stages, steps = self.stages, self.stages.walk.steps
+
+        def sum_in(acc):
+            @pl.loop(0, steps)
+            def _(step):
+                stages.wait(number, step)
+                at = stages.at(number, step)
+                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
+                plgpu.wgmma_wait(1)
+                pl.when(step > 0)(lambda: stages.release(number, step - 1))
+
+            value = acc[...]
+            stages.release(number, steps - 1)
+            return value
+
+        shape = (self.tuning.height, self.tuning.tile_n)
+        return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
+
+    def _promoted_sum(self, number, rows, columns, own):
+        """Sums `promote` of k at a time there, and these sums in float32.
+
+        While one of them is promoted the next is computed, within a step of the loop.
+        """
+        t, steps = self.tuning, self.stages.walk.steps
+        every = self.product.promote // TILE_K
+        together = every * t.chunks
+
+        def load_scales(first, count):
+            if self.product.scaling != "blocks":
+                return None
+            at = [lax.min(first + j * every, steps - 1) for j in range(count)]
+            return [self._load_block_scales(rows, columns, own, step) for step in at]
+
+        def chunks(first, lengths, sums, scales):
+            pieces = []
+            for j, length in enumerate(lengths):
+                at = [first + i for i in range(length)]
+                own_scales = None if scales is None else scales[j]
+                pieces += [_Piece(at, part, own_scales) for part in range(t.parts)]
+                first = first + length
+            return self._pieces(number, own, pieces, None, sums)
+
+        def body(j, carry):
+            sums, scales = carry
+            first = j * together
+            # Ahead of their use: it takes as long to load them as to multiply.
+            following = load_scales(first + together, t.chunks)
+            return chunks(first, [every] * t.chunks, sums, scales), following
+
+        shape = (t.height, t.tile_n // t.parts)
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        carry = ((zero,) * t.parts, load_scales(jnp.int32(0), t.chunks))
+        sums, scales = lax.fori_loop(0, steps // together, body, carry)
+        rest = steps % together
+        lengths = [every] * (rest // every) + [rest % every] * (rest % every > 0)
+        return chunks(steps - rest, lengths, sums, scales) if rest else sums
+
+    def _pieces(self, number, own, todo, running, sums):
+        """Starts the first piece, then promotes the one that runs, then goes on."""
+        t, stages = self.tuning, self.stages
+        width = t.tile_n // t.parts
+
+        def promoted(waiting):
+            piece, acc = running
+            value = plgpu.wgmma_accumulator_load(acc, wait_n=waiting)
+            if piece.part == t.parts - 1:
+                for step in piece.steps:
+                    stages.release(number, step)
+            if piece.scales is not None:
+                a_scale, b_scales = piece.scales
+                scale = a_scale * b_scales[piece.part * width // 128]
+                value = value * lax.broadcast_in_dim(scale, value.shape, (0,))
+            after = list(sums)
+            after[piece.part] = after[piece.part] + value
+            return tuple(after)
+
+        if not todo:
+            return promoted(0)
+
+        def start(acc):
+            piece, *rest = todo
+            columns = pl.ds(piece.part * width, width)
+            for step in piece.steps:
+                if piece.part == 0:
+                    stages.wait(number, step)
+                at = stages.at(number, step)
+                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, columns].T)
+            after = promoted(len(piece.steps)) if running else sums
+            return self._pieces(number, own, rest, (piece, acc), after)
+
+        return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
+
+    def _load_block_scales(self, rows, columns, own, step):
+        """Those of a's rows, and those of b's blocks of columns."""
+        first = lax.div(columns.start, 128)
+        blocks = range(self.tuning.tile_n // 128)
+        b_scales = [self.b_scale[first + j, step] for j in blocks]
+        return _load_rows(self.a_scale.at[step, rows].at[own]), b_scales
+
+    def _store(self, sums, rows, columns, own) -> None:
+        """Scales, converts, and hands pieces to the copy engine."""
+        t = self.tuning
+        width = t.tile_n // len(sums)
+        out = [x.at[rows].at[own] for x in self.out]
+        smem = self.out_smem.at[lax.axis_index("warpgroup")]
+        scaled = self._scaling(rows, columns, own)
+        pieces = [
+            (i, j)
+            for i in range(0, t.height, PIECE_M)
+            for j in range(0, t.tile_n, self.product.store_n)
+        ]
+        for number, (i, j) in enumerate(pieces):
+            part, at = divmod(j, width)
+            value = sums[part][i : i + PIECE_M, at : at + self.product.store_n]
+            value = scaled(value, i, j)
+            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, self.product.store_n)
+            if self.product.accumulate:
+                before = plgpu.load(
+                    out[0].at[where], layout=plgpu.Layout.WGMMA, optimized=False
+                )
+                value = value + before.astype(jnp.float32)
+            if self.product.group:
+                value = self._quantized(value, out[1], *where)
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            smem[number % 2] = value.astype(self.product.out_dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(smem.at[number % 2], out[0].at[where])
+
+    def _scaling(self, rows, columns, own):
+        """A function that scales what is at row i and column j of the tile."""
+        shape = (PIECE_M, self.product.store_n)
+        if self.product.scaling == "tensor":
+            factor = self.a_scale[0] * self.b_scale[0]
+            return lambda value, i, j: value * factor
+        if self.product.scaling == "blocks":
+            return lambda value, i, j: value
+
+        def scaled(value, i, j):
+            a_scale = _load_rows(self.a_scale.at[rows].at[own].at[pl.ds(i, PIECE_M)])
+            b_scale = plgpu.load(
+                self.b_scale.at[columns].at[pl.ds(j, self.product.store_n)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            value = value * lax.broadcast_in_dim(a_scale, shape, (0,))
+            return value * lax.broadcast_in_dim(b_scale, shape, (1,))
+
+        return scaled
+
+    def _quantized(self, value, scales, rows, columns):
+        """Stores the scales of groups of neighbours; returns what becomes codes."""
+        group, codes = self.product.group, []
+        for j in range(0, value.shape[1], group):
+            x = value[:, j : j + group]
+            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+            largest = lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
+            scale = _stored_scale(largest, self.product.out_dtype)
+            scales[rows, lax.div(columns.start + j, group)] = scale
+            inverse = 1.0 / scale.astype(jnp.float32)
+            x = jnp.where(bits < jnp.uint32(_TINY_BITS), x * 0.0, x)
+            codes.append(x * lax.broadcast_in_dim(inverse, x.shape, (0,)))
+        return jnp.concatenate(codes, axis=1)
+
+
+class _Piece(NamedTuple):
+    """The sum of some steps in one of the parts of a tile's columns."""
+
+    steps: list[Array]
+    part: int
+    scales: Any
+
+
+def _load_rows(ref: Any) -> Array:
+    """Numbers a row has one of."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def _stored_scale(largest: Array, dtype: DTypeLike) -> Array:
+    """As `reference.quantize` has it; NaN for infinity too."""
+    scale = largest * (1 / quantize.code_max(dtype))
+    scale = jnp.clip(scale, quantize.TINY, quantize.largest_scale(dtype))
+    return (scale + largest * 0.0).astype(jnp.bfloat16)

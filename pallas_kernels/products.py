@@ -1,0 +1,261 @@
+"""FP8 matrix products a @ b.T with scales, as the tensor cores want them: k last."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch, matmul_kernel, tuning
+from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
+from pallas_kernels.quantize import quantize_groups
+from pallas_kernels.reference import matmul as reference
+from pallas_kernels.reference.matmul import BLOCK
+from pallas_kernels.reference.quantize import Groups
+
+_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+
+
+def matmul(
+    a: Float[Array, "... k"],
+    b: Float[Array, "n k"],
+    a_scale: Float[Array, "..."] | float = 1.0,
+    b_scale: Float[Array, "..."] | float = 1.0,
+    accumulator: Float[Array, "... n"] | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    promote: Literal[128, 256] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "... n"]:
+    """The product a @ b.T of FP8 codes, scaled, and added to `accumulator`.
+
+    Scales come in three kinds. One a tensor: scalars, which have to be powers of two.
+    One a row of `a`, [...], and one a row of `b`, [n], or a scalar for either. Or one
+    for 1 x 128 of `a`, [..., k / 128], and one for 128 x 128 of `b`,
+    [ceil(n / 128), k / 128], as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+    Args:
+      a: Codes, e4m3 or e5m2.
+      b: Codes, e4m3.
+      a_scale: What codes of `a` are multiplied with, float32.
+      b_scale: What codes of `b` are multiplied with, float32.
+      accumulator: What the product is added to, in the result's dtype. It is changed in
+        place where it is not needed afterwards.
+      out_dtype: bfloat16 or float32; by default the accumulator's dtype, or bfloat16.
+      promote: After so many elements of k sums leave the tensor cores, which keep 14
+        bits or so of what they add, for float32. With blocks it is after 128.
+      implementation: What to run; None means the kernel where it can run and is faster.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Raises:
+      ValueError: If dtypes or shapes are others than these.
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a, b = (jnp.ones((n, 16), jnp.float8_e4m3fn) for n in (2, 3))
+      >>> pallas_kernels.matmul(a, b, 0.5, 0.25)
+      Array([[2, 2, 2],
+             [2, 2, 2]], dtype=bfloat16)
+    """
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if accumulator is None else accumulator.dtype
+    call = _Call.of(a, b, a_scale, b_scale)
+    product = Product(
+        out_dtype=jnp.dtype(out_dtype),
+        promote=BLOCK if call.scaling == "blocks" else promote,
+        scaling=call.scaling,
+        accumulate=accumulator is not None,
+    )
+    _check_result(product, call, accumulator)
+    if accumulator is not None:
+        accumulator = accumulator.reshape(call.m, call.n)
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        y = reference.matmul(
+            *call.arrays, accumulator, out_dtype=out_dtype, promote=promote
+        )
+    else:
+        (y,) = _run(product, call, (accumulator,), tuning)
+    return y.reshape(*a.shape[:-1], call.n)
+
+
+def matmul_groups(
+    a: Float[Array, "... k"],
+    b: Float[Array, "n k"],
+    a_scale: Float[Array, "..."] | float = 1.0,
+    b_scale: Float[Array, "..."] | float = 1.0,
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    group: Literal[16, 32] = 16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Groups:
+    """The product a @ b.T, quantized with one scale a group of the last axis.
+
+    What `quantize_groups(matmul(..., out_dtype=float32))` is, but the product is never
+    in memory. See `matmul` for other arguments and errors.
+
+    Args:
+      a: Codes, e4m3 or e5m2.
+      b: Codes, e4m3.
+      a_scale: A scalar, or one a row of `a`.
+      b_scale: A scalar, or one a row of `b`.
+      dtype: e4m3 or e5m2.
+      group: Neighbours that share a scale.
+      implementation: What to run; None means the kernel where it can run and is faster.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Returns:
+      Codes [..., n] and bfloat16 scales [..., n / group].
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a = jnp.ones((16, 16), jnp.float8_e4m3fn)
+      >>> codes, scale = pallas_kernels.matmul_groups(a, a)
+      >>> codes.dtype, scale.shape
+      (dtype(float8_e4m3fn), (16, 1))
+    """
+    call = _Call.of(a, b, a_scale, b_scale)
+    if call.scaling == "blocks":
+        raise ValueError("scales for blocks are for `matmul` only")
+    if group not in (16, 32) or call.n % group:
+        raise ValueError(
+            f"group must be 16 or 32 and divide the last axis of {call.n}, got {group}"
+        )
+    if dtype not in _FP8:
+        raise ValueError(f"dtype must be e4m3 or e5m2, got {dtype}")
+    product = Product(out_dtype=jnp.dtype(dtype), scaling=call.scaling, group=group)
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
+        codes, scale = quantize_groups(y, dtype=dtype, group=group)
+    else:
+        codes, scale = _run(product, call, (None, None), tuning)
+    leading = a.shape[:-1]
+    return Groups(codes.reshape(*leading, call.n), scale.reshape(*leading, -1))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Operands with one axis of rows, and scales of one kind."""
+
+    arrays: tuple[Array, Array, Array, Array]
+    scaling: Literal["tensor", "rows", "blocks"]
+    leading: tuple[int, ...]
+
+    m = property(lambda self: self.arrays[0].shape[0])
+    k = property(lambda self: self.arrays[0].shape[1])
+    n = property(lambda self: self.arrays[1].shape[0])
+
+    @classmethod
+    def of(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
+        """Checks operands and scales.
+
+        Raises:
+          ValueError: If they do not go together.
+        """
+        if a.dtype not in _FP8 or b.dtype != jnp.float8_e4m3fn:
+            raise ValueError(
+                f"a must be e4m3 or e5m2 and b e4m3, got {a.dtype} and {b.dtype}"
+            )
+        if not a.ndim or b.ndim != 2 or a.shape[-1] != b.shape[1]:
+            raise ValueError(
+                f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
+            )
+        a_scale, b_scale = (jnp.asarray(s, jnp.float32) for s in scales)
+        *leading, k = a.shape
+        n, m = b.shape[0], math.prod(leading)
+        blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
+        found = a_scale.shape, b_scale.shape
+        if found == ((), ()):
+            scaling = "tensor"
+        elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
+            scaling = "rows"
+            a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
+            b_scale = jnp.broadcast_to(b_scale, (n,))
+        elif found == blocks and k % BLOCK == 0:
+            scaling = "blocks"
+            a_scale = a_scale.reshape(m, -1)
+        else:
+            raise ValueError(
+                f"scales of {a.shape} and {b.shape} are scalars, {tuple(leading)} and "
+                f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
+            )
+        arrays = (a.reshape(m, k), b, a_scale, b_scale)
+        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading))
+
+
+def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:
+    if product.out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"out_dtype must be bfloat16 or float32, got {product.out_dtype}"
+        )
+    if product.promote not in (None, 128, 256):
+        raise ValueError(f"promote must be 128, 256 or None, got {product.promote}")
+    if accumulator is None:
+        return
+    shape, dtype = (*call.leading, call.n), product.out_dtype
+    if accumulator.shape != shape or accumulator.dtype != dtype:
+        raise ValueError(
+            f"the accumulator must be {dtype}{list(shape)}, got "
+            f"{accumulator.dtype}{list(accumulator.shape)}"
+        )
+
+
+def _choose(
+    implementation: dispatch.Implementation | None,
+    given: Tuning | None,
+    product: Product,
+    call: _Call,
+) -> Tuning | None:
+    """How the kernel runs; None where it does not."""
+    m, n, k = call.m, call.n, call.k
+    measured = given or tuning.choose(product, m, n, k)
+    chosen = measured or tuning.heuristic(product, m, n)
+    obstacle = None
+    if not min(m, n, k):
+        obstacle = f"{m} x {n} x {k} is empty"
+    elif k % TILE_K:
+        obstacle = f"k must be a multiple of {TILE_K}, got {k}"
+    elif chosen is None or not tuning.divides(chosen, m, n):
+        obstacle = f"no tiles divide {m} x {n}"
+    elif measured is None and implementation is None:
+        obstacle = f"XLA is faster for {m} x {n} x {k}"
+    operation = "matmul_groups" if product.group else "matmul"
+    picked = dispatch.choose(
+        implementation, obstacle, operation=operation, arrays=call.arrays
+    )
+    return chosen if picked == "mosaic" else None
+
+
+def _run(
+    product: Product,
+    call: _Call,
+    outs: tuple[Array | None, ...],
+    tuning: Tuning,
+) -> tuple[Array, ...]:
+    shapes = [jax.ShapeDtypeStruct((call.m, call.n), product.out_dtype)]
+    if product.group:
+        shape = (call.m, call.n // product.group)
+        shapes.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(a, b, a_scale, b_scale, accumulator):
+        if product.scaling == "tensor":
+            a_scale, b_scale = a_scale[None], b_scale[None]
+        if product.scaling == "blocks":
+            a_scale = a_scale.T
+        out = tuple(shapes)
+        arrays = (a, b, a_scale, b_scale)
+        if accumulator is not None:
+            # See `adam_kernel.run`.
+            arrays, out = lax.optimization_barrier((arrays, (accumulator,)))
+        y = matmul_kernel.run(product, *arrays, out, tuning, dispatch.multiprocessors())
+        return lax.optimization_barrier(y) if product.accumulate else y
+
+    return kernel(*call.arrays, outs[0])

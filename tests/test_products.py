@@ -1,0 +1,192 @@
+"""Matrix products agree with float64, whatever runs them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import oracle
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import pallas_kernels
+from pallas_kernels.matmul_plan import Tuning
+
+E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
+on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
+IMPLEMENTATIONS = ["reference", "interpret", on_gpu]
+SMALL = Tuning(stages=2)
+NARROW = Tuning(tile_n=128, stages=4)
+TURNS = Tuning(tile_n=128, stages=2, together=False)
+
+
+def run(fn, implementation, *args, **kwargs):
+    """Calls under jit; "interpret" is the kernel without a GPU."""
+    named = "mosaic" if implementation == "interpret" else implementation
+    call = jax.jit(functools.partial(fn, implementation=named, **kwargs))
+    if implementation != "interpret":
+        return call(*args)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        return call(*args)
+
+
+def operands(shape, dtype=E4M3, seed=0):
+    """Codes a [m, k] and b [n, k], and their float64 values."""
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal((m, k)).astype(dtype)
+    b = rng.standard_normal((n, k)).astype(ml_dtypes.float8_e4m3fn)
+    return jnp.asarray(a), jnp.asarray(b), a.astype(np.float64), b.astype(np.float64)
+
+
+def scales(kind, shape, seed=1):
+    """Scales of a kind, and what the operands are multiplied with in float64."""
+    (m, n, k), rng = shape, np.random.default_rng(seed)
+    if kind == "tensor":
+        return np.float32(0.5), np.float32(2.0**-7), 0.5, 2.0**-7
+    if kind == "rows":
+        a, b = (rng.uniform(0.1, 1, i).astype(np.float32) for i in (m, n))
+        return a, b, a[:, None].astype(np.float64), b[:, None].astype(np.float64)
+    a = rng.uniform(0.1, 1, (m, k // 128)).astype(np.float32)
+    b = rng.uniform(0.1, 1, (-(-n // 128), k // 128)).astype(np.float32)
+    wide_a, wide_b = np.repeat(a, 128, 1), np.repeat(np.repeat(b, 128, 0), 128, 1)
+    return a, b, wide_a.astype(np.float64), wide_b[:n].astype(np.float64)
+
+
+def error(actual, expected):
+    actual = np.asarray(actual).astype(np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+# Of the interpreter's time every tile and step takes a share: few of each, but more
+# steps than stages, and of warpgroups that take turns two tiles each.
+CASES = [
+    ((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
+    ((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
+    ((128, 128, 640), E4M3, "tensor", BF16, 256, NARROW),
+    ((128, 256, 256), E4M3, "rows", F32, 128, Tuning(parts=4, stages=2)),
+    ((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
+    ((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
+    ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
+    ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
+    ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("shape", "a_dtype", "kind", "dtype", "promote", "tuning"), CASES
+)
+def test_products_are_float64s_but_for_rounding(
+    implementation, shape, a_dtype, kind, dtype, promote, tuning
+):
+    a, b, wide_a, wide_b = operands(shape, a_dtype, seed=sum(shape))
+    a_scale, b_scale, by_a, by_b = scales(kind, shape)
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, a_scale, b_scale,
+        out_dtype=dtype, promote=promote, tuning=tuning,
+    )  # fmt: skip
+    assert (y.shape, y.dtype) == (shape[:2], dtype)
+    # The tensor cores keep 13 bits of the terms that they add, unless promoted.
+    within = 2.0**-9 if dtype == BF16 else 2.0**-20
+    if implementation == "mosaic" or jax.default_backend() == "gpu":
+        within += 2e-3 if promote is None and kind != "blocks" else 5e-4
+    assert error(y, (wide_a * by_a) @ (wide_b * by_b).T) < within
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_products_are_added_to_an_accumulator(implementation, dtype):
+    shape = (128, 256, 256)
+    a, b, wide_a, wide_b = operands(shape)
+    before = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0, jnp.asarray(before),
+        tuning=SMALL,
+    )  # fmt: skip
+    assert y.dtype == dtype
+    expected = 0.5 * wide_a @ wide_b.T + before.astype(np.float64)
+    assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("dtype", "group", "tuning"), [(E4M3, 16, SMALL), (E5M2, 32, TURNS)]
+)
+def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
+    shape = (128, 256, 128)
+    a, b, wide_a, wide_b = operands(shape)
+    a, wide_a = a.at[3].set(0), np.where(np.arange(128)[:, None] == 3, 0, wide_a)
+    codes, scale = run(
+        pallas_kernels.matmul_groups, implementation, a, b, 0.5, 1.0,
+        dtype=dtype, group=group, tuning=tuning,
+    )  # fmt: skip
+    expected = (0.5 * wide_a @ wide_b.T).astype(np.float32)
+    fmt = oracle.E4M3 if dtype == E4M3 else oracle.E5M2
+    scales, values = oracle.quantize(expected, fmt, (1, group))
+    want_scale = [[scales[i, j] for j in range(256 // group)] for i in range(128)]
+    assert scale.dtype == BF16
+    # The product itself is rounded, on tensor cores to 14 bits.
+    on_cpu = jax.default_backend() == "cpu"
+    assert np.mean(np.asarray(codes, np.float32) != values) < (1e-3 if on_cpu else 0.05)
+    np.testing.assert_allclose(
+        np.asarray(scale, np.float32), np.array(want_scale, np.float32), rtol=2**-7
+    )
+
+
+@pytest.mark.parametrize("tuning", [SMALL, TURNS])
+def test_the_kernel_has_no_races(tuning):
+    """The interpreter raises at the first."""
+    a, b, wide_a, wide_b = operands((256, 256, 256))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = pallas_kernels.matmul(a, b, implementation="mosaic", tuning=tuning)
+    assert error(y, wide_a @ wide_b.T) < 2.0**-9
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_leading_axes_and_vmap(implementation):
+    a, b, wide_a, wide_b = operands((256, 512, 128))
+    matmul = functools.partial(pallas_kernels.matmul, tuning=SMALL)
+    expected = wide_a @ wide_b.T
+    y = run(matmul, implementation, a.reshape(2, 128, 128), b)
+    assert y.shape == (2, 128, 512)
+    assert error(y.reshape(256, 512), expected) < 2.0**-8
+
+    def batched(a, b, implementation):
+        return jax.vmap(functools.partial(matmul, implementation=implementation))(a, b)
+
+    both = run(batched, implementation, a.reshape(2, 128, 128), b.reshape(2, 256, 128))
+    assert error(both[0], expected[:128, :256]) < 2.0**-8
+    assert error(both[1], expected[128:, 256:]) < 2.0**-8
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 128), (3, 5, 16), (100, 48, 130)])
+def test_what_tiles_do_not_divide_is_right(shape):
+    a, b, wide_a, wide_b = operands(shape)
+    y = jax.jit(pallas_kernels.matmul)(a, b)
+    assert y.shape == shape[:2]
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), wide_a @ wide_b.T, rtol=2**-7, atol=1e-2
+    )
+
+
+def test_what_does_not_go_together_is_named():
+    a, b, *_ = operands((4, 8, 256))
+    matmul = pallas_kernels.matmul
+    with pytest.raises(ValueError, match="e4m3, got bfloat16 and float8_e4m3fn"):
+        matmul(a.astype(BF16), b)
+    with pytest.raises(ValueError, match=r"got \(4, 256\) and \(8, 128\)"):
+        matmul(a, b[:, :128])
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(\)"):
+        matmul(a, b, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"bfloat16\[4, 8\], got bfloat16\[8, 4\]"):
+        matmul(a, b, 1.0, 1.0, jnp.zeros((8, 4), BF16))
+    with pytest.raises(ValueError, match="128, 256 or None, got 64"):
+        matmul(a, b, promote=64)
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        matmul(a, b, out_dtype=jnp.float16)
+    with pytest.raises(ValueError, match="no tiles divide 4 x 8"):
+        matmul(a, b, implementation="mosaic")
+    with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
+        pallas_kernels.matmul_groups(a, b)
