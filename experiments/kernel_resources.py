@@ -139,9 +139,46 @@ def _norm_grad(x, dy, weight, add, **how):
     return pk.norm_grad(x, dy, weight, add=add, **how)
 
 
+def _gate() -> Iterator[Case]:
+    tokens, f = 8192, 11008
+    gate_up, dy = _groups(tokens, 2, f), _array(tokens, f)
+    scalar = _array(dtype=_F32)
+    for activation in ("silu", "gelu"):
+        how = {"activation": activation}
+        name = f"{activation} gate"
+        yield Case(name, functools.partial(pk.gated, **how), (gate_up,))
+        by_row = functools.partial(pk.gated, scale="row", **how)
+        yield Case(f"{name}, to rows", by_row, (gate_up,))
+        grad = functools.partial(pk.gated_grad, **how)
+        yield Case(f"{name}, backward", grad, (gate_up, dy))
+        for copies in ("row", "both"):
+            options = {"copies": copies, **how}
+            forward = functools.partial(_scaled, pk.gated, **options)
+            to = f"to a tensor, {copies}"
+            yield Case(f"{name}, {to}", forward, (gate_up, scalar))
+            backward = functools.partial(_scaled, pk.gated_grad, **options)
+            yield Case(f"{name}, backward, {to}", backward, (gate_up, dy, scalar))
+
+
+def _scaled(function, *arrays, **how):
+    *arrays, scale = arrays
+    return function(*arrays, scale=scale, **how)
+
+
+def _residual() -> Iterator[Case]:
+    x, scalar = _array(8192, 4096), _array(dtype=_F32)
+    yield Case("add, keeping groups", pk.add_quantize_groups, (x, x))
+    yield Case("add, maxima", pk.add_quantize_tensor, (x, x))
+    for copies in ("row", "both"):
+        add = functools.partial(pk.add_quantize_tensor, copies=copies)
+        yield Case(f"add, to a tensor, {copies}", add, (x, x, scalar))
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
     "quantize": _quantize,
+    "gate": _gate,
+    "residual": _residual,
     "norm": _norm,
 }
 

@@ -55,9 +55,9 @@ def gated(
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import gated, quantize_groups
-      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 8.0))
+      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 7.0))
       >>> gated(gate_up).values.shape, float(gated(gate_up).largest.max())
-      ((3, 16), 64.0)
+      ((3, 16), 49.0)
       >>> gated(gate_up, scale="row").scale.shape
       (3,)
       >>> gated(gate_up, scale=jnp.float32(2.0), copies="both").transposed.shape
@@ -69,8 +69,11 @@ def gated(
     if scale is None or not isinstance(scale, str):
         obstacle = _obstacle(gate_up, tokens, n, transposed)
     else:
-        obstacle = gate_rows.obstacle(n)
-    if dispatch.choose(implementation, obstacle) == "reference":
+        obstacle = gate_rows.obstacle(tokens, n)
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="gated", arrays=gate_up
+    )
+    if chosen == "reference":
         how = {"row": row, "transposed": transposed, "dtype": dtype}
         return reference.gated(gate_up, activation=activation, scale=scale, **how)
     product = Product(activation=activation)
@@ -116,7 +119,7 @@ def gated_grad(
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import gated_grad, quantize_groups
-      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 8.0))
+      >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 7.0))
       >>> gated_grad(gate_up, jnp.ones((3, 16), jnp.bfloat16)).values.shape
       (3, 2, 16)
     """
@@ -129,7 +132,10 @@ def gated_grad(
         raise ValueError(f"dy must have the shape {(*leading, n)}, got {dy.shape}")
     tokens = math.prod(leading)
     obstacle = _obstacle(gate_up, tokens, n, transposed)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="gated_grad", arrays=(gate_up, dy)
+    )
+    if chosen == "reference":
         how = {"row": row, "transposed": transposed, "dtype": dtype}
         how |= {"activation": activation, "scale": scale}
         return reference.gated_grad(gate_up, dy, **how)
@@ -186,7 +192,7 @@ class ProductGrad:
 def _sigmoid(x: Array) -> Array:
     # Neither by tanh, whose approximation is poor where a sigmoid is small, nor by a
     # division, which takes more instructions.
-    return jnp.exp2(-1.0 * jnp.log2(1.0 + jnp.exp2(x * -_LOG2_E)))
+    return jnp.exp2(0.0 - jnp.log2(1.0 + jnp.exp2(x * -_LOG2_E)))
 
 
 def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:

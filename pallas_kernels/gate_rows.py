@@ -14,20 +14,21 @@ from jaxtyping import Array, Float
 from pallas_kernels.codec import (
     GROUP,
     LANES,
-    encode,
     floats,
     magnitude_bits,
     strip_layout,
     total_max,
 )
 from pallas_kernels.reference.gate import row_scale
-from pallas_kernels.reference.quantize import Groups
+from pallas_kernels.reference.quantize import Groups, reciprocal
 
 _STRIPS = 8  # Of a row, at most.
 
 
-def obstacle(n: int) -> str | None:
-    """Why rows of `n` are not for the kernel, if so."""
+def obstacle(tokens: int, n: int) -> str | None:
+    """Why so many rows of `n` are not for the kernel, if so."""
+    if not tokens:
+        return "there are no rows"
     if n % GROUP:
         return f"the last axis must be a multiple of {GROUP}, got {n}"
     if not 1 <= n / (GROUP * LANES) <= _STRIPS:
@@ -62,13 +63,14 @@ def run(
 
         loaded = [[load(start, part) for part in range(parts)] for start in starts]
         values = [fn(*strip)[0] for strip in loaded]
-        bits = functools.reduce(jnp.maximum, map(magnitude_bits, values))
+        largest = functools.reduce(jnp.maximum, map(jnp.abs, values))
         # Bits of arrays, not of scalars, are taken for floats.
-        largest = floats(jnp.broadcast_to(total_max(bits), bits.shape))
-        scale = row_scale(largest, dtype)
+        bits = total_max(magnitude_bits(largest))
+        scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
+        inverse = reciprocal(scale)
         for start, value in zip(starts, values, strict=True):
             to = codes.at[row, pl.ds(start, LANES)]
-            to[...] = encode(value, scale, dtype)
+            to[...] = (value * inverse).astype(dtype)  # Nothing is beyond the largest.
         scales.at[pl.ds(row, 1)][...] = scale[:1, 0]
 
     @jax.custom_batching.sequential_vmap

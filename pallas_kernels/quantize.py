@@ -58,7 +58,10 @@ def quantize_groups(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     obstacle = flat_obstacle(x, group)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="quantize_groups", arrays=(x,)
+    )
+    if chosen == "reference":
         return reference.quantize_groups(x, dtype=dtype, group=group)
     out = elementwise.run(
         _numbers,
@@ -93,7 +96,10 @@ def dequantize_groups(
     obstacle = flat_obstacle(groups.codes, max(group, 1))
     if group * count != groups.codes.shape[-1]:
         obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="dequantize_groups", arrays=groups
+    )
+    if chosen == "reference":
         return reference.dequantize_groups(groups, dtype=dtype)
     out = elementwise.run(
         _numbers,
@@ -124,7 +130,8 @@ def maxima(
     """
     check_dtype("x", x.dtype, WIDE)
     obstacle = flat_obstacle(x)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(implementation, obstacle, operation="maxima", arrays=(x,))
+    if chosen == "reference":
         return reference.maxima(x)
     encoding = Encoding(maxima=True)
     return elementwise.run(
@@ -170,7 +177,10 @@ def quantize_tensor(
     check_dtype("x", x.dtype, WIDE)
     row, transposed = wanted(copies)
     obstacle = copies_obstacle(x.shape, transposed)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="quantize_tensor", arrays=(x,)
+    )
+    if chosen == "reference":
         return reference.quantize_tensor(
             x, scale, dtype=dtype, row=row, transposed=transposed
         )
@@ -209,7 +219,13 @@ def dequantize_tensor(
     """
     check_dtype("codes", codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
-    if dispatch.choose(implementation, flat_obstacle(codes)) == "reference":
+    chosen = dispatch.choose(
+        implementation,
+        flat_obstacle(codes),
+        operation="dequantize_tensor",
+        arrays=(codes,),
+    )
+    if chosen == "reference":
         return reference.dequantize_tensor(codes, scale, dtype=dtype)
     out = elementwise.run(
         _scaled, (flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
@@ -237,7 +253,10 @@ def transpose(
     """
     check_dtype("codes", codes.dtype, CODES)
     obstacle = copies_obstacle(codes.shape, transposed=True)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="transpose", arrays=(codes,)
+    )
+    if chosen == "reference":
         return reference.transpose(codes)
     encoding = Encoding(transposed=codes.dtype)
     out = elementwise.run(

@@ -56,7 +56,12 @@ def add_quantize_groups(
       (7.0, (2, 16), (2, 1))
     """
     _check(x, y, dtype)
-    chosen = dispatch.choose(implementation, flat_obstacle(x, group))
+    chosen = dispatch.choose(
+        implementation,
+        flat_obstacle(x, group),
+        operation="add_quantize_groups",
+        arrays=(x, y),
+    )
     if chosen == "reference":
         return reference.add_quantize_groups(x, y, dtype=dtype, group=group)
     out = elementwise.run(
@@ -108,7 +113,10 @@ def add_quantize_tensor(
     row, transposed = wanted(copies)
     transposed = transposed and scale is not None
     obstacle = copies_obstacle(x.shape, transposed)
-    if dispatch.choose(implementation, obstacle) == "reference":
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="add_quantize_tensor", arrays=(x, y)
+    )
+    if chosen == "reference":
         return reference.add_quantize_tensor(
             x, y, scale, dtype=dtype, row=row, transposed=transposed
         )
