@@ -26,6 +26,7 @@ from pallas_kernels import tuning
 
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
+_DRAWS = 4
 
 
 def main() -> None:
@@ -71,24 +72,25 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
 def copy_gb_per_s(shape: tuple[int, int]) -> float:
     """What a device copy of bfloat16 of this shape reaches."""
     x = jnp.ones(shape, jnp.bfloat16)
-    compiled = timing.compile_all([jnp.copy], (x,))
-    (time,) = timing.seconds(compiled, (x,))
+    draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
+    (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
     return 2 * x.nbytes / time / 1e9
 
 
 def elementwise_row(case: kernel_cases.Case, copy: float) -> Row:
     """The kernel's time and XLA's."""
-    arguments = jax.jit(case.draw)(jax.random.key(0))
+    draw = jax.jit(case.draw)
+    draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
     calls = [
         functools.partial(case.call, implementation=name)
         for name in ("mosaic", "reference")
     ]
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
-    compiled = timing.compile_all(calls, arguments)
+    compiled = timing.compile_all(calls, draws)
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    ours, xla = timing.seconds(compiled, arguments)
+    ours, xla = timing.seconds(compiled, draws)
     rate = case.size / ours / 1e9
     row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
     return row | {
@@ -114,17 +116,18 @@ def product_row(kernel: str, product: kernel_cases.MatrixProduct) -> Row:
     """The kernel's time, and that of cuBLASLt through XLA."""
     kind = kernel_cases.product(kernel)
     m, n, k = product.shape
-    arguments = kernel_cases.operands(product.shape, kind.scaling, product.a_dtype)
+    operands = kernel_cases.operands(product.shape, kind.scaling, product.a_dtype)
     chosen = tuning.choose(kind, m, n, k)
     tiles = chosen or tuning.heuristic(kind, m, n)
     calls = [functools.partial(tune.run, kernel, tiles)]
     calls.append(functools.partial(xla, kernel))
-    compiled = timing.compile_all(calls, arguments)
+    draws = [operands]
+    compiled = timing.compile_all(calls, draws)
     row: Row = {"kernel": kernel, "shape": f"{m} x {n} x {k}", "name": product.name}
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    ours, theirs = timing.seconds(compiled, arguments)
+    ours, theirs = timing.seconds(compiled, draws, calls=20)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
     rate = 2 * m * n * k / 1e12
     row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}

@@ -12,13 +12,22 @@ import jax
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
-def compile_all(functions: Sequence[Callable], arguments: tuple) -> list[Any]:
-    """Jitted functions that are compiled, or the exceptions that they raise."""
+def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:
+    """Jitted functions that are compiled, or the exceptions that they raise.
+
+    Each calls a function for all draws of its arguments, one after the other, so that
+    the time of the call itself is hidden, and no draw is in the cache.
+    """
 
     def compiled(function):
-        jitted = jax.jit(function, compiler_options=OPTIONS)
+        once = jax.jit(function)
+
+        def each(draws):
+            return [once(*arguments) for arguments in draws]
+
+        jitted = jax.jit(each, compiler_options=OPTIONS)
         try:
-            jax.block_until_ready(jitted(*arguments))
+            jax.block_until_ready(jitted(draws))
         except Exception as error:
             return error
         return jitted
@@ -28,17 +37,17 @@ def compile_all(functions: Sequence[Callable], arguments: tuple) -> list[Any]:
 
 
 def seconds(
-    compiled: Sequence[Any], arguments: tuple, *, calls: int = 20, rounds: int = 7
+    compiled: Sequence[Any], draws: Sequence[tuple], *, calls: int = 5, rounds: int = 7
 ) -> list[float]:
-    """The median time of each, over rounds in which each has its turn."""
+    """The median time of each for one draw, over rounds in which each has its turn."""
     for function in compiled:
-        jax.block_until_ready(function(*arguments))
+        jax.block_until_ready(function(draws))
     found: list[list[float]] = [[] for _ in compiled]
     for _ in range(rounds):
         for function, times in zip(compiled, found, strict=True):
             started = time.perf_counter()
             for _ in range(calls):
-                result = function(*arguments)
+                result = function(draws)
             jax.block_until_ready(result)
-            times.append((time.perf_counter() - started) / calls)
+            times.append((time.perf_counter() - started) / calls / len(draws))
     return [statistics.median(times) for times in found]

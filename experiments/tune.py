@@ -71,15 +71,20 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
 def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
     """The fastest tiles as fields that are not defaults, or "xla"."""
     product = kernel_cases.product(kernel)
-    arguments = kernel_cases.operands(shape, product.scaling, a_dtype)
-    tried = [t for t in tuning.candidates(product) if tuning.divides(t, *shape[:2])]
+    draws = [kernel_cases.operands(shape, product.scaling, a_dtype)]
+    m, n, _ = shape
+    tried = [
+        t
+        for t in tuning.candidates(product)
+        if tuning.obstacle(product, t, m, n) is None
+    ]
     calls = [functools.partial(run, kernel, t) for t in tried]
     tried, calls = [*tried, None], [*calls, functools.partial(run, kernel, None)]
     if kernel == "blocks":  # XLA has no such product.
         tried, calls = tried[:-1], calls[:-1]
-    compiled = timing.compile_all(calls, arguments)
+    compiled = timing.compile_all(calls, draws)
     works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
-    times = timing.seconds([c for _, c in works], arguments)
+    times = timing.seconds([c for _, c in works], draws, calls=20)
     best = works[min(range(len(works)), key=times.__getitem__)][0]
     if best is None:
         return "xla"

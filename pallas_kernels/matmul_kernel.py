@@ -14,14 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul_plan import TILE_K, WARPGROUPS, Product, Tuning
+from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
 from pallas_kernels.matmul_tile import PIECE_M, Tile
 from pallas_kernels.matmul_walk import Stages, Walk
-
-# A lane of each of three warpgroups starts with 168 registers. What the two that
-# multiply take is what the other gives away; asking for more waits for ever.
-_LOADING_REGISTERS = 24
-_REGISTERS = 240
 
 
 def run(
@@ -53,7 +48,7 @@ def run(
             scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
             grid=(min(walk.total, blocks),),
             grid_names=("sm",),
-            num_threads=WARPGROUPS + 1,
+            num_threads=tuning.warpgroups + 1,
             thread_name="warpgroup",
             **pair,
         )(*arrays)
@@ -70,16 +65,16 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     barrier = plgpu.Barrier
     if t.cluster:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
-    readers = WARPGROUPS if t.together else 1
+    readers = t.warpgroups if t.together else 1
     return dict(
         a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
         b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
-            (WARPGROUPS, 2, PIECE_M, product.store_n),
+            (t.warpgroups, 2, PIECE_M, product.store_n),
             product.out_dtype,
             transforms=stored,
         ),
-        filled=plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * t.stages),
+        filled=plgpu.Barrier(num_arrivals=2, num_barriers=t.warpgroups * t.stages),
         free=barrier(num_arrivals=readers, num_barriers=t.stages),
     )
 
@@ -90,11 +85,11 @@ def _kernel(
     t = walk.tuning
     warpgroup = lax.axis_index("warpgroup")
     stages = Stages(walk, smem["a_smem"], smem["b_smem"], smem["filled"], smem["free"])
-    pl.when(warpgroup == WARPGROUPS)(lambda: _load(walk, stages, a, b))
+    pl.when(warpgroup == t.warpgroups)(lambda: _load(walk, stages, a, b))
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < t.warpgroups)
     def _():
-        plgpu.set_max_registers(_REGISTERS, action="increase")
+        plgpu.set_max_registers(t.registers[1], action="increase")
         tile = Tile(product, t, stages, a_scale, b_scale, out, out_smem)
 
         @walk.tiles
@@ -102,7 +97,7 @@ def _kernel(
             if t.together:
                 tile.compute(number, rows, columns, part=warpgroup)
             else:
-                turn = lax.rem(number, WARPGROUPS) == warpgroup
+                turn = lax.rem(number, t.warpgroups) == warpgroup
                 pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -110,7 +105,7 @@ def _kernel(
 
 def _load(walk: Walk, stages: Stages, a, b) -> None:
     """Fills stages as they become free."""
-    plgpu.set_max_registers(_LOADING_REGISTERS, action="decrease")
+    plgpu.set_max_registers(walk.tuning.registers[0], action="decrease")
     cluster = walk.tuning.cluster
 
     @walk.tiles

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 TILE_K = 128  # Bytes of a swizzled row, and elements of it.
-WARPGROUPS = 2  # That multiply.
+_LOADING_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,8 +18,9 @@ class Tuning:
       tile_m: Rows of the output that a thread block computes at a time.
       tile_n: Columns.
       stages: Steps of 128 along k in flight.
-      together: Whether the warpgroups that multiply share a tile's rows, or take turns:
-        then one stores its tile while the other multiplies.
+      warpgroups: Warpgroups that multiply.
+      together: Whether they share a tile's rows, or take turns: then one stores its
+        tile while the other multiplies.
       cluster: Two thread blocks load what they share once: tiles that are neighbours
         along `m` share b, along `n` a.
       minor: The axis along which consecutive tiles are neighbours ...
@@ -31,6 +32,7 @@ class Tuning:
     tile_m: int = 128
     tile_n: int = 256
     stages: int = 4
+    warpgroups: int = 2
     together: bool = True
     cluster: Literal["m", "n"] | None = None
     minor: Literal["m", "n"] = "m"
@@ -47,11 +49,21 @@ class Tuning:
     @property
     def height(self) -> int:
         """Rows that a warpgroup computes at a time."""
-        return self.tile_m // WARPGROUPS if self.together else self.tile_m
+        return self.tile_m // self.warpgroups if self.together else self.tile_m
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Registers of a lane that loads, and of one that multiplies.
+
+        They share what all lanes start with; to ask for more is to wait for ever.
+        """
+        start = 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
+        rest = start * (self.warpgroups + 1) - _LOADING_REGISTERS
+        return _LOADING_REGISTERS, min(rest // self.warpgroups // 8 * 8, 240)
 
     @property
     def span(self) -> tuple[int, int]:
-        """Rows and columns of what a cluster computes; they divide the output's."""
+        """Rows and columns of what a cluster computes."""
         return (
             self.tile_m * (1 + (self.cluster == "m")),
             self.tile_n * (1 + (self.cluster == "n")),

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul_plan import TILE_K, WARPGROUPS, Tuning
+from pallas_kernels.matmul_plan import TILE_K, Tuning
 
 
 class Walk:
@@ -19,12 +19,17 @@ class Walk:
         m, n, k = shape
         self.tuning = tuning
         self.steps = k // TILE_K
-        self.grid = (m // tuning.span[0], n // tuning.span[1])
+        self.shape = m, n
+        self.grid = (-(-m // tuning.span[0]), -(-n // tuning.span[1]))
         self.total = self.grid[0] * self.grid[1]
 
     def tiles(self, body: Callable) -> None:
-        """Calls `body` with a tile's number, rows and columns."""
-        t = self.tuning
+        """Calls `body` with a tile's number, rows and columns.
+
+        The last tiles overlap with others: what they share is computed and written
+        twice, alike.
+        """
+        t, (m, n) = self.tuning, self.shape
 
         @plgpu.nd_loop((self.total,), collective_axes="sm")
         def _(info):
@@ -33,8 +38,9 @@ class Walk:
             if t.cluster:
                 axis = "mn".index(t.cluster)
                 at[axis] = 2 * at[axis] + lax.axis_index("pair")
-            rows = pl.ds(at[0] * t.tile_m, t.tile_m)
-            columns = pl.ds(at[1] * t.tile_n, t.tile_n)
+            rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
+            columns = lax.min(at[1] * t.tile_n, n - t.tile_n)
+            rows, columns = pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n)
             body(info.local_index, rows, columns)
 
     def all_steps(self) -> Array:
@@ -104,5 +110,5 @@ class Stages:
         barrier each time it completes cannot tell whether it did.
         """
         tuning = self.walk.tuning
-        turn = 0 if tuning.together else lax.rem(number, WARPGROUPS)
+        turn = 0 if tuning.together else lax.rem(number, tuning.warpgroups)
         return self.filled.at[turn * tuning.stages + stage]

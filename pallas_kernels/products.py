@@ -217,20 +217,28 @@ def _choose(
     m, n, k = call.m, call.n, call.k
     measured = given or tuning.choose(product, m, n, k)
     chosen = measured or tuning.heuristic(product, m, n)
-    obstacle = None
     if not min(m, n, k):
         obstacle = f"{m} x {n} x {k} is empty"
     elif k % TILE_K:
         obstacle = f"k must be a multiple of {TILE_K}, got {k}"
-    elif chosen is None or not tuning.divides(chosen, m, n):
-        obstacle = f"no tiles divide {m} x {n}"
-    elif measured is None and implementation is None:
+    elif n % _columns(product):
+        obstacle = f"n must be a multiple of {_columns(product)}, got {n}"
+    elif chosen is None:
+        obstacle = f"no tiles fit {m} x {n}"
+    else:
+        obstacle = tuning.obstacle(product, chosen, m, n)
+    if obstacle is None and measured is None and implementation is None:
         obstacle = f"XLA is faster for {m} x {n} x {k}"
     operation = "matmul_groups" if product.group else "matmul"
     picked = dispatch.choose(
         implementation, obstacle, operation=operation, arrays=call.arrays
     )
     return chosen if picked == "mosaic" else None
+
+
+def _columns(product: Product) -> int:
+    """What n must be a multiple of: the copy engine moves 16 bytes at a time."""
+    return BLOCK if product.scaling == "blocks" else product.group or 16
 
 
 def _run(

@@ -11,17 +11,18 @@ from typing import Any
 from pallas_kernels.matmul_plan import Product, Tuning
 
 TABLE = Path(__file__).with_name("tuning.json")
-_BLOCKS = ({"chunks": 2}, {"chunks": 1}, {"chunks": 3}, {"chunks": 2, "cluster": "m"})
+_TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
+_BLOCKS = ({"chunks": 2}, {"chunks": 3}, {"chunks": 2, "cluster": "m"})
 _TURNS = ({}, {"width": 16}, {"cluster": "m"}, {"cluster": "n"})
 
 
 def candidates(product: Product) -> list[Tuning]:
-    """What is tried; the first that divides a shape is what unmeasured shapes take."""
+    """What is tried, the best first."""
     narrow = {"tile_n": 128, "stages": 6}
     if product.scaling == "blocks":
-        return [Tuning(**narrow, **more) for more in _BLOCKS]
+        return [Tuning(**_TRIPLE), *(Tuning(**narrow, **more) for more in _BLOCKS)]
     if product.promote == 128:
-        return [Tuning(**narrow, chunks=4, width=16), Tuning(**narrow, chunks=2)]
+        return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
     tall = {"tile_m": 256, "tile_n": 128}
@@ -38,8 +39,18 @@ def candidates(product: Product) -> list[Tuning]:
     ]
 
 
+def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
+    """Why an output cannot be computed in these tiles; None if it can."""
+    tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
+    if m < tuning.tile_m or n < tuning.tile_n:
+        return f"{m} x {n} is less than {tiles}"
+    if product.accumulate and not divides(tuning, m, n):
+        return f"{tiles} overlap in {m} x {n}, and would be added twice"
+    return None
+
+
 def divides(tuning: Tuning, m: int, n: int) -> bool:
-    """Whether the tiles cover an output of this shape, and nothing else."""
+    """Whether no tiles overlap."""
     return m % tuning.span[0] == 0 and n % tuning.span[1] == 0
 
 
@@ -52,8 +63,16 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
-    """The first candidate that divides the output; None if none does."""
-    return next((t for t in candidates(product) if divides(t, m, n)), None)
+    """The first candidate that computes little twice, or the least; None if none can."""
+    able = [t for t in candidates(product) if obstacle(product, t, m, n) is None]
+    frugal = (t for t in able if _computed(t, m, n) <= 1.03 * m * n)
+    return next(frugal, min(able, key=lambda t: _computed(t, m, n), default=None))
+
+
+def _computed(tuning: Tuning, m: int, n: int) -> int:
+    """Elements of the output that are computed, some of them twice."""
+    rows, columns = tuning.span
+    return -(-m // rows) * rows * -(-n // columns) * columns
 
 
 def key(product: Product, m: int, n: int, k: int) -> str:

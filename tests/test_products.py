@@ -18,6 +18,7 @@ on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
 IMPLEMENTATIONS = ["reference", "interpret", on_gpu]
 SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
+TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
 TURNS = Tuning(tile_n=128, stages=2, together=False)
 
 
@@ -71,6 +72,8 @@ CASES = [
     ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
     ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
     ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
+    ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
+    ((200, 272, 256), E4M3, "rows", BF16, None, SMALL),
 ]
 
 
@@ -186,7 +189,7 @@ def test_what_does_not_go_together_is_named():
         matmul(a, b, promote=64)
     with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
         matmul(a, b, out_dtype=jnp.float16)
-    with pytest.raises(ValueError, match="no tiles divide 4 x 8"):
+    with pytest.raises(ValueError, match="n must be a multiple of 16, got 8"):
         matmul(a, b, implementation="mosaic")
     with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
         pallas_kernels.matmul_groups(a, b)
