@@ -8,7 +8,6 @@ transposed copies a lane has a row, and stores its codes byte by byte into share
 memory, which the copy engine then writes out.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -18,12 +17,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.codec import (
     GROUP,
-    LANES,
     decode,  # noqa: F401
     encode,
     encode_groups,
@@ -33,51 +30,7 @@ from pallas_kernels.codec import (
     total_max,
 )
 from pallas_kernels.reference.quantize import Groups, normal
-
-_STRIP = LANES * GROUP  # Elements, at most.
-_ROWS = 16  # Of a strip of several rows, at most.
-_ROW_GROUPS = 8  # Of each of these rows.
-_COLUMNS = 64  # Of a tile for a transposed copy, at least.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tuning:
-    """How kernels are laid over the GPU.
-
-    Attributes:
-      elements: Of each array, what a lane reads before it computes.
-      vector: Neighbours among these, 8 or 16. None means 8 where values of 16 bits or
-        more are written, which then fill whole sectors of memory.
-      columns: Of a tile of 128 rows, where a transposed copy is written; 64 or 128.
-      ahead: Of these columns, how many are read before the first are computed with.
-    """
-
-    elements: int = 32
-    vector: int | None = None
-    columns: int = 64
-    ahead: int = 32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoding:
-    """What is written of the values of a kernel; any of these.
-
-    Attributes:
-      wide: The values, as a dtype of 16 or 32 bits.
-      groups: Codes of this dtype and a bfloat16 scale for each group.
-      row: Codes of this dtype, of the given scale.
-      transposed: The same, transposed.
-      denormals: Whether these codes tell denormal values from zeros.
-      maxima: Whether to write the largest magnitude of each thread block's values, as
-        `wide` has them.
-    """
-
-    wide: DTypeLike | None = None
-    groups: DTypeLike | None = None
-    row: DTypeLike | None = None
-    transposed: DTypeLike | None = None
-    denormals: bool = False
-    maxima: bool = False
+from pallas_kernels.strips import Encoding, Tuning, Walk
 
 
 class Encoded(NamedTuple):
@@ -88,111 +41,6 @@ class Encoded(NamedTuple):
     row: Any = None  # [rows, parts, n]
     transposed: Any = None  # [parts, n, rows]
     maxima: Any = None  # [thread blocks]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Walk:
-    """The strips of arrays [rows, parts, groups, group] that thread blocks handle.
-
-    Thread blocks at the end overlap, and write the same where they do.
-
-    Attributes:
-      rows: All rows.
-      groups: All groups of a row.
-      group: Elements of a group.
-      strip_rows: Rows of a strip.
-      strip_groups: Groups of each of its rows.
-      strips: Strips of a thread block, side by side.
-      ahead: Strips that are read before the first is computed with.
-    """
-
-    rows: int
-    groups: int
-    group: int
-    strip_rows: int
-    strip_groups: int
-    strips: int
-    ahead: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
-        """How to go over arrays of `shape`, [rows, parts, groups, group]."""
-        rows, parts, groups, group = shape
-        vector = tuning.vector or (GROUP if encoding.wide is None else GROUP // 2)
-        strips = ahead = max(tuning.elements // vector, 1)
-        strip_rows, strip_groups = vector, _ROW_GROUPS
-        if encoding.transposed is not None:
-            strip_rows, strip_groups = LANES, 1
-            columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
-            strips, ahead = columns // GROUP, max(tuning.ahead // GROUP, 1)
-        elif rows == parts == 1:
-            strip_rows, strip_groups = 1, LANES * vector // group
-        return cls(
-            rows=rows,
-            groups=groups,
-            group=group,
-            strip_rows=strip_rows,
-            strip_groups=strip_groups,
-            strips=min(strips, max(groups // strip_groups, 1)),
-            ahead=ahead,
-        )
-
-    @property
-    def columns(self) -> int:
-        """Groups of a row that a thread block handles."""
-        return self.strips * self.strip_groups
-
-    @property
-    def ctas(self) -> int:
-        """Thread blocks."""
-        return -(-self.rows // self.strip_rows) * -(-self.groups // self.columns)
-
-    def start(self, cta: Array) -> tuple[Array, Array]:
-        """A thread block's first row and group."""
-        across = -(-self.groups // self.columns)
-        row = jnp.minimum(
-            lax.div(cta, across) * self.strip_rows, self.rows - self.strip_rows
-        )
-        group = jnp.minimum(
-            lax.rem(cta, across) * self.columns, self.groups - self.columns
-        )
-        return row, group
-
-    def indices(self, cta: Array) -> list[Callable]:
-        """For each strip, what takes a part to the strip's place in an array."""
-        row, first = self.start(cta)
-
-        def place(part, group):
-            return _span(row, self.strip_rows), part, _span(group, self.strip_groups)
-
-        starts = [first + j * self.strip_groups for j in range(self.strips)]
-        return [functools.partial(place, group=group) for group in starts]
-
-
-def _span(start: Array, size: int) -> Any:
-    return start if size == 1 else pl.ds(start, size)
-
-
-def obstacle(
-    rows: int, parts: int, n: int, *, group: int = GROUP, transposed: bool = False
-) -> str | None:
-    """Why arrays [rows, parts, n] in groups are not for the kernels, if so."""
-    if group % GROUP or group & (group - 1) or group > 256:
-        return f"groups have 16, 32, 64, 128 or 256 elements, got {group}"
-    if rows == parts == 1 and n < _STRIP:
-        return f"it takes {_STRIP} elements or more, got {n}"
-    if n % group:
-        return f"the last axis must be a multiple of {group}, got {n}"
-    if transposed:
-        if rows < LANES or n < _COLUMNS:
-            least = f"{LANES} rows of {_COLUMNS} elements or more"
-            return f"a transposed copy takes {least}, got {rows} of {n}"
-        if rows % GROUP:
-            return f"a transposed copy takes a multiple of {GROUP} rows, got {rows}"
-    elif rows * parts > 1 and (rows < _ROWS or n < _ROW_GROUPS * group):
-        least = f"{_ROWS} rows of {_ROW_GROUPS * group} elements or more"
-        return f"it takes {least}, got {rows} of {n}"
-    return None
 
 
 @functools.partial(

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, elementwise, gate_rows
+from pallas_kernels import dispatch, elementwise, gate_rows, strips
 from pallas_kernels.codec import GROUP, decode
-from pallas_kernels.elementwise import Encoding, Tuning
 from pallas_kernels.quantize import CODES, WIDE, Wanted, check_dtype, wanted
 from pallas_kernels.reference import gate as reference
 from pallas_kernels.reference.gate import (
@@ -21,6 +20,7 @@ from pallas_kernels.reference.gate import (
     Gated,
 )
 from pallas_kernels.reference.quantize import Groups
+from pallas_kernels.strips import Encoding, Tuning
 
 _LOG2_E = math.log2(math.e)
 
@@ -215,7 +215,7 @@ def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
 
 def _obstacle(gate_up: Groups, tokens: int, n: int, transposed: bool) -> str | None:
     check_dtype("gate and up", gate_up.codes.dtype, CODES)
-    return elementwise.obstacle(tokens, 2, n, transposed=transposed)
+    return strips.obstacle(tokens, 2, n, transposed=transposed)
 
 
 def _tokens(gate_up: Groups) -> Groups:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, elementwise
+from pallas_kernels import dispatch, elementwise, strips
 from pallas_kernels.codec import decode
-from pallas_kernels.elementwise import Encoding, Tuning
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
+from pallas_kernels.strips import Encoding, Tuning
 
 CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -294,16 +294,16 @@ def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
     """Why the kernels cannot write these copies of an array of `shape`, if so."""
     size = math.prod(shape)
     if not transposed:
-        return elementwise.obstacle(1, 1, size)
+        return strips.obstacle(1, 1, size)
     n = shape[-1]
-    return elementwise.obstacle(size // max(n, 1), 1, n, transposed=True)
+    return strips.obstacle(size // max(n, 1), 1, n, transposed=True)
 
 
 def flat_obstacle(x: Array, group: int | None = None) -> str | None:
     """Why the kernels cannot read an array in any order, or by groups, if so."""
     if group and x.shape[-1] % group:
         return f"the last axis must be a multiple of {group}, got {x.shape[-1]}"
-    return elementwise.obstacle(1, 1, x.size, group=group or 16)
+    return strips.obstacle(1, 1, x.size, group=group or 16)
 
 
 def flat(x: Array) -> Array:

@@ -6,7 +6,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, elementwise
 from pallas_kernels.codec import decode, round_to_bfloat16
-from pallas_kernels.elementwise import Encoding, Tuning
 from pallas_kernels.quantize import (
     CODES,
     WIDE,
@@ -22,6 +21,7 @@ from pallas_kernels.quantize import (
 from pallas_kernels.reference import residual as reference
 from pallas_kernels.reference.quantize import Groups
 from pallas_kernels.reference.residual import Summed
+from pallas_kernels.strips import Encoding, Tuning
 
 
 def add_quantize_groups(
