@@ -124,7 +124,7 @@ def _norm() -> Iterator[Case]:
     yield Case("rms norm from groups to a tensor", scaled, arrays)
     add = functools.partial(_added_norm, scale="row", keep_groups=True)
     yield Case("rms norm of a sum", add, (_array(*shape), _array(4096), _array(*shape)))
-    for shape in ((8192, 4096), (16384, 8192)):
+    for shape in ((8192, 4096), (16384, 8192), (8192, 11008)):
         arrays = (_groups(*shape), _array(*shape), _array(shape[1]), _array(*shape))
         yield Case("rms norm, backward", _norm_grad, arrays)
         function = functools.partial(_norm_grad, kind="layer", with_bias=True)

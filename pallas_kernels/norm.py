@@ -9,16 +9,16 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, norm_kernel
 from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Tuning
+from pallas_kernels.quantize import Wanted, transpose
 from pallas_kernels.reference import norm as reference
 from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
-from pallas_kernels.reference.quantize import Groups, reciprocal, transpose
+from pallas_kernels.reference.quantize import Groups, reciprocal
 
 _LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
-_FORWARD = Tuning()
-_BACKWARD = Tuning(ctas=2, stages=3, resident=0)
-
-Copies = Literal["row", "transposed", "both"]
+# Thread blocks that have registers enough on a multiprocessor, by the length of rows.
+_CTAS = {2048: 8, 4096: 4, 8192: 3, _LONGEST: 2}
+_BACKWARD = Tuning(ctas=2, stages=3)
 
 
 def norm(
@@ -29,7 +29,7 @@ def norm(
     kind: Kind = "rms",
     eps: float = 1e-5,
     scale: Float[Array, ""] | Literal["row"] | None = None,
-    copies: Copies = "row",
+    copies: Wanted = "row",
     keep_groups: bool = False,
     add: Float[Array, "... n"] | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -46,7 +46,8 @@ def norm(
       eps: What is added to the mean square, or to the variance.
       scale: None returns bfloat16, and each row's maximum; a float32 scalar e4m3 codes
         of y / scale; "row" e4m3 codes with a scale for each row, its maximum over 448.
-      copies: Which of y and its transpose [n, tokens] to return, for a scalar `scale`.
+      copies: Which of y and its transpose [n, tokens] to return, for a scalar `scale`;
+        `transpose` makes it of y.
       keep_groups: Whether to return x in groups of 16 as well.
       add: Added to x first, bfloat16; the norm is that of the sum, rounded.
       implementation: What to run; None means the kernel where it can run.
@@ -83,7 +84,9 @@ def norm(
         out = _forward(x, weight, bias, scale, keep_groups, add, how, tuning)
     if copies == "row":
         return out
-    transposed = transpose(out.y)
+    # The kernel, where it can run, if the norm's does.
+    named = None if chosen == "mosaic" else "reference"
+    transposed = transpose(out.y, implementation=named)
     return out._replace(y=out.y if copies == "both" else None, transposed=transposed)
 
 
@@ -190,6 +193,11 @@ def _grouped(x: Array | None) -> Array | None:
     return None if x is None else x.reshape(-1, GROUP)
 
 
+def _forward_tuning(n: int) -> Tuning:
+    ctas = next(ctas for longest, ctas in _CTAS.items() if n <= longest)
+    return Tuning(ctas=ctas, stages=3)
+
+
 def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     rows = _rows(x, add)
     shape = jax.tree.leaves(x)[0].shape
@@ -204,7 +212,7 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
         inverse,
         scaled_rows=scaled_rows,
         keep_groups=keep_groups,
-        tuning=tuning or _FORWARD,
+        tuning=tuning or _forward_tuning(shape[-1]),
     )
     largest = out.largest
     if largest is not None:

@@ -10,13 +10,21 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.elementwise import encode_groups, strip_layout
-from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Share, Tuning
+from pallas_kernels.codec import encode_groups, strip_layout
+from pallas_kernels.norm_rows import (
+    LANES,
+    Norm,
+    Params,
+    Rows,
+    Share,
+    Tuning,
+    reduced,
+)
 from pallas_kernels.reference.norm import CODES, GROUP, Normed, NormGrads
 from pallas_kernels.reference.quantize import TINY, Groups, code_max
 
 _TOP = code_max(CODES)
-_REGISTERS = 64  # That a lane can keep sums in.
+_MAX = float(jnp.finfo(jnp.float32).max)
 
 
 @functools.partial(
@@ -51,7 +59,7 @@ def forward(
     )
 
     def kernel(rows, params, inverse, out):
-        apply = norm.params(params, tuning.resident)
+        weight, bias = (norm.loader(ref, tuning.params) for ref in params)
         inverse = None if inverse is None else inverse[0]
 
         def read(row, index, tile):
@@ -68,22 +76,27 @@ def forward(
         def row(row, index, _):
             x = [read(row, index, tile) for tile in norm.tiles]
             mean = norm.mean(x.__getitem__)
-            x = [norm.centered(x, mean) for x in x]
-            rate = norm.rate(norm.average(x * x for x in x))
-            y = [apply(tile, x * rate) for tile, x in enumerate(x)]
+            y = [norm.centered(x, mean) for x in x]
+            factor = norm.rate(norm.average(y * y for y in y))
+            if params.weight is not None:
+                y = [y * weight(tile) for tile, y in enumerate(y)]
+            if params.bias is not None:
+                y = [y * factor + bias(tile) for tile, y in enumerate(y)]
+                factor = 1.0
+            # The factor is left to the end, so that it takes the scale along.
             if inverse is not None:
-                # Saturated, which the conversion does on a GPU only.
-                y = [jnp.clip(y * inverse, -_TOP, _TOP) for y in y]
+                # Finite, or zeros would not stay zeros.
+                factor = jnp.minimum(factor * inverse, _MAX)
             elif out.scale is not None:
                 largest = _largest(y)
                 scale = jnp.maximum(largest * (1 / _TOP), TINY) + largest * 0.0
-                out.scale[index] = scale
-                y = [y * (1 / scale) for y in y]
+                out.scale[index] = scale * factor
+                factor = 1 / scale
             else:
-                out.largest[index] = _largest(y)
+                out.largest[index] = _largest(y) * factor
             for tile in norm.tiles:
                 to = norm.tile(share.row(out.y, index), tile)
-                to[...] = y[tile].astype(out.y.dtype)
+                to[...] = (y[tile] * factor).astype(out.y.dtype)
 
         share.over(row, rows)
 
@@ -97,7 +110,7 @@ def backward(
     """The gradients; those of parameters by thread block, [ctas * n / 16, 16]."""
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
-    in_registers = count * n // LANES <= _REGISTERS
+    in_registers = count * n // LANES <= tuning.sums
     scratch = (
         () if in_registers else (plgpu.SMEM((groups, GROUP), jnp.float32),) * count
     )
@@ -110,34 +123,39 @@ def backward(
     )
 
     def kernel(rows, params, out, *scratch):
-        apply, sums = norm.params(params, tuning.resident), _Sums(norm, scratch)
+        sums = _Sums(norm, scratch)
+        weight = norm.loader(params.weight, tuning.params)
 
-        # Rows are read from shared memory anew each time, lest long ones fill the
+        # Of long rows tiles are read from shared memory again, lest they fill the
         # registers.
         def row(row, index, so_far):
-            mean = norm.mean(functools.partial(norm.load, row.x))
+            held = norm.n <= tuning.held
+            load_x, dy = (norm.loader(ref, tuning.held) for ref in (row.x, row.dy))
+            mean = norm.mean(load_x)
 
-            def centered(tile):
-                return norm.centered(norm.load(row.x, tile), mean)
+            def weighted(tile):
+                return dy(tile) if params.weight is None else dy(tile) * weight(tile)
 
             def products(tile):
-                x, g = centered(tile), apply(tile, norm.load(row.dy, tile))
+                x, g = norm.centered(load_x(tile), mean), weighted(tile)
                 return (x * x, x * g, g) if norm.kind == "layer" else (x * x, x * g)
 
-            products = map(products, norm.tiles)
-            total = functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), products)
-            square, along, *level = (norm.average([x]) for x in total)
+            def standardized(tile):
+                x = load_x(tile) * rate if held else norm.load(row.x, tile, rate)
+                return norm.centered(x, mean * rate)
+
+            square, along, *level = norm.average(map(products, norm.tiles))
             rate = norm.rate(square)
             along = along * rate
             for tile in norm.tiles:
-                x, dy = centered(tile) * rate, norm.load(row.dy, tile)
-                dx = apply(tile, dy) - x * along
+                x = standardized(tile)
+                dx = weighted(tile) - x * along
                 dx = (dx - level[0] if level else dx) * rate
                 if row.add is not None:
                     dx = dx + norm.load(row.add, tile)
                 to = norm.tile(share.row(out.dx, index), tile)
                 to[...] = dx.astype(jnp.bfloat16)
-                more = NormGrads(None, dy * x, dy)
+                more = NormGrads(None, dy(tile) * x, dy(tile))
                 so_far = sums.add(so_far, tile, _present(more, out._replace(dx=None)))
             return so_far
 
@@ -158,12 +176,14 @@ class _Sums:
     refs: tuple[Any, ...]
 
     def start(self, count: int) -> list[list[Array]]:
-        shape = (LANES * self.norm.vector // GROUP, GROUP)
-        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strip_layout(shape))
+        zeros = [
+            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strip_layout(shape))
+            for shape in map(self.norm.shape, self.norm.tiles)
+        ]
         for ref in self.refs:
-            for tile in self.norm.tiles:
+            for tile, zero in enumerate(zeros):
                 self.norm.tile(ref, tile)[...] = zero
-        return [] if self.refs else [[zero] * len(self.norm.tiles)] * count
+        return [] if self.refs else [zeros] * count
 
     def add(self, sums: list[list[Array]], tile: int, more: list[Array]) -> list:
         if not self.refs:
@@ -188,5 +208,4 @@ def _present(values: NormGrads, refs: NormGrads) -> list[Any]:
 
 
 def _largest(x: list[Array]) -> Array:
-    x = functools.reduce(jnp.maximum, [jnp.abs(x) for x in x])
-    return jnp.max(jnp.max(x, axis=1), axis=0)
+    return reduced(jnp.maximum, jnp.max, map(jnp.abs, x))

@@ -18,12 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.elementwise import decode, strip_layout
+from pallas_kernels.codec import decode, strip_layout
 from pallas_kernels.reference.norm import GROUP, Kind
+from pallas_kernels.reference.quantize import Groups
 
 LANES = 128  # Of a warpgroup; each holds as many elements of a row.
 _SHARED = 227 * 1024  # Bytes of shared memory of a multiprocessor.
-_RESERVED = 4 * 1024  # Of which a thread block takes so many besides its arrays.
+_RESERVED = 3328  # Of which a thread block takes so many besides its arrays.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,19 @@ class Tuning:
       stages: Pipeline steps in flight; fewer where shared memory is short.
       ctas: Thread blocks on each multiprocessor; fewer likewise.
       sms: Multiprocessors.
-      resident: Up to which length of rows parameters stay in registers.
+      params: Up to which length of rows parameters stay in registers.
+      held: Up to which length backward keeps a row in registers.
+      sums: How many sums of gradients a lane keeps in registers; more go to shared
+        memory.
     """
 
     elements: int = 4096
     stages: int = 2
     ctas: int = 4
     sms: int = 132
-    resident: int = 4096
+    params: int = 4096
+    held: int = 4096
+    sums: int = 64
 
 
 class Rows(NamedTuple):
@@ -64,7 +70,7 @@ class Params(NamedTuple):
 class Norm:
     """What is known of a norm when it is compiled.
 
-    Rows are handled in tiles: so many elements that each lane has a vector.
+    Rows are handled in tiles: so many elements that each lane has a vector of them.
     """
 
     n: int
@@ -72,67 +78,79 @@ class Norm:
     eps: float
 
     @property
-    def vector(self) -> int:
-        """How many neighbours of a row a lane has."""
-        return math.gcd(self.n // LANES, 8)
-
-    @property
     def tiles(self) -> range:
         """The tiles of a row."""
-        return range(self.n // LANES // self.vector)
+        return range(len(self._vectors))
+
+    @functools.cached_property
+    def _vectors(self) -> list[int]:
+        """How many neighbours a lane has of each tile: 8 but at the end."""
+        whole, rest = divmod(self.n // LANES, 8)
+        vector = math.gcd(rest, 8)
+        return [8] * whole + [vector] * (rest // vector)
+
+    def shape(self, tile: int) -> tuple[int, int]:
+        """The shape of a tile."""
+        return LANES * self._vectors[tile] // GROUP, GROUP
 
     def tile(self, ref: Any, tile: int) -> Any:
         """A tile of a row's ref."""
-        groups = LANES * self.vector // GROUP
-        return ref.at[pl.ds(tile * groups, groups)]
+        start = sum(self._vectors[:tile]) * LANES // GROUP
+        return ref.at[pl.ds(start, self.shape(tile)[0])]
 
-    def load(self, ref: Any, tile: int) -> Array:
-        """A tile in float32."""
+    def load(self, ref: Any, tile: int, factor: Array | None = None) -> Array:
+        """A tile in float32, times a factor."""
 
         def load(ref):
-            x = self.tile(ref, tile)
-            layout = strip_layout((LANES * self.vector // GROUP, GROUP))
+            x, layout = self.tile(ref, tile), strip_layout(self.shape(tile))
             layout = layout.reduce(1) if len(x.shape) == 1 else layout
             return plgpu.load(x, layout=layout, optimized=False)
 
-        return decode(jax.tree.map(load, ref))
+        x = jax.tree.map(load, ref)
+        if factor is None:
+            return decode(x)
+        if isinstance(x, Groups):
+            return decode(x._replace(scale=x.scale.astype(jnp.float32) * factor))
+        return decode(x) * factor
+
+    def loader(self, ref: Any, longest: int) -> Callable[[int], Array]:
+        """Loads tiles when they are asked for, or all now if rows are no longer."""
+        if ref is None or self.n > longest:
+            return functools.partial(self.load, ref)
+        return [self.load(ref, tile) for tile in self.tiles].__getitem__
 
     def mean(self, x: Callable[[int], Array]) -> Array | float:
         """What the norm subtracts from a row."""
-        if self.kind == "rms":
-            return 0.0
-        return self.average(map(x, self.tiles))
+        return self.average(map(x, self.tiles)) if self.kind == "layer" else 0.0
 
     def centered(self, x: Array, mean: Array | float) -> Array:
         """A tile less the mean."""
-        return x if self.kind == "rms" else x - mean
+        return x - mean if self.kind == "layer" else x
 
     def rate(self, square: Array) -> Array:
         """What the norm multiplies with what is left, from its mean square."""
         return lax.rsqrt(square + self.eps)
 
-    def average(self, tiles: Iterable[Array]) -> Array:
-        """The mean of a row."""
-        total = functools.reduce(jnp.add, tiles)
-        return jnp.sum(jnp.sum(total, axis=1), axis=0) * (1 / self.n)
+    def average(self, tiles: Iterable[Any]) -> Any:
+        """The mean of a row, or of each of several, whose tiles are trees."""
+        return jax.tree.map(
+            lambda x: x * (1 / self.n), reduced(jnp.add, jnp.sum, tiles)
+        )
 
-    def params(self, refs: Params, resident: int) -> Callable[[int, Array], Array]:
-        """A function that multiplies a tile with the weight, and adds the bias."""
 
-        def loads(ref):
-            load = functools.partial(self.load, ref)
-            if ref is None or self.n > resident:
-                return load
-            return [load(tile) for tile in self.tiles].__getitem__
-
-        weight, bias = map(loads, refs)
-
-        def apply(tile: int, x: Array) -> Array:
-            if refs.weight is not None:
-                x = x * weight(tile)
-            return x if refs.bias is None else x + bias(tile)
-
-        return apply
+def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:
+    """A row's scalar, or a tree of several rows', from tiles of one shape or more."""
+    shapes: dict[tuple[int, ...], Any] = {}
+    for tile in tiles:
+        shape = jax.tree.leaves(tile)[0].shape
+        so_far = shapes.get(shape)
+        new = tile if so_far is None else jax.tree.map(combine, so_far, tile)
+        shapes[shape] = new
+    scalars = (
+        jax.tree.map(lambda x: reduce(reduce(x, axis=1), axis=0), x)
+        for x in shapes.values()
+    )
+    return functools.reduce(functools.partial(jax.tree.map, combine), scalars)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,17 +16,18 @@ from kernels import (
     every_implementation,
     every_kernel,
     numbers,
+    on_gpu,
     run,
 )
 
 import pallas_kernels as pk
 
 EPS = 1e-3
-SCALE = 2.0**-5
+SCALE = 2.0**-3
 HALF_STEP = {BF16: 2.0**-8, E4M3: 2.0**-4}  # Relative to what is rounded.
 SMALLEST = {BF16: 2.0**-126, E4M3: 2.0**-6}  # Below, steps are as far apart as there.
 # Few blocks, so that each has several steps.
-FEW = pk.NormTuning(elements=512, stages=2, ctas=1, sms=2, resident=512)
+FEW = pk.NormTuning(elements=512, stages=2, ctas=1, sms=2, params=512, held=512)
 # Shape, kind, dtype of parameters, whether x is groups, and the kernel's layout.
 CASES = [
     ((2, 5, 128), "layer", F32, False, FEW),
@@ -114,12 +115,24 @@ def test_rows_are_quantized_with_a_given_scale(
             tuning=tuning, **how,
         )  # fmt: skip
 
-    out = run(implementation, norm, x, weight, jnp.float32(SCALE / 4))
+    out = run(implementation, norm, x, weight, jnp.float32(SCALE))
     expected = expected_norm(values, weight, None, kind)
-    assert_rounded(out.y, expected, E4M3, SCALE / 4)
+    assert_rounded(out.y, expected, E4M3, SCALE)
     assert_identical(out.transposed, out.y.reshape(-1, shape[-1]).T)
     nothing = run(implementation, norm, x, weight, jnp.float32(jnp.nan))
     assert np.isnan(wide(nothing.y)).all()
+
+
+# Conversions of the interpreter do not saturate.
+@pytest.mark.parametrize("implementation", ["reference", on_gpu])
+def test_codes_saturate(implementation):
+    x = jnp.asarray([[1.0, -1.0] * 64], BF16)
+
+    def norm(x, scale, **how):
+        return pk.norm(x, scale=scale, **how).y
+
+    y = run(implementation, norm, x, jnp.float32(2.0**-20))
+    np.testing.assert_array_equal(wide(y), wide(x) * 448)
 
 
 @every_implementation
@@ -206,10 +219,17 @@ def test_what_is_not_finite_stays_in_its_row(implementation, bad):
 def test_rows_of_zeros(implementation):
     zeros = jnp.zeros((2, 128), BF16)
     out = run(implementation, functools.partial(pk.norm, scale="row", eps=0.0), zeros)
-    assert np.isnan(wide(out.y)).all()
+    with np.errstate(invalid="ignore"):
+        assert np.isnan(wide(out.y) * wide(out.scale)[:, None]).all()
     out = run(implementation, functools.partial(pk.norm, scale="row"), zeros)
     assert not wide(out.y).any()
     assert np.all(out.scale > 0)
+
+    def smallest(weight, scale, **how):
+        return pk.norm(jnp.ones((2, 128), BF16), weight, scale=scale, **how).y
+
+    y = run(implementation, smallest, zeros[0], jnp.float32(2.0**-126))
+    assert not wide(y).any()
 
 
 @every_kernel
