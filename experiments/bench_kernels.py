@@ -20,7 +20,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 import pallas_kernels
-from experiments import kernel_cases, timing, tune
+from experiments import kernel_cases, timing
 from experiments.results import Bar, write_results
 from pallas_kernels import tuning
 
@@ -114,13 +114,14 @@ def products(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
 
 def product_row(kernel: str, product: kernel_cases.MatrixProduct) -> Row:
     """The kernel's time, and that of cuBLASLt through XLA."""
-    kind = kernel_cases.product(kernel)
+    kind = kernel_cases.PRODUCTS[kernel]
     m, n, k = product.shape
     operands = kernel_cases.operands(product.shape, kind.scaling, product.a_dtype)
     chosen = tuning.choose(kind, m, n, k)
     tiles = chosen or tuning.heuristic(kind, m, n)
-    calls = [functools.partial(tune.run, kernel, tiles)]
-    calls.append(functools.partial(xla, kernel))
+    how = {"implementation": "mosaic", "tuning": tiles}
+    ours = functools.partial(kernel_cases.run_product, kernel, **how)
+    calls = [ours, functools.partial(xla, kernel)]
     draws = [operands]
     compiled = timing.compile_all(calls, draws)
     row: Row = {"kernel": kernel, "shape": f"{m} x {n} x {k}", "name": product.name}
@@ -138,7 +139,7 @@ def xla(kernel: str, a: jax.Array, b: jax.Array, *scales: jax.Array) -> Any:
     """The product of cuBLASLt; for groups, with our quantization behind it."""
     if kernel == "blocks":  # cuBLASLt through XLA has one scale a tensor.
         scales = (jnp.float32(1), jnp.float32(1))
-    y = tune.run("product", None, a, b, *scales)
+    y = pallas_kernels.matmul(a, b, *scales, implementation="reference")
     if kernel == "quantized":
         return pallas_kernels.quantize_groups(y)
     return y

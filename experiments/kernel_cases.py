@@ -9,13 +9,18 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import pallas_kernels
-from experiments.settings import PRESETS
 from pallas_kernels.matmul_plan import Product
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))
 TOKENS = (8192, 16384)
-MODELS = {"1B": "olmo-1b", "7B": "llama2-7b", "13B": "llama2-13b", "30B": "llama-30b"}
+# Sizes of the residual stream and of the MLP's inside.
+MODELS = {
+    "1B": (2048, 8192),
+    "7B": (4096, 11_008),
+    "13B": (5120, 13_824),
+    "30B": (6656, 17_920),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -172,12 +177,9 @@ class MatrixProduct:
 def model_products(tokens: tuple[int, ...] = TOKENS) -> list[MatrixProduct]:
     """Forward, input gradient and weight gradient of the layers of Llamas."""
     found = []
-    for model, preset in MODELS.items():
-        config = PRESETS[preset].model
-        h, f = config.hidden_size, config.intermediate_size
-        heads = config.num_heads + 2 * config.num_kv_heads
-        qkv = heads * (config.head_dim or h // config.num_heads)
-        layers = {"qkv": (h, qkv), "out": (h, h), "gate_up": (h, 2 * f), "down": (f, h)}
+    for model, (h, f) in MODELS.items():
+        layers = {"qkv": (h, 3 * h), "out": (h, h), "gate_up": (h, 2 * f)}
+        layers["down"] = (f, h)
         for t in tokens:
             for layer, (i, o) in layers.items():
                 name = f"{model} {layer}, {t} tokens"
@@ -207,11 +209,18 @@ def operands(
     return a, b, a_scale, b_scale
 
 
-def product(kernel: str) -> Product:
-    """What a kind of product computes, by the names of the benchmark's tables."""
-    return {
-        "product": Product(out_dtype=jnp.dtype(BF16)),
-        "promoted": Product(out_dtype=jnp.dtype(BF16), promote=256),
-        "blocks": Product(out_dtype=jnp.dtype(BF16), promote=128, scaling="blocks"),
-        "quantized": Product(out_dtype=jnp.dtype(E4M3), group=16),
-    }[kernel]
+PRODUCTS = {
+    "product": Product(out_dtype=jnp.dtype(BF16)),
+    "promoted": Product(out_dtype=jnp.dtype(BF16), promote=256),
+    "blocks": Product(out_dtype=jnp.dtype(BF16), promote=128, scaling="blocks"),
+    "quantized": Product(out_dtype=jnp.dtype(E4M3), group=16),
+}
+
+
+def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
+    """One of `PRODUCTS`; `how` says what runs."""
+    if kernel == "quantized":
+        return pallas_kernels.matmul_groups(*arguments, **how)
+    if kernel == "promoted":
+        how["promote"] = PRODUCTS[kernel].promote
+    return pallas_kernels.matmul(*arguments, **how)

@@ -14,15 +14,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import jax
 from tqdm import tqdm
 
-import pallas_kernels
 from experiments import kernel_cases, timing
+from experiments.kernel_cases import PRODUCTS, run_product
 from experiments.results import device, versions, write_json
 from pallas_kernels import tuning
-
-KERNELS = ("product", "promoted", "blocks", "quantized")
 
 
 def main() -> None:
@@ -30,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--tokens", type=int, nargs="+", default=[8192])
-    add("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
+    add("--kernels", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     add("--shapes", nargs="+", metavar="M,N,K", help="instead of the models'")
     add("--again", action="store_true", help="also what has been measured")
     add("--out", type=Path, default=tuning.TABLE)
@@ -65,12 +62,12 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
     """The table's name of a product."""
-    return tuning.key(kernel_cases.product(kernel), *shape)
+    return tuning.key(PRODUCTS[kernel], *shape)
 
 
 def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
     """The fastest tiles as fields that are not defaults, or "xla"."""
-    product = kernel_cases.product(kernel)
+    product = PRODUCTS[kernel]
     draws = [kernel_cases.operands(shape, product.scaling, a_dtype)]
     m, n, _ = shape
     tried = [
@@ -78,10 +75,11 @@ def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
         for t in tuning.candidates(product)
         if tuning.obstacle(product, t, m, n) is None
     ]
-    calls = [functools.partial(run, kernel, t) for t in tried]
-    tried, calls = [*tried, None], [*calls, functools.partial(run, kernel, None)]
-    if kernel == "blocks":  # XLA has no such product.
-        tried, calls = tried[:-1], calls[:-1]
+    mosaic = functools.partial(run_product, kernel, implementation="mosaic")
+    calls = [functools.partial(mosaic, tuning=t) for t in tried]
+    if kernel != "blocks":  # Of which XLA has none.
+        tried.append(None)
+        calls.append(functools.partial(run_product, kernel, implementation="reference"))
     compiled = timing.compile_all(calls, draws)
     works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
     times = timing.seconds([c for _, c in works], draws, calls=20)
@@ -93,18 +91,6 @@ def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
     return {k: v for k, v in fields if v != getattr(default, k)} | {
         "tile_m": best.tile_m
     }
-
-
-def run(kernel: str, tiles: tuning.Tuning | None, *arguments: jax.Array) -> Any:
-    """A product by the kernel with these tiles, or by XLA."""
-    how: dict[str, Any] = {"implementation": "reference" if tiles is None else "mosaic"}
-    how["tuning"] = tiles
-    if kernel == "quantized":
-        return pallas_kernels.matmul_groups(*arguments, **how)
-    promote = kernel_cases.product(kernel).promote
-    if kernel == "promoted":
-        how["promote"] = promote
-    return pallas_kernels.matmul(*arguments, **how)
 
 
 if __name__ == "__main__":

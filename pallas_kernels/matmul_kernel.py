@@ -9,12 +9,13 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
+from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
 from pallas_kernels.matmul_tile import PIECE_M, Tile
 from pallas_kernels.matmul_walk import Stages, Walk
 
@@ -31,8 +32,9 @@ def run(
 ) -> tuple[Array, ...]:
     """The product of a [m, k] and b [n, k], in arrays like `out`.
 
-    Scales are [1] and [1], [m] and [n], or [k / 128, m] and [n / 128, k / 128]. The
-    result is that and codes' scales, or it is added to what `out` holds, in place.
+    Scales are [1] and [1], [m] and [n], or [k / 128, m] and [k / 128, n / 128], the
+    last axis filled up to a multiple of 32. The result may be codes and their scales,
+    or it is added to what `out` holds, in place.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
@@ -46,6 +48,10 @@ def run(
             functools.partial(_kernel, product, walk),
             out_type=out_type,
             scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
+            compiler_params=plgpu.CompilerParams(
+                # Threads have to meet where results are staged, and do there.
+                unsafe_no_auto_barriers=True
+            ),
             grid=(min(walk.total, blocks),),
             grid_names=("sm",),
             num_threads=tuning.warpgroups + 1,
@@ -66,7 +72,14 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     if t.cluster:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
     readers = t.warpgroups if t.together else 1
-    return dict(
+    scales, copies = {}, 2
+    if product.scaling == "blocks":
+        scales = dict(
+            a_scale_smem=plgpu.SMEM((t.stages, t.tile_m), jnp.float32),
+            b_scale_smem=plgpu.SMEM((t.stages, SCALES), jnp.float32),
+        )
+        copies = 4
+    return scales | dict(
         a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
         b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
@@ -74,7 +87,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
             product.out_dtype,
             transforms=stored,
         ),
-        filled=plgpu.Barrier(num_arrivals=2, num_barriers=t.warpgroups * t.stages),
+        filled=plgpu.Barrier(num_arrivals=copies, num_barriers=t.warpgroups * t.stages),
         free=barrier(num_arrivals=readers, num_barriers=t.stages),
     )
 
@@ -84,8 +97,13 @@ def _kernel(
 ) -> None:
     t = walk.tuning
     warpgroup = lax.axis_index("warpgroup")
-    stages = Stages(walk, smem["a_smem"], smem["b_smem"], smem["filled"], smem["free"])
-    pl.when(warpgroup == t.warpgroups)(lambda: _load(walk, stages, a, b))
+    scales = None
+    if product.scaling == "blocks":
+        scales = smem["a_scale_smem"], smem["b_scale_smem"]
+    buffers = (smem[x] for x in ("a_smem", "b_smem", "filled", "free"))
+    stages = Stages(walk, *buffers, scales)
+    load = functools.partial(_load, walk, stages, a, b, a_scale, b_scale)
+    pl.when(warpgroup == t.warpgroups)(load)
 
     @pl.when(warpgroup < t.warpgroups)
     def _():
@@ -103,7 +121,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _load(walk: Walk, stages: Stages, a, b) -> None:
+def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
     """Fills stages as they become free."""
     plgpu.set_max_registers(walk.tuning.registers[0], action="decrease")
     cluster = walk.tuning.cluster
@@ -125,6 +143,17 @@ def _load(walk: Walk, stages: Stages, a, b) -> None:
                         filled,
                         collective_axes="pair" if shared else None,
                     )
+
+                if stages.scales is not None:
+                    block = lax.div(columns.start, BLOCK)
+                    blocks = pl.ds(lax.div(block, SCALES) * SCALES, SCALES)
+                    for x, where, smem in (
+                        (a_scale, rows, stages.scales[0]),
+                        (b_scale, blocks, stages.scales[1]),
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            x.at[step, where], smem.at[stage], filled
+                        )
 
             stages.fill(number, step, copies)
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 TILE_K = 128  # Bytes of a swizzled row, and elements of it.
+BLOCK = 128  # Of b, that have a scale.
+SCALES = 32  # Of blocks, that are loaded together.
 _LOADING_REGISTERS = 24
 
 
@@ -39,6 +41,13 @@ class Tuning:
     width: int = 8
     parts: int = 1
     chunks: int = 1
+
+    def __str__(self) -> str:
+        fields = dataclasses.fields(self)[2:]
+        named = [
+            f"{f.name} {v}" for f in fields if (v := getattr(self, f.name)) != f.default
+        ]
+        return ", ".join([f"{self.tile_m} x {self.tile_n}", *named])
 
     def held(self, product: "Product") -> int:
         """Stages that a warpgroup holds when it waits for another."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
+from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
 from pallas_kernels.matmul_walk import Stages
 from pallas_kernels.reference import quantize
 
@@ -36,7 +36,7 @@ class Tile:
         if self.product.promote is None:
             sums = (self._sum(number, own),)
         else:
-            sums = self._promoted_sum(number, rows, columns, own)
+            sums = self._promoted_sum(number, columns, own)
         self._store(sums, rows, columns, own)
 
     def _sum(self, number, own):
@@ -59,7 +59,7 @@ class Tile:
         shape = (self.tuning.height, self.tuning.tile_n)
         return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
 
-    def _promoted_sum(self, number, rows, columns, own):
+    def _promoted_sum(self, number, columns, own):
         """Sums `promote` of k at a time there, and these sums in float32.
 
         While one of them is promoted the next is computed, within a step of the loop.
@@ -68,50 +68,37 @@ class Tile:
         every = self.product.promote // TILE_K
         together = every * t.chunks
 
-        def load_scales(first, count):
-            if self.product.scaling != "blocks":
-                return None
-            at = [lax.min(first + j * every, steps - 1) for j in range(count)]
-            return [self._load_block_scales(rows, columns, own, step) for step in at]
-
-        def chunks(first, lengths, sums, scales):
+        def chunks(first, lengths, sums):
             pieces = []
-            for j, length in enumerate(lengths):
-                at = [first + i for i in range(length)]
-                own_scales = None if scales is None else scales[j]
-                pieces += [_Piece(at, part, own_scales) for part in range(t.parts)]
+            for length in lengths:
+                at = [first + j for j in range(length)]
+                pieces += [_Piece(at, part) for part in range(t.parts)]
                 first = first + length
-            return self._pieces(number, own, pieces, None, sums)
+            return self._pieces(number, columns, own, pieces, None, sums)
 
-        def body(j, carry):
-            sums, scales = carry
-            first = j * together
-            # Ahead of their use: it takes as long to load them as to multiply.
-            following = load_scales(first + together, t.chunks)
-            return chunks(first, [every] * t.chunks, sums, scales), following
+        def body(j, sums):
+            return chunks(j * together, [every] * t.chunks, sums)
 
         shape = (t.height, t.tile_n // t.parts)
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        carry = ((zero,) * t.parts, load_scales(jnp.int32(0), t.chunks))
-        sums, scales = lax.fori_loop(0, steps // together, body, carry)
+        sums = lax.fori_loop(0, steps // together, body, (zero,) * t.parts)
         rest = steps % together
         lengths = [every] * (rest // every) + [rest % every] * (rest % every > 0)
-        return chunks(steps - rest, lengths, sums, scales) if rest else sums
+        return chunks(steps - rest, lengths, sums) if rest else sums
 
-    def _pieces(self, number, own, todo, running, sums):
+    def _pieces(self, number, columns, own, todo, running, sums):
         """Starts the first piece, then promotes the one that runs, then goes on."""
         t, stages = self.tuning, self.stages
         width = t.tile_n // t.parts
 
         def promoted(waiting):
-            piece, acc = running
+            piece, acc, scales = running
             value = plgpu.wgmma_accumulator_load(acc, wait_n=waiting)
             if piece.part == t.parts - 1:
                 for step in piece.steps:
                     stages.release(number, step)
-            if piece.scales is not None:
-                a_scale, b_scales = piece.scales
-                scale = a_scale * b_scales[piece.part * width // 128]
+            if scales is not None:
+                scale = scales[piece.part * width // BLOCK]
                 value = value * lax.broadcast_in_dim(scale, value.shape, (0,))
             after = list(sums)
             after[piece.part] = after[piece.part] + value
@@ -122,23 +109,30 @@ class Tile:
 
         def start(acc):
             piece, *rest = todo
-            columns = pl.ds(piece.part * width, width)
+            part = pl.ds(piece.part * width, width)
             for step in piece.steps:
                 if piece.part == 0:
                     stages.wait(number, step)
                 at = stages.at(number, step)
-                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, columns].T)
+                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
+            scales = running[2] if piece.part else None
+            if self.product.scaling == "blocks" and not piece.part:
+                scales = self._block_scales(
+                    stages.at(number, *piece.steps), columns, own
+                )
             after = promoted(len(piece.steps)) if running else sums
-            return self._pieces(number, own, rest, (piece, acc), after)
+            started = (piece, acc, scales)
+            return self._pieces(number, columns, own, rest, started, after)
 
         return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
 
-    def _load_block_scales(self, rows, columns, own, step):
-        """Those of a's rows, and those of b's blocks of columns."""
-        first = lax.div(columns.start, 128)
-        blocks = range(self.tuning.tile_n // 128)
-        b_scales = [self.b_scale[first + j, step] for j in blocks]
-        return _load_rows(self.a_scale.at[step, rows].at[own]), b_scales
+    def _block_scales(self, stage, columns, own):
+        """What a step's sums are multiplied with, for each block of columns."""
+        a_scale, b_scale = self.stages.scales
+        a_scale = _load_rows(a_scale.at[stage, own])
+        first = lax.rem(lax.div(columns.start, BLOCK), SCALES)
+        blocks = range(self.tuning.tile_n // BLOCK)
+        return [a_scale * b_scale[stage, first + j] for j in blocks]
 
     def _store(self, sums, rows, columns, own) -> None:
         """Scales, converts, and hands pieces to the copy engine."""
@@ -210,7 +204,6 @@ class _Piece(NamedTuple):
 
     steps: list[Array]
     part: int
-    scales: Any
 
 
 def _load_rows(ref: Any) -> Array:

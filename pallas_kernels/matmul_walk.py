@@ -60,6 +60,7 @@ class Stages:
       b: Rows of b.
       filled: Barriers that complete when a step is there.
       free: Barriers that complete when nobody reads a stage any longer.
+      scales: With blocks, those of a's rows and of b's blocks.
     """
 
     walk: Walk
@@ -67,6 +68,7 @@ class Stages:
     b: Any
     filled: Any
     free: Any
+    scales: tuple[Any, Any] | None
 
     def fill(self, number: Array, step: Array, copies: Callable) -> None:
         """Calls `copies` with the stage and its barrier, once it is free."""

@@ -11,10 +11,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, matmul_kernel, tuning
-from pallas_kernels.matmul_plan import TILE_K, Product, Tuning
+from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
 from pallas_kernels.quantize import quantize_groups
 from pallas_kernels.reference import matmul as reference
-from pallas_kernels.reference.matmul import BLOCK
 from pallas_kernels.reference.quantize import Groups
 
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
@@ -223,6 +222,8 @@ def _choose(
         obstacle = f"k must be a multiple of {TILE_K}, got {k}"
     elif n % _columns(product):
         obstacle = f"n must be a multiple of {_columns(product)}, got {n}"
+    elif product.scaling == "blocks" and m % 4:
+        obstacle = f"rows of a must be a multiple of 4, got {m}"
     elif chosen is None:
         obstacle = f"no tiles fit {m} x {n}"
     else:
@@ -258,6 +259,7 @@ def _run(
             a_scale, b_scale = a_scale[None], b_scale[None]
         if product.scaling == "blocks":
             a_scale = a_scale.T
+            b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
         out = tuple(shapes)
         arrays = (a, b, a_scale, b_scale)
         if accumulator is not None:

@@ -11,8 +11,8 @@ from typing import Any
 from pallas_kernels.matmul_plan import Product, Tuning
 
 TABLE = Path(__file__).with_name("tuning.json")
+_PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
-_BLOCKS = ({"chunks": 2}, {"chunks": 3}, {"chunks": 2, "cluster": "m"})
 _TURNS = ({}, {"width": 16}, {"cluster": "m"}, {"cluster": "n"})
 
 
@@ -20,22 +20,23 @@ def candidates(product: Product) -> list[Tuning]:
     """What is tried, the best first."""
     narrow = {"tile_n": 128, "stages": 6}
     if product.scaling == "blocks":
-        return [Tuning(**_TRIPLE), *(Tuning(**narrow, **more) for more in _BLOCKS)]
+        triple = [Tuning(**_TRIPLE), Tuning(**_TRIPLE, parts=2)]
+        return [*triple, Tuning(tile_n=128, stages=5, chunks=2)]
     if product.promote == 128:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
+    turns = [Tuning(**narrow, together=False, **more) for more in _TURNS]
+    if product.group:
+        return [*turns, Tuning(cluster="m")]
     tall = {"tile_m": 256, "tile_n": 128}
     return [
-        Tuning(cluster="m"),
-        Tuning(),
-        Tuning(**tall),
         Tuning(**tall, cluster="n"),
-        Tuning(**tall, cluster="m"),
-        Tuning(cluster="n"),
+        Tuning(cluster="m"),
+        Tuning(**tall),
+        Tuning(),
         Tuning(cluster="m", minor="n"),
-        Tuning(cluster="m", width=16),
-        *(Tuning(**narrow, together=False, **more) for more in _TURNS),
+        turns[0],
     ]
 
 
@@ -63,10 +64,14 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
-    """The first candidate that computes little twice, or the least; None if none can."""
+    """The first candidate that computes little twice; None if none is able to.
+
+    Thread blocks with few tiles each are not paired: they would wait for one another.
+    """
     able = [t for t in candidates(product) if obstacle(product, t, m, n) is None]
-    frugal = (t for t in able if _computed(t, m, n) <= 1.03 * m * n)
-    return next(frugal, min(able, key=lambda t: _computed(t, m, n), default=None))
+    found = [t for t in able if t.cluster is None or m * n >= _PAIRED] or able
+    frugal = (t for t in found if _computed(t, m, n) <= 1.03 * m * n)
+    return next(frugal, min(found, key=lambda t: _computed(t, m, n), default=None))
 
 
 def _computed(tuning: Tuning, m: int, n: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import oracle
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from pallas_kernels.matmul_plan import Tuning
@@ -193,3 +194,49 @@ def test_what_does_not_go_together_is_named():
         matmul(a, b, implementation="mosaic")
     with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
         pallas_kernels.matmul_groups(a, b)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096, 4096), (4096, 5504, 2048), (1000, 4112, 640)]
+)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_errors_are_at_most_twice_cublaslts(shape, dtype):
+    a, b, wide_a, wide_b = operands(shape, dtype, seed=sum(shape))
+    expected = wide_a[:256] @ wide_b.T
+    ours, cublaslt = (
+        run(pallas_kernels.matmul, named, a, b)[:256]
+        for named in ("mosaic", "reference")
+    )
+    assert error(ours, expected) <= 2 * error(cublaslt, expected)
+    promoted = run(pallas_kernels.matmul, "mosaic", a, b, promote=256)[:256]
+    assert error(promoted, expected) < 2.0**-9
+
+
+@pytest.mark.gpu
+def test_runs_repeat_and_write_every_element():
+    a, b, *_ = operands((2048, 4096, 1024))
+    matmul = jax.jit(functools.partial(pallas_kernels.matmul, implementation="mosaic"))
+    expected = np.asarray(matmul(a, b))
+    for _ in range(5):
+        poison = jax.block_until_ready(jnp.full(expected.shape, jnp.nan, BF16))
+        del poison  # What follows is likely put where it was.
+        np.testing.assert_array_equal(np.asarray(matmul(a, b)), expected)
+
+
+@pytest.mark.gpu
+def test_products_of_shards_on_two_gpus():
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    a, b, wide_a, wide_b = operands((512, 1024, 512))
+    mesh = jax.make_mesh((2,), ("data",))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+        check_vma=False,
+    )  # fmt: skip
+    def matmul(a, b):
+        return pallas_kernels.matmul(a, b, implementation="mosaic")
+
+    assert error(matmul(a, b), wide_a @ wide_b.T) < 2.0**-8
