@@ -8,9 +8,9 @@ makes of its reference, and writes experiments/results/bench_kernels.json.
 
 import argparse
 import functools
-import math
 from collections.abc import Iterable
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import jax
@@ -154,25 +154,25 @@ def bars(rows: list[Row]) -> list[Bar]:
         least = min(r["share_of_copy"] for r in quick)
         found.append(_bar("elementwise, least share of a copy's rate", 0.8, least))
         found.append(_bar("elementwise, least ratio to XLA", 1.0, min(ratios)))
-        found.append(_bar("elementwise, mean ratio to XLA", 1.5, _mean(ratios)))
+        found.append(
+            _bar("elementwise, mean ratio to XLA", 1.5, geometric_mean(ratios))
+        )
     at = {(r["kernel"], r.get("name")): r for r in rows if "tflop_per_s" in r}
     plain = [r["ratio_to_xla"] for (k, name), r in at.items() if k == "product"]
     if plain:
-        found.append(_bar("products, mean ratio to cuBLASLt", 1.0, _mean(plain)))
+        found.append(
+            _bar("products, mean ratio to cuBLASLt", 1.0, geometric_mean(plain))
+        )
         found.append(_bar("products, least ratio to cuBLASLt", 0.93, min(plain)))
     quantized = [r["ratio_to_xla"] for (k, _), r in at.items() if k == "quantized"]
     if quantized:
         name = "quantized products, mean ratio to cuBLASLt and our quantization"
-        found.append(_bar(name, 1.15, _mean(quantized)))
+        found.append(_bar(name, 1.15, geometric_mean(quantized)))
     for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
         if (kernel, "cube") in at:
             rate = at[kernel, "cube"]["tflop_per_s"]
             found.append(_bar(f"{kernel}, 8192^3, TFLOP/s", target, rate))
     return found
-
-
-def _mean(ratios: list[float]) -> float:
-    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def _bar(name: str, target: float, measured: float) -> Bar:

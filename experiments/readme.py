@@ -5,6 +5,7 @@ uv run python -m experiments.readme
 
 import json
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from experiments.settings import PRESETS
@@ -18,7 +19,9 @@ def render(readme: str) -> str:
     """`readme` with the section between the markers made anew."""
     before, _, rest = readme.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    sections = "\n".join([_pretraining(), _optimizer(), _curves(), _activations()])
+    sections = "\n".join(
+        [_pretraining(), _optimizer(), _curves(), _kernels(), _activations()]
+    )
     return before + _BEGIN + sections + _END + after
 
 
@@ -104,6 +107,58 @@ def _curves() -> str:
         )
     image = f"![Loss curves and differences](experiments/results/{_CURVES}.png)"
     return "\n".join([*lines, "", image, ""])
+
+
+def _kernels() -> str:
+    results = _load("bench_kernels")
+    rows = [row for row in results["rows"] if "ms" in row]
+    quick = [row for row in rows if "share_of_copy" in row]
+    shape = quick[-1]["shape"]
+    lines = [
+        f"**The kernels** (`bench_kernels`): arrays of {shape} in BF16 on one "
+        f"{results['device']['name']}, in turns with what XLA makes of the same "
+        "operation; GB/s count the fewest bytes that it needs.",
+        "",
+        "| | ms | GB/s | of a device copy's | times XLA |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in quick:
+        if row["shape"] == shape:
+            lines.append(
+                f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:,.0f} "
+                f"| {row['share_of_copy']:.2f} | {row['ratio_to_xla']:.2f} |"
+            )
+    lines += [
+        "",
+        "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
+        "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
+        "worst of them. Where XLA is faster XLA runs. Quantized ones are compared with "
+        "cuBLASLt's product and our quantization behind it, blocks with a product "
+        "without them.",
+        "",
+        "| | shapes | TFLOP/s | times cuBLASLt | at worst |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name, found in _grouped_products(rows).items():
+        rates = [row["tflop_per_s"] for row in found]
+        ratios = [row["ratio_to_xla"] for row in found]
+        lines.append(
+            f"| {name} | {len(found)} | {geometric_mean(rates):,.0f} "
+            f"| {geometric_mean(ratios):.2f} | {min(ratios):.2f} |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Rows of products by kind, and plain ones by the layers' pass too."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if "tflop_per_s" not in row:
+            continue
+        of = row["name"].rsplit(", ", 1)[-1]
+        of = "8192^3" if of == "cube" else of
+        found.setdefault(f"{row['kernel']}, {of}", []).append(row)
+    return found
 
 
 def _activations() -> str:

@@ -157,6 +157,5 @@ def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
 
             stages.fill(number, step, copies)
 
-    if cluster:
-        # The other block frees stages here too: it has to be done before this one ends.
-        stages.drain()
+    # Nothing may arrive at a barrier of a thread block that has ended.
+    stages.drain()
