@@ -40,7 +40,12 @@ def adam(
       The parameters after the step, or without `params` the update in the gradients'
       dtype; and the moments after the step.
     """
-    chosen = dispatch.choose(implementation, _obstacle(grads, params))
+    chosen = dispatch.choose(
+        implementation,
+        _obstacle(grads, params),
+        operation="adam",
+        arrays=(grads, moments, params, noise),
+    )
     if chosen == "reference":
         return reference.adam(scalars, grads, moments, params, noise)
     return _mosaic(scalars, grads, moments, params, noise, tuning or Tuning())
