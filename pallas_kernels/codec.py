@@ -28,12 +28,19 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
     warp = (shape[0] // 4, *shape[1:])
     if shape[-1] == vector and len(shape) == 2:
         return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
-    several = shape[-1] > vector  # Lanes of a group; layouts name no axis of one.
-    axes = 2 * len(shape) + several
+    lanes_of_group = shape[-1] > vector  # Layouts name no axis of one.
+    if warp[0] == 1:
+        return plgpu.Layout.TILED(
+            plgpu.Tiling((shape, (vector,))),
+            warp_dims=(-3,),
+            lane_dims=(-2,),
+            vector_dim=-1,
+        )
+    axes = 2 * len(shape) + lanes_of_group
     return plgpu.Layout.TILED(
-        plgpu.Tiling((shape, warp, *[(vector,)] * several)),
+        plgpu.Tiling((shape, warp, *[(vector,)] * lanes_of_group)),
         warp_dims=(-axes,),
-        lane_dims=tuple(range(-len(shape) - several, -1)),
+        lane_dims=tuple(range(-len(shape) - lanes_of_group, -1)),
         vector_dim=-1,
     )
 

@@ -9,6 +9,7 @@ memory, which the copy engine then writes out.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -154,12 +155,14 @@ def _scratch(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     def tile(dtype):
         if dtype is None:
             return None
-        width = min(columns, 128 // jnp.dtype(dtype).itemsize)
-        swizzle = width * jnp.dtype(dtype).itemsize
-        transforms = (
-            plgpu.TilingTransform((8, width)),
-            plgpu.SwizzleTransform(swizzle),
-        )
+        size = jnp.dtype(dtype).itemsize
+        width = math.gcd(128 // size, columns, walk.groups * walk.group)
+        transforms = ()
+        if width * size > GROUP:  # Below there is no swizzling, and banks conflict.
+            transforms = (
+                plgpu.TilingTransform((8, width)),
+                plgpu.SwizzleTransform(width * size),
+            )
         return plgpu.SMEM((walk.strip_rows, columns), dtype, transforms=transforms)
 
     tiles = Encoded(
