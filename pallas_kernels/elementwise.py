@@ -18,10 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.codec import (
     GROUP,
+    LANES,
     decode,  # noqa: F401
     encode,
     encode_groups,
@@ -72,35 +74,43 @@ def run(
     """
     rows, _, n = jax.tree.leaves(operands)[0].shape
     shape = (rows, parts, n // group, group)
-    walk = Walk.of(shape, encoding, tuning or Tuning())
+    tuning = tuning or Tuning()
+    walk = Walk.of(shape, encoding, tuning)
     outputs = _outputs(encoding, walk, parts)
+    staged = tuning.staged and encoding.transposed is not None
 
     def view(x):
         if not x.ndim:
             return x.astype(jnp.float32).reshape(1)
-        per_group = x.shape[-1] != n
-        return x if per_group else x.reshape(*x.shape[:-1], n // group, group)
+        as_it_is = staged or x.shape[-1] != n
+        return x if as_it_is else x.reshape(*x.shape[:-1], n // group, group)
 
-    def kernel(operands, scale, out, *scratch):
+    def kernel(operands, scale, out, tiles, stages=None):
         cta = lax.axis_index("cta")
         scale = None if scale is None else scale[0]
         places = walk.indices(cta)
-        sink = Sink(out, scratch, encoding, scale)
-        ahead = walk.ahead
-        loaded = [_loaded(operands, place) for place in places[:ahead]]
+        sink = Sink(out, tiles, encoding, scale)
+        load = [functools.partial(_loaded, operands, place) for place in places]
+        if staged:
+            load = stages.strips(operands, walk, cta)
+        ahead = 1 if staged else walk.ahead
+        loaded = [list(strips()) for strips in load[:ahead]]
         for j, place in enumerate(places):
-            loaded += [_loaded(operands, later) for later in places[j + ahead :][:1]]
+            loaded += [list(strips()) for strips in load[j + ahead :][:1]]
             sink.put(fn(*loaded.pop(0)), place)
         sink.finish(walk, cta)
 
     @jax.custom_batching.sequential_vmap
     def launch(operands, scale):
+        scratch = {"tiles": _scratch(encoding, walk, parts)}
+        if staged:
+            scratch["stages"] = Stages.of(operands, walk)
         (out,) = plgpu.kernel(
             kernel,
             out_type=(outputs,),
             grid=(walk.ctas,),
             grid_names=("cta",),
-            scratch_types=_scratch(encoding, walk, parts),
+            scratch_types=scratch,
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,  # Of `fn`; quantization has no such operations.
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -153,17 +163,7 @@ def _scratch(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     columns = walk.columns * walk.group
 
     def tile(dtype):
-        if dtype is None:
-            return None
-        size = jnp.dtype(dtype).itemsize
-        width = math.gcd(128 // size, columns, walk.groups * walk.group)
-        transforms = ()
-        if width * size > GROUP:  # Below there is no swizzling, and banks conflict.
-            transforms = (
-                plgpu.TilingTransform((8, width)),
-                plgpu.SwizzleTransform(width * size),
-            )
-        return plgpu.SMEM((walk.strip_rows, columns), dtype, transforms=transforms)
+        return None if dtype is None else _tile(dtype, walk)
 
     tiles = Encoded(
         wide=tile(encoding.wide),
@@ -171,6 +171,93 @@ def _scratch(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
         transposed=plgpu.SMEM((columns, walk.strip_rows), encoding.transposed),
     )
     return [tiles] * parts
+
+
+def _tile(dtype: DTypeLike, walk: Walk) -> Any:
+    """Shared memory of a tile, of which lanes have a row each."""
+    columns, size = walk.columns * walk.group, jnp.dtype(dtype).itemsize
+    transforms = ()
+    if size > 1:  # Rows of codes are short: few of them share a bank.
+        width = math.gcd(128 // size, columns, walk.groups * walk.group)
+        transforms = (
+            plgpu.TilingTransform((8, width)),
+            plgpu.SwizzleTransform(width * size),
+        )
+    return plgpu.SMEM((walk.strip_rows, columns), dtype, transforms=transforms)
+
+
+class Stages(NamedTuple):
+    """Tiles of all operands in shared memory."""
+
+    tiles: Any  # For each operand one for each part, none for scalars.
+    barrier: Any
+
+    @classmethod
+    def of(cls, operands: Any, walk: Walk) -> "Stages":
+        """What shared memory to allocate."""
+        elements = [jax.tree.leaves(operand)[0] for operand in operands]
+        tiles = [
+            [_tile(x.dtype, walk)] * x.shape[1] if x.ndim > 1 else [] for x in elements
+        ]
+        barrier = plgpu.Barrier(num_arrivals=sum(map(len, tiles)))
+        return cls(tiles, barrier)
+
+    def strips(self, operands: Any, walk: Walk, cta: Array) -> list[Callable]:
+        """What loads the strips of a thread block, as `_loaded` has each."""
+        row, group = walk.start(cta)
+        rows = pl.ds(row, walk.strip_rows)
+        columns = pl.ds(group * walk.group, walk.columns * walk.group)
+        elements = [jax.tree.leaves(operand)[0] for operand in operands]
+        for x, tiles in zip(elements, self.tiles, strict=True):
+            for part, tile in enumerate(tiles):
+                place = (rows, part, columns)
+                plgpu.copy_gmem_to_smem(x.at[place], tile, self.barrier)
+        places = walk.indices(cta)
+        # While these are under way.
+        scales = [
+            [
+                [_scale(x.scale, place(part)) for part in range(x.codes.shape[1])]
+                for place in places
+            ]
+            if isinstance(x, Groups)
+            else None
+            for x in operands
+        ]
+        plgpu.barrier_wait(self.barrier)
+        loads = [[_strips_of(tile) for tile in tiles] for tiles in self.tiles]
+
+        def strips(j):
+            for x, of_parts, of_groups in zip(elements, loads, scales, strict=True):
+                if not of_parts:
+                    yield x[0]
+                for part, load in enumerate(of_parts):
+                    strip = load[j]()
+                    groups = of_groups is not None
+                    yield Groups(strip, of_groups[j][part]) if groups else strip
+
+        return [functools.partial(strips, j) for j in range(len(places))]
+
+
+def _scale(ref: Any, place: tuple) -> Array:
+    layout = strip_layout((LANES, GROUP)).reduce(1)
+    return plgpu.load(ref.at[place], layout=layout, optimized=False)
+
+
+def _strips_of(tile: Any) -> list[Callable[[], Array]]:
+    """What loads the columns of a tile, in strips of 16."""
+    size = jnp.dtype(tile.dtype).itemsize
+    starts = range(0, tile.shape[1], GROUP)
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(GROUP // size)
+    load = functools.partial(plgpu.load, layout=layout, optimized=False)
+    if size == 1:
+        return [lambda at=j: load(tile.at[:, pl.ds(at, GROUP)]) for j in starts]
+    columns = load(tile)  # Swizzling keeps strips together.
+
+    def strip(start):
+        x = lax.slice(columns, (0, start), (LANES, start + GROUP))
+        return plgpu.layout_cast(x, strip_layout((LANES, GROUP)))
+
+    return [functools.partial(strip, j) for j in starts]
 
 
 def _loaded(operands: Any, place: Callable) -> list[Array | Groups]:
@@ -240,11 +327,17 @@ class Sink:
     def _write(self, name, strip, part, index):
         if self._encoding.transposed is None:
             getattr(self._out, name).at[index][...] = strip
+            return
+        strips = self._tiles.setdefault((part, name), [])
+        if strip.dtype.itemsize == 1:
+            columns = pl.ds(len(strips) * GROUP, GROUP)
+            self._scratch[part].row.at[:, columns][...] = strip
+            strip = None
         else:
             # Vectors of 16 bytes, which swizzling keeps together.
             vector = GROUP // strip.dtype.itemsize
             strip = plgpu.layout_cast(strip, plgpu.Layout.TCGEN05_TMEM_NATIVE(vector))
-            self._tiles.setdefault((part, name), []).append(strip)
+        strips.append(strip)
 
     def _transpose(self, codes, part):
         done = self._tiles.setdefault((part, "transposed"), [])
@@ -263,7 +356,7 @@ class Sink:
         if not self._tiles:
             return
         for (part, name), strips in self._tiles.items():
-            if name != "transposed":
+            if strips[0] is not None:
                 tile = getattr(self._scratch[part], name)
                 tile[...] = jnp.concatenate(strips, axis=1)
         plgpu.commit_smem()

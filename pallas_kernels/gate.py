@@ -5,6 +5,7 @@ import math
 from typing import Literal, get_args
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -23,6 +24,7 @@ from pallas_kernels.reference.quantize import Groups
 from pallas_kernels.strips import Encoding, Tuning
 
 _LOG2_E = math.log2(math.e)
+_GELU = -_LOG2_E * GELU
 
 
 def gated(
@@ -159,11 +161,10 @@ class Product:
     def __call__(self, gate: Groups, up: Groups) -> tuple[Array]:
         """The product, for `elementwise.run`."""
         gate, up = decode(gate), decode(up)
-        x = gate
-        if self.activation == "gelu":
-            x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
-            x = x * (GELU + GELU * GELU_CUBIC * (x * x))
-        return (gate * _sigmoid(x) * up,)
+        exponent = gate * -_LOG2_E
+        if self.activation == "gelu":  # However large its cube is.
+            exponent = gate * (_GELU + _GELU * GELU_CUBIC * (gate * gate))
+        return (gate * _sigmoid(exponent) * up,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -176,23 +177,24 @@ class ProductGrad:
         """Both gradients, for `elementwise.run`."""
         gate, up, dy = decode(gate), decode(up), decode(dy)
         if self.activation == "silu":
-            s = _sigmoid(gate)
+            s = _sigmoid(gate * -_LOG2_E)
             y = gate * s
             slope = s + y * (1 - s)
         else:
             x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
             square = x * x
-            s = _sigmoid(x * (GELU + GELU * GELU_CUBIC * square))
+            s = _sigmoid(x * (_GELU + _GELU * GELU_CUBIC * square))
             y = gate * s
             inner = GELU + 3 * GELU * GELU_CUBIC * square
             slope = s + x * inner * (s * (1 - s))
         return dy * up * slope, dy * y
 
 
-def _sigmoid(x: Array) -> Array:
-    # Neither by tanh, whose approximation is poor where a sigmoid is small, nor by a
-    # division, which takes more instructions.
-    return jnp.exp2(0.0 - jnp.log2(1.0 + jnp.exp2(x * -_LOG2_E)))
+def _sigmoid(exponent: Array) -> Array:
+    # 1 / (1 + 2 ** exponent). Not by tanh, whose approximation is poor where a sigmoid
+    # is small, and a division or a logarithm takes more instructions than a root.
+    root = lax.rsqrt(1.0 + jnp.exp2(exponent))
+    return root * root
 
 
 def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:

@@ -4,6 +4,7 @@ import math
 from typing import Literal
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -258,11 +259,10 @@ def transpose(
     )
     if chosen == "reference":
         return reference.transpose(codes)
-    encoding = Encoding(transposed=codes.dtype)
-    out = elementwise.run(
-        _as_stored, (in_tokens(codes),), encoding=encoding, tuning=tuning
-    )
-    return out.transposed[0]
+    stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
+    encoding = Encoding(transposed=stored.dtype)
+    out = elementwise.run(_as_stored, (stored,), encoding=encoding, tuning=tuning)
+    return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
 
 
 def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:

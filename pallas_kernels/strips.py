@@ -29,12 +29,14 @@ class Tuning:
         more are written, which then fill whole sectors of memory.
       columns: Of a tile of 128 rows, where a transposed copy is written; 64 or 128.
       ahead: Of these columns, how many are read before the first are computed with.
+      staged: Whether instead the copy engine reads a whole such tile.
     """
 
     elements: int = 32
     vector: int | None = None
     columns: int = 64
     ahead: int = 32
+    staged: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
