@@ -1,4 +1,8 @@
-"""The kernel of gated products with a scale for each row, which registers hold."""
+"""The kernel of gated products with a scale for each row.
+
+A thread block has a row. Until its scale is known shared memory holds the products, of
+which each lane reads its own again.
+"""
 
 import functools
 from collections.abc import Callable
@@ -23,6 +27,8 @@ from pallas_kernels.reference.gate import row_scale
 from pallas_kernels.reference.quantize import Groups, reciprocal
 
 _STRIPS = 8  # Of a row, at most.
+_QUAD = 4  # Numbers that a lane stores at once.
+_QUADS = GROUP // _QUAD
 
 
 def obstacle(tokens: int, n: int) -> str | None:
@@ -46,14 +52,16 @@ def run(
     groups = n // GROUP
     strips = -(-groups // LANES)
     layout = strip_layout((LANES, GROUP))
+    quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
 
-    def kernel(gate_up, codes, scales):
+    def kernel(gate_up, codes, scales, held):
         row = lax.axis_index("row")
-        # The last ones overlap.
-        starts = [min(j * LANES, groups - LANES) for j in range(strips)]
 
-        def load(start, part):
-            at = (row, part, pl.ds(start, LANES))
+        def start(strip):  # The last ones overlap.
+            return jnp.minimum(strip * LANES, groups - LANES)
+
+        def load(strip, part):
+            at = (row, part, pl.ds(start(strip), LANES))
             return Groups(
                 plgpu.load(gate_up.codes.at[at], layout=layout, optimized=False),
                 plgpu.load(
@@ -61,16 +69,36 @@ def run(
                 ),
             )
 
-        loaded = [[load(start, part) for part in range(parts)] for start in starts]
-        values = [fn(*strip)[0] for strip in loaded]
-        largest = functools.reduce(jnp.maximum, map(jnp.abs, values))
+        def hold(strip, carry):
+            largest, loaded = carry
+            following = jnp.minimum(strip + 1, strips - 1)
+            later = [load(following, part) for part in range(parts)]
+            (value,) = fn(*loaded)
+            x = plgpu.layout_cast(value, quads)
+            for j in range(_QUADS):
+                quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
+                held.at[strip, j][...] = quad
+            return jnp.maximum(largest, jnp.abs(value)), later
+
+        def write(strip, _):
+            x = [
+                plgpu.load(held.at[strip, j], layout=quads, optimized=False)
+                for j in range(_QUADS)
+            ]
+            value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
+            to = codes.at[row, pl.ds(start(strip), LANES)]
+            to[...] = (value * inverse).astype(dtype)  # Nothing is beyond the largest.
+
+        zeros = jnp.zeros((LANES, GROUP), jnp.float32)
+        first = [load(0, part) for part in range(parts)]
+        largest, _ = lax.fori_loop(
+            0, strips, hold, (plgpu.layout_cast(zeros, layout), first)
+        )
         # Bits of arrays, not of scalars, are taken for floats.
         bits = total_max(magnitude_bits(largest))
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
         inverse = reciprocal(scale)
-        for start, value in zip(starts, values, strict=True):
-            to = codes.at[row, pl.ds(start, LANES)]
-            to[...] = (value * inverse).astype(dtype)  # Nothing is beyond the largest.
+        lax.fori_loop(0, strips, write, None)
         scales.at[pl.ds(row, 1)][...] = scale[:1, 0]
 
     @jax.custom_batching.sequential_vmap
@@ -81,6 +109,7 @@ def run(
                 jax.ShapeDtypeStruct((tokens, groups, GROUP), dtype),
                 jax.ShapeDtypeStruct((tokens,), jnp.float32),
             ),
+            scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
             grid=(tokens,),
             grid_names=("row",),
             compiler_params=plgpu.CompilerParams(
