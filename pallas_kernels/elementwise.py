@@ -4,8 +4,8 @@ Arrays are seen as [rows, parts, groups, group]. A thread block reads a few stri
 them, 8 or 16 neighbours a lane, applies a function to each, in float32 registers, and
 encodes what it returns. All but transposed copies goes between registers and global
 memory directly, and many thread blocks a multiprocessor hide its latency. For
-transposed copies a lane has a row, and stores its codes byte by byte into shared
-memory, which the copy engine then writes out.
+transposed copies the copy engine brings tiles into shared memory, of which a lane has a
+row, and stores its codes byte by byte; then it writes them out.
 """
 
 import functools
