@@ -239,7 +239,7 @@ class Stages(NamedTuple):
 
 
 def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
-    """The scales of a tile's strips, in float32 or as they are stored."""
+    """The scales of each strip of a tile."""
     count = walk.columns
     if walk.groups % count:  # Vectors would not be aligned.
         layout = strip_layout((LANES, GROUP)).reduce(1)
