@@ -216,8 +216,8 @@ class Stages(NamedTuple):
         # While these are under way.
         scales = [
             [
-                _scales(x.scale.at[rows, part], group, walk)
-                for part in range(x.codes.shape[1])
+                [_scale(x.scale, place(part)) for part in range(x.codes.shape[1])]
+                for place in places
             ]
             if isinstance(x, Groups)
             else None
@@ -233,29 +233,14 @@ class Stages(NamedTuple):
                 for part, load in enumerate(of_parts):
                     strip = load[j]()
                     groups = of_groups is not None
-                    yield Groups(strip, of_groups[part][j]) if groups else strip
+                    yield Groups(strip, of_groups[j][part]) if groups else strip
 
         return [functools.partial(strips, j) for j in range(len(places))]
 
 
-def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
-    """The scales of each strip of a tile."""
-    count = walk.columns
-    if walk.groups % count:  # Vectors would not be aligned.
-        layout = strip_layout((LANES, GROUP)).reduce(1)
-        load = functools.partial(plgpu.load, layout=layout, optimized=False)
-        return [load(ref.at[:, start + j]) for j in range(count)]
-    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(count)
-    of_row = plgpu.load(ref.at[:, pl.ds(start, count)], layout=layout, optimized=False)
-    of_row = of_row.astype(jnp.float32)
-    columns = plgpu.broadcasted_iota(jnp.int32, of_row.shape, 1, layout=layout)
-    return [
-        plgpu.layout_cast(
-            jnp.sum(jnp.where(columns == j, of_row, 0.0), axis=1),
-            strip_layout((LANES, GROUP)).reduce(1),
-        )
-        for j in range(count)
-    ]
+def _scale(ref: Any, place: tuple) -> Array:
+    layout = strip_layout((LANES, GROUP)).reduce(1)
+    return plgpu.load(ref.at[place], layout=layout, optimized=False)
 
 
 def _strips_of(tile: Any) -> list[Callable[[], Array]]:

@@ -16,6 +16,7 @@ from pallas_kernels.quantize import quantize_groups
 from pallas_kernels.reference import matmul as reference
 from pallas_kernels.reference.quantize import Groups
 
+_ROWS = 8  # That the copy engine swizzles together.
 _FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 
 
@@ -220,10 +221,10 @@ def _choose(
         obstacle = f"{m} x {n} x {k} is empty"
     elif k % TILE_K:
         obstacle = f"k must be a multiple of {TILE_K}, got {k}"
-    elif n % _columns(product):
-        obstacle = f"n must be a multiple of {_columns(product)}, got {n}"
-    elif product.scaling == "blocks" and m % 4:
-        obstacle = f"rows of a must be a multiple of 4, got {m}"
+    elif m % _ROWS:
+        obstacle = f"rows of a must be a multiple of {_ROWS}, got {m}"
+    elif n % (columns := BLOCK if product.scaling == "blocks" else product.store_n):
+        obstacle = f"n must be a multiple of {columns}, got {n}"
     elif chosen is None:
         obstacle = f"no tiles fit {m} x {n}"
     else:
@@ -235,11 +236,6 @@ def _choose(
         implementation, obstacle, operation=operation, arrays=call.arrays
     )
     return chosen if picked == "mosaic" else None
-
-
-def _columns(product: Product) -> int:
-    """What n must be a multiple of: the copy engine moves 16 bytes at a time."""
-    return BLOCK if product.scaling == "blocks" else product.group or 16
 
 
 def _run(

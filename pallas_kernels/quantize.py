@@ -121,7 +121,7 @@ def maxima(
     """The largest magnitudes of parts of `x`, float32; NaN of a part with a NaN.
 
     Their maximum is that of `x`. How many there are, and of which parts, is the
-    kernel's choice.
+    kernel's choice. XLA is as fast, so that the kernel runs only where it is named.
 
     Example:
       >>> import jax.numpy as jnp
@@ -131,6 +131,8 @@ def maxima(
     """
     check_dtype("x", x.dtype, WIDE)
     obstacle = flat_obstacle(x)
+    if implementation is None:
+        obstacle = obstacle or "XLA is as fast"
     chosen = dispatch.choose(implementation, obstacle, operation="maxima", arrays=(x,))
     if chosen == "reference":
         return reference.maxima(x)

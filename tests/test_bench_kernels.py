@@ -1,0 +1,84 @@
+"""The kernels' benchmark: its cases can be called, its bars say what they should."""
+
+import functools
+
+import jax
+import pytest
+from rich.console import Console
+
+from experiments import bench_kernels, kernel_cases, timing
+
+
+def test_every_case_can_be_called():
+    names = set()
+    for case in kernel_cases.elementwise((64, 256)):
+        arguments = jax.eval_shape(case.draw, jax.random.key(0))
+        call = functools.partial(case.call, implementation="reference")
+        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+        result = jax.tree.leaves(jax.eval_shape(call, *arguments))
+        written = sum(x.size * x.dtype.itemsize for x in result)
+        # What it counts is all that is read and written, but for weights and maxima.
+        assert case.size == pytest.approx(read + written, rel=0.05), case.kernel
+        names.add(case.kernel)
+    assert len(names) == 35
+
+
+def test_products_are_of_every_layer_and_pass():
+    products = kernel_cases.model_products((8192,))
+    assert len(products) == 4 * 4 * 3
+    by_name = {p.name: p.shape for p in products}
+    assert by_name["7B gate_up, 8192 tokens, forward"] == (8192, 22016, 4096)
+    assert by_name["7B gate_up, 8192 tokens, dx"] == (8192, 4096, 22016)
+    assert by_name["7B gate_up, 8192 tokens, dw"] == (22016, 4096, 8192)
+
+
+@pytest.mark.parametrize("kernel", kernel_cases.PRODUCTS)
+def test_products_run_on_their_operands(kernel):
+    product = kernel_cases.PRODUCTS[kernel]
+    operands = kernel_cases.operands((16, 128, 256), product.scaling)
+    call = functools.partial(kernel_cases.run_product, kernel)
+    y = jax.tree.leaves(call(*operands, implementation="reference", tuning=None))[0]
+    assert (y.shape, y.dtype) == ((16, 128), product.out_dtype)
+
+
+def test_times_are_of_each_function_and_errors_are_returned():
+    x = jax.numpy.ones((4, 4))
+
+    def broken(x):
+        raise ValueError("no")
+
+    *compiled, error = timing.compile_all([abs, jax.numpy.cumsum, broken], [(x,), (x,)])
+    assert isinstance(error, ValueError)
+    assert all(time > 0 for time in timing.seconds(compiled, [(x,), (x,)]))
+
+
+def test_bars_and_table():
+    quick = {"kernel": "add", "shape": "1 x 2", "ms": 1.0, "xla_ms": 2.0}
+    quick |= {"ratio_to_xla": 2.0, "gb_per_s": 3.0, "copy_gb_per_s": 4.0}
+    rows = [quick | {"share_of_copy": 0.75}]
+    for kernel, name, ratio in (
+        ("product", "cube", 1.0),
+        ("product", "7B out, forward", 0.81),
+        ("quantized", "7B gate_up, forward", 1.2),
+    ):
+        row = {"kernel": kernel, "name": name, "shape": "1 x 1 x 1", "ms": 1.0}
+        row |= {"xla_ms": ratio, "ratio_to_xla": ratio, "tflop_per_s": 1300.0}
+        rows.append(row)
+    rows.append({"kernel": "broken", "shape": "1 x 1", "error": "no"})
+    found = {
+        bar.name: (round(bar.measured, 3), bar.holds)
+        for bar in bench_kernels.bars(rows)
+    }
+    assert found == {
+        "elementwise, least share of a copy's rate": (0.75, False),
+        "elementwise, least ratio to XLA": (2.0, True),
+        "elementwise, mean ratio to XLA": (2.0, True),
+        "products, mean ratio to cuBLASLt": (0.9, False),
+        "products, least ratio to cuBLASLt": (0.81, False),
+        "quantized products, mean ratio to cuBLASLt and our quantization": (1.2, True),
+        "product, 8192^3, TFLOP/s": (1300.0, True),
+    }
+    console = Console(record=True, width=120)
+    console.print(bench_kernels.table(rows))
+    printed = console.export_text()
+    assert all(name in printed for name in ("7B out, forward", "broken", "add"))
