@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as pk
-from experiments import sm90
+from experiments import kernel_cases, sm90
 from experiments.results import write_results
+from pallas_kernels import tuning
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 _BF16, _F32 = jnp.bfloat16, jnp.float32
@@ -174,12 +175,30 @@ def _residual() -> Iterator[Case]:
         yield Case(f"add, to a tensor, {copies}", add, (x, x, scalar))
 
 
+def _products() -> Iterator[Case]:
+    m, n, k = 8192, 4096, 4096
+    a, b, one = _array(m, k, dtype=_E4M3), _array(n, k, dtype=_E4M3), _array(dtype=_F32)
+    blocks = _array(m, k // 128, dtype=_F32), _array(n // 128, k // 128, dtype=_F32)
+    for kernel in kernel_cases.PRODUCTS:
+        scales = blocks if kernel == "blocks" else (one, one)
+        for tiles in tuning.candidates(kernel_cases.PRODUCTS[kernel]):
+            call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
+            yield Case(f"{kernel}, {tiles}", call, (a, b, *scales))
+    accumulate = functools.partial(pk.matmul, out_dtype=_F32)
+    sums, rows = (
+        _array(m, n, dtype=_F32),
+        (_array(m, dtype=_F32), _array(n, dtype=_F32)),
+    )
+    yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
     "quantize": _quantize,
     "gate": _gate,
     "residual": _residual,
     "norm": _norm,
+    "products": _products,
 }
 
 
