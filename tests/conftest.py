@@ -1,8 +1,16 @@
 """Fixtures and settings of all tests."""
 
+import os
+from pathlib import Path
+
 import hypothesis
 import numpy as np
 import pytest
+
+# On CPUs most of the tests' time is LLVM's; GPUs are tested as they are used.
+if not Path("/dev/nvidia0").exists():
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {flags}".strip()
 
 # The same examples in every run; `--hypothesis-profile=fresh` looks for new ones.
 hypothesis.settings.register_profile(
