@@ -150,31 +150,31 @@ def bars(rows: list[Row]) -> list[Bar]:
     if quick:
         ratios = [r["ratio_to_xla"] for r in quick]
         least = min(r["share_of_copy"] for r in quick)
-        found.append(_bar("elementwise, least share of a copy's rate", 0.8, least))
-        found.append(_bar("elementwise, least ratio to XLA", 1.0, min(ratios)))
         found.append(
-            _bar("elementwise, mean ratio to XLA", 1.5, geometric_mean(ratios))
+            Bar.of("elementwise, least share of a copy's rate", ">=", 0.8, least)
+        )
+        found.append(Bar.of("elementwise, least ratio to XLA", ">=", 1.0, min(ratios)))
+        found.append(
+            Bar.of("elementwise, mean ratio to XLA", ">=", 1.5, geometric_mean(ratios))
         )
     at = {(r["kernel"], r.get("name")): r for r in rows if "tflop_per_s" in r}
     plain = [r["ratio_to_xla"] for (k, name), r in at.items() if k == "product"]
     if plain:
         found.append(
-            _bar("products, mean ratio to cuBLASLt", 1.0, geometric_mean(plain))
+            Bar.of("products, mean ratio to cuBLASLt", ">=", 1.0, geometric_mean(plain))
         )
-        found.append(_bar("products, least ratio to cuBLASLt", 0.93, min(plain)))
+        found.append(
+            Bar.of("products, least ratio to cuBLASLt", ">=", 0.93, min(plain))
+        )
     quantized = [r["ratio_to_xla"] for (k, _), r in at.items() if k == "quantized"]
     if quantized:
         name = "quantized products, mean ratio to cuBLASLt and our quantization"
-        found.append(_bar(name, 1.15, geometric_mean(quantized)))
+        found.append(Bar.of(name, ">=", 1.15, geometric_mean(quantized)))
     for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
         if (kernel, "cube") in at:
             rate = at[kernel, "cube"]["tflop_per_s"]
-            found.append(_bar(f"{kernel}, 8192^3, TFLOP/s", target, rate))
+            found.append(Bar.of(f"{kernel}, 8192^3, TFLOP/s", ">=", target, rate))
     return found
-
-
-def _bar(name: str, target: float, measured: float) -> Bar:
-    return Bar(name, f">= {target}", measured, measured >= target)
 
 
 def table(rows: list[Row]) -> Table:

@@ -157,22 +157,17 @@ def bars(rows: list[dict]) -> list[Bar]:
     fused = at["matrix bfloat16", "fused_update"]
     chain = at["matrix bfloat16", "tx.update"]
     found = [
-        _bar("fused_update, ms for 1e9", "<=", 2.75, fused["ms_per_1e9"]),
-        _bar("fused_update, times optax", ">=", 1.95, fused["ratio_to_optax"]),
-        _bar("fused_update, temporaries, MiB", "<=", 64, fused["temporaries_mib"]),
-        _bar("tx.update, times optax", ">=", 1.25, chain["ratio_to_optax"]),
+        Bar.of("fused_update, ms for 1e9", "<=", 2.75, fused["ms_per_1e9"]),
+        Bar.of("fused_update, times optax", ">=", 1.95, fused["ratio_to_optax"]),
+        Bar.of("fused_update, temporaries, MiB", "<=", 64, fused["temporaries_mib"]),
+        Bar.of("tx.update, times optax", ">=", 1.25, chain["ratio_to_optax"]),
     ]
     for what in ("291 tensors", "stacked layers"):
         row = at[what, "fused_update"]
         ratio = row["ms_per_1e9"] / fused["ms_per_1e9"]
-        found.append(_bar(f"{what}, a parameter's time", "<=", 1.1, ratio))
-        found.append(_bar(f"{what}, compilation, s", "<=", 20, row["compile_s"]))
+        found.append(Bar.of(f"{what}, a parameter's time", "<=", 1.1, ratio))
+        found.append(Bar.of(f"{what}, compilation, s", "<=", 20, row["compile_s"]))
     return found
-
-
-def _bar(name: str, relation: str, target: float, measured: float) -> Bar:
-    holds = measured <= target if relation == "<=" else measured >= target
-    return Bar(name, f"{relation} {target}", measured, holds)
 
 
 def main() -> None:

@@ -35,6 +35,12 @@ class Bar(NamedTuple):
     measured: float | str | None
     holds: bool
 
+    @classmethod
+    def of(cls, name: str, relation: str, target: float, measured: float) -> "Bar":
+        """A bar that `measured` has to be "<=" or ">="."""
+        holds = measured <= target if relation == "<=" else measured >= target
+        return cls(name, f"{relation} {target}", measured, holds)
+
 
 def write_results(
     path: Path | str,

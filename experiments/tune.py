@@ -88,9 +88,7 @@ def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
         return "xla"
     default = tuning.Tuning()
     fields = dataclasses.asdict(best).items()
-    return {k: v for k, v in fields if v != getattr(default, k)} | {
-        "tile_m": best.tile_m
-    }
+    return {k: v for k, v in fields if v != getattr(default, k)}
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from pallas_kernels.adam_step import adam
 from pallas_kernels.dispatch import Choice, Explanation, explain
-from pallas_kernels.elementwise import Tuning as ElementwiseTuning
 from pallas_kernels.gate import gated, gated_grad
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_rows import Tuning as NormTuning
@@ -21,6 +20,7 @@ from pallas_kernels.reference.norm import Normed, NormGrads
 from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.reference.residual import Summed
 from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
+from pallas_kernels.strips import Tuning as ElementwiseTuning
 
 __all__ = [
     "AdamScalars",

@@ -24,7 +24,6 @@ from jaxtyping import Array, Float
 from pallas_kernels.codec import (
     GROUP,
     LANES,
-    decode,  # noqa: F401
     encode,
     encode_groups,
     magnitude_bits,

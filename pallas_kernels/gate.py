@@ -68,10 +68,10 @@ def gated(
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
     *_, parts, n = gate_up.codes.shape
     tokens = gate_up.codes.size // max(parts * n, 1)
-    if scale is None or not isinstance(scale, str):
-        obstacle = _obstacle(gate_up, tokens, n, transposed)
-    else:
+    if isinstance(scale, str):
         obstacle = gate_rows.obstacle(tokens, n)
+    else:
+        obstacle = _obstacle(gate_up, tokens, n, transposed)
     chosen = dispatch.choose(
         implementation, obstacle, operation="gated", arrays=gate_up
     )

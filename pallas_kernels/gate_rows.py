@@ -23,8 +23,7 @@ from pallas_kernels.codec import (
     strip_layout,
     total_max,
 )
-from pallas_kernels.reference.gate import row_scale
-from pallas_kernels.reference.quantize import Groups, reciprocal
+from pallas_kernels.reference.quantize import Groups, reciprocal, row_scale
 
 _STRIPS = 8  # Of a row, at most.
 _QUAD = 4  # Numbers that a lane stores at once.

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, norm_kernel
 from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Tuning
-from pallas_kernels.quantize import Wanted, transpose
+from pallas_kernels.quantize import Wanted, transpose, wanted
 from pallas_kernels.reference import norm as reference
 from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
 from pallas_kernels.reference.quantize import Groups, reciprocal
@@ -151,14 +151,13 @@ def norm_grad(
     return NormGrads(out.dx.reshape(dy.shape), total(out.dweight), total(out.dbias))
 
 
-def _check(kind: str, scale=None, copies: str = "row") -> None:
+def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
     if kind not in ("rms", "layer"):
         raise ValueError(f"kinds of norms are 'rms' and 'layer', got {kind!r}")
     if isinstance(scale, str) and scale != "row":
         raise ValueError(f"a scale is a scalar, 'row' or None, got {scale!r}")
-    if copies not in ("row", "transposed", "both"):
-        raise ValueError(f"copies are 'row', 'transposed' or 'both', got {copies!r}")
-    if copies != "row" and (scale is None or isinstance(scale, str)):
+    _, transposed = wanted(copies)
+    if transposed and (scale is None or isinstance(scale, str)):
         raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
 
 

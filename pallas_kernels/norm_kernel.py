@@ -21,9 +21,8 @@ from pallas_kernels.norm_rows import (
     reduced,
 )
 from pallas_kernels.reference.norm import CODES, GROUP, Normed, NormGrads
-from pallas_kernels.reference.quantize import TINY, Groups, code_max
+from pallas_kernels.reference.quantize import Groups, row_scale
 
-_TOP = code_max(CODES)
 _MAX = float(jnp.finfo(jnp.float32).max)
 
 
@@ -89,7 +88,7 @@ def forward(
                 factor = jnp.minimum(factor * inverse, _MAX)
             elif out.scale is not None:
                 largest = _largest(y)
-                scale = jnp.maximum(largest * (1 / _TOP), TINY) + largest * 0.0
+                scale = row_scale(largest, CODES)
                 out.scale[index] = scale * factor
                 factor = 1 / scale
             else:

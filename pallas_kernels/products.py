@@ -80,7 +80,7 @@ def matmul(
             *call.arrays, accumulator, out_dtype=out_dtype, promote=promote
         )
     else:
-        (y,) = _run(product, call, (accumulator,), tuning)
+        (y,) = _run(product, call, tuning, accumulator)
     return y.reshape(*a.shape[:-1], call.n)
 
 
@@ -135,7 +135,7 @@ def matmul_groups(
         y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
         codes, scale = quantize_groups(y, dtype=dtype, group=group)
     else:
-        codes, scale = _run(product, call, (None, None), tuning)
+        codes, scale = _run(product, call, tuning)
     leading = a.shape[:-1]
     return Groups(codes.reshape(*leading, call.n), scale.reshape(*leading, -1))
 
@@ -241,8 +241,8 @@ def _choose(
 def _run(
     product: Product,
     call: _Call,
-    outs: tuple[Array | None, ...],
     tuning: Tuning,
+    accumulator: Array | None = None,
 ) -> tuple[Array, ...]:
     shapes = [jax.ShapeDtypeStruct((call.m, call.n), product.out_dtype)]
     if product.group:
@@ -264,4 +264,4 @@ def _run(
         y = matmul_kernel.run(product, *arrays, out, tuning, dispatch.multiprocessors())
         return lax.optimization_barrier(y) if product.accumulate else y
 
-    return kernel(*call.arrays, outs[0])
+    return kernel(*call.arrays, accumulator)

@@ -57,10 +57,10 @@ def divides(tuning: Tuning, m: int, n: int) -> bool:
 
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
-    measured = _table().get(key(product, m, n, k), {})
-    if measured == "xla":
-        return None
-    return Tuning(**measured) if measured else heuristic(product, m, n)
+    measured = _table().get(key(product, m, n, k))
+    if measured is None:
+        return heuristic(product, m, n)
+    return None if measured == "xla" else Tuning(**measured)
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:

@@ -5,6 +5,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import kernels
 import ml_dtypes
 import numpy as np
 import oracle
@@ -12,15 +13,13 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernels import BF16, E4M3, E5M2, F32, every_implementation
 
 import pallas_kernels
 from experiments import kernel_cases
 from pallas_kernels import tuning
 from pallas_kernels.matmul_plan import Product, Tuning
 
-E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
-on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
-IMPLEMENTATIONS = ["reference", "interpret", on_gpu]
 SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
 TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
@@ -28,13 +27,8 @@ TURNS = Tuning(tile_n=128, stages=2, together=False)
 
 
 def run(fn, implementation, *args, **kwargs):
-    """Calls under jit; "interpret" is the kernel without a GPU."""
-    named = "mosaic" if implementation == "interpret" else implementation
-    call = jax.jit(functools.partial(fn, implementation=named, **kwargs))
-    if implementation != "interpret":
-        return call(*args)
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
-        return call(*args)
+    """Calls with options, compiled; see `kernels.run`."""
+    return kernels.run(implementation, functools.partial(fn, **kwargs), *args)
 
 
 def operands(shape, dtype=E4M3, seed=0):
@@ -82,7 +76,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize(
     ("shape", "a_dtype", "kind", "dtype", "promote", "tuning"), CASES
 )
@@ -103,7 +97,7 @@ def test_products_are_float64s_but_for_rounding(
     assert error(y, (wide_a * by_a) @ (wide_b * by_b).T) < within
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32])
 def test_products_are_added_to_an_accumulator(implementation, dtype):
     shape = (128, 256, 256)
@@ -118,7 +112,7 @@ def test_products_are_added_to_an_accumulator(implementation, dtype):
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 @pytest.mark.parametrize(
     ("dtype", "group", "tuning"), [(E4M3, 16, SMALL), (E5M2, 32, TURNS)]
 )
@@ -152,7 +146,7 @@ def test_the_kernel_has_no_races(tuning):
     assert error(y, wide_a @ wide_b.T) < 2.0**-9
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@every_implementation
 def test_leading_axes_and_vmap(implementation):
     a, b, wide_a, wide_b = operands((256, 512, 128))
     matmul = functools.partial(pallas_kernels.matmul, tuning=SMALL)

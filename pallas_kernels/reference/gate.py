@@ -10,13 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.reference.quantize import (
-    TINY,
     Groups,
-    code_max,
     copies,
     dequantize_groups,
     encode,
     magnitude,
+    row_scale,
 )
 
 # Both multiply the gate with a sigmoid: "gelu" is the tanh form of GELU.
@@ -85,11 +84,6 @@ def gated_grad(
         return out
     codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
     return out._replace(transposed=copies(codes, row=False, transposed=True).transposed)
-
-
-def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """The float32 scale of rows with these largest magnitudes."""
-    return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
 
 
 def _encoded(y, scale, dtype, row, transposed):

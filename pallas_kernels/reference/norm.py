@@ -7,13 +7,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels.reference.quantize import (
-    TINY,
     Groups,
     code_max,
     dequantize_groups,
     magnitude,
     quantize_groups,
     reciprocal,
+    row_scale,
 )
 
 Kind = Literal["rms", "layer"]
@@ -119,12 +119,6 @@ def standardized(
     return x * rate, rate
 
 
-def row_scale(largest: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The scale of a row's codes, from its largest magnitude."""
-    scale = jnp.maximum(largest * (1 / code_max(CODES)), TINY)
-    return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-
-
 def _wide(x: Array | Groups) -> Array:
     if isinstance(x, Groups):
         return dequantize_groups(x, dtype=jnp.float32)
@@ -137,7 +131,7 @@ def _encoded(y: Array, scale: Array | str | None) -> Normed:
         return Normed(y.astype(jnp.bfloat16), largest=largest)
     if not isinstance(scale, str):
         return Normed(_codes(y * reciprocal(scale)))
-    rows = row_scale(magnitude(y, axis=-1))
+    rows = row_scale(magnitude(y, axis=-1), CODES)
     return Normed(_codes(y * (1 / rows)[..., None]), scale=rows)
 
 

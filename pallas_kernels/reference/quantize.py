@@ -118,6 +118,11 @@ def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
+def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
+    """The float32 scale of rows whose largest magnitudes these are."""
+    return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
+
+
 def normal(x: Float[Array, "..."]) -> Array:
     """Float32 with zeros of their sign in the place of denormals."""
     return jnp.where(jnp.abs(x) < TINY, x * 0.0, x)
