@@ -7,27 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coat_jax.residuals import FP8_SCOPE, Linearized, forward_backward, linearize
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
-    """One array that the backward pass reads.
-
-    Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-      nbytes: Its size in bytes.
-      is_argument: Whether it is an argument or a constant of the function: it exists
-        anyway, nothing is saved.
-      asked_by: The operation that it was saved for.
-    """
-
-    shape: tuple[int, ...]
-    dtype: Any
-    nbytes: int
-    is_argument: bool
-    asked_by: str
+from coat_jax.residuals import Residual, forward_backward, linearize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,11 +26,11 @@ class ResidualReport:
         return sum(row.nbytes for row in self.rows if not row.is_argument)
 
     def __str__(self) -> str:
-        lines = [f"{'MiB':>10}  {'saved':32}  for"]
+        lines = [f"{'MiB':>10}  {'saved':32}  {'as':34}  for"]
         for row in self.rows:
             size = "argument" if row.is_argument else f"{row.nbytes / 2**20:.3f}"
             array = f"{row.dtype}{list(row.shape)}".replace(" ", "")
-            lines.append(f"{size:>10}  {array:32}  {row.asked_by}")
+            lines.append(f"{size:>10}  {array:32}  {row.kept:34}  {row.asked_by}")
         return "\n".join([*lines, f"{self.nbytes / 2**20:>10.3f}  in all"])
 
 
@@ -80,7 +60,9 @@ class MemoryReport:
 def residual_report(fn: Callable, *args: Any) -> ResidualReport:
     """Lists what `jax.vjp(fn, *args)` saves for the backward pass.
 
-    Traces `fn`, computes nothing. An array that is saved twice is listed once.
+    Traces `fn`, computes nothing. An array that is saved twice is listed once. Of what
+    `fp8_remat` saves within `fn` it says how, and why the rest stayed wide; what is an
+    argument of the wrapped function has no such note unless it is copied.
 
     Args:
       fn: The function that is differentiated, such as a loss or a layer.
@@ -93,13 +75,11 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
       (256, 1)
     """
     traced = linearize(fn, *args)
-    jaxpr = traced.forward.jaxpr
-    given = {*jaxpr.invars, *jaxpr.constvars}
     first: dict[core.Var, int] = {}
     for index, var in enumerate(traced.residuals):
         if isinstance(var, core.Var):
             first.setdefault(var, index)
-    rows = [_row(traced, index, var in given) for var, index in first.items()]
+    rows = [traced.describe(index) for index in first.values()]
     return ResidualReport(tuple(sorted(rows, key=lambda r: (r.is_argument, -r.nbytes))))
 
 
@@ -131,30 +111,3 @@ def peak_bytes(compiled: jax.stages.Compiled) -> int:
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes
-
-
-def _row(traced: Linearized, index: int, is_argument: bool) -> Residual:
-    var = traced.residuals[index]
-    scope = _scope(traced.forward.jaxpr, var)
-    return Residual(
-        shape=var.aval.shape,
-        dtype=var.aval.dtype,
-        nbytes=var.aval.size * var.aval.dtype.itemsize,
-        is_argument=is_argument,
-        asked_by=FP8_SCOPE + scope if scope else traced.asked_by(index),
-    )
-
-
-def _scope(jaxpr: core.Jaxpr, var: core.Var) -> str | None:
-    """Whom an FP8 copy is for, as `fp8_remat` put it down, also from within a scan."""
-    for eqn in jaxpr.eqns:
-        if var not in eqn.outvars:
-            continue
-        position = eqn.outvars.index(var)
-        for body in core.jaxprs_in_params(eqn.params):
-            inner = body.outvars[position]
-            if isinstance(inner, core.Var) and (found := _scope(body, inner)):
-                return found
-        _, marked, name = str(eqn.source_info.name_stack).rpartition(FP8_SCOPE)
-        return name.split(";")[0] if marked else None
-    return None

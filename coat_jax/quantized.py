@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from coat_jax import expansion
+from coat_jax.rounding import stochastic_round
+from pallas_kernels.reference.quantize import magnitude, normal, reciprocal
 
 _TINY = float(np.finfo(np.float32).tiny)
 _BF16_MAX = float(ml_dtypes.finfo(jnp.bfloat16).max)
@@ -212,6 +214,7 @@ def quantize(
     format: Format = E4M3,
     granularity: Granularity = PerGroup(128),
     expand: bool | float = False,
+    noise: UInt32[Array, "..."] | None = None,
 ) -> QuantizedArray:
     """Quantizes a floating array to 8-bit codes with one scale a group.
 
@@ -233,10 +236,14 @@ def quantize(
         `coat.PerBlock(rows, cols)`.
       expand: Whether to apply the dynamic range expansion (COAT, section 4.2), with a
         k for every group; a number is the k of all groups instead.
+      noise: 32 random bits an element, for stochastic rounding: to one of the two codes
+        next to a number, on average to the number itself. Scales are then at most a
+        percent larger, so that nothing saturates. Not for DE8, nor with `expand`.
 
     Raises:
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
-        or `expand` is a number that is not positive.
+        or `expand` is a number that is not positive, or `noise` is given where it is
+        not for.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -253,10 +260,17 @@ def quantize(
     power = 1.0 if isinstance(expand, bool) else float(expand)
     if not 0 < power < math.inf:
         raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
-    groups = _split(jnp.asarray(x, jnp.float32), granularity.block(x.shape))
-    groups = jnp.where(jnp.abs(groups) < _TINY, groups * 0.0, groups)
+    if noise is not None and (expand is not False or format.table is not None):
+        raise ValueError(
+            "noise is for floating formats without expansion, got "
+            f"format={format}, expand={expand!r}"
+        )
+    block = granularity.block(x.shape)
+    groups = normal(_split(jnp.asarray(x, jnp.float32), block))
     within = tuple(range(1, groups.ndim, 2))
-    largest = _largest(groups, within)
+    largest = jnp.expand_dims(magnitude(groups, within), within)
+    if noise is not None:
+        largest *= 1 + 2.0**-8  # A scale that is rounded down saturates.
     scale = _stored_scale(largest, format, granularity)
     top = scale.astype(jnp.float32) * format.max
     exponent, k = None, power
@@ -270,7 +284,10 @@ def quantize(
         stretched = expansion.expand(groups, top, k) * format.max
         codes = format.encode(jnp.copysign(stretched, groups))
     else:
-        codes = format.encode(groups * (1.0 / scale.astype(jnp.float32)))
+        scaled = groups * reciprocal(scale.astype(jnp.float32))
+        if noise is not None:
+            scaled = stochastic_round(scaled, _split(noise, block), format.dtype)
+        codes = format.encode(scaled)
     return QuantizedArray(
         # Without the barrier XLA may cancel a conversion to 8 bits and back.
         codes=lax.optimization_barrier(_merge(codes, x.shape)),
@@ -314,14 +331,12 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     return _merge(values, q.shape).astype(q.dtype)
 
 
-def _largest(groups: Array, within: tuple[int, ...]) -> Array:
-    """The largest magnitude of each group; NaN where there is a NaN.
+def tensor_scale(largest: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
+    """The scale that `quantize` gives an array of such a maximum with `PerTensor`.
 
-    Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
+    A power of two, float32; NaN where the maximum is not finite.
     """
-    bits = lax.bitcast_convert_type(jnp.abs(groups), jnp.int32)
-    bits = jnp.max(bits, axis=within, keepdims=True, initial=0)
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return _stored_scale(largest, format, PerTensor())
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:

@@ -6,61 +6,56 @@ and who reads it in the backward program:
 
   arguments that are parameters    by reference, never copied
   what follows from those alone    not at all: recomputed (casts, transposes, tables)
-  large floating activations       FP8: a scale a tensor where only matrix products
-                                   read it, else a scale a group of 16
+  large floating activations       FP8 with a scale a group: groups of 16, or where only
+                                   matrix products read it of up to 128
   everything else                  as it is: integers, masks, per-row statistics, what
                                    backward takes the exponential of
+
+In the paper what products read has one scale a tensor, for FP8 products. These products
+are not in FP8, and groups need no maximum over an array that devices share.
 """
 
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, Literal
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.quantized import (
-    E4M3,
-    Format,
-    PerGroup,
-    PerTensor,
-    QuantizedArray,
-    quantize,
-)
-from coat_jax.residuals import (
-    FP8_SCOPE,
-    PRODUCTS,
-    Linearized,
-    all_eqns,
-    is_foreign,
-    linearize,
-)
-
-# The paper's groups of activations (section 5.1), along the last axis.
-_GROUP = PerGroup(16)
-# A smaller residual saves less than the two operations more are worth.
-_MIN_SIZE = 4096
+from coat_jax.copies import fp8_copy, read_copy
+from coat_jax.plan import Copy, Options, Wide, plan
+from coat_jax.quantized import E4M3, Format, QuantizedArray
+from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
+from coat_jax.step import random_bits
 
 
 def fp8_remat(
-    target: Any, *, params_argnums: int | Sequence[int] = 0, format: Format = E4M3
+    target: Any,
+    *,
+    params_argnums: int | Sequence[int] = 0,
+    format: Format = E4M3,
+    group: int = 16,
+    where: Callable[[Residual], Any] | None = None,
+    policy: Callable[..., Any] | None = None,
+    key: jax.Array | None = None,
 ) -> Any:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
     The forward program is unchanged. What autodiff saves of it is kept in a third to a
-    half of the bytes: see the head of this file for which residual is kept how. To
-    recompute more, compose with `jax.checkpoint`: `fp8_remat(jax.checkpoint(f))` saves
-    nothing but f's activations, in FP8. Works under jit, scan, vmap, shard_map and
-    jax.checkpoint, and inside of itself; not under forward-mode differentiation.
+    half of the bytes: see the head of this file for which residual is kept how, and
+    `coat.residual_report` for what became of each. Works under jit, scan, vmap,
+    shard_map and jax.checkpoint, and inside of itself; not under forward-mode
+    differentiation. Residuals of sharded arrays are sharded alike, and nothing moves
+    between devices where each has whole groups of the last axis.
 
     Args:
       target: A function, a Linen or NNX module, or a Linen or NNX module class. A class
@@ -73,12 +68,24 @@ def fp8_remat(
         `f(params, x)`. What a function closes over always counts as parameters.
         Arguments that are no arrays are static.
       format: Format of the residuals.
+      group: Elements that share a scale, neighbours on the last axis; at least as many
+        where only matrix products read them. Kernels take 16, 32, 64, 128 and 256.
+      where: Which residuals to quantize of those that can be; by default all. It is
+        called with a `Residual`: its shape, its dtype, its `checkpoint_name`, the
+        operation that asks for it. The others stay wide.
+      policy: What to save, a policy of `jax.checkpoint`; the backward pass recomputes
+        the rest. By default everything that autodiff saves, and nothing is recomputed.
+        With `jax.checkpoint_policies.nothing_saveable` the activations that come in.
+      key: Rounds stochastically: to one of the two codes next to a number, on average
+        to the number itself. All calls of the result share the key, so wrap where there
+        is a fresh one, as in a training step: `fp8_remat(model, key=key)(x)`.
 
     Returns:
       What `target` is, with the same signature.
 
     Raises:
       TypeError: If `target` is none of these.
+      ValueError: If an option is not what it should be.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -87,19 +94,28 @@ def fp8_remat(
       >>> light = coat.fp8_remat(mlp)
       >>> params = light.init(jax.random.key(0), jnp.ones((32, 64)))
       >>> grads = jax.grad(lambda p: light.apply(p, jnp.ones((32, 64))).sum())(params)
+
+      Only what the products write, and what is tagged "h" or has no name:
+
+      >>> light = coat.fp8_remat(
+      ...     mlp,
+      ...     policy=jax.checkpoint_policies.dots_saveable,
+      ...     where=lambda residual: residual.name in ("h", None),
+      ... )
     """
+    options = Options(format=format, group=group, where=where, policy=policy, key=key)
     if isinstance(target, type) and issubclass(target, nnx.Module):
-        return _nnx_class(target, format)
+        return _nnx_class(target, options)
     if isinstance(target, nnx.Module):
-        wrapped = object.__new__(_nnx_class(type(target), format))
+        wrapped = object.__new__(_nnx_class(type(target), options))
         vars(wrapped).update(vars(target))
         return wrapped
     if isinstance(target, type) and issubclass(target, nn.Module):
-        return _linen_class(target, format)
+        return _linen_class(target, options)
     if isinstance(target, nn.Module):
-        return _linen_module(target, format)
+        return _linen_module(target, options)
     if callable(target) and not isinstance(target, type):
-        return _fp8_function(target, params_argnums, format)
+        return _fp8_function(target, params_argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
         f"{target!r}"
@@ -109,16 +125,12 @@ def fp8_remat(
 def fp8_inputs(
     fn: Callable, *, params_argnums: int | Sequence[int] = 0, format: Format = E4M3
 ) -> Callable:
-    """Saves nothing but the activations that go into `fn`, in FP8, and recomputes it.
-
-    What it recomputes from differs from what it computed, so that XLA can't merge the
-    two and `jax.checkpoint` need not prevent it.
-    """
-    recomputed = jax.checkpoint(fn, prevent_cse=False)
-    return fp8_remat(recomputed, params_argnums=params_argnums, format=format)
+    """Saves nothing of `fn` but the activations that go in, in FP8; recomputes it."""
+    nothing = jax.checkpoint_policies.nothing_saveable
+    return fp8_remat(fn, params_argnums=params_argnums, format=format, policy=nothing)
 
 
-def _nnx_class(cls: type[nnx.Module], format: Format) -> type[nnx.Module]:
+def _nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
     method = cls.__call__
 
     @wraps(method)
@@ -130,7 +142,7 @@ def _nnx_class(cls: type[nnx.Module], format: Format) -> type[nnx.Module]:
             out = method(module, *args, **kwargs)
             return out, nnx.state(module, nnx.Not(nnx.Param))
 
-        light = _fp8_function(pure, (0, 1), format)
+        light = _fp8_function(pure, (0, 1), options)
         out, rest = light(params, rest, *args, **kwargs)
         nnx.update(self, rest)
         return out
@@ -138,27 +150,27 @@ def _nnx_class(cls: type[nnx.Module], format: Format) -> type[nnx.Module]:
     return type(cls)(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__})
 
 
-def _linen_class(cls: type[nn.Module], format: Format) -> type[nn.Module]:
-    light = nn.transforms.lift_transform(_lifted, cls, format=format)
+def _linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
+    light = nn.transforms.lift_transform(_lifted, cls, options=options)
     # Submodules are named after their class: parameters keep their paths.
     light.__name__ = cls.__name__
     return light
 
 
-def _linen_module(module: nn.Module, format: Format) -> nn.Module | Callable:
+def _linen_module(module: nn.Module, options: Options) -> nn.Module | Callable:
     if module.scope is not None or module.parent is not None:
-        return _lifted_call(module, format)
+        return _lifted_call(module, options)
     fields = [f.name for f in dataclasses.fields(module) if f.init]
     attributes = {name: getattr(module, name) for name in fields}
-    return _linen_class(type(module), format)(**attributes)
+    return _linen_class(type(module), options)(**attributes)
 
 
-def _lifted_call(module: nn.Module, format: Format) -> Callable:
+def _lifted_call(module: nn.Module, options: Options) -> Callable:
     def apply(module, args, kwargs):
         return module(*args, **kwargs)
 
     def transform(fn, scopes, *args):
-        return _lifted(fn, format=format)(scopes, *args)
+        return _lifted(fn, options=options)(scopes, *args)
 
     def call(*args, **kwargs):
         lift_direct = nn.transforms.lift_direct_transform
@@ -167,7 +179,7 @@ def _lifted_call(module: nn.Module, format: Format) -> Callable:
     return call
 
 
-def _lifted(fn: Callable, *, format: Format) -> Callable:
+def _lifted(fn: Callable, *, options: Options) -> Callable:
     """`fp8_remat` of a function of a Linen scope; its variables are parameters."""
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
@@ -175,7 +187,7 @@ def _lifted(fn: Callable, *, format: Format) -> Callable:
             scope = scope_fn(variable_groups, rng_groups)
             return fn(scope, *args, **kwargs), repack_fn(scope)
 
-        light = _fp8_function(pure, (0, 1), format)
+        light = _fp8_function(pure, (0, 1), options)
         return light(variable_groups, rng_groups, *args, **kwargs)
 
     return lift.pack(
@@ -184,7 +196,7 @@ def _lifted(fn: Callable, *, format: Format) -> Callable:
 
 
 def _fp8_function(
-    fn: Callable, params_argnums: int | Sequence[int], format: Format
+    fn: Callable, params_argnums: int | Sequence[int], options: Options
 ) -> Callable:
     """`fp8_remat` of a function; arguments that are no arrays are static."""
     argnums = (params_argnums,) if isinstance(params_argnums, int) else params_argnums
@@ -213,62 +225,92 @@ def _fp8_function(
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
         flat = core.jaxpr_as_fun(pe.convert_constvars_jaxpr(jaxpr))
         is_param = [True] * len(jaxpr.consts) + is_param
-        results = _with_fp8_residuals(flat, is_param, format)(*jaxpr.consts, *arrays)
+        light = _with_fp8_residuals(flat, is_param, options)
+        results = light(options.key, *jaxpr.consts, *arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
 def _with_fp8_residuals(
-    fn: Callable, is_param: Sequence[bool], format: Format
+    fn: Callable, is_param: Sequence[bool], options: Options
 ) -> Callable:
-    """`fn` from arrays to a list of arrays, with a backward pass that reads FP8."""
+    """`fn` from arrays to a list of arrays, with a backward pass that reads FP8.
+
+    Before its arguments the result takes the key of stochastic rounding, or None.
+    """
+    if options.policy is not None:
+        # What is recomputed from differs from what was computed, or comes after it
+        # (`_after`): XLA can't merge the two, and need not be kept from it.
+        fn = jax.checkpoint(fn, policy=options.policy, prevent_cse=False)
 
     @jax.custom_vjp
-    def run(*args):
+    def run(key, *args):
         return fn(*args)
 
-    def forward(*args):
+    def forward(key, *args):
         traced = linearize(fn, *args)
-        plan = _plan(traced, is_param)
+        how = plan(traced, is_param, options)
         values = core.jaxpr_as_fun(traced.forward)(*args)
-
-        def save(index, x):
-            kept = plan.kept[index]
-            if isinstance(kept, PerTensor | PerGroup):
-                return _fp8_copy(x, kept, format, traced.asked_by(index))
-            return x if kept == "wide" else None
-
-        saved = [save(i, x) for i, x in enumerate(values[traced.num_outputs :])]
-        references = [a if n else None for a, n in zip(args, plan.needed, strict=True)]
-        return values[: traced.num_outputs], (references, saved, plan)
+        residuals = enumerate(values[traced.num_outputs :])
+        saved = [_save(traced, i, x, how.kept[i], key, options) for i, x in residuals]
+        references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
+        return values[: traced.num_outputs], (references, saved, how)
 
     def backward(residuals, cotangents):
-        references, saved, plan = residuals
+        references, saved, how = residuals
         saved, cotangents = _after(saved, cotangents)
-        recomputed = iter(plan.recompute(references))
+        recomputed = iter(how.recompute(references))
 
         def restore(kept, x):
-            if isinstance(kept, PerTensor | PerGroup):
-                return _scales_as_bits(x).dequantize()
+            if isinstance(kept, Copy):
+                q = _scales_as_bits(x)
+                return q.dequantize() if kept.fused else read_copy(q)
             if isinstance(kept, int):
                 return references[kept]
             return next(recomputed) if kept == "recompute" else x
 
-        leaves = [restore(kept, x) for kept, x in zip(plan.kept, saved, strict=True)]
-        return jax.tree.unflatten(plan.vjp_tree, leaves)(cotangents)
+        leaves = [restore(kept, x) for kept, x in zip(how.kept, saved, strict=True)]
+        return None, *jax.tree.unflatten(how.vjp_tree, leaves)(cotangents)
 
     run.defvjp(forward, backward)
     return run
 
 
+def _save(
+    traced: Linearized,
+    index: int,
+    x: jax.Array,
+    kept: Any,
+    key: jax.Array | None,
+    options: Options,
+) -> Any:
+    """What there is of residual `index` between the passes."""
+    if isinstance(kept, Copy):
+        if key is not None:
+            key = jax.random.fold_in(key, index)
+        return _fp8_copy(x, kept, key, options, traced.asked_by(index))
+    if not isinstance(kept, Wide):
+        return None
+    if traced.is_argument(index) or traced.scope(index):
+        return x  # As it is; or an fp8_remat within said why.
+    with jax.named_scope(
+        f"{FP8_SCOPE}wide, {kept.reason} for {traced.asked_by(index)};"
+    ):
+        return checkpoint_name(x, SAVED_NAME)
+
+
 def _fp8_copy(
-    x: jax.Array, granularity: PerTensor | PerGroup, format: Format, asked_by: str
+    x: jax.Array, how: Copy, key: jax.Array | None, options: Options, asked_by: str
 ) -> QuantizedArray:
+    noise = None if key is None else random_bits(key, x.shape, like=x)
+    size = how.granularity.size
     # The scopes tell profiles and `residual_report` whom the copy is for.
-    with jax.named_scope(f"{FP8_SCOPE}codes for {asked_by};"):
-        q = quantize(x, format=format, granularity=granularity)
-    with jax.named_scope(f"{FP8_SCOPE}scales for {asked_by};"):
+    with jax.named_scope(
+        f"{FP8_SCOPE}{options.format}, groups of {size} for {asked_by};"
+    ):
+        q = fp8_copy(x, format=options.format, granularity=how.granularity, noise=noise)
+    with jax.named_scope(f"{FP8_SCOPE}scales of groups of {size} for {asked_by};"):
         return _scales_as_bits(q)
 
 
@@ -283,93 +325,10 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, leaves)
 
 
-_BITS = {"bfloat16": "uint16", "float32": "uint32"}
-_BITS |= {bits: dtype for dtype, bits in _BITS.items()}
+_BITS = {"bfloat16": "uint16", "uint16": "bfloat16"}
 
 
 def _scales_as_bits(q: QuantizedArray) -> QuantizedArray:
     """Scales as integers, which an fp8_remat around keeps exactly; and back."""
     bits = lax.bitcast_convert_type(q.scale, _BITS[q.scale.dtype.name])
     return dataclasses.replace(q, scale=bits)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Plan:
-    """How every residual of a function is kept, and how it comes back.
-
-    Attributes:
-      kept: Per residual: the argument it is, "recompute", "wide", or the granularity of
-        its FP8 copy.
-      needed: Per argument: whether the backward pass reads it by reference.
-      recompute: From the needed arguments to the residuals kept as "recompute".
-      vjp_tree: Structure of the function that `jax.vjp` returns.
-    """
-
-    kept: tuple[int | Literal["recompute", "wide"] | PerTensor | PerGroup, ...]
-    needed: tuple[bool, ...]
-    recompute: Callable[[Sequence[Any]], Sequence[Any]]
-    vjp_tree: Any
-
-
-def _plan(traced: Linearized, is_param: Sequence[bool]) -> _Plan:
-    jaxpr = traced.forward.jaxpr
-    params = {v: i for i, v in enumerate(jaxpr.invars) if is_param[i]}
-    kept: list[Any] = []
-    for index, var in enumerate(traced.residuals):
-        if not isinstance(var, core.Literal) and var in params:
-            kept.append(params[var])
-        elif _is_cheap(_restricted(traced, [index]), is_param):
-            kept.append("recompute")
-        else:
-            kept.append(_granularity(traced, index) or "wide")
-    recomputed = [i for i, how in enumerate(kept) if how == "recompute"]
-    program, used = _restricted(traced, recomputed)
-    return _Plan(
-        kept=tuple(kept),
-        needed=tuple(u or i in kept for i, u in enumerate(used)),
-        recompute=lambda args: core.jaxpr_as_fun(program)(
-            *[a for a, u in zip(args, used, strict=True) if u]
-        ),
-        vjp_tree=traced.vjp_tree,
-    )
-
-
-def _restricted(
-    traced: Linearized, indices: Sequence[int]
-) -> tuple[core.Jaxpr, list[bool]]:
-    """The part of the forward program behind some residuals, and the inputs it uses."""
-    wanted = [traced.num_outputs + i for i in indices]
-    mask = [i in wanted for i in range(len(traced.forward.jaxpr.outvars))]
-    return pe.dce_jaxpr(traced.forward.jaxpr, mask)
-
-
-def _is_cheap(
-    restricted: tuple[core.Jaxpr, list[bool]], is_param: Sequence[bool]
-) -> bool:
-    """Whether a program needs parameters only and does no work to speak of."""
-    program, used = restricted
-    from_params = all(p for p, u in zip(is_param, used, strict=True) if u)
-    return from_params and not any(
-        eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn)
-        for eqn in all_eqns(program)
-    )
-
-
-def _granularity(traced: Linearized, index: int) -> PerTensor | PerGroup | None:
-    """The scales of a residual's FP8 copy, or None where it has to stay wide."""
-    aval = traced.residuals[index].aval
-    if (
-        not jnp.issubdtype(aval.dtype, jnp.floating)
-        or aval.dtype.itemsize == 1
-        or aval.size < _MIN_SIZE
-        or aval.shape[-1] < _GROUP.size
-        or traced.feeds_exponential(index)
-    ):
-        return None
-    readers = traced.readers(index)
-    if aval.dtype == jnp.float32 and any(is_foreign(eqn) for eqn in readers):
-        # By convention statistics of the kernel, such as attention's log-sum-exp.
-        return None
-    only_products = all(eqn.primitive.name in PRODUCTS for eqn in readers)
-    return PerTensor() if readers and only_products else _GROUP

@@ -51,6 +51,34 @@ FP8_SCOPE = "FP8 "
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 
+# What `fp8_remat` tags with a name is tagged with this one; the scope says more.
+SAVED_NAME = "fp8_remat"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residual:
+    """One array that the backward pass reads.
+
+    Attributes:
+      shape: Its shape.
+      dtype: Its dtype.
+      nbytes: Its size in bytes.
+      is_argument: Whether it is an argument or a constant of the function: it exists
+        anyway, nothing is saved.
+      asked_by: The operation that it was saved for.
+      name: The name that `jax.ad_checkpoint.checkpoint_name` gave it, if any.
+      kept: What `fp8_remat` made of it or why it left it wide; empty elsewhere.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    is_argument: bool
+    asked_by: str
+    name: str | None
+    kept: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Linearized:
     """`jax.vjp(fn, *args)` as two programs.
@@ -82,6 +110,38 @@ class Linearized:
     def asked_by(self, index: int) -> str:
         """The operation that residual `index` was saved for, and where it stands."""
         return next(map(_describe, self.readers(index)), "the output")
+
+    def is_argument(self, index: int) -> bool:
+        """Whether residual `index` is an argument or a constant of the function."""
+        jaxpr, var = self.forward.jaxpr, self.residuals[index]
+        return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
+
+    def scope(self, index: int) -> str | None:
+        """What `fp8_remat` put down about residual `index`, if it saved it."""
+        for eqn in _producers(self.forward.jaxpr, self.residuals[index]):
+            _, marked, scope = str(eqn.source_info.name_stack).rpartition(FP8_SCOPE)
+            if marked:
+                return scope.split(";")[0]
+        return None
+
+    def describe(self, index: int) -> Residual:
+        """Residual `index`, as reports list it."""
+        aval = self.residuals[index].aval
+        kept, _, asked_by = (self.scope(index) or "").partition(" for ")
+        names = (
+            eqn.params["name"]
+            for eqn in _producers(self.forward.jaxpr, self.residuals[index])
+            if eqn.primitive.name == "name" and eqn.params["name"] != SAVED_NAME
+        )
+        return Residual(
+            shape=aval.shape,
+            dtype=aval.dtype,
+            nbytes=aval.size * aval.dtype.itemsize,
+            is_argument=self.is_argument(index),
+            asked_by=asked_by or self.asked_by(index),
+            name=next(names, None),
+            kept=kept,
+        )
 
     def feeds_exponential(self, index: int) -> bool:
         """Whether backward takes an exponential of residual `index` or a difference."""
@@ -190,6 +250,27 @@ def _readers(
             for i in behind:
                 outputs |= yield from _readers(jaxpr, eqn.outvars[i], through)
     return outputs
+
+
+def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
+    """What makes `var`, inside out where that is within jit, scan or checkpoint.
+
+    Behind what moves or converts values it goes on with what makes those.
+    """
+    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    if eqn is None or isinstance(var, core.Literal):
+        return
+    position = eqn.outvars.index(var)
+    bodies = [
+        body
+        for body in core.jaxprs_in_params(eqn.params)
+        if len(body.outvars) == len(eqn.outvars)
+    ]
+    for body in bodies:
+        yield from _producers(body, body.outvars[position])
+    yield eqn
+    if eqn.primitive.name in _LAYOUT:
+        yield from _producers(jaxpr, eqn.invars[0])
 
 
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:

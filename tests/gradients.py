@@ -15,6 +15,7 @@ import oracle
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 GROUP = 16
+ROW = 128  # Groups that only products read, where rows are no longer.
 
 
 def flat(tree) -> np.ndarray:

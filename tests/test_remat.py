@@ -13,6 +13,7 @@ from flax import nnx
 from gradients import (
     FP8,
     GROUP,
+    ROW,
     assert_close,
     compiled,
     cosine,
@@ -164,11 +165,14 @@ def test_saved_bytes_are_those_of_the_formats(make):
     ]
     codes = [i for i, r in enumerate(light) if r.dtype in FP8]
     assert sorted(light[i].shape for i in codes) == sorted(r.shape for r in floating)
-    # The scale of a tensor is float32, those of groups bfloat16; kept as their bits.
-    group = {"uint32": None, "uint16": GROUP}
-    groups = [group[light[i + 1].dtype.name] for i in codes]
-    assert set(groups) == {None, GROUP}
+    # Scales are bfloat16, kept as their bits.
+    assert all(light[i + 1].dtype == jnp.uint16 for i in codes)
     shapes = [light[i].shape for i in codes]
+    one_a_row = [
+        light[i + 1].shape[-1] == 1 < light[i].shape[-1] // GROUP for i in codes
+    ]
+    groups = [ROW if row else GROUP for row in one_a_row]
+    assert set(groups) == {ROW, GROUP}
     predicted = sum(map(fp8_bytes, shapes, groups))
     rest = [r for r in plain if r not in floating and r.argument is None]
     exact = [r for r in rest if r.from_activations or r.dtype == bool]
@@ -203,7 +207,7 @@ def test_parameters_stay_references_and_bytes_are_exact(wrapped):
         ((128, 48), "bfloat16"),
     ]
     predicted = (
-        fp8_bytes((96, 64), None) + fp8_bytes((96, 128)) + fp8_bytes((96, 128), None)
+        fp8_bytes((96, 64), ROW) + fp8_bytes((96, 128)) + fp8_bytes((96, 128), ROW)
     )
     _, vjp = jax.vjp(wrapped, params, x)
     assert references(vjp, params) == 2
@@ -279,7 +283,7 @@ gelu.defvjp(lambda x: (gelu(x), x), lambda x, dy: (dy * gelu_slope(x, jnp.exp),)
 
 
 def test_gradient_by_hand():
-    """Norm, product, GELU, product: groups where GELU and norm read, else a tensor."""
+    """Norm, product, GELU, product: groups where GELU and norm read, else rows."""
     w1, w2 = normal(1, 64, 128, scale=0.1), normal(2, 128, 32, scale=0.1)
     x, dy = normal(3, 80, 64), normal(4, 80, 32)
 
@@ -293,7 +297,7 @@ def test_gradient_by_hand():
     h, (_, r) = _norm_forward(x)
     a = h @ w1
     b = gelu(a)
-    x8, a8, h8, b8 = fake(x, GROUP), fake(a, GROUP), fake(h), fake(b)
+    x8, a8, h8, b8 = fake(x, GROUP), fake(a, GROUP), fake(h, ROW), fake(b, ROW)
     x8, a8, h8, b8, r, w1, w2, dy = (
         np.asarray(v).astype(np.float64) for v in (x8, a8, h8, b8, r, w1, w2, dy)
     )
@@ -347,10 +351,9 @@ def test_what_feeds_an_exponential_stays_float32():
     wide = [r for r in saved(light, q, k) if large(r) and r.dtype == jnp.float32]
     assert [r.shape for r in wide] == [(64, 64)]
     dy = normal(3, 64, 64)
-    expected = jax.vjp(attention, fake(q), fake(k))
     # The statistic is that of the exact q and k, not of the FP8 ones.
     lse = attention(q, k)
-    expected = backward((fake(q), fake(k), lse), dy)
+    expected = backward((fake(q, ROW), fake(k, ROW), lse), dy)
     assert_close(jax.vjp(light, q, k)[1](dy), expected, 1e-5)
 
 
@@ -363,7 +366,7 @@ def test_tables_and_masks_are_recomputed():
     w, x = normal(1, 128, 16), normal(2, 64, 128)
     assert saved_bytes(saved(fn, w, x)) > x.nbytes + 64 * 128
     light = saved(fp8_remat(fn), w, x)
-    assert saved_bytes(light) == fp8_bytes((64, 128), None)
+    assert saved_bytes(light) == fp8_bytes((64, 128), ROW)
 
 
 def test_masks_integers_and_statistics_stay_exact():
