@@ -55,7 +55,7 @@ def _flow(nonlinear: str, linear: str) -> Flow:
 
 
 # Those of the paper's figure 4a; one scale a tensor for everything; and mixed
-# granularity with a scale a row for products, as the recipes `coat` and `coat_max`.
+# granularity with a scale a row for products, as `coat` has behind norms and gates.
 FLOWS: dict[str, Flow] = {
     "per tensor": _flow("per tensor", "per tensor"),
     "4x4": _flow("4x4", "4x4"),

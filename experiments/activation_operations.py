@@ -1,0 +1,138 @@
+"""Which operation of a layer a saved array is for: the columns of the paper's table 2.
+
+An array that several operations read is saved once and counted once: for a matrix
+product if one reads it first, else by what it is, which its shape tells.
+"""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from coat_jax.memory import Residual, ResidualReport
+from coat_jax.models import llama
+
+Operation = Literal["norm", "gate", "rope", "attention", "linear"]
+TITLES: dict[Operation, str] = {
+    "norm": "RMSNorm",
+    "gate": "Act Func",
+    "rope": "RoPE",
+    "attention": "FlashAttn",
+    "linear": "Linear",
+}
+_COLORS = ("#2a9d8f", "#d1495b", "#8338ec", "#edae49", "#33415c")
+
+
+def _paper(*units: float) -> dict[str, float]:
+    return dict(zip((*TITLES, "total"), units, strict=True))
+
+
+# Its table 2; it has no counterpart to `coat_max` and no `jax.checkpoint`.
+PAPER = {
+    "bf16": _paper(4, 8, 2, 3, 5.66, 22.66),
+    "te": _paper(2, 8, 2, 3, 3.33, 18.33),
+    "coat": _paper(1, 4, 2, 3, 3.33, 13.33),
+}
+# Functions whose operands are saved for a matrix product.
+_PRODUCTS = ("_plain_linear", "in linear", "attention_out")
+# The groups of FP8 activations, and of those that only products read.
+_GROUP, _PRODUCT_GROUP = 16, 128
+
+
+def split(report: ResidualReport, config: llama.LlamaConfig) -> dict[Operation, int]:
+    """Bytes of all saved arrays by operation.
+
+    Raises:
+      ValueError: If there is an array that no operation of a layer saves.
+    """
+    found: dict[Operation, int] = dict.fromkeys(TITLES, 0)
+    for row in report.rows:
+        if not row.is_argument:
+            found[operation(row, config)] += row.nbytes
+    return found
+
+
+def operation(row: Residual, config: llama.LlamaConfig) -> Operation:
+    """Whom an array that layers under `scan` save is for."""
+    _, *shape = row.shape
+    if math.prod(shape) == 1 or any(name in row.asked_by for name in _PRODUCTS):
+        return "linear"
+    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    if "rotary" in row.asked_by and shape[-1] == head_dim // 2:
+        return "rope"
+    if _is_attentions(shape, config, head_dim):
+        return "attention"
+    for name, size in (
+        ("gate", config.intermediate_size),
+        ("norm", config.hidden_size),
+        ("norm", 1),  # statistics of rows
+    ):
+        if shape[-1] in (size, -(-size // _GROUP)):
+            return name
+    raise ValueError(f"no operation of a layer saves {row}")
+
+
+def _is_attentions(shape: list[int], config: llama.LlamaConfig, head_dim: int) -> bool:
+    """Heads, or their product before it is split, or statistics of their rows."""
+    if config.num_heads in shape[1:-1]:
+        return True
+    if shape[-1] == (config.num_heads + 2 * config.num_kv_heads) * head_dim:
+        return True
+    *_, columns, last = shape
+    of_head = [-(-head_dim // size) for size in (1, _GROUP, _PRODUCT_GROUP)]
+    return columns == config.num_kv_heads and last in of_head
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Table 2: U by operation, and the paper's below."""
+    found = Table(
+        title="Saved activations of a layer in U (paper's below)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    found.add_column("")
+    for name in (*TITLES.values(), "Total", "MiB"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        paper = PAPER.get(row["recipe"])
+        units = [row[f"{name}_units"] for name in TITLES] + [row["units"]]
+        cells = [f"{value:.2f}" for value in units]
+        if paper:
+            printed = zip(cells, paper.values(), strict=True)
+            cells = [f"{cell}\n({value:g})" for cell, value in printed]
+        found.add_row(row["recipe"], *cells, f"{row['mib']:,.0f}")
+    return found
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    """Bars of what each case saves, the paper's recipes thinner below ours."""
+    figure = Figure(figsize=(9, 4), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    places = np.arange(len(rows))[::-1]
+    for place, row in zip(places, rows, strict=True):
+        _bar(axes, place, [row[f"{name}_units"] for name in TITLES], height=0.45)
+        axes.text(row["units"] + 0.2, place, f"{row['units']:.2f}", va="center")
+        if paper := PAPER.get(row["recipe"]):
+            values = [paper[name] for name in TITLES]
+            _bar(axes, place - 0.35, values, height=0.15, alpha=0.55)
+            label = f"paper: {paper['total']:g}"
+            at = (paper["total"] + 0.2, place - 0.35)
+            axes.text(*at, label, va="center", fontsize=8, color="0.4")
+    axes.set_yticks(places, [row["recipe"] for row in rows])
+    axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
+    handles = axes.containers[: len(TITLES)]
+    axes.legend(handles, TITLES.values(), frameon=False, loc="lower right")
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _bar(axes, place: float, values: list[float], **style: Any) -> None:
+    starts = np.cumsum([0.0, *values[:-1]])
+    for start, value, color in zip(starts, values, _COLORS, strict=True):
+        axes.barh(place, value, left=start, color=color, **style)

@@ -1,0 +1,100 @@
+"""Saved activations by operation, against the sizes that table 2 counts."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+import small_models
+
+from coat_jax.memory import residual_report
+from experiments import activation_memory, activation_operations
+
+_SHAPE = "--hidden 256 --intermediate 640 --heads 4 --kv-heads 2 --batch 2 --seq 128"
+# Queries, keys and values; the MLP's inside; groups of 16 and their scales over BF16.
+_HEADS, _INSIDE, _GROUPS = 1 + 2 * 2 / 4, 640 / 256, 0.5 * (1 + 2 / 16)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    args = activation_memory.parser().parse_args(_SHAPE.split())
+    found = activation_memory.case_rows(args)
+    return {row["recipe"]: row for row in found}
+
+
+def test_operations_add_up_to_what_is_saved(rows):
+    assert rows.keys() == activation_memory.CASES.keys()
+    for row in rows.values():
+        names = activation_operations.TITLES
+        total = sum(row[f"{name}_units"] for name in names)
+        assert total == pytest.approx(row["units"])
+        assert row["mib"] * 2**20 == pytest.approx(row["units"] * 2 * 128 * 256 * 2)
+
+
+@pytest.mark.parametrize(
+    ("case", "operation", "units"),
+    [
+        ("bf16", "attention", _HEADS),
+        ("bf16", "linear", 3 + _INSIDE),
+        ("bf16, nothing saved", "norm", 1),
+        ("bf16, products saved", "gate", 2 * _INSIDE),
+        ("bf16, products saved", "attention", _HEADS),
+        ("te", "norm", 2),
+        ("te", "gate", 2 * _INSIDE),
+        ("te", "attention", _HEADS),
+        ("te", "linear", (3 + _INSIDE) / 2),
+        ("coat", "norm", 2 * _GROUPS),
+        ("coat", "gate", 2 * _INSIDE * _GROUPS),
+        ("coat", "attention", _HEADS),
+        ("coat", "linear", 1),
+        ("coat_max", "norm", 2 * _GROUPS),
+        ("coat_max", "gate", 2 * _INSIDE * _GROUPS),
+    ],
+)
+def test_operations_save_what_they_read(case, operation, units, rows):
+    assert rows[case][f"{operation}_units"] == pytest.approx(units, abs=0.01)
+
+
+def _saved(*shape, dtype=jnp.bfloat16):
+    """The report of a function that saves an array of this shape."""
+    (row,) = residual_report(jnp.sin, jnp.zeros(shape, dtype)).rows
+    return row
+
+
+@pytest.mark.parametrize(
+    ("shape", "operation"),
+    [
+        ((2, 1, 8, 32), "norm"),
+        ((2, 1, 8, 2), "norm"),
+        ((2, 1, 8, 1), "norm"),
+        ((2, 1, 8, 2, 48), "gate"),
+        ((2, 1, 8, 2, 3), "gate"),
+        ((2, 1, 8, 4, 8), "attention"),
+        ((2, 1, 8, 2, 8), "attention"),
+        ((2, 1, 4, 8), "attention"),
+        ((2, 1, 4, 8, 1), "attention"),
+        ((2, 1, 8, 64), "attention"),
+        ((2, 1, 1), "linear"),
+    ],
+    ids=str,
+)
+def test_shapes_tell_operations(shape, operation):
+    config = small_models.config()
+    assert activation_operations.operation(_saved(*shape), config) == operation
+
+
+def test_unknown_arrays_are_refused():
+    with pytest.raises(ValueError, match="no operation of a layer saves"):
+        activation_operations.operation(_saved(2, 1, 8, 77), small_models.config())
+
+
+def test_command_line(tmp_path, capsys):
+    out = tmp_path / "saved.json"
+    activation_memory.main([*_SHAPE.split(), "--details", "--out", str(out)])
+    found = json.loads(out.read_text())
+    assert found["shape"]["seq"] == 128
+    targets = [(bar["name"], bar["target"]) for bar in found["bars"]]
+    assert targets == [("coat, U", "<= 8.3"), ("coat_max, U", "<= 6.5")]
+    assert out.with_suffix(".png").stat().st_size
+    printed = capsys.readouterr().out
+    assert "22.66" in printed
+    assert "coat_max, 2 layers" in printed
