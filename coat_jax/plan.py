@@ -14,8 +14,8 @@ from coat_jax.residuals import PRODUCTS, Linearized, Residual, all_eqns, is_fore
 
 # A smaller residual saves less than the two operations more are worth.
 _MIN_SIZE = 4096
-# In shorter rows scales weigh too much, and rows of one are statistics.
-_MIN_ROW = 16
+# Of shorter rows the scales weigh too much, and rows of one are statistics.
+_MIN_ROW_BYTES = 16
 # Groups that only products read have at most so many elements, and so many of them, or
 # a multiple, make up a row: devices that share a row have whole ones.
 _MAX_GROUP = 128
@@ -170,8 +170,8 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
         return "8 bits already"
     if aval.size < _MIN_SIZE:
         return f"fewer than {_MIN_SIZE} elements"
-    if aval.shape[-1] < _MIN_ROW:
-        return f"rows of fewer than {_MIN_ROW}"
+    if aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES:
+        return f"rows of less than {_MIN_ROW_BYTES} bytes"
     if traced.feeds_exponential(index):
         return "backward takes its exponential"
     return None
