@@ -1,15 +1,11 @@
-"""A transformer layer in four segments, and the recipes that say what each saves.
+"""A transformer layer in three segments, and the recipes that say what each saves.
 
-The FP8 precision flow of COAT (arXiv 2410.19313, section 5). A segment is a function
-from parameters and activations; a `Recipe` chooses its matrix product and what backward
-keeps of it. In `coat` every segment but attention keeps nothing but its activations, in
-FP8 groups, and recomputes the rest: norm outputs, gate products and rotary embeddings
-are not saved, and one FP8 copy serves a tensor's linear and non-linear consumers. The
-residual stream stays wide and is not saved.
+The FP8 precision flow of COAT (arXiv 2410.19313, section 5) is that of `coat_jax.flow`;
+the other recipes compute the same from plain functions, for comparison.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -17,13 +13,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax import linear, nonlinear
-from coat_jax.remat import fp8_inputs, fp8_remat
+from coat_jax import flow, linear, nonlinear
+from coat_jax.flow import GateName, Heads, Norm, NormName, Params
+from coat_jax.remat import fp8_remat
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
-NormName = Literal["rms", "layer"]
-GateName = Literal["silu", "gelu"]
-Params = Mapping[str, Array | None]
 NORMS: dict[NormName, Callable] = {
     "rms": nonlinear.rms_norm,
     "layer": nonlinear.layer_norm,
@@ -44,35 +38,27 @@ class Recipe:
     """What a layer multiplies with, and what its backward pass keeps.
 
     Attributes:
-      linear: The matrix product (x, w) -> x @ w.
-      output: Applied to the product that follows attention.
-      pointwise: Applied to norms, gates and rotary embeddings.
-      segment: Applied to whole segments, but for attention's.
-      attention: Applied to attention's segment.
+      linear: The matrix product (x, w) -> x @ w; None for the FP8 flow, in which every
+        segment keeps its activations in FP8 groups and recomputes the rest.
+      pointwise: Applied to norms, gates and rotary embeddings outside of the flow.
+      attention: Applied to attention and the product that follows.
     """
 
-    linear: Callable = _plain_linear
-    output: Callable = _identity
+    linear: Callable | None = None
     pointwise: Callable = _identity
-    segment: Callable = _identity
     attention: Callable = _identity
 
 
-_COAT = Recipe(
-    linear=linear.linear,
-    # Keeps attention's output as attention's backward does, instead of another copy.
-    output=jax.checkpoint,
-    segment=fp8_inputs,
-)
 RECIPES: dict[RecipeName, Recipe] = {
     # What jax.vjp saves, no more and no less.
-    "bf16": Recipe(),
+    "bf16": Recipe(linear=_plain_linear),
     # As TransformerEngine: FP8 products with FP8 residuals; norms and gates recompute
     # from BF16 inputs.
     "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
-    "coat": _COAT,
-    # The queries, keys, values and outputs of attention in FP8 too.
-    "coat_max": dataclasses.replace(_COAT, attention=fp8_remat),
+    # Queries, keys, values and outputs of attention stay BF16 ...
+    "coat": Recipe(),
+    # ... or are kept in FP8 too.
+    "coat_max": Recipe(attention=fp8_remat),
 }
 
 
@@ -81,39 +67,31 @@ def attention_in(
     params: Params,
     x: Float[Array, "b s h"],
     *,
-    norm: NormName,
-    eps: float,
-    num_kv_heads: int,
-    head_dim: int,
-    theta: float,
-) -> tuple[Float[Array, "b s n d"], Float[Array, "b s k d"], Float[Array, "b s k d"]]:
+    norm: Norm,
+    heads: Heads,
+) -> tuple[
+    Float[Array, "b s n d"],
+    Float[Array, "b s k d"],
+    Float[Array, "b s k d"],
+    Float[Array, "b s h"],
+]:
     """Norm, fused query / key / value product, rotary embedding.
 
     Args:
       recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, and `qkv` [h, k * (n / k + 2) * d]: for every key head
-        its queries, then its key, then its value.
+      params: `norm` [h] or None, `qkv` [h, k * (n / k + 2) * d] and maybe `qkv_bias`.
       x: The residual stream.
       norm: Which norm.
-      eps: Its epsilon.
-      num_kv_heads: Number of key heads, k.
-      head_dim: Size of a head, d.
-      theta: Base of the rotary embedding.
+      heads: How the columns of the product are heads.
 
     Returns:
-      Queries, keys and values.
+      Queries, keys, values, and `x`, to go on with.
     """
-
-    def segment(params, x):
-        h = _norm(recipe, norm, eps)(params["norm"], x)
-        y = recipe.linear(h, params["qkv"])
-        y = y.reshape(*y.shape[:2], num_kv_heads, -1, head_dim)
-        q = y[..., :-2, :].reshape(*y.shape[:2], -1, head_dim)
-        k, v = y[..., -2, :], y[..., -1, :]
-        rotary = recipe.pointwise(partial(nonlinear.rotary, theta=theta))
-        return rotary(q), rotary(k), v
-
-    return recipe.segment(segment)(params, x)
+    if recipe.linear is None:
+        return flow.attention_in(params, x, norm, heads)
+    h = _norm(recipe, norm)(params["norm"], x)
+    y = _biased(recipe.linear(h, params["qkv"]), params.get("qkv_bias"))
+    return *recipe.pointwise(heads.split)(y), x
 
 
 def attention_out(
@@ -122,16 +100,21 @@ def attention_out(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
+    x: Float[Array, "b s h"],
 ) -> Float[Array, "b s h"]:
-    """Causal attention and its output product; `params` holds `out` [n * d, h]."""
+    """`x` plus causal attention and its output product.
 
-    def segment(params, q, k, v):
-        output = recipe.output(
-            lambda o, w: recipe.linear(o.reshape(*o.shape[:2], -1), w)
-        )
-        return output(causal_attention(q, k, v), params["out"])
+    `params` holds `out` [n * d, h] and maybe `out_bias` [h].
+    """
 
-    return recipe.attention(segment)(params, q, k, v)
+    def segment(params, q, k, v, x):
+        o = causal_attention(q, k, v)
+        o = o.reshape(*o.shape[:2], -1)
+        if recipe.linear is None:
+            return flow.attention_out(params, o, x)
+        return x + _biased(recipe.linear(o, params["out"]), params.get("out_bias"))
+
+    return recipe.attention(segment)(params, q, k, v, x)
 
 
 def gated_mlp(
@@ -139,32 +122,25 @@ def gated_mlp(
     params: Params,
     x: Float[Array, "b s h"],
     *,
-    norm: NormName,
-    eps: float,
+    norm: Norm,
     gate: GateName = "silu",
 ) -> Float[Array, "b s h"]:
-    """Norm, fused gate / up product, gated activation, down product.
+    """`x` plus norm, fused gate / up product, gated activation, down product.
 
     Args:
       recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, `gate_up` [h, 2, f] and `down` [f, h].
+      params: `norm` [h] or None, `gate_up` [h, 2, f], `down` [f, h], and maybe
+        `gate_up_bias` [2, f] and `down_bias` [h].
       x: The residual stream.
       norm: Which norm.
-      eps: Its epsilon.
       gate: Activation of the gate.
     """
-
-    def expand(params, x):
-        h = _norm(recipe, norm, eps)(params["norm"], x)
-        y = recipe.linear(h, params["gate_up"])
-        return y[..., 0, :], y[..., 1, :]
-
-    def contract(params, gate_value, up):
-        activation = recipe.pointwise(GATES[gate])
-        return recipe.linear(activation(gate_value, up), params["down"])
-
-    gate_value, up = recipe.segment(expand)(params, x)
-    return recipe.segment(contract)(params, gate_value, up)
+    if recipe.linear is None:
+        return flow.gated_mlp(params, x, norm, gate)
+    h = _norm(recipe, norm)(params["norm"], x)
+    y = _biased(recipe.linear(h, params["gate_up"]), params.get("gate_up_bias"))
+    a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
+    return x + _biased(recipe.linear(a, params["down"]), params.get("down_bias"))
 
 
 def causal_attention(
@@ -193,5 +169,10 @@ def _has_flash_attention(q: Array) -> bool:
     )
 
 
-def _norm(recipe: Recipe, name: NormName, eps: float) -> Callable:
-    return recipe.pointwise(lambda weight, x: NORMS[name](x, weight, eps=eps))
+def _norm(recipe: Recipe, norm: Norm) -> Callable:
+    fn = NORMS[norm.kind]
+    return recipe.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
+
+
+def _biased(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias.astype(y.dtype)

@@ -1,12 +1,14 @@
 """FP8 matrix products whose residuals are FP8 (COAT, arXiv 2410.19313, section 5).
 
 Operands are E4M3 and output gradients E5M2, each with one scale a tensor, taken just in
-time. The backward pass reads the FP8 activations and quantizes the weights again, so
-nothing wide is saved and no second copy of a weight lives between the passes.
+time. The backward pass reads the FP8 activations, as the gradient of the weights wants
+them, and quantizes the weights again: nothing wide is saved, and of the weights nothing
+but a scale lives between the passes.
 """
 
 import math
 from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +16,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from coat_jax.quantized import E4M3, E5M2, Format, PerTensor, QuantizedArray, quantize
+import pallas_kernels as kernels
+from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale
 
 
 def linear(
@@ -22,8 +25,8 @@ def linear(
 ) -> Float[Array, "..."]:
     """The product of `x` and `w` with both in FP8, in the dtype of `x`.
 
-    Saves the E4M3 codes of `x`, and `w` by reference. The gradients of `x` and `w` have
-    their dtypes.
+    Saves the transposed E4M3 codes of `x`, and `w` by reference. Gradients have the
+    dtypes of `x` and `w`.
 
     Args:
       x: Activations; BF16 or F32.
@@ -106,41 +109,112 @@ def _product(x, w, dtype):
 
 
 def _product_fwd(x, w, dtype):
-    xq = _per_tensor(x, E4M3)
-    return _matmul(xq, _matrix(w), (1, 0), dtype), (xq, w)
+    xq = Codes.of(x, E4M3, copies="both")
+    y, w_scale = product(xq.row, xq.scale, w, dtype)
+    # Of the dtype of x nothing but the dtype is kept.
+    return y, (xq._replace(row=None), w, w_scale, jnp.zeros(0, x.dtype))
 
 
 def _product_bwd(dtype, residuals, dy):
-    xq, w = residuals
-    dyq = _per_tensor(dy, E5M2)
-    dx = _matmul(dyq, _matrix(w), (1, 1), xq.dtype)
-    dw = _matmul(xq, dyq, (0, 0), w.dtype)
-    return dx, dw.reshape(w.shape)
+    xq, w, w_scale, like = residuals
+    gradient = Codes.of(dy, E5M2, copies="both")
+    dx = input_gradient(gradient, w, w_scale, like.dtype)
+    return dx, weight_gradient(xq.transposed, xq.scale, gradient, w)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-def _matrix(w: Array) -> QuantizedArray:
-    return _per_tensor(w.reshape(w.shape[0], -1), E4M3)
+class Codes(NamedTuple):
+    """FP8 codes with one scale, as a product's operands; None where not wanted.
 
-
-def _per_tensor(x: Array, format: Format) -> QuantizedArray:
-    return quantize(x, format=format, granularity=PerTensor())
-
-
-def _matmul(
-    a: QuantizedArray, b: QuantizedArray, contract: tuple[int, int], dtype: DTypeLike
-) -> Array:
-    """Contracts one axis of each; accumulates in float32 and returns `dtype`.
-
-    Scales are powers of two, so scaling the product in `dtype` is exact, and XLA folds
-    it into the cuBLASLt call.
+    Attributes:
+      row: Codes [..., n].
+      transposed: The same codes [n, tokens]; tokens are all leading axes.
+      scale: A power of two, float32.
     """
+
+    row: Float[Array, "... n"] | None
+    transposed: Float[Array, "n tokens"] | None
+    scale: Float[Array, ""]
+
+    @classmethod
+    def of(
+        cls,
+        x: Float[Array, "... n"],
+        format: Format,
+        *,
+        copies: Literal["row", "transposed", "both"],
+        scale: Float[Array, ""] | None = None,
+    ) -> "Codes":
+        """Quantizes `x`, with the scale that its maximum asks for if none is given."""
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            x = x.astype(jnp.float32)
+        if scale is None:
+            scale = tensor_scale(largest(x), format)
+        codes = kernels.quantize_tensor(x, scale, dtype=format.dtype, copies=copies)
+        return cls(codes.row, codes.transposed, scale)
+
+
+def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
+    """The largest magnitude, float32; NaN if there is a NaN."""
+    return jnp.max(kernels.maxima(x), initial=0.0)
+
+
+def product(
+    codes: Float[Array, "*batch k"],
+    scale: Float[Array, "..."],
+    w: Float[Array, "k ..."],
+    dtype: DTypeLike,
+    accumulator: Float[Array, "*batch n"] | None = None,
+) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
+    """E4M3 codes times `w`, its output axes as one, and the scale of `w`.
+
+    Args:
+      codes: Of activations.
+      scale: Theirs: one, or one a token [*batch].
+      w: Weights.
+      dtype: Of the product.
+      accumulator: What it is added to.
+    """
+    columns = weight_codes(w, copies="transposed")
+    y = _matmul(codes, columns.transposed, scale, columns.scale, dtype, accumulator)
+    return y, columns.scale
+
+
+def weight_codes(
+    w: Float[Array, "k ..."],
+    *,
+    copies: Literal["row", "transposed"],
+    scale: Float[Array, ""] | None = None,
+) -> Codes:
+    """Codes of weights as [k, n], or their transpose [n, k]."""
+    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, scale=scale)
+
+
+def input_gradient(
+    dy: Codes, w: Float[Array, "k ..."], w_scale: Float[Array, ""], dtype: DTypeLike
+) -> Float[Array, "*batch k"]:
+    """The gradient of a product's activations."""
+    rows = weight_codes(w, copies="row", scale=w_scale).row
+    return _matmul(dy.row, rows, dy.scale, w_scale, dtype)
+
+
+def weight_gradient(
+    x: Float[Array, "k tokens"],
+    scale: Float[Array, ""],
+    dy: Codes,
+    w: Float[Array, "k ..."],
+) -> Float[Array, "k ..."]:
+    """The gradient of a product's weights, from transposed codes of its activations."""
+    dw = _matmul(x, dy.transposed, scale, dy.scale, w.dtype)
+    return dw.reshape(w.shape)
+
+
+def _matmul(a, b, a_scale, b_scale, dtype, accumulator=None):
     wide = dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    dims = (((contract[0],), (contract[1],)), ((), ()))
-    y = lax.dot_general(a.codes, b.codes, dims, preferred_element_type=wide)
-    return (y * (a.scale * b.scale).astype(wide)).astype(dtype)
+    y = kernels.matmul(a, b, a_scale, b_scale, accumulator, out_dtype=wide)
+    return y.astype(dtype)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

@@ -70,12 +70,10 @@ class DecoderLayer(nnx.Module):
                 names = ", ".join(known)
                 raise ValueError(f"{option} must be one of {names}, got {value!r}")
         self.recipe = recipe
-        self.norm_options = {"norm": norm, "eps": norm_eps}
-        self.head_options = {
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
-            "theta": rope_theta,
-        }
+        self.norm = blocks.Norm(kind=norm, eps=norm_eps)
+        self.heads = blocks.Heads(
+            num_kv_heads=num_kv_heads, head_dim=head_dim, theta=rope_theta
+        )
         self.gate = gate
 
         def weight(*shape: int, scale: float = 1.0) -> nnx.Param:
@@ -97,19 +95,17 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream."""
         recipe = blocks.RECIPES[self.recipe]
-        attention_params = {"norm": _value(self.attention_norm), "qkv": self.qkv[...]}
-        q, k, v = blocks.attention_in(
-            recipe, attention_params, x, **self.norm_options, **self.head_options
+        params = {"norm": _value(self.attention_norm), "qkv": self.qkv[...]}
+        q, k, v, x = blocks.attention_in(
+            recipe, params, x, norm=self.norm, heads=self.heads
         )
-        x = x + blocks.attention_out(recipe, {"out": self.out[...]}, q, k, v)
-        mlp_params = {
+        x = blocks.attention_out(recipe, {"out": self.out[...]}, q, k, v, x)
+        params = {
             "norm": _value(self.mlp_norm),
             "gate_up": self.gate_up[...],
             "down": self.down[...],
         }
-        return x + blocks.gated_mlp(
-            recipe, mlp_params, x, **self.norm_options, gate=self.gate
-        )
+        return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
 
 
 def _value(param: nnx.Param | None) -> jax.Array | None:

@@ -103,9 +103,14 @@ def geglu(
 
 
 def rotary(
-    x: Float[Array, "batch seq heads d"], *, theta: float = 10_000.0
+    x: Float[Array, "batch seq heads d"],
+    *,
+    theta: float = 10_000.0,
+    inverse: bool = False,
 ) -> Float[Array, "batch seq heads d"]:
     """Rotates queries or keys by their positions, pairing halves as Llama does.
+
+    Or back, with `inverse`, which is also what backward does.
 
     Linear in `x`: backward saves nothing, and computes the angles again.
 
@@ -118,7 +123,7 @@ def rotary(
     length, dim = x.shape[1], x.shape[-1]
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -32,9 +32,9 @@ def run(
 ) -> tuple[Array, ...]:
     """The product of a [m, k] and b [n, k], in arrays like `out`.
 
-    Scales are [1] and [1], [m] and [n], or [k / 128, m] and [k / 128, n / 128], the
-    last axis filled up to a multiple of 32. The result may be codes and their scales,
-    or it is added to what `out` holds, in place.
+    Scales are [1] and [1], [m] and [n], [m] and [1] that is 1, or [k / 128, m] and
+    [k / 128, n / 128], the last axis filled up to a multiple of 32. The result may be
+    codes and their scales, or it is added to what `out` holds, in place.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")

@@ -1,6 +1,7 @@
 """What a warpgroup does with a tile of a matrix product: sums, scales, stores."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -172,14 +173,18 @@ class Tile:
         if self.product.scaling == "blocks":
             return lambda value, i, j: value
 
+        a_scale = self.a_scale.at[rows].at[own]
+        rows_of = functools.cache(lambda i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]))
+
         def scaled(value, i, j):
-            a_scale = _load_rows(self.a_scale.at[rows].at[own].at[pl.ds(i, PIECE_M)])
+            value = value * lax.broadcast_in_dim(rows_of(i), shape, (0,))
+            if self.b_scale.shape == (1,):
+                return value
             b_scale = plgpu.load(
                 self.b_scale.at[columns].at[pl.ds(j, self.product.store_n)],
                 layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
             )
-            value = value * lax.broadcast_in_dim(a_scale, shape, (0,))
             return value * lax.broadcast_in_dim(b_scale, shape, (1,))
 
         return scaled

@@ -17,7 +17,7 @@ from pallas_kernels.reference import matmul as reference
 from pallas_kernels.reference.quantize import Groups
 
 _ROWS = 8  # That the copy engine swizzles together.
-_FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
+_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
 def matmul(
@@ -41,7 +41,7 @@ def matmul(
 
     Args:
       a: Codes, e4m3 or e5m2.
-      b: Codes, e4m3.
+      b: Codes, likewise, but one of the two is e4m3.
       a_scale: What codes of `a` are multiplied with, float32.
       b_scale: What codes of `b` are multiplied with, float32.
       accumulator: What the product is added to, in the result's dtype. It is changed in
@@ -101,8 +101,8 @@ def matmul_groups(
     in memory. See `matmul` for other arguments and errors.
 
     Args:
-      a: Codes, e4m3 or e5m2.
-      b: Codes, e4m3.
+      a: Codes, as for `matmul`.
+      b: Likewise.
       a_scale: A scalar, or one a row of `a`.
       b_scale: A scalar, or one a row of `b`.
       dtype: e4m3 or e5m2.
@@ -159,9 +159,11 @@ class _Call:
         Raises:
           ValueError: If they do not go together.
         """
-        if a.dtype not in _FP8 or b.dtype != jnp.float8_e4m3fn:
+        dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
+        if not dtypes <= set(_FP8) or _FP8[0] not in dtypes:
             raise ValueError(
-                f"a must be e4m3 or e5m2 and b e4m3, got {a.dtype} and {b.dtype}"
+                "a and b must be e4m3, or one of them e5m2, got "
+                f"{a.dtype} and {b.dtype}"
             )
         if not a.ndim or b.ndim != 2 or a.shape[-1] != b.shape[1]:
             raise ValueError(
@@ -176,8 +178,9 @@ class _Call:
             scaling = "tensor"
         elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
             scaling = "rows"
+            if not b_scale.ndim:  # Fewer to multiply with later.
+                a_scale, b_scale = a_scale * b_scale, jnp.ones(1)
             a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
-            b_scale = jnp.broadcast_to(b_scale, (n,))
         elif found == blocks and k % BLOCK == 0:
             scaling = "blocks"
             a_scale = a_scale.reshape(m, -1)

@@ -58,7 +58,8 @@ def divides(tuning: Tuning, m: int, n: int) -> bool:
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
     measured = _table().get(key(product, m, n, k))
-    if measured is None:
+    # With a scale for each row XLA writes the product in float32 first.
+    if measured is None or (measured == "xla" and product.scaling == "rows"):
         return heuristic(product, m, n)
     return None if measured == "xla" else Tuning(**measured)
 

@@ -105,7 +105,7 @@ def test_scan_saves_nothing_twice(recipe):
 
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
 def test_attention_saves_what_the_recipe_says(recipe):
-    """Queries, keys and values: in BF16, or in FP8 with one scale each."""
+    """Queries, keys and values: in BF16, or in FP8 groups, a head each."""
     layer = DecoderLayer(64, 96, 4, 4, 16, recipe=recipe, rngs=nnx.Rngs(0))
     graph, params = nnx.split(layer)
     x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
@@ -113,7 +113,7 @@ def test_attention_saves_what_the_recipe_says(recipe):
     heads = [r.dtype.name for r in residuals if r.shape == (2, 64, 4, 16)]
     expected = {"coat": ["bfloat16"] * 3, "coat_max": ["float8_e4m3fn"] * 3}[recipe]
     assert heads[:3] == expected
-    scales = [r for r in residuals if r.shape == (1, 1, 1, 1)]
+    scales = [r for r in residuals if r.shape == (2, 64, 4, 1)]
     assert len(scales) == (3 if recipe == "coat_max" else 0)
 
 
@@ -289,20 +289,22 @@ def logits_and_gradient(recipe: str):
     return logits, compiled(jax.grad(loss), params)
 
 
-def test_fp8_recipes_compute_the_same_logits():
+def test_fp8_recipes_compute_nearly_the_same_logits():
+    """What backward keeps does not matter; `te` has other scales."""
     te, coat, coat_max = (logits_and_gradient(recipe)[0] for recipe in FP8_RECIPES)
-    np.testing.assert_array_equal(te, coat)
-    np.testing.assert_array_equal(te, coat_max)
+    np.testing.assert_array_equal(coat, coat_max)
     wide_logits = logits_and_gradient("bf16")[0]
-    assert 0.99 < cosine(te, wide_logits) < 1 - 1e-5
+    for logits in (te, coat):
+        assert 0.99 < cosine(logits, wide_logits) < 1 - 1e-5
+    assert cosine(te, coat) > 0.99
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
-    """Measured 0.993: the cost of E5M2 gradients, which all share. To `te`, 0.996."""
+    """Measured 0.991 to 0.993: the cost of E5M2 gradients, which all share."""
     te, bf16, mine = (logits_and_gradient(r)[1] for r in ("te", "bf16", recipe))
     assert 0.98 < cosine(mine, bf16) < 1 - 1e-5
-    assert cosine(mine, te) > 0.995
+    assert 1 - cosine(mine, bf16) < 1.35 * (1 - cosine(te, bf16))
 
 
 def test_scanned_layers_equal_a_loop():

@@ -1,0 +1,284 @@
+"""The FP8 precision flow: segments of a layer whose backward passes read FP8.
+
+COAT (arXiv 2410.19313, section 5). A segment quantizes its input once, in groups of
+16. Its backward pass reads that, and computes norm outputs, gated products and rotary
+embeddings again. Matrix products take E4M3 codes, in forward with a scale for each
+token, and E5M2 gradients with one scale a tensor, all taken just in time. The residual
+stream stays wide and goes through `attention_in`, so that its gradient is added where
+the norm's is computed.
+
+Weights are quantized in the layout that a product needs where it needs it: of them
+nothing but a scale lives between the passes.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import pallas_kernels as kernels
+from coat_jax.linear import (
+    Codes,
+    input_gradient,
+    largest,
+    product,
+    weight_codes,
+    weight_gradient,
+)
+from coat_jax.nonlinear import rotary
+from coat_jax.quantized import E4M3, E5M2, tensor_scale
+
+GateName = Literal["silu", "gelu"]
+NormName = Literal["rms", "layer"]
+Params = Mapping[str, Array | None]
+_GROUP = 16  # Of activations, as in the paper (section 5.1).
+# No slope of these gates is larger.
+_STEEPEST = {"silu": 1.1, "gelu": 1.13}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """How the columns of the product before attention are heads.
+
+    For every key head there are its queries, then its key, then its value.
+
+    Attributes:
+      num_kv_heads: Number of key heads, k.
+      head_dim: Size of a head, d.
+      theta: Base of the rotary embedding.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    theta: float
+
+    def split(self, y: Float[Array, "b s m"]) -> tuple[Array, Array, Array]:
+        """Queries [b, s, n, d], keys and values [b, s, k, d], rotated."""
+        b, s, _ = y.shape
+        y = y.reshape(b, s, self.num_kv_heads, -1, self.head_dim)
+        q = y[..., :-2, :].reshape(b, s, -1, self.head_dim)
+        k, v = y[..., -2, :], y[..., -1, :]
+        return rotary(q, theta=self.theta), rotary(k, theta=self.theta), v
+
+    def join(self, q: Array, k: Array, v: Array) -> Float[Array, "b s m"]:
+        """The transpose of `split`, a linear function."""
+        b, s = q.shape[:2]
+        q, k = (rotary(x, theta=self.theta, inverse=True) for x in (q, k))
+        q = q.reshape(b, s, self.num_kv_heads, -1, self.head_dim)
+        parts = [q, k[..., None, :], v[..., None, :]]
+        return jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """The norm at the beginning of a segment.
+
+    Attributes:
+      kind: Its kind.
+      eps: Its epsilon.
+    """
+
+    kind: NormName
+    eps: float
+
+    def forward(
+        self, x: Float[Array, "b s h"], weight: Array | None
+    ) -> tuple["_Rows", kernels.Groups]:
+        """The norm's output, and `x` as backward reads it."""
+        how = dataclasses.asdict(self)
+        out = kernels.norm(x, weight, scale="row", keep_groups=True, **how)
+        return _Rows(out.y, out.scale), out.groups
+
+    def again(
+        self, x: kernels.Groups, weight: Array | None, scale: Float[Array, ""]
+    ) -> Float[Array, "h tokens"]:
+        """The transposed codes of the norm's output."""
+        how = dataclasses.asdict(self) | {"copies": "transposed"}
+        return kernels.norm(x, weight, scale=scale, **how).transposed
+
+    def backward(
+        self, x: kernels.Groups, dy: Array, weight: Array | None, add: Array
+    ) -> tuple[Float[Array, "b s h"], Array | None]:
+        """The gradient of `x` plus `add`, and that of the weight."""
+        fused = add.dtype == jnp.bfloat16
+        how = dataclasses.asdict(self) | {"add": add if fused else None}
+        out = kernels.norm_grad(x, dy, weight, **how)
+        dx = out.dx if fused else out.dx + add
+        return dx, None if weight is None else out.dweight.astype(weight.dtype)
+
+
+class _Rows(NamedTuple):
+    """E4M3 codes [..., n] with a scale for each row, float32 [...]."""
+
+    codes: Array
+    scale: Array
+
+    def tensor_scale(self) -> Float[Array, ""]:
+        """A scale that would do for all rows."""
+        return tensor_scale(jnp.max(self.scale) * E4M3.max, E4M3)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def attention_in(
+    params: Params, x: Float[Array, "b s h"], norm: Norm, heads: Heads
+) -> tuple[Array, Array, Array, Array]:
+    """Queries, keys and values of the normed `x`, and `x`.
+
+    `params` holds `norm` [h] or None, `qkv` [h, m] and maybe `qkv_bias` [m].
+    """
+    return _attention_in(params, x, norm, heads)[0]
+
+
+def _attention_in(params, x, norm, heads):
+    h, groups = norm.forward(x, params["norm"])
+    y, weight_scale = product(h.codes, h.scale, params["qkv"], x.dtype)
+    q, k, v = heads.split(_biased(y, params.get("qkv_bias")))
+    return (q, k, v, x), (params, groups, h.tensor_scale(), weight_scale)
+
+
+def _attention_in_grads(norm, heads, residuals, cotangents):
+    params, groups, scale, weight_scale = residuals
+    *heads_grads, dx = cotangents
+    dy = heads.join(*heads_grads)
+    gradient = Codes.of(dy, E5M2, copies="both")
+    dh = input_gradient(gradient, params["qkv"], weight_scale, dy.dtype)
+    h = norm.again(groups, params["norm"], scale)
+    dx, dnorm = norm.backward(groups, dh, params["norm"], dx)
+    grads = {
+        "norm": dnorm,
+        "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
+        "qkv_bias": _bias_grad(dy, params.get("qkv_bias")),
+    }
+    return {name: grads[name] for name in params}, dx
+
+
+attention_in.defvjp(_attention_in, _attention_in_grads)
+
+
+@jax.custom_vjp
+def attention_out(
+    params: Params, o: Float[Array, "b s m"], x: Float[Array, "b s h"]
+) -> Float[Array, "b s h"]:
+    """`x` plus the product of attention's output.
+
+    `params` holds `out` [m, h] and maybe `out_bias` [h]. Backward reads `o` as it is.
+    """
+    return _attention_out(params, o, x)[0]
+
+
+def _attention_out(params, o, x):
+    codes = Codes.of(o, E4M3, copies="row")
+    x = _biased(x, params.get("out_bias"))
+    y, weight_scale = product(codes.row, codes.scale, params["out"], x.dtype, x)
+    return y, (params, o, codes.scale, weight_scale)
+
+
+def _attention_out_grads(residuals, dy):
+    params, o, scale, weight_scale = residuals
+    gradient = Codes.of(dy, E5M2, copies="both")
+    codes = Codes.of(o, E4M3, copies="transposed", scale=scale).transposed
+    grads = {
+        "out": weight_gradient(codes, scale, gradient, params["out"]),
+        "out_bias": _bias_grad(dy, params.get("out_bias")),
+    }
+    do = input_gradient(gradient, params["out"], weight_scale, o.dtype)
+    return {name: grads[name] for name in params}, do, dy
+
+
+attention_out.defvjp(_attention_out, _attention_out_grads)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def gated_mlp(
+    params: Params, x: Float[Array, "b s h"], norm: Norm, gate: GateName
+) -> Float[Array, "b s h"]:
+    """`x` plus the gated MLP of the normed `x`.
+
+    `params` holds `norm` [h] or None, `gate_up` [h, 2, f], `down` [f, h] and maybe
+    `gate_up_bias` [2, f] and `down_bias` [h].
+    """
+    return _gated_mlp(params, x, norm, gate)[0]
+
+
+def _gated_mlp(params, x, norm, gate):
+    h, groups = norm.forward(x, params["norm"])
+    gate_up, gate_up_scale = _gate_up(h, params, x.dtype)
+    out = kernels.gated(gate_up, activation=gate, scale="row")
+    a = _Rows(out.values, out.scale)
+    x = _biased(x, params.get("down_bias"))
+    y, down_scale = product(a.codes, a.scale, params["down"], x.dtype, x)
+    scales = (h.tensor_scale(), gate_up_scale, a.tensor_scale(), down_scale)
+    return y, (params, groups, gate_up, scales)
+
+
+def _gated_mlp_grads(norm, gate, residuals, dy):
+    params, groups, gate_up, scales = residuals
+    h_scale, gate_up_scale, a_scale, down_scale = scales
+    gradient = Codes.of(dy, E5M2, copies="both")
+    da = input_gradient(gradient, params["down"], down_scale, dy.dtype)
+    how = {"activation": gate, "copies": "transposed"}
+    a = kernels.gated(gate_up, scale=a_scale, **how).transposed
+    inner = _gate_gradient(gate_up, da, gate)
+    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
+    h = norm.again(groups, params["norm"], h_scale)
+    dx, dnorm = norm.backward(groups, dh, params["norm"], dy)
+    grads = {
+        "norm": dnorm,
+        "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),
+        "down": weight_gradient(a, a_scale, gradient, params["down"]),
+        "down_bias": _bias_grad(dy, params.get("down_bias")),
+    }
+    if "gate_up_bias" in params:
+        wide = kernels.gated_grad(gate_up, da, activation=gate).values
+        grads["gate_up_bias"] = _bias_grad(wide, params["gate_up_bias"])
+    return {name: grads[name] for name in params}, dx
+
+
+gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
+
+
+def _gate_up(h: _Rows, params: Params, dtype) -> tuple[kernels.Groups, Array]:
+    """Gate and up, codes [..., 2, f] in groups of 16, and their weight's scale."""
+    w, bias = params["gate_up"], params.get("gate_up_bias")
+    shape = (*h.codes.shape[:-1], *w.shape[1:])
+    if bias is not None or w.shape[-1] % _GROUP:
+        y, scale = product(h.codes, h.scale, w, dtype)
+        return kernels.quantize_groups(_biased(y.reshape(shape), bias)), scale
+    columns = weight_codes(w, copies="transposed")
+    codes, scale = kernels.matmul_groups(
+        h.codes, columns.transposed, h.scale, columns.scale
+    )
+    groups = kernels.Groups(codes.reshape(shape), scale.reshape(*shape[:-1], -1))
+    return groups, columns.scale
+
+
+def _gate_gradient(gate_up: kernels.Groups, da: Array, gate: GateName) -> Codes:
+    """Of gate and up, with one scale that they cannot exceed.
+
+    The largest magnitude of either is no more than the product of the largest of what
+    is multiplied. E5M2 is as precise below its largest number as at it, for 30 powers
+    of two, so that a bound does where the maximum itself would take another pass.
+    """
+    factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
+    bound = factor * largest(da) * _STEEPEST[gate]
+    scale = tensor_scale(bound, E5M2)
+    out = kernels.gated_grad(
+        gate_up, da, activation=gate, scale=scale, dtype=E5M2.dtype, copies="both"
+    )
+    codes = out.values.reshape(*da.shape[:-1], -1)
+    return Codes(codes, out.transposed, scale)
+
+
+def _bias_grad(dy: Array, bias: Array | None) -> Array | None:
+    if bias is None:
+        return None
+    tokens = tuple(range(dy.ndim - bias.ndim))
+    return jnp.sum(dy, tokens, dtype=jnp.float32).astype(bias.dtype)
+
+
+def _biased(y: Array, bias: Array | None) -> Array:
+    return y if bias is None else y + bias.astype(y.dtype)
