@@ -1,0 +1,424 @@
+"""fp8_remat's options: which residuals, which groups, what is recomputed, rounding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from gradients import (
+    FP8,
+    ROW,
+    assert_close,
+    compiled,
+    cosine,
+    fake,
+    flat,
+    fp8_bytes,
+    saved,
+    saved_bytes,
+)
+from jax.ad_checkpoint import checkpoint_name
+from models import LinenNet, Mlp, normal, two_product_arguments, two_products
+
+import coat_jax as coat
+from coat_jax.remat import fp8_inputs, fp8_remat
+
+NOTHING = jax.checkpoint_policies.nothing_saveable
+
+
+def tagged(w, x):
+    """Two tagged activations; each is read by a product, and its sine's slope."""
+    for name in ("first", "second"):
+        x = jnp.sin(checkpoint_name(x @ w, name))
+    return x @ w
+
+
+def tagged_arguments():
+    return normal(1, 64, 64, scale=0.2), normal(2, 96, 64)
+
+
+def codes(fn, *args) -> list[tuple[int, ...]]:
+    return [r.shape for r in saved(fn, *args) if r.dtype in FP8]
+
+
+# Which residuals.
+
+
+def test_where_chooses_among_what_can_be_quantized():
+    params, x = two_product_arguments()
+    asked = []
+
+    def where(residual):
+        asked.append(residual)
+        return residual.shape == (96, 128) and "dot_general" not in residual.asked_by
+
+    light = fp8_remat(two_products, where=where)
+    # cos(h); x and sin(h), which products read, stay as they are.
+    assert codes(light, params, x) == [(96, 128)]
+    expected = fp8_bytes((96, 128)) + 96 * 128 * 4
+    assert saved_bytes(saved(light, params, x)) == expected
+    assert {r.shape for r in asked} == {(96, 64), (96, 128)}
+    assert {r.dtype.name for r in asked} == {"float32"}
+    assert {r.nbytes for r in asked} == {96 * 64 * 4, 96 * 128 * 4}
+    assert [r.is_argument for r in asked] == [r.shape == (96, 64) for r in asked]
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_where_knows_the_names_of_checkpoint_name(outer):
+    """What is saved is the tagged array itself: a policy saves nothing else."""
+    w, x = tagged_arguments()
+    names = jax.checkpoint_policies.save_only_these_names("first", "second")
+    found = {}
+
+    def where(residual):
+        found[residual.name] = residual.is_argument
+        return residual.name == "second"
+
+    light = fp8_remat(outer(tagged), policy=names, where=where)
+    assert codes(light, w, x) == [(96, 64)]
+    assert found == {None: True, "first": False, "second": False}
+
+
+def test_where_that_is_never_true_leaves_autodiff():
+    params, x = two_product_arguments()
+    light = fp8_remat(two_products, where=lambda residual: False)
+    assert codes(light, params, x) == []
+    actual, expected = (
+        compiled(jax.grad(lambda p, fn=fn: jnp.sum(jnp.sin(fn(p, x)))), params)
+        for fn in (light, two_products)
+    )
+    assert_close(actual, expected, 1e-6)
+
+
+@pytest.mark.parametrize("group", [8, 32, 256])
+def test_group_is_the_size_of_groups(group):
+    def fn(w, x):
+        return jnp.tanh(x) @ w + jnp.sum(jnp.sin(x))
+
+    w, x = normal(1, 320, 16), normal(2, 64, 320)
+    light = fp8_remat(fn, group=group)
+    # 320 columns are no multiple of eight times 128, 64 or 32, nor of 256.
+    predicted = 3 * fp8_bytes(x.shape, group)
+    assert saved_bytes(saved(light, w, x)) == predicted
+    dy = normal(3, 64, 16)
+    dw, _ = jax.vjp(light, w, x)[1](dy)
+    expected = fake(np.tanh(x), group).astype(np.float64).T @ np.asarray(dy, np.float64)
+    assert_close(dw, expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("columns", "group"), [(64, ROW), (128, ROW), (1024, 128), (768, 32), (1000, 16)]
+)
+def test_products_read_larger_groups_if_eight_devices_can_share_them(columns, group):
+    w, x = normal(1, columns, 16), normal(2, 64, columns)
+    light = fp8_remat(lambda w, x: x @ w)
+    assert saved_bytes(saved(light, w, x)) == fp8_bytes(x.shape, group)
+
+
+# What is recomputed.
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
+    w, x = tagged_arguments()
+    names = jax.checkpoint_policies.save_only_these_names("first")
+    plain = jax.checkpoint(tagged, policy=names)
+    light = outer(fp8_remat(tagged, policy=names))
+    wide = [r for r in saved(plain, w, x, params=1) if r.argument is None]
+    assert [r.shape for r in wide] == [(96, 64)]  # And x, which is an argument.
+    assert codes(light, w, x) == [(96, 64)] * 2
+    kept = fp8_bytes(x.shape, ROW) + fp8_bytes((96, 64))
+    assert saved_bytes(saved(light, w, x)) == kept
+
+    dy = normal(3, 96, 64)
+    actual = compiled(lambda w, x: jax.vjp(light, w, x)[1](dy), w, x)
+    # By hand: everything behind `first` from its FP8 copy, what is before from x's.
+    w64, dy64 = np.asarray(w, np.float64), np.asarray(dy, np.float64)
+    first = fake(np.asarray(x @ w), 16).astype(np.float64)
+    h = np.sin(first)
+    second = h @ w64
+    dsecond = (dy64 @ w64.T) * np.cos(second)
+    dfirst = (dsecond @ w64.T) * np.cos(first)
+    dw = np.sin(second).T @ dy64 + h.T @ dsecond
+    dw += fake(np.asarray(x), ROW).astype(np.float64).T @ dfirst
+    assert_close(actual, (dw, dfirst @ w64.T), 1e-5)
+
+
+def test_fp8_inputs_is_the_policy_that_saves_nothing():
+    params, x = two_product_arguments()
+    light = fp8_inputs(two_products)
+    assert saved_bytes(saved(light, params, x)) == fp8_bytes(x.shape, ROW)
+    same = fp8_remat(two_products, policy=NOTHING)
+    dy = normal(5, 96, 48)
+    actual, expected = (jax.vjp(f, params, x)[1](dy) for f in (light, same))
+    assert_close(actual, expected, 0)
+
+
+@pytest.mark.parametrize(
+    "policy", [NOTHING, jax.checkpoint_policies.dots_saveable], ids=["nothing", "dots"]
+)
+def test_policies_of_modules(policy):
+    x = normal(1, 64, 64)
+    plain = Mlp(64, rngs=nnx.Rngs(0))
+    light = fp8_remat(plain, policy=policy)
+    np.testing.assert_array_equal(light(x), plain(x))
+
+    def count(module):
+        graph, params = nnx.split(module)
+        return saved_bytes(saved(lambda p, x: nnx.merge(graph, p)(x), params, x))
+
+    assert count(light) < 0.6 * count(fp8_remat(plain)) < 0.3 * count(plain)
+    net = fp8_remat(LinenNet, policy=policy)(64)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = net.init(keys, x)
+    assert jax.tree.structure(variables) == jax.tree.structure(
+        LinenNet(64).init(keys, x)
+    )
+
+
+# Stochastic rounding.
+
+
+def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a format next to magnitudes, below or equal and above or equal."""
+    every = np.arange(256, dtype=np.uint8).view(format.dtype).astype(np.float64)
+    values = np.unique(np.abs(every[np.isfinite(every)]))
+    below = np.searchsorted(values, y, side="right") - 1
+    return values[below], values[below + (values[below] < y)]
+
+
+@pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2], ids=repr)
+def test_rounding_is_to_a_neighbour_and_unbiased(format):
+    """Over 2,000 keys the mean is the number, within 5.5 standard errors for each."""
+    x = normal(2, 64, 64) * jnp.exp2(normal(3, 64, 64) * 3)
+    keys = jax.random.split(jax.random.key(0), 2000)
+
+    def magnitudes(key):
+        light = fp8_remat(lambda w, x: x @ w, key=key, format=format)
+        leaves = jax.tree.leaves(jax.vjp(light, jnp.eye(64), x)[1])
+        codes, scale = (
+            next(leaf for leaf in leaves if leaf.dtype == dtype)
+            for dtype in (format.dtype, jnp.uint16)
+        )
+        return jnp.abs(codes.astype(jnp.float32)), scale
+
+    drawn, scale = jax.jit(lambda k: jax.lax.map(magnitudes, k, batch_size=50))(keys)
+    assert np.unique(scale, axis=0).shape[0] == 1
+    scale = np.asarray(scale[0]).view(jnp.bfloat16).astype(np.float64)
+    y = np.abs(np.asarray(x, np.float64)) / scale
+    assert y.max() <= format.max
+    below, above = neighbours(y, format)
+    drawn = np.asarray(drawn, np.float64)
+    assert ((drawn == below) | (drawn == above)).all()
+    step = np.where(above > below, above - below, 1)
+    chance = (y - below) / step
+    deviation = np.sqrt(chance * (1 - chance) / len(keys))
+    error = (drawn.mean(axis=0) - y) / step
+    assert (np.abs(error) <= 5.5 * deviation + 1e-3).all()
+    # All together: no drift either.
+    assert np.abs(np.mean(error)) <= 5 * np.sqrt(np.mean(deviation**2) / error.size)
+
+
+def test_the_least_and_the_most_noise_take_the_codes_below_and_above():
+    x = normal(2, 32, 64) * jnp.exp2(normal(3, 32, 64) * 3)
+    down, up = (
+        coat.quantize(x, granularity=coat.PerGroup(16), noise=noise)
+        for noise in (jnp.zeros(x.shape, jnp.uint32), ~jnp.zeros(x.shape, jnp.uint32))
+    )
+    scale = np.repeat(np.asarray(down.scale, np.float64), 16, axis=-1)
+    below, above = neighbours(np.abs(np.asarray(x, np.float64)) / scale, coat.E4M3)
+    np.testing.assert_array_equal(np.abs(np.asarray(down.codes, np.float64)), below)
+    got = np.abs(np.asarray(up.codes, np.float64))
+    assert (got != above).mean() < 1e-3  # The most noise is not quite one.
+    assert ((got == above) | (got == below)).all()
+    np.testing.assert_array_equal(np.signbit(np.asarray(down.dequantize())), x < 0)
+
+
+@pytest.mark.parametrize(
+    "how", [{"format": coat.DE8}, {"expand": True}, {"expand": 2.0}], ids=repr
+)
+def test_noise_where_it_has_no_meaning_is_refused(how):
+    x = normal(0, 2, 128)
+    with pytest.raises(ValueError, match="noise is for floating formats without"):
+        coat.quantize(x, noise=jnp.zeros(x.shape, jnp.uint32), **how)
+
+
+def test_what_is_not_finite_stays_so():
+    x = jnp.zeros((2, 16)).at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
+    q = coat.quantize(x, noise=jnp.zeros(x.shape, jnp.uint32))
+    assert np.isnan(q.dequantize()).all()
+
+
+def test_rounding_follows_the_key():
+    params, x = two_product_arguments()
+    dy = normal(5, 96, 48)
+
+    def gradient(key):
+        return flat(jax.vjp(fp8_remat(two_products, key=key), params, x)[1](dy))
+
+    keys = jax.random.split(jax.random.key(0))
+    first, again, other = map(gradient, (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(first, again)
+    exact = flat(jax.vjp(two_products, params, x)[1](dy))
+    default = flat(jax.vjp(fp8_remat(two_products), params, x)[1](dy))
+    assert not np.array_equal(first, default)
+    assert 0.998 < cosine(first, exact) < cosine(default, exact)
+    assert 0.997 < cosine(first, other) < 1 - 1e-6
+
+
+def test_residuals_have_random_bits_of_their_own():
+    """Of two equal arrays, each with its own copy."""
+    x = normal(1, 64, 64)
+
+    def fn(w, x):
+        return x @ w, jnp.flip(x) @ w
+
+    light = fp8_remat(fn, key=jax.random.key(0))
+    values = [np.asarray(r) for r in jax.tree.leaves(jax.vjp(light, jnp.eye(64), x)[1])]
+    first, second = (r.astype(np.float32) for r in values if r.dtype in FP8)
+    assert not np.array_equal(first, second[::-1, ::-1])
+    assert cosine(first, second[::-1, ::-1]) > 0.99
+
+
+def test_keys_may_be_traced_mapped_and_scanned():
+    params, x = two_product_arguments()
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def gradient(key):
+        light = fp8_remat(two_products, key=key)
+        return jax.grad(lambda p: jnp.sum(jnp.sin(light(p, x))))(params)
+
+    one_by_one = [compiled(gradient, key) for key in keys]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    assert_close(compiled(jax.vmap(gradient), keys), expected, 1e-6)
+    scanned = compiled(lambda keys: jax.lax.map(gradient, keys), keys)
+    assert_close(scanned, expected, 1e-6)
+    assert not np.array_equal(flat(one_by_one[0]), flat(one_by_one[1]))
+
+
+class Rounded(nn.Module):
+    """Takes its key from the module's streams."""
+
+    @nn.compact
+    def __call__(self, x):
+        light = fp8_remat(nn.Dense, key=self.make_rng("rounding"))
+        return light(64)(x)
+
+
+def test_modules_are_rounded_in_a_training_step():
+    x = normal(1, 64, 64)
+    net = Rounded()
+    variables = net.init(
+        {"params": jax.random.key(0), "rounding": jax.random.key(1)}, x
+    )
+
+    @jax.jit
+    def linen_step(key):
+        def loss(variables):
+            return jnp.mean(net.apply(variables, x, rngs={"rounding": key}) ** 2)
+
+        return jax.grad(loss)(variables)
+
+    model = Mlp(64, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def nnx_step(model, key):
+        def loss(model):
+            return jnp.mean(fp8_remat(model, key=key)(x) ** 2)
+
+        return nnx.to_pure_dict(nnx.grad(loss)(model))
+
+    for step in (linen_step, lambda key: nnx_step(model, key)):
+        first, again, other = (step(jax.random.key(k)) for k in (0, 0, 1))
+        np.testing.assert_array_equal(flat(first), flat(again))
+        assert 0.999 < cosine(first, other) < 1 - 1e-7
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "e4m3"}, "format must be E4M3, E5M2 or DE8.*'e4m3'"),
+        ({"group": 0}, "group must be a positive int, got 0"),
+        ({"group": 16.0}, "group must be a positive int, got 16.0"),
+        ({"group": True}, "group must be a positive int, got True"),
+        ({"where": "tanh"}, "where must be a function or None, got 'tanh'"),
+        ({"policy": "dots"}, "policy must be a function or None, got 'dots'"),
+        ({"key": 3}, "key must be one jax.random.key, got 3"),
+        (
+            {"key": jax.random.split(jax.random.key(0))},
+            r"key must be one jax.random.key, got",
+        ),
+        (
+            {"key": jax.random.key(0), "format": coat.DE8},
+            "key is for floating formats, got format=DE8",
+        ),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        fp8_remat(two_products, **options)
+
+
+# What is reported.
+
+
+def test_the_report_says_how_and_why():
+    def fn(w, x, index):
+        h = jnp.tanh(x @ w)
+        shift = jnp.max(x, axis=-1, keepdims=True)
+        weight = jax.nn.softmax(h + shift)
+        return jnp.where(h > 0, weight * h, shift)[index] @ w
+
+    w, x = normal(1, 64, 64), normal(2, 4096, 64)
+    index = jnp.arange(4096)
+    light = fp8_remat(fn, where=lambda r: "tanh" not in r.asked_by)
+    report = coat.residual_report(jax.jit(light), w, x, index)
+    notes = {row.kept for row in report.rows}
+    assert "E4M3, groups of 16" in notes
+    assert "scales of groups of 16" in notes
+    assert "E4M3, groups of 128" in notes
+    assert "wide, no floating numbers" in notes
+    assert "wide, rows of less than 16 bytes" in notes
+    for row in report.rows:
+        is_fp8 = row.dtype in FP8
+        assert row.kept.startswith("E4M3") == is_fp8
+        assert row.is_argument or row.kept
+    text = str(report)
+    assert all(note in text for note in notes)
+    assert "test_remat_options.py" in text
+
+
+def test_the_report_sees_into_scans_and_nested_wrappers():
+    params, x = two_product_arguments()
+    stacked = jax.tree.map(lambda a: jnp.stack([a, a]), params)
+
+    def layers(fn):
+        def run(params, x):
+            def body(x, p):
+                return x + fn(p, x)[:, :1], None
+
+            return jax.lax.scan(body, x, params)[0]
+
+        return run
+
+    def notes(fn, params):
+        rows = coat.residual_report(fn, params, x).rows
+        return sorted(row.kept for row in rows if row.dtype in FP8)
+
+    single = notes(fp8_remat(two_products), params)
+    assert single == ["E4M3, groups of 128"] * 2 + ["E4M3, groups of 16"]
+    assert notes(layers(fp8_remat(two_products)), stacked) == single
+    assert notes(fp8_remat(fp8_remat(two_products)), params) == single
+    assert notes(fp8_remat(layers(fp8_remat(two_products))), stacked) == single
+    assert notes(two_products, params) == []
+
+
+def test_residuals_of_a_plain_function_have_names():
+    w, x = tagged_arguments()
+    names = jax.checkpoint_policies.save_only_these_names("first")
+    rows = coat.residual_report(jax.checkpoint(tagged, policy=names), w, x).rows
+    assert [row.name for row in rows] == ["first", None, None]
