@@ -12,6 +12,7 @@ nothing but a scale lives between the passes.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Literal, NamedTuple
@@ -29,7 +30,7 @@ from coat_jax.linear import (
     weight_codes,
     weight_gradient,
 )
-from coat_jax.nonlinear import rotary
+from coat_jax.nonlinear import angles, rotary
 from coat_jax.quantized import E4M3, E5M2, tensor_scale
 
 GateName = Literal["silu", "gelu"]
@@ -64,13 +65,23 @@ class Heads:
         k, v = y[..., -2, :], y[..., -1, :]
         return rotary(q, theta=self.theta), rotary(k, theta=self.theta), v
 
-    def join(self, q: Array, k: Array, v: Array) -> Float[Array, "b s m"]:
-        """The transpose of `split`, a linear function."""
-        b, s = q.shape[:2]
+    def gradient(self, q: Array, k: Array, v: Array) -> Codes:
+        """The gradient of what `split` takes, from those of what it returns."""
+        cos, sin = angles(q.shape[1], self.head_dim, self.theta)
+        # No rotation makes a number larger than this.
+        bound = math.sqrt(2) * jnp.max(jnp.stack([largest(x) for x in (q, k, v)]))
+        scale = tensor_scale(bound, E5M2)
+        how = {"dtype": E5M2.dtype}
+        codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
+        return Codes(codes.row, codes.transposed, scale)
+
+    def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
+        """The sum of that gradient over all tokens."""
         q, k = (rotary(x, theta=self.theta, inverse=True) for x in (q, k))
-        q = q.reshape(b, s, self.num_kv_heads, -1, self.head_dim)
-        parts = [q, k[..., None, :], v[..., None, :]]
-        return jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
+        q = q.reshape(*k.shape[:3], -1, self.head_dim)
+        sums = [_token_sum(q)]
+        sums += [_token_sum(x)[:, None] for x in (k, v)]
+        return jnp.concatenate(sums, axis=1).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,18 +153,18 @@ def _attention_in(params, x, norm, heads):
 
 def _attention_in_grads(norm, heads, residuals, cotangents):
     params, groups, scale, weight_scale = residuals
-    *heads_grads, dx = cotangents
-    dy = heads.join(*heads_grads)
-    gradient = Codes.of(dy, E5M2, copies="both")
-    dh = input_gradient(gradient, params["qkv"], weight_scale, dy.dtype)
+    *dheads, dx = cotangents
+    gradient = heads.gradient(*dheads)
+    dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
     h = norm.again(groups, params["norm"], scale)
     dx, dnorm = norm.backward(groups, dh, params["norm"], dx)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
-        "qkv_bias": _bias_grad(dy, params.get("qkv_bias")),
     }
-    return {name: grads[name] for name in params}, dx
+    if (bias := params.get("qkv_bias")) is not None:
+        grads["qkv_bias"] = heads.bias_gradient(*dheads).astype(bias.dtype)
+    return {name: grads.get(name) for name in params}, dx
 
 
 attention_in.defvjp(_attention_in, _attention_in_grads)
@@ -181,12 +192,11 @@ def _attention_out_grads(residuals, dy):
     params, o, scale, weight_scale = residuals
     gradient = Codes.of(dy, E5M2, copies="both")
     codes = Codes.of(o, E4M3, copies="transposed", scale=scale).transposed
-    grads = {
-        "out": weight_gradient(codes, scale, gradient, params["out"]),
-        "out_bias": _bias_grad(dy, params.get("out_bias")),
-    }
+    grads = {"out": weight_gradient(codes, scale, gradient, params["out"])}
+    if (bias := params.get("out_bias")) is not None:
+        grads["out_bias"] = _token_sum(dy, bias)
     do = input_gradient(gradient, params["out"], weight_scale, o.dtype)
-    return {name: grads[name] for name in params}, do, dy
+    return {name: grads.get(name) for name in params}, do, dy
 
 
 attention_out.defvjp(_attention_out, _attention_out_grads)
@@ -230,12 +240,13 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
-        "down_bias": _bias_grad(dy, params.get("down_bias")),
     }
-    if "gate_up_bias" in params:
+    if (bias := params.get("down_bias")) is not None:
+        grads["down_bias"] = _token_sum(dy, bias)
+    if (bias := params.get("gate_up_bias")) is not None:
         wide = kernels.gated_grad(gate_up, da, activation=gate).values
-        grads["gate_up_bias"] = _bias_grad(wide, params["gate_up_bias"])
-    return {name: grads[name] for name in params}, dx
+        grads["gate_up_bias"] = _token_sum(wide, bias)
+    return {name: grads.get(name) for name in params}, dx
 
 
 gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
@@ -273,11 +284,10 @@ def _gate_gradient(gate_up: kernels.Groups, da: Array, gate: GateName) -> Codes:
     return Codes(codes, out.transposed, scale)
 
 
-def _bias_grad(dy: Array, bias: Array | None) -> Array | None:
-    if bias is None:
-        return None
-    tokens = tuple(range(dy.ndim - bias.ndim))
-    return jnp.sum(dy, tokens, dtype=jnp.float32).astype(bias.dtype)
+def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
+    """The gradient of what is added to every token, in the dtype of `like`."""
+    total = jnp.sum(dy, (0, 1), dtype=jnp.float32)
+    return total if like is None else total.astype(like.dtype)
 
 
 def _biased(y: Array, bias: Array | None) -> Array:

@@ -102,6 +102,15 @@ def geglu(
     return _gated(jax.nn.gelu, gate, up, residual_format)
 
 
+def angles(
+    length: int, dim: int, theta: float
+) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+    """Cosines and sines of the rotary embedding's angles, for heads of size `dim`."""
+    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    return jnp.cos(angle), jnp.sin(angle)
+
+
 def rotary(
     x: Float[Array, "batch seq heads d"],
     *,
@@ -110,9 +119,8 @@ def rotary(
 ) -> Float[Array, "batch seq heads d"]:
     """Rotates queries or keys by their positions, pairing halves as Llama does.
 
-    Or back, with `inverse`, which is also what backward does.
-
-    Linear in `x`: backward saves nothing, and computes the angles again.
+    Or back, with `inverse`, which is also what backward does. Linear in `x`: backward
+    saves nothing, and computes the angles again.
 
     Example:
       >>> import jax.numpy as jnp
@@ -120,10 +128,8 @@ def rotary(
       >>> rotary(jnp.ones((1, 1, 1, 4)))[0, 0, 0]
       Array([1., 1., 1., 1.], dtype=float32)
     """
-    length, dim = x.shape[1], x.shape[-1]
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(-angle if inverse else angle)
+    cos, sin = (a[:, None] for a in angles(x.shape[1], x.shape[-1], theta))
+    sin = -sin if inverse else sin
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [first * cos - second * sin, second * cos + first * sin]
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

@@ -3,6 +3,7 @@
 from pallas_kernels.adam_step import adam
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.gate import gated, gated_grad
+from pallas_kernels.heads import join_heads
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_rows import Tuning as NormTuning
 from pallas_kernels.products import matmul, matmul_groups
@@ -43,6 +44,7 @@ __all__ = [
     "explain",
     "gated",
     "gated_grad",
+    "join_heads",
     "matmul",
     "matmul_groups",
     "maxima",

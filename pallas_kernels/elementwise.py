@@ -75,7 +75,7 @@ def run(
     shape = (rows, parts, n // group, group)
     tuning = tuning or Tuning()
     walk = Walk.of(shape, encoding, tuning)
-    outputs = _outputs(encoding, walk, parts)
+    out_type = outputs(encoding, walk, parts)
     staged = tuning.staged and encoding.transposed is not None
 
     def view(x):
@@ -101,12 +101,12 @@ def run(
 
     @jax.custom_batching.sequential_vmap
     def launch(operands, scale):
-        scratch = {"tiles": _scratch(encoding, walk, parts)}
+        scratch = {"tiles": scratch_of(encoding, walk, parts)}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
         (out,) = plgpu.kernel(
             kernel,
-            out_type=(outputs,),
+            out_type=(out_type,),
             grid=(walk.ctas,),
             grid_names=("cta",),
             scratch_types=scratch,
@@ -133,7 +133,8 @@ def run(
     return Encoded(arrays[0], groups, arrays[1], out.transposed, largest)
 
 
-def _outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:
+def outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:
+    """The shapes and dtypes of what is written."""
     rows, groups, group = walk.rows, walk.groups, walk.group
     shape = (rows, parts, groups, group)
     if encoding.transposed is not None:  # The copy engine has no use for groups.
@@ -155,14 +156,14 @@ def _outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:
     )
 
 
-def _scratch(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
+def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     """For each part the tiles that the copy engine writes out."""
     if encoding.transposed is None:
         return []
     columns = walk.columns * walk.group
 
     def tile(dtype):
-        return None if dtype is None else _tile(dtype, walk)
+        return None if dtype is None else tile_of(dtype, walk)
 
     tiles = Encoded(
         wide=tile(encoding.wide),
@@ -172,7 +173,7 @@ def _scratch(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     return [tiles] * parts
 
 
-def _tile(dtype: DTypeLike, walk: Walk) -> Any:
+def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
     """Shared memory of a tile, of which lanes have a row each."""
     columns, size = walk.columns * walk.group, jnp.dtype(dtype).itemsize
     transforms = ()
@@ -196,7 +197,8 @@ class Stages(NamedTuple):
         """What shared memory to allocate."""
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
         tiles = [
-            [_tile(x.dtype, walk)] * x.shape[1] if x.ndim > 1 else [] for x in elements
+            [tile_of(x.dtype, walk)] * x.shape[1] if x.ndim > 1 else []
+            for x in elements
         ]
         barrier = plgpu.Barrier(num_arrivals=sum(map(len, tiles)))
         return cls(tiles, barrier)
@@ -223,7 +225,7 @@ class Stages(NamedTuple):
             for x in operands
         ]
         plgpu.barrier_wait(self.barrier)
-        loads = [[_strips_of(tile) for tile in tiles] for tiles in self.tiles]
+        loads = [[strips_of(tile) for tile in tiles] for tiles in self.tiles]
 
         def strips(j):
             for x, of_parts, of_groups in zip(elements, loads, scales, strict=True):
@@ -242,7 +244,7 @@ def _scale(ref: Any, place: tuple) -> Array:
     return plgpu.load(ref.at[place], layout=layout, optimized=False)
 
 
-def _strips_of(tile: Any) -> list[Callable[[], Array]]:
+def strips_of(tile: Any) -> list[Callable[[], Array]]:
     """What loads the columns of a tile, in strips of 16."""
     size = jnp.dtype(tile.dtype).itemsize
     starts = range(0, tile.shape[1], GROUP)
@@ -345,8 +347,8 @@ class Sink:
         to.transpose((1, 0))[...] = bytes_of_lane
         done.append(None)
 
-    def finish(self, walk: Walk, cta: Array) -> None:
-        """Writes what thread blocks have one of."""
+    def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:
+        """Writes what thread blocks have one of; its parts start at `first_part`."""
         if self._largest is not None:
             bits = total_max(magnitude_bits(self._largest))
             if self._encoding.wide == jnp.bfloat16:
@@ -363,9 +365,8 @@ class Sink:
         rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
         for part, name in self._tiles:
-            place = (
-                (part, columns, rows) if name == "transposed" else (rows, part, columns)
-            )
+            at = first_part + part
+            place = (at, columns, rows) if name == "transposed" else (rows, at, columns)
             to = getattr(self._out, name).at[place]
             plgpu.copy_smem_to_gmem(getattr(self._scratch[part], name), to)
         plgpu.wait_smem_to_gmem(0)

@@ -1,0 +1,185 @@
+"""Gradients of attention's heads, rotated back, quantized and joined in one pass."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.codec import GROUP, LANES, decode, strip_layout
+from pallas_kernels.elementwise import (
+    Encoded,
+    Sink,
+    outputs,
+    scratch_of,
+    strips_of,
+    tile_of,
+)
+from pallas_kernels.quantize import CODES, check_dtype
+from pallas_kernels.reference import heads as reference
+from pallas_kernels.reference.quantize import Copies
+from pallas_kernels.strips import Encoding, Walk
+
+_LARGEST_HEAD = 128
+
+
+def join_heads(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b s m d"],
+    v: Float[Array, "b s m d"],
+    cos: Float[Array, "s h"],
+    sin: Float[Array, "s h"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.float8_e5m2,
+    implementation: dispatch.Implementation | None = None,
+) -> Copies:
+    """Gradients of queries, keys and values as codes of those of their one product.
+
+    Queries and keys are rotated back, in float32: with angles' cosines and sines what
+    was [a, b], a head's halves, becomes [a cos + b sin, b cos - a sin]. For every key
+    head the result has its queries, then its key, then its value.
+
+    Args:
+      q: Of queries, bfloat16.
+      k: Of keys, bfloat16; m divides n.
+      v: Of values, bfloat16.
+      cos: Cosines of the positions' angles, float32, h = d / 2.
+      sin: Their sines, float32.
+      scale: A float32 scalar, as of `quantize_tensor`.
+      dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      implementation: What to run; None means the kernel where it can run.
+
+    Returns:
+      Codes [b, s, (n + 2 m) d] and their transpose [(n + 2 m) d, b s].
+
+    Raises:
+      ValueError: If shapes do not go together, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import join_heads
+      >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+      >>> angle = jnp.zeros((3, 4))
+      >>> out = join_heads(q, k, k, jnp.cos(angle), jnp.sin(angle), jnp.float32(1))
+      >>> out.row.shape, out.transposed.shape
+      ((1, 3, 64), (64, 3))
+    """
+    check_dtype("codes", dtype, CODES)
+    b, s, n, d = q.shape
+    m = k.shape[2]
+    if k.shape != (b, s, m, d) or v.shape != k.shape or not m or n % m or d % 2:
+        raise ValueError(
+            "heads must be [b, s, n, d], [b, s, m, d] and [b, s, m, d], d even and n a "
+            f"multiple of m, got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if cos.shape != (s, d // 2) or sin.shape != cos.shape:
+        raise ValueError(
+            f"angles must be {(s, d // 2)}, got {cos.shape} and {sin.shape}"
+        )
+    arrays = (q, k, v, cos, sin)
+    chosen = dispatch.choose(
+        implementation, _obstacle(*arrays), operation="join_heads", arrays=arrays
+    )
+    if chosen == "reference":
+        return reference.join_heads(*arrays, scale, dtype=dtype)
+    out = _run(*arrays, jnp.asarray(scale, jnp.float32), dtype=jnp.dtype(dtype))
+    return Copies(out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s))
+
+
+def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:
+    for array in (q, k, v):
+        if array.dtype != jnp.bfloat16:
+            return f"heads must be bfloat16, got {array.dtype}"
+    for array in (cos, sin):
+        if array.dtype != jnp.float32:
+            return f"angles must be float32, got {array.dtype}"
+    _, s, _, d = q.shape
+    if not q.size or s % LANES:
+        return f"positions must be a multiple of {LANES}, got {s}"
+    if d % (2 * GROUP) or d > _LARGEST_HEAD:
+        return f"heads must be multiples of 32 up to {_LARGEST_HEAD}, got {d}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="dtype")
+def _run(q, k, v, cos, sin, scale, *, dtype: DTypeLike) -> Encoded:
+    b, s, n, d = q.shape
+    m, half = k.shape[2], d // 2
+    queries, tokens = n // m, b * s
+    count = m * (queries + 2)
+    encoding = Encoding(row=dtype, transposed=dtype, denormals=True)
+    walk = Walk(
+        rows=tokens,
+        groups=half // GROUP,
+        group=GROUP,
+        strip_rows=LANES,
+        strip_groups=1,
+        strips=half // GROUP,
+        ahead=1,
+    )
+
+    def kernel(heads, tables, scale, out, tiles, halves, barrier):
+        cta = lax.axis_index("cta")
+        block, head = lax.div(cta, count), lax.rem(cta, count)
+        own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
+        row = block * LANES
+
+        def copy(source: Any, head: Array) -> None:
+            for part, tile in enumerate(halves):
+                place = (pl.ds(row, LANES), head, pl.ds(part * half, half))
+                plgpu.copy_gmem_to_smem(source.at[place], tile, barrier)
+
+        pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
+        pl.when(index == queries)(lambda: copy(heads[1], own))
+        pl.when(index > queries)(lambda: copy(heads[2], own))
+        # Values do not turn.
+        kind = (index > queries).astype(jnp.int32)
+        positions = pl.ds(lax.rem(row, s), LANES)
+        layout = strip_layout((LANES, GROUP))
+
+        def angles(strip):
+            place = (kind, positions, pl.ds(strip * GROUP, GROUP))
+            return [
+                plgpu.load(table.at[place], layout=layout, optimized=False)
+                for table in tables
+            ]
+
+        turns = [angles(strip) for strip in range(walk.strips)]
+        plgpu.barrier_wait(barrier)
+        sink = Sink(out, tiles, encoding, scale[0])
+        first, second = (strips_of(tile) for tile in halves)
+        for strip, (c, n) in enumerate(turns):
+            x, y = decode(first[strip]()), decode(second[strip]())
+            sink.put((x * c + y * n, y * c - x * n), lambda part: None)
+        sink.finish(walk, block, first_part=2 * head)
+
+    @jax.custom_batching.sequential_vmap
+    def launch(heads, tables, scale):
+        (out,) = plgpu.kernel(
+            kernel,
+            out_type=(outputs(encoding, walk, 2 * count),),
+            grid=(walk.ctas * count,),
+            grid_names=("cta",),
+            scratch_types={
+                "tiles": scratch_of(encoding, walk, 2),
+                "halves": [tile_of(q.dtype, walk)] * 2,
+                "barrier": plgpu.Barrier(num_arrivals=2),
+            },
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # Nothing is read from where the same kernel writes.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(heads, tables, scale)
+        return out
+
+    heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
+    tables = [jnp.stack([cos, jnp.ones_like(cos)]), jnp.stack([sin, 0 * sin])]
+    return launch(heads, tables, scale.reshape(1))
