@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    Console().print(table(rows))
+    Console(width=110).print(table(rows))
     draw(rows).savefig(out.with_suffix(".png"))
     about = {"preset": given.get("preset", "cpu"), "recipe": model.config.recipe}
     write_results(out, rows=rows, batches=batches, val_loss=model.loss, **about)

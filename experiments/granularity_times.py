@@ -8,6 +8,7 @@ kernels on a Hopper GPU, XLA elsewhere.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -99,8 +100,8 @@ def time_rows(shape: tuple[int, int]) -> list[Row]:
     """
     rows = []
     for name, (operator, methods) in _OPERATORS.items():
-        keys = jax.random.split(jax.random.key(0), _DRAWS)
-        draws = [(_draw(name, key, shape),) for key in keys]
+        draw = jax.jit(partial(_draw, name, shape))
+        draws = [(draw(key),) for key in jax.random.split(jax.random.key(0), _DRAWS)]
 
         def call(method, operator=operator):
             return lambda x: method(operator, x)
@@ -125,7 +126,7 @@ def time_rows(shape: tuple[int, int]) -> list[Row]:
     return rows
 
 
-def _draw(operator: Operator, key: Array, shape: tuple[int, int]) -> Any:
+def _draw(operator: Operator, shape: tuple[int, int], key: Array) -> Any:
     if operator == "norm":
         return jax.random.normal(key, shape, jnp.bfloat16)
     gate_up = jax.random.normal(key, (shape[0], 2, shape[1]), jnp.bfloat16)

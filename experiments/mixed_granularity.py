@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows = layer_rows(model)
     rows += [row for shape in shapes for row in granularity_times.time_rows(shape)]
-    console = Console()
+    console = Console(width=110)
     for table in ("arrays", "flows", "times"):
         console.print(getattr(granularity_report, table)(rows))
     for name in ("flows", "times"):

@@ -93,7 +93,11 @@ def test_command_line(tmp_path, capsys):
     found = json.loads(out.read_text())
     assert found["shape"]["seq"] == 128
     targets = [(bar["name"], bar["target"]) for bar in found["bars"]]
-    assert targets == [("coat, U", "<= 8.3"), ("coat_max, U", "<= 6.5")]
+    assert targets == [
+        ("coat, U", "<= 8.3"),
+        ("coat_max, U", "<= 6.5"),
+        ("bf16 / bf16, fp8_remat", ">= 1.8"),
+    ]
     assert out.with_suffix(".png").stat().st_size
     printed = capsys.readouterr().out
     assert "22.66" in printed

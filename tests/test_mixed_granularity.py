@@ -172,7 +172,7 @@ def _read_back(method, found):
 @pytest.mark.parametrize("name", ["norm", "gate"])
 def test_timed_methods_quantize_the_output(name):
     operator, methods = granularity_times._OPERATORS[name]
-    x = granularity_times._draw(name, jax.random.key(0), (32, 64))
+    x = granularity_times._draw(name, (32, 64), jax.random.key(0))
     exact = None
     for method, run in methods.items():
         found = _read_back(method, run(operator, x))
