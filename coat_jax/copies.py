@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
@@ -47,12 +47,13 @@ def fp8_copy(
     )
 
 
-def read_copy(q: QuantizedArray) -> Float[Array, "... n"]:
-    """`coat.dequantize`, by a kernel where it can run."""
+def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"]:
+    """`coat.dequantize`, by a kernel where it can run and XLA should not fuse it."""
     group = min(q.granularity.size, q.shape[-1])
     if not _fits(q.shape, q.dtype, q.format, group):
         return q.dequantize()
-    return _placed(_dequantize, (q.codes, q.scale), _Spec(q.dtype, group))
+    spec = _Spec(q.dtype, group, "reference" if fused else None)
+    return _placed(_dequantize, (q.codes, q.scale), spec)
 
 
 def has_kernel() -> bool:
@@ -91,7 +92,8 @@ def _placed(operation: Callable, arrays: tuple[Array, ...], spec: _Spec) -> Any:
     if mesh.manual_axes and not mesh.are_all_axes_manual:
         # custom_partitioning is not told the mesh in a partly manual shard_map.
         spec = dataclasses.replace(spec, implementation="reference")
-    elif has_kernel() and jax.device_count() > 1 and not mesh.manual_axes:
+    kernel = has_kernel() and spec.implementation is None
+    if kernel and jax.device_count() > 1 and not mesh.manual_axes:
         operation = _PARTITIONED[operation]
     step = _of_explicit(functools.partial(operation, spec=spec), spec.group)
     return _in_batches(step)(*arrays)
@@ -140,7 +142,12 @@ def _in_batches(fn: Callable) -> Callable:
 def _partition(operation, spec, mesh, args, results):
     """Each device has whole groups, or the whole of the last axis."""
     sharding = _of_whole_groups(args[0].sharding, args[0].shape, spec.group)
-    here = functools.partial(operation, spec=spec)
+
+    def here(*arrays):
+        # Within a device's part there is no mesh.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            return operation(*arrays, spec)
+
     results, args = (jax.tree.map(lambda _: sharding, tree) for tree in (results, args))
     return mesh, here, results, args
 

@@ -264,8 +264,7 @@ def _with_fp8_residuals(
 
         def restore(kept, x):
             if isinstance(kept, Copy):
-                q = _scales_as_bits(x)
-                return q.dequantize() if kept.fused else read_copy(q)
+                return read_copy(_scales_as_bits(x), fused=kept.fused)
             if isinstance(kept, int):
                 return references[kept]
             return next(recomputed) if kept == "recompute" else x

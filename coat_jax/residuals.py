@@ -160,18 +160,20 @@ def linearize(fn: Callable, *args: Any) -> Linearized:
         *args
     )
     outputs, out_tree = jax.tree.flatten(out)
-    leaves, vjp_tree = jax.tree.flatten(vjp)
+    vjp_tree = jax.tree.structure(vjp)
 
     def backward(leaves, cotangents):
         return _gradients(jax.tree.unflatten(vjp_tree, leaves), out, cotangents)
 
-    cotangents = [o for o in outputs if _is_inexact(o)]
+    # What shard_map knows of values is in their types alone.
+    types = forward.out_avals
+    cotangents = [t for t in types[: len(outputs)] if _is_inexact(t)]
     return Linearized(
         forward=forward,
         num_outputs=len(outputs),
         out_tree=out_tree,
         vjp_tree=vjp_tree,
-        backward=jax.make_jaxpr(backward)(leaves, cotangents),
+        backward=jax.make_jaxpr(backward)(types[len(outputs) :], cotangents),
     )
 
 

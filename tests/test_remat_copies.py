@@ -1,0 +1,121 @@
+"""The copies that fp8_remat keeps are `coat.quantize`'s, whatever makes them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gradients import ROW, assert_close, saved
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from kernels import adversarial, assert_identical, encoded_groups
+from models import normal
+
+import coat_jax as coat
+import pallas_kernels
+from coat_jax.copies import fp8_copy, read_copy
+from coat_jax.remat import fp8_remat
+from pallas_kernels import dispatch
+
+SHAPES = [(24, 128), (2, 9, 160), (17, 256), (40, 8), (5, 200), (3, 2, 7, 48)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
+@pytest.mark.parametrize("group", [16, 128])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_copies_are_what_quantize_makes(shape, group, dtype):
+    size = int(np.prod(shape))
+    x = jnp.resize(adversarial((size // 16 + 1, 16), jnp.float32, seed=size), shape)
+    x = x.astype(dtype)
+    copy = jax.jit(
+        functools.partial(
+            fp8_copy, format=coat.E4M3, granularity=coat.PerGroup(group), noise=None
+        )
+    )(x)
+    assert_identical(
+        [copy.codes, copy.scale], encoded_groups(x, jnp.float8_e4m3fn, group)
+    )
+    library = coat.quantize(x, granularity=coat.PerGroup(group))
+    assert jax.tree.structure(copy) == jax.tree.structure(library)
+    assert_identical(copy, library)
+    assert_identical(read_copy(copy), library.dequantize())
+
+
+@pytest.mark.parametrize("format", [coat.E5M2, coat.DE8], ids=repr)
+def test_copies_in_other_formats(format):
+    x, how = normal(1, 9, 64), {"format": format, "granularity": coat.PerGroup(16)}
+    copy, library = fp8_copy(x, **how), coat.quantize(x, **how)
+    assert_identical(copy, library)
+    assert_identical(read_copy(copy), library.dequantize())
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """As on a Hopper GPU: kernels run, here interpreted."""
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        yield
+    jax.clear_caches()
+
+
+def two_layers(w, x):
+    """A layer of which backward reads x by groups, its sine by rows."""
+    return jnp.sin(x @ w) @ w
+
+
+def over_one_device(fn):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    rows = P(None, "data")
+    return jax.shard_map(fn, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [jax.jit, jax.vmap, over_one_device],
+    ids=["jit", "vmap", "shard_map"],
+)
+def test_kernels_compute_the_same_within_transformations(transform, request):
+    w, xs = normal(1, 64, 64, scale=0.2), normal(2, 3, 96, 64)
+    light = fp8_remat(two_layers)
+    mapped = {jax.vmap: jax.vmap(light, in_axes=(None, 0))}.get(transform)
+    fn = mapped or transform(light)
+
+    def gradient(w, xs):
+        return jax.grad(lambda w: jnp.sum(jnp.sin(fn(w, xs))))(w)
+
+    expected = jax.block_until_ready(jax.jit(gradient)(w, xs))
+    jax.clear_caches()
+    request.getfixturevalue("kernels")
+    chosen = pallas_kernels.explain(gradient, w, xs).choices
+    assert {(c.operation, c.implementation) for c in chosen} == {
+        ("quantize_groups", "mosaic"),
+        ("dequantize_groups", "mosaic"),
+        ("dequantize_groups", "reference"),
+    }
+    # One call for all that is mapped over.
+    arrays = {c.arrays for c in chosen if c.operation == "quantize_groups"}
+    assert ("float32[3,96,64]",) in arrays
+    actual = jax.block_until_ready(jax.jit(gradient)(w, xs))
+    assert_close(actual, expected, 1e-6)
+
+
+def test_only_what_products_read_is_widened_by_a_kernel():
+    """XLA fuses the rest with what reads it."""
+    w, x = normal(1, 64, 64), normal(2, 96, 64)
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(fp8_remat(two_layers)(w, x)))(w)
+
+    chosen = pallas_kernels.explain(gradient, w, x).choices
+    # x and sin(x @ w) for products, cos(x @ w) for a multiplication.
+    assert [c.operation for c in chosen].count("quantize_groups") == 3
+    reads = [c.reason for c in chosen if c.operation == "dequantize_groups"]
+    assert reads.count("the caller named it") == 1
+    assert len(reads) == 3
+    scales = [
+        r.shape for r in saved(fp8_remat(two_layers), w, x) if r.dtype == "uint16"
+    ]
+    assert sorted(scales) == [(96, 1), (96, 1), (96, 4)]
+    assert ROW >= 64
