@@ -40,14 +40,22 @@ def seconds(
     compiled: Sequence[Any], draws: Sequence[tuple], *, calls: int = 5, rounds: int = 7
 ) -> list[float]:
     """The median time of each for one draw, over rounds in which each has its turn."""
+    times = in_turns(compiled, (draws,), calls=calls, rounds=rounds)
+    return [time / len(draws) for time in times]
+
+
+def in_turns(
+    compiled: Sequence[Any], arguments: tuple, *, calls: int = 10, rounds: int = 5
+) -> list[float]:
+    """The median time of a call of each, over rounds in which each has its turn."""
     for function in compiled:
-        jax.block_until_ready(function(draws))
+        jax.block_until_ready(function(*arguments))
     found: list[list[float]] = [[] for _ in compiled]
     for _ in range(rounds):
         for function, times in zip(compiled, found, strict=True):
             started = time.perf_counter()
             for _ in range(calls):
-                result = function(draws)
+                result = function(*arguments)
             jax.block_until_ready(result)
-            times.append((time.perf_counter() - started) / calls / len(draws))
+            times.append((time.perf_counter() - started) / calls)
     return [statistics.median(times) for times in found]

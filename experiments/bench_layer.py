@@ -1,0 +1,286 @@
+"""Time and memory of one Llama layer, forward and backward, by recipe.
+
+    uv run python -m experiments.bench_layer
+
+times a layer with BF16 weights: the BF16 layer as JAX differentiates it, with policies
+of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a shape are
+timed in turns. The paper's table 6 and the total of its table 2 stand beside them.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments import layer_report, profiling
+from experiments.error_tables import bars as bars_table
+from experiments.layer_cases import (
+    CASES,
+    PLAIN,
+    Shape,
+    forward_backward,
+    layer,
+    llama_intermediate,
+    normal,
+    random_params,
+)
+from experiments.results import Bar, write_results
+from experiments.timing import OPTIONS, in_turns
+
+MIB = 2**20
+Row = dict[str, Any]
+# How many times faster than the fastest BF16 layer, by hidden size and sequence.
+SPEED_TARGETS = {
+    (4096, 2048): 1.80,
+    (4096, 4096): 1.70,
+    (2048, 2048): 1.52,
+    (2048, 4096): 1.50,
+}
+UNIT_TARGETS = {"coat": 8.3, "coat_max": 6.5}
+# What `--profile` looks into: attention's kernels are BF16's.
+_PROFILED = ("bf16", "coat")
+# TFLOP/s; no products of a layer are faster: TransformerEngine's at hidden 4096.
+_PRODUCT_RATE = 1_500
+
+
+class Compiled(NamedTuple):
+    """A case's programs, and what is known of them without running them.
+
+    Attributes:
+      forward: The layer alone.
+      forward_backward: The layer and its gradients.
+      known: Columns of its row.
+    """
+
+    forward: jax.stages.Compiled
+    forward_backward: jax.stages.Compiled
+    known: Row
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    args = parser().parse_args(argv)
+    console = Console(width=130)
+    rows: list[Row] = []
+    parts: list[Row] = []
+    for shape in tqdm(shapes(args), unit="shape", disable=None):
+        rows += shape_rows(shape, args.cases, calls=args.calls, rounds=args.rounds)
+        if args.profile:
+            parts += profile_rows(shape, rows)
+        write(args.out, rows, parts)
+    for table in layer_report.tables(rows):
+        console.print(table)
+    if parts:
+        console.print(layer_report.parts_table(parts))
+    console.print(bars_table(bars(rows)))
+    layer_report.draw(rows).savefig(args.out.with_suffix(".png"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; by default the four shapes of the paper's table 6."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.bench_layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = top.add_argument
+    add("--hidden", type=int, nargs="+", default=[4096, 2048], metavar="H")
+    add("--seq", type=int, nargs="+", default=[2048, 4096], metavar="S")
+    add("--batch", type=int, default=4)
+    add("--intermediate", type=int, help="by default Llama's for each hidden size")
+    add("--kv-heads", type=int, help="by default as many as query heads")
+    add("--head-dim", type=int, default=128)
+    add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    add("--calls", type=int, default=10, help="in a row, in each round")
+    add("--rounds", type=int, default=5, help="in which each case has its turn")
+    add("--profile", action="store_true", help="say where time goes; on GPUs")
+    out = Path("experiments/results/bench_layer.json")
+    add("--out", type=Path, default=out, help="a figure goes beside it")
+    return top
+
+
+def shapes(args: argparse.Namespace) -> list[Shape]:
+    """Every hidden size with every length."""
+    return [
+        Shape(
+            hidden=hidden,
+            seq=seq,
+            batch=args.batch,
+            intermediate=args.intermediate or llama_intermediate(hidden),
+            kv_heads=args.kv_heads or hidden // args.head_dim,
+            head_dim=args.head_dim,
+        )
+        for hidden, seq in itertools.product(args.hidden, args.seq)
+    ]
+
+
+def shape_rows(
+    shape: Shape, cases: Sequence[str] = tuple(CASES), *, calls: int, rounds: int
+) -> list[Row]:
+    """Times cases in turns: a row each.
+
+    Ratios are to the BF16 layer as `jax.vjp` saves it, and to the fastest of those that
+    JAX has without this library.
+    """
+    with ThreadPoolExecutor(8) as pool:
+        compiled = list(pool.map(lambda case: compile_case(case, shape), cases))
+    params, x, dy = arguments(shape)
+    how = {"calls": calls, "rounds": rounds}
+    forward = in_turns([c.forward for c in compiled], (params, x), **how)
+    both = in_turns([c.forward_backward for c in compiled], (params, x, dy), **how)
+    ms = {case: 1e3 * seconds for case, seconds in zip(cases, both, strict=True)}
+    plain = [ms[case] for case in cases if case in PLAIN]
+    return [
+        {"case": case}
+        | dataclasses.asdict(shape)
+        | {"forward_ms": 1e3 * ahead, "backward_ms": ms[case] - 1e3 * ahead}
+        | {"forward_backward_ms": ms[case]}
+        | {"ratio_to_bf16": ms["bf16"] / ms[case] if "bf16" in ms else None}
+        | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
+        | found.known
+        | layer_report.paper(case, shape)
+        for case, ahead, found in zip(cases, forward, compiled, strict=True)
+    ]
+
+
+def compile_case(name: str, shape: Shape) -> Compiled:
+    """Compiles a case for a shape, and its backward pass alone for what that takes."""
+    apply, params = layer(CASES[name], shape)
+    x = shape.input()
+
+    def compiled(function, *args):
+        return jax.jit(function).lower(*args).compile(OPTIONS)
+
+    started = time.perf_counter()
+    both = compiled(forward_backward(apply), params, x, x)
+    compile_s = time.perf_counter() - started
+    _, vjp = jax.eval_shape(lambda params, x: jax.vjp(apply, params, x), params, x)
+    backward = compiled(lambda vjp, dy: vjp(dy), vjp, x)
+    # The input is counted where backward reads it: it is the output of another layer.
+    saved = coat.residual_report(lambda params, x: apply(params, -x), params, x).nbytes
+    known = {
+        "saved_units": saved / shape.unit,
+        "saved_mib": saved / MIB,
+        "backward_temporaries_mib": _temporaries_mib(backward),
+        "temporaries_mib": _temporaries_mib(both),
+        "compile_s": compile_s,
+    }
+    return Compiled(compiled(apply, params, x), both, known)
+
+
+def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
+    return compiled.memory_analysis().temp_size_in_bytes / MIB
+
+
+def arguments(shape: Shape) -> tuple[Any, jax.Array, jax.Array]:
+    """Parameters, input and cotangent, random."""
+    _, params = layer(CASES["bf16"], shape)
+    x, dy = (normal(seed, shape.input()) for seed in (1, 2))
+    return random_params(params), x, 1e-3 * dy
+
+
+def profile_rows(shape: Shape, rows: list[Row]) -> list[Row]:
+    """Where a call's time goes: a row for each kind of kernel.
+
+    The floor is what nothing could win: products at the best rate known, and attention
+    as in BF16. Gaps are the time of a call, measured without a profiler, that no kernel
+    accounts for.
+    """
+    arrays = arguments(shape)
+    found = {}
+    for case in _PROFILED:
+        apply, _ = layer(CASES[case], shape)
+        found[case] = profiling.kernel_ms(forward_backward(apply), arrays)
+    floor = {
+        "products": shape.product_flop / _PRODUCT_RATE / 1e9,
+        "attention": found["bf16"]["attention"],
+    }
+    times = {
+        row["case"]: row["forward_backward_ms"]
+        for row in rows
+        if (row["hidden"], row["seq"]) == (shape.hidden, shape.seq)
+    }
+    return [
+        {"case": case}
+        | dataclasses.asdict(shape)
+        | {"part": part, "ms": ms, "floor_ms": floor.get(part, 0.0)}
+        for case, kernels in found.items()
+        for part, ms in (
+            kernels | {"gaps": times[case] - sum(kernels.values())}
+        ).items()
+    ]
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What each shape should reach, as far as its cases were measured."""
+    found = []
+    by_shape = itertools.groupby(rows, key=lambda row: (row["hidden"], row["seq"]))
+    for (hidden, seq), group in by_shape:
+        at = {row["case"]: row for row in group}
+        found += [
+            bar._replace(name=f"{hidden}, {seq}: {bar.name}")
+            for bar in (*_speed(at, SPEED_TARGETS.get((hidden, seq))), *_memory(at))
+        ]
+    return found
+
+
+def _speed(at: dict[str, Row], target: float | None) -> list[Bar]:
+    ms = {case: row["forward_backward_ms"] for case, row in at.items()}
+    found = []
+    if target and "coat" in at and at["coat"]["ratio_to_fastest_bf16"]:
+        ratio = at["coat"]["ratio_to_fastest_bf16"]
+        found.append(Bar.of("coat, times the fastest BF16", ">=", target, ratio))
+    if {"coat", "coat_max"} <= ms.keys():
+        ratio = ms["coat"] / ms["coat_max"]
+        found.append(Bar.of("coat_max, times coat", ">=", 0.95, ratio))
+    if {"bf16", "bf16, fp8_remat"} <= ms.keys():
+        ratio = ms["bf16, fp8_remat"] / ms["bf16"]
+        found.append(Bar.of("bf16, fp8_remat: time / bf16", "<=", 1.06, ratio))
+    return found
+
+
+def _memory(at: dict[str, Row]) -> list[Bar]:
+    units = {case: row["saved_units"] for case, row in at.items()}
+    found = [
+        Bar.of(f"{case}, U saved", "<=", target, units[case])
+        for case, target in UNIT_TARGETS.items()
+        if case in at
+    ]
+    if {"bf16", "bf16, fp8_remat"} <= at.keys():
+        ratio = units["bf16"] / units["bf16, fp8_remat"]
+        found.append(Bar.of("bf16 / bf16, fp8_remat: U saved", ">=", 1.8, ratio))
+    if "coat" in at:
+        better = sum(dominates(at[c], at["coat"]) for c in PLAIN if c in at)
+        name = "BF16 policies both smaller and faster than coat"
+        found.append(Bar.of(name, "<=", 0, better))
+    for case in ("coat", "coat_max"):
+        if {case, "bf16"} <= at.keys():
+            key = "backward_temporaries_mib"
+            ratio = at[case][key] / at["bf16"][key]
+            found.append(Bar.of(f"{case}, temporaries / BF16's", "<=", 1.0, ratio))
+    return found
+
+
+def dominates(row: Row, other: Row) -> bool:
+    """Whether a case both saves less and is faster."""
+    keys = ("saved_units", "forward_backward_ms")
+    return all(row[key] < other[key] for key in keys)
+
+
+def write(path: Path, rows: list[Row], parts: list[Row]) -> None:
+    """The results file; what a profile found stands apart from the rows."""
+    extra = {"parts": parts} if parts else {}
+    write_results(path, rows=rows, bars=bars(rows), **extra)
+
+
+if __name__ == "__main__":
+    main()
