@@ -230,9 +230,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     h_scale, gate_up_scale, a_scale, down_scale = scales
     gradient = Codes.of(dy, E5M2, copies="both")
     da = input_gradient(gradient, params["down"], down_scale, dy.dtype)
-    how = {"activation": gate, "copies": "transposed"}
-    a = kernels.gated(gate_up, scale=a_scale, **how).transposed
-    inner = _gate_gradient(gate_up, da, gate)
+    inner, a = _gate_gradient(gate_up, da, gate, a_scale)
     dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
     h = norm.again(groups, params["norm"], h_scale)
     dx, dnorm = norm.backward(groups, dh, params["norm"], dy)
@@ -267,21 +265,21 @@ def _gate_up(h: _Rows, params: Params, dtype) -> tuple[kernels.Groups, Array]:
     return groups, columns.scale
 
 
-def _gate_gradient(gate_up: kernels.Groups, da: Array, gate: GateName) -> Codes:
-    """Of gate and up, with one scale that they cannot exceed.
+def _gate_gradient(
+    gate_up: kernels.Groups, da: Array, gate: GateName, a_scale: Float[Array, ""]
+) -> tuple[Codes, Float[Array, "f tokens"]]:
+    """Of gate and up, with one scale that they cannot exceed; and a's codes again.
 
     The largest magnitude of either is no more than the product of the largest of what
     is multiplied. E5M2 is as precise below its largest number as at it, for 30 powers
     of two, so that a bound does where the maximum itself would take another pass.
     """
     factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
-    bound = factor * largest(da) * _STEEPEST[gate]
-    scale = tensor_scale(bound, E5M2)
-    out = kernels.gated_grad(
-        gate_up, da, activation=gate, scale=scale, dtype=E5M2.dtype, copies="both"
-    )
+    scale = tensor_scale(factor * largest(da) * _STEEPEST[gate], E5M2)
+    how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}
+    out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
-    return Codes(codes, out.transposed, scale)
+    return Codes(codes, out.transposed, scale), out.product
 
 
 def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:

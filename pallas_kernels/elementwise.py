@@ -46,36 +46,44 @@ class Encoded(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("fn", "encoding", "group", "parts", "tuning")
+    jax.jit, static_argnames=("fn", "encoding", "more", "group", "parts", "tuning")
 )
 def run(
     fn: Callable,
     operands: tuple[Array | Groups, ...],
     scale: Float[Array, ""] | None = None,
+    more_scale: Float[Array, ""] | None = None,
     *,
     encoding: Encoding,
+    more: Encoding | None = None,
     group: int = GROUP,
     parts: int = 1,
     tuning: Tuning | None = None,
-) -> Encoded:
+) -> list[Encoded]:
     """Applies `fn` to operands and encodes its values.
 
     Args:
       fn: Takes strips of the parts of all operands as they are stored, `Groups` where
-        they are, and returns a float32 strip for each part of the values. Where codes
-        are wanted and there is no scale it returns codes.
+        they are, and returns a float32 strip for each part of the values, and one more
+        where that is wanted. Where codes are wanted and there is no scale it returns
+        codes.
       operands: Arrays [rows, parts, n], groups of such, and scalars.
       scale: What `row` and `transposed` codes multiply with on the way back.
-      encoding: What is wanted.
+      more_scale: The same for `more`.
+      encoding: What is wanted of the parts.
+      more: What is wanted of one more value, if there is one.
       group: Elements of a group, in operands and values.
       parts: Parts of the values.
       tuning: How to lay the kernel over the GPU.
+
+    Returns:
+      The parts as `encoding` has it, then what more there is.
     """
     rows, _, n = jax.tree.leaves(operands)[0].shape
-    shape = (rows, parts, n // group, group)
     tuning = tuning or Tuning()
-    walk = Walk.of(shape, encoding, tuning)
-    out_type = outputs(encoding, walk, parts)
+    walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
+    wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
+    out_type = [outputs(each, walk, count) for each, count in wanted]
     staged = tuning.staged and encoding.transposed is not None
 
     def view(x):
@@ -84,11 +92,13 @@ def run(
         as_it_is = staged or x.shape[-1] != n
         return x if as_it_is else x.reshape(*x.shape[:-1], n // group, group)
 
-    def kernel(operands, scale, out, tiles, stages=None):
+    def kernel(operands, scales, out, tiles, stages=None):
         cta = lax.axis_index("cta")
-        scale = None if scale is None else scale[0]
         places = walk.indices(cta)
-        sink = Sink(out, tiles, encoding, scale)
+        sinks = [
+            Sink(to, tiles[j], wanted[j][0], None if scale is None else scale[0])
+            for j, (to, scale) in enumerate(zip(out, scales, strict=True))
+        ]
         load = [functools.partial(_loaded, operands, place) for place in places]
         if staged:
             load = stages.strips(operands, walk, cta)
@@ -96,12 +106,16 @@ def run(
         loaded = [list(strips()) for strips in load[:ahead]]
         for j, place in enumerate(places):
             loaded += [list(strips()) for strips in load[j + ahead :][:1]]
-            sink.put(fn(*loaded.pop(0)), place)
-        sink.finish(walk, cta)
+            values = fn(*loaded.pop(0))
+            sinks[0].put(values[:parts], place)
+            for sink in sinks[1:]:
+                sink.put(values[parts:], place)
+        for sink in sinks:
+            sink.finish(walk, cta)
 
     @jax.custom_batching.sequential_vmap
-    def launch(operands, scale):
-        scratch = {"tiles": scratch_of(encoding, walk, parts)}
+    def launch(operands, scales):
+        scratch = {"tiles": [scratch_of(each, walk, count) for each, count in wanted]}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
         (out,) = plgpu.kernel(
@@ -116,21 +130,23 @@ def run(
                 # Nothing is read from where the same kernel writes.
                 unsafe_no_auto_barriers=True,
             ),
-        )(operands, scale)
+        )(operands, scales)
         return out
 
-    operands = jax.tree.map(view, operands)
-    scale = None if scale is None else view(jnp.asarray(scale))
-    out = launch(operands, scale)
-    arrays = [
-        None if x is None else x.reshape(rows, parts, n) for x in (out.wide, out.row)
-    ]
+    scales = [None if x is None else view(jnp.asarray(x)) for x in (scale, more_scale)]
+    out = launch(jax.tree.map(view, operands), scales[: len(wanted)])
+    return [_reshaped(x, (rows, -1, n)) for x in out]
+
+
+def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:
+    """Arrays without an axis of groups, and maxima as numbers."""
+    wide, row = (None if x is None else x.reshape(shape) for x in (out.wide, out.row))
     groups, largest = out.groups, out.maxima
     if groups is not None:
-        groups = Groups(groups.codes.reshape(rows, parts, n), groups.scale)
+        groups = groups._replace(codes=groups.codes.reshape(shape))
     if largest is not None:
         largest = lax.bitcast_convert_type(largest, jnp.float32)
-    return Encoded(arrays[0], groups, arrays[1], out.transposed, largest)
+    return Encoded(wide, groups, row, out.transposed, largest)
 
 
 def outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:

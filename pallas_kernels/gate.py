@@ -25,6 +25,7 @@ from pallas_kernels.strips import Encoding, Tuning
 
 _LOG2_E = math.log2(math.e)
 _GELU = -_LOG2_E * GELU
+_PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
 def gated(
@@ -84,7 +85,7 @@ def gated(
         values, scale = gate_rows.run(product, _tokens(gate_up), dtype=dtype)
         return Gated(values=values.reshape(shape), scale=scale.reshape(shape[:-1]))
     encoding = _encoding(scale, dtype, row, transposed)
-    out = elementwise.run(
+    (out,) = elementwise.run(
         product, (_tokens(gate_up),), scale, encoding=encoding, tuning=tuning
     )
     return _gated(out, shape)
@@ -98,6 +99,7 @@ def gated_grad(
     scale: Float[Array, ""] | None = None,
     dtype: DTypeLike = jnp.float8_e5m2,
     copies: Wanted = "row",
+    product_scale: Float[Array, ""] | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
@@ -111,6 +113,8 @@ def gated_grad(
       dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: Which of the codes [..., 2, f] and their transpose [2 f, tokens] to
         return; tokens are all leading axes.
+      product_scale: With a transposed copy, returns that of the product too, its
+        float8_e4m3fn codes for this scale, [f, tokens].
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -128,6 +132,8 @@ def gated_grad(
     if isinstance(scale, str):
         raise ValueError(f"scale must be None or a scalar, got {scale!r}")
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    if product_scale is not None and not transposed:
+        raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, parts, n = gate_up.codes.shape
     if dy.shape != (*leading, n):
@@ -140,16 +146,20 @@ def gated_grad(
     if chosen == "reference":
         how = {"row": row, "transposed": transposed, "dtype": dtype}
         how |= {"activation": activation, "scale": scale}
-        return reference.gated_grad(gate_up, dy, **how)
-    out = elementwise.run(
-        ProductGrad(activation=activation),
+        return reference.gated_grad(gate_up, dy, product_scale=product_scale, **how)
+    with_product = product_scale is not None
+    out, *more = elementwise.run(
+        ProductGrad(activation=activation, with_product=with_product),
         (_tokens(gate_up), dy.reshape(tokens, 1, n)),
         scale,
+        product_scale,
         encoding=_encoding(scale, dtype, row, transposed),
+        more=_PRODUCT if with_product else None,
         parts=parts,
         tuning=tuning,
     )
-    return _gated(out, gate_up.codes.shape)
+    product = more[0].transposed[0] if more else None
+    return _gated(out, gate_up.codes.shape)._replace(product=product)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,12 +179,13 @@ class Product:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductGrad:
-    """The gradients of gate and up."""
+    """The gradients of gate and up, and maybe their product."""
 
     activation: Activation
+    with_product: bool = False
 
-    def __call__(self, gate: Groups, up: Groups, dy: Array) -> tuple[Array, Array]:
-        """Both gradients, for `elementwise.run`."""
+    def __call__(self, gate: Groups, up: Groups, dy: Array) -> tuple[Array, ...]:
+        """What is asked for, for `elementwise.run`."""
         gate, up, dy = decode(gate), decode(up), decode(dy)
         if self.activation == "silu":
             s = _sigmoid(gate * -_LOG2_E)
@@ -187,7 +198,7 @@ class ProductGrad:
             y = gate * s
             inner = GELU + 3 * GELU * GELU_CUBIC * square
             slope = s + x * inner * (s * (1 - s))
-        return dy * up * slope, dy * y
+        return dy * up * slope, dy * y, *([y * up] if self.with_product else [])
 
 
 def _sigmoid(exponent: Array) -> Array:

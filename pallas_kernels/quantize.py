@@ -64,7 +64,7 @@ def quantize_groups(
     )
     if chosen == "reference":
         return reference.quantize_groups(x, dtype=dtype, group=group)
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _numbers,
         (flat(x),),
         encoding=Encoding(groups=dtype),
@@ -102,7 +102,7 @@ def dequantize_groups(
     )
     if chosen == "reference":
         return reference.dequantize_groups(groups, dtype=dtype)
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _numbers,
         (Groups(flat(groups.codes), flat(groups.scale)),),
         encoding=Encoding(wide=dtype),
@@ -137,9 +137,8 @@ def maxima(
     if chosen == "reference":
         return reference.maxima(x)
     encoding = Encoding(maxima=True)
-    return elementwise.run(
-        _numbers, (flat(x),), encoding=encoding, tuning=tuning
-    ).maxima
+    (out,) = elementwise.run(_numbers, (flat(x),), encoding=encoding, tuning=tuning)
+    return out.maxima
 
 
 def quantize_tensor(
@@ -187,7 +186,7 @@ def quantize_tensor(
         return reference.quantize_tensor(
             x, scale, dtype=dtype, row=row, transposed=transposed
         )
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _numbers,
         (in_tokens(x) if transposed else flat(x),),
         scale,
@@ -230,7 +229,7 @@ def dequantize_tensor(
     )
     if chosen == "reference":
         return reference.dequantize_tensor(codes, scale, dtype=dtype)
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _scaled, (flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
     )
     return out.wide.reshape(codes.shape)
@@ -263,7 +262,7 @@ def transpose(
         return reference.transpose(codes)
     stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
     encoding = Encoding(transposed=stored.dtype)
-    out = elementwise.run(_as_stored, (stored,), encoding=encoding, tuning=tuning)
+    (out,) = elementwise.run(_as_stored, (stored,), encoding=encoding, tuning=tuning)
     return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
 
 

@@ -64,7 +64,7 @@ def add_quantize_groups(
     )
     if chosen == "reference":
         return reference.add_quantize_groups(x, y, dtype=dtype, group=group)
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _sum,
         (flat(x), flat(y)),
         encoding=Encoding(wide=x.dtype, groups=dtype),
@@ -121,7 +121,7 @@ def add_quantize_tensor(
             x, y, scale, dtype=dtype, row=row, transposed=transposed
         )
     view = in_tokens if transposed else flat
-    out = elementwise.run(
+    (out,) = elementwise.run(
         _sum,
         (view(x), view(y)),
         scale,

@@ -162,6 +162,22 @@ def test_transposed_copies(implementation, activation, shape):
 
 @every_implementation
 @pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, TILES, strict=True))
+)
+def test_gradients_with_the_product(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    how = {"activation": activation, "copies": "both"}
+    both = functools.partial(pk.gated_grad, product_scale=jnp.float32(0.25), **how)
+    out = run(implementation, with_scale(both), groups, dy, jnp.float32(SCALE))
+    assert_rounded(out.values, *exact(groups, activation, dy), SCALE)
+    assert_transposed(out)
+    y, size = (x.reshape(-1, shape[-1]).T for x in exact(groups, activation))
+    assert out.product.dtype == E4M3
+    assert_rounded(out.product, y, size, 0.25)
+
+
+@every_implementation
+@pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS, ROWS, strict=True))
 )
 def test_a_scale_for_each_row(implementation, activation, shape):
@@ -262,6 +278,8 @@ def test_what_cannot_run_is_named():
         pk.gated(groups, activation="relu")
     with pytest.raises(ValueError, match="needs a scalar scale, got None"):
         pk.gated(groups, copies="both")
+    with pytest.raises(ValueError, match=r"product_scale needs .* got 'row'"):
+        pk.gated_grad(groups, dy, scale=jnp.float32(1), product_scale=jnp.float32(1))
     with pytest.raises(ValueError, match="a scalar or 'row', got 'column'"):
         pk.gated(groups, scale="column")
     with pytest.raises(ValueError, match=r"\[\.\.\., 2, f\], got \(16, 128\)"):

@@ -36,12 +36,14 @@ class Gated(NamedTuple):
       scale: With a scale for each row, that of `values`, float32 [...].
       largest: Otherwise largest magnitudes of parts of the values, float32 [k]; how
         many there are is the kernel's choice.
+      product: With gradients, float8_e4m3fn codes of the product, [f, tokens].
     """
 
     values: Float[Array, "..."] | None = None
     transposed: Float[Array, "n tokens"] | None = None
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
+    product: Float[Array, "f tokens"] | None = None
 
 
 def gated(
@@ -73,6 +75,7 @@ def gated_grad(
     dtype: DTypeLike,
     row: bool,
     transposed: bool,
+    product_scale: Float[Array, ""] | None,
 ) -> Gated:
     """See `pallas_kernels.gated_grad`."""
     gate, up = _decoded(gate_up)
@@ -83,7 +86,12 @@ def gated_grad(
     if not transposed:
         return out
     codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
-    return out._replace(transposed=copies(codes, row=False, transposed=True).transposed)
+    out = out._replace(transposed=copies(codes, row=False, transposed=True).transposed)
+    if product_scale is None:
+        return out
+    y = gate * factor * up
+    product = _encoded(y, product_scale, jnp.float8_e4m3fn, row=False, transposed=True)
+    return out._replace(product=product.transposed)
 
 
 def _encoded(y, scale, dtype, row, transposed):
