@@ -10,39 +10,23 @@ values.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from rich.console import Console
 
 import coat_jax as coat
-from coat_jax.blocks import RecipeName
 from coat_jax.memory import ResidualReport
 from coat_jax.models import llama
 from experiments import activation_operations as operations
+from experiments.layer_cases import CASES, Shape
 from experiments.results import Bar, write_results
 
 Row = dict[str, Any]
-_policies = jax.checkpoint_policies
-# A recipe, and what a layer is wrapped in.
-CASES: dict[str, tuple[RecipeName, Callable]] = {
-    "bf16": ("bf16", lambda layer: layer),
-    "bf16, products saved": (
-        "bf16",
-        partial(jax.checkpoint, policy=_policies.dots_with_no_batch_dims_saveable),
-    ),
-    "bf16, nothing saved": ("bf16", jax.checkpoint),
-    "bf16, fp8_remat": ("bf16", coat.fp8_remat),
-    "te": ("te", lambda layer: layer),
-    "coat": ("coat", lambda layer: layer),
-    "coat_max": ("coat_max", lambda layer: layer),
-}
 TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
 _LAYERS = 2
 
@@ -50,15 +34,16 @@ _LAYERS = 2
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     args = parser().parse_args(argv)
-    console = Console(width=110)
+    shape = shape_of(args)
+    console = Console(width=120)
     if args.details:
         for case in CASES:
-            console.print(f"\n{case}, {_LAYERS} layers\n{saved_by_layers(case, args)}")
-    rows = case_rows(args)
+            console.print(f"\n{case}, {_LAYERS} layers\n{saved_by_layers(case, shape)}")
+    rows = case_rows(shape)
     console.print(operations.table(rows))
     operations.draw(rows).savefig(args.out.with_suffix(".png"))
-    shape = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
-    write_results(args.out, rows=rows, bars=bars(rows), shape=shape)
+    given = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
+    write_results(args.out, rows=rows, bars=bars(rows), shape=given)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -83,49 +68,59 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def saved_by_layers(case: str, shape: argparse.Namespace) -> ResidualReport:
-    """What two layers under `scan` save, with parameters in BF16."""
-    recipe, wrap = CASES[case]
-    config = config_of(shape, recipe)
-    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
-    graph, layers = nnx.split(model.layers)
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The layer and the input that a command line asks for.
 
-    def forward(layers, x):
-        layer = wrap(lambda params, x: nnx.merge(graph, params)(x))
-        return lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
+    Raises:
+      ValueError: If the heads do not divide the hidden size.
+    """
+    if args.hidden % args.heads:
+        raise ValueError(f"heads must divide {args.hidden}, got {args.heads}")
+    return Shape(
+        hidden=args.hidden,
+        seq=args.seq,
+        batch=args.batch,
+        intermediate=args.intermediate,
+        kv_heads=args.kv_heads or args.heads,
+        head_dim=args.hidden // args.heads,
+    )
 
-    x = jax.ShapeDtypeStruct((shape.batch, shape.seq, shape.hidden), jnp.bfloat16)
-    return coat.residual_report(forward, layers, x)
 
-
-def config_of(shape: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
-    """A model of layers of this shape, and hardly anything else."""
-    return llama.LlamaConfig(
+def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
+    """What two layers of a case save under `scan`, with parameters in BF16."""
+    case = CASES[name]
+    config = llama.LlamaConfig(
         vocab_size=1,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_layers=_LAYERS,
-        num_heads=shape.heads,
-        num_kv_heads=shape.kv_heads or shape.heads,
+        num_heads=shape.hidden // shape.head_dim,
+        num_kv_heads=shape.kv_heads,
         param_dtype=jnp.bfloat16,
-        recipe=recipe,
+        recipe=case.recipe,
     )
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    graph, layers = nnx.split(model.layers)
+
+    def forward(layers, x):
+        layer = case.wrap(lambda params, x: nnx.merge(graph, params)(x), True)
+        return lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
+
+    return coat.residual_report(forward, layers, shape.input())
 
 
-def case_rows(shape: argparse.Namespace) -> list[Row]:
+def case_rows(shape: Shape) -> list[Row]:
     """What each of `CASES` saves of a layer: all of it, and by operation."""
-    unit = shape.batch * shape.seq * shape.hidden * 2
     rows = []
-    for case, (recipe, _) in CASES.items():
+    for case in CASES:
         report = saved_by_layers(case, shape)
-        by_operation = operations.split(report, config_of(shape, recipe))
         units = {
-            f"{name}_units": nbytes / _LAYERS / unit
-            for name, nbytes in by_operation.items()
+            f"{name}_units": nbytes / _LAYERS / shape.unit
+            for name, nbytes in operations.split(report, shape).items()
         }
         nbytes = report.nbytes / _LAYERS
         paper = operations.PAPER.get(case, {}).get("total")
-        row = {"recipe": case, "mib": nbytes / 2**20, "units": nbytes / unit}
+        row = {"recipe": case, "mib": nbytes / 2**20, "units": nbytes / shape.unit}
         row |= {"paper_units": paper, "target_units": TARGET_UNITS.get(case)}
         rows.append(row | units)
     return rows

@@ -13,7 +13,7 @@ from rich import box
 from rich.table import Table
 
 from coat_jax.memory import Residual, ResidualReport
-from coat_jax.models import llama
+from experiments.layer_cases import Shape
 
 Operation = Literal["norm", "gate", "rope", "attention", "linear"]
 TITLES: dict[Operation, str] = {
@@ -42,7 +42,7 @@ _PRODUCTS = ("_plain_linear", "in linear", "attention_out")
 _GROUP, _PRODUCT_GROUP = 16, 128
 
 
-def split(report: ResidualReport, config: llama.LlamaConfig) -> dict[Operation, int]:
+def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
     """Bytes of all saved arrays by operation.
 
     Raises:
@@ -51,39 +51,38 @@ def split(report: ResidualReport, config: llama.LlamaConfig) -> dict[Operation, 
     found: dict[Operation, int] = dict.fromkeys(TITLES, 0)
     for row in report.rows:
         if not row.is_argument:
-            found[operation(row, config)] += row.nbytes
+            found[operation(row, shape)] += row.nbytes
     return found
 
 
-def operation(row: Residual, config: llama.LlamaConfig) -> Operation:
+def operation(row: Residual, shape: Shape) -> Operation:
     """Whom an array that layers under `scan` save is for."""
-    _, *shape = row.shape
-    if math.prod(shape) == 1 or any(name in row.asked_by for name in _PRODUCTS):
+    _, *sizes = row.shape
+    if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
         return "linear"
-    head_dim = config.head_dim or config.hidden_size // config.num_heads
-    if "rotary" in row.asked_by and shape[-1] == head_dim // 2:
+    if "rotary" in row.asked_by and sizes[-1] == shape.head_dim // 2:
         return "rope"
-    if _is_attentions(shape, config, head_dim):
+    if _is_attentions(sizes, shape):
         return "attention"
     for name, size in (
-        ("gate", config.intermediate_size),
-        ("norm", config.hidden_size),
+        ("gate", shape.intermediate),
+        ("norm", shape.hidden),
         ("norm", 1),  # statistics of rows
     ):
-        if shape[-1] in (size, -(-size // _GROUP)):
+        if sizes[-1] in (size, -(-size // _GROUP)):
             return name
     raise ValueError(f"no operation of a layer saves {row}")
 
 
-def _is_attentions(shape: list[int], config: llama.LlamaConfig, head_dim: int) -> bool:
+def _is_attentions(sizes: list[int], shape: Shape) -> bool:
     """Heads, or their product before it is split, or statistics of their rows."""
-    if config.num_heads in shape[1:-1]:
+    if shape.hidden // shape.head_dim in sizes[1:-1]:
         return True
-    if shape[-1] == (config.num_heads + 2 * config.num_kv_heads) * head_dim:
+    if sizes[-1] == shape.hidden + 2 * shape.kv_heads * shape.head_dim:
         return True
-    *_, columns, last = shape
-    of_head = [-(-head_dim // size) for size in (1, _GROUP, _PRODUCT_GROUP)]
-    return columns == config.num_kv_heads and last in of_head
+    *_, columns, last = sizes
+    of_head = [-(-shape.head_dim // size) for size in (1, _GROUP, _PRODUCT_GROUP)]
+    return columns == shape.kv_heads and last in of_head
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

@@ -207,30 +207,28 @@ def table(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """A panel a kind of parameter: errors by layer."""
-    kinds = list(dict.fromkeys(row["kind"] for row in rows if row["layer"] is not None))
-    figure = Figure(figsize=(9, 6.5), layout="constrained", dpi=150)
-    panels = figure.subplots(-(-len(kinds) // 3), 3, sharex=True, squeeze=False).flat
-    for axes, kind in zip(panels, kinds, strict=False):
+    """A panel a kind of parameter in layers: errors by layer."""
+    of_layers = [r for r in rows if r["layer"] is not None and r["kind"] != "all"]
+    kinds = list(dict.fromkeys(row["kind"] for row in of_layers))
+    figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
+    panels = figure.subplots(2, -(-len(kinds) // 2), sharex=True, sharey=True)
+    for axes, kind in zip(panels.flat, kinds, strict=False):
         for name in dict.fromkeys(row["recipe"] for row in rows):
-            of_layers = [
-                (row["layer"], row["error_percent"])
-                for row in rows
-                if (row["recipe"], row["kind"]) == (name, kind)
-                and row["layer"] is not None
-            ]
-            x, y = np.array(of_layers).T
+            found = [r for r in of_layers if (r["recipe"], r["kind"]) == (name, kind)]
+            layers = [row["layer"] for row in found]
+            errors = [row["error_percent"] for row in found]
             style = dict(color=_COLORS[name], marker=".", linewidth=1.4)
-            axes.plot(x, y, **style, label=name)
+            axes.plot(layers, errors, **style, label=name)
         axes.set_title(kind, loc="left", fontsize=11)
         axes.set_yscale("log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.grid(color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in list(panels)[len(kinds) :]:
-        axes.set_visible(False)
-    figure.supxlabel("layer", fontsize=10)
-    figure.supylabel("error, %", fontsize=10)
-    handles, labels = next(iter(figure.axes)).get_legend_handles_labels()
+    for row in panels:
+        row[0].set_ylabel("error, %")
+    for axes in panels[-1]:
+        axes.set_xlabel("layer")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
     where = dict(loc="outside lower center", ncols=len(labels), fontsize=9)
     figure.legend(handles, labels, frameon=False, **where)
     return figure

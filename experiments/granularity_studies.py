@@ -93,10 +93,10 @@ def layer_rows(trained: Trained) -> list[Row]:
     @jax.jit
     def measure(params, x, streams):
         layer = nnx.merge(graph, params)
-        behind, read = layer_flow.run(config, layer, x)
-        found = {"arrays": _arrays(read), "operators": _operators(config, layer, read)}
+        behind, read = layer_flow.run(layer, x)
+        found = {"arrays": _arrays(read), "operators": _operators(layer, read)}
         streams = {
-            name: layer_flow.run(config, layer, streams[name], flow)[0]
+            name: layer_flow.run(layer, streams[name], flow)[0]
             for name, flow in FLOWS.items()
         }
         found["stream"] = {
@@ -135,8 +135,8 @@ def _arrays(read: Mapping[str, Array]) -> _Measured:
     }
 
 
-def _operators(config, layer, read: Mapping[str, Array]) -> _Measured:
-    apply: dict[str, Callable] = layer_flow.operators(config, layer)
+def _operators(layer, read: Mapping[str, Array]) -> _Measured:
+    apply: dict[str, Callable] = layer_flow.operators(layer)
     found = {}
     for name, (sites, behind) in OPERATORS.items():
         for flow_name, flow in FLOWS.items():

@@ -4,25 +4,28 @@ import json
 
 import jax.numpy as jnp
 import pytest
-import small_models
 
 from coat_jax.memory import residual_report
 from experiments import activation_memory, activation_operations
+from experiments.layer_cases import CASES, Shape
 
 _SHAPE = "--hidden 256 --intermediate 640 --heads 4 --kv-heads 2 --batch 2 --seq 128"
 # Queries, keys and values; the MLP's inside; groups of 16 and their scales over BF16.
 _HEADS, _INSIDE, _GROUPS = 1 + 2 * 2 / 4, 640 / 256, 0.5 * (1 + 2 / 16)
 
 
+_SMALL = Shape(hidden=32, seq=8, batch=1, intermediate=48, kv_heads=2, head_dim=8)
+
+
 @pytest.fixture(scope="module")
 def rows():
     args = activation_memory.parser().parse_args(_SHAPE.split())
-    found = activation_memory.case_rows(args)
+    found = activation_memory.case_rows(activation_memory.shape_of(args))
     return {row["recipe"]: row for row in found}
 
 
 def test_operations_add_up_to_what_is_saved(rows):
-    assert rows.keys() == activation_memory.CASES.keys()
+    assert rows.keys() == CASES.keys()
     for row in rows.values():
         names = activation_operations.TITLES
         total = sum(row[f"{name}_units"] for name in names)
@@ -78,13 +81,18 @@ def _saved(*shape, dtype=jnp.bfloat16):
     ids=str,
 )
 def test_shapes_tell_operations(shape, operation):
-    config = small_models.config()
-    assert activation_operations.operation(_saved(*shape), config) == operation
+    assert activation_operations.operation(_saved(*shape), _SMALL) == operation
 
 
 def test_unknown_arrays_are_refused():
     with pytest.raises(ValueError, match="no operation of a layer saves"):
-        activation_operations.operation(_saved(2, 1, 8, 77), small_models.config())
+        activation_operations.operation(_saved(2, 1, 8, 77), _SMALL)
+
+
+def test_heads_divide_the_hidden_size():
+    args = activation_memory.parser().parse_args(["--heads", "3"])
+    with pytest.raises(ValueError, match="heads must divide 4096, got 3"):
+        activation_memory.shape_of(args)
 
 
 def test_command_line(tmp_path, capsys):

@@ -3,7 +3,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
@@ -57,10 +56,9 @@ def rows(model):
 @pytest.fixture(scope="module")
 def exact(model):
     """What the second layer reads, and the residual stream behind it."""
-    config = model.config_as("bf16", jnp.float32)
     x = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
-    x, _ = flow.run(config, small_models.layer_of(model, 0), x)
-    return flow.run(config, small_models.layer_of(model, 1), x)
+    x, _ = flow.run(small_models.layer_of(model, 0), x)
+    return flow.run(small_models.layer_of(model, 1), x)
 
 
 @pytest.mark.parametrize(
@@ -70,18 +68,17 @@ def test_operators_make_the_layer(changes):
     model = small_models.trained(small_models.config(**changes), batches=1)
     layer = small_models.layer_of(model, 1)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
-    found, read = flow.run(model.config, layer, x)
+    found, read = flow.run(layer, x)
     np.testing.assert_allclose(found, layer(x), rtol=1e-5, atol=1e-5)
     assert list(read) == list(flow.SITES)
     np.testing.assert_array_equal(read["attention norm"], x)
 
 
 def test_what_a_store_returns_is_what_is_read(model):
-    config = model.config_as("bf16", jnp.float32)
     layer = small_models.layer_of(model, 0)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     zeros = {"out", "down"}
-    found, read = flow.run(config, layer, x, lambda s, x: 0 * x if s in zeros else x)
+    found, read = flow.run(layer, x, lambda s, x: 0 * x if s in zeros else x)
     np.testing.assert_array_equal(found, x)
     assert {site for site, x in read.items() if not np.any(x)} == zeros
 
@@ -133,12 +130,11 @@ def test_flows_store_around_operators(name, inputs, outputs, rows, exact):
 
 
 def test_errors_add_up_along_the_stream(model, rows):
-    config = model.config_as("bf16", jnp.float32)
     x = exact = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
     for index in range(2):
         layer = small_models.layer_of(model, index)
-        x, _ = flow.run(config, layer, x, FLOWS["mixed"])
-        exact, _ = flow.run(config, layer, exact)
+        x, _ = flow.run(layer, x, FLOWS["mixed"])
+        exact, _ = flow.run(layer, exact)
     (found,) = (
         row["error_percent"]
         for row in rows
