@@ -1,6 +1,7 @@
 """Llama and OLMo: decoder-only transformers with their layers under `scan`."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -209,9 +210,28 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
     )
 
 
+@jax.custom_vjp
 def _logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
+    """In float32; their gradients are rounded, lest they be multiplied in float32."""
     head = head.astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _logits_fwd(hidden, head):
+    return _logits(hidden, head), (hidden, head)
+
+
+def _logits_bwd(residuals, dlogits):
+    hidden, head = residuals
+    wide = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
+    dlogits = dlogits.astype(hidden.dtype)
+    tokens = tuple(range(hidden.ndim - 1))
+    dhidden = wide(dlogits, head.astype(hidden.dtype), axes=(-1, -1))
+    dhead = wide(hidden, dlogits, axes=(tokens, tokens))
+    return dhidden.astype(hidden.dtype), dhead.astype(head.dtype)
+
+
+_logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def _num_chunks(tokens: int, vocab_size: int) -> int:
