@@ -136,7 +136,7 @@ def _is_cheap(
     program, used = restricted
     from_params = all(p for p, u in zip(is_param, used, strict=True) if u)
     return from_params and not any(
-        eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn)
+        eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn.primitive)
         for eqn in all_eqns(program)
     )
 
@@ -144,7 +144,7 @@ def _is_cheap(
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     aval = traced.residuals[index].aval
     readers = traced.readers(index)
-    foreign = any(map(is_foreign, readers))
+    foreign = any(is_foreign(eqn.primitive) for eqn in readers)
     if reason := _why_wide(traced, index):
         return Wide(reason)
     if aval.dtype == jnp.float32 and foreign:

@@ -26,6 +26,7 @@ _LAYOUT = frozenset(
         "copy",
         "name",
         "optimization_barrier",
+        "pcast",
         "pvary",
         "reduce_precision",
         "reshape",
@@ -188,9 +189,9 @@ def forward_backward(fn: Callable) -> Callable:
     return run
 
 
-def is_foreign(eqn: core.JaxprEqn) -> bool:
+def is_foreign(primitive: core.Primitive) -> bool:
     """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
-    name = eqn.primitive.name.replace("-", "_")
+    name = primitive.name.replace("-", "_")
     known = name in _LAYOUT or name == "add_any"
     return not known and not hasattr(lax, f"{name}_p")
 

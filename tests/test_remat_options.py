@@ -19,9 +19,11 @@ from gradients import (
     saved_bytes,
 )
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
 from models import LinenNet, Mlp, normal, two_product_arguments, two_products
 
 import coat_jax as coat
+from coat_jax.policies import products_saveable
 from coat_jax.remat import fp8_inputs, fp8_remat
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -175,6 +177,51 @@ def test_policies_of_modules(policy):
     assert jax.tree.structure(variables) == jax.tree.structure(
         LinenNet(64).init(keys, x)
     )
+
+
+def doubled(x):
+    """By a kernel that says nothing of what it does."""
+
+    def kernel(x_ref, y_ref):
+        y_ref[...] = 2 * x_ref[...]
+
+    return pl.pallas_call(kernel, out_shape=x, interpret=True)(x)
+
+
+@jax.custom_vjp
+def kernel(x):
+    return doubled(x)
+
+
+kernel.defvjp(lambda x: (doubled(x), None), lambda _, dy: (doubled(dy),))
+
+
+def test_products_saveable_knows_convolutions_and_kernels():
+    """Batched products, random masks and what is in between are computed again."""
+
+    def fn(params, x, key):
+        h = jax.lax.conv(x, params["conv"], (1, 1), "SAME")  # 2, 16, 32, 24
+        h = jnp.tanh(h) * jax.random.bernoulli(key, 0.9, h.shape)
+        h = kernel(jnp.sin(h).reshape(2, 32, 384))
+        scores = jnp.einsum("bsd,btd->bst", h, h)  # 2, 32, 32
+        return jnp.tanh(jax.nn.softmax(scores) @ h) @ params["out"]
+
+    params = {
+        "conv": normal(1, 16, 8, 3, 3, scale=0.1),
+        "out": normal(2, 384, 8, scale=0.1),
+    }
+    x, key = normal(3, 2, 8, 32, 24), jax.random.key(0)
+    light = fp8_remat(fn, policy=products_saveable)
+    residuals = saved(light, params, x, key)
+    shapes = [r.shape for r in residuals if r.dtype in FP8]
+    assert sorted(shapes) == [(2, 8, 32, 24), (2, 16, 32, 24), (2, 32, 384)]
+    rest = [r for r in residuals if r.argument is None and r.shape not in shapes]
+    assert all(r.dtype == jnp.uint16 for r in rest)
+    actual, expected = (
+        compiled(jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, x, key)))), params)
+        for f in (light, fn)
+    )
+    assert 0.998 < cosine(actual, expected) < 1 - 1e-6
 
 
 # Stochastic rounding.

@@ -1,0 +1,41 @@
+"""What to save between a forward and a backward pass, for `jax.checkpoint`."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.residuals import PRODUCTS, is_foreign
+
+
+def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
+    """Saves what matrix products, convolutions and kernels return.
+
+    The rest, norms and gates and other cheap operations, is computed again. Products
+    with batch axes, such as attention's scores, are not saved either. It is what
+    COAT's residuals become without FP8 products (arXiv 2410.19313, section 5).
+
+    A policy of `jax.checkpoint` and `coat.fp8_remat`; unlike
+    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it knows convolutions and
+    kernels such as cuDNN's flash attention, which are costly to repeat.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> from coat_jax.policies import products_saveable
+      >>> def mlp(params, x):
+      ...     return jnp.tanh(jnp.sin(x @ params["up"])) @ params["down"]
+      >>> params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}
+      >>> light = coat.fp8_remat(mlp, policy=products_saveable)
+      >>> saved = coat.residual_report(light, params, jnp.ones((128, 64))).rows
+      >>> [row.shape for row in saved if row.dtype == jnp.float8_e4m3fn]
+      [(128, 256), (128, 64)]
+    """
+    if primitive.name == "dot_general":
+        _, (batch, _) = params["dimension_numbers"]
+        return not batch
+    if primitive.name in PRODUCTS:
+        return True
+    # Random numbers are made again: their operands are keys.
+    return is_foreign(primitive) and any(
+        jnp.issubdtype(t.dtype, jnp.floating) for t in types
+    )
