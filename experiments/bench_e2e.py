@@ -189,7 +189,7 @@ def table(rows: list[Row]) -> Table:
         pad_edge=False,
     )
     found.add_column("", no_wrap=True)
-    for column in ("batch", *columns, ""):
+    for column in ("batch", *columns):
         found.add_column(column, justify="right")
     for row in rows:
         cells = []
@@ -197,7 +197,9 @@ def table(rows: list[Row]) -> Table:
             ours, theirs = row.get(key), row.get(f"paper_{key}")
             cell = "-" if ours is None else format(ours, spec)
             cells.append(cell if theirs is None else f"{cell}\n({theirs:g})")
-        found.add_row(row["case"], str(row["batch"]), *cells, row.get("error", ""))
+        if "error" in row:
+            cells[0] = row["error"]
+        found.add_row(row["case"], str(row["batch"]), *cells)
     return found
 
 

@@ -65,7 +65,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
         "x fastest": ("ratio_to_fastest_bf16", ".2f"),
         "saved, U": ("saved_units", ".2f"),
         "MiB": ("saved_mib", ",.0f"),
-        "backward's temp. MiB": ("backward_temporaries_mib", ",.0f"),
+        "temp. MiB": ("backward_temporaries_mib", ",.0f"),
     }
     for title, group in _by_shape(rows):
         found = _table(f"{title} (the paper's below)", "", *columns)

@@ -1,0 +1,316 @@
+"""The benchmarks of a layer and of a model: tiny ones run, bars say what holds."""
+
+import dataclasses
+import io
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+from experiments import bench_e2e, bench_layer, layer_report, model_step, profiling
+from experiments.layer_cases import CASES, Shape, layer, llama_intermediate
+
+_TINY = "--hidden 128 --seq 32 --batch 2 --head-dim 64 --calls 1 --rounds 1"
+_MODEL = model_step.Model(
+    hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, vocab=128, seq=16
+)
+
+
+def _printed(table):
+    console = Console(file=io.StringIO(), width=140)
+    console.print(table)
+    return console.file.getvalue()
+
+
+def test_llamas_have_this_inside():
+    sizes = {4096: 11_008, 2048: 5504, 5120: 13_696, 128: 384}
+    assert {hidden: llama_intermediate(hidden) for hidden in sizes} == sizes
+
+
+def test_flop_are_of_all_products():
+    args = bench_layer.parser().parse_args([])
+    (shape, *others) = bench_layer.shapes(args)
+    assert (shape.hidden, shape.seq, shape.kv_heads) == (4096, 2048, 32)
+    assert [(s.hidden, s.seq) for s in others] == [
+        (4096, 4096),
+        (2048, 2048),
+        (2048, 4096),
+    ]
+    _, params = layer(CASES["coat"], shape)
+    weights = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
+    assert shape.product_flop == 3 * 2 * 4 * 2048 * weights
+    assert shape.unit == 64 * 2**20
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The results file of a tiny layer in two cases, and its folder."""
+    folder = tmp_path_factory.mktemp("layer")
+    argv = [*_TINY.split(), "--out", str(folder / "layer.json")]
+    bench_layer.main([*argv, "--cases", "bf16, nothing saved", "coat"])
+    return json.loads((folder / "layer.json").read_text()), folder
+
+
+def test_a_layer_is_timed_and_measured(run):
+    results, folder = run
+    rows = {row["case"]: row for row in results["rows"]}
+    assert list(rows) == ["bf16, nothing saved", "coat"]
+    fastest = rows["bf16, nothing saved"]["forward_backward_ms"]
+    for row in rows.values():
+        assert (row["hidden"], row["seq"], row["kv_heads"]) == (128, 32, 2)
+        both = row["forward_ms"] + row["backward_ms"]
+        assert both == pytest.approx(row["forward_backward_ms"])
+        assert row["ratio_to_fastest_bf16"] == pytest.approx(fastest / both)
+        assert row["saved_mib"] * 2**20 == pytest.approx(
+            row["saved_units"] * 2 * 32 * 128 * 2
+        )
+        assert row["backward_temporaries_mib"] > 0
+        assert row["paper_forward_ms"] is None
+    # Its input, and nothing else.
+    assert rows["bf16, nothing saved"]["saved_units"] == 1
+    # Two inputs and gate and up in FP8 groups of 16; queries, keys, values, attention's
+    # output in BF16; nine numbers at most.
+    units = (2 + 2 * 384 / 128) * 0.5 * (1 + 2 / 16) + 4
+    assert rows["coat"]["saved_units"] == pytest.approx(units, abs=0.01)
+    assert (folder / "layer.png").stat().st_size > 10_000
+    measured = {bar["name"]: bar["measured"] for bar in results["bars"]}
+    assert measured["128, 32: coat, U saved"] == rows["coat"]["saved_units"]
+
+
+def _row(case, ms, units, **rest):
+    row = {"case": case, "hidden": 4096, "seq": 2048, "batch": 4}
+    row |= {"forward_backward_ms": ms, "saved_units": units}
+    row |= {"backward_temporaries_mib": 500.0}
+    return row | {"ratio_to_fastest_bf16": 17 / ms} | rest
+
+
+def test_bars_of_a_layer():
+    rows = [
+        _row("bf16", 17.5, 29.0),
+        _row("bf16, products saved", 17.0, 8.0),
+        _row("bf16, nothing saved", 21.0, 1.0),
+        _row("bf16, fp8_remat", 18.5, 15.5),
+        _row("coat", 10.0, 8.27, backward_temporaries_mib=400.0),
+        _row("coat_max", 11.0, 6.6, backward_temporaries_mib=600.0),
+    ]
+    found = {
+        bar.name.removeprefix("4096, 2048: "): (round(bar.measured, 3), bar.holds)
+        for bar in bench_layer.bars(rows)
+    }
+    assert found == {
+        "coat, times the fastest BF16": (1.7, False),
+        "coat_max, times coat": (0.909, False),
+        "bf16, fp8_remat: time / bf16": (1.057, True),
+        "coat, U saved": (8.27, True),
+        "coat_max, U saved": (6.6, False),
+        "bf16 / bf16, fp8_remat: U saved": (1.871, True),
+        "BF16 policies both smaller and faster than coat": (0, True),
+        "coat, temporaries / BF16's": (0.8, True),
+        "coat_max, temporaries / BF16's": (1.2, False),
+    }
+    slow = [*rows[:4], _row("coat", 17.2, 8.27)]
+    (frontier,) = [bar for bar in bench_layer.bars(slow) if "policies" in bar.name]
+    assert (frontier.measured, frontier.holds) == (1, False)
+
+
+def test_the_paper_stands_beside():
+    args = bench_layer.parser().parse_args([])
+    shape = bench_layer.shapes(args)[0]
+    paper = layer_report.paper("coat", shape)
+    assert paper["paper_forward_backward_ms"] == pytest.approx(16.85)
+    assert paper["paper_ratio_to_bf16"] == pytest.approx(1.57, abs=0.01)
+    assert paper["paper_saved_units"] == 13.33
+    assert set(layer_report.paper("coat_max", shape).values()) == {None}
+    row = _row("coat", 10.0, 8.27, forward_ms=3.5, backward_ms=6.5, saved_mib=529.3)
+    row |= {"ratio_to_bf16": None} | paper
+    (table,) = layer_report.tables([row])
+    printed = _printed(table)
+    assert all(
+        text in printed for text in ("(16.85)", "10.00", "(1766)", "hidden 4096")
+    )
+
+
+_HLO = """HloModule jit_run
+
+FileNames
+1 "/somewhere/experiments/layer_cases.py"
+2 "/somewhere/pallas_kernels/norm.py"
+3 "/somewhere/pallas_kernels/norm_rows.py"
+4 "/somewhere/pallas_kernels/products.py"
+
+FunctionNames
+1 "run"
+2 "norm_grad"
+3 "launch"
+4 "matmul_groups"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=1}
+2 {file_name_id=2 function_name_id=2 line=1}
+3 {file_name_id=3 function_name_id=3 line=1}
+4 {file_name_id=4 function_name_id=4 line=1}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+3 {file_location_id=3 parent_frame_id=3}
+4 {file_location_id=4 parent_frame_id=2}
+
+ENTRY %main {
+  %fusion.1 = f32[2] fusion(%x), metadata={op_name="add" stack_frame_id=3}
+  %kernel.2 = f32[2] custom-call(%x), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="kernel" stack_frame_id=3}
+  %kernel.3 = f32[2] custom-call(%x), custom_call_target="mosaic_gpu_v2", \
+metadata={op_name="kernel" stack_frame_id=4}
+  %cublas.4 = f32[2] custom-call(%x), custom_call_target="__cublas$lt$matmul$f8"
+  %sdpa = f32[2] custom-call(%x), custom_call_target="__cudnn$fmhaSoftmax"
+}
+"""
+
+
+def test_kernels_are_sorted_by_what_they_are():
+    calls = profiling.custom_calls(_HLO)
+    assert calls == {
+        "kernel.2": "Pallas: norm_grad",
+        "kernel.3": "products",
+        "cublas.4": "products",
+        "sdpa": "attention",
+    }
+    kernels = [
+        profiling.Kernel("kernel", "kernel.2", 1.0),
+        profiling.Kernel("kernel", "kernel.3", 2.0),
+        profiling.Kernel("nvjet_qqtst_128x256", "", 4.0),
+        profiling.Kernel("convert_dq", "sdpa", 8.0),
+        profiling.Kernel("cudnn_generated_flash_bprop", "", 16.0),
+        profiling.Kernel("loop_add_fusion", "fusion.1", 32.0),
+        profiling.Kernel("mosaic_gpu_kernel", "", 64.0),
+    ]
+    assert profiling.by_part(kernels, calls) == {
+        "products": 6.0,
+        "attention": 24.0,
+        "Pallas: norm_grad": 1.0,
+        "XLA": 32.0,
+        "Pallas: unknown": 64.0,
+    }
+
+
+def test_real_programs_have_tables_of_callers():
+    def function(x):
+        return jnp.sin(x) @ x
+
+    stacks = profiling._Stacks(
+        jax.jit(function).lower(jnp.ones((4, 4))).compile().as_text()
+    )
+    assert "test_real_programs_have_tables_of_callers.<locals>.function" in (
+        stacks._names.values()
+    )
+    assert stacks.operation(max(stacks._frames)) == "unknown"
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has kernels")
+def test_there_is_nothing_to_profile_without_a_gpu():
+    with pytest.raises(ValueError, match="no kernel ran on a GPU"):
+        profiling.kernel_ms(jnp.sin, (jnp.ones(4),), calls=1)
+
+
+def _check_step(row, model, bytes_each):
+    assert "error" not in row
+    chance = math.log(model.vocab)
+    assert 0.9 * chance < row["first_loss"] < 1.1 * chance
+    assert row["last_loss"] < row["first_loss"]
+    rate = row["batch"] * model.seq / row["ms_per_step"] * 1e3
+    assert row["tokens_per_s"] == pytest.approx(rate)
+    h, head_dim = model.hidden, model.hidden // model.heads
+    layer_size = 2 * h * (h + model.kv_heads * head_dim) + 3 * h * model.intermediate
+    size = model.layers * (layer_size + 2 * h) + 2 * model.vocab * h + h
+    assert row["parameters_gib"] * 2**30 == 2 * size
+    assert row["optimizer_gib"] * 2**30 / size == pytest.approx(bytes_each, rel=0.02)
+    assert row["peak_gib"] > row["parameters_gib"] + row["optimizer_gib"]
+
+
+def test_a_model_steps():
+    row = model_step.measure("coat", _MODEL, 2, 2)
+    # Groups of 128, on a last axis of 64 or 96 with as many scales.
+    _check_step(row, _MODEL, 2.09)
+
+
+def test_checkpointed_layers_save_what_they_are_told():
+    saved = {}
+    for case in ("bf16", "bf16, products saved", "bf16, nothing saved"):
+        loss, params = model_step.loss_function(case, _MODEL)
+        tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+        saved[case] = model_step.coat.residual_report(loss, params, tokens).nbytes
+    assert saved["bf16, nothing saved"] < saved["bf16, products saved"] < saved["bf16"]
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def step(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(model_step, "chain_step", lambda tx: (tx, step))
+    row = model_step.measure("te", _MODEL, 1, 1)
+    assert row["error"] == "out of memory"
+    assert "tokens_per_s" not in row
+    assert row["optimizer_gib"] == pytest.approx(4 * row["parameters_gib"], rel=1e-3)
+
+
+def _step(case, batch, rate, peak=10.0):
+    return {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
+
+
+def test_rows_join_and_bars_compare_them():
+    rows = []
+    for row in (
+        _step("coat", 2, 18_000.0, 50.0),
+        {"case": "bf16", "batch": 4, "error": "out of memory"},
+        _step("bf16", 2, 1.0),
+        _step("coat", 8, 21_000.0),
+        _step("bf16, products saved", 4, 12_000.0),
+        _step("bf16", 2, 10_000.0, 105.0),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    assert [(row["case"], row["batch"]) for row in rows] == [
+        ("bf16", 2),
+        ("bf16", 4),
+        ("bf16, products saved", 4),
+        ("coat", 2),
+        ("coat", 8),
+    ]
+    coat = rows[-2]
+    assert (coat["ratio_to_bf16"], coat["ratio_to_best_bf16"]) == (1.8, 1.5)
+    assert "ratio_to_bf16" not in rows[-1]
+    found = {
+        bar.name: (round(bar.measured, 3), bar.holds) for bar in bench_e2e.bars(rows)
+    }
+    assert found == {
+        "coat, batch 2: peak / BF16's": (0.476, True),
+        "coat, batch 2: tokens/s / BF16's": (1.8, True),
+        "coat, its best, tokens/s": (21_000, True),
+        "coat, its best / BF16's best": (1.75, True),
+    }
+    assert "out of memory" in _printed(bench_e2e.table(rows))
+
+
+def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsys):
+    for variable in ("PREALLOCATE", "MEM_FRACTION"):
+        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{variable}", "")
+    out = tmp_path / "e2e.json"
+    sizes = "--hidden 64 --intermediate 96 --layers 1 --heads 2 --kv-heads 2 --seq 16"
+    argv = [*sizes.split(), "--steps", "2", "--out", str(out), "--batch", "1"]
+    bench_e2e.main([*argv, "--cases", "bf16, products saved", "--vocab", "128"])
+    (row,) = json.loads(out.read_text())["rows"]
+    _check_step(row, dataclasses.replace(_MODEL, layers=1, kv_heads=2), 8)
+    assert row["ratio_to_best_bf16"] == 1
+    with pytest.raises(SystemExit):
+        bench_e2e.main([*argv, "--cases", "te", "--vocab", "256"])
+    assert "another model" in capsys.readouterr().err
+
+
+def test_shapes_name_their_heads():
+    args = bench_layer.parser().parse_args(["--hidden", "1024", "--kv-heads", "2"])
+    assert bench_layer.shapes(args)[0] == Shape(
+        hidden=1024, seq=2048, batch=4, intermediate=2816, kv_heads=2, head_dim=128
+    )
