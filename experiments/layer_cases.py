@@ -51,7 +51,7 @@ class Case(NamedTuple):
 
 CASES: dict[str, Case] = {
     "bf16": Case("bf16"),
-    "bf16, products, attention saved": Case(
+    "bf16, products and attention saved": Case(
         "bf16", _checkpoint(_products_and_attention)
     ),
     "bf16, products saved": Case(
