@@ -109,9 +109,9 @@ def attention_out(
 
     def segment(params, q, k, v, x):
         o = causal_attention(q, k, v)
-        o = o.reshape(*o.shape[:2], -1)
         if recipe.linear is None:
             return flow.attention_out(params, o, x)
+        o = o.reshape(*o.shape[:2], -1)
         return x + _biased(recipe.linear(o, params["out"]), params.get("out_bias"))
 
     return recipe.attention(segment)(params, q, k, v, x)

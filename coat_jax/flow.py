@@ -27,7 +27,6 @@ from coat_jax.linear import (
     input_gradient,
     largest,
     product,
-    weight_codes,
     weight_gradient,
 )
 from coat_jax.nonlinear import angles, rotary
@@ -36,7 +35,6 @@ from coat_jax.quantized import E4M3, E5M2, tensor_scale
 GateName = Literal["silu", "gelu"]
 NormName = Literal["rms", "layer"]
 Params = Mapping[str, Array | None]
-_GROUP = 16  # Of activations, as in the paper (section 5.1).
 # No slope of these gates is larger.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13}
 
@@ -172,17 +170,18 @@ attention_in.defvjp(_attention_in, _attention_in_grads)
 
 @jax.custom_vjp
 def attention_out(
-    params: Params, o: Float[Array, "b s m"], x: Float[Array, "b s h"]
+    params: Params, o: Float[Array, "b s n d"], x: Float[Array, "b s h"]
 ) -> Float[Array, "b s h"]:
     """`x` plus the product of attention's output.
 
-    `params` holds `out` [m, h] and maybe `out_bias` [h]. Backward reads `o` as it is.
+    `params` holds `out` [n * d, h] and maybe `out_bias` [h]. Backward reads `o`, the
+    array that attention's keeps too.
     """
     return _attention_out(params, o, x)[0]
 
 
 def _attention_out(params, o, x):
-    codes = Codes.of(o, E4M3, copies="row")
+    codes = Codes.of(_joined(o), E4M3, copies="row")
     x = _biased(x, params.get("out_bias"))
     y, weight_scale = product(codes.row, codes.scale, params["out"], x.dtype, x)
     return y, (params, o, codes.scale, weight_scale)
@@ -191,12 +190,12 @@ def _attention_out(params, o, x):
 def _attention_out_grads(residuals, dy):
     params, o, scale, weight_scale = residuals
     gradient = Codes.of(dy, E5M2, copies="both")
-    codes = Codes.of(o, E4M3, copies="transposed", scale=scale).transposed
+    codes = Codes.of(_joined(o), E4M3, copies="transposed", scale=scale).transposed
     grads = {"out": weight_gradient(codes, scale, gradient, params["out"])}
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy, bias)
     do = input_gradient(gradient, params["out"], weight_scale, o.dtype)
-    return {name: grads.get(name) for name in params}, do, dy
+    return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
 
 
 attention_out.defvjp(_attention_out, _attention_out_grads)
@@ -216,13 +215,14 @@ def gated_mlp(
 
 def _gated_mlp(params, x, norm, gate):
     h, groups = norm.forward(x, params["norm"])
-    gate_up, gate_up_scale = _gate_up(h, params, x.dtype)
-    out = kernels.gated(gate_up, activation=gate, scale="row")
+    y, gate_up_scale = product(h.codes, h.scale, params["gate_up"], x.dtype)
+    y = _biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
+    out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = _Rows(out.values, out.scale)
     x = _biased(x, params.get("down_bias"))
     y, down_scale = product(a.codes, a.scale, params["down"], x.dtype, x)
     scales = (h.tensor_scale(), gate_up_scale, a.tensor_scale(), down_scale)
-    return y, (params, groups, gate_up, scales)
+    return y, (params, groups, out.groups, scales)
 
 
 def _gated_mlp_grads(norm, gate, residuals, dy):
@@ -250,21 +250,6 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
 gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
-def _gate_up(h: _Rows, params: Params, dtype) -> tuple[kernels.Groups, Array]:
-    """Gate and up, codes [..., 2, f] in groups of 16, and their weight's scale."""
-    w, bias = params["gate_up"], params.get("gate_up_bias")
-    shape = (*h.codes.shape[:-1], *w.shape[1:])
-    if bias is not None or w.shape[-1] % _GROUP:
-        y, scale = product(h.codes, h.scale, w, dtype)
-        return kernels.quantize_groups(_biased(y.reshape(shape), bias)), scale
-    columns = weight_codes(w, copies="transposed")
-    codes, scale = kernels.matmul_groups(
-        h.codes, columns.transposed, h.scale, columns.scale
-    )
-    groups = kernels.Groups(codes.reshape(shape), scale.reshape(*shape[:-1], -1))
-    return groups, columns.scale
-
-
 def _gate_gradient(
     gate_up: kernels.Groups, da: Array, gate: GateName, a_scale: Float[Array, ""]
 ) -> tuple[Codes, Float[Array, "f tokens"]]:
@@ -280,6 +265,10 @@ def _gate_gradient(
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
     return Codes(codes, out.transposed, scale), out.product
+
+
+def _joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
+    return o.reshape(*o.shape[:2], -1)
 
 
 def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:

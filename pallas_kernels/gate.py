@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -29,25 +30,28 @@ _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
 def gated(
-    gate_up: Groups,
+    gate_up: Groups | Float[Array, "... 2 f"],
     *,
     activation: Activation = "silu",
     scale: Float[Array, ""] | Literal["row"] | None = None,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     copies: Wanted = "row",
+    keep_groups: bool = False,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
     """The product activation(gate) * up, in float32, rounded once.
 
     Args:
-      gate_up: Gate and up, codes [..., 2, f] in groups of 16.
+      gate_up: Gate and up [..., 2, f], codes in groups of 16, or bfloat16 or float32.
       activation: "silu", or "gelu" in its tanh form.
       scale: None returns bfloat16; a float32 scalar codes of y / scale; "row" codes
         with a scale for each row, its largest magnitude over the format's.
       dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: Which of the codes [..., f] and their transpose [f, tokens] to return, for
         a scalar `scale`; tokens are all leading axes.
+      keep_groups: With a scale for each row, whether to return gate and up as e4m3
+        codes in groups of 16 as well.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -67,28 +71,38 @@ def gated(
       (16, 3)
     """
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
-    *_, parts, n = gate_up.codes.shape
-    tokens = gate_up.codes.size // max(parts * n, 1)
+    if keep_groups and (isinstance(gate_up, Groups) or not isinstance(scale, str)):
+        raise ValueError(
+            f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
+        )
+    shape = jax.tree.leaves(gate_up)[0].shape
+    *_, parts, n = shape
+    tokens = math.prod(shape[:-2])
     if isinstance(scale, str):
         obstacle = gate_rows.obstacle(tokens, n)
     else:
-        obstacle = _obstacle(gate_up, tokens, n, transposed)
+        obstacle = _obstacle(tokens, n, transposed)
     chosen = dispatch.choose(
         implementation, obstacle, operation="gated", arrays=gate_up
     )
     if chosen == "reference":
         how = {"row": row, "transposed": transposed, "dtype": dtype}
-        return reference.gated(gate_up, activation=activation, scale=scale, **how)
+        how |= {"activation": activation, "scale": scale, "keep_groups": keep_groups}
+        return reference.gated(gate_up, **how)
     product = Product(activation=activation)
-    shape = (*gate_up.codes.shape[:-2], n)
+    tall = jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up)
+    shape_of_product = (*shape[:-2], n)
     if isinstance(scale, str):
-        values, scale = gate_rows.run(product, _tokens(gate_up), dtype=dtype)
-        return Gated(values=values.reshape(shape), scale=scale.reshape(shape[:-1]))
+        values, scale, groups = gate_rows.run(
+            product, tall, dtype=dtype, keep_groups=keep_groups
+        )
+        if groups is not None:
+            groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), groups)
+        values = values.reshape(shape_of_product)
+        return Gated(values, scale=scale.reshape(shape[:-2]), groups=groups)
     encoding = _encoding(scale, dtype, row, transposed)
-    (out,) = elementwise.run(
-        product, (_tokens(gate_up),), scale, encoding=encoding, tuning=tuning
-    )
-    return _gated(out, shape)
+    (out,) = elementwise.run(product, (tall,), scale, encoding=encoding, tuning=tuning)
+    return _gated(out, shape_of_product)
 
 
 def gated_grad(
@@ -139,7 +153,7 @@ def gated_grad(
     if dy.shape != (*leading, n):
         raise ValueError(f"dy must have the shape {(*leading, n)}, got {dy.shape}")
     tokens = math.prod(leading)
-    obstacle = _obstacle(gate_up, tokens, n, transposed)
+    obstacle = _obstacle(tokens, n, transposed)
     chosen = dispatch.choose(
         implementation, obstacle, operation="gated_grad", arrays=(gate_up, dy)
     )
@@ -150,7 +164,10 @@ def gated_grad(
     with_product = product_scale is not None
     out, *more = elementwise.run(
         ProductGrad(activation=activation, with_product=with_product),
-        (_tokens(gate_up), dy.reshape(tokens, 1, n)),
+        (
+            jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up),
+            dy.reshape(tokens, 1, n),
+        ),
         scale,
         product_scale,
         encoding=_encoding(scale, dtype, row, transposed),
@@ -168,7 +185,7 @@ class Product:
 
     activation: Activation
 
-    def __call__(self, gate: Groups, up: Groups) -> tuple[Array]:
+    def __call__(self, gate: Groups | Array, up: Groups | Array) -> tuple[Array]:
         """The product, for `elementwise.run`."""
         gate, up = decode(gate), decode(up)
         exponent = gate * -_LOG2_E
@@ -213,11 +230,14 @@ def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
     if activation not in get_args(Activation):
         raise ValueError(f"activation must be 'silu' or 'gelu', got {activation!r}")
     check_dtype("codes", dtype, CODES)
-    shape, count = gate_up.codes.shape, gate_up.scale.shape[-1]
-    if len(shape) < 2 or shape[-2] != 2:
-        raise ValueError(f"gate and up must be [..., 2, f], got {shape}")
-    if count != -(-shape[-1] // GROUP):
-        raise ValueError(f"groups must have 16 of {shape[-1]} elements, got {count}")
+    in_groups = isinstance(gate_up, Groups)
+    values = gate_up.codes if in_groups else gate_up
+    check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
+    if values.ndim < 2 or values.shape[-2] != 2:
+        raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
+    n = values.shape[-1]
+    if in_groups and (count := gate_up.scale.shape[-1]) != -(-n // GROUP):
+        raise ValueError(f"groups must have 16 of {n} elements, got {count}")
     if isinstance(scale, str) and scale != "row":
         raise ValueError(f"scale must be None, a scalar or 'row', got {scale!r}")
     row, transposed = wanted(copies)
@@ -226,17 +246,8 @@ def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
     return row, transposed
 
 
-def _obstacle(gate_up: Groups, tokens: int, n: int, transposed: bool) -> str | None:
-    check_dtype("gate and up", gate_up.codes.dtype, CODES)
+def _obstacle(tokens: int, n: int, transposed: bool) -> str | None:
     return strips.obstacle(tokens, 2, n, transposed=transposed)
-
-
-def _tokens(gate_up: Groups) -> Groups:
-    *_, parts, n = gate_up.codes.shape
-    groups = gate_up.scale.shape[-1]
-    return Groups(
-        gate_up.codes.reshape(-1, parts, n), gate_up.scale.reshape(-1, parts, groups)
-    )
 
 
 def _encoding(scale, dtype, row: bool, transposed: bool) -> Encoding:

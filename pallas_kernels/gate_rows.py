@@ -6,6 +6,7 @@ which each lane reads its own again.
 
 import functools
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.codec import (
     GROUP,
     LANES,
+    decode,
+    encode_groups,
     floats,
     magnitude_bits,
     strip_layout,
@@ -42,36 +45,44 @@ def obstacle(tokens: int, n: int) -> str | None:
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("fn", "dtype"))
+@functools.partial(jax.jit, static_argnames=("fn", "dtype", "keep_groups"))
 def run(
-    fn: Callable, gate_up: Groups, *, dtype: DTypeLike
-) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"]]:
-    """The codes of fn(gate, up), and their scales, of gate and up [tokens, 2, n]."""
-    tokens, parts, n = gate_up.codes.shape
+    fn: Callable,
+    gate_up: Groups | Float[Array, "tokens 2 n"],
+    *,
+    dtype: DTypeLike,
+    keep_groups: bool = False,
+) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"], Groups | None]:
+    """The codes of fn(gate, up) and their scales, and gate and up in groups."""
+    tokens, parts, n = jax.tree.leaves(gate_up)[0].shape
     groups = n // GROUP
     strips = -(-groups // LANES)
     layout = strip_layout((LANES, GROUP))
     quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
 
-    def kernel(gate_up, codes, scales, held):
+    def kernel(gate_up, out, held):
         row = lax.axis_index("row")
 
-        def start(strip):  # The last ones overlap.
-            return jnp.minimum(strip * LANES, groups - LANES)
+        def place(strip, part):  # The last ones overlap.
+            start = jnp.minimum(strip * LANES, groups - LANES)
+            return row, part, pl.ds(start, LANES)
 
         def load(strip, part):
-            at = (row, part, pl.ds(start(strip), LANES))
-            return Groups(
-                plgpu.load(gate_up.codes.at[at], layout=layout, optimized=False),
-                plgpu.load(
-                    gate_up.scale.at[at], layout=layout.reduce(1), optimized=False
-                ),
-            )
+            def load(ref):
+                of_strip = layout if len(ref.shape) == 4 else layout.reduce(1)
+                x = ref.at[place(strip, part)]
+                return plgpu.load(x, layout=of_strip, optimized=False)
+
+            return jax.tree.map(load, gate_up)
 
         def hold(strip, carry):
             largest, loaded = carry
             following = jnp.minimum(strip + 1, strips - 1)
             later = [load(following, part) for part in range(parts)]
+            for part, x in enumerate(loaded if keep_groups else ()):
+                kept = encode_groups(decode(x), jnp.float8_e4m3fn)
+                for ref, value in zip(out.groups, kept, strict=True):
+                    ref.at[place(strip, part)][...] = value
             (value,) = fn(*loaded)
             x = plgpu.layout_cast(value, quads)
             for j in range(_QUADS):
@@ -85,7 +96,7 @@ def run(
                 for j in range(_QUADS)
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
-            to = codes.at[row, pl.ds(start(strip), LANES)]
+            to = out.codes.at[row, place(strip, 0)[-1]]
             to[...] = (value * inverse).astype(dtype)  # Nothing is beyond the largest.
 
         zeros = jnp.zeros((LANES, GROUP), jnp.float32)
@@ -98,15 +109,26 @@ def run(
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
         inverse = reciprocal(scale)
         lax.fori_loop(0, strips, write, None)
-        scales.at[pl.ds(row, 1)][...] = scale[:1, 0]
+        out.scale.at[pl.ds(row, 1)][...] = scale[:1, 0]
+
+    def like(dtype, *shape):
+        return jax.ShapeDtypeStruct((tokens, *shape), dtype)
+
+    kept = Groups(
+        like(jnp.float8_e4m3fn, parts, groups, GROUP),
+        like(jnp.bfloat16, parts, groups),
+    )
 
     @jax.custom_batching.sequential_vmap
     def launch(gate_up):
-        return plgpu.kernel(
+        (out,) = plgpu.kernel(
             kernel,
             out_type=(
-                jax.ShapeDtypeStruct((tokens, groups, GROUP), dtype),
-                jax.ShapeDtypeStruct((tokens,), jnp.float32),
+                _Out(
+                    codes=like(dtype, groups, GROUP),
+                    scale=like(jnp.float32),
+                    groups=kept if keep_groups else None,
+                ),
             ),
             scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
             grid=(tokens,),
@@ -118,7 +140,21 @@ def run(
                 unsafe_no_auto_barriers=True,
             ),
         )(gate_up)
+        return out
 
-    codes = gate_up.codes.reshape(tokens, parts, groups, GROUP)
-    codes, scale = launch(Groups(codes, gate_up.scale))
-    return codes.reshape(tokens, n), scale
+    def view(x):
+        return x.reshape(tokens, parts, groups, GROUP) if x.shape[-1] == n else x
+
+    out = launch(jax.tree.map(view, gate_up))
+    groups = out.groups
+    if groups is not None:
+        groups = groups._replace(codes=groups.codes.reshape(tokens, parts, n))
+    return out.codes.reshape(tokens, n), out.scale, groups
+
+
+class _Out(NamedTuple):
+    """What is written."""
+
+    codes: Any
+    scale: Any
+    groups: Groups | None

@@ -111,11 +111,11 @@ def test_gated_mlp(kind, gate, biased, dtype):
         return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
     h = rows(norm(kind, plain["norm"], x))
-    gate_up = matmul(h, tensor(plain["gate_up"]))
-    if biased:  # Then it is written first.
-        gate_up = gate_up.astype(dtype) + gate_up_bias.astype(dtype)
+    gate_up = matmul(h, tensor(plain["gate_up"])).astype(dtype)
+    if biased:
+        gate_up = gate_up + gate_up_bias.astype(dtype)
+    down = matmul(rows(gated(float32(gate_up))), tensor(plain["down"]))
     gate_up = groups(gate_up)
-    down = matmul(rows(gated(gate_up)), tensor(plain["down"]))
     assert_near(float32(y), float32(x) + down + down_bias, NEAR)
     assert_near(float32(y) - float32(x), down + down_bias, 3 * NEAR)
 
@@ -205,15 +205,17 @@ def test_attention_out(biased):
     if biased:
         params["out_bias"] = normal(2, HIDDEN, dtype=BF16)
     o, x, dy = (
-        normal(3, *TOKENS, INNER, dtype=BF16),
+        normal(3, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16),
         normal(4, *TOKENS, HIDDEN, dtype=BF16),
         normal(5, *TOKENS, HIDDEN, dtype=BF16),
     )
     y, (dparams, do, dx) = value_and_vjp(flow.attention_out, dy, params, o, x)
+    flat = tensor(o).reshape(*TOKENS, -1)
     w, bias = float32(params["out"]), params.get("out_bias", 0)
-    assert_near(y, float32(x) + bias + matmul(tensor(o), tensor(w)), NEAR)
+    assert_near(y, float32(x) + bias + matmul(flat, tensor(w)), NEAR)
     np.testing.assert_array_equal(dx, dy)
-    expected_do, dout = product_grads(float32(o), w, float32(dy))
+    expected_do, dout = product_grads(flat, w, float32(dy))
+    expected_do = expected_do.reshape(o.shape)
     assert_near([do, dparams["out"]], [expected_do, dout], NEAR)
     if biased:
         assert_near(dparams["out_bias"], float32(dy).sum((0, 1)), NEAR)

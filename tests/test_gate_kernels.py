@@ -14,6 +14,7 @@ from kernels import (
     E5M2,
     F32,
     FORMATS,
+    assert_identical,
     encoded_groups,
     every_implementation,
     every_kernel,
@@ -191,6 +192,20 @@ def test_a_scale_for_each_row(implementation, activation, shape):
 
 
 @every_implementation
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_wide_gates_are_kept_in_groups(implementation, dtype):
+    groups, _ = inputs((3, 2, 2304))
+    wide = jnp.asarray(decoded(groups), dtype)
+    gated = functools.partial(pk.gated, scale="row", keep_groups=True)
+    out = run(implementation, gated, wide)
+    ones = np.ones((3, 2, 144))
+    y, size = exact(pk.Groups(np.asarray(wide, np.float64), ones), "silu")
+    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
+    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
+    assert_identical(out.groups, encoded_groups(wide, E4M3, 16))
+
+
+@every_implementation
 def test_what_is_not_finite(implementation):
     groups, dy = inputs((16, 2, 2048))
     groups = groups._replace(scale=groups.scale.at[3, 0, 5].set(np.nan))
@@ -280,6 +295,8 @@ def test_what_cannot_run_is_named():
         pk.gated(groups, copies="both")
     with pytest.raises(ValueError, match=r"product_scale needs .* got 'row'"):
         pk.gated_grad(groups, dy, scale=jnp.float32(1), product_scale=jnp.float32(1))
+    with pytest.raises(ValueError, match="needs wide arrays and scale='row', got"):
+        pk.gated(groups, scale="row", keep_groups=True)
     with pytest.raises(ValueError, match="a scalar or 'row', got 'column'"):
         pk.gated(groups, scale="column")
     with pytest.raises(ValueError, match=r"\[\.\.\., 2, f\], got \(16, 128\)"):

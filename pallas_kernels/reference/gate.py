@@ -15,6 +15,7 @@ from pallas_kernels.reference.quantize import (
     dequantize_groups,
     encode,
     magnitude,
+    quantize_groups,
     row_scale,
 )
 
@@ -36,6 +37,7 @@ class Gated(NamedTuple):
       scale: With a scale for each row, that of `values`, float32 [...].
       largest: Otherwise largest magnitudes of parts of the values, float32 [k]; how
         many there are is the kernel's choice.
+      groups: Gate and up, [..., 2, f], in groups of 16.
       product: With gradients, float8_e4m3fn codes of the product, [f, tokens].
     """
 
@@ -43,17 +45,19 @@ class Gated(NamedTuple):
     transposed: Float[Array, "n tokens"] | None = None
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
+    groups: Groups | None = None
     product: Float[Array, "f tokens"] | None = None
 
 
 def gated(
-    gate_up: Groups,
+    gate_up: Groups | Float[Array, "... 2 f"],
     *,
     activation: Activation,
     scale: Float[Array, ""] | Literal["row"] | None,
     dtype: DTypeLike,
     row: bool,
     transposed: bool,
+    keep_groups: bool,
 ) -> Gated:
     """See `pallas_kernels.gated`."""
     gate, up = _decoded(gate_up)
@@ -61,8 +65,11 @@ def gated(
     y = gate * factor * up
     if isinstance(scale, str):
         scale = row_scale(magnitude(y, axis=-1), dtype)
-        codes = encode(y, scale[..., None], dtype)
-        return Gated(values=lax.optimization_barrier(codes), scale=scale)
+        codes = lax.optimization_barrier(encode(y, scale[..., None], dtype))
+        groups = None
+        if keep_groups:
+            groups = quantize_groups(gate_up, dtype=jnp.float8_e4m3fn, group=16)
+        return Gated(codes, scale=scale, groups=groups)
     return _encoded(y, scale, dtype, row, transposed)
 
 
@@ -103,8 +110,11 @@ def _encoded(y, scale, dtype, row, transposed):
     return Gated(wanted.row, wanted.transposed, largest=magnitude(y)[None])
 
 
-def _decoded(gate_up: Groups) -> tuple[Array, Array]:
-    both = dequantize_groups(gate_up, dtype=jnp.float32)
+def _decoded(gate_up: Groups | Array) -> tuple[Array, Array]:
+    if isinstance(gate_up, Groups):
+        both = dequantize_groups(gate_up, dtype=jnp.float32)
+    else:
+        both = gate_up.astype(jnp.float32)
     return both[..., 0, :], both[..., 1, :]
 
 
