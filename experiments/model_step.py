@@ -93,7 +93,8 @@ def loss_function(case: str, model: Model) -> tuple[Callable, Any]:
 def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
     """`measure` in a process that has not used JAX yet, with all of the device."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # An older name.
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
     return measure(case, model, batch, steps)
 
 

@@ -103,10 +103,10 @@ def test_bars_of_a_layer():
     assert found == {
         "coat, times the fastest BF16": (1.7, False),
         "coat_max, times coat": (0.909, False),
-        "bf16, fp8_remat: time / bf16": (1.057, True),
+        "fp8_remat, time / bf16": (1.057, True),
         "coat, U saved": (8.27, True),
         "coat_max, U saved": (6.6, False),
-        "bf16 / bf16, fp8_remat: U saved": (1.871, True),
+        "fp8_remat, times smaller than bf16": (1.871, True),
         "BF16 policies both smaller and faster than coat": (0, True),
         "coat, temporaries / BF16's": (0.8, True),
         "coat_max, temporaries / BF16's": (1.2, False),
@@ -295,8 +295,7 @@ def test_rows_join_and_bars_compare_them():
 
 
 def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsys):
-    for variable in ("PREALLOCATE", "MEM_FRACTION"):
-        monkeypatch.setenv(f"XLA_PYTHON_CLIENT_{variable}", "")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     out = tmp_path / "e2e.json"
     sizes = "--hidden 64 --intermediate 96 --layers 1 --heads 2 --kv-heads 2 --seq 16"
     argv = [*sizes.split(), "--steps", "2", "--out", str(out), "--batch", "1"]
@@ -307,6 +306,40 @@ def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsy
     with pytest.raises(SystemExit):
         bench_e2e.main([*argv, "--cases", "te", "--vocab", "256"])
     assert "another model" in capsys.readouterr().err
+
+
+def test_what_no_kernel_accounts_for_is_gaps(monkeypatch):
+    found = iter(
+        [
+            {"products": 15.0, "attention": 1.2, "XLA": 0.5},
+            {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25},
+        ]
+    )
+    monkeypatch.setattr(profiling, "kernel_ms", lambda *args: next(found))
+    shape = Shape(hidden=64, seq=8, batch=1, intermediate=128, kv_heads=1, head_dim=64)
+    times = {"hidden": 64, "seq": 8}
+    rows = [
+        times | {"case": "bf16", "forward_backward_ms": 17.0},
+        times | {"case": "coat", "forward_backward_ms": 9.0},
+    ]
+    parts = bench_layer.profile_rows(shape, rows)
+    ms = {row["part"]: row["ms"] for row in parts if row["case"] == "coat"}
+    assert ms == pytest.approx(
+        {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95}
+    )
+    floors = {row["part"]: row["floor_ms"] for row in parts if row["case"] == "coat"}
+    flop = 3 * 2 * 8 * (4 * 64 * 64 + 3 * 64 * 128)
+    assert floors["products"] == pytest.approx(flop / 1.5e15 * 1e3)
+    assert (floors["attention"], floors["Pallas: norm"]) == (1.2, 0)
+    printed = _printed(layer_report.parts_table(parts))
+    assert "Pallas: norm" in printed
+    assert "0.950" in printed
+
+
+def test_profiles_need_what_they_compare(capsys):
+    with pytest.raises(SystemExit):
+        bench_layer.main(["--profile", "--cases", "te"])
+    assert "needs bf16 and coat" in capsys.readouterr().err
 
 
 def test_shapes_name_their_heads():
