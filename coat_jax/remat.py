@@ -288,7 +288,10 @@ def _save(
     if isinstance(kept, Copy):
         if key is not None:
             key = jax.random.fold_in(key, index)
-        return _fp8_copy(x, kept, key, options, traced.asked_by(index))
+        # Kernels read what was widened before it was.
+        narrow = x.astype(traced.source_dtype(index))
+        q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
+        return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(kept, Wide):
         return None
     if traced.is_argument(index) or traced.scope(index):

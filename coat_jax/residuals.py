@@ -144,6 +144,17 @@ class Linearized:
             kept=kept,
         )
 
+    def source_dtype(self, index: int) -> jnp.dtype:
+        """The dtype of residual `index` before conversions that lose nothing."""
+        var = self.residuals[index]
+        for eqn in _producers(self.forward.jaxpr, var):
+            before = eqn.invars[0].aval.dtype if eqn.invars else None
+            if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
+                return before
+            if eqn.primitive.name not in _LAYOUT - {"reduce_precision"}:
+                break
+        return var.aval.dtype
+
     def feeds_exponential(self, index: int) -> bool:
         """Whether backward takes an exponential of residual `index` or a difference."""
         through = _LAYOUT | {"sub"}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import ROW, assert_close, saved
+from gradients import ROW, assert_close, fake, saved
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -119,3 +119,25 @@ def test_only_what_products_read_is_widened_by_a_kernel():
     ]
     assert sorted(scales) == [(96, 1), (96, 1), (96, 4)]
     assert ROW >= 64
+
+
+def test_what_was_widened_is_read_narrow():
+    """As norms do, which compute in float32: the copy is the same, for less to read."""
+
+    def fn(w, x):
+        wide = jnp.transpose(x.astype(jnp.float32))
+        return (wide * w).astype(x.dtype), jnp.sin(wide * w)
+
+    w, x = normal(1, 128), normal(2, 128, 64, dtype=jnp.bfloat16)
+    light = fp8_remat(fn)
+    choices = pallas_kernels.explain(lambda w: jax.vjp(light, w, x), w).choices
+    arrays = [c.arrays for c in choices if c.operation == "quantize_groups"]
+    assert sorted(arrays) == [("bfloat16[64,128]",), ("float32[64,128]",)]
+    found = jax.tree.leaves(jax.vjp(light, w, x)[1])
+    expected = encoded_groups(x.T, jnp.float8_e4m3fn, 16)
+    codes = [leaf for leaf in found if leaf.dtype == jnp.float8_e4m3fn]
+    assert any(np.array_equal(c, expected[0]) for c in codes)
+    (dw,) = jax.vjp(lambda w: light(w, x)[1], w)[1](jnp.ones((64, 128)))
+    wide = x.T.astype(jnp.float32)
+    slope, wide = (fake(a, 16).astype(np.float64) for a in (jnp.cos(wide * w), wide))
+    assert_close(dw, (slope * wide).sum(axis=0), 1e-5)
