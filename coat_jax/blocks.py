@@ -56,9 +56,9 @@ RECIPES: dict[RecipeName, Recipe] = {
     # from BF16 inputs.
     "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
     # Queries, keys, values and outputs of attention stay BF16 ...
-    "coat": Recipe(),
+    "coat": Recipe(pointwise=jax.checkpoint),
     # ... or are kept in FP8 too.
-    "coat_max": Recipe(attention=fp8_remat),
+    "coat_max": Recipe(pointwise=jax.checkpoint, attention=fp8_remat),
 }
 
 
@@ -89,7 +89,7 @@ def attention_in(
     """
     if recipe.linear is None:
         return flow.attention_in(params, x, norm, heads)
-    h = _norm(recipe, norm)(params["norm"], x)
+    h = norm_of(recipe, norm)(params["norm"], x)
     y = _biased(recipe.linear(h, params["qkv"]), params.get("qkv_bias"))
     return *recipe.pointwise(heads.split)(y), x
 
@@ -137,7 +137,7 @@ def gated_mlp(
     """
     if recipe.linear is None:
         return flow.gated_mlp(params, x, norm, gate)
-    h = _norm(recipe, norm)(params["norm"], x)
+    h = norm_of(recipe, norm)(params["norm"], x)
     y = _biased(recipe.linear(h, params["gate_up"]), params.get("gate_up_bias"))
     a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
     return x + _biased(recipe.linear(a, params["down"]), params.get("down_bias"))
@@ -169,7 +169,8 @@ def _has_flash_attention(q: Array) -> bool:
     )
 
 
-def _norm(recipe: Recipe, norm: Norm) -> Callable:
+def norm_of(recipe: Recipe, norm: Norm) -> Callable:
+    """The function (weight, x) -> norm of `x`, differentiated as the recipe says."""
     fn = NORMS[norm.kind]
     return recipe.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
 

@@ -8,8 +8,12 @@ from typing import Any
 
 import jax
 
-# Without it XLA tries its own matrix products for a minute; none is cuBLASLt's match.
-OPTIONS = {"xla_gpu_enable_triton_gemm": False}
+OPTIONS = {
+    # Else XLA tries its own matrix products for a minute; none is cuBLASLt's match.
+    "xla_gpu_enable_triton_gemm": False,
+    # Else what loops over layers fill is zeroed first.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
+}
 
 
 def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:

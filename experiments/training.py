@@ -26,10 +26,7 @@ import coat_jax as coat
 from coat_jax.memory import peak_bytes
 from coat_jax.models import llama
 from experiments.settings import COAT_RECIPES, Recipe, Settings
-
-# On GPUs XLA's autotuner would compile hundreds of Triton kernels for FP8 products, and
-# take cuBLAS in the end: minutes, and for BF16 no faster.
-_COMPILER_OPTIONS = {"gpu": {"xla_gpu_enable_triton_gemm": False}}
+from experiments.timing import OPTIONS
 
 
 class TrainState(NamedTuple):
@@ -150,7 +147,7 @@ class Trainer:
         model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
         self._graphdef, params = nnx.split(model)
         self.parameters = sum(p.size for p in jax.tree.leaves(params))
-        self._options = _COMPILER_OPTIONS.get(jax.default_backend())
+        self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
         self._compiled_init = jax.jit(self._init)
 

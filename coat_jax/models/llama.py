@@ -133,8 +133,9 @@ class Llama(nnx.Module):
         x = self.embedding[...][tokens].astype(self.config.dtype)
         x = apply_layers(self.layers, x)
         weight = None if self.norm is None else self.norm[...]
-        norm = blocks.NORMS[self.config.norm]
-        return norm(x, weight, eps=self.config.norm_eps)
+        recipe = blocks.RECIPES[self.config.recipe]
+        how = blocks.Norm(kind=self.config.norm, eps=self.config.norm_eps)
+        return blocks.norm_of(recipe, how)(weight, x)
 
     def _head(self) -> Float[Array, "h vocab"]:
         return self.embedding[...].T if self.head is None else self.head[...]
@@ -153,7 +154,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Mean negative log-likelihood of `targets`, in nats a token.
 
-    Logits are computed, and in backward recomputed, in chunks of tokens, so that they
+    Logits are computed in chunks of tokens, their gradients with them, so that they
     never exist as a whole.
 
     Args:
@@ -174,22 +175,57 @@ def cross_entropy(
       True
     """
     hidden = model.hidden(tokens)
-    head = model._head()
-    chunks = _num_chunks(targets.size, head.shape[1])
-
-    @jax.checkpoint
-    def chunk_loss(total, chunk):
-        hidden, targets = chunk
-        logits = _logits(hidden, head)
-        picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
-        return total + jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked), None
-
-    chunked = (
-        hidden.reshape(chunks, -1, hidden.shape[-1]),
-        targets.reshape(chunks, -1),
-    )
-    total, _ = lax.scan(chunk_loss, jnp.zeros((), jnp.float32), chunked)
+    total = _total_loss(hidden.reshape(-1, hidden.shape[-1]), model._head(), targets)
     return total / targets.size
+
+
+@jax.custom_vjp
+def _total_loss(
+    hidden: Float[Array, "t h"],
+    head: Float[Array, "h vocab"],
+    targets: Int[Array, "*t"],
+) -> Float[Array, ""]:
+    """The sum of all tokens' losses.
+
+    If it is differentiated a chunk's gradients are computed at once with its loss,
+    while there are logits.
+    """
+
+    def add(total, chunk):
+        return total + _chunk_loss(chunk[0], head, chunk[1]), None
+
+    zero = jnp.zeros((), jnp.float32)
+    return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
+
+
+def _total_loss_fwd(hidden, head, targets):
+    def add(carry, chunk):
+        total, dhead = carry
+        loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(chunk[0], head, chunk[1])
+        return (total + loss, dhead + grads[1]), grads[0]
+
+    zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
+    (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
+    return total, (dhidden.reshape(hidden.shape), dhead)
+
+
+def _total_loss_bwd(grads, dtotal):
+    dhidden, dhead = (g * dtotal.astype(g.dtype) for g in grads)
+    return dhidden, dhead, None
+
+
+_total_loss.defvjp(_total_loss_fwd, _total_loss_bwd)
+
+
+def _chunk_loss(hidden: Array, head: Array, targets: Array) -> Float[Array, ""]:
+    logits = _logits(hidden, head)
+    picked = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
+
+
+def _chunks(hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
+    count = _num_chunks(targets.size, head.shape[1])
+    return hidden.reshape(count, -1, hidden.shape[-1]), targets.reshape(count, -1)
 
 
 def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
