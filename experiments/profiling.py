@@ -1,10 +1,4 @@
-"""Where a compiled function's time goes on a GPU, kernel by kernel.
-
-JAX's profiler says how long each kernel ran and which instruction of the compiled
-program it was; the program says what that instruction is. Of a Pallas kernel it names
-the Python functions that called it, of which the outermost in `pallas_kernels` is the
-operation.
-"""
+"""Where a compiled function's time goes on a GPU, kernel by kernel."""
 
 import collections
 import re
@@ -17,11 +11,9 @@ import jax
 
 from experiments.timing import OPTIONS
 
-# Kernels in one graph of the driver's would come without their instruction.
-_OPTIONS = OPTIONS | {"xla_gpu_enable_command_buffer": ""}
 _ATTENTION = re.compile(r"cudnn|fmha|flash", re.IGNORECASE)
-_PRODUCTS = re.compile(r"nvjet|cublas|cutlass|gemm|xmma", re.IGNORECASE)
-_FOLDER = "/pallas_kernels/"
+_PRODUCTS = re.compile(r"nvjet|cublas|cutlass|gemm|xmma|^matmul", re.IGNORECASE)
+_PALLAS = re.compile(r"(\w+?)_mosaic_gpu_kernel")
 
 
 class Kernel(NamedTuple):
@@ -29,25 +21,23 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: As the GPU has it.
-      instruction: Of the compiled program; empty where the profiler does not say.
       ms: How long it ran.
     """
 
     name: str
-    instruction: str
     ms: float
 
 
 def kernel_ms(
-    function: Callable, arguments: tuple, *, calls: int = 5
+    function: Callable, arguments: tuple, *, calls: int = 20
 ) -> dict[str, float]:
     """Milliseconds of a call by kind of kernel, largest first; gaps left out.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
     """
-    compiled = jax.jit(function).lower(*arguments).compile(_OPTIONS)
-    for _ in range(3):
+    compiled = jax.jit(function).lower(*arguments).compile(OPTIONS)
+    for _ in range(calls):  # A cool chip is faster.
         jax.block_until_ready(compiled(*arguments))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -58,8 +48,7 @@ def kernel_ms(
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))
     if not kernels:
         raise ValueError(f"no kernel ran on a GPU, but on {jax.devices()[0]}")
-    found = by_part(kernels, custom_calls(compiled.as_text()))
-    return {part: ms / calls for part, ms in found.items()}
+    return {part: ms / calls for part, ms in by_part(kernels).items()}
 
 
 def _kernels(data: Any) -> Iterator[Kernel]:
@@ -69,87 +58,21 @@ def _kernels(data: Any) -> Iterator[Kernel]:
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    instruction = str(dict(event.stats).get("hlo_op", ""))
-                    yield Kernel(event.name, instruction, event.duration_ns / 1e6)
+                    yield Kernel(event.name, event.duration_ns / 1e6)
 
 
-def by_part(kernels: Iterable[Kernel], parts: dict[str, str]) -> dict[str, float]:
-    """Milliseconds by kind of kernel, largest first.
-
-    Args:
-      kernels: What ran.
-      parts: The kinds of instructions, as far as the program says; see `custom_calls`.
-    """
+def by_part(kernels: Iterable[Kernel]) -> dict[str, float]:
+    """Milliseconds by kind of kernel, largest first."""
     found = collections.Counter({"products": 0.0, "attention": 0.0})
     for kernel in kernels:
-        found[parts.get(kernel.instruction) or _by_name(kernel.name)] += kernel.ms
+        found[_part(kernel.name)] += kernel.ms
     return dict(found.most_common())
 
 
-def _by_name(kernel: str) -> str:
-    if "mosaic" in kernel:
-        return "Pallas: unknown"
+def _part(kernel: str) -> str:
     if _ATTENTION.search(kernel):
         return "attention"
-    return "products" if _PRODUCTS.search(kernel) else "XLA"
-
-
-def custom_calls(hlo: str) -> dict[str, str]:
-    """What those instructions of a compiled program are that XLA did not write."""
-    stacks = _Stacks(hlo)
-    found = {}
-    for line in hlo.splitlines():
-        call = re.search(r'%([\w.\-]+) = .*custom_call_target="([^"]*)"', line)
-        if call:
-            name, target = call.groups()
-            frame = re.search(r"stack_frame_id=(\d+)", line)
-            operation = stacks.operation(int(frame.group(1)) if frame else 0)
-            is_product = "cublas" in target or "matmul" in operation
-            if "mosaic" in target and not is_product:
-                found[name] = f"Pallas: {operation}"
-            elif is_product:
-                found[name] = "products"
-            elif "fmha" in target:
-                found[name] = "attention"
-    return found
-
-
-class _Stacks:
-    """Who called what, as tables at the head of a compiled program have it."""
-
-    def __init__(self, hlo: str) -> None:
-        self._names = _strings("FunctionNames", hlo)
-        self._files = _strings("FileNames", hlo)
-        self._locations = _records("FileLocations", hlo)
-        self._frames = _records("StackFrames", hlo)
-        # The first frame has no caller: what it names stands for none.
-        self._none = self._frames.get(1, {}).get("parent_frame_id", 0)
-
-    def operation(self, frame: int) -> str:
-        """The outermost function of `pallas_kernels` on the way to a frame."""
-        operation = "unknown"
-        while frame in self._frames:
-            location = self._locations[self._frames[frame]["file_location_id"]]
-            if _FOLDER in self._files[location["file_name_id"]]:
-                operation = self._names[location["function_name_id"]]
-            parent = self._frames[frame].get("parent_frame_id", self._none)
-            frame = parent - self._none
-        return operation
-
-
-def _strings(section: str, hlo: str) -> dict[int, str]:
-    found = re.findall(r'(\d+) "([^"]*)"', _section(section, hlo))
-    return {int(number): value for number, value in found}
-
-
-def _records(section: str, hlo: str) -> dict[int, dict[str, int]]:
-    return {
-        int(number): {k: int(value) for k, value in re.findall(r"(\w+)=(\d+)", body)}
-        for number, body in re.findall(r"(\d+) \{([^}]*)\}", _section(section, hlo))
-    }
-
-
-def _section(name: str, hlo: str) -> str:
-    """A table at the head of a program's text: lines until an empty one."""
-    match = re.search(rf"^{name}\n((?:.+\n)*)", hlo, re.MULTILINE)
-    return match.group(1) if match else ""
+    if _PRODUCTS.search(kernel):
+        return "products"
+    ours = _PALLAS.match(kernel)
+    return f"Pallas: {ours.group(1)}" if ours else "XLA"

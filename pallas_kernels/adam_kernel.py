@@ -69,6 +69,7 @@ def run(
         plgpu.kernel(
             kernel,
             out_type=(),
+            kernel_name="adam",
             grid=(ctas,),
             grid_names=("cta",),
             compiler_params=plgpu.CompilerParams(

@@ -46,7 +46,8 @@ class Encoded(NamedTuple):
 
 
 @functools.partial(
-    jax.jit, static_argnames=("fn", "encoding", "more", "group", "parts", "tuning")
+    jax.jit,
+    static_argnames=("fn", "name", "encoding", "more", "group", "parts", "tuning"),
 )
 def run(
     fn: Callable,
@@ -54,6 +55,7 @@ def run(
     scale: Float[Array, ""] | None = None,
     more_scale: Float[Array, ""] | None = None,
     *,
+    name: str,
     encoding: Encoding,
     more: Encoding | None = None,
     group: int = GROUP,
@@ -70,6 +72,7 @@ def run(
       operands: Arrays [rows, parts, n], groups of such, and scalars.
       scale: What `row` and `transposed` codes multiply with on the way back.
       more_scale: The same for `more`.
+      name: The kernel's, in profiles.
       encoding: What is wanted of the parts.
       more: What is wanted of one more value, if there is one.
       group: Elements of a group, in operands and values.
@@ -121,6 +124,7 @@ def run(
         (out,) = plgpu.kernel(
             kernel,
             out_type=(out_type,),
+            kernel_name=name,
             grid=(walk.ctas,),
             grid_names=("cta",),
             scratch_types=scratch,

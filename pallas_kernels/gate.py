@@ -101,7 +101,9 @@ def gated(
         values = values.reshape(shape_of_product)
         return Gated(values, scale=scale.reshape(shape[:-2]), groups=groups)
     encoding = _encoding(scale, dtype, row, transposed)
-    (out,) = elementwise.run(product, (tall,), scale, encoding=encoding, tuning=tuning)
+    (out,) = elementwise.run(
+        product, (tall,), scale, name="gated", encoding=encoding, tuning=tuning
+    )
     return _gated(out, shape_of_product)
 
 
@@ -170,6 +172,7 @@ def gated_grad(
         ),
         scale,
         product_scale,
+        name="gated_grad",
         encoding=_encoding(scale, dtype, row, transposed),
         more=_PRODUCT if with_product else None,
         parts=parts,

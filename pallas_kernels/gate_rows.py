@@ -131,6 +131,7 @@ def run(
                 ),
             ),
             scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
+            kernel_name="gated",
             grid=(tokens,),
             grid_names=("row",),
             compiler_params=plgpu.CompilerParams(

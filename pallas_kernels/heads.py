@@ -165,6 +165,7 @@ def _run(q, k, v, cos, sin, scale, *, dtype: DTypeLike) -> Encoded:
         (out,) = plgpu.kernel(
             kernel,
             out_type=(outputs(encoding, walk, 2 * count),),
+            kernel_name="join_heads",
             grid=(walk.ctas * count,),
             grid_names=("cta",),
             scratch_types={

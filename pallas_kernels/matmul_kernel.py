@@ -52,6 +52,7 @@ def run(
                 # Threads have to meet where results are staged, and do there.
                 unsafe_no_auto_barriers=True
             ),
+            kernel_name="matmul_groups" if product.group else "matmul",
             grid=(min(walk.total, blocks),),
             grid_names=("sm",),
             num_threads=tuning.warpgroups + 1,

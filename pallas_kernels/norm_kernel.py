@@ -99,7 +99,7 @@ def forward(
 
         share.over(row, rows)
 
-    return share.launch(kernel, outputs, rows, params, inverse)
+    return share.launch("norm", kernel, outputs, rows, params, inverse)
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "with_bias", "tuning"))
@@ -164,7 +164,7 @@ def backward(
         ]
         sums.write(share.over(row, rows, sums.start(len(own))), own)
 
-    return share.launch(kernel, outputs, rows, params, scratch=scratch)
+    return share.launch("norm_grad", kernel, outputs, rows, params, scratch=scratch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -196,11 +196,12 @@ class Share:
         """A row of several."""
         return ref.at[pl.ds(index * self.groups, self.groups)]
 
-    def launch(self, kernel, outputs, *arrays, scratch=()):
+    def launch(self, name, kernel, outputs, *arrays, scratch=()):
         """Runs kernel(*refs, outputs' refs) by all thread blocks."""
         (out,) = plgpu.kernel(
             kernel,
             out_type=(outputs,),
+            kernel_name=name,
             grid=(self.ctas,),
             grid_names=("cta",),
             scratch_types=scratch,

@@ -67,6 +67,7 @@ def quantize_groups(
     (out,) = elementwise.run(
         _numbers,
         (flat(x),),
+        name="quantize_groups",
         encoding=Encoding(groups=dtype),
         group=group,
         tuning=tuning,
@@ -105,6 +106,7 @@ def dequantize_groups(
     (out,) = elementwise.run(
         _numbers,
         (Groups(flat(groups.codes), flat(groups.scale)),),
+        name="dequantize_groups",
         encoding=Encoding(wide=dtype),
         group=group,
         tuning=tuning,
@@ -137,7 +139,9 @@ def maxima(
     if chosen == "reference":
         return reference.maxima(x)
     encoding = Encoding(maxima=True)
-    (out,) = elementwise.run(_numbers, (flat(x),), encoding=encoding, tuning=tuning)
+    (out,) = elementwise.run(
+        _numbers, (flat(x),), name="maxima", encoding=encoding, tuning=tuning
+    )
     return out.maxima
 
 
@@ -190,6 +194,7 @@ def quantize_tensor(
         _numbers,
         (in_tokens(x) if transposed else flat(x),),
         scale,
+        name="quantize_tensor",
         encoding=Encoding(
             row=dtype if row else None, transposed=dtype if transposed else None
         ),
@@ -230,7 +235,11 @@ def dequantize_tensor(
     if chosen == "reference":
         return reference.dequantize_tensor(codes, scale, dtype=dtype)
     (out,) = elementwise.run(
-        _scaled, (flat(codes), scale), encoding=Encoding(wide=dtype), tuning=tuning
+        _scaled,
+        (flat(codes), scale),
+        name="dequantize_tensor",
+        encoding=Encoding(wide=dtype),
+        tuning=tuning,
     )
     return out.wide.reshape(codes.shape)
 
@@ -262,7 +271,9 @@ def transpose(
         return reference.transpose(codes)
     stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
     encoding = Encoding(transposed=stored.dtype)
-    (out,) = elementwise.run(_as_stored, (stored,), encoding=encoding, tuning=tuning)
+    (out,) = elementwise.run(
+        _as_stored, (stored,), name="transpose", encoding=encoding, tuning=tuning
+    )
     return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
 
 

@@ -67,6 +67,7 @@ def add_quantize_groups(
     (out,) = elementwise.run(
         _sum,
         (flat(x), flat(y)),
+        name="add_quantize_groups",
         encoding=Encoding(wide=x.dtype, groups=dtype),
         group=group,
         tuning=tuning,
@@ -125,6 +126,7 @@ def add_quantize_tensor(
         _sum,
         (view(x), view(y)),
         scale,
+        name="add_quantize_tensor",
         encoding=Encoding(
             wide=x.dtype,
             row=dtype if row and scale is not None else None,
