@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
+from coat_jax.devices import on_one_device
 from coat_jax.linear import (
     Codes,
     input_gradient,
@@ -142,6 +143,7 @@ def attention_in(
     return _attention_in(params, x, norm, heads)[0]
 
 
+@on_one_device
 def _attention_in(params, x, norm, heads):
     h, groups = norm.forward(x, params["norm"])
     y, weight_scale = product(h.codes, h.scale, params["qkv"], x.dtype)
@@ -149,6 +151,7 @@ def _attention_in(params, x, norm, heads):
     return (q, k, v, x), (params, groups, h.tensor_scale(), weight_scale)
 
 
+@on_one_device
 def _attention_in_grads(norm, heads, residuals, cotangents):
     params, groups, scale, weight_scale = residuals
     *dheads, dx = cotangents
@@ -180,6 +183,7 @@ def attention_out(
     return _attention_out(params, o, x)[0]
 
 
+@on_one_device
 def _attention_out(params, o, x):
     codes = Codes.of(_joined(o), E4M3, copies="row")
     x = _biased(x, params.get("out_bias"))
@@ -187,6 +191,7 @@ def _attention_out(params, o, x):
     return y, (params, o, codes.scale, weight_scale)
 
 
+@on_one_device
 def _attention_out_grads(residuals, dy):
     params, o, scale, weight_scale = residuals
     gradient = Codes.of(dy, E5M2, copies="both")
@@ -213,6 +218,7 @@ def gated_mlp(
     return _gated_mlp(params, x, norm, gate)[0]
 
 
+@on_one_device
 def _gated_mlp(params, x, norm, gate):
     h, groups = norm.forward(x, params["norm"])
     y, gate_up_scale = product(h.codes, h.scale, params["gate_up"], x.dtype)
@@ -225,6 +231,7 @@ def _gated_mlp(params, x, norm, gate):
     return y, (params, groups, out.groups, scales)
 
 
+@on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, gate_up, scales = residuals
     h_scale, gate_up_scale, a_scale, down_scale = scales

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
+from coat_jax.devices import on_one_device
 from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale
 
 
@@ -108,6 +109,7 @@ def _product(x, w, dtype):
     return _product_fwd(x, w, dtype)[0]
 
 
+@on_one_device
 def _product_fwd(x, w, dtype):
     xq = Codes.of(x, E4M3, copies="both")
     y, w_scale = product(xq.row, xq.scale, w, dtype)
@@ -115,6 +117,7 @@ def _product_fwd(x, w, dtype):
     return y, (xq._replace(row=None), w, w_scale, jnp.zeros(0, x.dtype))
 
 
+@on_one_device
 def _product_bwd(dtype, residuals, dy):
     xq, w, w_scale, like = residuals
     gradient = Codes.of(dy, E5M2, copies="both")

@@ -20,7 +20,15 @@ def render(readme: str) -> str:
     before, _, rest = readme.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     sections = "\n".join(
-        [_pretraining(), _optimizer(), _curves(), _kernels(), _activations()]
+        [
+            _end_to_end(),
+            _layer(),
+            _activations(),
+            _pretraining(),
+            _optimizer(),
+            _curves(),
+            _kernels(),
+        ]
     )
     return before + _BEGIN + sections + _END + after
 
@@ -29,6 +37,54 @@ def main() -> None:
     """Rewrites README.md."""
     path = PROJECT / "README.md"
     path.write_text(render(path.read_text()))
+
+
+def _end_to_end() -> str:
+    results = _load("bench_e2e")
+    first = results["rows"][0]
+    lines = [
+        f"**Training Llama-2-7B on one GPU** (`bench_e2e`): BF16 parameters, sequences "
+        f"of {first['seq']:,} tokens, one {results['device']['name']}. `bf16` and `te` "
+        "have `optax.adamw` with float32 moments, `coat` and `coat_max` "
+        "`coat.fused_update`.",
+        "",
+        "| | batch | tokens/s | times `bf16` | times its best | optimizer "
+        "| saved activations | peak |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        found = f"| {row['case']} | {row['batch']} "
+        if "tokens_per_s" in row:
+            ratio = row.get("ratio_to_bf16")
+            found += f"| {row['tokens_per_s']:,.0f} "
+            found += f"| {'-' if ratio is None else format(ratio, '.2f')} "
+            found += f"| {row['ratio_to_best_bf16']:.2f} "
+        else:
+            found += f"| {row['error']} | - | - "
+        sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
+        lines.append(found + " ".join(f"| {size:.1f} GiB" for size in sizes) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _layer() -> str:
+    results = _load("bench_layer")
+    lines = [
+        f"**One Llama layer** (`bench_layer`): forward and backward with BF16 weights "
+        f"on one {results['device']['name']}, all cases in turns. `bf16` is what "
+        "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
+        "`coat.fp8_remat` of the same layer.",
+        "",
+        "| | hidden, sequence | ms | times `bf16` | saved |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        lines.append(
+            f"| {row['case']} | {row['hidden']}, {row['seq']} "
+            f"| {row['forward_backward_ms']:.2f} | {row['ratio_to_bf16']:.2f} "
+            f"| {row['saved_units']:.1f}U |"
+        )
+    image = "![Saved activations and time](experiments/results/bench_layer.png)"
+    return "\n".join([*lines, "", image, ""])
 
 
 def _pretraining() -> str:

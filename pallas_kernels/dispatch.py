@@ -1,10 +1,11 @@
 """Which implementation of an operation runs here, and why."""
 
+import contextlib
 import contextvars
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -65,6 +66,9 @@ class Explanation:
 _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
     "choices", default=None
 )
+_forbidden: contextvars.ContextVar[str | None] = contextvars.ContextVar(
+    "forbidden", default=None
+)
 _traces = itertools.count()
 
 
@@ -106,6 +110,16 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(tuple(choices))
 
 
+@contextlib.contextmanager
+def without_kernels(reason: str) -> Iterator[None]:
+    """Within it kernels run only where they are named, and `explain` says why."""
+    token = _forbidden.set(reason)
+    try:
+        yield
+    finally:
+        _forbidden.reset(token)
+
+
 def choose(
     implementation: Implementation | None,
     obstacle: str | None,
@@ -133,7 +147,7 @@ def choose(
     reason = "the caller named it"
     if implementation is None:
         obstacles = [] if has_hopper() else [f"{_device()} is no Hopper GPU"]
-        obstacles += [] if obstacle is None else [obstacle]
+        obstacles += [why for why in (_forbidden.get(), obstacle) if why is not None]
         implementation = "reference" if obstacles else "mosaic"
         reason = "; ".join(obstacles) or f"{_device()} is a Hopper GPU"
     made = _made.get()
