@@ -38,6 +38,7 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
+_HERE = ("copies.py", "plan.py", "remat.py", "residuals.py")
 # Frames that say how an operation was traced rather than whose it is.
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
@@ -45,7 +46,7 @@ _NOT_USERS = (
     functools.__file__,
     contextlib.__file__,
     quantized.__file__,
-    __file__,
+    *(os.path.join(os.path.dirname(__file__), name) for name in _HERE),
 )
 # Opens the name scope in which `fp8_remat` quantizes, before what it is for.
 FP8_SCOPE = "FP8 "

@@ -127,9 +127,11 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             numbers(BF16), numbers(BF16), *scales,
         )  # fmt: skip
 
+    def wide_gate_up(key):
+        return jax.random.normal(key, (shape[0], 2, shape[1]), BF16)
+
     def gate_up(key):
-        x = jax.random.normal(key, (shape[0], 2, shape[1]), BF16)
-        return k.quantize_groups(x, implementation="reference")
+        return k.quantize_groups(wide_gate_up(key), implementation="reference")
 
     def scaled(function, **options):
         return lambda *args, implementation: function(
@@ -144,6 +146,10 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             f"{forward}, to rows", 2 * of_16 + 1,
             with_options(k.gated, scale="row", **how), gate_up,
         )  # fmt: skip
+        yield case(
+            f"{forward} of BF16, to rows, keeping groups", 5 + 2 * of_16,
+            with_options(k.gated, scale="row", keep_groups=True, **how), wide_gate_up,
+        )  # fmt: skip
         for copies, bytes_each in (("row", 1), ("transposed", 1), ("both", 2)):
             yield case(
                 f"{forward}, to a tensor, {copies}", 2 * of_16 + bytes_each,
@@ -157,6 +163,20 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             f"{backward}, to a tensor, both", 2 * of_16 + 6,
             scaled(k.gated_grad, copies="both", **how), gate_up, numbers(BF16), scalar,
         )  # fmt: skip
+        yield case(
+            f"{backward}, to a tensor, both, and the product", 2 * of_16 + 7,
+            scaled(k.gated_grad, copies="both", product_scale=jnp.float32(1), **how),
+            gate_up, numbers(BF16), scalar,
+        )  # fmt: skip
+
+    def heads(key):
+        four = 4, shape[0] // 4, shape[1] // 128, 128
+        return jax.random.normal(key, four, BF16)
+
+    def angles(key):
+        return jax.random.uniform(key, (shape[0] // 4, 64))
+
+    yield case("heads, both", 12, k.join_heads, *3 * [heads], *2 * [angles], scalar)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -150,8 +150,13 @@ def _gate() -> Iterator[Case]:
         yield Case(name, functools.partial(pk.gated, **how), (gate_up,))
         by_row = functools.partial(pk.gated, scale="row", **how)
         yield Case(f"{name}, to rows", by_row, (gate_up,))
+        wide = functools.partial(pk.gated, scale="row", keep_groups=True, **how)
+        yield Case(f"{name} of BF16, to rows", wide, (_array(tokens, 2, f),))
         grad = functools.partial(pk.gated_grad, **how)
         yield Case(f"{name}, backward", grad, (gate_up, dy))
+        both = functools.partial(_with_product, copies="both", **how)
+        arrays = (gate_up, dy, scalar, scalar)
+        yield Case(f"{name}, backward, with the product", both, arrays)
         for copies in ("row", "both"):
             options = {"copies": copies, **how}
             forward = functools.partial(_scaled, pk.gated, **options)
@@ -164,6 +169,17 @@ def _gate() -> Iterator[Case]:
 def _scaled(function, *arrays, **how):
     *arrays, scale = arrays
     return function(*arrays, scale=scale, **how)
+
+
+def _with_product(*arrays, **how):
+    *arrays, scale, product_scale = arrays
+    return pk.gated_grad(*arrays, scale=scale, product_scale=product_scale, **how)
+
+
+def _heads() -> Iterator[Case]:
+    heads, angles = _array(4, 2048, 32, 128), _array(2048, 64, dtype=_F32)
+    arrays = (heads, heads, heads, angles, angles, _array(dtype=_F32))
+    yield Case("heads, both", pk.join_heads, arrays)
 
 
 def _residual() -> Iterator[Case]:
@@ -190,12 +206,14 @@ def _products() -> Iterator[Case]:
         (_array(m, dtype=_F32), _array(n, dtype=_F32)),
     )
     yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
+    yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
     "quantize": _quantize,
     "gate": _gate,
+    "heads": _heads,
     "residual": _residual,
     "norm": _norm,
     "products": _products,
