@@ -8,7 +8,7 @@ stream stays wide and goes through `attention_in`, so that its gradient is added
 the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
-nothing but a scale lives between the passes.
+nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 """
 
 import dataclasses
@@ -25,6 +25,7 @@ import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
 from coat_jax.linear import (
     Codes,
+    Weight,
     input_gradient,
     largest,
     product,
@@ -35,7 +36,7 @@ from coat_jax.quantized import E4M3, E5M2, tensor_scale
 
 GateName = Literal["silu", "gelu"]
 NormName = Literal["rms", "layer"]
-Params = Mapping[str, Array | None]
+Params = Mapping[str, Weight | None]
 # No slope of these gates is larger.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13}
 

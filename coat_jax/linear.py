@@ -22,7 +22,7 @@ from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale
 
 
 def linear(
-    x: Float[Array, "*batch k"], w: Float[Array, "in_features ..."]
+    x: Float[Array, "*batch k"], w: "Float[Array, 'in_features ...'] | Fp8Weight"
 ) -> Float[Array, "..."]:
     """The product of `x` and `w` with both in FP8, in the dtype of `x`.
 
@@ -31,7 +31,7 @@ def linear(
 
     Args:
       x: Activations; BF16 or F32.
-      w: Weights, [in, out] or [in, ...]; any floating dtype.
+      w: Weights, [in, out] or [in, ...]; any floating dtype. Or with their codes.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -42,12 +42,11 @@ def linear(
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
       dtype(bfloat16)
     """
-    if w.ndim < 2 or x.shape[-1] != w.shape[0]:
-        raise ValueError(
-            f"x and w need [..., k] and [k, ...], got {x.shape}, {w.shape}"
-        )
+    shape = value_of(w).shape
+    if len(shape) < 2 or x.shape[-1] != shape[0]:
+        raise ValueError(f"x and w need [..., k] and [k, ...], got {x.shape}, {shape}")
     y = _product(x.reshape(-1, x.shape[-1]), w, x.dtype)
-    return y.reshape(*x.shape[:-1], *w.shape[1:])
+    return y.reshape(*x.shape[:-1], *shape[1:])
 
 
 def fp8_dot_general(
@@ -164,10 +163,39 @@ def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.max(kernels.maxima(x), initial=0.0)
 
 
+class Fp8Weight(NamedTuple):
+    """A weight that was quantized before, for more than one pass.
+
+    Where a weight is asked for this will do, and is not quantized again. Gradients are
+    those of `value`.
+
+    Attributes:
+      value: The weight [k, ...].
+      codes: Its E4M3 codes [k, n] and [n, k], its output axes as one.
+    """
+
+    value: Float[Array, "k ..."]
+    codes: Codes
+
+    @classmethod
+    @on_one_device
+    def of(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
+        """Quantizes a weight in both layouts that products take."""
+        return cls(w, Codes.of(w.reshape(w.shape[0], -1), E4M3, copies="both"))
+
+
+Weight = Float[Array, "k ..."] | Fp8Weight
+
+
+def value_of(w: Weight) -> Float[Array, "k ..."]:
+    """The weight itself."""
+    return w.value if isinstance(w, Fp8Weight) else w
+
+
 def product(
     codes: Float[Array, "*batch k"],
     scale: Float[Array, "..."],
-    w: Float[Array, "k ..."],
+    w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
 ) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
@@ -180,38 +208,34 @@ def product(
       dtype: Of the product.
       accumulator: What it is added to.
     """
-    columns = weight_codes(w, copies="transposed")
+    columns = _weight_codes(w, "transposed")
     y = _matmul(codes, columns.transposed, scale, columns.scale, dtype, accumulator)
     return y, columns.scale
 
 
-def weight_codes(
-    w: Float[Array, "k ..."],
-    *,
-    copies: Literal["row", "transposed"],
-    scale: Float[Array, ""] | None = None,
-) -> Codes:
-    """Codes of weights as [k, n], or their transpose [n, k]."""
-    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, scale=scale)
-
-
 def input_gradient(
-    dy: Codes, w: Float[Array, "k ..."], w_scale: Float[Array, ""], dtype: DTypeLike
+    dy: Codes, w: Weight, w_scale: Float[Array, ""], dtype: DTypeLike
 ) -> Float[Array, "*batch k"]:
     """The gradient of a product's activations."""
-    rows = weight_codes(w, copies="row", scale=w_scale).row
+    rows = _weight_codes(w, "row", w_scale).row
     return _matmul(dy.row, rows, dy.scale, w_scale, dtype)
 
 
 def weight_gradient(
-    x: Float[Array, "k tokens"],
-    scale: Float[Array, ""],
-    dy: Codes,
-    w: Float[Array, "k ..."],
-) -> Float[Array, "k ..."]:
+    x: Float[Array, "k tokens"], scale: Float[Array, ""], dy: Codes, w: Weight
+) -> Weight:
     """The gradient of a product's weights, from transposed codes of its activations."""
-    dw = _matmul(x, dy.transposed, scale, dy.scale, w.dtype)
-    return dw.reshape(w.shape)
+    value = value_of(w)
+    dw = _matmul(x, dy.transposed, scale, dy.scale, value.dtype).reshape(value.shape)
+    return Fp8Weight(dw, None) if isinstance(w, Fp8Weight) else dw
+
+
+def _weight_codes(
+    w: Weight, copies: Literal["row", "transposed"], scale: Array | None = None
+) -> Codes:
+    if isinstance(w, Fp8Weight):
+        return w.codes
+    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, scale=scale)
 
 
 def _matmul(a, b, a_scale, b_scale, dtype, accumulator=None):

@@ -7,6 +7,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import blocks
+from coat_jax.linear import Codes, Fp8Weight, Weight
+
+
+class WeightCodes(nnx.Variable):
+    """FP8 codes of a weight, or their scale, for more than one pass."""
 
 
 class DecoderLayer(nnx.Module):
@@ -85,6 +90,7 @@ class DecoderLayer(nnx.Module):
             return nnx.Param(jnp.ones(hidden_size, param_dtype)) if parametric else None
 
         heads = num_heads + 2 * num_kv_heads
+        self.codes = nnx.data(None)
         self.attention_norm = norm_weight()
         self.qkv = weight(hidden_size, heads * head_dim)
         self.out = weight(num_heads * head_dim, hidden_size, scale=output_scale)
@@ -92,18 +98,42 @@ class DecoderLayer(nnx.Module):
         self.gate_up = weight(hidden_size, 2, intermediate_size)
         self.down = weight(intermediate_size, hidden_size, scale=output_scale)
 
+    def quantize_weights(self) -> None:
+        """Quantizes the weights now, for all passes until it is called again.
+
+        Without it each pass quantizes them. It pays where a step has several passes, as
+        in gradient accumulation, and takes 2 bytes a parameter. The codes are variables
+        of the type `WeightCodes`; no gradient is taken of them.
+
+        Raises:
+          ValueError: If the recipe has no FP8 products.
+        """
+        if self.recipe == "bf16":
+            raise ValueError("there are no FP8 products in the recipe 'bf16'")
+        self.codes = nnx.Dict()
+        for name in ("qkv", "out", "gate_up", "down"):
+            codes = Fp8Weight.of(getattr(self, name)[...]).codes._asdict()
+            self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
+
+    def _weight(self, name: str) -> Weight:
+        weight = getattr(self, name)[...]
+        if self.codes is None:
+            return weight
+        codes = {k: x[...] for k, x in self.codes[name].items()}
+        return Fp8Weight(weight, Codes(**codes))
+
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream."""
         recipe = blocks.RECIPES[self.recipe]
-        params = {"norm": _value(self.attention_norm), "qkv": self.qkv[...]}
+        params = {"norm": _value(self.attention_norm), "qkv": self._weight("qkv")}
         q, k, v, x = blocks.attention_in(
             recipe, params, x, norm=self.norm, heads=self.heads
         )
-        x = blocks.attention_out(recipe, {"out": self.out[...]}, q, k, v, x)
+        x = blocks.attention_out(recipe, {"out": self._weight("out")}, q, k, v, x)
         params = {
             "norm": _value(self.mlp_norm),
-            "gate_up": self.gate_up[...],
-            "down": self.down[...],
+            "gate_up": self._weight("gate_up"),
+            "down": self._weight("down"),
         }
         return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
 

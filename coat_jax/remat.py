@@ -35,7 +35,7 @@ from coat_jax.copies import fp8_copy, read_copy
 from coat_jax.plan import Copy, Options, Wide, plan
 from coat_jax.quantized import E4M3, Format, QuantizedArray
 from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
-from coat_jax.step import random_bits
+from coat_jax.rounding import random_bits
 
 
 def fp8_remat(

@@ -1,10 +1,11 @@
-"""Stochastic rounding to 8-bit floating formats."""
+"""Stochastic rounding to 8-bit floating formats, and the random bits of any."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Key, UInt32
 
 # A number's distance from the code below it is exact to this many bits of a step.
 _BITS = 20
@@ -43,6 +44,15 @@ def stochastic_round(
     steps = jnp.floor(jnp.abs(x) * _power_of_two(-exponent) + uniform)
     rounded = jnp.copysign(steps * _power_of_two(exponent), x)
     return jnp.where(jnp.isfinite(x), rounded, x)
+
+
+def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Array:
+    """32 random bits an element, sharded as `like` is where types say how."""
+    sharding = jax.typeof(like).sharding
+    explicit = sharding.mesh.explicit_axes
+    return jax.random.bits(
+        key, shape, jnp.uint32, out_sharding=sharding if explicit else None
+    )
 
 
 def _power_of_two(exponent: Array) -> Array:

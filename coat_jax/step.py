@@ -15,6 +15,7 @@ from jaxtyping import Array, Key
 
 import pallas_kernels
 from coat_jax.quantized import E4M3, PerGroup
+from coat_jax.rounding import random_bits
 from coat_jax.sharding import partitioned_adam
 from coat_jax.state import (
     ScaleByFP8AdamState,
@@ -99,15 +100,6 @@ def rounding_key(key: Key[Array, ""], count: Array, path: tuple) -> Key[Array, "
     """The key of one parameter in one step, by its place in the tree."""
     name = zlib.crc32(jax.tree_util.keystr(path).encode())
     return jax.random.fold_in(jax.random.fold_in(key, count), name)
-
-
-def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Array:
-    """32 random bits an element, sharded as `like` is where types say how."""
-    sharding = jax.typeof(like).sharding
-    explicit = sharding.mesh.explicit_axes
-    return jax.random.bits(
-        key, shape, jnp.uint32, out_sharding=sharding if explicit else None
-    )
 
 
 def has_kernel() -> bool:

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments import layer_report, profiling
+from experiments.activation_memory import TARGET_UNITS
 from experiments.error_tables import bars as bars_table
 from experiments.layer_cases import (
     CASES,
@@ -45,7 +46,6 @@ SPEED_TARGETS = {
     (2048, 2048): 1.52,
     (2048, 4096): 1.50,
 }
-UNIT_TARGETS = {"coat": 8.3, "coat_max": 6.5}
 # What `--profile` looks into, and the TFLOP/s that no products of a layer exceed on an
 # H200: cuBLAS's in BF16, TransformerEngine's in FP8.
 _PROFILED = {"bf16": 700, "coat": 1_500}
@@ -257,7 +257,7 @@ def _memory(at: dict[str, Row]) -> list[Bar]:
     units = {case: row["saved_units"] for case, row in at.items()}
     found = [
         Bar.of(f"{case}, U saved", "<=", target, units[case])
-        for case, target in UNIT_TARGETS.items()
+        for case, target in TARGET_UNITS.items()
         if case in at
     ]
     if {"bf16", "bf16, fp8_remat"} <= at.keys():

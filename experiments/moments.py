@@ -8,7 +8,6 @@ of zero is counted nowhere.
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,9 +18,10 @@ from jaxtyping import Array, Float32
 from tqdm import tqdm
 
 import coat_jax as coat
-from experiments import data, pretrain
-from experiments.settings import Settings, model_config
-from experiments.training import Trainer, TrainState
+from experiments import pretrain
+from experiments.settings import Settings
+from experiments.trained import trainer_and_inputs
+from experiments.training import TrainState
 
 GROUP = 128
 
@@ -132,11 +132,7 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
 
     A state is used up by asking for the next. The loss is that of the step before.
     """
-    paths = [Path(path) for path in settings.data]
-    corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
-    inputs = pretrain.select_inputs(corpus, settings)
-    config = model_config(settings, "bf16", inputs.vocab_size)
-    trainer = Trainer(config, settings, steps=settings.steps)
+    trainer, _, inputs = trainer_and_inputs(settings, "bf16")
     state, loss = trainer.init(), float("nan")
     batches = pretrain.train_batches(inputs, settings)
     for _ in range(settings.steps):

@@ -54,13 +54,20 @@ def structure(config: llama.LlamaConfig) -> nnx.GraphDef:
     return nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))[0]
 
 
-def train(settings: Settings, recipe: Recipe) -> Trained:
-    """Trains the main job's model with one recipe, on its data and in its order."""
+def trainer_and_inputs(
+    settings: Settings, recipe: Recipe
+) -> tuple[Trainer, llama.LlamaConfig, pretrain.Inputs]:
+    """The main job's training with one recipe, before its first step."""
     paths = [Path(path) for path in settings.data]
     corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
     inputs = pretrain.select_inputs(corpus, settings)
     config = model_config(settings, recipe, inputs.vocab_size)
-    trainer = Trainer(config, settings, steps=settings.steps)
+    return Trainer(config, settings, steps=settings.steps), config, inputs
+
+
+def train(settings: Settings, recipe: Recipe) -> Trained:
+    """Trains the main job's model with one recipe, on its data and in its order."""
+    trainer, config, inputs = trainer_and_inputs(settings, recipe)
     state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
     for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
         state, _ = trainer.step(state, next(batches))

@@ -389,3 +389,34 @@ def test_options_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"must divide hidden_size .* got 5, 64"):
         small(num_heads=5)
     assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_weights_quantized_before_give_the_same(recipe):
+    graph, params = split(small(recipe=recipe))
+
+    def loss(params, *codes):
+        model = nnx.merge(graphs[bool(codes)], params, *codes)
+        return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
+
+    model = nnx.merge(graph, params)
+    model.quantize_weights()
+    kept, same, codes = nnx.split(model, nnx.Param, ...)
+    graphs = {False: graph, True: kept}
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))
+    assert nbytes == 2 * (2 * layer + 4 * 4)  # Two layers of four weights each.
+    value, expected = compiled(jax.value_and_grad(loss), params)
+    actual_value, actual = compiled(jax.value_and_grad(loss), params, codes)
+    assert actual_value == value
+    assert_close(actual, expected, 1e-6)
+    # Stale codes are used as they are.
+    doubled = jax.tree.map(lambda p: p * 2 if p.ndim > 2 else p, params)
+    assert compiled(loss, doubled, codes) == pytest.approx(value)
+
+
+def test_bf16_has_no_codes():
+    layer = DecoderLayer(64, 96, 4, 2, 16, recipe="bf16", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no FP8 products in the recipe 'bf16'"):
+        layer.quantize_weights()

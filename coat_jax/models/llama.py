@@ -137,6 +137,33 @@ class Llama(nnx.Module):
         how = blocks.Norm(kind=self.config.norm, eps=self.config.norm_eps)
         return blocks.norm_of(recipe, how)(weight, x)
 
+    def quantize_weights(self) -> None:
+        """`DecoderLayer.quantize_weights` of every layer.
+
+        Call it at the beginning of a step that accumulates gradients.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from coat_jax.models import llama
+          >>> from flax import nnx
+          >>> config = llama.LlamaConfig(
+          ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+          ...     num_heads=4, num_kv_heads=2)
+          >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+          >>> model.quantize_weights()
+          >>> graph, params, codes = nnx.split(model, nnx.Param, ...)
+          >>> def loss(params, tokens):
+          ...     model = nnx.merge(graph, params, codes)
+          ...     return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+          >>> microbatches = jnp.zeros((3, 1, 9), jnp.int32)
+          >>> def accumulate(total, tokens):
+          ...     grads = jax.grad(loss)(params, tokens)
+          ...     return jax.tree.map(jnp.add, total, grads), None
+          >>> zeros = jax.tree.map(jnp.zeros_like, params)
+          >>> grads, _ = jax.lax.scan(accumulate, zeros, microbatches)
+        """
+        nnx.vmap(DecoderLayer.quantize_weights)(self.layers)
+
     def _head(self) -> Float[Array, "h vocab"]:
         return self.embedding[...].T if self.head is None else self.head[...]
 
