@@ -14,7 +14,7 @@ nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Literal, NamedTuple
 
 import jax
@@ -69,10 +69,9 @@ class Heads:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = angles(q.shape[1], self.head_dim, self.theta)
         # No rotation makes a number larger than this.
-        bound = math.sqrt(2) * jnp.max(jnp.stack([largest(x) for x in (q, k, v)]))
+        bound = math.sqrt(2) * reduce(jnp.maximum, map(largest, (q, k, v)))
         scale = tensor_scale(bound, E5M2)
-        how = {"dtype": E5M2.dtype}
-        codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
+        codes = kernels.join_heads(q, k, v, cos, sin, scale, dtype=E5M2.dtype)
         return Codes(codes.row, codes.transposed, scale)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:

@@ -23,6 +23,7 @@ def _warnings_and_errors(notebook):
     return [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
 
 
+@pytest.mark.notebook
 @each_notebook
 def test_runs_in_a_fresh_kernel(path):
     notebook = nbformat.read(path, as_version=4)
