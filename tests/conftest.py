@@ -1,6 +1,9 @@
 """Fixtures and settings of all tests."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -11,6 +14,13 @@ import pytest
 if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {flags}".strip()
+
+# What several tests compile is compiled once, by whichever process comes first.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = tempfile.mkdtemp(prefix="compiled-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
 
 # The same examples in every run; `--hypothesis-profile=fresh` looks for new ones.
 hypothesis.settings.register_profile(

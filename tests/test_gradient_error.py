@@ -18,16 +18,6 @@ _BATCHES = 3
 _RECIPES = ("bf16", "coat")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """Gradients are compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return small_models.trained(small_models.config(), batches=_BATCHES)

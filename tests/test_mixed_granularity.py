@@ -33,16 +33,6 @@ def _percent(stored, exact):
     return 100 * np.linalg.norm(stored - exact) / np.linalg.norm(exact)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """The studies are compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def model():
     return small_models.trained(small_models.config(), batches=1)

@@ -25,16 +25,6 @@ _KEY = jax.random.key(0)
 _FEW = (*studies.SCHEMES[:4], studies.DEFAULT, studies.STOCHASTIC[-1])
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compilation_cache(tmp_path_factory):
-    """The training step is compiled once."""
-    before = jax.config.jax_compilation_cache_dir
-    folder = tmp_path_factory.mktemp("compiled")
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A file of random words."""
