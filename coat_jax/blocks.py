@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax import flow, linear, nonlinear
-from coat_jax.flow import GateName, Heads, Norm, NormName, Params
+from coat_jax.flow import GateName, Heads, Norm, NormName, Params, biased, joined
 from coat_jax.remat import fp8_remat
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
@@ -90,7 +90,7 @@ def attention_in(
     if recipe.linear is None:
         return flow.attention_in(params, x, norm, heads)
     h = norm_of(recipe, norm)(params["norm"], x)
-    y = _biased(recipe.linear(h, params["qkv"]), params.get("qkv_bias"))
+    y = biased(recipe.linear(h, params["qkv"]), params.get("qkv_bias"))
     return *recipe.pointwise(heads.split)(y), x
 
 
@@ -111,8 +111,8 @@ def attention_out(
         o = causal_attention(q, k, v)
         if recipe.linear is None:
             return flow.attention_out(params, o, x)
-        o = o.reshape(*o.shape[:2], -1)
-        return x + _biased(recipe.linear(o, params["out"]), params.get("out_bias"))
+        y = recipe.linear(joined(o), params["out"])
+        return x + biased(y, params.get("out_bias"))
 
     return recipe.attention(segment)(params, q, k, v, x)
 
@@ -138,9 +138,9 @@ def gated_mlp(
     if recipe.linear is None:
         return flow.gated_mlp(params, x, norm, gate)
     h = norm_of(recipe, norm)(params["norm"], x)
-    y = _biased(recipe.linear(h, params["gate_up"]), params.get("gate_up_bias"))
+    y = biased(recipe.linear(h, params["gate_up"]), params.get("gate_up_bias"))
     a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
-    return x + _biased(recipe.linear(a, params["down"]), params.get("down_bias"))
+    return x + biased(recipe.linear(a, params["down"]), params.get("down_bias"))
 
 
 def causal_attention(
@@ -173,7 +173,3 @@ def norm_of(recipe: Recipe, norm: Norm) -> Callable:
     """The function (weight, x) -> norm of `x`, differentiated as the recipe says."""
     fn = NORMS[norm.kind]
     return recipe.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
-
-
-def _biased(y: Array, bias: Array | None) -> Array:
-    return y if bias is None else y + bias.astype(y.dtype)

@@ -147,7 +147,7 @@ def attention_in(
 def _attention_in(params, x, norm, heads):
     h, groups = norm.forward(x, params["norm"])
     y, weight_scale = product(h.codes, h.scale, params["qkv"], x.dtype)
-    q, k, v = heads.split(_biased(y, params.get("qkv_bias")))
+    q, k, v = heads.split(biased(y, params.get("qkv_bias")))
     return (q, k, v, x), (params, groups, h.tensor_scale(), weight_scale)
 
 
@@ -185,8 +185,8 @@ def attention_out(
 
 @on_one_device
 def _attention_out(params, o, x):
-    codes = Codes.of(_joined(o), E4M3, copies="row")
-    x = _biased(x, params.get("out_bias"))
+    codes = Codes.of(joined(o), E4M3, copies="row")
+    x = biased(x, params.get("out_bias"))
     y, weight_scale = product(codes.row, codes.scale, params["out"], x.dtype, x)
     return y, (params, o, codes.scale, weight_scale)
 
@@ -195,7 +195,7 @@ def _attention_out(params, o, x):
 def _attention_out_grads(residuals, dy):
     params, o, scale, weight_scale = residuals
     gradient = Codes.of(dy, E5M2, copies="both")
-    codes = Codes.of(_joined(o), E4M3, copies="transposed", scale=scale).transposed
+    codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale).transposed
     grads = {"out": weight_gradient(codes, scale, gradient, params["out"])}
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy, bias)
@@ -222,10 +222,10 @@ def gated_mlp(
 def _gated_mlp(params, x, norm, gate):
     h, groups = norm.forward(x, params["norm"])
     y, gate_up_scale = product(h.codes, h.scale, params["gate_up"], x.dtype)
-    y = _biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
+    y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = _Rows(out.values, out.scale)
-    x = _biased(x, params.get("down_bias"))
+    x = biased(x, params.get("down_bias"))
     y, down_scale = product(a.codes, a.scale, params["down"], x.dtype, x)
     scales = (h.tensor_scale(), gate_up_scale, a.tensor_scale(), down_scale)
     return y, (params, groups, out.groups, scales)
@@ -274,7 +274,8 @@ def _gate_gradient(
     return Codes(codes, out.transposed, scale), out.product
 
 
-def _joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
+def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
+    """All heads of a position as one vector."""
     return o.reshape(*o.shape[:2], -1)
 
 
@@ -284,5 +285,6 @@ def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
     return total if like is None else total.astype(like.dtype)
 
 
-def _biased(y: Array, bias: Array | None) -> Array:
+def biased(y: Array, bias: Array | None) -> Array:
+    """`y` plus a bias, if there is one, in the dtype of `y`."""
     return y if bias is None else y + bias.astype(y.dtype)
