@@ -23,6 +23,7 @@ from coat_jax.quantized import (
     quantize,
 )
 from coat_jax.remat import fp8_remat
+from coat_jax.scaling import OverwriteWithGradient
 from coat_jax.sharding import opt_state_sharding
 from coat_jax.state import ScaleByFP8AdamState, from_optax_state, to_optax_state
 
@@ -31,6 +32,7 @@ __all__ = [
     "E4M3",
     "E5M2",
     "Format",
+    "OverwriteWithGradient",
     "PerBlock",
     "PerGroup",
     "PerTensor",

@@ -3,12 +3,16 @@
 COAT (arXiv 2410.19313, section 5). A segment quantizes its input once, in groups of
 16. Its backward pass reads that, and computes norm outputs, gated products and rotary
 embeddings again. Matrix products take E4M3 codes, in forward with a scale for each
-token, and E5M2 gradients with one scale a tensor, all taken just in time. The residual
-stream stays wide and goes through `attention_in`, so that its gradient is added where
-the norm's is computed.
+token, and E5M2 gradients with one scale a tensor. The residual stream stays wide and
+goes through `attention_in`, so that its gradient is added where the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
+
+Scales are taken just in time. Those of tensors are delayed ones if a segment's
+parameters hold `amax`, histories by name: of weights by theirs, of the gradients of
+their outputs behind `_grad`, and of the input of `out` as `out_in`. The gradients of
+histories are the next histories.
 """
 
 import dataclasses
@@ -33,10 +37,12 @@ from coat_jax.linear import (
 )
 from coat_jax.nonlinear import angles, rotary
 from coat_jax.quantized import E4M3, E5M2, tensor_scale
+from coat_jax.scaling import delayed_scale, recorded
 
 GateName = Literal["silu", "gelu"]
 NormName = Literal["rms", "layer"]
 Params = Mapping[str, Weight | None]
+Amax = Mapping[str, Float[Array, " length"]]
 # No slope of these gates is larger.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13}
 
@@ -65,13 +71,20 @@ class Heads:
         k, v = y[..., -2, :], y[..., -1, :]
         return rotary(q, theta=self.theta), rotary(k, theta=self.theta), v
 
-    def gradient(self, q: Array, k: Array, v: Array) -> Codes:
+    def gradient(
+        self, q: Array, k: Array, v: Array, history: Array | None = None
+    ) -> Codes:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = angles(q.shape[1], self.head_dim, self.theta)
+        join = partial(kernels.join_heads, q, k, v, cos, sin, dtype=E5M2.dtype)
+        if history is not None:
+            scale = delayed_scale(history, E5M2)
+            codes = join(scale, keep_maxima=True)
+            return Codes.delayed(codes.row, codes.transposed, scale, codes.largest)
         # No rotation makes a number larger than this.
         bound = math.sqrt(2) * reduce(jnp.maximum, map(largest, (q, k, v)))
         scale = tensor_scale(bound, E5M2)
-        codes = kernels.join_heads(q, k, v, cos, sin, scale, dtype=E5M2.dtype)
+        codes = join(scale)
         return Codes(codes.row, codes.transposed, scale)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
@@ -145,23 +158,28 @@ def attention_in(
 
 @on_one_device
 def _attention_in(params, x, norm, heads):
+    amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
-    y, weight_scale = product(h.codes, h.scale, params["qkv"], x.dtype)
+    y, weight = product(
+        h.codes, h.scale, params["qkv"], x.dtype, history=amax.get("qkv")
+    )
     q, k, v = heads.split(biased(y, params.get("qkv_bias")))
-    return (q, k, v, x), (params, groups, h.tensor_scale(), weight_scale)
+    return (q, k, v, x), (params, groups, h.tensor_scale(), weight)
 
 
 @on_one_device
 def _attention_in_grads(norm, heads, residuals, cotangents):
-    params, groups, scale, weight_scale = residuals
+    params, groups, scale, weight = residuals
+    amax = params.get("amax", {})
     *dheads, dx = cotangents
-    gradient = heads.gradient(*dheads)
-    dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
+    gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
+    dh = input_gradient(gradient, params["qkv"], weight.scale, dx.dtype)
     h = norm.again(groups, params["norm"], scale)
     dx, dnorm = norm.backward(groups, dh, params["norm"], dx)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
+        "amax": _recorded(amax, qkv=weight, qkv_grad=gradient),
     }
     if (bias := params.get("qkv_bias")) is not None:
         grads["qkv_bias"] = heads.bias_gradient(*dheads).astype(bias.dtype)
@@ -185,21 +203,28 @@ def attention_out(
 
 @on_one_device
 def _attention_out(params, o, x):
-    codes = Codes.of(joined(o), E4M3, copies="row")
+    amax = params.get("amax", {})
+    codes = Codes.of(joined(o), E4M3, copies="row", history=amax.get("out_in"))
     x = biased(x, params.get("out_bias"))
-    y, weight_scale = product(codes.row, codes.scale, params["out"], x.dtype, x)
-    return y, (params, o, codes.scale, weight_scale)
+    y, weight = product(
+        codes.row, codes.scale, params["out"], x.dtype, x, amax.get("out")
+    )
+    return y, (params, o, codes._replace(row=None), weight)
 
 
 @on_one_device
 def _attention_out_grads(residuals, dy):
-    params, o, scale, weight_scale = residuals
-    gradient = Codes.of(dy, E5M2, copies="both")
-    codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale).transposed
-    grads = {"out": weight_gradient(codes, scale, gradient, params["out"])}
+    params, o, codes, weight = residuals
+    amax = params.get("amax", {})
+    gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("out_grad"))
+    again = Codes.of(joined(o), E4M3, copies="transposed", scale=codes.scale)
+    grads = {
+        "out": weight_gradient(again.transposed, codes.scale, gradient, params["out"]),
+        "amax": _recorded(amax, out=weight, out_in=codes, out_grad=gradient),
+    }
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy, bias)
-    do = input_gradient(gradient, params["out"], weight_scale, o.dtype)
+    do = input_gradient(gradient, params["out"], weight.scale, o.dtype)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
 
 
@@ -220,36 +245,42 @@ def gated_mlp(
 
 @on_one_device
 def _gated_mlp(params, x, norm, gate):
+    amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
-    y, gate_up_scale = product(h.codes, h.scale, params["gate_up"], x.dtype)
+    y, gate_up = product(
+        h.codes, h.scale, params["gate_up"], x.dtype, history=amax.get("gate_up")
+    )
     y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = _Rows(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
-    y, down_scale = product(a.codes, a.scale, params["down"], x.dtype, x)
-    scales = (h.tensor_scale(), gate_up_scale, a.tensor_scale(), down_scale)
-    return y, (params, groups, out.groups, scales)
+    y, down = product(a.codes, a.scale, params["down"], x.dtype, x, amax.get("down"))
+    scales = (h.tensor_scale(), a.tensor_scale())
+    return y, (params, groups, out.groups, scales, gate_up, down)
 
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
-    params, groups, gate_up, scales = residuals
-    h_scale, gate_up_scale, a_scale, down_scale = scales
-    gradient = Codes.of(dy, E5M2, copies="both")
-    da = input_gradient(gradient, params["down"], down_scale, dy.dtype)
-    inner, a = _gate_gradient(gate_up, da, gate, a_scale)
-    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
+    params, groups, inner_groups, (h_scale, a_scale), gate_up, down = residuals
+    amax = params.get("amax", {})
+    gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("down_grad"))
+    da = input_gradient(gradient, params["down"], down.scale, dy.dtype)
+    inner, a = _gate_gradient(inner_groups, da, gate, a_scale, amax.get("gate_up_grad"))
+    dh = input_gradient(inner, params["gate_up"], gate_up.scale, dy.dtype)
     h = norm.again(groups, params["norm"], h_scale)
     dx, dnorm = norm.backward(groups, dh, params["norm"], dy)
     grads = {
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
+        "amax": _recorded(
+            amax, gate_up=gate_up, gate_up_grad=inner, down=down, down_grad=gradient
+        ),
     }
     if (bias := params.get("down_bias")) is not None:
         grads["down_bias"] = _token_sum(dy, bias)
     if (bias := params.get("gate_up_bias")) is not None:
-        wide = kernels.gated_grad(gate_up, da, activation=gate).values
+        wide = kernels.gated_grad(inner_groups, da, activation=gate).values
         grads["gate_up_bias"] = _token_sum(wide, bias)
     return {name: grads.get(name) for name in params}, dx
 
@@ -258,20 +289,35 @@ gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
 def _gate_gradient(
-    gate_up: kernels.Groups, da: Array, gate: GateName, a_scale: Float[Array, ""]
+    gate_up: kernels.Groups,
+    da: Array,
+    gate: GateName,
+    a_scale: Float[Array, ""],
+    history: Array | None,
 ) -> tuple[Codes, Float[Array, "f tokens"]]:
-    """Of gate and up, with one scale that they cannot exceed; and a's codes again.
+    """Of gate and up, with one scale; and a's codes again.
 
-    The largest magnitude of either is no more than the product of the largest of what
-    is multiplied. E5M2 is as precise below its largest number as at it, for 30 powers
-    of two, so that a bound does where the maximum itself would take another pass.
+    Just in time the scale is one that they cannot exceed: the largest magnitude of
+    either is no more than the product of the largest of what is multiplied. E5M2 is as
+    precise below its largest number as at it, for 30 powers of two, so that a bound
+    does where the maximum itself would take another pass.
     """
-    factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
-    scale = tensor_scale(factor * largest(da) * _STEEPEST[gate], E5M2)
+    if history is None:
+        factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
+        scale = tensor_scale(factor * largest(da) * _STEEPEST[gate], E5M2)
+    else:
+        scale = delayed_scale(history, E5M2)
     how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
-    return Codes(codes, out.transposed, scale), out.product
+    if history is None:
+        return Codes(codes, out.transposed, scale), out.product
+    return Codes.delayed(codes, out.transposed, scale, out.largest), out.product
+
+
+def _recorded(amax: Amax, **quantized: Codes) -> Amax:
+    """The histories of the next step."""
+    return {name: recorded(amax[name], quantized[name].largest) for name in amax}
 
 
 def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
 from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale
+from coat_jax.scaling import delayed_scale
 
 
 def linear(
@@ -111,9 +112,9 @@ def _product(x, w, dtype):
 @on_one_device
 def _product_fwd(x, w, dtype):
     xq = Codes.of(x, E4M3, copies="both")
-    y, w_scale = product(xq.row, xq.scale, w, dtype)
+    y, wq = product(xq.row, xq.scale, w, dtype)
     # Of the dtype of x nothing but the dtype is kept.
-    return y, (xq._replace(row=None), w, w_scale, jnp.zeros(0, x.dtype))
+    return y, (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @on_one_device
@@ -133,12 +134,15 @@ class Codes(NamedTuple):
     Attributes:
       row: Codes [..., n].
       transposed: The same codes [n, tokens]; tokens are all leading axes.
-      scale: A power of two, float32.
+      scale: A power of two, float32; NaN where numbers were not finite.
+      largest: The largest magnitude of the numbers, float32, where the scale is a
+        delayed one.
     """
 
     row: Float[Array, "... n"] | None
     transposed: Float[Array, "n tokens"] | None
     scale: Float[Array, ""]
+    largest: Float[Array, ""] | None = None
 
     @classmethod
     def of(
@@ -148,14 +152,32 @@ class Codes(NamedTuple):
         *,
         copies: Literal["row", "transposed", "both"],
         scale: Float[Array, ""] | None = None,
+        history: Float[Array, " length"] | None = None,
     ) -> "Codes":
-        """Quantizes `x`, with the scale that its maximum asks for if none is given."""
+        """Quantizes `x` with the scale given, a history's, or that of its maximum."""
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             x = x.astype(jnp.float32)
+        how = {"dtype": format.dtype, "copies": copies}
+        if history is not None:
+            scale = delayed_scale(history, format)
+            codes = kernels.quantize_tensor(x, scale, keep_maxima=True, **how)
+            return cls.delayed(codes.row, codes.transposed, scale, codes.largest)
         if scale is None:
             scale = tensor_scale(largest(x), format)
-        codes = kernels.quantize_tensor(x, scale, dtype=format.dtype, copies=copies)
+        codes = kernels.quantize_tensor(x, scale, **how)
         return cls(codes.row, codes.transposed, scale)
+
+    @classmethod
+    def delayed(
+        cls, row: Array, transposed: Array, scale: Array, maxima: Float[Array, " k"]
+    ) -> "Codes":
+        """Codes of numbers whose maxima are known only now.
+
+        Infinities saturated. That they were there the scale says.
+        """
+        largest = jnp.max(maxima, initial=0.0)
+        scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+        return cls(row, transposed, scale, largest)
 
 
 def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
@@ -198,8 +220,9 @@ def product(
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
-) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
-    """E4M3 codes times `w`, its output axes as one, and the scale of `w`.
+    history: Float[Array, " length"] | None = None,
+) -> tuple[Float[Array, "*batch n"], Codes]:
+    """E4M3 codes times `w`, its output axes as one, and how `w` was quantized.
 
     Args:
       codes: Of activations.
@@ -207,17 +230,21 @@ def product(
       w: Weights.
       dtype: Of the product.
       accumulator: What it is added to.
+      history: Of maxima of `w`, if its scale is a delayed one.
+
+    Returns:
+      The product, and the weight's scale and maximum, without its codes.
     """
-    columns = _weight_codes(w, "transposed")
+    columns = _weight_codes(w, "transposed", history=history)
     y = _matmul(codes, columns.transposed, scale, columns.scale, dtype, accumulator)
-    return y, columns.scale
+    return y, columns._replace(row=None, transposed=None)
 
 
 def input_gradient(
     dy: Codes, w: Weight, w_scale: Float[Array, ""], dtype: DTypeLike
 ) -> Float[Array, "*batch k"]:
     """The gradient of a product's activations."""
-    rows = _weight_codes(w, "row", w_scale).row
+    rows = _weight_codes(w, "row", scale=w_scale).row
     return _matmul(dy.row, rows, dy.scale, w_scale, dtype)
 
 
@@ -230,12 +257,10 @@ def weight_gradient(
     return Fp8Weight(dw, None) if isinstance(w, Fp8Weight) else dw
 
 
-def _weight_codes(
-    w: Weight, copies: Literal["row", "transposed"], scale: Array | None = None
-) -> Codes:
+def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Codes:
     if isinstance(w, Fp8Weight):
         return w.codes
-    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, scale=scale)
+    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, **how)
 
 
 def _matmul(a, b, a_scale, b_scale, dtype, accumulator=None):

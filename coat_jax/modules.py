@@ -1,5 +1,7 @@
 """Flax modules over the library's functions."""
 
+from typing import Literal, get_args
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,6 +10,13 @@ from jaxtyping import Array, Float
 
 from coat_jax import blocks
 from coat_jax.linear import Codes, Fp8Weight, Weight
+from coat_jax.scaling import OverwriteWithGradient, new_history
+
+Scaling = Literal["just_in_time", "delayed"]
+_WEIGHTS = ("qkv", "out", "gate_up", "down")
+# What a history starts with, of tensors that are not there at initialization. E5M2
+# tells from zero what is 2**-31 of it.
+_ACTIVATION, _GRADIENT = 8.0, 1.0
 
 
 class WeightCodes(nnx.Variable):
@@ -24,6 +33,9 @@ class DecoderLayer(nnx.Module):
       num_kv_heads: Number of key and value heads; divides `num_heads`.
       head_dim: Size of a head.
       recipe: What to multiply with and what backward keeps; see `blocks.RECIPES`.
+      scaling: When the scales of whole tensors are taken: "just_in_time", or "delayed",
+        from histories in variables of the type `OverwriteWithGradient`, whose gradients
+        are their next values; of the recipes "coat" and "coat_max".
       norm: "rms" with a weight, or "layer" without parameters as in OLMo.
       norm_eps: Epsilon of the norms.
       gate: Activation of the MLP's gate.
@@ -54,6 +66,7 @@ class DecoderLayer(nnx.Module):
         head_dim: int,
         *,
         recipe: blocks.RecipeName = "coat",
+        scaling: Scaling = "just_in_time",
         norm: blocks.NormName = "rms",
         norm_eps: float = 1e-5,
         gate: blocks.GateName = "silu",
@@ -68,12 +81,15 @@ class DecoderLayer(nnx.Module):
             )
         for option, value, known in (
             ("recipe", recipe, blocks.RECIPES),
+            ("scaling", scaling, get_args(Scaling)),
             ("norm", norm, blocks.NORMS),
             ("gate", gate, blocks.GATES),
         ):
             if value not in known:
                 names = ", ".join(known)
                 raise ValueError(f"{option} must be one of {names}, got {value!r}")
+        if scaling == "delayed" and blocks.RECIPES[recipe].linear is not None:
+            raise ValueError(f"scaling='delayed' needs the FP8 flow, not {recipe!r}")
         self.recipe = recipe
         self.norm = blocks.Norm(kind=norm, eps=norm_eps)
         self.heads = blocks.Heads(
@@ -97,6 +113,16 @@ class DecoderLayer(nnx.Module):
         self.mlp_norm = norm_weight()
         self.gate_up = weight(hidden_size, 2, intermediate_size)
         self.down = weight(intermediate_size, hidden_size, scale=output_scale)
+        self.amax = nnx.data(None)
+        if scaling == "delayed":
+            self.amax = nnx.Dict(self._new_histories())
+
+    def _new_histories(self) -> dict[str, OverwriteWithGradient]:
+        guesses = {"out_in": _ACTIVATION}
+        for name in _WEIGHTS:
+            guesses[name] = jnp.max(jnp.abs(getattr(self, name)[...]))
+            guesses[f"{name}_grad"] = _GRADIENT
+        return {k: OverwriteWithGradient(new_history(v)) for k, v in guesses.items()}
 
     def quantize_weights(self) -> None:
         """Quantizes the weights now, for all passes until it is called again.
@@ -111,9 +137,20 @@ class DecoderLayer(nnx.Module):
         if self.recipe == "bf16":
             raise ValueError("there are no FP8 products in the recipe 'bf16'")
         self.codes = nnx.Dict()
-        for name in ("qkv", "out", "gate_up", "down"):
+        for name in _WEIGHTS:
             codes = Fp8Weight.of(getattr(self, name)[...]).codes._asdict()
-            self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
+            self.codes[name] = nnx.Dict(
+                {k: WeightCodes(x) for k, x in codes.items() if x is not None}
+            )
+
+    def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
+        """Of a segment with these weights."""
+        params = {name: self._weight(name) for name in names}
+        params["norm"] = _value(norm)
+        if self.amax is not None:
+            own = {k: v for k, v in self.amax.items() if k.startswith(names)}
+            params["amax"] = {k: history[...] for k, history in own.items()}
+        return params
 
     def _weight(self, name: str) -> Weight:
         weight = getattr(self, name)[...]
@@ -125,16 +162,12 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream."""
         recipe = blocks.RECIPES[self.recipe]
-        params = {"norm": _value(self.attention_norm), "qkv": self._weight("qkv")}
+        params = self._params("qkv", norm=self.attention_norm)
         q, k, v, x = blocks.attention_in(
             recipe, params, x, norm=self.norm, heads=self.heads
         )
-        x = blocks.attention_out(recipe, {"out": self._weight("out")}, q, k, v, x)
-        params = {
-            "norm": _value(self.mlp_norm),
-            "gate_up": self._weight("gate_up"),
-            "down": self._weight("down"),
-        }
+        x = blocks.attention_out(recipe, self._params("out"), q, k, v, x)
+        params = self._params("gate_up", "down", norm=self.mlp_norm)
         return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
 
 

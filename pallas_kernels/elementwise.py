@@ -26,6 +26,7 @@ from pallas_kernels.codec import (
     LANES,
     encode,
     encode_groups,
+    floats,
     magnitude_bits,
     rounded,
     strip_layout,
@@ -143,18 +144,18 @@ def run(
 
 
 def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:
-    """Arrays without an axis of groups, and maxima as numbers."""
+    """Arrays without an axis of groups."""
     wide, row = (None if x is None else x.reshape(shape) for x in (out.wide, out.row))
-    groups, largest = out.groups, out.maxima
+    groups = out.groups
     if groups is not None:
         groups = groups._replace(codes=groups.codes.reshape(shape))
-    if largest is not None:
-        largest = lax.bitcast_convert_type(largest, jnp.float32)
-    return Encoded(wide, groups, row, out.transposed, largest)
+    return out._replace(wide=wide, row=row, groups=groups)
 
 
-def outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:
-    """The shapes and dtypes of what is written."""
+def outputs(
+    encoding: Encoding, walk: Walk, parts: int, ctas: int | None = None
+) -> Encoded:
+    """The shapes and dtypes of what is written, by `ctas` if not the walk's."""
     rows, groups, group = walk.rows, walk.groups, walk.group
     shape = (rows, parts, groups, group)
     if encoding.transposed is not None:  # The copy engine has no use for groups.
@@ -172,7 +173,7 @@ def outputs(encoding: Encoding, walk: Walk, parts: int) -> Encoded:
         groups=in_groups,
         row=like(encoding.row),
         transposed=like(encoding.transposed, (parts, groups * group, rows)),
-        maxima=like(jnp.uint32 if encoding.maxima else None, (walk.ctas,)),
+        maxima=like(jnp.float32 if encoding.maxima else None, (ctas or walk.ctas,)),
     )
 
 
@@ -373,7 +374,7 @@ class Sink:
             bits = total_max(magnitude_bits(self._largest))
             if self._encoding.wide == jnp.bfloat16:
                 bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))  # Or NaN.
-            self._out.maxima[cta] = bits
+            self._out.maxima[lax.axis_index("cta")] = floats(bits)
         if not self._tiles:
             return
         for (part, name), strips in self._tiles.items():

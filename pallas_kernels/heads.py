@@ -38,6 +38,7 @@ def join_heads(
     scale: Float[Array, ""],
     *,
     dtype: DTypeLike = jnp.float8_e5m2,
+    keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> Copies:
     """Gradients of queries, keys and values as codes of those of their one product.
@@ -54,6 +55,7 @@ def join_heads(
       sin: Their sines, float32.
       scale: A float32 scalar, as of `quantize_tensor`.
       dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      keep_maxima: As of `quantize_tensor`, of what is quantized.
       implementation: What to run; None means the kernel where it can run.
 
     Returns:
@@ -88,9 +90,17 @@ def join_heads(
         implementation, _obstacle(*arrays), operation="join_heads", arrays=arrays
     )
     if chosen == "reference":
-        return reference.join_heads(*arrays, scale, dtype=dtype)
-    out = _run(*arrays, jnp.asarray(scale, jnp.float32), dtype=jnp.dtype(dtype))
-    return Copies(out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s))
+        how = {"dtype": dtype, "keep_maxima": keep_maxima}
+        return reference.join_heads(*arrays, scale, **how)
+    encoding = Encoding(
+        row=jnp.dtype(dtype),
+        transposed=jnp.dtype(dtype),
+        denormals=True,
+        maxima=keep_maxima,
+    )
+    out = _run(*arrays, jnp.asarray(scale, jnp.float32), encoding=encoding)
+    row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
+    return Copies(row, transposed, out.maxima)
 
 
 def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:
@@ -108,13 +118,12 @@ def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | Non
     return None
 
 
-@functools.partial(jax.jit, static_argnames="dtype")
-def _run(q, k, v, cos, sin, scale, *, dtype: DTypeLike) -> Encoded:
+@functools.partial(jax.jit, static_argnames="encoding")
+def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     b, s, n, d = q.shape
     m, half = k.shape[2], d // 2
     queries, tokens = n // m, b * s
     count = m * (queries + 2)
-    encoding = Encoding(row=dtype, transposed=dtype, denormals=True)
     walk = Walk(
         rows=tokens,
         groups=half // GROUP,
@@ -124,6 +133,8 @@ def _run(q, k, v, cos, sin, scale, *, dtype: DTypeLike) -> Encoded:
         strips=half // GROUP,
         ahead=1,
     )
+
+    ctas = walk.ctas * count
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
         cta = lax.axis_index("cta")
@@ -164,9 +175,9 @@ def _run(q, k, v, cos, sin, scale, *, dtype: DTypeLike) -> Encoded:
     def launch(heads, tables, scale):
         (out,) = plgpu.kernel(
             kernel,
-            out_type=(outputs(encoding, walk, 2 * count),),
+            out_type=(outputs(encoding, walk, 2 * count, ctas),),
             kernel_name="join_heads",
-            grid=(walk.ctas * count,),
+            grid=(ctas,),
             grid_names=("cta",),
             scratch_types={
                 "tiles": scratch_of(encoding, walk, 2),

@@ -151,6 +151,7 @@ def quantize_tensor(
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     copies: Wanted = "row",
+    keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Copies:
@@ -165,6 +166,8 @@ def quantize_tensor(
       dtype: `float8_e4m3fn` or `float8_e5m2`.
       copies: Which of the codes [..., n] and their transpose [n, tokens] to return;
         tokens are all leading axes.
+      keep_maxima: Whether to return the largest magnitudes of parts of `x` as well, as
+        `maxima` does, for the scale of a later `x`.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -187,16 +190,17 @@ def quantize_tensor(
         implementation, obstacle, operation="quantize_tensor", arrays=(x,)
     )
     if chosen == "reference":
-        return reference.quantize_tensor(
-            x, scale, dtype=dtype, row=row, transposed=transposed
-        )
+        how = {"row": row, "transposed": transposed, "keep_maxima": keep_maxima}
+        return reference.quantize_tensor(x, scale, dtype=dtype, **how)
     (out,) = elementwise.run(
         _numbers,
         (in_tokens(x) if transposed else flat(x),),
         scale,
         name="quantize_tensor",
         encoding=Encoding(
-            row=dtype if row else None, transposed=dtype if transposed else None
+            row=dtype if row else None,
+            transposed=dtype if transposed else None,
+            maxima=keep_maxima,
         ),
         tuning=tuning,
     )
@@ -299,6 +303,7 @@ def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
     return Copies(
         None if row is None else row.reshape(shape),
         None if transposed is None else transposed[0],
+        out.maxima,
     )
 
 

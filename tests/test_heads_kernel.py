@@ -78,6 +78,19 @@ def test_heads_are_joined(implementation, shape, dtype):
     assert_identical(out.transposed, np.asarray(out.row).reshape(-1, codes.shape[-1]).T)
 
 
+@every_implementation
+@pytest.mark.parametrize("index", [(0, 5, 1, 3), (1, 127, 0, 40)])
+def test_largest_of_what_is_joined(implementation, index):
+    q, k, v = heads(2, 128, 2, 1, 64)
+    tables = angles(128, 32)
+    join = functools.partial(pk.join_heads, keep_maxima=True)
+    b, s, _, i = index
+    for arrays in ((q.at[index].set(3e4), k, v), (q, k, v.at[b, s, 0, i].set(-3e4))):
+        out = run(implementation, join, *arrays, *tables, jnp.float32(SCALE))
+        expected = np.abs(joined(*arrays, *tables)).max()
+        np.testing.assert_allclose(np.max(out.largest), expected, rtol=1e-6)
+
+
 @every_kernel
 def test_kernel_is_the_reference_but_for_ties(implementation):
     arrays = [*heads(2, 128, 4, 2, 128), *angles(128, 64), jnp.float32(SCALE)]

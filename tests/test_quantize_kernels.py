@@ -99,6 +99,18 @@ def test_tensors_are_quantized_as_specified(
 
 
 @every_implementation
+@pytest.mark.parametrize("copies", ["row", "both"])
+@pytest.mark.parametrize("last", [3.0, -np.inf, np.nan])
+def test_maxima_beside_codes(implementation, copies, last):
+    x = numbers((256, 192), seed=3).at[-1, -1].set(last)
+    quantize = functools.partial(pk.quantize_tensor, copies=copies, keep_maxima=True)
+    actual = run(implementation, quantize, x, jnp.float32(SCALE))
+    magnitudes = np.abs(np.asarray(x, np.float32))
+    np.testing.assert_array_equal(np.max(actual.largest), magnitudes.max())
+    assert_identical(actual.row, encoded(x, SCALE, E4M3))
+
+
+@every_implementation
 @pytest.mark.parametrize("scale", [np.nan, 2.0**-120, 2.0**100])
 def test_odd_scales(implementation, scale):
     x = adversarial((16, 128), F32)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from coat_jax import blocks
-from coat_jax.modules import DecoderLayer
+from coat_jax.modules import DecoderLayer, Scaling
 
 # Logits of a chunk of `cross_entropy`: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26
@@ -38,6 +38,7 @@ class LlamaConfig:
       dtype: Dtype of the computation.
       param_dtype: Dtype of the parameters.
       recipe: What layers multiply with and what backward keeps of them.
+      scaling: When layers take the scales of whole tensors; see `DecoderLayer`.
     """
 
     vocab_size: int
@@ -55,6 +56,7 @@ class LlamaConfig:
     dtype: DTypeLike = jnp.bfloat16
     param_dtype: DTypeLike = jnp.float32
     recipe: blocks.RecipeName = "coat"
+    scaling: Scaling = "just_in_time"
 
     def __post_init__(self):
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -263,6 +265,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         config.num_kv_heads,
         config.head_dim or config.hidden_size // config.num_heads,
         recipe=config.recipe,
+        scaling=config.scaling,
         norm=config.norm,
         norm_eps=config.norm_eps,
         gate=config.gate,

@@ -16,6 +16,7 @@ def join_heads(
     scale: Float[Array, ""],
     *,
     dtype: DTypeLike,
+    keep_maxima: bool,
 ) -> Copies:
     """See `pallas_kernels.join_heads`."""
     b, s, m, d = k.shape
@@ -28,4 +29,5 @@ def join_heads(
     q = turned(q).reshape(b, s, m, -1, d)
     parts = [q, turned(k)[..., None, :], v.astype(jnp.float32)[..., None, :]]
     joined = jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
-    return quantize_tensor(joined, scale, dtype=dtype, row=True, transposed=True)
+    how = {"dtype": dtype, "row": True, "transposed": True, "keep_maxima": keep_maxima}
+    return quantize_tensor(joined, scale, **how)

@@ -35,10 +35,13 @@ class Copies(NamedTuple):
     Attributes:
       row: Codes [..., n].
       transposed: The same codes [n, tokens], leading axes being one axis of tokens.
+      largest: Largest magnitudes of parts of what was quantized, float32 [k]; how many
+        there are is the kernel's choice.
     """
 
-    row: Float[Array, "... n"] | None
-    transposed: Float[Array, "n tokens"] | None
+    row: Float[Array, "... n"] | None = None
+    transposed: Float[Array, "n tokens"] | None = None
+    largest: Float[Array, " k"] | None = None
 
 
 def quantize_groups(
@@ -77,10 +80,13 @@ def quantize_tensor(
     dtype: DTypeLike,
     row: bool,
     transposed: bool,
+    keep_maxima: bool,
 ) -> Copies:
     """See `pallas_kernels.quantize_tensor`."""
-    codes = encode(normal(x.astype(jnp.float32)), scale, dtype)
-    return copies(lax.optimization_barrier(codes), row=row, transposed=transposed)
+    x = x.astype(jnp.float32)
+    codes = lax.optimization_barrier(encode(normal(x), scale, dtype))
+    out = copies(codes, row=row, transposed=transposed)
+    return out._replace(largest=maxima(x) if keep_maxima else None)
 
 
 def dequantize_tensor(

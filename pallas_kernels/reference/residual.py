@@ -55,7 +55,7 @@ def add_quantize_tensor(
 ) -> Summed:
     """See `pallas_kernels.add_quantize_tensor`."""
     total = _sum(x, y)
-    codes = Copies(None, None)
+    codes = Copies()
     if scale is not None:
         codes = quantize_tensor(
             total, scale, dtype=dtype, row=row, transposed=transposed
