@@ -98,6 +98,7 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
         num_kv_heads=shape.kv_heads,
         param_dtype=jnp.bfloat16,
         recipe=case.recipe,
+        scaling=case.scaling,
     )
     model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     graph, layers = nnx.split(model.layers)

@@ -13,10 +13,12 @@ import itertools
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+from flax import nnx
 from rich.console import Console
 from tqdm import tqdm
 
@@ -27,7 +29,9 @@ from experiments.error_tables import bars as bars_table
 from experiments.layer_cases import (
     CASES,
     PLAIN,
+    LayerState,
     Shape,
+    first_histories,
     forward_backward,
     layer,
     llama_intermediate,
@@ -48,7 +52,7 @@ SPEED_TARGETS = {
 }
 # What `--profile` looks into, and the TFLOP/s that no products of a layer exceed on an
 # H200: cuBLAS's in BF16, TransformerEngine's in FP8.
-_PROFILED = {"bf16": 700, "coat": 1_500}
+_PROFILED = {"bf16": 700, "coat": 1_500, "coat, delayed scaling": 1_500}
 
 
 class Compiled(NamedTuple):
@@ -57,11 +61,13 @@ class Compiled(NamedTuple):
     Attributes:
       forward: The layer alone.
       forward_backward: The layer and its gradients.
+      histories: Of delayed scaling, abstract.
       known: Columns of its row.
     """
 
     forward: jax.stages.Compiled
     forward_backward: jax.stages.Compiled
+    histories: nnx.State
     known: Row
 
 
@@ -69,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    if args.profile and not _PROFILED.keys() <= set(args.cases):
-        top.error(f"--profile needs {' and '.join(_PROFILED)} among --cases")
+    if args.profile and "bf16" not in args.cases:
+        top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
     rows: list[Row] = []
     parts: list[Row] = []
@@ -136,9 +142,11 @@ def shape_rows(
     with ThreadPoolExecutor(8) as pool:
         compiled = list(pool.map(lambda case: compile_case(case, shape), cases))
     params, x, dy = arguments(shape)
+    states = [LayerState(params, first_histories(c.histories)) for c in compiled]
+    pairs = list(zip(compiled, states, strict=True))
     how = {"calls": calls, "rounds": rounds}
-    forward = in_turns([c.forward for c in compiled], (params, x), **how)
-    both = in_turns([c.forward_backward for c in compiled], (params, x, dy), **how)
+    forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
+    both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
     ms = {case: 1e3 * seconds for case, seconds in zip(cases, both, strict=True)}
     plain = [ms[case] for case in cases if case in PLAIN]
     return [
@@ -156,19 +164,19 @@ def shape_rows(
 
 def compile_case(name: str, shape: Shape) -> Compiled:
     """Compiles a case for a shape, and its backward pass alone for what that takes."""
-    apply, params = layer(CASES[name], shape)
+    apply, state = layer(CASES[name], shape)
     x = shape.input()
 
     def compiled(function, *args):
         return jax.jit(function).lower(*args).compile(OPTIONS)
 
     started = time.perf_counter()
-    both = compiled(forward_backward(apply), params, x, x)
+    both = compiled(forward_backward(apply), state, x, x)
     compile_s = time.perf_counter() - started
-    _, vjp = jax.eval_shape(lambda params, x: jax.vjp(apply, params, x), params, x)
+    _, vjp = jax.eval_shape(lambda state, x: jax.vjp(apply, state, x), state, x)
     backward = compiled(lambda vjp, dy: vjp(dy), vjp, x)
     # The input is counted where backward reads it: it is the output of another layer.
-    saved = coat.residual_report(lambda params, x: apply(params, -x), params, x).nbytes
+    saved = coat.residual_report(lambda state, x: apply(state, -x), state, x).nbytes
     known = {
         "saved_units": saved / shape.unit,
         "saved_mib": saved / MIB,
@@ -176,16 +184,16 @@ def compile_case(name: str, shape: Shape) -> Compiled:
         "temporaries_mib": _temporaries_mib(both),
         "compile_s": compile_s,
     }
-    return Compiled(compiled(apply, params, x), both, known)
+    return Compiled(compiled(apply, state, x), both, state.histories, known)
 
 
 def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
     return compiled.memory_analysis().temp_size_in_bytes / MIB
 
 
-def arguments(shape: Shape) -> tuple[Any, jax.Array, jax.Array]:
+def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
     """Parameters, input and cotangent, random."""
-    _, params = layer(CASES["bf16"], shape)
+    _, (params, _) = layer(CASES["bf16"], shape)
     x, dy = (normal(seed, shape.input()) for seed in (1, 2))
     return random_params(params), x, 1e-3 * dy
 
@@ -197,22 +205,24 @@ def profile_rows(shape: Shape, rows: list[Row]) -> list[Row]:
     as in BF16. Gaps are the time of a call, measured without a profiler, that no kernel
     accounts for.
     """
-    arrays = arguments(shape)
+    times = {
+        row["case"]: row["forward_backward_ms"]
+        for row in rows
+        if (row["hidden"], row["seq"]) == (shape.hidden, shape.seq)
+    }
+    params, *arrays = arguments(shape)
     found = {}
-    for case in _PROFILED:
-        apply, _ = layer(CASES[case], shape)
-        found[case] = profiling.kernel_ms(forward_backward(apply), arrays)
+    for case in (case for case in times if case in _PROFILED):
+        apply, (_, histories) = layer(CASES[case], shape)
+        state = LayerState(params, first_histories(histories))
+        function = forward_backward(apply)
+        found[case] = profiling.kernel_ms(function, (state, *arrays))
     floors = {
         case: {
             "products": shape.product_flop / rate / 1e9,
             "attention": found["bf16"]["attention"],
         }
         for case, rate in _PROFILED.items()
-    }
-    times = {
-        row["case"]: row["forward_backward_ms"]
-        for row in rows
-        if (row["hidden"], row["seq"]) == (shape.hidden, shape.seq)
     }
     return [
         {"case": case}

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import coat_jax as coat
 from coat_jax.blocks import RecipeName
-from coat_jax.modules import DecoderLayer
+from coat_jax.modules import DecoderLayer, Scaling
 
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]
 _policies = jax.checkpoint_policies
@@ -37,16 +37,30 @@ def _checkpoint(policy: Callable[..., bool]) -> Callable[[Apply, bool], Apply]:
     return wrap
 
 
+class LayerState(NamedTuple):
+    """What a layer is a function of, besides its input.
+
+    Attributes:
+      params: Its parameters.
+      histories: Of delayed scaling; empty without it. Their gradients are the next.
+    """
+
+    params: nnx.State
+    histories: nnx.State
+
+
 class Case(NamedTuple):
     """What is compared.
 
     Attributes:
       recipe: Of the layer.
       wrap: From the layer, and whether `scan` runs it, to what is differentiated.
+      scaling: Of the layer.
     """
 
     recipe: RecipeName
     wrap: Callable[[Apply, bool], Apply] = lambda layer, in_scan: layer
+    scaling: Scaling = "just_in_time"
 
 
 CASES: dict[str, Case] = {
@@ -61,6 +75,7 @@ CASES: dict[str, Case] = {
     "bf16, fp8_remat": Case("bf16", lambda layer, in_scan: coat.fp8_remat(layer)),
     "te": Case("te"),
     "coat": Case("coat"),
+    "coat, delayed scaling": Case("coat", scaling="delayed"),
     "coat_max": Case("coat_max"),
 }
 # What JAX offers for BF16 without this library.
@@ -110,8 +125,8 @@ def llama_intermediate(hidden: int) -> int:
     return -(-hidden * 8 // (3 * 128)) * 128
 
 
-def layer(case: Case, shape: Shape) -> tuple[Apply, Any]:
-    """A case's layer as a function of parameters and input; abstract parameters."""
+def layer(case: Case, shape: Shape) -> tuple[Apply, LayerState]:
+    """A case's layer as a function of its state and input, and its abstract state."""
 
     def module():
         return DecoderLayer(
@@ -121,22 +136,29 @@ def layer(case: Case, shape: Shape) -> tuple[Apply, Any]:
             shape.kv_heads,
             shape.head_dim,
             recipe=case.recipe,
+            scaling=case.scaling,
             param_dtype=jnp.bfloat16,
             rngs=nnx.Rngs(0),
         )
 
-    graph, params = nnx.split(nnx.eval_shape(module))
-    return case.wrap(lambda params, x: nnx.merge(graph, params)(x), False), params
+    graph, *state = nnx.split(nnx.eval_shape(module), nnx.Param, ...)
+    apply = case.wrap(lambda state, x: nnx.merge(graph, *state)(x), False)
+    return apply, LayerState(*state)
 
 
 def forward_backward(apply: Apply) -> Callable:
-    """From parameters, input and cotangent to the output and both gradients."""
+    """From state, input and cotangent to the output and both gradients."""
 
-    def run(params, x, dy):
-        y, vjp = jax.vjp(apply, params, x)
+    def run(state, x, dy):
+        y, vjp = jax.vjp(apply, state, x)
         return y, vjp(dy)
 
     return run
+
+
+def first_histories(abstract: nnx.State) -> nnx.State:
+    """Ones, which are enough for weights, and for gradients no more than E5M2 bears."""
+    return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), abstract)
 
 
 def random_params(abstract: Any) -> Any:

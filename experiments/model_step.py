@@ -17,11 +17,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 import coat_jax as coat
-from coat_jax.blocks import RecipeName
 from coat_jax.memory import peak_bytes
 from coat_jax.models import llama
 from experiments.bench_optimizer import chain_step, fused_step, optax_adamw
-from experiments.layer_cases import CASES, Apply, random_params
+from experiments.layer_cases import (
+    CASES,
+    Apply,
+    Case,
+    LayerState,
+    first_histories,
+    random_params,
+)
 from experiments.settings import COAT_RECIPES
 from experiments.timing import OPTIONS
 from experiments.training import tree_bytes
@@ -45,7 +51,7 @@ class Model:
     vocab: int = 32_000
     seq: int = 2048
 
-    def config(self, recipe: RecipeName) -> llama.LlamaConfig:
+    def config(self, case: Case) -> llama.LlamaConfig:
         """With parameters in BF16."""
         return llama.LlamaConfig(
             vocab_size=self.vocab,
@@ -55,7 +61,8 @@ class Model:
             num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             param_dtype=jnp.bfloat16,
-            recipe=recipe,
+            recipe=case.recipe,
+            scaling=case.scaling,
         )
 
 
@@ -72,22 +79,21 @@ class _Wrapped(nnx.Module):
         return apply(params, x)
 
 
-def loss_function(case: str, model: Model) -> tuple[Callable, Any]:
-    """The loss, of parameters and of tokens [b, s + 1]; and abstract parameters."""
-    recipe, wrap = CASES[case]
+def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
+    """The loss, of parameters, histories and tokens [b, s + 1]; the first two."""
 
     def build():
-        found = llama.Llama(model.config(recipe), rngs=nnx.Rngs(0))
-        found.layers = _Wrapped(found.layers, wrap)
+        found = llama.Llama(model.config(CASES[case]), rngs=nnx.Rngs(0))
+        found.layers = _Wrapped(found.layers, CASES[case].wrap)
         return found
 
-    graph, params = nnx.split(nnx.eval_shape(build))
+    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
 
-    def loss(params, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
-        found = nnx.merge(graph, params)
+    def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
+        found = nnx.merge(graph, params, histories)
         return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
 
-    return loss, params
+    return loss, LayerState(*state)
 
 
 def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
@@ -101,20 +107,24 @@ def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
 def measure(case: str, model: Model, batch: int, steps: int) -> Row:
     """What a case's step takes; a row that says so where memory does not suffice."""
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    loss, params = loss_function(case, model)
+    loss, (params, histories) = loss_function(case, model)
     fused = CASES[case].recipe in COAT_RECIPES
     tx, update = fused_step() if fused else chain_step(optax_adamw())
 
     def step(carry, tokens):
-        value, grads = jax.value_and_grad(loss)(carry[0], tokens)
-        return update(carry, grads), value
+        (params, opt_state), histories = carry
+        value, (grads, histories) = jax.value_and_grad(loss, (0, 1))(
+            params, histories, tokens
+        )
+        return (update((params, opt_state), grads), histories), value
 
-    abstract = params, jax.eval_shape(tx.init, params)
+    abstract = (params, jax.eval_shape(tx.init, params)), histories
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    saved = coat.residual_report(loss, params, histories, tokens)
     row |= {
         "parameters_gib": tree_bytes(params) / GIB,
-        "optimizer_gib": tree_bytes(abstract[1]) / GIB,
-        "activations_gib": coat.residual_report(loss, params, tokens).nbytes / GIB,
+        "optimizer_gib": tree_bytes(abstract[0][1]) / GIB,
+        "activations_gib": saved.nbytes / GIB,
     }
     try:
         started = time.perf_counter()
@@ -123,7 +133,7 @@ def measure(case: str, model: Model, batch: int, steps: int) -> Row:
         row["compile_s"] = time.perf_counter() - started
         row["peak_gib"] = peak_bytes(compiled) / GIB
         params = random_params(params)
-        carry = params, jax.jit(tx.init)(params)
+        carry = (params, jax.jit(tx.init)(params)), first_histories(histories)
         row |= _timed(compiled, carry, _random_tokens(model, batch), steps)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

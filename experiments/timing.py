@@ -4,6 +4,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,22 +45,22 @@ def seconds(
     compiled: Sequence[Any], draws: Sequence[tuple], *, calls: int = 5, rounds: int = 7
 ) -> list[float]:
     """The median time of each for one draw, over rounds in which each has its turn."""
-    times = in_turns(compiled, (draws,), calls=calls, rounds=rounds)
+    times = in_turns([partial(c, draws) for c in compiled], calls=calls, rounds=rounds)
     return [time / len(draws) for time in times]
 
 
 def in_turns(
-    compiled: Sequence[Any], arguments: tuple, *, calls: int = 10, rounds: int = 5
+    functions: Sequence[Callable[[], Any]], *, calls: int = 10, rounds: int = 5
 ) -> list[float]:
     """The median time of a call of each, over rounds in which each has its turn."""
-    for function in compiled:
-        jax.block_until_ready(function(*arguments))
-    found: list[list[float]] = [[] for _ in compiled]
+    for function in functions:
+        jax.block_until_ready(function())
+    found: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
-        for function, times in zip(compiled, found, strict=True):
+        for function, times in zip(functions, found, strict=True):
             started = time.perf_counter()
             for _ in range(calls):
-                result = function(*arguments)
+                result = function()
             jax.block_until_ready(result)
             times.append((time.perf_counter() - started) / calls)
     return [statistics.median(times) for times in found]

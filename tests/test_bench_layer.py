@@ -39,7 +39,7 @@ def test_flop_are_of_all_products():
         (2048, 2048),
         (2048, 4096),
     ]
-    _, params = layer(CASES["coat"], shape)
+    _, (params, _) = layer(CASES["coat"], shape)
     weights = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
     assert shape.product_flop == 3 * 2 * 4 * 2048 * weights
     assert shape.unit == 64 * 2**20
@@ -50,14 +50,15 @@ def run(tmp_path_factory):
     """The results file of a tiny layer in two cases, and its folder."""
     folder = tmp_path_factory.mktemp("layer")
     argv = [*_TINY.split(), "--out", str(folder / "layer.json")]
-    bench_layer.main([*argv, "--cases", "bf16, nothing saved", "coat"])
+    cases = ["bf16, nothing saved", "coat", "coat, delayed scaling"]
+    bench_layer.main([*argv, "--cases", *cases])
     return json.loads((folder / "layer.json").read_text()), folder
 
 
 def test_a_layer_is_timed_and_measured(run):
     results, folder = run
     rows = {row["case"]: row for row in results["rows"]}
-    assert list(rows) == ["bf16, nothing saved", "coat"]
+    assert list(rows) == ["bf16, nothing saved", "coat", "coat, delayed scaling"]
     fastest = rows["bf16, nothing saved"]["forward_backward_ms"]
     for row in rows.values():
         assert (row["hidden"], row["seq"], row["kv_heads"]) == (128, 32, 2)
@@ -75,6 +76,9 @@ def test_a_layer_is_timed_and_measured(run):
     # output in BF16; nine numbers at most.
     units = (2 + 2 * 384 / 128) * 0.5 * (1 + 2 / 16) + 4
     assert rows["coat"]["saved_units"] == pytest.approx(units, abs=0.01)
+    # Nine histories of sixteen numbers.
+    more = rows["coat, delayed scaling"]["saved_mib"] - rows["coat"]["saved_mib"]
+    assert 0 <= more * 2**20 <= 9 * 16 * 4
     assert (folder / "layer.png").stat().st_size > 10_000
     measured = {bar["name"]: bar["measured"] for bar in results["bars"]}
     assert measured["128, 32: coat, U saved"] == rows["coat"]["saved_units"]
@@ -171,8 +175,9 @@ def _check_step(row, model, bytes_each):
     assert row["peak_gib"] > row["parameters_gib"] + row["optimizer_gib"]
 
 
-def test_a_model_steps():
-    row = model_step.measure("coat", _MODEL, 2, 2)
+@pytest.mark.parametrize("case", ["coat", "coat, delayed scaling"])
+def test_a_model_steps(case):
+    row = model_step.measure(case, _MODEL, 2, 2)
     # Groups of 128, on a last axis of 64 or 96 with as many scales.
     _check_step(row, _MODEL, 2.09)
 
@@ -180,9 +185,9 @@ def test_a_model_steps():
 def test_checkpointed_layers_save_what_they_are_told():
     saved = {}
     for case in ("bf16", "bf16, products saved", "bf16, nothing saved"):
-        loss, params = model_step.loss_function(case, _MODEL)
+        loss, state = model_step.loss_function(case, _MODEL)
         tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
-        saved[case] = model_step.coat.residual_report(loss, params, tokens).nbytes
+        saved[case] = model_step.coat.residual_report(loss, *state, tokens).nbytes
     assert saved["bf16, nothing saved"] < saved["bf16, products saved"] < saved["bf16"]
 
 
@@ -278,8 +283,8 @@ def test_what_no_kernel_accounts_for_is_gaps(monkeypatch):
 
 def test_profiles_need_what_they_compare(capsys):
     with pytest.raises(SystemExit):
-        bench_layer.main(["--profile", "--cases", "te"])
-    assert "needs bf16 and coat" in capsys.readouterr().err
+        bench_layer.main(["--profile", "--cases", "coat"])
+    assert "compares with bf16" in capsys.readouterr().err
 
 
 def test_shapes_name_their_heads():
