@@ -10,7 +10,14 @@ from typing import Any
 
 from experiments.data import TokenDtype, Tokenizer
 from experiments.runs import check_unused, latest
-from experiments.settings import PRESETS, RECIPES, ParamDtype, Rounding, Settings
+from experiments.settings import (
+    PRESETS,
+    RECIPES,
+    ParamDtype,
+    Rounding,
+    Scaling,
+    Settings,
+)
 
 _RUNS = Path("runs")
 _EXAMPLES = """\
@@ -66,6 +73,11 @@ def parser() -> argparse.ArgumentParser:
         "--rounding",
         choices=typing.get_args(Rounding),
         help="of BF16 parameters by recipes with FP8 moments (nearest)",
+    )
+    add(
+        "--scaling",
+        choices=typing.get_args(Scaling),
+        help="when coat and coat_max take the scales of tensors (just_in_time)",
     )
     add("--seed", type=int, help="of initialization, data's order and rounding (0)")
     add("--minutes", type=float, help="for the first recipe; may lower --steps for all")

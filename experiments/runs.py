@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import orbax.checkpoint as ocp
 
 from experiments.results import command_line, write_json
@@ -81,7 +82,7 @@ class Checkpoints:
         """Saves, unless this step already is."""
         if progress.step != self._manager.latest_step():
             items = ocp.args.Composite(
-                state=ocp.args.StandardSave(state._asdict()),
+                state=ocp.args.StandardSave(_not_empty(state)),
                 progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
             )
             self._manager.save(progress.step, args=items)
@@ -96,7 +97,7 @@ class Checkpoints:
 
     def state(self, abstract: TrainState) -> TrainState:
         """The latest state, bit for bit; `abstract` has its shapes and placement."""
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(abstract._asdict()))
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         step = self._manager.latest_step()
         return TrainState(**self._manager.restore(step, args=items)["state"])
 
@@ -238,6 +239,11 @@ class StopRequest:
     def _make(self, *_) -> None:
         self.made = True
         self.__exit__()
+
+
+def _not_empty(state: TrainState) -> dict[str, Any]:
+    """What has arrays: most runs have no histories."""
+    return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}
 
 
 def check_unused(folder: Path) -> None:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from coat_jax.blocks import RECIPES
 from coat_jax.blocks import RecipeName as Recipe
 from coat_jax.models import llama
+from coat_jax.modules import Scaling
 from experiments.data import TokenDtype, Tokenizer
 from experiments.text import BYTES_VOCAB_SIZE
 
@@ -37,6 +38,7 @@ class Settings:
       param_dtype: What parameters are kept in.
       rounding: How a step of `coat.fp8_adamw` rounds BF16 parameters; optax's, and so
         the other recipes', always rounds to nearest.
+      scaling: When recipes of the FP8 flow take the scales of whole tensors.
       steps: Optimizer steps, at most.
       minutes: A budget for the first recipe that may lower `steps`; None sets none.
       batch_size: Sequences a step.
@@ -62,6 +64,7 @@ class Settings:
     seed: int = 0
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
+    scaling: Scaling = "just_in_time"
     steps: int
     minutes: float | None = None
     batch_size: int
@@ -101,6 +104,12 @@ class Settings:
                 "rounding='stochastic' needs param_dtype='bfloat16' and one of the "
                 f"recipes {', '.join(COAT_RECIPES)}; got {self.param_dtype!r} and "
                 f"{', '.join(self.recipes)}"
+            )
+
+        if self.scaling == "delayed" and not fp8:
+            raise ValueError(
+                f"scaling='delayed' needs one of the recipes "
+                f"{', '.join(COAT_RECIPES)}; got {', '.join(self.recipes)}"
             )
 
     @property
@@ -217,6 +226,7 @@ def model_config(
     return dataclasses.replace(
         PRESETS[settings.preset].model,
         recipe=recipe,
+        scaling=settings.scaling if recipe in COAT_RECIPES else "just_in_time",
         vocab_size=-(-vocab_size // 128) * 128,  # whole tiles of a matrix product
         param_dtype=jnp.dtype(settings.param_dtype),
     )

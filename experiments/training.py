@@ -36,11 +36,13 @@ class TrainState(NamedTuple):
       params: The parameters.
       opt_state: The optimizer's state.
       seed: Of stochastic rounding; no step changes it.
+      histories: Of delayed scaling; empty without it.
     """
 
     params: nnx.State
     opt_state: optax.OptState
     seed: Int32[Array, ""]
+    histories: nnx.State = nnx.State({})
 
 
 class Metrics(NamedTuple):
@@ -145,7 +147,7 @@ class Trainer:
         self._schedule = learning_rate(settings, steps)
         self._tx = self._optimizer.transformation(settings, steps)
         model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
-        self._graphdef, params = nnx.split(model)
+        self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
         self.parameters = sum(p.size for p in jax.tree.leaves(params))
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
@@ -185,7 +187,8 @@ class Trainer:
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Mean nats a token over batches of one size."""
-        losses = [self._evaluate(state.params, jnp.asarray(b)) for b in batches]
+        where = state.params, state.histories
+        losses = [self._evaluate(*where, jnp.asarray(b)) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
@@ -200,8 +203,11 @@ class Trainer:
 
     def saved_activation_bytes(self) -> int:
         """Bytes that the step's forward pass keeps for its backward pass."""
-        params = self.abstract_state().params
-        return coat.residual_report(self._loss, params, self._abstract_batch).nbytes
+        state = self.abstract_state()
+        found = coat.residual_report(
+            self._loss, state.params, state.histories, self._abstract_batch
+        )
+        return found.nbytes
 
     def step_bytes(self) -> int:
         """Device memory that the compiled step needs, its arguments included."""
@@ -215,17 +221,25 @@ class Trainer:
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
         config = dataclasses.replace(self._config, param_dtype=jnp.float32)
         rngs = nnx.Rngs(jax.random.key(seed))
-        params = nnx.state(llama.Llama(config, rngs=rngs))
+        model = llama.Llama(config, rngs=rngs)
+        _, params, histories = nnx.split(model, nnx.Param, ...)
         dtype = self._config.param_dtype
         params = jax.tree.map(lambda p: p.astype(dtype), params)
-        return TrainState(params, self._tx.init(params), jnp.int32(seed))
+        return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
 
-    def _loss(self, params: nnx.State, batch: Int32[Array, "batch length+1"]):
-        model = nnx.merge(self._graphdef, params)
+    def _loss(
+        self,
+        params: nnx.State,
+        histories: nnx.State,
+        batch: Int32[Array, "batch length+1"],
+    ):
+        model = nnx.merge(self._graphdef, params, histories)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
 
     def _step(self, state: TrainState, batch: Int32[Array, "batch length+1"]):
-        loss, grads = jax.value_and_grad(self._loss)(state.params, batch)
+        loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
+            state.params, state.histories, batch
+        )
         metrics = Metrics(loss, optax.tree.norm(grads))
         if self._optimizer.fused:
             stochastic = self._settings.rounding == "stochastic"
@@ -236,7 +250,7 @@ class Trainer:
         else:
             updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.seed), metrics
+        return TrainState(params, opt_state, state.seed, histories), metrics
 
 
 def tree_bytes(tree: Any) -> int:

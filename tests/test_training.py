@@ -108,3 +108,31 @@ def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_p
 def test_stochastic_rounding_of_nothing_is_refused(changes):
     with pytest.raises(ValueError, match="needs param_dtype='bfloat16' and one of"):
         _settings(rounding="stochastic", **changes)
+
+
+def test_histories_are_kept_in_checkpoints(batches, tmp_path):
+    settings = _settings(scaling="delayed")
+    config = model_config(settings, "coat", 257)
+    assert model_config(settings, "te", 257).scaling == "just_in_time"
+    trainer = training.Trainer(config, settings, steps=10)
+
+    def advance(state, part):
+        for batch in part:
+            state, _ = trainer.step(state, batch)
+        return state
+
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        state = advance(trainer.init(), batches[:2])
+        checkpoints.save(state, runs.Progress(step=2))
+    history = state.histories["layers"]["amax"]["down_grad"][...]
+    assert np.isfinite(history).all()
+    assert ((history > 0).sum(axis=1) == 2).all()
+    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        restored = checkpoints.state(trainer.abstract_state())
+    undisturbed = advance(advance(trainer.init(), batches[:2]), batches[2:4])
+    assert _bits(advance(restored, batches[2:4])) == _bits(undisturbed)
+
+
+def test_delayed_scaling_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="needs one of the recipes coat, coat_max"):
+        _settings(scaling="delayed", recipes=("bf16", "te"))
