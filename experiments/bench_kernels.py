@@ -114,7 +114,7 @@ def product_row(kernel: str, product: kernel_cases.MatrixProduct) -> Row:
     """The kernel's time, and that of cuBLASLt through XLA."""
     kind = kernel_cases.PRODUCTS[kernel]
     m, n, k = product.shape
-    operands = kernel_cases.operands(product.shape, kind.scaling, product.a_dtype)
+    operands = kernel_cases.operands(product.shape, kind.scaling, product.dtypes)
     chosen = tuning.choose(kind, m, n, k)
     tiles = chosen or tuning.heuristic(kind, m, n)
     how = {"implementation": "mosaic", "tuning": tiles}

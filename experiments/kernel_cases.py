@@ -91,6 +91,11 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             f"quantize a tensor, {copies}", bytes_each,
             with_options(k.quantize_tensor, copies=copies), numbers(BF16), scalar,
         )  # fmt: skip
+    yield case(
+        "quantize a tensor, both, keeping maxima", 4,
+        with_options(k.quantize_tensor, copies="both", keep_maxima=True),
+        numbers(BF16), scalar,
+    )  # fmt: skip
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
     yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
     yield case("transpose", 2, k.transpose, codes(E5M2))
@@ -186,12 +191,12 @@ class MatrixProduct:
     Attributes:
       name: Model, layer and pass.
       shape: m, n and k.
-      a_dtype: e5m2 for gradients.
+      dtypes: Of a and b; e5m2 for gradients.
     """
 
     name: str
     shape: tuple[int, int, int]
-    a_dtype: Any = E4M3
+    dtypes: tuple[Any, Any] = (E4M3, E4M3)
 
 
 def model_products(tokens: tuple[int, ...] = TOKENS) -> list[MatrixProduct]:
@@ -203,22 +208,30 @@ def model_products(tokens: tuple[int, ...] = TOKENS) -> list[MatrixProduct]:
         for t in tokens:
             for layer, (i, o) in layers.items():
                 name = f"{model} {layer}, {t} tokens"
+                passes = {
+                    "forward": ((t, o, i), (E4M3, E4M3)),
+                    "dx": ((t, i, o), (E5M2, E4M3)),
+                    "dw": ((i, o, t), (E4M3, E5M2)),
+                }
                 found += [
-                    MatrixProduct(name=f"{name}, forward", shape=(t, o, i)),
-                    MatrixProduct(name=f"{name}, dx", shape=(t, i, o), a_dtype=E5M2),
-                    MatrixProduct(name=f"{name}, dw", shape=(o, i, t), a_dtype=E5M2),
+                    MatrixProduct(name=f"{name}, {each}", shape=shape, dtypes=dtypes)
+                    for each, (shape, dtypes) in passes.items()
                 ]
     return found
 
 
 def operands(
-    shape: tuple[int, int, int], scaling: str = "tensor", a_dtype: Any = E4M3
+    shape: tuple[int, int, int],
+    scaling: str = "tensor",
+    dtypes: tuple[Any, Any] = (E4M3, E4M3),
 ) -> tuple[Array, ...]:
     """Random codes, and scales of a kind; per tensor they are powers of two."""
     m, n, k = shape
     keys = jax.random.split(jax.random.key(m + n + k), 4)
-    a = jax.random.normal(keys[0], (m, k), BF16).astype(a_dtype)
-    b = jax.random.normal(keys[1], (n, k), BF16).astype(E4M3)
+    a, b = (
+        jax.random.normal(key, (rows, k), BF16).astype(dtype)
+        for key, rows, dtype in zip(keys[:2], (m, n), dtypes, strict=True)
+    )
     if scaling == "tensor":
         return a, b, jnp.float32(0.5), jnp.float32(2.0**-6)
     shapes = {"rows": ((m,), (n,)), "blocks": ((m, k // 128), (n // 128, k // 128))}

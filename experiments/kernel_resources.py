@@ -96,6 +96,8 @@ def _quantize() -> Iterator[Case]:
     for copies in ("row", "transposed", "both"):
         function = functools.partial(pk.quantize_tensor, copies=copies)
         yield Case(f"quantize a tensor, {copies}", function, (x, scalar))
+    keeping = functools.partial(pk.quantize_tensor, copies="both", keep_maxima=True)
+    yield Case("quantize a tensor, both, keeping maxima", keeping, (x, scalar))
     yield Case("maxima", pk.maxima, (x,))
     yield Case("transpose", pk.transpose, (_array(*shape, dtype=_E5M2),))
     yield Case("dequantize 1x16", pk.dequantize_groups, (_groups(*shape),))

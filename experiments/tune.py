@@ -4,22 +4,30 @@
 
 times what `pallas_kernels.tuning.candidates` lists on the shapes of Llamas, beside
 cuBLASLt through XLA, and writes `pallas_kernels/tuning.json`. Shapes that are there are
-left as they are unless `--again` is given, so an interrupted run goes on.
+left as they are unless `--again` is given, so an interrupted run goes on. Several
+processes compile; one at a time has the GPU.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from experiments import kernel_cases, timing
 from experiments.kernel_cases import PRODUCTS, run_product
 from experiments.results import device, versions, write_json
 from pallas_kernels import tuning
+
+_alone: AbstractContextManager = nullcontext()  # With the GPU.
 
 
 def main() -> None:
@@ -30,34 +38,48 @@ def main() -> None:
     add("--kernels", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     add("--shapes", nargs="+", metavar="M,N,K", help="instead of the models'")
     add("--again", action="store_true", help="also what has been measured")
+    add("--workers", type=int, default=min(8, os.cpu_count() // 2 or 1))
     add("--out", type=Path, default=tuning.TABLE)
     args = parser.parse_args()
     found = json.loads(args.out.read_text()) if args.out.exists() else {}
     table = found.get("tuning", {})
     todo = [
-        (kernel, shape, dtype)
+        (kernel, shape, dtypes)
         for kernel in args.kernels
-        for shape, dtype in shapes(args, kernel).items()
+        for shape, dtypes in shapes(args, kernel).items()
         if args.again or key(kernel, shape) not in table
     ]
-    for kernel, shape, a_dtype in tqdm(todo, unit="shape"):
-        table[key(kernel, shape)] = fastest(kernel, shape, a_dtype)
-        write_json(
-            args.out,
-            {"device": device(), "versions": versions(), "tuning": table},
-        )
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # Workers share the GPU.
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        args.workers, spawn, initializer=_take_turns, initargs=(spawn.Lock(),)
+    )
+    with pool:
+        futures = {pool.submit(fastest, *each): each[:2] for each in todo}
+        for future in tqdm(as_completed(futures), total=len(todo), unit="shape"):
+            table[key(*futures[future])] = future.result()
+            write_json(
+                args.out,
+                {"device": device(), "versions": versions(), "tuning": table},
+            )
+
+
+def _take_turns(lock: AbstractContextManager) -> None:
+    global _alone
+    _alone = lock
 
 
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
-    """Shapes, and the dtype of a, of which one product each is measured."""
+    """Shapes of which a product each is measured, and dtypes of a and b."""
+    both = (kernel_cases.E4M3, kernel_cases.E4M3)
     if args.shapes:
-        return {tuple(map(int, s.split(","))): kernel_cases.E4M3 for s in args.shapes}
+        return {tuple(map(int, s.split(","))): both for s in args.shapes}
     products = kernel_cases.model_products(tuple(args.tokens))
     forward = [p for p in products if p.name.endswith("forward")]
     if kernel == "quantized":
         forward = [p for p in forward if "gate_up" in p.name]
     chosen = products if kernel == "product" else forward
-    return {p.shape: p.a_dtype for p in chosen} | {(8192,) * 3: kernel_cases.E4M3}
+    return {p.shape: p.dtypes for p in chosen} | {(8192,) * 3: both}
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
@@ -65,10 +87,10 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
     return tuning.key(PRODUCTS[kernel], *shape)
 
 
-def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
+def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dict | str:
     """The fastest tiles as fields that are not defaults, or "xla"."""
     product = PRODUCTS[kernel]
-    draws = [kernel_cases.operands(shape, product.scaling, a_dtype)]
+    operands = functools.partial(kernel_cases.operands, shape, product.scaling, dtypes)
     m, n, _ = shape
     tried = [
         t
@@ -77,12 +99,17 @@ def fastest(kernel: str, shape: tuple[int, ...], a_dtype: Any) -> dict | str:
     ]
     mosaic = functools.partial(run_product, kernel, implementation="mosaic")
     calls = [functools.partial(mosaic, tuning=t) for t in tried]
-    if kernel != "blocks":  # Of which XLA has none.
-        tried.append(None)
-        calls.append(functools.partial(run_product, kernel, implementation="reference"))
-    compiled = timing.compile_all(calls, draws)
-    works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
-    times = timing.seconds([c for _, c in works], draws, calls=20)
+    compiled = timing.compile_all(calls, [jax.eval_shape(operands)])
+    with _alone:
+        draws = [operands()]
+        if kernel != "blocks":  # Of which XLA has none.
+            tried.append(None)
+            reference = functools.partial(
+                run_product, kernel, implementation="reference"
+            )
+            compiled += timing.compile_all([reference], draws)
+        works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
+        times = timing.seconds([c for _, c in works], draws, calls=20)
     best = works[min(range(len(works)), key=times.__getitem__)][0]
     if best is None:
         return "xla"

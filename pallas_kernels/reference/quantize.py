@@ -80,7 +80,7 @@ def quantize_tensor(
     dtype: DTypeLike,
     row: bool,
     transposed: bool,
-    keep_maxima: bool,
+    keep_maxima: bool = False,
 ) -> Copies:
     """See `pallas_kernels.quantize_tensor`."""
     x = x.astype(jnp.float32)
