@@ -17,6 +17,7 @@ from jaxtyping import Array, Float
 import coat_jax as coat
 from coat_jax.blocks import RecipeName
 from coat_jax.modules import DecoderLayer, Scaling
+from coat_jax.policies import products_saveable
 
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]
 _policies = jax.checkpoint_policies
@@ -73,6 +74,10 @@ CASES: dict[str, Case] = {
     ),
     "bf16, nothing saved": Case("bf16", _checkpoint(_policies.nothing_saveable)),
     "bf16, fp8_remat": Case("bf16", lambda layer, in_scan: coat.fp8_remat(layer)),
+    "bf16, fp8_remat of products": Case(
+        "bf16",
+        lambda layer, in_scan: coat.fp8_remat(layer, policy=products_saveable),
+    ),
     "te": Case("te"),
     "coat": Case("coat"),
     "coat, delayed scaling": Case("coat", scaling="delayed"),
