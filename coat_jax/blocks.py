@@ -22,7 +22,11 @@ NORMS: dict[NormName, Callable] = {
     "rms": nonlinear.rms_norm,
     "layer": nonlinear.layer_norm,
 }
-GATES: dict[GateName, Callable] = {"silu": nonlinear.swiglu, "gelu": nonlinear.geglu}
+GATES: dict[GateName, Callable] = {
+    "silu": nonlinear.swiglu,
+    "gelu": nonlinear.geglu,
+    "gelu_exact": partial(nonlinear.geglu, approximate=False),
+}
 
 
 def _plain_linear(x: Array, w: Array) -> Array:

@@ -39,12 +39,12 @@ from coat_jax.nonlinear import angles, rotary
 from coat_jax.quantized import E4M3, E5M2, tensor_scale
 from coat_jax.scaling import delayed_scale, recorded
 
-GateName = Literal["silu", "gelu"]
+GateName = Literal["silu", "gelu", "gelu_exact"]
 NormName = Literal["rms", "layer"]
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
 # No slope of these gates is larger.
-_STEEPEST = {"silu": 1.1, "gelu": 1.13}
+_STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ format, and recomputes the rest from them (COAT, arXiv 2410.19313, section 5).
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -89,9 +90,10 @@ def geglu(
     gate: Float[Array, "*s"],
     up: Float[Array, "*s"],
     *,
+    approximate: bool = True,
     residual_format: Format | None = None,
 ) -> Float[Array, "*s"]:
-    """The gated activation gelu(gate) * up, with gelu's tanh form.
+    """The gated activation gelu(gate) * up, with gelu's tanh form if approximate.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,7 +101,8 @@ def geglu(
       >>> geglu(jnp.zeros(2), jnp.ones(2))
       Array([0., 0.], dtype=float32)
     """
-    return _gated(jax.nn.gelu, gate, up, residual_format)
+    gelu = partial(jax.nn.gelu, approximate=approximate)
+    return _gated(gelu, gate, up, residual_format)
 
 
 def angles(

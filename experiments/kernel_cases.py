@@ -143,7 +143,7 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             *args[:-1], scale=args[-1], implementation=implementation, **options
         )
 
-    for activation in ("silu", "gelu"):
+    for activation in ("silu", "gelu", "gelu_exact"):
         how = {"activation": activation}
         forward, backward = f"{activation} gate", f"{activation} gate, backward"
         yield case(forward, 2 * of_16 + 2, with_options(k.gated, **how), gate_up)

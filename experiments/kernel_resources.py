@@ -146,7 +146,7 @@ def _gate() -> Iterator[Case]:
     tokens, f = 8192, 11008
     gate_up, dy = _groups(tokens, 2, f), _array(tokens, f)
     scalar = _array(dtype=_F32)
-    for activation in ("silu", "gelu"):
+    for activation in ("silu", "gelu", "gelu_exact"):
         how = {"activation": activation}
         name = f"{activation} gate"
         yield Case(name, functools.partial(pk.gated, **how), (gate_up,))

@@ -88,7 +88,7 @@ NEAR = 0.01
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("kind", "gate", "biased"),
-    [("rms", "silu", False), ("layer", "gelu", False), ("rms", "gelu", True)],
+    [("rms", "silu", False), ("layer", "gelu", False), ("rms", "gelu_exact", True)],
 )
 def test_gated_mlp(kind, gate, biased, dtype):
     biases = [("gate_up_bias", (2, INNER)), ("down_bias", (HIDDEN,))] if biased else []
@@ -108,7 +108,9 @@ def test_gated_mlp(kind, gate, biased, dtype):
 
     plain = {name: None if p is None else float32(p) for name, p in params.items()}
     gate_up_bias, down_bias = (plain.get(f"{n}_bias", 0) for n in ("gate_up", "down"))
-    activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[gate]
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    activations = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": exact}
+    activation = activations[gate]
 
     def gated(gate_up):
         return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]

@@ -19,8 +19,9 @@ from pallas_kernels.reference.quantize import (
     row_scale,
 )
 
-# Both multiply the gate with a sigmoid: "gelu" is the tanh form of GELU.
-Activation = Literal["silu", "gelu"]
+# All multiply the gate with a share of it: the first two with a sigmoid, "gelu" being
+# GELU's tanh form, and "gelu_exact" with the normal distribution's.
+Activation = Literal["silu", "gelu", "gelu_exact"]
 
 GELU = math.sqrt(8 / math.pi)
 GELU_CUBIC = 0.044715
@@ -123,6 +124,9 @@ def _activation(gate: Array, activation: Activation) -> tuple[Array, Array]:
     if activation == "silu":
         factor = jax.nn.sigmoid(gate)
         return factor, factor + gate * (factor * (1 - factor))
+    if activation == "gelu_exact":
+        factor = jax.scipy.stats.norm.cdf(gate)
+        return factor, factor + gate * jax.scipy.stats.norm.pdf(gate)
     x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
     factor = jax.nn.sigmoid(GELU * (x + GELU_CUBIC * x * x * x))
     slope = GELU * (1 + 3 * GELU_CUBIC * x * x)
