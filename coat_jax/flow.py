@@ -18,7 +18,7 @@ histories are the next histories.
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial, reduce
+from functools import partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -82,7 +82,7 @@ class Heads:
             codes = join(scale, keep_maxima=True)
             return Codes.delayed(codes.row, codes.transposed, scale, codes.largest)
         # No rotation makes a number larger than this.
-        bound = math.sqrt(2) * reduce(jnp.maximum, map(largest, (q, k, v)))
+        bound = math.sqrt(2) * largest(q, k, v)
         scale = tensor_scale(bound, E5M2)
         codes = join(scale)
         return Codes(codes.row, codes.transposed, scale)

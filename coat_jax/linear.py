@@ -180,9 +180,14 @@ class Codes(NamedTuple):
         return cls(row, transposed, scale, largest)
 
 
-def largest(x: Float[Array, "..."]) -> Float[Array, ""]:
-    """The largest magnitude, float32; NaN if there is a NaN."""
-    return jnp.max(kernels.maxima(x), initial=0.0)
+def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
+    """The largest magnitude of all, float32; NaN if there is a NaN."""
+    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
+    for x in arrays:
+        before = alike.get(x.shape)
+        alike[x.shape] = jnp.abs(x) if before is None else jnp.maximum(before, abs(x))
+    maxima = [kernels.maxima(x) for x in alike.values()]
+    return jnp.max(jnp.concatenate(maxima), initial=0.0)
 
 
 class Fp8Weight(NamedTuple):

@@ -193,5 +193,8 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         return out
 
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
-    tables = [jnp.stack([cos, jnp.ones_like(cos)]), jnp.stack([sin, 0 * sin])]
+    tables = [
+        jnp.stack([cos, jnp.ones_like(cos)]),
+        jnp.stack([sin, jnp.zeros_like(sin)]),
+    ]
     return launch(heads, tables, scale.reshape(1))
