@@ -1,5 +1,6 @@
 """What `bench_layer` shows: the paper's figures, tables, and the frontier."""
 
+import collections
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -37,6 +38,8 @@ TABLE_6 = {
         "coat": (12.16, 23.44, 3533),
     },
 }
+# Cases of a recipe share its color.
+_MARKERS = "osD^vP"
 _COLORS = {"bf16": "#33415c", "te": "#2a9d8f", "coat": "#d1495b", "coat_max": "#edae49"}
 
 
@@ -100,6 +103,10 @@ def draw(rows: list[Row]) -> Figure:
     ):
         _frontier(axes, group)
         axes.set_title(title, loc="left", fontsize=10)
+    handles, cases = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, cases, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
     return figure
 
 
@@ -107,17 +114,13 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
     points = {
         row["case"]: (row["saved_units"], row["forward_backward_ms"]) for row in rows
     }
-    for place, (case, point) in enumerate(points.items()):
+    markers: collections.Counter[str] = collections.Counter()
+    for case, point in points.items():
         recipe = case.split(",")[0]
-        axes.plot(*point, "o", color=_COLORS[recipe], markersize=6)
-        axes.annotate(
-            case,
-            point,
-            xytext=(5, -11 if place % 2 else 5),
-            textcoords="offset points",
-            fontsize=8,
-            color=_COLORS[recipe],
-        )
+        marker = _MARKERS[markers[recipe]]
+        markers[recipe] += 1
+        style = {"color": _COLORS[recipe], "markersize": 7, "alpha": 0.85}
+        axes.plot(*point, marker, label=case, linestyle="none", **style)
     best = [
         (units, ms)
         for units, ms in sorted(points.values())

@@ -68,21 +68,25 @@ def _end_to_end() -> str:
 
 def _layer() -> str:
     results = _load("bench_layer")
+    rows = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
+    shapes = list(dict.fromkeys(key[1:] for key in rows))
     lines = [
-        f"**One Llama layer** (`bench_layer`): forward and backward with BF16 weights "
-        f"on one {results['device']['name']}, all cases in turns. `bf16` is what "
+        f"**One Llama layer** (`bench_layer`): milliseconds of forward and backward "
+        f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
+        "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
         "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
         "`coat.fp8_remat` of the same layer.",
         "",
-        "| | hidden, sequence | ms | times `bf16` | saved |",
-        "| --- | --- | --- | --- | --- |",
+        "| | saved | " + " | ".join(f"{h}, {s}" for h, s in shapes) + " |",
+        "| --- | --- |" + " --- |" * len(shapes),
     ]
-    for row in results["rows"]:
-        lines.append(
-            f"| {row['case']} | {row['hidden']}, {row['seq']} "
-            f"| {row['forward_backward_ms']:.2f} | {row['ratio_to_bf16']:.2f} "
-            f"| {row['saved_units']:.1f}U |"
+    for case in dict.fromkeys(key[0] for key in rows):
+        of_case = [rows[case, *shape] for shape in shapes]
+        times = " | ".join(
+            f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
+            for row in of_case
         )
+        lines.append(f"| {case} | {of_case[0]['saved_units']:.1f}U | {times} |")
     image = "![Saved activations and time](experiments/results/bench_layer.png)"
     return "\n".join([*lines, "", image, ""])
 
@@ -97,8 +101,7 @@ def _pretraining() -> str:
         f"packages, {first['parameters'] / 1e6:.0f}M parameters with the small "
         f"vocabulary, {results['steps']:,} steps of "
         f"{settings.batch_size} x {settings.seq_len} tokens "
-        f"({tokens / 1e6:.0f}M) on one {results['device']['name']}, everything through "
-        "plain XLA:",
+        f"({tokens / 1e6:.0f}M) on one {results['device']['name']} each:",
         "",
         "| | validation loss | gap | optimizer, bytes a parameter | saved activations "
         "| memory of a step | tokens/s |",

@@ -97,6 +97,7 @@ def test_bars_of_a_layer():
         _row("bf16, products saved", 17.0, 8.0),
         _row("bf16, nothing saved", 21.0, 1.0),
         _row("bf16, fp8_remat", 18.5, 15.5),
+        _row("bf16, fp8_remat of products", 18.9, 6.0),
         _row("coat", 10.0, 8.27, backward_temporaries_mib=400.0),
         _row("coat_max", 11.0, 6.6, backward_temporaries_mib=600.0),
     ]
@@ -108,14 +109,16 @@ def test_bars_of_a_layer():
         "coat, times the fastest BF16": (1.7, False),
         "coat_max, times coat": (0.909, False),
         "fp8_remat, time / bf16": (1.057, True),
+        "fp8_remat of products, time / bf16": (1.08, False),
         "coat, U saved": (8.27, True),
         "coat_max, U saved": (6.6, False),
         "fp8_remat, times smaller than bf16": (1.871, True),
+        "fp8_remat of products, times smaller than bf16": (4.833, True),
         "BF16 policies both smaller and faster than coat": (0, True),
         "coat, temporaries / BF16's": (0.8, True),
         "coat_max, temporaries / BF16's": (1.2, False),
     }
-    slow = [*rows[:4], _row("coat", 17.2, 8.27)]
+    slow = [*rows[:5], _row("coat", 17.2, 8.27)]
     (frontier,) = [bar for bar in bench_layer.bars(slow) if "policies" in bar.name]
     assert (frontier.measured, frontier.holds) == (1, False)
 
