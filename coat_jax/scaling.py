@@ -32,7 +32,8 @@ class OverwriteWithGradient(nnx.Variable):
       >>> layer = DecoderLayer(64, 128, 4, 2, 16, scaling="delayed", rngs=nnx.Rngs(0))
       >>> x = jnp.ones((2, 8, 64), jnp.bfloat16)
       >>> wrt = nnx.DiffState(0, (nnx.Param, coat.OverwriteWithGradient))
-      >>> grads = nnx.grad(lambda layer: layer(x).astype(float).mean(), wrt)(layer)
+      >>> gradient = nnx.grad(lambda layer: layer(x).astype(float).mean(), argnums=wrt)
+      >>> grads = gradient(layer)
       >>> grads, histories = nnx.split_state(grads, nnx.Param, ...)
       >>> nnx.update(layer, histories)  # `grads` are the optimizer's.
       >>> float(layer.amax["out_in"][...][0]) > 0
