@@ -60,7 +60,8 @@ def operation(row: Residual, shape: Shape) -> Operation:
     _, *sizes = row.shape
     if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
         return "linear"
-    if "rotary" in row.asked_by and sizes[-1] == shape.head_dim // 2:
+    half = shape.head_dim // 2
+    if "rotary" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
         return "rope"
     if _is_attentions(sizes, shape):
         return "attention"
@@ -78,7 +79,8 @@ def _is_attentions(sizes: list[int], shape: Shape) -> bool:
     """Heads, or their product before it is split, or statistics of their rows."""
     if shape.hidden // shape.head_dim in sizes[1:-1]:
         return True
-    if sizes[-1] == shape.hidden + 2 * shape.kv_heads * shape.head_dim:
+    joined = shape.hidden + 2 * shape.kv_heads * shape.head_dim
+    if sizes[-1] in (joined, -(-joined // _GROUP)):
         return True
     *_, columns, last = sizes
     of_head = [-(-shape.head_dim // size) for size in (1, _GROUP, _PRODUCT_GROUP)]
