@@ -12,7 +12,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from coat_jax.quantized import Format
@@ -110,7 +109,7 @@ def angles(
     length: int, dim: int, theta: float
 ) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
     """Cosines and sines of the rotary embedding's angles, for heads of size `dim`."""
-    frequency = np.asarray(theta ** (-np.arange(0, dim, 2) / dim), np.float32)
+    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 

@@ -29,7 +29,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from coat_jax.copies import fp8_copy, read_copy
 from coat_jax.plan import Copy, Options, Wide, plan
@@ -221,23 +220,41 @@ def _fp8_function(
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
         arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
         is_param = [m for m, d in zip(marks, dynamic, strict=True) if d]
-        # What fn closes over may be differentiated too: it becomes an argument.
+        # What fn closes over becomes an argument: it is differentiated unless it is a
+        # constant, and is kept by reference.
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        flat = core.jaxpr_as_fun(pe.convert_constvars_jaxpr(jaxpr))
-        is_param = [True] * len(jaxpr.consts) + is_param
-        light = _with_fp8_residuals(flat, is_param, options)
-        results = light(options.key, *jaxpr.consts, *arrays)
+        traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
+        consts, order = _constants_first(jaxpr.consts, traced)
+
+        def flat(*args):
+            closed_over = [args[i] for i in order]
+            closed = core.ClosedJaxpr(jaxpr.jaxpr, closed_over)
+            return core.jaxpr_as_fun(closed)(*args[len(order) :])
+
+        is_param = [True] * len(consts) + is_param
+        light = _with_fp8_residuals(flat, is_param, options, traced.count(False))
+        results = light(options.key, *consts, *arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
+def _constants_first(
+    values: Sequence[Any], traced: Sequence[bool]
+) -> tuple[list[Any], list[int]]:
+    """The values, those that are not traced in front, and where each of them went."""
+    places = sorted(range(len(values)), key=traced.__getitem__)
+    order = [places.index(i) for i in range(len(values))]
+    return [values[i] for i in places], order
+
+
 def _with_fp8_residuals(
-    fn: Callable, is_param: Sequence[bool], options: Options
+    fn: Callable, is_param: Sequence[bool], options: Options, constants: int
 ) -> Callable:
     """`fn` from arrays to a list of arrays, with a backward pass that reads FP8.
 
-    Before its arguments the result takes the key of stochastic rounding, or None.
+    Before its arguments the result takes the key of stochastic rounding, or None. The
+    first `constants` arguments have no gradients.
     """
     if options.policy is not None:
         # What is recomputed from differs from what was computed, or comes after it
@@ -249,7 +266,7 @@ def _with_fp8_residuals(
         return fn(*args)
 
     def forward(key, *args):
-        traced = linearize(fn, *args)
+        traced = linearize(fn, *args, constants=constants)
         how = plan(traced, is_param, options)
         values = core.jaxpr_as_fun(traced.forward)(*args)
         residuals = enumerate(values[traced.num_outputs :])
@@ -270,7 +287,8 @@ def _with_fp8_residuals(
             return next(recomputed) if kept == "recompute" else x
 
         leaves = [restore(kept, x) for kept, x in zip(how.kept, saved, strict=True)]
-        return None, *jax.tree.unflatten(how.vjp_tree, leaves)(cotangents)
+        gradients = jax.tree.unflatten(how.vjp_tree, leaves)(cotangents)
+        return None, *[None] * constants, *gradients
 
     run.defvjp(forward, backward)
     return run

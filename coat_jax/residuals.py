@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import flax
@@ -167,11 +167,14 @@ class Linearized:
         return jaxpr, jaxpr.invars[index]
 
 
-def linearize(fn: Callable, *args: Any) -> Linearized:
-    """Traces `jax.vjp(fn, *args)`; nothing is computed."""
-    forward, (out, vjp) = jax.make_jaxpr(lambda *a: jax.vjp(fn, *a), return_shape=True)(
-        *args
-    )
+def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
+    """Traces `jax.vjp(fn, *args)`, but for the first `constants`; computes nothing."""
+
+    def differentiated(*args):
+        fixed, others = args[:constants], args[constants:]
+        return jax.vjp(partial(fn, *fixed), *others)
+
+    forward, (out, vjp) = jax.make_jaxpr(differentiated, return_shape=True)(*args)
     outputs, out_tree = jax.tree.flatten(out)
     vjp_tree = jax.tree.structure(vjp)
 

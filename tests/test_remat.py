@@ -21,6 +21,7 @@ from gradients import (
     fp8_bytes,
     saved,
     saved_bytes,
+    value_and_vjp,
 )
 from models import (
     LinenNet,
@@ -388,3 +389,17 @@ def test_masks_integers_and_statistics_stay_exact():
     assert not any(r.dtype in FP8 for r in kept)
     # But for the order in which XLA adds up.
     np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["NumPy", "JAX"])
+def test_constants_are_neither_differentiated_nor_quantized(make):
+    table, w = make(normal(1, 96, 64)), make(normal(2, 64, 128, scale=0.2))
+    x = normal(3, 96, 64)
+    light = fp8_remat(lambda x: (x * table) @ w)
+    y, (dx,) = value_and_vjp(light, jnp.ones((96, 128)), x)
+    # It reads the constants alone, as they are.
+    kept = saved(light, x)
+    assert not any(r.from_activations or r.dtype in FP8 for r in kept)
+    np.testing.assert_allclose(y, (x * table) @ w, rtol=1e-4, atol=1e-4)
+    expected = np.asarray(table) * np.asarray(w).sum(axis=1)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-4)
