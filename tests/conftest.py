@@ -1,6 +1,7 @@
 """Fixtures and settings of all tests."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -13,14 +14,17 @@ import pytest
 # On CPUs most of the tests' time is LLVM's; GPUs are tested as they are used.
 if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
-    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=1 {flags}".strip()
+    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 
 # What several tests compile is compiled once, by whichever process comes first.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+
+# Traces are many small objects that live on.
+gc.set_threshold(50_000)
 
 # The same examples in every run; `--hypothesis-profile=fresh` looks for new ones.
 hypothesis.settings.register_profile(

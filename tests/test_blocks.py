@@ -279,7 +279,8 @@ def test_recipes_share_initialization_and_structure():
 
 
 @functools.cache
-def logits_and_gradient(recipe: str):
+def computed(recipe: str):
+    """A small model's logits, and the value and the gradient of its loss."""
     graph, params = split(small(recipe=recipe))
 
     def loss(params):
@@ -287,14 +288,14 @@ def logits_and_gradient(recipe: str):
         return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
 
     logits = compiled(lambda p: nnx.merge(graph, p)(tokens()), params)
-    return logits, compiled(jax.grad(loss), params)
+    return logits, *compiled(jax.value_and_grad(loss), params)
 
 
 def test_fp8_recipes_compute_nearly_the_same_logits():
     """What backward keeps does not matter; `te` has other scales."""
-    te, coat, coat_max = (logits_and_gradient(recipe)[0] for recipe in FP8_RECIPES)
+    te, coat, coat_max = (computed(recipe)[0] for recipe in FP8_RECIPES)
     np.testing.assert_array_equal(coat, coat_max)
-    wide_logits = logits_and_gradient("bf16")[0]
+    wide_logits = computed("bf16")[0]
     for logits in (te, coat):
         assert 0.99 < cosine(logits, wide_logits) < 1 - 1e-5
     assert cosine(te, coat) > 0.99
@@ -303,7 +304,7 @@ def test_fp8_recipes_compute_nearly_the_same_logits():
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
     """Measured 0.991 to 0.993: the cost of E5M2 gradients, which all share."""
-    te, bf16, mine = (logits_and_gradient(r)[1] for r in ("te", "bf16", recipe))
+    te, bf16, mine = (computed(r)[2] for r in ("te", "bf16", recipe))
     assert 0.98 < cosine(mine, bf16) < 1 - 1e-5
     assert 1 - cosine(mine, bf16) < 1.35 * (1 - cosine(te, bf16))
 
@@ -397,25 +398,26 @@ def test_options_that_do_not_fit_are_named():
 def test_weights_quantized_before_give_the_same(recipe):
     graph, params = split(small(recipe=recipe))
 
-    def loss(params, *codes):
-        model = nnx.merge(graphs[bool(codes)], params, *codes)
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, codes):
+        model = nnx.merge(kept, params, codes)
         return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
 
     model = nnx.merge(graph, params)
     model.quantize_weights()
     kept, same, codes = nnx.split(model, nnx.Param, ...)
-    graphs = {False: graph, True: kept}
     jax.tree.map(np.testing.assert_array_equal, same, params)
     layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))
     assert nbytes == 2 * (2 * layer + 4 * 4)  # Two layers of four weights each.
-    value, expected = compiled(jax.value_and_grad(loss), params)
-    actual_value, actual = compiled(jax.value_and_grad(loss), params, codes)
+    _, value, expected = computed(recipe)
+    actual_value, actual = loss(params, codes)
     assert actual_value == value
     assert_close(actual, expected, 1e-6)
     # Stale codes are used as they are.
     doubled = jax.tree.map(lambda p: p * 2 if p.ndim > 2 else p, params)
-    assert compiled(loss, doubled, codes) == pytest.approx(value)
+    assert loss(doubled, codes)[0] == pytest.approx(value)
 
 
 def test_bf16_has_no_codes():
