@@ -2,6 +2,7 @@
 these.
 """
 
+import functools
 import re
 from collections import Counter
 
@@ -30,7 +31,7 @@ def either(request, monkeypatch):
     monkeypatch.setattr(
         coat_jax.copies, "has_kernel", lambda: request.param == "kernel"
     )
-    yield
+    yield request.param
     jax.clear_caches()
 
 
@@ -44,14 +45,23 @@ def mlp(params, x):
     return jnp.dot(h, params["down"], out_sharding=SPECS["x"] if explicit else None)
 
 
-def arguments(mesh, hidden: int = 256):
-    params = {"up": normal(1, 64, hidden), "down": normal(2, hidden, 64)}
-    params = {
-        name: jax.device_put(0.1 * p, NamedSharding(mesh, SPECS[name]))
-        for name, p in params.items()
+@functools.cache
+def numbers(hidden: int):
+    """Parameters and rows, in the host's memory."""
+    shapes = {"up": (64, hidden), "down": (hidden, 64), "x": (256, 64)}
+    values = {
+        name: np.asarray(normal(seed, *shape))
+        for seed, (name, shape) in enumerate(shapes.items(), 1)
     }
-    x = normal(3, 256, 64)
-    return params, jax.device_put(x, NamedSharding(mesh, SPECS["x"]))
+    x = values.pop("x")
+    return jax.tree.map(lambda p: np.float32(0.1) * p, values), x
+
+
+def arguments(mesh, hidden: int = 256):
+    params, x = numbers(hidden)
+    there = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = {name: jax.device_put(p, there[name]) for name, p in params.items()}
+    return params, jax.device_put(x, there["x"])
 
 
 def gradients(fn):
@@ -59,6 +69,21 @@ def gradients(fn):
         return jnp.sum(jnp.sin(fn(params, x)))
 
     return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+@functools.cache
+def plain_program(axis_type):
+    """What autodiff computes, compiled for the mesh."""
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        return gradients(mlp).lower(*arguments(mesh)).compile()
+
+
+@functools.cache
+def of_one_device(how: str, policy=None, hidden: int = 256):
+    """What one device computes, with copies made as `either` says."""
+    assert coat_jax.copies.has_kernel() == (how == "kernel")
+    return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
 
 
 def collectives(program: str) -> Counter:
@@ -69,28 +94,22 @@ def collectives(program: str) -> Counter:
     return found
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize(
     ("axis_type", "policy"),
     [(AUTO, None), (AUTO, jax.checkpoint_policies.dots_saveable), (EXPLICIT, None)],
     ids=["auto", "auto, dots", "explicit"],
 )
-def test_no_collective_is_added(axis_type, policy):
-    mesh = mesh_of(axis_type)
+def test_no_collective_is_added(either, axis_type, policy):
+    mesh, plain = mesh_of(axis_type), plain_program(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh)
-        plain, light = (
-            gradients(fn).lower(params, x).compile()
-            for fn in (mlp, fp8_remat(mlp, policy=policy))
-        )
+        light = gradients(fp8_remat(mlp, policy=policy)).lower(params, x).compile()
         assert "f8e4m3fn" in light.as_text()
         assert collectives(plain.as_text())
         assert collectives(light.as_text()) <= collectives(plain.as_text())
         actual = light(params, x)
     # What one device computes, eight compute.
-    params, x = jax.device_get((params, x))
-    alone = gradients(fp8_remat(mlp, policy=policy))(params, x)
-    assert_close(jax.device_get(actual), jax.device_get(alone), 1e-3)
+    assert_close(jax.device_get(actual), of_one_device(either, policy), 1e-3)
 
 
 @pytest.mark.usefixtures("either")
@@ -116,21 +135,18 @@ def test_residuals_lie_as_what_they_are_of(axis_type):
     assert found["float8_e4m3fn"] == found["uint16"] >= 4
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_groups_that_devices_cut_are_right_all_the_same(axis_type):
+def test_groups_that_devices_cut_are_right_all_the_same(either, axis_type):
     """Of 48 columns a device has 24: a group and a half."""
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh, hidden=48)
         actual = gradients(fp8_remat(mlp))(params, x)
-    alone = gradients(fp8_remat(mlp))(*jax.device_get((params, x)))
-    assert_close(jax.device_get(actual), jax.device_get(alone), 1e-3)
+    assert_close(jax.device_get(actual), of_one_device(either, hidden=48), 1e-3)
 
 
-@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}], ids=["all", "data"])
-def test_inside_of_shard_map(manual):
+def test_inside_of_shard_map(either, manual):
     mesh = mesh_of(AUTO)
 
     def everywhere(fn):
@@ -142,19 +158,16 @@ def test_inside_of_shard_map(manual):
             axis_names=manual,
         )
 
-    params, x = jax.device_get(arguments(mesh))
-    there, here = (
-        gradients(fn)(params, x) for fn in (everywhere(fp8_remat(mlp)), fp8_remat(mlp))
-    )
-    assert_close(jax.device_get(there), jax.device_get(here), 1e-4)
+    there = gradients(everywhere(fp8_remat(mlp)))(*numbers(256))
+    assert_close(jax.device_get(there), of_one_device(either), 1e-4)
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_random_bits_are_made_where_they_are_needed(axis_type):
     mesh, key = mesh_of(axis_type), jax.random.key(0)
+    plain = plain_program(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh)
-        plain = gradients(mlp).lower(params, x).compile()
         light = gradients(fp8_remat(mlp, key=key)).lower(params, x).compile()
         assert collectives(light.as_text()) <= collectives(plain.as_text())
         actual = light(params, x)
