@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from kernels import OPTIMIZED
 from optimizers import (
     SHAPE,
     assert_same_bits,
@@ -46,7 +47,7 @@ def test_optimization(make, problem):
     tx = make(optax.cosine_decay_schedule(3e-1, 4000), **options)
 
     # So many steps take less time when they are optimized.
-    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+    @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def train(params, state):
         def step(carry, _):
             params, state = carry

@@ -10,6 +10,7 @@ import oracle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernels import OPTIMIZED
 from quantization import (
     FLOATS,
     FORMATS,
@@ -205,12 +206,14 @@ def test_jit_changes_no_bit_of_the_codes(rng, format, granularity, expand):
             x, format=format, granularity=granularity[0], expand=expand
         )
 
-    eager, compiled = quantize(x), jax.jit(quantize)(x)
+    eager, compiled = quantize(x), jax.jit(quantize, compiler_options=OPTIMIZED)(x)
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
     # In one program nothing may cancel the conversion to 8 bits and back.
-    together = jax.jit(lambda x: quantize(x).dequantize())(x)
+    together = jax.jit(lambda x: quantize(x).dequantize(), compiler_options=OPTIMIZED)(
+        x
+    )
     np.testing.assert_allclose(together, eager.dequantize(), rtol=1e-5 * expand)
 
 

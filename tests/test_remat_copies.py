@@ -10,7 +10,7 @@ from gradients import ROW, assert_close, fake, saved
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from kernels import adversarial, assert_identical, encoded_groups
+from kernels import OPTIMIZED, adversarial, assert_identical, encoded_groups
 from models import normal
 
 import coat_jax as coat
@@ -32,7 +32,8 @@ def test_copies_are_what_quantize_makes(shape, group, dtype):
     copy = jax.jit(
         functools.partial(
             fp8_copy, format=coat.E4M3, granularity=coat.PerGroup(group), noise=None
-        )
+        ),
+        compiler_options=OPTIMIZED,
     )(x)
     assert_identical(
         [copy.codes, copy.scale], encoded_groups(x, jnp.float8_e4m3fn, group)
