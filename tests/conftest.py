@@ -16,12 +16,13 @@ if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 
-# What several tests compile is compiled once, by whichever process comes first.
+# What several tests compile is compiled once, by whichever process comes first: in a
+# run, or in several that are given one folder.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     folder = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 # Traces are many small objects that live on.
 gc.set_threshold(50_000)
