@@ -76,16 +76,14 @@ class Heads:
     ) -> Codes:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = angles(q.shape[1], self.head_dim, self.theta)
-        join = partial(kernels.join_heads, q, k, v, cos, sin, dtype=E5M2.dtype)
-        if history is not None:
+        if history is None:
+            # No rotation makes a number larger than this.
+            scale = tensor_scale(math.sqrt(2) * largest(q, k, v), E5M2)
+        else:
             scale = delayed_scale(history, E5M2)
-            codes = join(scale, keep_maxima=True)
-            return Codes.delayed(codes.row, codes.transposed, scale, codes.largest)
-        # No rotation makes a number larger than this.
-        bound = math.sqrt(2) * largest(q, k, v)
-        scale = tensor_scale(bound, E5M2)
-        codes = join(scale)
-        return Codes(codes.row, codes.transposed, scale)
+        how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
+        codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
+        return Codes.found(codes.row, codes.transposed, scale, codes.largest)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
         """The sum of that gradient over all tokens."""
@@ -310,9 +308,8 @@ def _gate_gradient(
     how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
-    if history is None:
-        return Codes(codes, out.transposed, scale), out.product
-    return Codes.delayed(codes, out.transposed, scale, out.largest), out.product
+    maxima = None if history is None else out.largest
+    return Codes.found(codes, out.transposed, scale, maxima), out.product
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

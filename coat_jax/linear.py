@@ -157,24 +157,29 @@ class Codes(NamedTuple):
         """Quantizes `x` with the scale given, a history's, or that of its maximum."""
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             x = x.astype(jnp.float32)
-        how = {"dtype": format.dtype, "copies": copies}
         if history is not None:
             scale = delayed_scale(history, format)
-            codes = kernels.quantize_tensor(x, scale, keep_maxima=True, **how)
-            return cls.delayed(codes.row, codes.transposed, scale, codes.largest)
-        if scale is None:
+        elif scale is None:
             scale = tensor_scale(largest(x), format)
-        codes = kernels.quantize_tensor(x, scale, **how)
-        return cls(codes.row, codes.transposed, scale)
+        codes = kernels.quantize_tensor(
+            x, scale, dtype=format.dtype, copies=copies, keep_maxima=history is not None
+        )
+        return cls.found(codes.row, codes.transposed, scale, codes.largest)
 
     @classmethod
-    def delayed(
-        cls, row: Array, transposed: Array, scale: Array, maxima: Float[Array, " k"]
+    def found(
+        cls,
+        row: Array | None,
+        transposed: Array | None,
+        scale: Float[Array, ""],
+        maxima: Float[Array, " k"] | None,
     ) -> "Codes":
-        """Codes of numbers whose maxima are known only now.
+        """Codes, and with a delayed scale the maxima, which are known only now.
 
-        Infinities saturated. That they were there the scale says.
+        Infinities saturated then. That they were there the scale says.
         """
+        if maxima is None:
+            return cls(row, transposed, scale)
         largest = jnp.max(maxima, initial=0.0)
         scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
         return cls(row, transposed, scale, largest)

@@ -110,7 +110,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, help="by default as many as query heads")
     add("--head-dim", type=int, default=128)
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    add("--calls", type=int, default=10, help="in a row, in each round")
+    add("--calls", type=int, default=30, help="in a row, in each round")
     add("--rounds", type=int, default=5, help="in which each case has its turn")
     add("--profile", action="store_true", help="say where time goes; on GPUs")
     out = Path("experiments/results/bench_layer.json")
