@@ -22,7 +22,8 @@ LENGTH = 16
 class OverwriteWithGradient(nnx.Variable):
     """A variable whose gradient is its next value, as of delayed scaling's histories.
 
-    As a Linen collection it has the name that `flax.training.train_state` knows.
+    As a Linen collection it has the name that `flax.training.train_state` knows. Where
+    a step sums the gradients of several passes, it takes the maximum of these.
 
     Example:
       >>> import jax, jax.numpy as jnp
