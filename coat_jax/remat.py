@@ -223,29 +223,25 @@ def _fp8_function(
         # What fn closes over becomes an argument: it is differentiated unless it is a
         # constant, and is kept by reference.
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        traced = [isinstance(x, jax.core.Tracer) for x in jaxpr.consts]
-        consts, order = _constants_first(jaxpr.consts, traced)
+        closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants first.
+        traced = [_is_traced(x) for x in jaxpr.consts]
+        constants = traced.count(False)
 
         def flat(*args):
-            closed_over = [args[i] for i in order]
-            closed = core.ClosedJaxpr(jaxpr.jaxpr, closed_over)
-            return core.jaxpr_as_fun(closed)(*args[len(order) :])
+            fixed, given = iter(args[:constants]), iter(args[constants:])
+            consts = [next(given if t else fixed) for t in traced]
+            return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, consts))(*given)
 
-        is_param = [True] * len(consts) + is_param
-        light = _with_fp8_residuals(flat, is_param, options, traced.count(False))
-        results = light(options.key, *consts, *arrays)
+        is_param = [True] * len(closed_over) + is_param
+        light = _with_fp8_residuals(flat, is_param, options, constants)
+        results = light(options.key, *closed_over, *arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
 
 
-def _constants_first(
-    values: Sequence[Any], traced: Sequence[bool]
-) -> tuple[list[Any], list[int]]:
-    """The values, those that are not traced in front, and where each of them went."""
-    places = sorted(range(len(values)), key=traced.__getitem__)
-    order = [places.index(i) for i in range(len(values))]
-    return [values[i] for i in places], order
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def _with_fp8_residuals(

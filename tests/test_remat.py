@@ -403,3 +403,19 @@ def test_constants_are_neither_differentiated_nor_quantized(make):
     np.testing.assert_allclose(y, (x * table) @ w, rtol=1e-4, atol=1e-4)
     expected = np.asarray(table) * np.asarray(w).sum(axis=1)
     np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_constants_and_what_is_differentiated_are_told_apart():
+    """In any order in which a function closes over them."""
+    scale, shift = np.asarray(normal(1, 96, 64)), np.asarray(normal(2, 96, 128))
+    w, bias, x = normal(3, 64, 128, scale=0.2), normal(4, 128), normal(5, 96, 64)
+
+    def plain(w, bias):
+        return lambda x: (x * scale) @ w + bias * shift
+
+    dy = normal(6, 96, 128)
+    _, actual = value_and_vjp(lambda w, b: fp8_remat(plain(w, b))(x), dy, w, bias)
+    _, expected = value_and_vjp(lambda w, b: plain(w, b)(x), dy, w, bias)
+    # The gradient of w alone reads an activation, the product of x and the scale.
+    assert_close(actual, expected, 0.02)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
