@@ -28,13 +28,14 @@ class Tuning:
     Attributes:
       tiles: Tiles of 16 groups a pipeline step.
       stages: Pipeline steps in flight.
-      ctas: Thread blocks on each multiprocessor.
+      ctas: Thread blocks for each multiprocessor, at most: far more than run at once,
+        so that a multiprocessor whose memory is nearer gets more of them.
       sms: Multiprocessors.
     """
 
     tiles: int = 2
     stages: int = 2
-    ctas: int = 4
+    ctas: int = 48
     sms: int = 132
 
 

@@ -88,7 +88,7 @@ def run(
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
     wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
     out_type = [outputs(each, walk, count) for each, count in wanted]
-    staged = tuning.staged and encoding.transposed is not None
+    staged = encoding.transposed is not None
 
     def view(x):
         if not x.ndim:
@@ -103,10 +103,11 @@ def run(
             Sink(to, tiles[j], wanted[j][0], None if scale is None else scale[0])
             for j, (to, scale) in enumerate(zip(out, scales, strict=True))
         ]
-        load = [functools.partial(_loaded, operands, place) for place in places]
         if staged:
-            load = stages.strips(operands, walk, cta)
-        ahead = 1 if staged else walk.ahead
+            load, ahead = stages.strips(operands, walk, cta), 1
+        else:
+            load = [functools.partial(_loaded, operands, place) for place in places]
+            ahead = walk.strips
         loaded = [list(strips()) for strips in load[:ahead]]
         for j, place in enumerate(places):
             loaded += [list(strips()) for strips in load[j + ahead :][:1]]
@@ -234,15 +235,14 @@ class Stages(NamedTuple):
             for part, tile in enumerate(tiles):
                 place = (rows, part, columns)
                 plgpu.copy_gmem_to_smem(x.at[place], tile, self.barrier)
-        places = walk.indices(cta)
         # While these are under way.
         scales = [
             [
-                [_scale(x.scale, place(part)) for part in range(x.codes.shape[1])]
-                for place in places
+                _scales(x.scale.at[rows, part], group, walk)
+                for part in range(x.codes.shape[1])
             ]
             if isinstance(x, Groups)
-            else None
+            else []
             for x in operands
         ]
         plgpu.barrier_wait(self.barrier)
@@ -254,15 +254,22 @@ class Stages(NamedTuple):
                     yield x[0]
                 for part, load in enumerate(of_parts):
                     strip = load[j]()
-                    groups = of_groups is not None
-                    yield Groups(strip, of_groups[j][part]) if groups else strip
+                    yield Groups(strip, of_groups[part][j]) if of_groups else strip
 
-        return [functools.partial(strips, j) for j in range(len(places))]
+        return [functools.partial(strips, j) for j in range(walk.strips)]
 
 
-def _scale(ref: Any, place: tuple) -> Array:
-    layout = strip_layout((LANES, GROUP)).reduce(1)
-    return plgpu.load(ref.at[place], layout=layout, optimized=False)
+def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
+    """For each strip of a tile the scales of its rows, of which a lane has one."""
+    count = walk.columns
+    # As many at once as are aligned: neighbouring lanes read far from each other.
+    layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(math.gcd(count, walk.groups))
+    of_rows = plgpu.load(ref.at[:, pl.ds(start, count)], layout=layout, optimized=False)
+    of_rows = plgpu.layout_cast(
+        of_rows.astype(jnp.float32), plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
+    )
+    columns = [lax.slice(of_rows, (0, j), (LANES, j + 1)) for j in range(count)]
+    return [jnp.sum(column, axis=1) for column in columns]
 
 
 def strips_of(tile: Any) -> list[Callable[[], Array]]:

@@ -131,7 +131,6 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         strip_rows=LANES,
         strip_groups=1,
         strips=half // GROUP,
-        ahead=1,
     )
 
     ctas = walk.ctas * count
@@ -153,20 +152,28 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         # Values do not turn.
         kind = (index > queries).astype(jnp.int32)
         positions = pl.ds(lax.rem(row, s), LANES)
-        layout = strip_layout((LANES, GROUP))
 
         def angles(strip):
-            place = (kind, positions, pl.ds(strip * GROUP, GROUP))
-            return [
-                plgpu.load(table.at[place], layout=layout, optimized=False)
+            place = (kind, pl.ds(strip * GROUP, GROUP), positions)
+            one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
+            loads = (
+                plgpu.load(
+                    table.at[place].transpose((1, 0)),
+                    layout=one_by_one,
+                    optimized=False,
+                )
                 for table in tables
-            ]
+            )
+            return [plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads]
 
-        turns = [angles(strip) for strip in range(walk.strips)]
+        ahead = angles(0)
         plgpu.barrier_wait(barrier)
         sink = Sink(out, tiles, encoding, scale[0])
         first, second = (strips_of(tile) for tile in halves)
-        for strip, (c, n) in enumerate(turns):
+        for strip in range(walk.strips):
+            c, n = ahead
+            if strip + 1 < walk.strips:
+                ahead = angles(strip + 1)
             x, y = decode(first[strip]()), decode(second[strip]())
             sink.put((x * c + y * n, y * c - x * n), lambda part: None)
         sink.finish(walk, block, first_part=2 * head)
@@ -193,6 +200,8 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         return out
 
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
+    # Lanes have neighbouring positions, and so should memory.
+    cos, sin = cos.T, sin.T
     tables = [
         jnp.stack([cos, jnp.ones_like(cos)]),
         jnp.stack([sin, jnp.zeros_like(sin)]),

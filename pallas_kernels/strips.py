@@ -28,15 +28,11 @@ class Tuning:
       vector: Neighbours among these, 8 or 16. None means 8 where values of 16 bits or
         more are written, which then fill whole sectors of memory.
       columns: Of a tile of 128 rows, where a transposed copy is written; 64 or 128.
-      ahead: Of these columns, how many are read before the first are computed with.
-      staged: Whether instead the copy engine reads a whole such tile.
     """
 
     elements: int = 32
     vector: int | None = None
     columns: int = 64
-    ahead: int = 32
-    staged: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +70,6 @@ class Walk:
       strip_rows: Rows of a strip.
       strip_groups: Groups of each of its rows.
       strips: Strips of a thread block, side by side.
-      ahead: Strips that are read before the first is computed with.
     """
 
     rows: int
@@ -83,19 +78,18 @@ class Walk:
     strip_rows: int
     strip_groups: int
     strips: int
-    ahead: int
 
     @classmethod
     def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
         """How to go over arrays of `shape`, [rows, parts, groups, group]."""
         rows, parts, groups, group = shape
         vector = tuning.vector or (GROUP if encoding.wide is None else GROUP // 2)
-        strips = ahead = max(tuning.elements // vector, 1)
+        strips = max(tuning.elements // vector, 1)
         strip_rows, strip_groups = vector, _ROW_GROUPS
         if encoding.transposed is not None:
             strip_rows, strip_groups = LANES, 1
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
-            strips, ahead = columns // GROUP, max(tuning.ahead // GROUP, 1)
+            strips = columns // GROUP
         elif rows == parts == 1:
             strip_rows, strip_groups = 1, LANES * vector // group
         return cls(
@@ -105,7 +99,6 @@ class Walk:
             strip_rows=strip_rows,
             strip_groups=strip_groups,
             strips=min(strips, max(groups // strip_groups, 1)),
-            ahead=ahead,
         )
 
     @property

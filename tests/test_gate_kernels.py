@@ -157,9 +157,7 @@ def test_transposed_copies(implementation, activation, shape):
         assert_rounded(out.values, y, size, SCALE)
         assert_transposed(out)
         np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=1e-3)
-        # Which tiles the copy engine does not bring.
-        tuning = pk.ElementwiseTuning(staged=False)
-        alone = functools.partial(function, copies="transposed", tuning=tuning, **how)
+        alone = functools.partial(function, copies="transposed", **how)
         alone = run(implementation, with_scale(alone), *arrays, scale)
         assert alone.values is None
         assert_transposed(out._replace(transposed=alone.transposed))

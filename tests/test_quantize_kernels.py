@@ -165,7 +165,6 @@ def test_tuning_changes_nothing(implementation):
     for tuning in (
         pk.ElementwiseTuning(elements=8, vector=8),
         pk.ElementwiseTuning(elements=16, vector=16, columns=128),
-        pk.ElementwiseTuning(staged=False),
     ):
         quantize = functools.partial(pk.quantize_groups, tuning=tuning)
         assert_identical(run(implementation, quantize, x), encoded_groups(x, E4M3, 16))
