@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from gradients import value_and_vjp
 from kernels import (
     BF16,
     E4M3,
@@ -238,11 +239,12 @@ def test_references_are_the_librarys(activation):
     groups, dy = inputs((16, 2, 64))
     both = jnp.asarray(decoded(groups), F32)
     function = blocks.GATES[activation]
-    y, vjp = jax.vjp(lambda both: function(both[:, 0], both[:, 1]), both)
-    out = pk.gated(groups, activation=activation)
+    y, (grads,) = value_and_vjp(
+        lambda both: function(both[:, 0], both[:, 1]), dy.astype(F32), both
+    )
+    out = jax.jit(functools.partial(pk.gated, activation=activation))(groups)
     np.testing.assert_allclose(np.asarray(out.values, F32), y, rtol=0.01, atol=1e-6)
-    out = pk.gated_grad(groups, dy, activation=activation)
-    (grads,) = vjp(dy.astype(F32))
+    out = jax.jit(functools.partial(pk.gated_grad, activation=activation))(groups, dy)
     np.testing.assert_allclose(np.asarray(out.values, F32), grads, rtol=0.01, atol=1e-4)
 
 
@@ -282,9 +284,10 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     for shape in [(0, 2, 128), (3, 2, 16)]:
         groups, dy = inputs((max(shape[0], 1), *shape[1:2], 128))
         groups = jax.tree.map(lambda x, m=shape[0]: x[:m], groups)
-        out = pk.gated_grad(groups, dy[: shape[0]])
+        out = jax.jit(pk.gated_grad)(groups, dy[: shape[0]])
         assert out.values.shape == (shape[0], 2, 128)
-        assert pk.gated(groups, scale="row").scale.shape == shape[:1]
+        by_row = jax.jit(functools.partial(pk.gated, scale="row"))
+        assert by_row(groups).scale.shape == shape[:1]
 
 
 def test_what_cannot_run_is_named():
