@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gradients import value_and_vjp
 from kernels import (
     BF16,
     E4M3,
@@ -158,12 +157,22 @@ def test_transposed_copies(implementation, activation, shape):
         assert_rounded(out.values, y, size, SCALE)
         assert_transposed(out)
         np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=1e-3)
-        # Which tiles the copy engine does not bring.
-        tuning = pk.ElementwiseTuning(staged=False)
-        alone = functools.partial(function, copies="transposed", tuning=tuning, **how)
-        alone = run(implementation, with_scale(alone), *arrays, scale)
-        assert alone.values is None
-        assert_transposed(out._replace(transposed=alone.transposed))
+
+
+@every_implementation
+@pytest.mark.parametrize("shape", [TILES[0], TILES[2]])
+def test_transposed_copies_alone(implementation, shape):
+    """In tiles that the copy engine does not bring."""
+    groups, dy = inputs(shape)
+    tuning = pk.ElementwiseTuning(staged=False)
+    for function, arrays in ((pk.gated, [groups]), (pk.gated_grad, [groups, dy])):
+        how = {"dtype": E4M3, "copies": "transposed", "tuning": tuning}
+        alone = with_scale(functools.partial(function, **how))
+        out = run(implementation, alone, *arrays, jnp.float32(SCALE))
+        assert out.values is None
+        y, size = exact(groups, "silu", *arrays[1:])
+        y, size = (x.reshape(len(out.transposed.T), -1).T for x in (y, size))
+        assert_rounded(out.transposed, y, size, SCALE)
 
 
 @every_implementation
@@ -239,12 +248,11 @@ def test_references_are_the_librarys(activation):
     groups, dy = inputs((16, 2, 64))
     both = jnp.asarray(decoded(groups), F32)
     function = blocks.GATES[activation]
-    y, (grads,) = value_and_vjp(
-        lambda both: function(both[:, 0], both[:, 1]), dy.astype(F32), both
-    )
+    y, vjp = jax.vjp(lambda both: function(both[:, 0], both[:, 1]), both)
     out = jax.jit(functools.partial(pk.gated, activation=activation))(groups)
     np.testing.assert_allclose(np.asarray(out.values, F32), y, rtol=0.01, atol=1e-6)
     out = jax.jit(functools.partial(pk.gated_grad, activation=activation))(groups, dy)
+    (grads,) = vjp(dy.astype(F32))
     np.testing.assert_allclose(np.asarray(out.values, F32), grads, rtol=0.01, atol=1e-4)
 
 

@@ -267,10 +267,16 @@ def trained(loss, make, **options):
     return train(jnp.zeros((64, 128)))
 
 
-@either_scheme
-@pytest.mark.parametrize("loss", [least_squares, rosenbrock])
-@pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2, coat.DE8], ids=repr)
-def test_trains_as_well_as_optax(loss, format, normalize_mu):
+# Every two of a format, a loss and a scheme.
+@pytest.mark.parametrize(
+    ("format", "loss", "normalize_mu"),
+    [
+        (format, loss, (i + j) % 2 == 0)
+        for i, format in enumerate([coat.E4M3, coat.E5M2, coat.DE8])
+        for j, loss in enumerate([least_squares, rosenbrock])
+    ],
+)
+def test_trains_as_well_as_optax(format, loss, normalize_mu):
     formats = {"mu_format": format, "nu_format": format}
     _, mine, state = trained(loss, coat.fp8_adamw, normalize_mu=normalize_mu, **formats)
     start, theirs, _ = trained(loss, optax.adamw)

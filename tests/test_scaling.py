@@ -210,7 +210,7 @@ def test_training_follows_scaling_just_in_time(recipe):
     def losses(scaling):
         model = small_llama(recipe=recipe, scaling=scaling)
         graph, params, histories = nnx.split(model, nnx.Param, ...)
-        tx = optax.adamw(3e-3)
+        tx = coat.fp8_adamw(3e-3)
 
         def loss(params, histories):
             model = nnx.merge(graph, params, histories)
