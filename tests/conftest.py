@@ -34,6 +34,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.register_profile("fresh", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("fixed")
 
+LONGEST = ("test_sharding.py", "test_pretrain.py", "test_remat_sharding.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]):
+    """What takes longest begins first, so that no worker is left alone with it."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
 
 @pytest.fixture
 def rng() -> np.random.Generator:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from models import parameters
 
 from coat_jax.models import llama
 from experiments.trained import Trained
@@ -19,9 +20,9 @@ def config(**changes) -> llama.LlamaConfig:
 def trained(config: llama.LlamaConfig, *, batches: int, length: int = 16) -> Trained:
     """Random parameters, large enough for every operator to matter, and tokens."""
     rng = np.random.default_rng(1)
-    params = nnx.state(llama.Llama(config, rngs=nnx.Rngs(0)))
+    _, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(
-        lambda p: p + 0.1 * rng.standard_normal(p.shape, np.float32), params
+        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32), params
     )
     shape = (batches, 4, length + 1)
     tokens = list(rng.integers(0, config.vocab_size, shape, np.int32))

@@ -393,7 +393,7 @@ def test_options_that_do_not_fit_are_named():
     assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.parametrize("recipe", ["te", "coat"])
 def test_weights_quantized_before_give_the_same(recipe):
     graph, params = split(small(recipe=recipe))
 
@@ -404,7 +404,7 @@ def test_weights_quantized_before_give_the_same(recipe):
         return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
 
     model = nnx.merge(graph, params)
-    model.quantize_weights()
+    nnx.jit(llama.Llama.quantize_weights)(model)
     kept, same, codes = nnx.split(model, nnx.Param, ...)
     jax.tree.map(np.testing.assert_array_equal, same, params)
     layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from quantization import (
     FLOATS,
+    FORMATS,
+    GRANULARITIES,
     PER_GROUP,
     assert_same,
     check_scales,
@@ -64,20 +66,24 @@ def check_powers(q, x, places, scales) -> tuple[dict, int]:
     return found, loose
 
 
-either_power = pytest.mark.parametrize("power", [True, 3.0], ids=["own", "fixed"])
+# Every two of a format, a granularity and a power, which is own or fixed.
+every_pair = pytest.mark.parametrize(
+    ("format", "granularity", "power"),
+    [
+        (format, granularity, [True, 3.0][(i + j) % 2])
+        for i, format in enumerate(FORMATS)
+        for j, granularity in enumerate(GRANULARITIES)
+    ],
+)
 
 
-@either_power
-@every_granularity
-@every_format
+@every_pair
 @given(data=st.data())
 def test_expanded_codes_are_the_oracles(format, granularity, power, data):
     check_expanded(data.draw(inputs(granularity)), format, granularity, power)
 
 
-@either_power
-@every_granularity
-@every_format
+@every_pair
 def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
     """On ordinary data the tolerance excuses a negligible part of the comparison."""
     x = spread(rng, (8, 1000))

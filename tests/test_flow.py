@@ -85,10 +85,14 @@ def weights(*shapes, kind="rms", biases=(), dtype=BF16):
 NEAR = 0.01
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    ("kind", "gate", "biased"),
-    [("rms", "silu", False), ("layer", "gelu", False), ("rms", "gelu_exact", True)],
+    ("kind", "gate", "biased", "dtype"),
+    [
+        ("rms", "silu", False, jnp.bfloat16),
+        ("rms", "silu", False, jnp.float32),
+        ("layer", "gelu", False, jnp.bfloat16),
+        ("rms", "gelu_exact", True, jnp.float32),
+    ],
 )
 def test_gated_mlp(kind, gate, biased, dtype):
     biases = [("gate_up_bias", (2, INNER)), ("down_bias", (HIDDEN,))] if biased else []

@@ -157,10 +157,19 @@ def test_transposed_copies(implementation, activation, shape):
         assert_rounded(out.values, y, size, SCALE)
         assert_transposed(out)
         np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=1e-3)
-        alone = functools.partial(function, copies="transposed", **how)
-        alone = run(implementation, with_scale(alone), *arrays, scale)
-        assert alone.values is None
-        assert_transposed(out._replace(transposed=alone.transposed))
+
+
+@every_implementation
+@pytest.mark.parametrize("shape", [TILES[0], TILES[2]])
+def test_transposed_copies_alone(implementation, shape):
+    groups, dy = inputs(shape)
+    for function, arrays in ((pk.gated, [groups]), (pk.gated_grad, [groups, dy])):
+        alone = functools.partial(function, dtype=E4M3, copies="transposed")
+        out = run(implementation, with_scale(alone), *arrays, jnp.float32(SCALE))
+        assert out.values is None
+        y, size = exact(groups, "silu", *arrays[1:])
+        y, size = (x.reshape(len(out.transposed.T), -1).T for x in (y, size))
+        assert_rounded(out.transposed, y, size, SCALE)
 
 
 @every_implementation
@@ -237,9 +246,9 @@ def test_references_are_the_librarys(activation):
     both = jnp.asarray(decoded(groups), F32)
     function = blocks.GATES[activation]
     y, vjp = jax.vjp(lambda both: function(both[:, 0], both[:, 1]), both)
-    out = pk.gated(groups, activation=activation)
+    out = jax.jit(functools.partial(pk.gated, activation=activation))(groups)
     np.testing.assert_allclose(np.asarray(out.values, F32), y, rtol=0.01, atol=1e-6)
-    out = pk.gated_grad(groups, dy, activation=activation)
+    out = jax.jit(functools.partial(pk.gated_grad, activation=activation))(groups, dy)
     (grads,) = vjp(dy.astype(F32))
     np.testing.assert_allclose(np.asarray(out.values, F32), grads, rtol=0.01, atol=1e-4)
 
@@ -280,9 +289,10 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     for shape in [(0, 2, 128), (3, 2, 16)]:
         groups, dy = inputs((max(shape[0], 1), *shape[1:2], 128))
         groups = jax.tree.map(lambda x, m=shape[0]: x[:m], groups)
-        out = pk.gated_grad(groups, dy[: shape[0]])
+        out = jax.jit(pk.gated_grad)(groups, dy[: shape[0]])
         assert out.values.shape == (shape[0], 2, 128)
-        assert pk.gated(groups, scale="row").scale.shape == shape[:1]
+        by_row = jax.jit(functools.partial(pk.gated, scale="row"))
+        assert by_row(groups).scale.shape == shape[:1]
 
 
 def test_what_cannot_run_is_named():

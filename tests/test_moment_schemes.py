@@ -101,8 +101,13 @@ def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     x = jnp.asarray(rng.lognormal(0, 2, (6, 128)) * rng.choice([-1, 1], (6, 128)))
     x = x.astype(jnp.float32)
     q = coat.quantize(x, format=format, expand=expand)
-    draws = jax.vmap(lambda key: schemes.round_stochastically(x, q, key).dequantize())
-    found = np.asarray(draws(jax.random.split(_KEY, 2000)), np.float64)
+
+    @jax.jit
+    @jax.vmap
+    def draw(key):
+        return schemes.round_stochastically(x, q, key).dequantize()
+
+    found = np.asarray(draw(jax.random.split(_KEY, 2000)), np.float64)
     low, high = found.min(axis=0), found.max(axis=0)
     assert ((found == low) | (found == high)).all()
     x = np.asarray(x, np.float64)

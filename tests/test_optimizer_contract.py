@@ -44,7 +44,7 @@ def starts(seed: int) -> tuple:
 def test_optimization(make, problem):
     params = starts(0)
     options = {"weight_decay": 0} if make is coat.fp8_adamw else {}
-    tx = make(optax.cosine_decay_schedule(3e-1, 4000), **options)
+    tx = make(optax.cosine_decay_schedule(3e-1, 2000), **options)
 
     # So many steps take less time when they are optimized.
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
@@ -55,7 +55,7 @@ def test_optimization(make, problem):
             updates, state = tx.update(grads, state, params)
             return (optax.apply_updates(params, updates), state), None
 
-        return jax.lax.scan(step, (params, state), length=4000)[0]
+        return jax.lax.scan(step, (params, state), length=2000)[0]
 
     params, state = train(params, tx.init(params))
     for found, expected in zip(params, problem(params)[1], strict=True):

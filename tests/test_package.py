@@ -1,6 +1,7 @@
 """What gets installed, what it needs, and who may import whom."""
 
 import ast
+import itertools
 import os
 import re
 import subprocess
@@ -68,11 +69,13 @@ def test_public_names_exist():
     assert [name for name in coat_jax.__all__ if not hasattr(coat_jax, name)] == []
 
 
-def test_readme_example_runs():
-    blocks = re.findall(r"^```python\n(.*?)^```", _README, re.DOTALL | re.MULTILINE)
-    assert blocks
-    for block in blocks:
-        exec(block, {"__name__": "readme"})
+@pytest.mark.parametrize(
+    "block",
+    re.findall(r"^```python\n(.*?)^```", _README, re.DOTALL | re.MULTILINE),
+    ids=itertools.count(),
+)
+def test_readme_examples_run(block):
+    exec(block, {"__name__": "readme"})
 
 
 def test_readme_results_are_those_of_the_results_files():

@@ -292,8 +292,7 @@ def test_gradient_by_hand():
         w1, w2 = params
         return gelu(norm(x) @ w1) @ w2
 
-    _, vjp = jax.vjp(fp8_remat(fn), (w1, w2), x)
-    (dw1, dw2), dx = vjp(dy)
+    _, ((dw1, dw2), dx) = value_and_vjp(fp8_remat(fn), dy, (w1, w2), x)
 
     h, (_, r) = _norm_forward(x)
     a = h @ w1

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
 from gradients import compiled, value_and_vjp
-from models import normal
+from models import normal, parameters
 
 import coat_jax as coat
 from coat_jax import flow
@@ -200,7 +200,7 @@ def small_llama(**how):
         num_kv_heads=1,
         **how,
     )
-    return llama.Llama(config, rngs=nnx.Rngs(0))
+    return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
 
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
@@ -237,7 +237,7 @@ def test_training_follows_scaling_just_in_time(recipe):
 
 def test_quantized_weights_leave_their_histories_alone():
     model = small_llama(scaling="delayed")
-    model.quantize_weights()
+    nnx.jit(llama.Llama.quantize_weights)(model)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
     histories, codes = nnx.split_state(rest, coat.OverwriteWithGradient, ...)
 
@@ -255,13 +255,12 @@ def test_quantized_weights_leave_their_histories_alone():
 def test_in_linen_it_is_the_collection_that_train_states_overwrite():
     layer = nnx.bridge.to_linen(DecoderLayer, 32, 64, 2, 1, 16, scaling="delayed")
     x = normal(1, 2, 8, 32, dtype=BF16)
-    variables = layer.init(jax.random.key(0), x)
+    variables = compiled(layer.init, jax.random.key(0), x)
     state = TrainState.create(
         apply_fn=layer.apply, params=dict(variables), tx=optax.sgd(0.0)
     )
-    grads = jax.grad(lambda p: layer.apply(p, x).astype(jnp.float32).sum())(
-        state.params
-    )
+    gradient = jax.grad(lambda p: layer.apply(p, x).astype(jnp.float32).sum())
+    grads = compiled(gradient, state.params)
     params = state.apply_gradients(grads=grads).params
     history = params["_overwrite_with_gradient"]["amax"]["down_grad"]
     np.testing.assert_array_equal(history[:2], [1.0, 0.0])
