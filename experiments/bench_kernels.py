@@ -8,10 +8,11 @@ makes of its reference, and writes experiments/results/bench_kernels.json.
 
 import argparse
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,20 +52,30 @@ def main() -> None:
 
 
 def measured(args: argparse.Namespace) -> Iterable[Row]:
-    """Rows as they are measured."""
+    """Rows as they are measured, when all is compiled."""
     only = args.only or ("elementwise", "products")
+    shapes = kernel_cases.ELEMENTWISE_SHAPES
+    if args.shapes:
+        shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
+    cases: list[Any] = []
     if "elementwise" in only:
-        shapes = kernel_cases.ELEMENTWISE_SHAPES
-        if args.shapes:
-            shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
-        cases = [c for shape in shapes for c in kernel_cases.elementwise(shape)]
-        chosen = [c for c in cases if (args.kernel or "") in c.kernel]
-        copies = {shape: copy_gb_per_s(shape) for shape in shapes}
-        for case in tqdm(chosen, unit="kernel"):
-            yield elementwise_row(case, copies[case.shape])
+        found = (c for shape in shapes for c in kernel_cases.elementwise(shape))
+        cases += [c for c in found if (args.kernel or "") in c.kernel]
     if "products" in only:
-        for kernel, product in tqdm(list(products(args)), unit="product"):
-            yield product_row(kernel, product)
+        cases += products(args)
+    programs = map(_programs, cases)
+    with ThreadPoolExecutor(8) as pool:
+        compiling = pool.map(lambda call: timing.compile_all(*call), programs)
+        total = len(cases)
+        compiled = list(tqdm(compiling, total=total, unit="case", desc="compiling"))
+    copies: dict[tuple[int, int], float] = {}
+    for case, pair in tqdm(list(zip(cases, compiled, strict=True)), unit="case"):
+        if isinstance(case, ProductCase):
+            yield product_row(case, pair)
+            continue
+        if case.shape not in copies:
+            copies[case.shape] = copy_gb_per_s(case.shape)
+        yield elementwise_row(case, pair, copies[case.shape])
 
 
 def copy_gb_per_s(shape: tuple[int, int]) -> float:
@@ -75,19 +86,52 @@ def copy_gb_per_s(shape: tuple[int, int]) -> float:
     return 2 * x.nbytes / time / 1e9
 
 
-def elementwise_row(case: kernel_cases.Case, copy: float) -> Row:
-    """The kernel's time and XLA's."""
-    draw = jax.jit(case.draw)
-    draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
+class ProductCase(NamedTuple):
+    """A matrix product by one of the kernels."""
+
+    kernel: str
+    product: kernel_cases.MatrixProduct
+
+    @property
+    def chosen(self) -> tuning.Tuning | None:
+        """What the table has for it; None where cuBLASLt runs."""
+        return tuning.choose(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
+
+    @property
+    def tiles(self) -> tuning.Tuning:
+        """What the kernel is timed with."""
+        m, n, _ = self.product.shape
+        kind = kernel_cases.PRODUCTS[self.kernel]
+        return self.chosen or tuning.heuristic(kind, m, n)
+
+    def operands(self) -> tuple[jax.Array, ...]:
+        """Random ones."""
+        scaling = kernel_cases.PRODUCTS[self.kernel].scaling
+        return kernel_cases.operands(self.product.shape, scaling, self.product.dtypes)
+
+
+def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
+    """The kernel's call and XLA's, and what they take."""
+    if isinstance(case, ProductCase):
+        how = {"implementation": "mosaic", "tuning": case.tiles}
+        ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
+        calls = [ours, functools.partial(xla, case.kernel)]
+        return calls, [jax.eval_shape(case.operands)]
     calls = [
         functools.partial(case.call, implementation=name)
         for name in ("mosaic", "reference")
     ]
+    return calls, [jax.eval_shape(case.draw, jax.random.key(0))] * _DRAWS
+
+
+def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row:
+    """The kernel's time and XLA's."""
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
-    compiled = timing.compile_all(calls, draws)
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
+    draw = jax.jit(case.draw)
+    draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
     ours, xla = timing.seconds(compiled, draws)
     rate = case.size / ours / 1e9
     row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
@@ -98,39 +142,32 @@ def elementwise_row(case: kernel_cases.Case, copy: float) -> Row:
     }
 
 
-def products(args: argparse.Namespace) -> Iterable[tuple[str, Any]]:
+def products(args: argparse.Namespace) -> Iterable[ProductCase]:
     """Every kind of product on a large cube, then those of models."""
     cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
     for kernel in ("product", "promoted", "blocks"):
-        yield kernel, cube
+        yield ProductCase(kernel, cube)
     for product in kernel_cases.model_products(tuple(args.tokens)):
         if not args.models or product.name.split()[0] in args.models:
-            yield "product", product
+            yield ProductCase("product", product)
             if "gate_up" in product.name and product.name.endswith("forward"):
-                yield "quantized", product
+                yield ProductCase("quantized", product)
 
 
-def product_row(kernel: str, product: kernel_cases.MatrixProduct) -> Row:
+def product_row(case: ProductCase, compiled: list) -> Row:
     """The kernel's time, and that of cuBLASLt through XLA."""
-    kind = kernel_cases.PRODUCTS[kernel]
-    m, n, k = product.shape
-    operands = kernel_cases.operands(product.shape, kind.scaling, product.dtypes)
-    chosen = tuning.choose(kind, m, n, k)
-    tiles = chosen or tuning.heuristic(kind, m, n)
-    how = {"implementation": "mosaic", "tuning": tiles}
-    ours = functools.partial(kernel_cases.run_product, kernel, **how)
-    calls = [ours, functools.partial(xla, kernel)]
-    draws = [operands]
-    compiled = timing.compile_all(calls, draws)
-    row: Row = {"kernel": kernel, "shape": f"{m} x {n} x {k}", "name": product.name}
+    m, n, k = case.product.shape
+    row: Row = {"kernel": case.kernel, "shape": f"{m} x {n} x {k}"}
+    row["name"] = case.product.name
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    ours, theirs = timing.seconds(compiled, draws, calls=20)
+    ours, theirs = timing.seconds(compiled, [case.operands()], calls=20)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
     rate = 2 * m * n * k / 1e12
     row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}
-    return row | {"runs": "mosaic" if chosen else "xla", "tiles": str(tiles)}
+    runs = "mosaic" if case.chosen else "xla"
+    return row | {"runs": runs, "tiles": str(case.tiles)}
 
 
 def xla(kernel: str, a: jax.Array, b: jax.Array, *scales: jax.Array) -> Any:

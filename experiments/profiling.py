@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from experiments.timing import OPTIONS
-
 _ATTENTION = re.compile(r"cudnn|fmha|flash", re.IGNORECASE)
 _PRODUCTS = re.compile(r"nvjet|cublas|cutlass|gemm|xmma|^matmul", re.IGNORECASE)
 _PALLAS = re.compile(r"(\w+?)_mosaic_gpu_kernel")
@@ -21,28 +19,27 @@ class Kernel(NamedTuple):
 
     Attributes:
       name: As the GPU has it.
-      ms: How long it ran.
+      start_ms: When it began.
+      end_ms: When it had ended.
     """
 
     name: str
-    ms: float
+    start_ms: float
+    end_ms: float
 
 
-def kernel_ms(
-    function: Callable, arguments: tuple, *, calls: int = 20
-) -> dict[str, float]:
-    """Milliseconds of a call by kind of kernel, largest first; gaps left out.
+def kernel_ms(function: Callable[[], Any], *, calls: int = 20) -> dict[str, float]:
+    """Milliseconds of a call by kind of kernel, largest first, and of gaps between.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
     """
-    compiled = jax.jit(function).lower(*arguments).compile(OPTIONS)
     for _ in range(calls):  # A cool chip is faster.
-        jax.block_until_ready(compiled(*arguments))
+        jax.block_until_ready(function())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
-                result = compiled(*arguments)
+                result = function()
             jax.block_until_ready(result)
         (trace,) = Path(folder).rglob("*.xplane.pb")
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))
@@ -58,15 +55,20 @@ def _kernels(data: Any) -> Iterator[Kernel]:
         for line in plane.lines:
             if line.name.startswith("Stream"):
                 for event in line.events:
-                    yield Kernel(event.name, event.duration_ns / 1e6)
+                    times = (event.start_ns, event.start_ns + event.duration_ns)
+                    yield Kernel(event.name, *(ns / 1e6 for ns in times))
 
 
 def by_part(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds by kind of kernel, largest first."""
+    """Milliseconds by kind of kernel, largest first, and when none of them ran."""
     found = collections.Counter({"products": 0.0, "attention": 0.0})
-    for kernel in kernels:
-        found[_part(kernel.name)] += kernel.ms
-    return dict(found.most_common())
+    gaps, last = 0.0, None
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_ms):
+        found[_part(kernel.name)] += kernel.end_ms - kernel.start_ms
+        last = kernel.start_ms if last is None else last
+        gaps += max(kernel.start_ms - last, 0.0)
+        last = max(kernel.end_ms, last)
+    return dict(found.most_common()) | {"gaps": gaps}
 
 
 def _part(kernel: str) -> str:

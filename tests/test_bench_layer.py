@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import math
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -142,25 +143,26 @@ def test_the_paper_stands_beside():
 
 def test_kernels_are_sorted_by_what_they_are():
     kernels = [
-        profiling.Kernel("norm_grad_mosaic_gpu_kernel", 1.0),
-        profiling.Kernel("matmul_groups_mosaic_gpu_kernel", 2.0),
-        profiling.Kernel("nvjet_qqtst_128x256", 4.0),
-        profiling.Kernel("void cudnn::fusion::convert_dq_to_16bits", 8.0),
-        profiling.Kernel("cudnn_generated_flash_bprop", 16.0),
-        profiling.Kernel("loop_add_fusion", 32.0),
+        profiling.Kernel("loop_add_fusion", 20.0, 52.0),
+        profiling.Kernel("norm_grad_mosaic_gpu_kernel", 0.0, 1.0),
+        profiling.Kernel("matmul_groups_mosaic_gpu_kernel", 2.0, 4.0),
+        profiling.Kernel("nvjet_qqtst_128x256", 3.0, 7.0),
+        profiling.Kernel("void cudnn::fusion::convert_dq_to_16bits", 7.0, 15.0),
+        profiling.Kernel("cudnn_generated_flash_bprop", 60.5, 76.5),
     ]
     assert profiling.by_part(kernels) == {
         "products": 6.0,
         "attention": 24.0,
         "Pallas: norm_grad": 1.0,
         "XLA": 32.0,
+        "gaps": 1.0 + 5.0 + 8.5,
     }
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU has kernels")
 def test_there_is_nothing_to_profile_without_a_gpu():
     with pytest.raises(ValueError, match="no kernel ran on a GPU"):
-        profiling.kernel_ms(jnp.sin, (jnp.ones(4),), calls=1)
+        profiling.kernel_ms(partial(jnp.sin, 1.0), calls=1)
 
 
 def _check_step(row, model, bytes_each):
@@ -255,25 +257,18 @@ def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsy
     assert "another model" in capsys.readouterr().err
 
 
-def test_what_no_kernel_accounts_for_is_gaps(monkeypatch):
+def test_profiles_stand_beside_floors(monkeypatch):
     found = iter(
         [
-            {"products": 15.0, "attention": 1.2, "XLA": 0.5},
-            {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25},
+            {"products": 15.0, "attention": 1.2, "XLA": 0.5, "gaps": 0.1},
+            {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95},
         ]
     )
-    monkeypatch.setattr(profiling, "kernel_ms", lambda *args: next(found))
+    monkeypatch.setattr(profiling, "kernel_ms", lambda call: next(found))
     shape = Shape(hidden=64, seq=8, batch=1, intermediate=128, kv_heads=1, head_dim=64)
-    times = {"hidden": 64, "seq": 8}
-    rows = [
-        times | {"case": "bf16", "forward_backward_ms": 17.0},
-        times | {"case": "coat", "forward_backward_ms": 9.0},
-    ]
-    parts = bench_layer.profile_rows(shape, rows)
+    parts = bench_layer.profile_rows(shape, ["bf16", "coat"])
     ms = {row["part"]: row["ms"] for row in parts if row["case"] == "coat"}
-    assert ms == pytest.approx(
-        {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95}
-    )
+    assert ms == {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95}
     floors = {row["part"]: row["floor_ms"] for row in parts if row["case"] == "coat"}
     flop = 3 * 2 * 8 * (4 * 64 * 64 + 3 * 64 * 128)
     assert floors["products"] == pytest.approx(flop / 1.5e15 * 1e3)
