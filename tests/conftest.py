@@ -1,10 +1,7 @@
 """Fixtures and settings of all tests."""
 
-import atexit
 import gc
 import os
-import shutil
-import tempfile
 from pathlib import Path
 
 import hypothesis
@@ -16,14 +13,6 @@ if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 
-# What several tests compile is compiled once, by whichever process comes first: in a
-# run, or in several that are given one folder.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    folder = tempfile.mkdtemp(prefix="compiled-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-
 # Traces are many small objects that live on.
 gc.set_threshold(50_000)
 
@@ -33,6 +22,14 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("fresh", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("fixed")
+
+
+def pytest_configure(config: pytest.Config):
+    """What tests compile is compiled once; `pytest --cache-clear` forgets it."""
+    folder = config.cache.mkdir("compiled")
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
 
 LONGEST = ("test_sharding.py", "test_pretrain.py", "test_remat_sharding.py")
 

@@ -43,7 +43,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Each program is compiled once, here or in the processes that tests start."""
+    """Programs of these tests alone, since some of them kill what writes there."""
     options = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
