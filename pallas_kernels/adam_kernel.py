@@ -29,7 +29,7 @@ class Tuning:
       tiles: Tiles of 16 groups a pipeline step.
       stages: Pipeline steps in flight.
       ctas: Thread blocks for each multiprocessor, at most: far more than run at once,
-        so that a multiprocessor whose memory is nearer gets more of them.
+        so that one that is done early has another to begin.
       sms: Multiprocessors.
     """
 
