@@ -23,7 +23,7 @@ from pallas_kernels import tuning
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 _BF16, _F32 = jnp.bfloat16, jnp.float32
-_E4M3, _E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+_E4M3 = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,113 +84,38 @@ def _adam() -> Iterator[Case]:
     yield case("adam, a short last group", (4096, 200))
 
 
-def _quantize() -> Iterator[Case]:
-    shape = (8192, 4096)
-    x, scalar = _array(*shape), _array(dtype=_F32)
-    for group in (16, 32, 128):
-        function = functools.partial(pk.quantize_groups, group=group)
-        yield Case(f"quantize 1x{group}", function, (x,))
-    yield Case(
-        "quantize 1x16, float32", pk.quantize_groups, (_array(*shape, dtype=_F32),)
-    )
-    for copies in ("row", "transposed", "both"):
-        function = functools.partial(pk.quantize_tensor, copies=copies)
-        yield Case(f"quantize a tensor, {copies}", function, (x, scalar))
-    keeping = functools.partial(pk.quantize_tensor, copies="both", keep_maxima=True)
-    yield Case("quantize a tensor, both, keeping maxima", keeping, (x, scalar))
-    yield Case("maxima", pk.maxima, (x,))
-    yield Case("transpose", pk.transpose, (_array(*shape, dtype=_E5M2),))
-    yield Case("dequantize 1x16", pk.dequantize_groups, (_groups(*shape),))
-    codes = _array(*shape, dtype=_E4M3)
-    yield Case("dequantize a tensor", pk.dequantize_tensor, (codes, scalar))
+def _measured(
+    *beginnings: str, shape: tuple[int, int] = (8192, 4096)
+) -> Iterator[Case]:
+    """What the benchmark measures, of the kernels whose names begin so."""
+    for case in kernel_cases.elementwise(shape):
+        if case.kernel.startswith(beginnings):
+            arrays = jax.eval_shape(case.draw, jax.random.key(0))
+            yield Case(case.kernel, case.call, arrays)
 
 
 def _norm() -> Iterator[Case]:
-    def case(name, shape, weight, bias=None, *, grouped=False, **how):
-        x = _groups(*shape) if grouped else _array(*shape)
-        n = shape[-1:]
-        params = tuple(_array(*n) if given else None for given in (weight, bias))
-        return Case(name, functools.partial(pk.norm, **how), (x, *params))
+    for shape in kernel_cases.ELEMENTWISE_SHAPES:
+        yield from _measured("rms norm", "layer norm", shape=shape)
+    x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
 
-    def scaled(x, weight, scale, *, implementation):
-        return pk.norm(x, weight, scale=scale, implementation=implementation)
+    def again(x, weight, scale, *, implementation):
+        how = {"copies": "transposed", "implementation": implementation}
+        return pk.norm(x, weight, scale=scale, **how)
 
-    for shape in ((8192, 4096), (16384, 8192), (8192, 11008)):
-        yield case("rms norm", shape, True)
-        yield case(
-            "rms norm to rows, keeping groups", shape, True,
-            scale="row", keep_groups=True,
-        )  # fmt: skip
-        yield case("layer norm", shape, True, True, kind="layer")
-    shape = (8192, 4096)
-    arrays = (_groups(*shape), _array(4096), _array(dtype=_F32))
-    yield Case("rms norm from groups to a tensor", scaled, arrays)
-    add = functools.partial(_added_norm, scale="row", keep_groups=True)
-    yield Case("rms norm of a sum", add, (_array(*shape), _array(4096), _array(*shape)))
-    for shape in ((8192, 4096), (16384, 8192), (8192, 11008)):
-        arrays = (_groups(*shape), _array(*shape), _array(shape[1]), _array(*shape))
-        yield Case("rms norm, backward", _norm_grad, arrays)
-        function = functools.partial(_norm_grad, kind="layer", with_bias=True)
-        yield Case("layer norm, backward", function, arrays)
+    def of_sum(x, weight, add, *, implementation):
+        how = {"scale": "row", "keep_groups": True, "implementation": implementation}
+        return pk.norm(x, weight, add=add, **how)
 
+    def backward(x, dy, weight, add, **how):
+        return pk.norm_grad(x, dy, weight, add=add, **how)
 
-def _added_norm(x, weight, add, **how):
-    return pk.norm(x, weight, add=add, **how)
-
-
-def _norm_grad(x, dy, weight, add, **how):
-    return pk.norm_grad(x, dy, weight, add=add, **how)
-
-
-def _gate() -> Iterator[Case]:
-    tokens, f = 8192, 11008
-    gate_up, dy = _groups(tokens, 2, f), _array(tokens, f)
     scalar = _array(dtype=_F32)
-    for activation in ("silu", "gelu", "gelu_exact"):
-        how = {"activation": activation}
-        name = f"{activation} gate"
-        yield Case(name, functools.partial(pk.gated, **how), (gate_up,))
-        by_row = functools.partial(pk.gated, scale="row", **how)
-        yield Case(f"{name}, to rows", by_row, (gate_up,))
-        wide = functools.partial(pk.gated, scale="row", keep_groups=True, **how)
-        yield Case(f"{name} of BF16, to rows", wide, (_array(tokens, 2, f),))
-        grad = functools.partial(pk.gated_grad, **how)
-        yield Case(f"{name}, backward", grad, (gate_up, dy))
-        both = functools.partial(_with_product, copies="both", **how)
-        arrays = (gate_up, dy, scalar, scalar)
-        yield Case(f"{name}, backward, with the product", both, arrays)
-        for copies in ("row", "both"):
-            options = {"copies": copies, **how}
-            forward = functools.partial(_scaled, pk.gated, **options)
-            to = f"to a tensor, {copies}"
-            yield Case(f"{name}, {to}", forward, (gate_up, scalar))
-            backward = functools.partial(_scaled, pk.gated_grad, **options)
-            yield Case(f"{name}, backward, {to}", backward, (gate_up, dy, scalar))
-
-
-def _scaled(function, *arrays, **how):
-    *arrays, scale = arrays
-    return function(*arrays, scale=scale, **how)
-
-
-def _with_product(*arrays, **how):
-    *arrays, scale, product_scale = arrays
-    return pk.gated_grad(*arrays, scale=scale, product_scale=product_scale, **how)
-
-
-def _heads() -> Iterator[Case]:
-    heads, angles = _array(4, 2048, 32, 128), _array(2048, 64, dtype=_F32)
-    arrays = (heads, heads, heads, angles, angles, _array(dtype=_F32))
-    yield Case("heads, both", pk.join_heads, arrays)
-
-
-def _residual() -> Iterator[Case]:
-    x, scalar = _array(8192, 4096), _array(dtype=_F32)
-    yield Case("add, keeping groups", pk.add_quantize_groups, (x, x))
-    yield Case("add, maxima", pk.add_quantize_tensor, (x, x))
-    for copies in ("row", "both"):
-        add = functools.partial(pk.add_quantize_tensor, copies=copies)
-        yield Case(f"add, to a tensor, {copies}", add, (x, x, scalar))
+    yield Case("rms norm from groups, transposed", again, (groups, weight, scalar))
+    yield Case("rms norm of a sum", of_sum, (x, weight, x))
+    yield Case("rms norm, backward, added", backward, (groups, x, weight, x))
+    with_bias = functools.partial(backward, kind="layer", with_bias=True)
+    yield Case("layer norm, backward, added", with_bias, (groups, x, weight, x))
 
 
 def _products() -> Iterator[Case]:
@@ -211,12 +136,17 @@ def _products() -> Iterator[Case]:
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
 
 
+def _of(*beginnings: str) -> Callable[[], Iterator[Case]]:
+    return functools.partial(_measured, *beginnings)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
-    "quantize": _quantize,
-    "gate": _gate,
-    "heads": _heads,
-    "residual": _residual,
+    "quantize": _of("quantize", "dequantize", "maxima", "transpose"),
+    "silu": _of("silu"),
+    "gelu": _of("gelu gate"),
+    "gelu_exact": _of("gelu_exact"),
+    "sums": _of("add", "heads"),
     "norm": _norm,
     "products": _products,
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments import sm90
+from experiments import kernel_cases, sm90
 from experiments.kernel_resources import FAMILIES, RESULTS
 
 _ROOT = Path(__file__).parent.parent
@@ -53,4 +53,6 @@ def test_kernels_compile_and_take_no_more_than_recorded(family):
 
 def test_all_families_are_recorded_without_spills():
     assert {row["family"] for row in _RECORDED["rows"]} == set(FAMILIES)
+    measured = {case.kernel for case in kernel_cases.elementwise((8192, 4096))}
+    assert measured <= {row["kernel"] for row in _RECORDED["rows"]}
     assert all(row["spill_bytes"] == 0 for row in _RECORDED["rows"])
