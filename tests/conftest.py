@@ -26,9 +26,10 @@ hypothesis.settings.load_profile("fixed")
 
 def pytest_configure(config: pytest.Config):
     """What tests compile is compiled once; `pytest --cache-clear` forgets it."""
-    folder = config.cache.mkdir("compiled")
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    if cache := getattr(config, "cache", None):  # None with -p no:cacheprovider.
+        folder = str(cache.mkdir("compiled"))
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
+        os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 LONGEST = ("test_sharding.py", "test_pretrain.py", "test_remat_sharding.py")
