@@ -57,7 +57,7 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
     shapes = kernel_cases.ELEMENTWISE_SHAPES
     if args.shapes:
         shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
-    cases: list[Any] = []
+    cases: list[kernel_cases.Case | ProductCase] = []
     if "elementwise" in only:
         found = (c for shape in shapes for c in kernel_cases.elementwise(shape))
         cases += [c for c in found if (args.kernel or "") in c.kernel]

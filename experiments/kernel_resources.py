@@ -94,28 +94,55 @@ def _measured(
             yield Case(case.kernel, case.call, arrays)
 
 
+def _quantize() -> Iterator[Case]:
+    yield from _measured("quantize", "dequantize", "maxima", "transpose")
+    of_32 = functools.partial(pk.quantize_groups, group=32)
+    yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
+
+
+def _gate(activation: str) -> Iterator[Case]:
+    tokens, f = 8192, 11008
+    yield from _measured(f"{activation} gate", shape=(tokens, f))
+
+    def backward(gate_up, dy, scale, **how):
+        return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **how)
+
+    arrays = (_groups(tokens, 2, f), _array(tokens, f), _array(dtype=_F32))
+    yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
+
+
+def _sums() -> Iterator[Case]:
+    yield from _measured("add", "heads")
+    x, add = _array(8192, 4096), functools.partial(pk.add_quantize_tensor, copies="row")
+    yield Case("add, to a tensor, row", add, (x, x, _array(dtype=_F32)))
+
+
 def _norm() -> Iterator[Case]:
-    for shape in kernel_cases.ELEMENTWISE_SHAPES:
-        yield from _measured("rms norm", "layer norm", shape=shape)
-    x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
-
-    def again(x, weight, scale, *, implementation):
-        how = {"copies": "transposed", "implementation": implementation}
-        return pk.norm(x, weight, scale=scale, **how)
-
-    def of_sum(x, weight, add, *, implementation):
-        how = {"scale": "row", "keep_groups": True, "implementation": implementation}
-        return pk.norm(x, weight, add=add, **how)
-
     def backward(x, dy, weight, add, **how):
         return pk.norm_grad(x, dy, weight, add=add, **how)
 
-    scalar = _array(dtype=_F32)
-    yield Case("rms norm from groups, transposed", again, (groups, weight, scalar))
+    def of_sum(x, weight, add, **how):
+        how |= {"scale": "row", "keep_groups": True}
+        return pk.norm(x, weight, add=add, **how)
+
+    def to_tensor(x, weight, scale, **how):
+        return pk.norm(x, weight, scale=scale, **how)
+
+    layer = functools.partial(pk.norm, kind="layer")
+    layer_backward = functools.partial(backward, kind="layer", with_bias=True)
+    for shape in kernel_cases.ELEMENTWISE_SHAPES:
+        yield from _measured("rms norm", "layer norm", shape=shape)
+        x, weight = _array(*shape), _array(shape[1])
+        arrays = (_groups(*shape), x, weight, x)
+        yield Case("layer norm with a bias", layer, (x, weight, weight))
+        yield Case("rms norm, backward, added", backward, arrays)
+        yield Case("layer norm with a bias, backward, added", layer_backward, arrays)
+    x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
     yield Case("rms norm of a sum", of_sum, (x, weight, x))
-    yield Case("rms norm, backward, added", backward, (groups, x, weight, x))
-    with_bias = functools.partial(backward, kind="layer", with_bias=True)
-    yield Case("layer norm, backward, added", with_bias, (groups, x, weight, x))
+    for copies in ("row", "transposed"):
+        name = f"rms norm from groups to a tensor, {copies}"
+        arrays = (groups, weight, _array(dtype=_F32))
+        yield Case(name, functools.partial(to_tensor, copies=copies), arrays)
 
 
 def _products() -> Iterator[Case]:
@@ -136,17 +163,13 @@ def _products() -> Iterator[Case]:
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
 
 
-def _of(*beginnings: str) -> Callable[[], Iterator[Case]]:
-    return functools.partial(_measured, *beginnings)
-
-
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
-    "quantize": _of("quantize", "dequantize", "maxima", "transpose"),
-    "silu": _of("silu"),
-    "gelu": _of("gelu gate"),
-    "gelu_exact": _of("gelu_exact"),
-    "sums": _of("add", "heads"),
+    "quantize": _quantize,
+    "silu": functools.partial(_gate, "silu"),
+    "gelu": functools.partial(_gate, "gelu"),
+    "gelu_exact": functools.partial(_gate, "gelu_exact"),
+    "sums": _sums,
     "norm": _norm,
     "products": _products,
 }

@@ -393,7 +393,7 @@ def test_options_that_do_not_fit_are_named():
     assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
 
 
-@pytest.mark.parametrize("recipe", ["te", "coat"])
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_weights_quantized_before_give_the_same(recipe):
     graph, params = split(small(recipe=recipe))
 

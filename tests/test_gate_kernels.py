@@ -157,19 +157,10 @@ def test_transposed_copies(implementation, activation, shape):
         assert_rounded(out.values, y, size, SCALE)
         assert_transposed(out)
         np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=1e-3)
-
-
-@every_implementation
-@pytest.mark.parametrize("shape", [TILES[0], TILES[2]])
-def test_transposed_copies_alone(implementation, shape):
-    groups, dy = inputs(shape)
-    for function, arrays in ((pk.gated, [groups]), (pk.gated_grad, [groups, dy])):
-        alone = functools.partial(function, dtype=E4M3, copies="transposed")
-        out = run(implementation, with_scale(alone), *arrays, jnp.float32(SCALE))
-        assert out.values is None
-        y, size = exact(groups, "silu", *arrays[1:])
-        y, size = (x.reshape(len(out.transposed.T), -1).T for x in (y, size))
-        assert_rounded(out.transposed, y, size, SCALE)
+        alone = functools.partial(function, copies="transposed", **how)
+        alone = run(implementation, with_scale(alone), *arrays, scale)
+        assert alone.values is None
+        assert_transposed(out._replace(transposed=alone.transposed))
 
 
 @every_implementation
