@@ -68,7 +68,12 @@ def run(
 
 def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
-    stored = (plgpu.TilingTransform((8, product.store_n)), swizzled[1])
+    store_n = t.store_n(product)
+    store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
+    stored = (
+        plgpu.TilingTransform((8, store_n)),
+        plgpu.SwizzleTransform(store_bytes),
+    )
     barrier = plgpu.Barrier
     if t.cluster:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
@@ -84,7 +89,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
         a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
         b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
-            (t.warpgroups, 2, PIECE_M, product.store_n),
+            (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
             product.out_dtype,
             transforms=stored,
         ),

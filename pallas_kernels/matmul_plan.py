@@ -1,6 +1,7 @@
 """What a matrix product computes, and how it is laid over the GPU."""
 
 import dataclasses
+import math
 from typing import Literal
 
 import jax.numpy as jnp
@@ -55,6 +56,11 @@ class Tuning:
             return 2
         return product.promote // TILE_K * min(self.chunks, 2)
 
+    def store_n(self, product: "Product") -> int:
+        """Columns that are stored at a time: swizzled rows again, or a part of them."""
+        columns = TILE_K // jnp.dtype(product.out_dtype).itemsize
+        return math.gcd(self.tile_n, columns)
+
     @property
     def height(self) -> int:
         """Rows that a warpgroup computes at a time."""
@@ -98,8 +104,3 @@ class Product:
     scaling: Literal["tensor", "rows", "blocks"] = "tensor"
     accumulate: bool = False
     group: int | None = None
-
-    @property
-    def store_n(self) -> int:
-        """Columns that are stored at a time: swizzled rows again."""
-        return TILE_K // jnp.dtype(self.out_dtype).itemsize

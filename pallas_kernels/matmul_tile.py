@@ -138,20 +138,20 @@ class Tile:
     def _store(self, sums, rows, columns, own) -> None:
         """Scales, converts, and hands pieces to the copy engine."""
         t = self.tuning
-        width = t.tile_n // len(sums)
+        width, store_n = t.tile_n // len(sums), t.store_n(self.product)
         out = [x.at[rows].at[own] for x in self.out]
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         scaled = self._scaling(rows, columns, own)
         pieces = [
             (i, j)
             for i in range(0, t.height, PIECE_M)
-            for j in range(0, t.tile_n, self.product.store_n)
+            for j in range(0, t.tile_n, store_n)
         ]
         for number, (i, j) in enumerate(pieces):
             part, at = divmod(j, width)
-            value = sums[part][i : i + PIECE_M, at : at + self.product.store_n]
+            value = sums[part][i : i + PIECE_M, at : at + store_n]
             value = scaled(value, i, j)
-            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, self.product.store_n)
+            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, store_n)
             if self.product.accumulate:
                 before = plgpu.load(
                     out[0].at[where], layout=plgpu.Layout.WGMMA, optimized=False
@@ -159,14 +159,15 @@ class Tile:
                 value = value + before.astype(jnp.float32)
             if self.product.group:
                 value = self._quantized(value, out[1], *where)
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            smem[number % 2] = value.astype(self.product.out_dtype)
+            staged = smem.at[number % smem.shape[0]]
+            plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
+            staged[...] = value.astype(self.product.out_dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem.at[number % 2], out[0].at[where])
+            plgpu.copy_smem_to_gmem(staged, out[0].at[where])
 
     def _scaling(self, rows, columns, own):
         """A function that scales what is at row i and column j of the tile."""
-        shape = (PIECE_M, self.product.store_n)
+        shape = (PIECE_M, self.tuning.store_n(self.product))
         if self.product.scaling == "tensor":
             factor = self.a_scale[0] * self.b_scale[0]
             return lambda value, i, j: value * factor
@@ -181,7 +182,7 @@ class Tile:
             if self.b_scale.shape == (1,):
                 return value
             b_scale = plgpu.load(
-                self.b_scale.at[columns].at[pl.ds(j, self.product.store_n)],
+                self.b_scale.at[columns].at[pl.ds(j, shape[1])],
                 layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
             )

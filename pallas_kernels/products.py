@@ -226,8 +226,8 @@ def _choose(
         obstacle = f"k must be a multiple of {TILE_K}, got {k}"
     elif m % _ROWS:
         obstacle = f"rows of a must be a multiple of {_ROWS}, got {m}"
-    elif n % (columns := BLOCK if product.scaling == "blocks" else product.store_n):
-        obstacle = f"n must be a multiple of {columns}, got {n}"
+    elif product.scaling == "blocks" and n % BLOCK:
+        obstacle = f"n must be a multiple of {BLOCK}, got {n}"
     elif chosen is None:
         obstacle = f"no tiles fit {m} x {n}"
     else:

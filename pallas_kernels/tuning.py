@@ -13,7 +13,6 @@ from pallas_kernels.matmul_plan import Product, Tuning
 TABLE = Path(__file__).with_name("tuning.json")
 _PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
-_TURNS = ({}, {"width": 16}, {"cluster": "m"}, {"cluster": "n"})
 
 
 def candidates(product: Product) -> list[Tuning]:
@@ -26,17 +25,24 @@ def candidates(product: Product) -> list[Tuning]:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
-    turns = [Tuning(**narrow, together=False, **more) for more in _TURNS]
-    if product.group:
-        return [*turns, Tuning(cluster="m")]
+    narrow["together"] = False
+    if product.group:  # Wider tiles spill registers.
+        return [
+            Tuning(**narrow, **more) for more in ({}, {"width": 4}, {"cluster": "m"})
+        ]
     tall = {"tile_m": 256, "tile_n": 128}
+    wide = {"tile_n": 160, "stages": 5, "together": False}
+    wider = {"tile_n": 192, "stages": 4, "together": False}
     return [
+        Tuning(**wide, width=4),
+        Tuning(**wide),
+        Tuning(**wider, cluster="m"),
+        Tuning(**wider, width=4),
+        Tuning(**narrow, cluster="m"),
         Tuning(**tall, cluster="n"),
         Tuning(cluster="m"),
         Tuning(**tall),
         Tuning(),
-        Tuning(cluster="m", minor="n"),
-        turns[0],
     ]
 
 
@@ -45,6 +51,8 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if m < tuning.tile_m or n < tuning.tile_n:
         return f"{m} x {n} is less than {tiles}"
+    if n % (columns := tuning.store_n(product)):
+        return f"n must be a multiple of {columns}, got {n}"
     if product.accumulate and not divides(tuning, m, n):
         return f"{tiles} overlap in {m} x {n}, and would be added twice"
     return None

@@ -24,6 +24,7 @@ SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
 TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
 TURNS = Tuning(tile_n=128, stages=2, together=False)
+ODD = Tuning(tile_n=160, stages=2, together=False)  # Stored in parts of swizzled rows.
 
 
 def run(fn, implementation, *args, **kwargs):
@@ -69,6 +70,7 @@ CASES = [
     ((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
     ((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
     ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
+    ((256, 352, 256), E4M3, "rows", BF16, None, ODD),
     ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
     ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
     ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
@@ -114,7 +116,8 @@ def test_products_are_added_to_an_accumulator(implementation, dtype):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("dtype", "group", "tuning"), [(E4M3, 16, SMALL), (E5M2, 32, TURNS)]
+    ("dtype", "group", "tuning"),
+    [(E4M3, 16, SMALL), (E5M2, 32, TURNS), (E4M3, 16, ODD)],
 )
 def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
     shape = (128, 256, 128)
