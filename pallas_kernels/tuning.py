@@ -66,10 +66,14 @@ def divides(tuning: Tuning, m: int, n: int) -> bool:
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
     measured = _table().get(key(product, m, n, k))
-    # With a scale for each row XLA writes the product in float32 first.
-    if measured is None or (measured == "xla" and product.scaling == "rows"):
-        return heuristic(product, m, n)
-    return None if measured == "xla" else Tuning(**measured)
+    if measured == "xla":
+        # With a scale for each row XLA writes the product in float32 first.
+        return heuristic(product, m, n) if product.scaling == "rows" else None
+    if measured is not None:
+        tiles = Tuning(**measured)
+        if obstacle(product, tiles, m, n) is None:  # Measured without accumulation.
+            return tiles
+    return heuristic(product, m, n)
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:

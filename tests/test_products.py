@@ -1,5 +1,6 @@
 """Matrix products agree with float64, whatever runs them."""
 
+import dataclasses
 import functools
 import json
 
@@ -266,6 +267,11 @@ def test_the_table_says_what_runs(monkeypatch):
     assert "XLA is faster for 256 x 512 x 384" in str(faster)
     assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128, stages=3)
     assert tuning.choose(product, 256, 512, 384) is None
+    # Tiles that overlap would be added twice to an accumulator.
+    table[tuning.key(product, 256, 256, 384)] = dataclasses.asdict(ODD)
+    assert tuning.choose(product, 256, 256, 384) == ODD
+    added = dataclasses.replace(product, accumulate=True)
+    assert tuning.choose(added, 256, 256, 384) == tuning.heuristic(added, 256, 256)
 
 
 def test_the_table_holds_tiles_that_fit():
