@@ -70,14 +70,18 @@ def _saturates() -> bool:
 
 def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
     """Codes of groups, the last axis, and their scales."""
+    scale = group_scale(x, dtype)
+    # Nothing to saturate: at most a percent is beyond the largest code.
+    codes = normal(x) * _spread(reciprocal(scale), x)
+    return codes.astype(dtype), scale.astype(jnp.bfloat16)
+
+
+def group_scale(x: Array, dtype: DTypeLike) -> Array:
+    """The scales of groups, the last axis: float32 that bfloat16 holds."""
     largest = floats(jnp.max(magnitude_bits(x), axis=x.ndim - 1))
     scale = _bits(largest * (1 / code_max(dtype)))
     scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(dtype))
-    scale = scale + largest * 0.0  # NaN where that is not finite.
-    inverse = reciprocal(scale)
-    # Nothing to saturate: at most a percent is beyond the largest code.
-    codes = normal(x) * _spread(inverse, x)
-    return codes.astype(dtype), scale.astype(jnp.bfloat16)
+    return scale + largest * 0.0  # NaN where that is not finite.
 
 
 def round_to_bfloat16(x: Array) -> Array:

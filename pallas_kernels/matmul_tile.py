@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.codec import group_scale
 from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
 from pallas_kernels.matmul_walk import Stages
-from pallas_kernels.reference import quantize
+from pallas_kernels.reference.quantize import normal, reciprocal
 
 PIECE_M = 64  # Rows that are stored at a time.
-_TINY_BITS = 0x00800000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,13 +194,11 @@ class Tile:
         group, codes = self.product.group, []
         for j in range(0, value.shape[1], group):
             x = value[:, j : j + group]
-            bits = lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
-            largest = lax.bitcast_convert_type(jnp.max(bits, axis=1), jnp.float32)
-            scale = _stored_scale(largest, self.product.out_dtype)
-            scales[rows, lax.div(columns.start + j, group)] = scale
-            inverse = 1.0 / scale.astype(jnp.float32)
-            x = jnp.where(bits < jnp.uint32(_TINY_BITS), x * 0.0, x)
-            codes.append(x * lax.broadcast_in_dim(inverse, x.shape, (0,)))
+            scale = group_scale(x, self.product.out_dtype)
+            at = lax.div(columns.start + j, group)
+            scales[rows, at] = scale.astype(jnp.bfloat16)
+            inverse = lax.broadcast_in_dim(reciprocal(scale), x.shape, (0,))
+            codes.append(normal(x) * inverse)
         return jnp.concatenate(codes, axis=1)
 
 
@@ -215,10 +212,3 @@ class _Piece(NamedTuple):
 def _load_rows(ref: Any) -> Array:
     """Numbers a row has one of."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
-
-
-def _stored_scale(largest: Array, dtype: DTypeLike) -> Array:
-    """As `reference.quantize` has it; NaN for infinity too."""
-    scale = largest * (1 / quantize.code_max(dtype))
-    scale = jnp.clip(scale, quantize.TINY, quantize.largest_scale(dtype))
-    return (scale + largest * 0.0).astype(jnp.bfloat16)

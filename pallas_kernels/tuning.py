@@ -26,13 +26,17 @@ def candidates(product: Product) -> list[Tuning]:
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
     narrow["together"] = False
-    if product.group:  # Wider tiles spill registers.
-        return [
-            Tuning(**narrow, **more) for more in ({}, {"width": 4}, {"cluster": "m"})
-        ]
-    tall = {"tile_m": 256, "tile_n": 128}
     wide = {"tile_n": 160, "stages": 5, "together": False}
     wider = {"tile_n": 192, "stages": 4, "together": False}
+    if product.group:
+        return [
+            Tuning(**narrow),
+            Tuning(**narrow, width=4),
+            Tuning(**narrow, cluster="m"),
+            Tuning(**wide, width=4),
+            Tuning(**wider, cluster="m"),
+        ]
+    tall = {"tile_m": 256, "tile_n": 128}
     return [
         Tuning(**wide, width=4),
         Tuning(**wide),
