@@ -10,8 +10,9 @@ timed in turns. The paper's table 6 and the total of its table 2 stand beside th
 import argparse
 import dataclasses
 import itertools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,10 @@ class Compiled(NamedTuple):
     histories: nnx.State
     known: Row
 
+    def state(self, params: nnx.State) -> LayerState:
+        """What the programs take beside their input."""
+        return LayerState(params, first_histories(self.histories))
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
@@ -82,10 +87,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=130)
     rows: list[Row] = []
     parts: list[Row] = []
-    for shape in tqdm(shapes(args), unit="shape", disable=None):
-        rows += shape_rows(shape, args.cases, calls=args.calls, rounds=args.rounds)
+    compiled = compile_cases(shapes(args), args.cases)
+    for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
+        rows += shape_rows(shape, programs, calls=args.calls, rounds=args.rounds)
         if args.profile:
-            parts += profile_rows(shape, [c for c in _PROFILED if c in args.cases])
+            parts += profile_rows(shape, programs)
         write(args.out, rows, parts)
     for table in layer_report.tables(rows):
         console.print(table)
@@ -133,24 +139,37 @@ def shapes(args: argparse.Namespace) -> list[Shape]:
     ]
 
 
+def compile_cases(
+    shapes: Sequence[Shape], cases: Sequence[str] = tuple(CASES)
+) -> dict[Shape, dict[str, Compiled]]:
+    """Compiles every case for every shape, several at a time."""
+    both = list(itertools.product(shapes, cases))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(lambda each: compile_case(*each[::-1]), both)
+        programs = list(
+            tqdm(compiled, "compiling", len(both), unit="case", disable=None)
+        )
+    found: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
+    for (shape, case), program in zip(both, programs, strict=True):
+        found[shape][case] = program
+    return found
+
+
 def shape_rows(
-    shape: Shape, cases: Sequence[str] = tuple(CASES), *, calls: int, rounds: int
+    shape: Shape, compiled: Mapping[str, Compiled], *, calls: int, rounds: int
 ) -> list[Row]:
-    """Times cases in turns: a row each.
+    """Times the cases of a shape in turns: a row each.
 
     Ratios are to the BF16 layer as `jax.vjp` saves it, and to the fastest of those that
     JAX has without this library.
     """
-    with ThreadPoolExecutor(8) as pool:
-        compiled = list(pool.map(lambda case: compile_case(case, shape), cases))
     params, x, dy = arguments(shape)
-    states = [LayerState(params, first_histories(c.histories)) for c in compiled]
-    pairs = list(zip(compiled, states, strict=True))
+    pairs = [(c, c.state(params)) for c in compiled.values()]
     how = {"calls": calls, "rounds": rounds}
     forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
     both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
-    ms = {case: 1e3 * seconds for case, seconds in zip(cases, both, strict=True)}
-    plain = [ms[case] for case in cases if case in PLAIN]
+    ms = {case: 1e3 * seconds for case, seconds in zip(compiled, both, strict=True)}
+    plain = [ms[case] for case in compiled if case in PLAIN]
     return [
         {"case": case}
         | dataclasses.asdict(shape)
@@ -160,7 +179,7 @@ def shape_rows(
         | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
         | found.known
         | layer_report.paper(case, shape)
-        for case, ahead, found in zip(cases, forward, compiled, strict=True)
+        for (case, found), ahead in zip(compiled.items(), forward, strict=True)
     ]
 
 
@@ -200,31 +219,24 @@ def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
     return random_params(params), x, 1e-3 * dy
 
 
-def profile_rows(shape: Shape, cases: Sequence[str] = tuple(_PROFILED)) -> list[Row]:
+def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
     """Where a call's time goes: a row for each kind of kernel, and one for gaps.
 
     The floor is what nothing could win: products at the best rate known, and attention
-    as in BF16.
+    as in BF16, which has to be among the cases.
     """
     params, *arrays = arguments(shape)
-
-    def compiled(case):
-        apply, (_, histories) = layer(CASES[case], shape)
-        state = LayerState(params, first_histories(histories))
-        lowered = jax.jit(forward_backward(apply)).lower(state, *arrays)
-        return partial(lowered.compile(OPTIONS), state, *arrays)
-
-    with ThreadPoolExecutor(8) as pool:
-        calls = list(pool.map(compiled, cases))
-    found = {
-        case: profiling.kernel_ms(call) for case, call in zip(cases, calls, strict=True)
-    }
+    found = {}
+    for case in _PROFILED:
+        if case in compiled:
+            run, state = compiled[case].forward_backward, compiled[case].state(params)
+            found[case] = profiling.kernel_ms(partial(run, state, *arrays))
     floors = {
         case: {
             "products": shape.product_flop / _PROFILED[case] / 1e9,
             "attention": found["bf16"]["attention"],
         }
-        for case in cases
+        for case in found
     }
     return [
         {"case": case}

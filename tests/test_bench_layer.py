@@ -264,9 +264,11 @@ def test_profiles_stand_beside_floors(monkeypatch):
             {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95},
         ]
     )
-    monkeypatch.setattr(profiling, "kernel_ms", lambda call: next(found))
+    monkeypatch.setattr(profiling, "kernel_ms", lambda call: (call(), next(found))[1])
     shape = Shape(hidden=64, seq=8, batch=1, intermediate=128, kv_heads=1, head_dim=64)
-    parts = bench_layer.profile_rows(shape, ["bf16", "coat"])
+    compiled = bench_layer.compile_cases([shape], ["bf16", "te", "coat"])[shape]
+    parts = bench_layer.profile_rows(shape, compiled)
+    assert {row["case"] for row in parts} == {"bf16", "coat"}
     ms = {row["part"]: row["ms"] for row in parts if row["case"] == "coat"}
     assert ms == {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95}
     floors = {row["part"]: row["floor_ms"] for row in parts if row["case"] == "coat"}
