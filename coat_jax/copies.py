@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
+from coat_jax.devices import has_kernel
 from coat_jax.quantized import Format, PerGroup, QuantizedArray, quantize
 from pallas_kernels import Groups, dispatch
 
@@ -54,11 +55,6 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
         return q.dequantize()
     spec = _Spec(q.dtype, group, "reference" if fused else None)
     return _placed(_dequantize, (q.codes, q.scale), spec)
-
-
-def has_kernel() -> bool:
-    """Whether copies may be made by kernels here."""
-    return dispatch.has_hopper()
 
 
 def _fits(shape: tuple[int, ...], dtype: Any, format: Format, group: int) -> bool:

@@ -8,6 +8,11 @@ import jax
 from pallas_kernels import dispatch
 
 
+def has_kernel() -> bool:
+    """Whether kernels may run here."""
+    return dispatch.has_hopper()
+
+
 def on_one_device(fn: Callable) -> Callable:
     """`fn`, without kernels where arrays may lie on several devices.
 

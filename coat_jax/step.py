@@ -14,6 +14,7 @@ import optax
 from jaxtyping import Array, Key
 
 import pallas_kernels
+from coat_jax.devices import has_kernel
 from coat_jax.quantized import E4M3, PerGroup
 from coat_jax.rounding import random_bits
 from coat_jax.sharding import partitioned_adam
@@ -23,7 +24,7 @@ from coat_jax.state import (
     is_quantized,
     quantize_state,
 )
-from pallas_kernels import AdamScalars, Moments, dispatch
+from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 
 
@@ -100,11 +101,6 @@ def rounding_key(key: Key[Array, ""], count: Array, path: tuple) -> Key[Array, "
     """The key of one parameter in one step, by its place in the tree."""
     name = zlib.crc32(jax.tree_util.keystr(path).encode())
     return jax.random.fold_in(jax.random.fold_in(key, count), name)
-
-
-def has_kernel() -> bool:
-    """Whether `pallas_kernels.adam` may run as a kernel here."""
-    return dispatch.has_hopper()
 
 
 def adam_step(
