@@ -26,8 +26,7 @@ class Tuning:
         tile while the other multiplies.
       cluster: Two thread blocks load what they share once: tiles that are neighbours
         along `m` share b, along `n` a.
-      minor: The axis along which consecutive tiles are neighbours ...
-      width: ... so many of them, before the other axis is taken.
+      width: Consecutive tiles that are neighbours along m, before the next columns.
       parts: Parts of `tile_n` that are promoted one by one, which saves registers.
       chunks: Sums that are promoted in a step of the loop along k.
     """
@@ -38,7 +37,6 @@ class Tuning:
     warpgroups: int = 2
     together: bool = True
     cluster: Literal["m", "n"] | None = None
-    minor: Literal["m", "n"] = "m"
     width: int = 8
     parts: int = 1
     chunks: int = 1

@@ -33,8 +33,7 @@ class Walk:
 
         @plgpu.nd_loop((self.total,), collective_axes="sm")
         def _(info):
-            minor = "mn".index(t.minor)
-            at = list(plgpu.planar_snake(info.index[0], self.grid, minor, t.width))
+            at = list(plgpu.planar_snake(info.index[0], self.grid, 0, t.width))
             if t.cluster:
                 axis = "mn".index(t.cluster)
                 at[axis] = 2 * at[axis] + lax.axis_index("pair")
