@@ -143,15 +143,14 @@ def compile_cases(
     shapes: Sequence[Shape], cases: Sequence[str] = tuple(CASES)
 ) -> dict[Shape, dict[str, Compiled]]:
     """Compiles every case for every shape, several at a time."""
-    both = list(itertools.product(shapes, cases))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda each: compile_case(*each[::-1]), both)
-        programs = list(
-            tqdm(compiled, "compiling", len(both), unit="case", disable=None)
-        )
+    both = [(case, shape) for shape in shapes for case in cases]
     found: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
-    for (shape, case), program in zip(both, programs, strict=True):
-        found[shape][case] = program
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(compile_case, *zip(*both, strict=True))
+        for (case, shape), program in zip(
+            both, tqdm(compiled, "compiling", len(both), disable=None), strict=True
+        ):
+            found[shape][case] = program
     return found
 
 

@@ -8,8 +8,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from pallas_kernels.matmul_plan import Product, Tuning
 
+_SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
 TABLE = Path(__file__).with_name("tuning.json")
 _PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
@@ -55,7 +58,10 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if m < tuning.tile_m or n < tuning.tile_n:
         return f"{m} x {n} is less than {tiles}"
-    if n % (columns := tuning.store_n(product)):
+    least = _SWIZZLED // jnp.dtype(product.out_dtype).itemsize
+    if (columns := tuning.store_n(product)) < least:
+        return f"tiles need a multiple of {least} columns, got {tuning.tile_n}"
+    if n % columns:
         return f"n must be a multiple of {columns}, got {n}"
     if product.accumulate and not divides(tuning, m, n):
         return f"{tiles} overlap in {m} x {n}, and would be added twice"

@@ -196,6 +196,13 @@ def test_what_does_not_go_together_is_named():
         matmul(a, b, implementation="mosaic")
     with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
         pallas_kernels.matmul_groups(a, b)
+    kernel = functools.partial(
+        matmul, *(jnp.ones((n, 128), E4M3) for n in (128, 272)), implementation="mosaic"
+    )
+    with pytest.raises(ValueError, match="a multiple of 16 columns, got 136"):
+        kernel(tuning=Tuning(tile_n=136))
+    with pytest.raises(ValueError, match="n must be a multiple of 64, got 272"):
+        kernel(tuning=Tuning(tile_n=128))
 
 
 @pytest.mark.gpu
