@@ -166,7 +166,8 @@ class Tile:
 
     def _scaling(self, rows, columns, own):
         """A function that scales what is at row i and column j of the tile."""
-        shape = (PIECE_M, self.tuning.store_n(self.product))
+        store_n = self.tuning.store_n(self.product)
+        shape = (PIECE_M, store_n)
         if self.product.scaling == "tensor":
             factor = self.a_scale[0] * self.b_scale[0]
             return lambda value, i, j: value * factor
@@ -181,7 +182,7 @@ class Tile:
             if self.b_scale.shape == (1,):
                 return value
             b_scale = plgpu.load(
-                self.b_scale.at[columns].at[pl.ds(j, shape[1])],
+                self.b_scale.at[columns].at[pl.ds(j, store_n)],
                 layout=plgpu.Layout.WGMMA.reduce(0),
                 optimized=False,
             )
