@@ -77,7 +77,7 @@ def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def group_scale(x: Array, dtype: DTypeLike) -> Array:
-    """The scales of groups, the last axis: float32 that bfloat16 holds."""
+    """The reference's scales of groups, the last axis, from what Mosaic has."""
     largest = floats(jnp.max(magnitude_bits(x), axis=x.ndim - 1))
     scale = _bits(largest * (1 / code_max(dtype)))
     scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(dtype))

@@ -229,7 +229,7 @@ def _choose(
     elif product.scaling == "blocks" and n % BLOCK:
         obstacle = f"n must be a multiple of {BLOCK}, got {n}"
     elif chosen is None:
-        obstacle = f"no tiles fit {m} x {n}"
+        obstacle = f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
     else:
         obstacle = tuning.obstacle(product, chosen, m, n)
     if obstacle is None and measured is None and implementation is None:

@@ -28,24 +28,24 @@ def candidates(product: Product) -> list[Tuning]:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
-    narrow["together"] = False
-    wide = {"tile_n": 160, "stages": 5, "together": False}
-    wider = {"tile_n": 192, "stages": 4, "together": False}
+    turns = functools.partial(Tuning, together=False)
+    wide = {"tile_n": 160, "stages": 5}
+    wider = {"tile_n": 192, "stages": 4}
     if product.group:
         return [
-            Tuning(**narrow),
-            Tuning(**narrow, width=4),
-            Tuning(**narrow, cluster="m"),
-            Tuning(**wide, width=4),
-            Tuning(**wider, cluster="m"),
+            turns(**narrow),
+            turns(**narrow, width=4),
+            turns(**narrow, cluster="m"),
+            turns(**wide, width=4),
+            turns(**wider, cluster="m"),
         ]
     tall = {"tile_m": 256, "tile_n": 128}
     return [
-        Tuning(**wide, width=4),
-        Tuning(**wide),
-        Tuning(**wider, cluster="m"),
-        Tuning(**wider, width=4),
-        Tuning(**narrow, cluster="m"),
+        turns(**wide, width=4),
+        turns(**wide),
+        turns(**wider, cluster="m"),
+        turns(**wider, width=4),
+        turns(**narrow, cluster="m"),
         Tuning(**tall, cluster="n"),
         Tuning(cluster="m"),
         Tuning(**tall),
@@ -66,6 +66,14 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     if product.accumulate and not divides(tuning, m, n):
         return f"{tiles} overlap in {m} x {n}, and would be added twice"
     return None
+
+
+def needs(product: Product) -> str:
+    """What an output has to be for any of the candidates."""
+    tried = candidates(product)
+    rows, columns = min(t.tile_m for t in tried), min(t.tile_n for t in tried)
+    multiple = min(t.store_n(product) for t in tried)
+    return f"{rows} x {columns} or more, n a multiple of {multiple}"
 
 
 def divides(tuning: Tuning, m: int, n: int) -> bool:

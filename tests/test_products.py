@@ -199,6 +199,9 @@ def test_what_does_not_go_together_is_named():
     kernel = functools.partial(
         matmul, *(jnp.ones((n, 128), E4M3) for n in (128, 272)), implementation="mosaic"
     )
+    needed = "fit 128 x 272: they need 128 x 128 or more, n a multiple of 32"
+    with pytest.raises(ValueError, match=needed):
+        kernel()
     with pytest.raises(ValueError, match="a multiple of 16 columns, got 136"):
         kernel(tuning=Tuning(tile_n=136))
     with pytest.raises(ValueError, match="n must be a multiple of 64, got 272"):
