@@ -37,7 +37,7 @@ from coat_jax.linear import (
 )
 from coat_jax.nonlinear import angles, rotary
 from coat_jax.quantized import E4M3, E5M2, tensor_scale
-from coat_jax.scaling import delayed_scale, recorded
+from coat_jax.scaling import recorded, scale_of
 
 GateName = Literal["silu", "gelu", "gelu_exact"]
 NormName = Literal["rms", "layer"]
@@ -76,11 +76,8 @@ class Heads:
     ) -> Codes:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = angles(q.shape[1], self.head_dim, self.theta)
-        if history is None:
-            # No rotation makes a number larger than this.
-            scale = tensor_scale(math.sqrt(2) * largest(q, k, v), E5M2)
-        else:
-            scale = delayed_scale(history, E5M2)
+        # No rotation makes a number larger than this.
+        scale = scale_of(E5M2, history, lambda: math.sqrt(2) * largest(q, k, v))
         how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
         codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
         return Codes.found(codes.row, codes.transposed, scale, codes.largest)
@@ -300,11 +297,12 @@ def _gate_gradient(
     precise below its largest number as at it, for 30 powers of two, so that a bound
     does where the maximum itself would take another pass.
     """
-    if history is None:
+
+    def bound():
         factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
-        scale = tensor_scale(factor * largest(da) * _STEEPEST[gate], E5M2)
-    else:
-        scale = delayed_scale(history, E5M2)
+        return factor * largest(da) * _STEEPEST[gate]
+
+    scale = scale_of(E5M2, history, bound)
     how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)

@@ -18,8 +18,8 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale
-from coat_jax.scaling import delayed_scale
+from coat_jax.quantized import E4M3, E5M2, Format
+from coat_jax.scaling import scale_of
 
 
 def linear(
@@ -157,10 +157,8 @@ class Codes(NamedTuple):
         """Quantizes `x` with the scale given, a history's, or that of its maximum."""
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             x = x.astype(jnp.float32)
-        if history is not None:
-            scale = delayed_scale(history, format)
-        elif scale is None:
-            scale = tensor_scale(largest(x), format)
+        if scale is None:
+            scale = scale_of(format, history, lambda: largest(x))
         codes = kernels.quantize_tensor(
             x, scale, dtype=format.dtype, copies=copies, keep_maxima=history is not None
         )

@@ -7,6 +7,8 @@ it is quantized (Micikevicius et al., arXiv 2209.05433; as in TransformerEngine 
 gradients are the histories of the next step.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
@@ -47,9 +49,13 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
     return jnp.zeros(LENGTH, jnp.float32).at[-1].set(guess)
 
 
-def delayed_scale(history: Float[Array, " length"], format: Format) -> Float[Array, ""]:
-    """The scale for a tensor no larger than any that is remembered."""
-    return tensor_scale(jnp.max(history), format)
+def scale_of(
+    format: Format,
+    history: Float[Array, " length"] | None,
+    largest: Callable[[], Float[Array, ""]],
+) -> Float[Array, ""]:
+    """A tensor's scale: for all that a history remembers, or just in time."""
+    return tensor_scale(largest() if history is None else jnp.max(history), format)
 
 
 def recorded(

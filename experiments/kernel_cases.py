@@ -85,7 +85,6 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         with_options(k.quantize_groups, group=128), numbers(BF16),
     )  # fmt: skip
     yield case("quantize 1x16, float32", 4 + of_16, k.quantize_groups, numbers(F32))
-    yield case("maxima", 2, k.maxima, numbers(BF16))
     for copies, bytes_each in (("row", 3), ("transposed", 3), ("both", 4)):
         yield case(
             f"quantize a tensor, {copies}", bytes_each,
@@ -123,14 +122,10 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
     yield case(
         "add, keeping groups", 6 + of_16, k.add_quantize_groups, *2 * [numbers(BF16)]
     )
-    for name, bytes_each, scales, copies in (
-        ("add, maxima", 6, [], "row"),
-        ("add, to a tensor, both", 8, [scalar], "both"),
-    ):
-        yield case(
-            name, bytes_each, with_options(k.add_quantize_tensor, copies=copies),
-            numbers(BF16), numbers(BF16), *scales,
-        )  # fmt: skip
+    yield case(
+        "add, to a tensor, both", 8, with_options(k.add_quantize_tensor, copies="both"),
+        numbers(BF16), numbers(BF16), scalar,
+    )  # fmt: skip
 
     def wide_gate_up(key):
         return jax.random.normal(key, (shape[0], 2, shape[1]), BF16)

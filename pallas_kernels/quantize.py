@@ -114,16 +114,10 @@ def dequantize_groups(
     return out.wide.reshape(groups.codes.shape)
 
 
-def maxima(
-    x: Float[Array, "..."],
-    *,
-    implementation: dispatch.Implementation | None = None,
-    tuning: Tuning | None = None,
-) -> Float[Array, " k"]:
+def maxima(x: Float[Array, "..."]) -> Float[Array, " k"]:
     """The largest magnitudes of parts of `x`, float32; NaN of a part with a NaN.
 
-    Their maximum is that of `x`. How many there are, and of which parts, is the
-    kernel's choice. XLA is as fast, so that the kernel runs only where it is named.
+    Their maximum is that of `x`. There is no kernel: XLA reads at a copy's rate.
 
     Example:
       >>> import jax.numpy as jnp
@@ -132,17 +126,7 @@ def maxima(
       3.0
     """
     check_dtype("x", x.dtype, WIDE)
-    obstacle = flat_obstacle(x)
-    if implementation is None:
-        obstacle = obstacle or "XLA is as fast"
-    chosen = dispatch.choose(implementation, obstacle, operation="maxima", arrays=(x,))
-    if chosen == "reference":
-        return reference.maxima(x)
-    encoding = Encoding(maxima=True)
-    (out,) = elementwise.run(
-        _numbers, (flat(x),), name="maxima", encoding=encoding, tuning=tuning
-    )
-    return out.maxima
+    return reference.maxima(x)
 
 
 def quantize_tensor(

@@ -80,7 +80,7 @@ def add_quantize_groups(
 def add_quantize_tensor(
     x: Float[Array, "... n"],
     y: Float[Array, "... n"],
-    scale: Float[Array, ""] | None = None,
+    scale: Float[Array, ""],
     *,
     dtype: DTypeLike = jnp.float8_e5m2,
     copies: Wanted = "row",
@@ -92,7 +92,7 @@ def add_quantize_tensor(
     Args:
       x: bfloat16 or float32.
       y: The same dtype and shape.
-      scale: A float32 scalar, as of `quantize_tensor`; None returns no codes.
+      scale: A float32 scalar, as of `quantize_tensor`.
       dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: Which of the codes [..., n] and their transpose [n, tokens] to return.
       implementation: What to run; None means the kernel where it can run.
@@ -112,7 +112,6 @@ def add_quantize_tensor(
     """
     _check(x, y, dtype)
     row, transposed = wanted(copies)
-    transposed = transposed and scale is not None
     obstacle = copies_obstacle(x.shape, transposed)
     chosen = dispatch.choose(
         implementation, obstacle, operation="add_quantize_tensor", arrays=(x, y)
@@ -129,7 +128,7 @@ def add_quantize_tensor(
         name="add_quantize_tensor",
         encoding=Encoding(
             wide=x.dtype,
-            row=dtype if row and scale is not None else None,
+            row=dtype if row else None,
             transposed=dtype if transposed else None,
             maxima=True,
         ),

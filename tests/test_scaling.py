@@ -16,7 +16,7 @@ import coat_jax as coat
 from coat_jax import flow
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
-from coat_jax.scaling import LENGTH, delayed_scale, new_history, recorded
+from coat_jax.scaling import LENGTH, new_history, recorded, scale_of
 
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16
@@ -187,7 +187,8 @@ def test_histories():
         del step
     assert float(history.max()) == 0.25
     # The largest code of E5M2 is 57,344.
-    assert delayed_scale(history, coat.E5M2) == 2.0**-17
+    assert scale_of(coat.E5M2, history, pytest.fail) == 2.0**-17
+    assert scale_of(coat.E5M2, None, lambda: jnp.float32(0.25)) == 2.0**-17
 
 
 def small_llama(**how):

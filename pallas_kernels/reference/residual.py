@@ -8,7 +8,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.reference.quantize import (
-    Copies,
     Groups,
     maxima,
     quantize_groups,
@@ -47,7 +46,7 @@ def add_quantize_groups(
 def add_quantize_tensor(
     x: Float[Array, "... n"],
     y: Float[Array, "... n"],
-    scale: Float[Array, ""] | None,
+    scale: Float[Array, ""],
     *,
     dtype: DTypeLike,
     row: bool,
@@ -55,11 +54,7 @@ def add_quantize_tensor(
 ) -> Summed:
     """See `pallas_kernels.add_quantize_tensor`."""
     total = _sum(x, y)
-    codes = Copies()
-    if scale is not None:
-        codes = quantize_tensor(
-            total, scale, dtype=dtype, row=row, transposed=transposed
-        )
+    codes = quantize_tensor(total, scale, dtype=dtype, row=row, transposed=transposed)
     return Summed(
         total.astype(x.dtype),
         row=codes.row,
