@@ -116,7 +116,26 @@ def _pretraining() -> str:
             f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
         )
     image = "![Loss curves and their difference](experiments/results/pretrain_124m.png)"
-    return "\n".join([*lines, "", image, ""])
+    return "\n".join([*lines, "", image, "", *_seeds()])
+
+
+def _seeds() -> list[str]:
+    summary = _load("pretrain_124m_seeds")["summary"]
+    lines = [
+        "Over several seeds (`pretrain_124m_seeds`), each beside `bf16` with the same "
+        "seed and data:",
+        "",
+        "| | scaling | seeds | gap | standard error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in summary:
+        error = row["standard_error"]
+        error = "-" if error is None else f"{error:.2f}%"
+        lines.append(
+            f"| `{row['recipe']}` | {row['scaling'].replace('_', ' ')} "
+            f"| {row['seeds']} | {row['val_gap_percent']:+.2f}% | {error} |"
+        )
+    return [*lines, ""]
 
 
 def _optimizer() -> str:
