@@ -1,10 +1,11 @@
 """The FP8 precision flow: segments of a layer whose backward passes read FP8.
 
-COAT (arXiv 2410.19313, section 5). A segment quantizes its input once, in groups of
-16. Its backward pass reads that, and computes norm outputs, gated products and rotary
-embeddings again. Matrix products take E4M3 codes, in forward with a scale for each
-token, and E5M2 gradients with one scale a tensor. The residual stream stays wide and
-goes through `attention_in`, so that its gradient is added where the norm's is computed.
+COAT (arXiv 2410.19313, section 5). What a norm or a gate reads is quantized once, in
+groups of 16. The backward pass reads that, and computes norm outputs, gated products
+and rotary embeddings again; attention keeps what it reads and writes. Matrix products
+take E4M3 codes, behind norms and gates with a scale for each token in forward, and E5M2
+gradients with one scale a tensor. The residual stream stays wide and goes through
+`attention_in`, so that its gradient is added where the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core
 
 from coat_jax.residuals import Residual, forward_backward, linearize
+from pallas_kernels import dispatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,8 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
       >>> report.nbytes, len(report.rows)
       (256, 1)
     """
-    traced = linearize(fn, *args)
+    with dispatch.traced_anew():  # Or operations stand where they were traced before.
+        traced = linearize(fn, *args)
     first: dict[core.Var, int] = {}
     for index, var in enumerate(traced.residuals):
         if isinstance(var, core.Var):

@@ -36,7 +36,7 @@ def scale_by_fp8_adam(
     """Rescales updates by Adam, keeping both moments in 8 bits with range expansion.
 
     Each step reads the moments as float32, does what `optax.scale_by_adam` does, and
-    stores them quantized: 2.05 bytes a parameter for both instead of 8. Parameters of
+    stores them quantized: 2.04 bytes a parameter for both instead of 8. Parameters of
     fewer than 8,192 elements keep float32 moments and are updated exactly as by optax,
     as are those that `quantize_mask` leaves out. Updates have the gradients' dtype.
 

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.dtypes import float0
+from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
 from coat_jax import quantized
@@ -107,11 +108,14 @@ class Linearized:
 
     def readers(self, index: int) -> list[core.JaxprEqn]:
         """The operations of the backward program that read residual `index`."""
-        return list(_readers(*self._in_backward(index), _LAYOUT))
+        return [eqn for eqn, _ in _readers(*self._in_backward(index), _LAYOUT)]
 
     def asked_by(self, index: int) -> str:
         """The operation that residual `index` was saved for, and where it stands."""
-        return next(map(_describe, self.readers(index)), "the output")
+        for eqn, calls in _readers(*self._in_backward(index), _LAYOUT):
+            place = _place((*calls, eqn))
+            return f"{_name(eqn)} in {place}" if place else _name(eqn)
+        return "the output"
 
     def is_argument(self, index: int) -> bool:
         """Whether residual `index` is an argument or a constant of the function."""
@@ -160,7 +164,7 @@ class Linearized:
         """Whether backward takes an exponential of residual `index` or a difference."""
         through = _LAYOUT | {"sub"}
         readers = _readers(*self._in_backward(index), through)
-        return any(eqn.primitive.name in ("exp", "exp2") for eqn in readers)
+        return any(eqn.primitive.name in ("exp", "exp2") for eqn, _ in readers)
 
     def _in_backward(self, index: int) -> tuple[core.Jaxpr, core.Var]:
         jaxpr = self.backward.jaxpr
@@ -214,7 +218,7 @@ def is_foreign(primitive: core.Primitive) -> bool:
 def all_eqns(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
     """The operations of a program and of the programs within it."""
     for eqn in jaxpr.eqns:
-        bodies = list(core.jaxprs_in_params(eqn.params))
+        bodies = _bodies(eqn)
         for body in bodies:
             yield from all_eqns(body)
         if not bodies or eqn.primitive.name == "while":
@@ -234,21 +238,40 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
     return [g for g in jax.tree.leaves(vjp(every)) if g.dtype != float0]
 
 
-def _describe(eqn: core.JaxprEqn) -> str:
-    name = eqn.primitive.name
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        if not frame.file_name.startswith(_NOT_USERS):
-            function = frame.function_name.split(".<locals>")[0]
-            file = os.path.basename(frame.file_name)
-            return f"{name} in {function} ({file}:{frame.line_num})"
-    return name
+def _name(eqn: core.JaxprEqn) -> str:
+    return eqn.params["name"] if _is_kernel(eqn) else eqn.primitive.name
+
+
+def _place(path: Sequence[core.JaxprEqn]) -> str | None:
+    """Where the last of some operations stands, each within the one before.
+
+    The operations of a backward pass stand where their function was called. What is
+    jitted there is traced once for all calls, and would stand where the first one is.
+    """
+    found: list[tuple[str, str, int]] = []
+    for eqn in path:
+        traceback = eqn.source_info.traceback
+        frames = [
+            (frame.function_name, frame.file_name, frame.line_num)
+            for frame in (traceback.frames if traceback is not None else ())
+            if not frame.file_name.startswith(_NOT_USERS)
+        ]
+        elsewhere = found and frames[-1:] == found[-1:] and found[0] not in frames
+        if frames and not elsewhere:
+            found = frames
+    if not found:
+        return None
+    function, file, line = found[0]
+    return f"{function.split('.<locals>')[0]} ({os.path.basename(file)}:{line})"
 
 
 def _readers(
-    jaxpr: core.Jaxpr, var: core.Var, through: frozenset[str]
-) -> Generator[core.JaxprEqn, None, set[int]]:
-    """What reads `var`, also within jit, scan, cond and checkpoint.
+    jaxpr: core.Jaxpr,
+    var: core.Var,
+    through: frozenset[str],
+    calls: tuple[core.JaxprEqn, ...] = (),
+) -> Generator[tuple[core.JaxprEqn, tuple[core.JaxprEqn, ...]], None, set[int]]:
+    """What reads `var`, also within jit, scan, cond and checkpoint, and within which.
 
     Returns the outputs of `jaxpr` that are `var`, moved or converted.
     """
@@ -260,13 +283,13 @@ def _readers(
             behind = set()
             inside = list(_inside(eqn, position))
             for body, inner in inside:
-                behind |= yield from _readers(body, inner, through)
+                behind |= yield from _readers(body, inner, through, (*calls, eqn))
             if eqn.primitive.name in through:
                 behind = {position if len(eqn.outvars) > 1 else 0}
             elif not inside:
-                yield eqn
+                yield eqn, calls
             for i in behind:
-                outputs |= yield from _readers(jaxpr, eqn.outvars[i], through)
+                outputs |= yield from _readers(jaxpr, eqn.outvars[i], through, calls)
     return outputs
 
 
@@ -279,11 +302,7 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     if eqn is None or isinstance(var, core.Literal):
         return
     position = eqn.outvars.index(var)
-    bodies = [
-        body
-        for body in core.jaxprs_in_params(eqn.params)
-        if len(body.outvars) == len(eqn.outvars)
-    ]
+    bodies = [body for body in _bodies(eqn) if len(body.outvars) == len(eqn.outvars)]
     for body in bodies:
         yield from _producers(body, body.outvars[position])
     yield eqn
@@ -295,8 +314,22 @@ def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, cor
     """Operand `position` as the bodies of an operation name it."""
     if eqn.primitive.name == "while":
         return
-    for body in core.jaxprs_in_params(eqn.params):
+    for body in _bodies(eqn):
         # The index of a cond is no argument of its branches.
         at = position - (len(eqn.invars) - len(body.invars))
         if at >= 0:
             yield body, body.invars[at]
+
+
+def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """The programs within an operation; a kernel is one operation."""
+    return [] if _is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
+
+
+def _is_kernel(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation has a program over references to memory."""
+    return eqn.primitive.name != "run_state" and any(
+        isinstance(var.aval, AbstractRef)
+        for body in core.jaxprs_in_params(eqn.params)
+        for var in body.invars
+    )

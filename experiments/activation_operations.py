@@ -112,7 +112,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """Bars of what each case saves, the paper's recipes thinner below ours."""
-    figure = Figure(figsize=(9, 4), layout="constrained", dpi=150)
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]
     for place, row in zip(places, rows, strict=True):
@@ -120,10 +120,10 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         axes.text(row["units"] + 0.2, place, f"{row['units']:.2f}", va="center")
         if paper := PAPER.get(row["recipe"]):
             values = [paper[name] for name in TITLES]
-            _bar(axes, place - 0.35, values, height=0.15, alpha=0.55)
+            _bar(axes, place - 0.4, values, height=0.15, alpha=0.55)
             label = f"paper: {paper['total']:g}"
-            at = (paper["total"] + 0.2, place - 0.35)
-            axes.text(*at, label, va="center", fontsize=8, color="0.4")
+            at = (paper["total"] + 0.2, place - 0.4)
+            axes.text(*at, label, va="center", fontsize=7, color="0.4")
     axes.set_yticks(places, [row["recipe"] for row in rows])
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
     handles = axes.containers[: len(TITLES)]

@@ -112,13 +112,6 @@ class Shape:
         """U: bytes of the residual stream in BF16."""
         return self.batch * self.seq * self.hidden * 2
 
-    @property
-    def product_flop(self) -> int:
-        """Of the layer's matrix products, forward and backward, attention left out."""
-        heads = (2 * self.hidden + 2 * self.kv_heads * self.head_dim) * self.hidden
-        weights = heads + 3 * self.hidden * self.intermediate
-        return 6 * self.batch * self.seq * weights
-
     def input(self) -> jax.ShapeDtypeStruct:
         """The residual stream."""
         shape = self.batch, self.seq, self.hidden

@@ -61,8 +61,8 @@ def paper(case: str, shape: Shape) -> Row:
 def tables(rows: list[Row]) -> Iterator[Table]:
     """Table 6 of each shape, with the paper's figures below ours."""
     columns = {
-        "forward": ("forward_ms", ".2f"),
-        "backward": ("backward_ms", ".2f"),
+        "fwd, ms": ("forward_ms", ".2f"),
+        "bwd, ms": ("backward_ms", ".2f"),
         "both, ms": ("forward_backward_ms", ".2f"),
         "x bf16": ("ratio_to_bf16", ".2f"),
         "x fastest": ("ratio_to_fastest_bf16", ".2f"),
@@ -77,7 +77,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
             for key, spec in columns.values():
                 theirs = row.get(f"paper_{key}")
                 cell = "-" if row[key] is None else format(row[key], spec)
-                cells.append(cell if theirs is None else f"{cell}\n({theirs:.4g})")
+                cells.append(cell if theirs is None else f"{cell}\n({theirs:{spec}})")
             found.add_row(row["case"], *cells)
         yield found
 
@@ -118,15 +118,18 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
     for case, point in points.items():
         recipe = case.split(",")[0]
         marker = _MARKERS[markers[recipe]]
+        size = 6 if markers[recipe] else 10  # Of a recipe's cases the first lies below.
         markers[recipe] += 1
-        style = {"color": _COLORS[recipe], "markersize": 7, "alpha": 0.85}
+        style = {"color": _COLORS[recipe], "markersize": size}
+        style |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
         axes.plot(*point, marker, label=case, linestyle="none", **style)
     best = [
         (units, ms)
         for units, ms in sorted(points.values())
         if not any(u <= units and m < ms for u, m in points.values())
     ]
-    axes.step(*zip(*best, strict=True), where="post", color="0.6", linewidth=1)
+    line = {"color": "0.6", "linewidth": 1, "zorder": 1}
+    axes.step(*zip(*best, strict=True), where="post", **line)
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
     axes.set_ylabel("forward and backward, ms")
     axes.set_xlim(0, 1.25 * max(units for units, _ in points.values()))

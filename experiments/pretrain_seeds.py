@@ -112,7 +112,7 @@ def summarize(rows: Iterable[Row]) -> list[Row]:
                 "scaling": scaling,
                 "seeds": len(percent),
                 "val_gap_percent": float(mean),
-                "standard_error": None if error is None else float(error),
+                "standard_error_percent": None if error is None else float(error),
             }
         )
     return found
@@ -138,7 +138,7 @@ def table(summary: Iterable[Row]) -> Table:
     for name in ("seeds", "gap, %", "standard error"):
         found.add_column(name, justify="right")
     for row in summary:
-        error = row["standard_error"]
+        error = row["standard_error_percent"]
         found.add_row(
             row["recipe"],
             row["scaling"],

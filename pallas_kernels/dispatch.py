@@ -102,12 +102,19 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
     choices: list[Choice] = []
     token = _made.set(choices)
     try:
-        # Metadata are part of what traces are looked up by: these find none.
-        with set_xla_metadata(explained=str(next(_traces))):
+        with traced_anew():
             jax.eval_shape(call, arrays)
     finally:
         _made.reset(token)
     return Explanation(tuple(choices))
+
+
+@contextlib.contextmanager
+def traced_anew() -> Iterator[None]:
+    """Within it functions are traced that were traced before."""
+    # Metadata are part of what traces are looked up by: these find none.
+    with set_xla_metadata(trace=str(next(_traces))):
+        yield
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_e2e, bench_layer, layer_report, model_step, profiling
-from experiments.layer_cases import CASES, Shape, layer, llama_intermediate
+from experiments.layer_cases import Shape, llama_intermediate
 
 _TINY = "--hidden 128 --seq 32 --batch 2 --head-dim 64 --calls 1 --rounds 1"
 _MODEL = model_step.Model(
@@ -31,7 +31,7 @@ def test_llamas_have_this_inside():
     assert {hidden: llama_intermediate(hidden) for hidden in sizes} == sizes
 
 
-def test_flop_are_of_all_products():
+def test_shapes_are_the_papers():
     args = bench_layer.parser().parse_args([])
     (shape, *others) = bench_layer.shapes(args)
     assert (shape.hidden, shape.seq, shape.kv_heads) == (4096, 2048, 32)
@@ -40,9 +40,6 @@ def test_flop_are_of_all_products():
         (2048, 2048),
         (2048, 4096),
     ]
-    _, (params, _) = layer(CASES["coat"], shape)
-    weights = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
-    assert shape.product_flop == 3 * 2 * 4 * 2048 * weights
     assert shape.unit == 64 * 2**20
 
 
@@ -272,9 +269,9 @@ def test_profiles_stand_beside_floors(monkeypatch):
     ms = {row["part"]: row["ms"] for row in parts if row["case"] == "coat"}
     assert ms == {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95}
     floors = {row["part"]: row["floor_ms"] for row in parts if row["case"] == "coat"}
-    flop = 3 * 2 * 8 * (4 * 64 * 64 + 3 * 64 * 128)
-    assert floors["products"] == pytest.approx(flop / 1.5e15 * 1e3)
-    assert (floors["attention"], floors["Pallas: norm"]) == (1.2, 0)
+    assert floors == {
+        "products": 7.5, "attention": 1.2, "Pallas: norm": 0, "gaps": 0
+    }  # fmt: skip
     printed = _printed(layer_report.parts_table(parts))
     assert "Pallas: norm" in printed
     assert "0.950" in printed

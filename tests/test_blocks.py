@@ -17,6 +17,7 @@ import coat_jax as coat
 from coat_jax import blocks
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
+from pallas_kernels import dispatch
 
 RECIPES = ["bf16", "te", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
@@ -128,6 +129,39 @@ def test_report_agrees():
     residuals = saved(loss, params, tokens())
     expected = sum(r.nbytes for r in residuals if r.argument is None)
     assert coat.residual_report(loss, params, tokens()).nbytes == expected
+
+
+@pytest.mark.parametrize("before", [None, "te"])
+def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
+    """What kernels are within is not listed, nor who else they were traced for."""
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+
+    def report(recipe):
+        layer = DecoderLayer(256, 2048, 2, 2, 128, recipe=recipe, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(layer)
+        x = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)
+        apply = jax.jit(lambda params, x: nnx.merge(graph, params)(x))
+        return coat.residual_report(apply, params, x)
+
+    if before:
+        report(before)
+    rows = report("coat").rows
+    gated = [row for row in rows if row.asked_by.startswith("gated_grad in gated_mlp")]
+    assert [row.shape for row in gated] == [(2, 128, 2, 2048), ()]
+    normed = [row for row in rows if row.asked_by.startswith("norm in ")]
+    places = [row.asked_by.split()[2] for row in normed if row.shape == (2, 128, 256)]
+    assert sorted(places) == ["attention_in", "gated_mlp"]
+    weights = {
+        row.shape: row.asked_by.split(" (")[0]
+        for row in rows
+        if row.is_argument and len(row.shape) > 1
+    }
+    assert weights == {
+        (256, 768): "quantize_tensor in attention_in",
+        (256, 256): "quantize_tensor in attention_out",
+        (256, 2, 2048): "quantize_tensor in gated_mlp",
+        (2048, 256): "quantize_tensor in gated_mlp",
+    }
 
 
 # Published shapes.

@@ -44,7 +44,7 @@ def test_each_training_is_compared_with_that_of_its_seed(tmp_path):
     joined = json.loads(out.read_text())
     found = {
         (row["recipe"], row["scaling"]): [
-            row[key] for key in ("seeds", "val_gap_percent", "standard_error")
+            row[key] for key in ("seeds", "val_gap_percent", "standard_error_percent")
         ]
         for row in joined["summary"]
     }
