@@ -305,7 +305,7 @@ def quantized_zeros(shape: tuple[int, ...], **how: Any) -> QuantizedArray:
     template = jax.eval_shape(
         partial(quantize, **how), jax.ShapeDtypeStruct(shape, jnp.float32)
     )
-    zero = quantize(jnp.zeros((1,) * len(shape)), **how)
+    zero = quantize(jnp.zeros((1,) * len(shape), jnp.float32), **how)
     return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, template)
 
 

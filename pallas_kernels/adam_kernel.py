@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import mosaic
 from pallas_kernels.adam_tile import (
     TILE,
     Factors,
@@ -67,7 +68,7 @@ def run(
             inputs = Inputs.of(refs, grads, noise, step.with_params)
             body(inputs, functools.partial(step.tile, factors), refs)
 
-        plgpu.kernel(
+        mosaic.kernel(
             kernel,
             out_type=(),
             kernel_name="adam",

@@ -7,10 +7,18 @@ from jaxtyping import Array, Float, UInt32
 from pallas_kernels import adam_kernel, dispatch
 from pallas_kernels.adam_kernel import Tuning
 from pallas_kernels.adam_tile import TILE, UNIT, Step, factors
+from pallas_kernels.checks import check_shape
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP, AdamScalars, Moments
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
+_STORED = {
+    "mu": jnp.float8_e4m3fn,
+    "mu_scale": jnp.bfloat16,
+    "nu": jnp.float8_e4m3fn,
+    "nu_scale": jnp.bfloat16,
+    "nu_exponent": jnp.uint8,
+}
 _VECTOR = 8  # Elements of a load, whose address is a multiple of its size.
 
 
@@ -39,10 +47,14 @@ def adam(
     Returns:
       The parameters after the step, or without `params` the update in the gradients'
       dtype; and the moments after the step.
+
+    Raises:
+      ValueError: If shapes do not go together, or the kernel was named and cannot run.
     """
+    _check(grads, moments, params, noise)
     chosen = dispatch.choose(
         implementation,
-        _obstacle(grads, params),
+        _obstacle(grads, moments, params),
         operation="adam",
         arrays=(grads, moments, params, noise),
     )
@@ -51,12 +63,27 @@ def adam(
     return _mosaic(scalars, grads, moments, params, noise, tuning or Tuning())
 
 
-def _obstacle(grads: Array, params: Array | None) -> str | None:
+def _check(grads, moments, params, noise) -> None:
+    if not grads.ndim:
+        raise ValueError("gradients need an axis, got a scalar")
+    groups = (*grads.shape[:-1], -(-grads.shape[-1] // GROUP))
+    of_elements = {"params": params, "mu": moments.mu, "nu": moments.nu}
+    of_groups = {f: getattr(moments, f) for f in _STORED if f not in of_elements}
+    for name, x in of_elements.items():
+        check_shape(name, x, grads.shape)
+    for name, x in (of_groups | {"noise": noise}).items():
+        check_shape(name, x, groups)
+
+
+def _obstacle(grads: Array, moments: Moments, params: Array | None) -> str | None:
     """Why the kernel cannot run; None if it can."""
     for name, x in (("gradients", grads), ("parameters", params)):
         if x is not None and x.dtype not in _DTYPES:
             return f"{name} must be bfloat16 or float32, got {x.dtype}"
-    if not grads.ndim or grads.size < TILE * GROUP:
+    for name, dtype in _STORED.items():
+        if (x := getattr(moments, name)).dtype != dtype:
+            return f"{name} must be {jnp.dtype(dtype)}, got {x.dtype}"
+    if grads.size < TILE * GROUP:
         return f"it takes {TILE * GROUP} elements or more, got {grads.size}"
     return None
 

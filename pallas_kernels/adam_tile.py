@@ -28,6 +28,7 @@ from pallas_kernels.reference.adam import AdamScalars
 TILE = 16  # Groups that a warpgroup handles at a time.
 UNIT = 32  # Of which groups are so many neighbours, up to 128.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
+_LEAST_WEIGHT = 1e-20  # Of the moment, for what is divided by it: next to nothing.
 _LOG2_MAX = math.log2(448.0)
 _LOG2_RANGE = 16 * math.log2(448.0**2 / 2)
 
@@ -103,6 +104,7 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
     """`Factors` as one array."""
     s = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in s))
     step = s.learning_rate if with_params else 1.0
+    mu_weight = jnp.maximum(s.mu_weight, _LEAST_WEIGHT)
     gradient = jnp.sqrt(1 - s.b2)
     unit = (1 - s.b1) / gradient
     root = jnp.sqrt(jnp.maximum(s.b2, _TINY))
@@ -111,8 +113,8 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
         log2_mu=jnp.log2(s.b1 / (unit * root)) - _LOG2_MAX / 3,
         log2_root=jnp.log2(root),
         unit=unit,
-        numerator=step * s.mu_weight * unit,
-        lookahead=s.grad_weight / (s.mu_weight * unit * gradient),
+        numerator=step * mu_weight * unit,
+        lookahead=s.grad_weight / (mu_weight * unit * gradient),
         denominator=jnp.sqrt(s.nu_weight),
         eps_root=s.eps_root,
         eps=s.eps,

@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import (
     GROUP,
     LANES,
@@ -123,7 +124,7 @@ def run(
         scratch = {"tiles": [scratch_of(each, walk, count) for each, count in wanted]}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
-        (out,) = plgpu.kernel(
+        (out,) = mosaic.kernel(
             kernel,
             out_type=(out_type,),
             kernel_name=name,

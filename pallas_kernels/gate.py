@@ -12,8 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, elementwise, gate_rows, strips
+from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.codec import GROUP, decode
-from pallas_kernels.quantize import CODES, WIDE, Wanted, check_dtype, wanted
+from pallas_kernels.quantize import Wanted, wanted
 from pallas_kernels.reference import gate as reference
 from pallas_kernels.reference.gate import (
     GELU,
@@ -87,6 +88,8 @@ def gated(
       (16, 3)
     """
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    if not (scale is None or isinstance(scale, str)):
+        scale = scalar("scale", scale)
     if keep_groups and (isinstance(gate_up, Groups) or not isinstance(scale, str)):
         raise ValueError(
             f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
@@ -164,12 +167,15 @@ def gated_grad(
     if isinstance(scale, str):
         raise ValueError(f"scale must be None or a scalar, got {scale!r}")
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
-    if product_scale is not None and not transposed:
-        raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
+    if scale is not None:
+        scale = scalar("scale", scale)
+    if product_scale is not None:
+        product_scale = scalar("product_scale", product_scale)
+        if not transposed:
+            raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, parts, n = gate_up.codes.shape
-    if dy.shape != (*leading, n):
-        raise ValueError(f"dy must have the shape {(*leading, n)}, got {dy.shape}")
+    check_shape("dy", dy, (*leading, n))
     tokens = math.prod(leading)
     obstacle = _obstacle(tokens, n, transposed)
     chosen = dispatch.choose(

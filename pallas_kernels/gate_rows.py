@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import (
     GROUP,
     LANES,
@@ -121,7 +122,7 @@ def run(
 
     @jax.custom_batching.sequential_vmap
     def launch(gate_up):
-        (out,) = plgpu.kernel(
+        (out,) = mosaic.kernel(
             kernel,
             out_type=(
                 _Out(

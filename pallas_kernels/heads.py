@@ -11,7 +11,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, mosaic
+from pallas_kernels.checks import CODES, check_dtype, scalar
 from pallas_kernels.codec import GROUP, LANES, decode, strip_layout
 from pallas_kernels.elementwise import (
     Encoded,
@@ -21,7 +22,6 @@ from pallas_kernels.elementwise import (
     strips_of,
     tile_of,
 )
-from pallas_kernels.quantize import CODES, check_dtype
 from pallas_kernels.reference import heads as reference
 from pallas_kernels.reference.quantize import Copies
 from pallas_kernels.strips import Encoding, Walk
@@ -74,6 +74,7 @@ def join_heads(
       ((1, 3, 64), (64, 3))
     """
     check_dtype("codes", dtype, CODES)
+    scale = scalar("scale", scale)
     b, s, n, d = q.shape
     m = k.shape[2]
     if k.shape != (b, s, m, d) or v.shape != k.shape or not m or n % m or d % 2:
@@ -98,7 +99,7 @@ def join_heads(
         denormals=True,
         maxima=keep_maxima,
     )
-    out = _run(*arrays, jnp.asarray(scale, jnp.float32), encoding=encoding)
+    out = _run(*arrays, scale, encoding=encoding)
     row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
     return Copies(row, transposed, out.maxima)
 
@@ -180,7 +181,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
 
     @jax.custom_batching.sequential_vmap
     def launch(heads, tables, scale):
-        (out,) = plgpu.kernel(
+        (out,) = mosaic.kernel(
             kernel,
             out_type=(outputs(encoding, walk, 2 * count, ctas),),
             kernel_name="join_heads",

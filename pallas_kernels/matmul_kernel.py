@@ -15,8 +15,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
-from pallas_kernels.matmul_tile import PIECE_M, Tile
+from pallas_kernels import mosaic
+from pallas_kernels.matmul_plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Product,
+    Tuning,
+)
+from pallas_kernels.matmul_tile import Tile
 from pallas_kernels.matmul_walk import Stages, Walk
 
 
@@ -44,7 +52,7 @@ def run(
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out)
 
     def launch(out_type, *arrays):
-        return plgpu.kernel(
+        return mosaic.kernel(
             functools.partial(_kernel, product, walk),
             out_type=out_type,
             scratch_types=_scratch(product, tuning, a.dtype, b.dtype),

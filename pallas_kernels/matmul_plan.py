@@ -7,6 +7,7 @@ from typing import Literal
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+PIECE_M = 64  # Rows that are stored at a time.
 TILE_K = 128  # Bytes of a swizzled row, and elements of it.
 BLOCK = 128  # Of b, that have a scale.
 SCALES = 32  # Of blocks, that are loaded together.

@@ -11,11 +11,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.codec import group_scale
-from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
+from pallas_kernels.matmul_plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Product,
+    Tuning,
+)
 from pallas_kernels.matmul_walk import Stages
 from pallas_kernels.reference.quantize import normal, reciprocal
-
-PIECE_M = 64  # Rows that are stored at a time.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,8 +103,7 @@ class Tile:
                 for step in piece.steps:
                     stages.release(number, step)
             if scales is not None:
-                scale = scales[piece.part * width // BLOCK]
-                value = value * lax.broadcast_in_dim(scale, value.shape, (0,))
+                value = value * lax.broadcast_in_dim(scales, value.shape, (0,))
             after = list(sums)
             after[piece.part] = after[piece.part] + value
             return tuple(after)
@@ -127,12 +131,10 @@ class Tile:
         return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
 
     def _block_scales(self, stage, columns, own):
-        """What a step's sums are multiplied with, for each block of columns."""
+        """What rows of a step's sums are multiplied with."""
         a_scale, b_scale = self.stages.scales
-        a_scale = _load_rows(a_scale.at[stage, own])
-        first = lax.rem(lax.div(columns.start, BLOCK), SCALES)
-        blocks = range(self.tuning.tile_n // BLOCK)
-        return [a_scale * b_scale[stage, first + j] for j in blocks]
+        block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
+        return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
     def _store(self, sums, rows, columns, own) -> None:
         """Scales, converts, and hands pieces to the copy engine."""

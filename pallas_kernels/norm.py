@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, norm_kernel
+from pallas_kernels.checks import check_shape, scalar
 from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Tuning
 from pallas_kernels.quantize import Wanted, transpose, wanted
 from pallas_kernels.reference import norm as reference
@@ -67,9 +68,12 @@ def norm(
       [[448.0, -448.0]]
     """
     _check(kind, scale, copies)
+    _check_shapes(x, {"weight": weight, "bias": bias}, {"add": add})
     if isinstance(x, Groups) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
-    how = {"kind": kind, "eps": eps}
+    if not (scale is None or isinstance(scale, str)):
+        scale = scalar("scale", scale)
+    how = {"kind": kind, "eps": float(eps)}
     chosen = dispatch.choose(
         implementation,
         _obstacle(x, weight, bias, add),
@@ -117,7 +121,8 @@ def norm_grad(
       tuning: How to lay the kernel over the GPU.
 
     Raises:
-      ValueError: If `kind` is unknown, or the kernel was named and cannot run.
+      ValueError: If `kind` is unknown, shapes do not go together, or the kernel was
+        named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -127,7 +132,8 @@ def norm_grad(
       [1.0, -1.0]
     """
     _check(kind)
-    how = {"kind": kind, "eps": eps}
+    _check_shapes(x, {"weight": weight}, {"dy": dy, "add": add})
+    how = {"kind": kind, "eps": float(eps)}
     chosen = dispatch.choose(
         implementation,
         _obstacle(x, weight, None, add, dy),
@@ -159,6 +165,17 @@ def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
     _, transposed = wanted(copies)
     if transposed and (scale is None or isinstance(scale, str)):
         raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
+
+
+def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
+    """Raises ValueError unless arrays have the columns or the shape of `x`."""
+    shape = jax.tree.leaves(x)[0].shape
+    if isinstance(x, Groups):
+        check_shape("scales", x.scale, (*shape[:-1], -(-shape[-1] // GROUP)))
+    for name, array in of_columns.items():
+        check_shape(name, array, shape[-1:])
+    for name, array in of_rows.items():
+        check_shape(name, array, shape)
 
 
 def _obstacle(x, weight, bias, *others) -> str | None:
@@ -203,7 +220,7 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     scaled_rows = isinstance(scale, str)
     inverse = None
     if scale is not None and not scaled_rows:
-        inverse = reciprocal(jnp.asarray(scale, jnp.float32)).reshape(1)
+        inverse = reciprocal(scale).reshape(1)
     out = norm_kernel.forward(
         Norm(n=shape[-1], **how),
         rows,

@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import decode, strip_layout
 from pallas_kernels.reference.norm import GROUP, Kind
 from pallas_kernels.reference.quantize import Groups
@@ -198,7 +199,7 @@ class Share:
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):
         """Runs kernel(*refs, outputs' refs) by all thread blocks."""
-        (out,) = plgpu.kernel(
+        (out,) = mosaic.kernel(
             kernel,
             out_type=(outputs,),
             kernel_name=name,

@@ -133,7 +133,10 @@ def matmul_groups(
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
         y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
-        codes, scale = quantize_groups(y, dtype=dtype, group=group)
+        named = None if implementation is None else "reference"
+        codes, scale = quantize_groups(
+            y, dtype=dtype, group=group, implementation=named
+        )
     else:
         codes, scale = _run(product, call, tuning)
     leading = a.shape[:-1]

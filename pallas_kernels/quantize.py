@@ -9,13 +9,18 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, elementwise, strips
+from pallas_kernels.checks import (
+    CODES,
+    WIDE,
+    check_dtype,
+    check_group,
+    check_shape,
+    scalar,
+)
 from pallas_kernels.codec import decode
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.strips import Encoding, Tuning
-
-CODES = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
-WIDE = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 
 # Which of an array and its transpose.
 Wanted = Literal["row", "transposed", "both"]
@@ -58,6 +63,7 @@ def quantize_groups(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
+    group = check_group(group)
     obstacle = flat_obstacle(x, group)
     chosen = dispatch.choose(
         implementation, obstacle, operation="quantize_groups", arrays=(x,)
@@ -95,6 +101,7 @@ def dequantize_groups(
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
     group, count = groups.group, groups.scale.shape[-1]
+    check_shape("scales", groups.scale, (*groups.codes.shape[:-1], count))
     obstacle = flat_obstacle(groups.codes, max(group, 1))
     if group * count != groups.codes.shape[-1]:
         obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
@@ -168,6 +175,7 @@ def quantize_tensor(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
+    scale = scalar("scale", scale)
     row, transposed = wanted(copies)
     obstacle = copies_obstacle(x.shape, transposed)
     chosen = dispatch.choose(
@@ -214,6 +222,7 @@ def dequantize_tensor(
     """
     check_dtype("codes", codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
+    scale = scalar("scale", scale)
     chosen = dispatch.choose(
         implementation,
         flat_obstacle(codes),
@@ -263,13 +272,6 @@ def transpose(
         _as_stored, (stored,), name="transpose", encoding=encoding, tuning=tuning
     )
     return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
-
-
-def check_dtype(name: str, dtype: DTypeLike, allowed: tuple) -> None:
-    """Raises ValueError unless `dtype` is allowed."""
-    if jnp.dtype(dtype) not in allowed:
-        names = " or ".join(map(str, allowed))
-        raise ValueError(f"{name} must be {names}, got {jnp.dtype(dtype)}")
 
 
 def wanted(copies: Wanted) -> tuple[bool, bool]:

@@ -5,12 +5,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, elementwise
+from pallas_kernels.checks import CODES, WIDE, check_dtype, check_group, scalar
 from pallas_kernels.codec import decode, round_to_bfloat16
 from pallas_kernels.quantize import (
-    CODES,
-    WIDE,
     Wanted,
-    check_dtype,
     copies_obstacle,
     copies_of,
     flat,
@@ -56,6 +54,7 @@ def add_quantize_groups(
       (7.0, (2, 16), (2, 1))
     """
     _check(x, y, dtype)
+    group = check_group(group)
     chosen = dispatch.choose(
         implementation,
         flat_obstacle(x, group),
@@ -111,6 +110,7 @@ def add_quantize_tensor(
       (2.0, 4.0)
     """
     _check(x, y, dtype)
+    scale = scalar("scale", scale)
     row, transposed = wanted(copies)
     obstacle = copies_obstacle(x.shape, transposed)
     chosen = dispatch.choose(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.matmul_plan import Product, Tuning
+from pallas_kernels.matmul_plan import BLOCK, PIECE_M, Product, Tuning
 
 _SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
 TABLE = Path(__file__).with_name("tuning.json")
@@ -63,6 +63,10 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
         return f"tiles need a multiple of {least} columns, got {tuning.tile_n}"
     if n % columns:
         return f"n must be a multiple of {columns}, got {n}"
+    if tuning.height % PIECE_M or tuning.tile_n % tuning.parts:
+        return f"{PIECE_M} rows a warpgroup and equal parts are needed, got {tuning}"
+    if product.scaling == "blocks" and tuning.tile_n != BLOCK:
+        return f"tiles need the {BLOCK} columns of a block, got {tuning.tile_n}"
     if product.accumulate and not divides(tuning, m, n):
         return f"{tiles} overlap in {m} x {n}, and would be added twice"
     return None
@@ -73,7 +77,8 @@ def needs(product: Product) -> str:
     tried = candidates(product)
     rows, columns = min(t.tile_m for t in tried), min(t.tile_n for t in tried)
     multiple = min(t.store_n(product) for t in tried)
-    return f"{rows} x {columns} or more, n a multiple of {multiple}"
+    whole = ", and to be whole tiles" if product.accumulate else ""
+    return f"{rows} x {columns} or more, n a multiple of {multiple}{whole}"
 
 
 def divides(tuning: Tuning, m: int, n: int) -> bool:

@@ -97,6 +97,8 @@ CASES = [
     ((9, 5, 64), BF16, "nearest", SCALARS),
     ((51, 128), BF16, "update", GENERAL),
     ((16, 128), F32, "update", SCALARS),
+    # Nesterov's momentum without momentum.
+    ((16, 128), F32, "nearest", SCALARS._replace(b1=0, mu_weight=0, grad_weight=1)),
 ]
 
 
@@ -180,6 +182,10 @@ def test_weight_decay_alone_shrinks_parameters():
     np.testing.assert_allclose(after, expected, rtol=1e-6)
 
 
+def _twice(x):
+    return x.repeat(2, 0)
+
+
 def test_what_the_kernel_cannot_run_is_named():
     grads, moments, _ = random_state((8, 128), BF16)
     with pytest.raises(ValueError, match="2048 elements or more, got 1024"):
@@ -188,3 +194,29 @@ def test_what_the_kernel_cannot_run_is_named():
         run("mosaic", SCALARS, grads.astype(jnp.float16), moments)
     with pytest.raises(ValueError, match="'mosaic' and 'reference', got 'cuda'"):
         run("cuda", SCALARS, grads, moments)
+    wide = moments._replace(mu_scale=moments.mu_scale.astype(F32))
+    with pytest.raises(ValueError, match="mu_scale must be bfloat16, got float32"):
+        run("mosaic", SCALARS, _twice(grads), jax.tree.map(_twice, wide))
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_what_does_not_go_together_is_named(implementation):
+    grads, moments, params = random_state((16, 128), BF16)
+    with pytest.raises(ValueError, match=r"mu must have the shape \(8, 128\), got"):
+        run(implementation, SCALARS, grads[:8], moments)
+    with pytest.raises(ValueError, match=r"params must have the shape \(16, 128\)"):
+        run(implementation, SCALARS, grads, moments, params[:1])
+    noise = jnp.zeros(16, jnp.uint32)
+    with pytest.raises(ValueError, match=r"noise must have the shape \(16, 1\), got"):
+        run(implementation, SCALARS, grads, moments, params, noise)
+    with pytest.raises(ValueError, match="gradients need an axis"):
+        run(implementation, SCALARS, grads[0, 0], moments)
+
+
+def test_a_gradient_that_is_not_finite_spoils_its_group():
+    """Also on CPUs, where XLA's maximum may overlook a NaN."""
+    grads, moments, params = random_state((16, 256), F32)
+    for bad in (jnp.nan, jnp.inf):
+        _, after = run("reference", SCALARS, grads.at[3, 200].set(bad), moments, params)
+        for scale in (after.mu_scale, after.nu_scale):
+            assert np.argwhere(np.isnan(np.asarray(scale, F32))).tolist() == [[3, 1]]

@@ -134,7 +134,7 @@ def test_the_paper_stands_beside():
     (table,) = layer_report.tables([row])
     printed = _printed(table)
     assert all(
-        text in printed for text in ("(16.85)", "10.00", "(1766)", "hidden 4096")
+        text in printed for text in ("(16.85)", "10.00", "(1,766)", "hidden 4096")
     )
 
 

@@ -310,3 +310,19 @@ def test_what_cannot_run_is_named():
         pk.norm(x, scale="row", copies="both")
     with pytest.raises(ValueError, match="need a bfloat16 x, got groups"):
         pk.norm(pk.quantize_groups(x), keep_groups=True)
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_what_does_not_go_together_is_named(implementation):
+    x = jnp.ones((4, 256), BF16)
+    norm = functools.partial(pk.norm, implementation=implementation)
+    with pytest.raises(ValueError, match=r"weight must have the shape \(256,\), got"):
+        norm(x, jnp.ones(512))
+    with pytest.raises(ValueError, match=r"add must have the shape \(4, 256\), got"):
+        norm(x, add=x[:1])
+    with pytest.raises(ValueError, match=r"scales must have the shape \(4, 16\), got"):
+        norm(pk.quantize_groups(x, group=32))
+    with pytest.raises(ValueError, match=r"dy must have the shape \(4, 256\), got"):
+        pk.norm_grad(x, x[:1], implementation=implementation)
+    with pytest.raises(ValueError, match=r"scale must be a scalar, got the shape"):
+        norm(x, scale=jnp.ones(4))

@@ -18,7 +18,7 @@ from kernels import BF16, E4M3, E5M2, F32, every_implementation
 
 import pallas_kernels
 from experiments import kernel_cases
-from pallas_kernels import tuning
+from pallas_kernels import dispatch, tuning
 from pallas_kernels.matmul_plan import Product, Tuning
 
 SMALL = Tuning(stages=2)
@@ -206,6 +206,21 @@ def test_what_does_not_go_together_is_named():
         kernel(tuning=Tuning(tile_n=136))
     with pytest.raises(ValueError, match="n must be a multiple of 64, got 272"):
         kernel(tuning=Tuning(tile_n=128))
+    with pytest.raises(ValueError, match="64 rows a warpgroup and equal parts"):
+        kernel(tuning=Tuning(tile_n=16, warpgroups=3))
+    with pytest.raises(ValueError, match="n a multiple of 32, and to be whole tiles"):
+        kernel(1.0, 1.0, jnp.zeros((128, 272), F32))
+    a, *scales = jnp.ones((256, 128), E4M3), jnp.ones((256, 1)), jnp.ones((2, 1))
+    with pytest.raises(ValueError, match="the 128 columns of a block, got 256"):
+        matmul(a, a, *scales, implementation="mosaic", tuning=SMALL)
+
+
+def test_the_reference_has_no_kernel_in_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    groups = functools.partial(pallas_kernels.matmul_groups, implementation="reference")
+    a = jax.ShapeDtypeStruct((256, 256), E4M3)
+    choices = pallas_kernels.explain(groups, a, a).choices
+    assert {choice.implementation for choice in choices} == {"reference"}
 
 
 @pytest.mark.gpu

@@ -200,6 +200,48 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
     assert pk.maxima(jnp.zeros((0, 4))).max() == 0
 
 
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_what_does_not_go_together_is_named(implementation):
+    x = numbers((128, 64))
+    how = {"implementation": implementation}
+    for scale in (jnp.ones(64), jnp.ones((1, 1))):
+        for function, arrays in (
+            (pk.quantize_tensor, [x]),
+            (pk.dequantize_tensor, [x.astype(E4M3)]),
+            (pk.add_quantize_tensor, [x, x]),
+            (pk.gated, [x[:, None].repeat(2, axis=1)]),
+        ):
+            with pytest.raises(ValueError, match="scale must be a scalar, got the sh"):
+                function(*arrays, scale=scale, **how)
+    with pytest.raises(ValueError, match="scale must be a scalar, got None"):
+        pk.quantize_tensor(x, None, **how)
+    for group in (0, -16, 1.5):
+        with pytest.raises(ValueError, match=f"positive integer, got {group}"):
+            pk.quantize_groups(x, group=group, **how)
+    groups = pk.quantize_groups(x)
+    with pytest.raises(ValueError, match=r"scales must have the shape \(128, 4\)"):
+        pk.dequantize_groups(groups._replace(scale=groups.scale[:1]), **how)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64, BF16])
+def test_scalars_may_have_any_dtype(dtype):
+    x = numbers((16, 64))
+    with jax.enable_x64(True):
+        actual = pk.quantize_tensor(x, jnp.asarray(SCALE, dtype))
+    assert_identical(actual.row, encoded(x, SCALE, E4M3))
+
+
+def test_kernels_are_the_same_where_jax_counts_in_64_bits():
+    x = numbers((128, 64))
+    quantize = functools.partial(pk.quantize_tensor, copies="both")
+    expected = run("interpret", quantize, x, jnp.float32(SCALE))
+    with jax.enable_x64(True):
+        assert_identical(run("interpret", quantize, x, SCALE), expected)
+        assert_identical(run("interpret", pk.quantize_groups, x), encoded_groups(
+            x, E4M3, 16
+        ))  # fmt: skip
+
+
 def test_what_cannot_run_is_named():
     x, scale = numbers((128, 100)), jnp.float32(SCALE)
     with pytest.raises(ValueError, match="multiple of 16, got 100"):

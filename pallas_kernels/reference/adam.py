@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
+from pallas_kernels.reference.quantize import magnitude
+
 GROUP = 128
 _E4M3_MAX = 448.0
 _TINY = float(jnp.finfo(jnp.float32).tiny)
@@ -139,7 +141,7 @@ def _encode_nu(x: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
 
 def _scale(x: Array) -> tuple[Array, Array]:
     """A group's scale as stored, and what its largest code stands for."""
-    largest = jnp.max(jnp.abs(x), axis=-1)
+    largest = magnitude(x, axis=-1)
     scale = lax.reduce_precision(largest * (1 / _E4M3_MAX), 8, 7)
     scale = jnp.where(jnp.isfinite(largest), jnp.clip(scale, _TINY, 2.0**119), jnp.nan)
     return scale.astype(jnp.bfloat16), scale * _E4M3_MAX
