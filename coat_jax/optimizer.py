@@ -13,6 +13,7 @@ from coat_jax.quantized import E4M3, Format, PerGroup
 from coat_jax.sharding import quantized_zeros_like
 from coat_jax.state import MuScaling, ScaleByFP8AdamState
 from coat_jax.step import Adam, adam_step
+from coat_jax.variables import boxed, pure
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters, norms and biases, are a fraction of a percent of a model, and they are its
@@ -71,7 +72,8 @@ def scale_by_fp8_adam(
 
     Raises:
       ValueError: If `granularity` is not `PerGroup`, so that a moment could not be
-        sharded like its parameter. `init` raises it for complex parameters.
+        sharded like its parameter, or a format is none. `init` raises it for complex
+        parameters.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -82,6 +84,9 @@ def scale_by_fp8_adam(
     """
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
+    for name, format in (("mu_format", mu_format), ("nu_format", nu_format)):
+        if not isinstance(format, Format):
+            raise ValueError(f"{name} must be a coat format, got {format!r}")
     adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     mu_expand = mu_format.power if normalize_mu else True
     mu_how = {"format": mu_format, "granularity": granularity, "expand": mu_expand}
@@ -96,11 +101,15 @@ def scale_by_fp8_adam(
                 return quantized_zeros_like(param, **how)
             return jnp.zeros_like(param, jnp.float32)
 
-        mask = _resolve_mask(quantize_mask, params)
-        mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), params, mask)
-        nu = jax.tree.map(lambda p, q: zeros(p, q, nu_how), params, mask)
-        count = jnp.zeros([], jnp.int32)
-        return ScaleByFP8AdamState(count, mu, nu, MuScaling(normalize_mu))
+        arrays, mask = pure(params), pure(_resolve_mask(quantize_mask, params))
+        mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), arrays, mask)
+        nu = jax.tree.map(lambda p, q: zeros(p, q, nu_how), arrays, mask)
+        return ScaleByFP8AdamState(
+            jnp.zeros([], jnp.int32),
+            boxed(mu, params),
+            boxed(nu, params),
+            MuScaling(normalize_mu),
+        )
 
     def update_fn(updates, state, params=None):
         del params

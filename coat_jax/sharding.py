@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, UInt32
 import pallas_kernels
 from coat_jax.quantized import QuantizedArray, quantized_zeros
 from coat_jax.state import is_quantized
+from coat_jax.variables import boxed, pure
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP
@@ -69,7 +70,8 @@ def opt_state_sharding(
       >>> state[0].mu["w"].codes.sharding.spec
       P('data',)
     """
-    by_path, mesh = _shardings_by_path(params_abstract, params_sharding)
+    trees = pure(params_abstract), pure(params_sharding)
+    by_path, mesh = _shardings_by_path(*trees)
 
     def of(path, leaf):
         for start in range(len(path) + 1):  # The longest name of a parameter first.
@@ -79,7 +81,8 @@ def opt_state_sharding(
         return jax.tree.map(lambda _: NamedSharding(mesh, P()), leaf)
 
     state = jax.eval_shape(tx.init, params_abstract)
-    return jax.tree_util.tree_map_with_path(of, state, is_leaf=is_quantized)
+    found = jax.tree_util.tree_map_with_path(of, pure(state), is_leaf=is_quantized)
+    return boxed(found, state)
 
 
 def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.Mesh]:

@@ -13,6 +13,7 @@ from jaxtyping import Array
 
 from coat_jax.quantized import QuantizedArray, quantize
 from coat_jax.trees import check_structure
+from coat_jax.variables import boxed, pure
 
 
 @jax.tree_util.register_static
@@ -97,14 +98,17 @@ def from_optax_state(state: Any, like: Any) -> Any:
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
     """The node at `path` of a state in the form of `like`."""
-    if not _is_state(like):
-        return new
     name = f"state{jax.tree_util.keystr(path)}"
+    if not _is_state(like):
+        if _is_state(new):
+            raise ValueError(f"{name} is in FP8 already, and its counterpart is not")
+        return new
     if not isinstance(new, optax.ScaleByAdamState):
         kind = type(new).__name__
         raise ValueError(f"{name} must be an optax.ScaleByAdamState, got {kind}")
     for field in ("mu", "nu"):
-        _check_shapes(f"{name}.{field}", getattr(new, field), getattr(like, field))
+        moments = (pure(getattr(state, field)) for state in (new, like))
+        _check_shapes(f"{name}.{field}", *moments)
     return quantize_state(new, like)
 
 
@@ -152,23 +156,28 @@ def dequantize_state(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
     def dequantized(moments):
         return jax.tree.map(dequantized_leaf, moments, is_leaf=is_quantized)
 
+    given, state = state.mu, pure(state)
     mu, nu = dequantized(state.mu), dequantized(state.nu)
     if state.scaling.normalized:
         mu = _where_quantized(lambda m, v: m * jnp.sqrt(v), state.mu, mu, nu)
-    return optax.ScaleByAdamState(state.count, mu, nu)
+    like = jax.tree.map(
+        lambda m: m.codes if is_quantized(m) else m, given, is_leaf=is_quantized
+    )
+    return optax.ScaleByAdamState(state.count, boxed(mu, like), boxed(nu, like))
 
 
 def quantize_state(
     state: optax.ScaleByAdamState, like: ScaleByFP8AdamState
 ) -> ScaleByFP8AdamState:
     """Undoes `dequantize_state`, with moments in 8 bits where `like` has them."""
-    mu, nu = state.mu, state.nu
+    given, like = state.mu, pure(like)
+    mu, nu = pure(state.mu), pure(state.nu)
     if like.scaling.normalized:
         mu = _where_quantized(_normalize, like.mu, mu, nu)
     return ScaleByFP8AdamState(
         state.count,
-        _quantize_like(like.mu, mu),
-        _quantize_like(like.nu, nu),
+        boxed(_quantize_like(like.mu, mu), given),
+        boxed(_quantize_like(like.nu, nu), given),
         like.scaling,
     )
 

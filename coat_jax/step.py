@@ -24,6 +24,7 @@ from coat_jax.state import (
     is_quantized,
     quantize_state,
 )
+from coat_jax.variables import boxed, pure
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 
@@ -118,9 +119,17 @@ def adam_step(
       The parameters after the step, or without targets the updates in the gradients'
       dtypes; and the state after it.
     """
+    if not isinstance(state, ScaleByFP8AdamState):
+        kind = type(state).__name__
+        raise ValueError(
+            f"the state must be one of fp8_adamw, got {kind}; see coat.from_optax_state"
+        )
+    given = grads
+    grads, state, targets = pure(grads), pure(state), pure(targets)
     leaves, treedef = jax.tree.flatten(grads)
     mus, nus = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
     to = [None] * len(leaves) if targets is None else treedef.flatten_up_to(targets)
+    _check_shapes(grads, mus, nus, to)
     fits = [_fits(*leaf) for leaf in zip(leaves, mus, nus, to, strict=True)]
     rest = [j for j, fit in enumerate(fits) if not fit]
 
@@ -137,7 +146,23 @@ def adam_step(
     columns = [
         treedef.unflatten(done[j][i] for j in range(len(leaves))) for i in (0, 1, 2)
     ]
-    return columns[0], after._replace(mu=columns[1], nu=columns[2])
+    results, mu, nu = (boxed(column, given) for column in columns)
+    return results, after._replace(mu=mu, nu=nu)
+
+
+def _check_shapes(grads: Any, *others: list) -> None:
+    """Raises ValueError unless moments and parameters have their gradients' shapes."""
+    paths = jax.tree_util.tree_leaves_with_path(grads)
+    for (path, grad), mu, nu, target in zip(paths, *others, strict=True):
+        arrays = {"first moment": mu, "second moment": nu}
+        if target is not None:
+            arrays["parameter"] = target.param
+        for name, x in arrays.items():
+            if jnp.shape(grad) != x.shape:
+                raise ValueError(
+                    f"the gradient{jax.tree_util.keystr(path)} must have the shape "
+                    f"{x.shape} of its {name}, got {jnp.shape(grad)}"
+                )
 
 
 def _fits(grad: Array, mu: Any, nu: Any, target: Target | None) -> bool:

@@ -1,10 +1,13 @@
 """FP8 Adam inside optax's combinators and wrappers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optimizers import (
     SHAPE,
     assert_same_bits,
@@ -215,3 +218,66 @@ def test_schedule_free_evaluates_better_than_it_starts():
         params, state = step(params, state)
     reached = optax.contrib.schedule_free_eval_params(state, params)
     assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
+
+
+@pytest.mark.parametrize("normalize_mu", [True, False])
+@pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
+def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        coat.fp8_adamw(1e-2, normalize_mu=normalize_mu),
+    )
+    model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    variables = jax.tree.map(jnp.cos, nnx.state(model, nnx.Param))
+    params, grads = nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(variables)
+    state = tx.init(params)
+    step = transform(lambda model, optimizer: optimizer.update(model, variables))
+    update = jax.jit(tx.update) if transform is nnx.jit else tx.update
+    for _ in range(3):
+        step(model, optimizer)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = nnx.as_pure(optimizer.opt_state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert isinstance(found[1][0].mu["kernel"], coat.QuantizedArray)
+    pairs = (found, state), (nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    for actual, expected in pairs:
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    names = {row["parameter"] for row in coat.moment_report(optimizer.opt_state).rows()}
+    assert names == {"kernel"}
+
+
+def test_states_of_variables_have_the_arrays_of_states_of_values():
+    params = nnx.state(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), nnx.Param)
+    values = nnx.as_pure(params)
+    tx = coat.fp8_adamw(1e-2, weight_decay=0.1)
+    state, expected = tx.init(params), tx.init(values)
+    key = jax.random.key(0)
+    for _ in range(2):
+        params, state = coat.fused_update(tx, params, state, params, key=key)
+        values, expected = coat.fused_update(tx, values, expected, values, key=key)
+    for actual, wanted in ((params, values), (state, expected)):
+        jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(actual), wanted)
+    wide = coat.to_optax_state(state)
+    assert isinstance(wide[0].nu["kernel"], nnx.Param)
+    wanted = coat.to_optax_state(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(wide), wanted)
+    again = coat.from_optax_state(wide, state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+def test_what_does_not_fit_is_named():
+    params = {"w": jnp.ones((64, 128))}
+    tx = coat.fp8_adamw(1e-2)
+    state, row = tx.init(params), {"w": jnp.ones(128)}
+    needed = r"gradient\['w'\] must have the shape \(64, 128\) of its first moment, got"
+    for update in (tx.update, functools.partial(coat.fused_update, tx)):
+        with pytest.raises(ValueError, match=needed):
+            update(row, state, params)
+    with pytest.raises(ValueError, match="must be one of fp8_adamw, got ScaleByAdamS"):
+        tx.update(params, optax.adamw(1e-2).init(params), params)
+    with pytest.raises(ValueError, match="in FP8 already, and its counterpart is not"):
+        coat.from_optax_state(state, optax.adamw(1e-2).init(params))
+    with pytest.raises(ValueError, match="nu_format must be a coat format, got 'E4M3'"):
+        coat.fp8_adamw(1e-2, nu_format="E4M3")
