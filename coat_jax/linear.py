@@ -72,6 +72,7 @@ def fp8_dot_general(
 
     Raises:
       ValueError: If an operand is not floating.
+      TypeError: If dimensions do not go together.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -86,6 +87,8 @@ def fp8_dot_general(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    # Whose errors name axes that do not go together.
+    expected = jax.eval_shape(partial(lax.dot_general, lhs, rhs, dimension_numbers))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
@@ -95,12 +98,14 @@ def fp8_dot_general(
     rows = [lhs.shape[i] for i in lhs_free]
     cols = [rhs.shape[i] for i in rhs_free]
     depth = math.prod(lhs.shape[i] for i in lhs_contract)
+    if not depth:
+        return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
     product = partial(_product, dtype=jnp.dtype(dtype))
     for _ in batch:
         product = jax.vmap(product)
-    return product(a, b).reshape(*batch, *rows, *cols)
+    return product(a, b).reshape(expected.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from coat_jax import blocks
 from coat_jax.linear import Codes, Fp8Weight, Weight
 from coat_jax.scaling import OverwriteWithGradient, new_history
+from pallas_kernels.checks import WIDE, check_dtype
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -46,7 +47,8 @@ class DecoderLayer(nnx.Module):
       rngs: Source of the initialization.
 
     Raises:
-      ValueError: If `num_kv_heads` does not divide `num_heads`, or a name is unknown.
+      ValueError: If a size is not positive, `num_kv_heads` does not divide `num_heads`,
+        `head_dim` is odd, or a name is unknown.
 
     Example:
       >>> import jax.numpy as jnp
@@ -75,6 +77,19 @@ class DecoderLayer(nnx.Module):
         output_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
+        for name, size in (
+            ("hidden_size", hidden_size),
+            ("intermediate_size", intermediate_size),
+            ("num_heads", num_heads),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if head_dim % 2:
+            raise ValueError(
+                f"head_dim must be even for rotary embeddings, got {head_dim}"
+            )
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {num_kv_heads}, {num_heads}"
@@ -160,8 +175,15 @@ class DecoderLayer(nnx.Module):
         return Fp8Weight(weight, Codes(**codes))
 
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
-        """Applies the layer to the residual stream."""
+        """Applies the layer to the residual stream.
+
+        Raises:
+          ValueError: If the recipe is one of the FP8 flow, "coat" or "coat_max", and
+            `x` neither bfloat16 nor float32.
+        """
         recipe = blocks.RECIPES[self.recipe]
+        if recipe.linear is None:
+            check_dtype("the residual stream", x.dtype, WIDE)
         params = self._params("qkv", norm=self.attention_norm)
         q, k, v, x = blocks.attention_in(
             recipe, params, x, norm=self.norm, heads=self.heads

@@ -174,6 +174,8 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
         return f"rows of less than {_MIN_ROW_BYTES} bytes"
     if traced.feeds_exponential(index):
         return "backward takes its exponential"
+    if traced.has_pole(index):
+        return "backward divides by it"
     return None
 
 

@@ -9,13 +9,14 @@ and who reads it in the backward program:
   large floating activations       FP8 with a scale a group: groups of 16, or where only
                                    matrix products read it of up to 128
   everything else                  as it is: integers, masks, per-row statistics, what
-                                   backward takes the exponential of
+                                   backward takes the exponential of or divides by
 
 In the paper what products read has one scale a tensor, for FP8 products. These products
 are not in FP8, and groups need no maximum over an array that devices share.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -60,18 +61,20 @@ def fp8_remat(
       target: A function, a Linen or NNX module, or a Linen or NNX module class. A class
         gives a class of the same name and an unbound module one of the same fields, so
         that parameters keep their paths; an NNX module shares its variables with the
-        result. Variables are parameters, call arguments activations. A Linen module
+        result, and what a call changes of NNX objects is kept, but for their
+        parameters. Variables are parameters, call arguments activations. A Linen module
         that is already part of another becomes a function.
       params_argnums: For functions, the positional arguments that are parameters: kept
         by reference, neither copied nor quantized. By default the first, as in
-        `f(params, x)`. What a function closes over always counts as parameters.
-        Arguments that are no arrays are static.
+        `f(params, x)`. What a function closes over always counts as parameters, and so
+        do NNX objects. Arguments that are no arrays are static.
       format: Format of the residuals.
       group: Elements that share a scale, neighbours on the last axis; at least as many
         where only matrix products read them. Kernels take 16, 32, 64, 128 and 256.
       where: Which residuals to quantize of those that can be; by default all. It is
         called with a `Residual`: its shape, its dtype, its `checkpoint_name`, the
-        operation that asks for it. The others stay wide.
+        operation that asks for it. The others stay wide. A group with an infinity
+        becomes NaN: leave additive masks out, or close over them.
       policy: What to save, a policy of `jax.checkpoint`; the backward pass recomputes
         the rest. By default everything that autodiff saves, and nothing is recomputed.
         With `jax.checkpoint_policies.nothing_saveable` the activations that come in.
@@ -114,7 +117,7 @@ def fp8_remat(
     if isinstance(target, nn.Module):
         return _linen_module(target, options)
     if callable(target) and not isinstance(target, type):
-        return _fp8_function(target, params_argnums, options)
+        return _over_nodes(target, params_argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
         f"{target!r}"
@@ -130,23 +133,56 @@ def fp8_inputs(
 
 
 def _nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
-    method = cls.__call__
+    call = _over_nodes(cls.__call__, (), options)
+    return type(cls)(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__})
 
-    @wraps(method)
-    def call(self, *args, **kwargs):
-        graph, params, rest = nnx.split(self, nnx.Param, ...)
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Stands for one of the NNX objects among the arguments of a call."""
+
+    number: int
+
+
+def _over_nodes(
+    fn: Callable, params_argnums: int | Sequence[int], options: Options
+) -> Callable:
+    """`fp8_remat` of a function that may change NNX objects among its arguments.
+
+    Their variables are parameters. Of what changes all is seen outside but parameters.
+    """
+    argnums = (params_argnums,) if isinstance(params_argnums, int) else params_argnums
+
+    @wraps(fn)
+    def call(*args, **kwargs):
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
+        nodes = [leaf for leaf in leaves if _is_node(leaf)]
+        if not nodes:
+            return _fp8_function(fn, argnums, options)(*args, **kwargs)
+        graph, params, rest = nnx.split(nodes, nnx.Param, ...)
 
         def pure(params, rest, *args, **kwargs):
-            module = nnx.merge(graph, params, rest)
-            out = method(module, *args, **kwargs)
-            return out, nnx.state(module, nnx.Not(nnx.Param))
+            nodes = nnx.merge(graph, params, rest)
+            leaves = tree.flatten_up_to((args, kwargs))
+            every = [nodes[x.number] if isinstance(x, _Place) else x for x in leaves]
+            args, kwargs = jax.tree.unflatten(tree, every)
+            return fn(*args, **kwargs), nnx.state(nodes, nnx.Not(nnx.Param))
 
-        light = _fp8_function(pure, (0, 1), options)
-        out, rest = light(params, rest, *args, **kwargs)
-        nnx.update(self, rest)
+        numbers = itertools.count()
+        places = [_Place(next(numbers)) if _is_node(x) else x for x in leaves]
+        placed, kwargs = jax.tree.unflatten(tree, places)
+        marked = (0, 1, *(n + 2 if n >= 0 else n for n in argnums))
+        out, rest = _fp8_function(pure, marked, options)(
+            params, rest, *placed, **kwargs
+        )
+        nnx.update(nodes, rest)
         return out
 
-    return type(cls)(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__})
+    return call
+
+
+def _is_node(x: Any) -> bool:
+    return isinstance(x, nnx.Pytree)
 
 
 def _linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax
 import jax
@@ -52,6 +52,8 @@ _NOT_USERS = (
 # Opens the name scope in which `fp8_remat` quantizes, before what it is for.
 FP8_SCOPE = "FP8 "
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+# Besides divisors and negative powers.
+_POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
 
 
 # What `fp8_remat` tags with a name is tagged with this one; the scope says more.
@@ -108,13 +110,13 @@ class Linearized:
 
     def readers(self, index: int) -> list[core.JaxprEqn]:
         """The operations of the backward program that read residual `index`."""
-        return [eqn for eqn, _ in _readers(*self._in_backward(index), _LAYOUT)]
+        return [read.eqn for read in _readers(*self._in_backward(index), _LAYOUT)]
 
     def asked_by(self, index: int) -> str:
         """The operation that residual `index` was saved for, and where it stands."""
-        for eqn, calls in _readers(*self._in_backward(index), _LAYOUT):
-            place = _place((*calls, eqn))
-            return f"{_name(eqn)} in {place}" if place else _name(eqn)
+        for read in _readers(*self._in_backward(index), _LAYOUT):
+            place = _place((*read.calls, read.eqn))
+            return f"{_name(read.eqn)} in {place}" if place else _name(read.eqn)
         return "the output"
 
     def is_argument(self, index: int) -> bool:
@@ -164,7 +166,20 @@ class Linearized:
         """Whether backward takes an exponential of residual `index` or a difference."""
         through = _LAYOUT | {"sub"}
         readers = _readers(*self._in_backward(index), through)
-        return any(eqn.primitive.name in ("exp", "exp2") for eqn, _ in readers)
+        return any(read.eqn.primitive.name in ("exp", "exp2") for read in readers)
+
+    def has_pole(self, index: int) -> bool:
+        """Whether backward does with residual `index` what zero has no finite value of.
+
+        What is small beside its group becomes zero in FP8.
+        """
+        readers = _readers(*self._in_backward(index), _LAYOUT)
+        return any(
+            read.eqn.primitive.name in _POLES
+            or (read.eqn.primitive.name in ("div", "rem") and read.position == 1)
+            or read.eqn.params.get("y", 0) < 0  # Of integer_pow.
+            for read in readers
+        )
 
     def _in_backward(self, index: int) -> tuple[core.Jaxpr, core.Var]:
         jaxpr = self.backward.jaxpr
@@ -265,13 +280,21 @@ def _place(path: Sequence[core.JaxprEqn]) -> str | None:
     return f"{function.split('.<locals>')[0]} ({os.path.basename(file)}:{line})"
 
 
+class _Read(NamedTuple):
+    """An operation that reads something, as which operand, and what it is within."""
+
+    eqn: core.JaxprEqn
+    position: int
+    calls: tuple[core.JaxprEqn, ...]
+
+
 def _readers(
     jaxpr: core.Jaxpr,
     var: core.Var,
     through: frozenset[str],
     calls: tuple[core.JaxprEqn, ...] = (),
-) -> Generator[tuple[core.JaxprEqn, tuple[core.JaxprEqn, ...]], None, set[int]]:
-    """What reads `var`, also within jit, scan, cond and checkpoint, and within which.
+) -> Generator[_Read, None, set[int]]:
+    """What reads `var`, also within jit, scan, cond and checkpoint.
 
     Returns the outputs of `jaxpr` that are `var`, moved or converted.
     """
@@ -287,7 +310,7 @@ def _readers(
             if eqn.primitive.name in through:
                 behind = {position if len(eqn.outvars) > 1 else 0}
             elif not inside:
-                yield eqn, calls
+                yield _Read(eqn, position, calls)
             for i in behind:
                 outputs |= yield from _readers(jaxpr, eqn.outvars[i], through, calls)
     return outputs

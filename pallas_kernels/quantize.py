@@ -14,7 +14,6 @@ from pallas_kernels.checks import (
     WIDE,
     check_dtype,
     check_group,
-    check_shape,
     scalar,
 )
 from pallas_kernels.codec import decode
@@ -101,7 +100,8 @@ def dequantize_groups(
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
     group, count = groups.group, groups.scale.shape[-1]
-    check_shape("scales", groups.scale, (*groups.codes.shape[:-1], count))
+    of_rows = (*groups.codes.shape[:-1], count)
+    groups = groups._replace(scale=jnp.broadcast_to(groups.scale, of_rows))
     obstacle = flat_obstacle(groups.codes, max(group, 1))
     if group * count != groups.codes.shape[-1]:
         obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"

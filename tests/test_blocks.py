@@ -422,8 +422,22 @@ def test_options_that_do_not_fit_are_named():
     known = "silu, gelu, gelu_exact"
     with pytest.raises(ValueError, match=f"gate must be one of {known}, got 'relu'"):
         DecoderLayer(64, 96, 4, 2, 16, gate="relu", rngs=rngs)
+    for sizes, message in (
+        ((64, 0, 4, 2, 16), "intermediate_size must be positive, got 0"),
+        ((64, 96, 4, -2, 16), "num_kv_heads must be positive, got -2"),
+        ((64, 96, 4, 2, 15), "head_dim must be even for rotary embeddings, got 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecoderLayer(*sizes, rngs=rngs)
     with pytest.raises(ValueError, match=r"must divide hidden_size .* got 5, 64"):
         small(num_heads=5)
+    with pytest.raises(ValueError, match="num_layers must be positive, got 0"):
+        small(num_layers=0)
+    with pytest.raises(ValueError, match="dtype must be floating, got int32"):
+        small(dtype=jnp.int32)
+    layer = DecoderLayer(64, 96, 4, 2, 16, rngs=rngs)
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        layer(jnp.ones((1, 8, 64), jnp.float16))
     assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
 
 

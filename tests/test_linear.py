@@ -169,6 +169,27 @@ def test_dot_general_refuses_integers(name):
         fp8_dot_general(**operands, dimension_numbers=(((1,), (0,)), ((), ())))
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "dimensions"),
+    [
+        # Products of sizes agree.
+        ((4, 2, 3), (3, 2, 5), (((1, 2), (0, 1)), ((), ()))),
+        ((2, 3, 4, 8), (3, 2, 8, 5), (((3,), (2,)), ((0, 1), (0, 1)))),
+        ((4, 3), (5, 2), (((1,), (0,)), ((), ()))),
+    ],
+)
+def test_dot_general_names_dimensions_that_do_not_go_together(a, b, dimensions):
+    with pytest.raises(TypeError, match="dot_general requires"):
+        fp8_dot_general(jnp.ones(a), jnp.ones(b), dimensions)
+
+
+def test_dot_general_of_nothing():
+    product = fp8_dot_general(
+        jnp.ones((4, 0)), jnp.ones((0, 3)), (((1,), (0,)), ((), ()))
+    )
+    np.testing.assert_array_equal(product, np.zeros((4, 3)))
+
+
 def test_in_linen_layers():
     x = normal(1, 5, 4, 16)
     dense = nn.Dense(8, dot_general=coat.fp8_dot_general)

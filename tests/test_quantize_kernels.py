@@ -218,9 +218,15 @@ def test_what_does_not_go_together_is_named(implementation):
     for group in (0, -16, 1.5):
         with pytest.raises(ValueError, match=f"positive integer, got {group}"):
             pk.quantize_groups(x, group=group, **how)
-    groups = pk.quantize_groups(x)
-    with pytest.raises(ValueError, match=r"scales must have the shape \(128, 4\)"):
-        pk.dequantize_groups(groups._replace(scale=groups.scale[:1]), **how)
+
+
+@every_implementation
+def test_rows_may_share_the_scales_of_groups(implementation):
+    groups = pk.quantize_groups(numbers((128, 64)))
+    shared = groups._replace(scale=groups.scale[:1])
+    actual = run(implementation, pk.dequantize_groups, shared)
+    alike = groups._replace(scale=jnp.tile(groups.scale[:1], (128, 1)))
+    assert_identical(actual, run("reference", pk.dequantize_groups, alike))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64, BF16])

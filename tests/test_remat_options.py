@@ -310,3 +310,27 @@ def test_residuals_of_a_plain_function_have_names():
     names = jax.checkpoint_policies.save_only_these_names("first")
     rows = coat.residual_report(jax.checkpoint(tagged, policy=names), w, x).rows
     assert [row.name for row in rows] == ["first", None, None]
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.log(jax.nn.softmax(x) + 1e-9),
+        lambda x: jnp.log(x**2 + 1e-6),
+        lambda x: jnp.sin(x) / (x**4 + 1e-3),
+        lambda x: jnp.exp(x) / (jnp.exp(x) + 1),
+    ],
+    ids=["entropy", "log", "ratio", "exponentials"],
+)
+def test_what_is_small_beside_its_group_has_finite_gradients(fn):
+    """In FP8 it would be zero, which backward divides by."""
+    w, x = normal(0, 64, 64), normal(1, 64, 64)
+
+    def loss(w, x):
+        return jnp.mean(fn(x @ w))
+
+    kept = [row.kept for row in coat.residual_report(fp8_remat(loss), w, x).rows]
+    assert any("backward divides by it" in how for how in kept)
+    for policy in (None, jax.checkpoint_policies.dots_saveable):
+        gradient = jax.grad(fp8_remat(loss, policy=policy))(w, x)
+        assert np.isfinite(gradient).all()

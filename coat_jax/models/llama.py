@@ -59,6 +59,11 @@ class LlamaConfig:
     scaling: Scaling = "just_in_time"
 
     def __post_init__(self):
+        for name in ("vocab_size", "num_layers", "num_heads"):
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be positive, got {size}")
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
             raise ValueError(
                 "num_heads must divide hidden_size where head_dim is None, got "
