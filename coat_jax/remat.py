@@ -17,6 +17,7 @@ are not in FP8, and groups need no maximum over an array that devices share.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -54,8 +55,9 @@ def fp8_remat(
     half of the bytes: see the head of this file for which residual is kept how, and
     `coat.residual_report` for what became of each. Works under jit, scan, vmap,
     shard_map and jax.checkpoint, and inside of itself; not under forward-mode
-    differentiation. Residuals of sharded arrays are sharded alike, and nothing moves
-    between devices where each has whole groups of the last axis.
+    differentiation, nor differentiated twice. Residuals of sharded arrays are sharded
+    alike, and nothing moves between devices where each has whole groups of the last
+    axis.
 
     Args:
       target: A function, a Linen or NNX module, or a Linen or NNX module class. A class
@@ -63,7 +65,7 @@ def fp8_remat(
         that parameters keep their paths; an NNX module shares its variables with the
         result, and what a call changes of NNX objects is kept, but for their
         parameters. Variables are parameters, call arguments activations. A Linen module
-        that is already part of another becomes a function.
+        that is already bound, as within `nn.compact`, becomes a function.
       params_argnums: For functions, the positional arguments that are parameters: kept
         by reference, neither copied nor quantized. By default the first, as in
         `f(params, x)`. What a function closes over always counts as parameters, and so
@@ -87,7 +89,8 @@ def fp8_remat(
 
     Raises:
       TypeError: If `target` is none of these.
-      ValueError: If an option is not what it should be.
+      ValueError: If an option is not what it should be, or, where it is called, a
+        function has no argument that `params_argnums` names.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -106,6 +109,12 @@ def fp8_remat(
       ... )
     """
     options = Options(format=format, group=group, where=where, policy=policy, key=key)
+    try:
+        argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"params_argnums must be an int or several, got {params_argnums!r}"
+        ) from None
     if isinstance(target, type) and issubclass(target, nnx.Module):
         return _nnx_class(target, options)
     if isinstance(target, nnx.Module):
@@ -117,7 +126,7 @@ def fp8_remat(
     if isinstance(target, nn.Module):
         return _linen_module(target, options)
     if callable(target) and not isinstance(target, type):
-        return _over_nodes(target, params_argnums, options)
+        return _over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
         f"{target!r}"
@@ -144,14 +153,11 @@ class _Place:
     number: int
 
 
-def _over_nodes(
-    fn: Callable, params_argnums: int | Sequence[int], options: Options
-) -> Callable:
+def _over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
     """`fp8_remat` of a function that may change NNX objects among its arguments.
 
     Their variables are parameters. Of what changes all is seen outside but parameters.
     """
-    argnums = (params_argnums,) if isinstance(params_argnums, int) else params_argnums
 
     @wraps(fn)
     def call(*args, **kwargs):
@@ -193,7 +199,7 @@ def _linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
 
 
 def _linen_module(module: nn.Module, options: Options) -> nn.Module | Callable:
-    if module.scope is not None or module.parent is not None:
+    if module.scope is not None:
         return _lifted_call(module, options)
     fields = [f.name for f in dataclasses.fields(module) if f.init]
     attributes = {name: getattr(module, name) for name in fields}
@@ -222,6 +228,11 @@ def _lifted(fn: Callable, *, options: Options) -> Callable:
             scope = scope_fn(variable_groups, rng_groups)
             return fn(scope, *args, **kwargs), repack_fn(scope)
 
+        # Where parameters are made nothing is differentiated, and `nn.scan` wants to
+        # see that those it shares depend on nothing else.
+        scopes = jax.tree.leaves(scope_fn(variable_groups, rng_groups))
+        if any(scope.is_mutable_collection("params") for scope in scopes):
+            return pure(variable_groups, rng_groups, *args, **kwargs)
         light = _fp8_function(pure, (0, 1), options)
         return light(variable_groups, rng_groups, *args, **kwargs)
 
@@ -230,11 +241,8 @@ def _lifted(fn: Callable, *, options: Options) -> Callable:
     )
 
 
-def _fp8_function(
-    fn: Callable, params_argnums: int | Sequence[int], options: Options
-) -> Callable:
+def _fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
     """`fp8_remat` of a function; arguments that are no arrays are static."""
-    argnums = (params_argnums,) if isinstance(params_argnums, int) else params_argnums
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
@@ -249,6 +257,12 @@ def _fp8_function(
             args, kwargs = jax.tree.unflatten(tree, every)
             return fn(*args, **kwargs)
 
+        for n in argnums:
+            if not -len(args) <= n < len(args) and n != 0:
+                raise ValueError(
+                    f"params_argnums must name positional arguments, of which there "
+                    f"are {len(args)}, got {n}"
+                )
         params = {n + len(args) if n < 0 else n for n in argnums}
         marks = [
             jax.tree.map(lambda _, i=i: i in params, a) for i, a in enumerate(args)

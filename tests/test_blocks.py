@@ -431,6 +431,11 @@ def test_options_that_do_not_fit_are_named():
             DecoderLayer(*sizes, rngs=rngs)
     with pytest.raises(ValueError, match=r"must divide hidden_size .* got 5, 64"):
         small(num_heads=5)
+    graph, params = split(small())
+    with pytest.raises(
+        ValueError, match=r"the shape \(2, 64\) of tokens, got \(64, 2\)"
+    ):
+        llama.cross_entropy(nnx.merge(graph, params), tokens(), tokens().T)
     with pytest.raises(ValueError, match="num_layers must be positive, got 0"):
         small(num_layers=0)
     with pytest.raises(ValueError, match="dtype must be floating, got int32"):

@@ -29,6 +29,21 @@ def same(actual, expected):
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 
+class InstancesInSetup(nn.Module):
+    light: bool
+
+    def setup(self):
+        wrap = fp8_remat if self.light else lambda module: module
+        self.first = wrap(LinenNet(64))
+        self.others = [wrap(nn.Sequential([nn.Dense(64), nn.relu])), nn.Dense(64)]
+
+    def __call__(self, x, train: bool = True):
+        x = self.first(x, train=train)
+        for part in self.others:
+            x = part(x)
+        return x
+
+
 class InCompact(nn.Module):
     light: bool
 
@@ -89,9 +104,19 @@ class Scanned(nn.Module):
         (InCompact(True), InCompact(False)),
         (ClassInCompact(True), ClassInCompact(False)),
         (InSetup(True), InSetup(False)),
+        (InstancesInSetup(True), InstancesInSetup(False)),
         (Scanned(True), Scanned(False)),
     ],
-    ids=["class", "instance", "submodule", "compact", "compact class", "setup", "scan"],
+    ids=[
+        "class",
+        "instance",
+        "submodule",
+        "compact",
+        "compact class",
+        "setup",
+        "setup of instances",
+        "scan",
+    ],
 )
 def test_linen(light, plain):
     """The same parameter tree, outputs, statistics and dropout; nearly its gradient."""
@@ -99,6 +124,18 @@ def test_linen(light, plain):
     expected, plain_gradient = linen_behaviour(plain)
     assert_close(actual, expected, 1e-5)
     assert 0.999 < cosine(gradient, plain_gradient) < 1 - 1e-6
+
+
+def test_linen_parameters_that_a_scan_shares():
+    light, plain = nn.RNN(fp8_remat(nn.LSTMCell)(64)), nn.RNN(nn.LSTMCell(64))
+    x = normal(0, 4, 10, 64)
+    variables = light.init(jax.random.key(0), x)
+    same(variables, plain.init(jax.random.key(0), x))
+
+    def gradient(net):
+        return flat(jax.grad(lambda v: jnp.sum(net.apply(v, x) ** 2))(variables))
+
+    assert cosine(gradient(light), gradient(plain)) > 0.999
 
 
 @functools.cache

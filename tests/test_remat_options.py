@@ -236,6 +236,8 @@ def test_products_saveable_knows_convolutions_and_kernels():
         ({"where": "tanh"}, "where must be a function or None, got 'tanh'"),
         ({"policy": "dots"}, "policy must be a function or None, got 'dots'"),
         ({"key": 3}, "key must be one jax.random.key, got 3"),
+        ({"params_argnums": "p"}, "params_argnums must be an int or several, got 'p'"),
+        ({"params_argnums": 1.0}, "params_argnums must be an int or several, got 1.0"),
         (
             {"key": jax.random.split(jax.random.key(0))},
             r"key must be one jax.random.key, got",
@@ -249,6 +251,13 @@ def test_products_saveable_knows_convolutions_and_kernels():
 def test_options_that_make_no_sense_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         fp8_remat(two_products, **options)
+
+
+def test_params_argnums_name_arguments():
+    arguments = two_product_arguments()
+    for argnum in (5, -3):
+        with pytest.raises(ValueError, match=f"there are 2, got {argnum}"):
+            fp8_remat(two_products, params_argnums=argnum)(*arguments)
 
 
 # What is reported.

@@ -196,6 +196,9 @@ def cross_entropy(
       tokens: What it reads.
       targets: The token that follows each.
 
+    Raises:
+      ValueError: If there is not a target for each token.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models import llama
@@ -208,6 +211,10 @@ def cross_entropy(
       >>> bool(llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) > 0)
       True
     """
+    if targets.shape != tokens.shape:
+        raise ValueError(
+            f"targets must have the shape {tokens.shape} of tokens, got {targets.shape}"
+        )
     hidden = model.hidden(tokens)
     total = _total_loss(hidden.reshape(-1, hidden.shape[-1]), model._head(), targets)
     return total / targets.size
