@@ -125,8 +125,11 @@ def _restricted(
 ) -> tuple[core.Jaxpr, list[bool]]:
     """The part of the forward program behind some residuals, and the inputs it uses."""
     wanted = [traced.num_outputs + i for i in indices]
-    mask = [i in wanted for i in range(len(traced.forward.jaxpr.outvars))]
-    return pe.dce_jaxpr(traced.forward.jaxpr, mask)
+    jaxpr = traced.forward.jaxpr
+    mask = [i in wanted for i in range(len(jaxpr.outvars))]
+    # Effects are forward's: nothing is kept for their sake.
+    eqns = [eqn.replace(effects=core.no_effects) for eqn in jaxpr.eqns]
+    return pe.dce_jaxpr(jaxpr.replace(eqns=eqns), mask)
 
 
 def _is_cheap(

@@ -140,7 +140,8 @@ def matmul_groups(
     else:
         codes, scale = _run(product, call, tuning)
     leading = a.shape[:-1]
-    return Groups(codes.reshape(*leading, call.n), scale.reshape(*leading, -1))
+    scale = scale.reshape(*leading, call.n // group)
+    return Groups(codes.reshape(*leading, call.n), scale)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

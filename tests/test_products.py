@@ -167,6 +167,12 @@ def test_leading_axes_and_vmap(implementation):
     assert error(both[1], expected[128:, 256:]) < 2.0**-8
 
 
+def test_no_rows():
+    a, b = jnp.ones((0, 128), E4M3), jnp.ones((32, 128), E4M3)
+    groups = pallas_kernels.matmul_groups(a, b)
+    assert (groups.codes.shape, groups.scale.shape) == ((0, 32), (0, 2))
+
+
 @pytest.mark.parametrize("shape", [(0, 16, 128), (3, 5, 16), (100, 48, 130)])
 def test_what_tiles_do_not_divide_is_right(shape):
     a, b, wide_a, wide_b = operands(shape)

@@ -240,6 +240,21 @@ def test_params_argnums():
     assert references(vjp, (x, params)) == 3
 
 
+def test_effects_happen_once_and_keep_nothing():
+    calls = []
+
+    def noisy(params, x):
+        jax.debug.callback(calls.append, jnp.sum(x))
+        return two_products(params, x)
+
+    params, x = two_product_arguments()
+    _, vjp = jax.vjp(fp8_remat(noisy), params, x)
+    assert (references(vjp, params), references(vjp, x)) == (2, 0)
+    vjp(jnp.ones((96, 48)))
+    jax.effects_barrier()
+    assert len(calls) == 1
+
+
 def test_format_is_that_of_the_residuals():
     params, x = two_product_arguments()
     light = fp8_remat(two_products, format=coat.E5M2)

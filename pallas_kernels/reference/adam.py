@@ -160,9 +160,10 @@ def _split(x: Array) -> Array:
     """[..., n] to [..., g, 128], with zeros behind a short last group."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
     x = jnp.pad(x, padding) if padding[-1][1] else x
-    return x.reshape(*x.shape[:-1], -1, GROUP)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
 
 
 def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
     """Undoes `_split` of an array of `shape`."""
-    return groups.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    width = groups.shape[-2] * GROUP
+    return groups.reshape(*shape[:-1], width)[..., : shape[-1]]
