@@ -167,6 +167,8 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
 def _why_wide(traced: Linearized, index: int) -> str | None:
     """Why a residual is never quantized, if so."""
     aval = traced.residuals[index].aval
+    if aval.memory_space == jax.memory.Space.Host:
+        return "offloaded by the policy"
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return "no floating numbers"
     if aval.dtype.itemsize == 1:

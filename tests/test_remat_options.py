@@ -12,6 +12,7 @@ from gradients import (
     compiled,
     cosine,
     fake,
+    flat,
     fp8_bytes,
     saved,
     saved_bytes,
@@ -144,6 +145,21 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     dw = np.sin(second).T @ dy64 + h.T @ dsecond
     dw += fake(np.asarray(x), ROW).astype(np.float64).T @ dfirst
     assert_close(actual, (dw, dfirst @ w64.T), 1e-5)
+
+
+def test_what_a_policy_offloads_stays_wide():
+    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims
+    light = fp8_remat(two_products, policy=offload("device", "pinned_host"))
+    params, x = two_product_arguments()
+    rows = coat.residual_report(light, params, x).rows
+    kept = {row.shape: row.kept for row in rows if not row.is_argument}
+    assert kept[96, 128] == "wide, offloaded by the policy"
+    assert kept[96, 64] == "E4M3, groups of 128"
+
+    def gradient(fn):
+        return flat(jax.jit(jax.grad(lambda p: jnp.sum(fn(p, x) ** 2)))(params))
+
+    assert cosine(gradient(light), gradient(two_products)) > 0.999
 
 
 def test_fp8_inputs_is_the_policy_that_saves_nothing():
