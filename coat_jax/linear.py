@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.quantized import E4M3, E5M2, Format
+from coat_jax.quantized import E4M3, E5M2, Format, undifferentiated
 from coat_jax.scaling import scale_of
 
 
@@ -160,6 +160,7 @@ class Codes(NamedTuple):
         history: Float[Array, " length"] | None = None,
     ) -> "Codes":
         """Quantizes `x` with the scale given, a history's, or that of its maximum."""
+        x = undifferentiated(x)
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             x = x.astype(jnp.float32)
         if scale is None:
@@ -216,7 +217,8 @@ class Fp8Weight(NamedTuple):
     @on_one_device
     def of(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
         """Quantizes a weight in both layouts that products take."""
-        return cls(w, Codes.of(w.reshape(w.shape[0], -1), E4M3, copies="both"))
+        values = lax.stop_gradient(w).reshape(w.shape[0], -1)
+        return cls(w, Codes.of(values, E4M3, copies="both"))
 
 
 Weight = Float[Array, "k ..."] | Fp8Weight

@@ -300,6 +300,23 @@ def quantize(
     )
 
 
+@jax.custom_jvp
+def undifferentiated(x: Array) -> Array:
+    """`x`, to be quantized where nothing is differentiated: an error if it is.
+
+    Within a custom_vjp that is if a gradient is differentiated again.
+    """
+    return x
+
+
+@undifferentiated.defjvp
+def _(primals, tangents):
+    raise NotImplementedError(
+        "FP8 copies have no derivatives: what fp8_remat, fp8_dot_general and the FP8 "
+        "recipes compute can be differentiated once, and backward"
+    )
+
+
 def quantized_zeros(shape: tuple[int, ...], **how: Any) -> QuantizedArray:
     """What `quantize(jnp.zeros(shape), **how)` returns, without its arithmetic."""
     template = jax.eval_shape(

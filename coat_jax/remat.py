@@ -34,7 +34,7 @@ from jax.extend import core
 
 from coat_jax.copies import fp8_copy, read_copy
 from coat_jax.plan import Copy, Options, Wide, plan
-from coat_jax.quantized import E4M3, Format, QuantizedArray
+from coat_jax.quantized import E4M3, Format, QuantizedArray, undifferentiated
 from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
 from coat_jax.rounding import random_bits
 
@@ -353,7 +353,7 @@ def _save(
         if key is not None:
             key = jax.random.fold_in(key, index)
         # Kernels read what was widened before it was.
-        narrow = x.astype(traced.source_dtype(index))
+        narrow = undifferentiated(x).astype(traced.source_dtype(index))
         q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
         return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(kept, Wide):

@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from models import closing, normal, scanned, two_product_arguments, two_products
 
+from coat_jax.linear import fp8_dot_general
 from coat_jax.remat import fp8_remat
 
 
@@ -110,6 +111,32 @@ def test_checkpoint_inside_saves_only_activations():
     dy = normal(5, 96, 48)
     expected = jax.vjp(fn, params, jnp.asarray(fake(x, ROW)))[1](dy)
     assert_close(jax.vjp(light, params, x)[1](dy), expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        fp8_remat(two_products),
+        jax.jit(fp8_remat(two_products)),
+        lambda params, x: fp8_dot_general(x, params["a"], (((1,), (0,)), ((), ()))),
+    ],
+    ids=["fp8_remat", "jit", "fp8_dot_general"],
+)
+def test_a_second_derivative_is_refused(fn):
+    params, x = two_product_arguments()
+
+    def loss(params):
+        return jnp.sum(jnp.sin(fn(params, x)))
+
+    def penalty(params):
+        return sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(loss)(params)))
+
+    for second in (
+        lambda: jax.grad(penalty)(params),
+        lambda: jax.jvp(jax.grad(loss), (params,), (params,)),
+    ):
+        with pytest.raises(NotImplementedError, match="can be differentiated once"):
+            second()
 
 
 def test_loops_and_branches():
