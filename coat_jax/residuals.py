@@ -110,11 +110,11 @@ class Linearized:
 
     def readers(self, index: int) -> list[core.JaxprEqn]:
         """The operations of the backward program that read residual `index`."""
-        return [read.eqn for read in _readers(*self._in_backward(index), _LAYOUT)]
+        return [read.eqn for read in self._reads(index)]
 
     def asked_by(self, index: int) -> str:
         """The operation that residual `index` was saved for, and where it stands."""
-        for read in _readers(*self._in_backward(index), _LAYOUT):
+        for read in self._reads(index):
             place = _place((*read.calls, read.eqn))
             return f"{_name(read.eqn)} in {place}" if place else _name(read.eqn)
         return "the output"
@@ -164,26 +164,28 @@ class Linearized:
 
     def feeds_exponential(self, index: int) -> bool:
         """Whether backward takes an exponential of residual `index` or a difference."""
-        through = _LAYOUT | {"sub"}
-        readers = _readers(*self._in_backward(index), through)
-        return any(read.eqn.primitive.name in ("exp", "exp2") for read in readers)
+        reads = self._reads(index, _LAYOUT | {"sub"})
+        return any(read.eqn.primitive.name in ("exp", "exp2") for read in reads)
 
     def has_pole(self, index: int) -> bool:
         """Whether backward does with residual `index` what zero has no finite value of.
 
         What is small beside its group becomes zero in FP8.
         """
-        readers = _readers(*self._in_backward(index), _LAYOUT)
-        return any(
-            read.eqn.primitive.name in _POLES
-            or (read.eqn.primitive.name in ("div", "rem") and read.position == 1)
-            or read.eqn.params.get("y", 0) < 0  # Of integer_pow.
-            for read in readers
-        )
 
-    def _in_backward(self, index: int) -> tuple[core.Jaxpr, core.Var]:
+        def at_zero(read: _Read) -> bool:
+            name, params = read.eqn.primitive.name, read.eqn.params
+            if name == "integer_pow":
+                return params["y"] < 0
+            return name in _POLES or (name in ("div", "rem") and read.position == 1)
+
+        return any(map(at_zero, self._reads(index)))
+
+    def _reads(
+        self, index: int, through: frozenset[str] = _LAYOUT
+    ) -> Generator["_Read", None, set[int]]:
         jaxpr = self.backward.jaxpr
-        return jaxpr, jaxpr.invars[index]
+        return _readers(jaxpr, jaxpr.invars[index], through)
 
 
 def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
