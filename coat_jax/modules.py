@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from coat_jax import blocks
 from coat_jax.linear import Codes, Fp8Weight, Weight
 from coat_jax.scaling import OverwriteWithGradient, new_history
-from pallas_kernels.checks import WIDE, check_dtype
+from pallas_kernels.checks import WIDE, check_dtype, check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -77,15 +77,13 @@ class DecoderLayer(nnx.Module):
         output_scale: float = 1.0,
         rngs: nnx.Rngs,
     ):
-        for name, size in (
-            ("hidden_size", hidden_size),
-            ("intermediate_size", intermediate_size),
-            ("num_heads", num_heads),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
+        check_positive(
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
         if head_dim % 2:
             raise ValueError(
                 f"head_dim must be even for rotary embeddings, got {head_dim}"

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from coat_jax import expansion
 from coat_jax.quantized import Format, QuantizedArray
 from coat_jax.state import ScaleByFP8AdamState, is_quantized
-from coat_jax.variables import pure
 
 _BINS = 16
 _TINY = float(np.finfo(np.float32).tiny)
@@ -137,7 +137,7 @@ def moment_report(state: Any) -> MomentReport:
             "moment_report needs a state of coat.fp8_adamw or coat.scale_by_fp8_adam, "
             f"got {type(state).__name__} without one"
         )
-    return _report(pure(states))
+    return _report(nnx.as_pure(states))
 
 
 @jax.jit

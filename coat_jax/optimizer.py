@@ -7,13 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from coat_jax.fused import fused_adamw
 from coat_jax.quantized import E4M3, Format, PerGroup
 from coat_jax.sharding import quantized_zeros_like
 from coat_jax.state import MuScaling, ScaleByFP8AdamState
 from coat_jax.step import Adam, adam_step
-from coat_jax.variables import boxed, pure
+from coat_jax.variables import boxed
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters, norms and biases, are a fraction of a percent of a model, and they are its
@@ -101,7 +102,8 @@ def scale_by_fp8_adam(
                 return quantized_zeros_like(param, **how)
             return jnp.zeros_like(param, jnp.float32)
 
-        arrays, mask = pure(params), pure(_resolve_mask(quantize_mask, params))
+        arrays = nnx.as_pure(params)
+        mask = nnx.as_pure(_resolve_mask(quantize_mask, params))
         mu = jax.tree.map(lambda p, q: zeros(p, q, mu_how), arrays, mask)
         nu = jax.tree.map(lambda p, q: zeros(p, q, nu_how), arrays, mask)
         return ScaleByFP8AdamState(

@@ -128,7 +128,10 @@ def _restricted(
     jaxpr = traced.forward.jaxpr
     mask = [i in wanted for i in range(len(jaxpr.outvars))]
     # Effects are forward's: nothing is kept for their sake.
-    eqns = [eqn.replace(effects=core.no_effects) for eqn in jaxpr.eqns]
+    eqns = [
+        eqn.replace(effects=core.no_effects) if eqn.effects else eqn
+        for eqn in jaxpr.eqns
+    ]
     return pe.dce_jaxpr(jaxpr.replace(eqns=eqns), mask)
 
 

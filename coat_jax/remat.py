@@ -161,6 +161,12 @@ def _over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Calla
 
     @wraps(fn)
     def call(*args, **kwargs):
+        for n in argnums:
+            if not -len(args) <= n < len(args) and n != 0:
+                raise ValueError(
+                    f"params_argnums must name positional arguments, of which there "
+                    f"are {len(args)}, got {n}"
+                )
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         if not nodes:
@@ -257,12 +263,6 @@ def _fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Cal
             args, kwargs = jax.tree.unflatten(tree, every)
             return fn(*args, **kwargs)
 
-        for n in argnums:
-            if not -len(args) <= n < len(args) and n != 0:
-                raise ValueError(
-                    f"params_argnums must name positional arguments, of which there "
-                    f"are {len(args)}, got {n}"
-                )
         params = {n + len(args) if n < 0 else n for n in argnums}
         marks = [
             jax.tree.map(lambda _, i=i: i in params, a) for i, a in enumerate(args)

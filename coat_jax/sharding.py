@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,7 @@ from jaxtyping import Array, Float, UInt32
 import pallas_kernels
 from coat_jax.quantized import QuantizedArray, quantized_zeros
 from coat_jax.state import is_quantized
-from coat_jax.variables import boxed, pure
+from coat_jax.variables import boxed
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP
@@ -70,7 +71,7 @@ def opt_state_sharding(
       >>> state[0].mu["w"].codes.sharding.spec
       P('data',)
     """
-    trees = pure(params_abstract), pure(params_sharding)
+    trees = nnx.as_pure(params_abstract), nnx.as_pure(params_sharding)
     by_path, mesh = _shardings_by_path(*trees)
 
     def of(path, leaf):
@@ -81,7 +82,9 @@ def opt_state_sharding(
         return jax.tree.map(lambda _: NamedSharding(mesh, P()), leaf)
 
     state = jax.eval_shape(tx.init, params_abstract)
-    found = jax.tree_util.tree_map_with_path(of, pure(state), is_leaf=is_quantized)
+    found = jax.tree_util.tree_map_with_path(
+        of, nnx.as_pure(state), is_leaf=is_quantized
+    )
     return boxed(found, state)
 
 

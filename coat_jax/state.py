@@ -8,12 +8,13 @@ import chex
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jax import lax
 from jaxtyping import Array
 
 from coat_jax.quantized import QuantizedArray, quantize
 from coat_jax.trees import check_structure
-from coat_jax.variables import boxed, pure
+from coat_jax.variables import boxed
 
 
 @jax.tree_util.register_static
@@ -107,7 +108,7 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
         kind = type(new).__name__
         raise ValueError(f"{name} must be an optax.ScaleByAdamState, got {kind}")
     for field in ("mu", "nu"):
-        moments = (pure(getattr(state, field)) for state in (new, like))
+        moments = (nnx.as_pure(getattr(state, field)) for state in (new, like))
         _check_shapes(f"{name}.{field}", *moments)
     return quantize_state(new, like)
 
@@ -156,7 +157,7 @@ def dequantize_state(state: ScaleByFP8AdamState) -> optax.ScaleByAdamState:
     def dequantized(moments):
         return jax.tree.map(dequantized_leaf, moments, is_leaf=is_quantized)
 
-    given, state = state.mu, pure(state)
+    given, state = state.mu, nnx.as_pure(state)
     mu, nu = dequantized(state.mu), dequantized(state.nu)
     if state.scaling.normalized:
         mu = _where_quantized(lambda m, v: m * jnp.sqrt(v), state.mu, mu, nu)
@@ -170,8 +171,8 @@ def quantize_state(
     state: optax.ScaleByAdamState, like: ScaleByFP8AdamState
 ) -> ScaleByFP8AdamState:
     """Undoes `dequantize_state`, with moments in 8 bits where `like` has them."""
-    given, like = state.mu, pure(like)
-    mu, nu = pure(state.mu), pure(state.nu)
+    given, like = state.mu, nnx.as_pure(like)
+    mu, nu = nnx.as_pure(state.mu), nnx.as_pure(state.nu)
     if like.scaling.normalized:
         mu = _where_quantized(_normalize, like.mu, mu, nu)
     return ScaleByFP8AdamState(

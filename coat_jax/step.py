@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 from jaxtyping import Array, Key
 
 import pallas_kernels
@@ -24,7 +25,7 @@ from coat_jax.state import (
     is_quantized,
     quantize_state,
 )
-from coat_jax.variables import boxed, pure
+from coat_jax.variables import boxed
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 
@@ -125,7 +126,7 @@ def adam_step(
             f"the state must be one of fp8_adamw, got {kind}; see coat.from_optax_state"
         )
     given = grads
-    grads, state, targets = pure(grads), pure(state), pure(targets)
+    grads, state, targets = nnx.as_pure(grads), nnx.as_pure(state), nnx.as_pure(targets)
     leaves, treedef = jax.tree.flatten(grads)
     mus, nus = treedef.flatten_up_to(state.mu), treedef.flatten_up_to(state.nu)
     to = [None] * len(leaves) if targets is None else treedef.flatten_up_to(targets)

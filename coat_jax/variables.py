@@ -10,13 +10,8 @@ import jax
 from flax import nnx
 
 
-def pure(tree: Any) -> Any:
-    """A tree with values in the place of variables."""
-    return nnx.as_pure(tree)
-
-
 def boxed(tree: Any, like: Any) -> Any:
-    """Undoes `pure`: where `like` has a variable, arrays are such variables again."""
+    """Undoes `nnx.as_pure`: arrays are variables again where `like` has them."""
     return jax.tree.map(
         lambda box, x: jax.tree.map(box.replace, x) if _is_variable(box) else x,
         like,

@@ -24,6 +24,13 @@ def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
         raise ValueError(f"{name} must have the shape {shape}, got {jnp.shape(x)}")
 
 
+def check_positive(**sizes: int) -> None:
+    """Raises ValueError unless all are positive."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be positive, got {size}")
+
+
 def check_group(group: Any) -> int:
     """A group's size as an integer; raises ValueError unless it is positive."""
     try:
@@ -35,8 +42,10 @@ def check_group(group: Any) -> int:
     return size
 
 
-def scalar(name: str, x: Any) -> Float[Array, ""]:
-    """A number as float32; raises ValueError for anything else."""
+def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | None:
+    """A number as float32, or one of `others`; raises ValueError for anything else."""
+    if (x is None or isinstance(x, str)) and x in others:
+        return x
     try:
         number = jnp.asarray(x, jnp.float32)
     except (TypeError, ValueError):

@@ -88,8 +88,7 @@ def gated(
       (16, 3)
     """
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
-    if not (scale is None or isinstance(scale, str)):
-        scale = scalar("scale", scale)
+    scale = scalar("scale", scale, None, "row")
     if keep_groups and (isinstance(gate_up, Groups) or not isinstance(scale, str)):
         raise ValueError(
             f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
@@ -167,12 +166,10 @@ def gated_grad(
     if isinstance(scale, str):
         raise ValueError(f"scale must be None or a scalar, got {scale!r}")
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
-    if scale is not None:
-        scale = scalar("scale", scale)
-    if product_scale is not None:
-        product_scale = scalar("product_scale", product_scale)
-        if not transposed:
-            raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
+    scale = scalar("scale", scale, None)
+    product_scale = scalar("product_scale", product_scale, None)
+    if product_scale is not None and not transposed:
+        raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, parts, n = gate_up.codes.shape
     check_shape("dy", dy, (*leading, n))

@@ -71,8 +71,7 @@ def norm(
     _check_shapes(x, {"weight": weight, "bias": bias}, {"add": add})
     if isinstance(x, Groups) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
-    if not (scale is None or isinstance(scale, str)):
-        scale = scalar("scale", scale)
+    scale = scalar("scale", scale, None, "row")
     how = {"kind": kind, "eps": float(eps)}
     chosen = dispatch.choose(
         implementation,

@@ -133,9 +133,8 @@ def matmul_groups(
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
         y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
-        named = None if implementation is None else "reference"
         codes, scale = quantize_groups(
-            y, dtype=dtype, group=group, implementation=named
+            y, dtype=dtype, group=group, implementation=implementation
         )
     else:
         codes, scale = _run(product, call, tuning)

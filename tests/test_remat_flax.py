@@ -268,8 +268,13 @@ def called_twice(wrap):
             fp8_remat(lambda x, module, *, rngs: fp8_remat(module)(x, rngs=rngs)),
             module=module,
         ),
+        lambda module: (
+            lambda x, rngs: fp8_remat(lambda *, x, module, rngs: module(x, rngs=rngs))(
+                x=x, module=module, rngs=rngs
+            )
+        ),
     ],
-    ids=["module", "argument", "nested"],
+    ids=["module", "argument", "nested", "keywords"],
 )
 def test_what_changes_of_nnx_arguments_is_seen_outside(wrap):
     actual, expected = called_twice(wrap), called_twice(lambda module: module)

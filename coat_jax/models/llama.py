@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax import blocks
 from coat_jax.modules import DecoderLayer, Scaling
+from pallas_kernels.checks import check_positive
 
 # Logits of a chunk of `cross_entropy`: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26
@@ -59,9 +60,11 @@ class LlamaConfig:
     scaling: Scaling = "just_in_time"
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "num_heads"):
-            if (size := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be positive, got {size}")
+        check_positive(
+            vocab_size=self.vocab_size,
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+        )
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
