@@ -34,6 +34,7 @@ from coat_jax.linear import (
     input_gradient,
     largest,
     product,
+    product_heads,
     weight_gradient,
 )
 from coat_jax.nonlinear import angles, rotary
@@ -64,6 +65,10 @@ class Heads:
     head_dim: int
     theta: float
 
+    def angles(self, length: int) -> tuple[Array, Array]:
+        """Cosines and sines of the angles of so many positions, [length, d / 2]."""
+        return angles(length, self.head_dim, self.theta)
+
     def split(self, y: Float[Array, "b s m"]) -> tuple[Array, Array, Array]:
         """Queries [b, s, n, d], keys and values [b, s, k, d], rotated."""
         b, s, _ = y.shape
@@ -76,7 +81,7 @@ class Heads:
         self, q: Array, k: Array, v: Array, history: Array | None = None
     ) -> Codes:
         """The gradient of what `split` takes, from those of what it returns."""
-        cos, sin = angles(q.shape[1], self.head_dim, self.theta)
+        cos, sin = self.angles(q.shape[1])
         # No rotation makes a number larger than this.
         scale = scale_of(E5M2, history, lambda: math.sqrt(2) * largest(q, k, v))
         how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
@@ -156,11 +161,16 @@ def attention_in(
 def _attention_in(params, x, norm, heads):
     amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
-    y, weight = product(
-        h.codes, h.scale, params["qkv"], x.dtype, history=amax.get("qkv")
-    )
-    q, k, v = heads.split(biased(y, params.get("qkv_bias")))
-    return (q, k, v, x), (params, groups, h.tensor_scale(), weight)
+    history = amax.get("qkv")
+    if (bias := params.get("qkv_bias")) is None:
+        angles = heads.angles(x.shape[1])
+        split, weight = product_heads(
+            *h, params["qkv"], x.dtype, angles, heads.num_kv_heads, history=history
+        )
+    else:
+        y, weight = product(*h, params["qkv"], x.dtype, history=history)
+        split = heads.split(biased(y, bias))
+    return (*split, x), (params, groups, h.tensor_scale(), weight)
 
 
 @on_one_device
@@ -260,8 +270,12 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, inner_groups, (h_scale, a_scale), gate_up, down = residuals
     amax = params.get("amax", {})
     gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("down_grad"))
-    da = input_gradient(gradient, params["down"], down.scale, dy.dtype)
-    inner, a = _gate_gradient(inner_groups, da, gate, a_scale, amax.get("gate_up_grad"))
+    da = input_gradient(
+        gradient, params["down"], down.scale, dy.dtype, keep_maxima=True
+    )
+    inner, a = _gate_gradient(
+        inner_groups, *da, gate, a_scale, amax.get("gate_up_grad")
+    )
     dh = input_gradient(inner, params["gate_up"], gate_up.scale, dy.dtype)
     h = norm.again(groups, params["norm"], h_scale)
     dx, dnorm = norm.backward(groups, dh, params["norm"], dy)
@@ -276,7 +290,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     if (bias := params.get("down_bias")) is not None:
         grads["down_bias"] = _token_sum(dy, bias)
     if (bias := params.get("gate_up_bias")) is not None:
-        wide = kernels.gated_grad(inner_groups, da, activation=gate).values
+        wide = kernels.gated_grad(inner_groups, da[0], activation=gate).values
         grads["gate_up_bias"] = _token_sum(wide, bias)
     return {name: grads.get(name) for name in params}, dx
 
@@ -287,6 +301,7 @@ gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
 def _gate_gradient(
     gate_up: kernels.Groups,
     da: Array,
+    da_maxima: Float[Array, " parts"],
     gate: GateName,
     a_scale: Float[Array, ""],
     history: Array | None,
@@ -301,7 +316,7 @@ def _gate_gradient(
 
     def bound():
         factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
-        return factor * largest(da) * _STEEPEST[gate]
+        return factor * jnp.max(da_maxima) * _STEEPEST[gate]
 
     scale = scale_of(E5M2, history, bound)
     how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}

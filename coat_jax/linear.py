@@ -251,16 +251,40 @@ def product(
       The product, and the weight's scale and maximum, without its codes.
     """
     columns = _weight_codes(w, "transposed", history=history)
-    y = _matmul(codes, columns.transposed, scale, columns.scale, dtype, accumulator)
+    arrays = (codes, columns.transposed, scale, columns.scale, accumulator)
+    y = _matmul(*arrays, dtype=dtype)
     return y, columns._replace(row=None, transposed=None)
 
 
+def product_heads(
+    codes: Float[Array, "b s k"],
+    scale: Float[Array, "b s"],
+    w: Weight,
+    dtype: DTypeLike,
+    angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
+    num_kv_heads: int,
+    history: Float[Array, " length"] | None = None,
+) -> tuple[tuple[Array, Array, Array], Codes]:
+    """`product` as queries, keys and values, which `matmul_heads` describes."""
+    columns = _weight_codes(w, "transposed", history=history)
+    arrays = (codes, columns.transposed, scale, columns.scale, *angles)
+    how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
+    heads = kernels.matmul_heads(*arrays, **how)
+    return heads, columns._replace(row=None, transposed=None)
+
+
 def input_gradient(
-    dy: Codes, w: Weight, w_scale: Float[Array, ""], dtype: DTypeLike
-) -> Float[Array, "*batch k"]:
-    """The gradient of a product's activations."""
+    dy: Codes,
+    w: Weight,
+    w_scale: Float[Array, ""],
+    dtype: DTypeLike,
+    *,
+    keep_maxima: bool = False,
+) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
+    """The gradient of a product's activations, and maybe maxima of its parts."""
     rows = _weight_codes(w, "row", scale=w_scale).row
-    return _matmul(dy.row, rows, dy.scale, w_scale, dtype)
+    arrays = (dy.row, rows, dy.scale, w_scale)
+    return _matmul(*arrays, dtype=dtype, keep_maxima=keep_maxima)
 
 
 def weight_gradient(
@@ -268,7 +292,8 @@ def weight_gradient(
 ) -> Weight:
     """The gradient of a product's weights, from transposed codes of its activations."""
     value = value_of(w)
-    dw = _matmul(x, dy.transposed, scale, dy.scale, value.dtype).reshape(value.shape)
+    dw = _matmul(x, dy.transposed, scale, dy.scale, dtype=value.dtype)
+    dw = dw.reshape(value.shape)
     return Fp8Weight(dw, None) if isinstance(w, Fp8Weight) else dw
 
 
@@ -278,10 +303,10 @@ def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Cod
     return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, **how)
 
 
-def _matmul(a, b, a_scale, b_scale, dtype, accumulator=None):
-    wide = dtype if jnp.dtype(dtype) == jnp.bfloat16 else jnp.float32
-    y = kernels.matmul(a, b, a_scale, b_scale, accumulator, out_dtype=wide)
-    return y.astype(dtype)
+def _matmul(*arrays, dtype, **how):
+    if dtype in (jnp.bfloat16, jnp.float32):
+        return kernels.matmul(*arrays, out_dtype=dtype, **how)
+    return kernels.matmul(*arrays, out_dtype=jnp.float32).astype(dtype)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

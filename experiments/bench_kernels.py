@@ -24,6 +24,7 @@ import pallas_kernels
 from experiments import kernel_cases, timing
 from experiments.results import Bar, write_results
 from pallas_kernels import tuning
+from pallas_kernels.reference.heads import split_heads
 
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
@@ -106,8 +107,9 @@ class ProductCase(NamedTuple):
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Random ones."""
-        scaling = kernel_cases.PRODUCTS[self.kernel].scaling
-        return kernel_cases.operands(self.product.shape, scaling, self.product.dtypes)
+        return kernel_cases.operands(
+            self.kernel, self.product.shape, self.product.dtypes
+        )
 
 
 def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
@@ -150,8 +152,9 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
     for product in kernel_cases.model_products(tuple(args.tokens)):
         if not args.models or product.name.split()[0] in args.models:
             yield ProductCase("product", product)
-            if "gate_up" in product.name and product.name.endswith("forward"):
-                yield ProductCase("quantized", product)
+            for kernel, layers in kernel_cases.OF_LAYERS.items():
+                if product.layer in layers and product.name.endswith("forward"):
+                    yield ProductCase(kernel, product)
 
 
 def product_row(case: ProductCase, compiled: list) -> Row:
@@ -170,13 +173,21 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     return row | {"runs": runs, "tiles": str(case.tiles)}
 
 
-def xla(kernel: str, a: jax.Array, b: jax.Array, *scales: jax.Array) -> Any:
-    """The product of cuBLASLt; for groups, with our quantization behind it."""
-    if kernel == "blocks":  # cuBLASLt through XLA has one scale a tensor.
-        scales = (jnp.float32(1), jnp.float32(1))
-    y = pallas_kernels.matmul(a, b, *scales, implementation="reference")
-    if kernel == "quantized":
-        return pallas_kernels.quantize_groups(y)
+def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
+    """The product of cuBLASLt; for groups, with our quantization behind it.
+
+    Through XLA it has one scale a tensor, and gets that where ours has more.
+    """
+    if kernel in ("product", "promoted", "quantized"):
+        y = pallas_kernels.matmul(a, b, *more, implementation="reference")
+        return pallas_kernels.quantize_groups(y) if kernel == "quantized" else y
+    one = jnp.float32(1)
+    y = pallas_kernels.matmul(a, b, one, one, implementation="reference")
+    if kernel == "added":
+        return y + more[-1]
+    if kernel == "heads":
+        heads = b.shape[0] // kernel_cases.PRODUCTS[kernel].heads.size
+        return split_heads(y, *more[2:], num_kv_heads=heads // 3, dtype=y.dtype)
     return y
 
 

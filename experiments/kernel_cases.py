@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import pallas_kernels
-from pallas_kernels.matmul_plan import Product
+from pallas_kernels.matmul_plan import Heads, Product
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))
@@ -184,12 +184,14 @@ class MatrixProduct:
     """One of a model's products.
 
     Attributes:
-      name: Model, layer and pass.
+      name: Model, layer, tokens and pass.
+      layer: The layer alone; None where it is of none.
       shape: m, n and k.
       dtypes: Of a and b; e5m2 for gradients.
     """
 
     name: str
+    layer: str | None = None
     shape: tuple[int, int, int]
     dtypes: tuple[Any, Any] = (E4M3, E4M3)
 
@@ -209,32 +211,12 @@ def model_products(tokens: tuple[int, ...] = TOKENS) -> list[MatrixProduct]:
                     "dw": ((i, o, t), (E4M3, E5M2)),
                 }
                 found += [
-                    MatrixProduct(name=f"{name}, {each}", shape=shape, dtypes=dtypes)
+                    MatrixProduct(
+                        name=f"{name}, {each}", layer=layer, shape=shape, dtypes=dtypes
+                    )
                     for each, (shape, dtypes) in passes.items()
                 ]
     return found
-
-
-def operands(
-    shape: tuple[int, int, int],
-    scaling: str = "tensor",
-    dtypes: tuple[Any, Any] = (E4M3, E4M3),
-) -> tuple[Array, ...]:
-    """Random codes, and scales of a kind; per tensor they are powers of two."""
-    m, n, k = shape
-    keys = jax.random.split(jax.random.key(m + n + k), 4)
-    a, b = (
-        jax.random.normal(key, (rows, k), BF16).astype(dtype)
-        for key, rows, dtype in zip(keys[:2], (m, n), dtypes, strict=True)
-    )
-    if scaling == "tensor":
-        return a, b, jnp.float32(0.5), jnp.float32(2.0**-6)
-    shapes = {"rows": ((m,), (n,)), "blocks": ((m, k // 128), (n // 128, k // 128))}
-    a_scale, b_scale = (
-        jax.random.uniform(key, s, minval=0.5)
-        for key, s in zip(keys[2:], shapes[scaling], strict=True)
-    )
-    return a, b, a_scale, b_scale
 
 
 PRODUCTS = {
@@ -242,13 +224,52 @@ PRODUCTS = {
     "promoted": Product(out_dtype=jnp.dtype(BF16), promote=256),
     "blocks": Product(out_dtype=jnp.dtype(BF16), promote=128, scaling="blocks"),
     "quantized": Product(out_dtype=jnp.dtype(E4M3), group=16),
+    "added": Product(out_dtype=jnp.dtype(BF16), scaling="rows", accumulate=True),
+    "heads": Product(
+        out_dtype=jnp.dtype(BF16), scaling="rows", heads=Heads(size=128, queries=1)
+    ),
 }
+# The layers' forward products that are none but these.
+OF_LAYERS = {"quantized": ("gate_up",), "added": ("out", "down"), "heads": ("qkv",)}
+
+
+def operands(
+    kernel: str,
+    shape: tuple[int, int, int],
+    dtypes: tuple[Any, Any] = (E4M3, E4M3),
+) -> tuple[Array, ...]:
+    """Random arguments of one of `PRODUCTS`; scales of tensors are powers of two."""
+    m, n, k = shape
+    product = PRODUCTS[kernel]
+    keys = jax.random.split(jax.random.key(m + n + k), 4)
+    a, b = (
+        jax.random.normal(key, (rows, k), BF16).astype(dtype)
+        for key, rows, dtype in zip(keys[:2], (m, n), dtypes, strict=True)
+    )
+    if product.scaling == "tensor":
+        return a, b, jnp.float32(0.5), jnp.float32(2.0**-6)
+    b_shape = (n // 128, k // 128) if product.scaling == "blocks" else ()
+    a_scale, b_scale = (
+        jax.random.uniform(key, s, minval=0.5)
+        for key, s in zip(keys[2:], ((m, *b_shape[1:]), b_shape), strict=True)
+    )
+    scaled = a, b, a_scale, b_scale
+    if product.accumulate:
+        return *scaled, jax.random.normal(keys[2], (m, n), BF16)
+    if product.heads is not None:
+        s = min(m, 2048)
+        angles = jax.random.uniform(keys[2], (2, s, product.heads.size // 2))
+        return a.reshape(-1, s, k), b, a_scale.reshape(-1, s), b_scale, *angles
+    return scaled
 
 
 def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
     """One of `PRODUCTS`; `how` says what runs."""
     if kernel == "quantized":
         return pallas_kernels.matmul_groups(*arguments, **how)
+    if kernel == "heads":
+        heads = arguments[1].shape[0] // PRODUCTS[kernel].heads.size
+        return pallas_kernels.matmul_heads(*arguments, num_kv_heads=heads // 3, **how)
     if kernel == "promoted":
         how["promote"] = PRODUCTS[kernel].promote
     return pallas_kernels.matmul(*arguments, **how)

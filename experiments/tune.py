@@ -76,10 +76,11 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
         return {tuple(map(int, s.split(","))): both for s in args.shapes}
     products = kernel_cases.model_products(tuple(args.tokens))
     forward = [p for p in products if p.name.endswith("forward")]
-    if kernel == "quantized":
-        forward = [p for p in forward if "gate_up" in p.name]
+    if layers := kernel_cases.OF_LAYERS.get(kernel):
+        forward = [p for p in forward if p.layer in layers]
     chosen = products if kernel == "product" else forward
-    return {p.shape: p.dtypes for p in chosen} | {(8192,) * 3: both}
+    cube = {} if kernel in kernel_cases.OF_LAYERS else {(8192,) * 3: both}
+    return {p.shape: p.dtypes for p in chosen} | cube
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
@@ -90,7 +91,7 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
 def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dict | str:
     """The fastest tiles as fields that are not defaults, or "xla"."""
     product = PRODUCTS[kernel]
-    operands = functools.partial(kernel_cases.operands, shape, product.scaling, dtypes)
+    operands = functools.partial(kernel_cases.operands, kernel, shape, dtypes)
     m, n, _ = shape
     tried = [
         t

@@ -6,7 +6,7 @@ from pallas_kernels.gate import gated, gated_grad
 from pallas_kernels.heads import join_heads
 from pallas_kernels.norm import norm, norm_grad
 from pallas_kernels.norm_rows import Tuning as NormTuning
-from pallas_kernels.products import matmul, matmul_groups
+from pallas_kernels.products import matmul, matmul_groups, matmul_heads
 from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,
@@ -47,6 +47,7 @@ __all__ = [
     "join_heads",
     "matmul",
     "matmul_groups",
+    "matmul_heads",
     "maxima",
     "norm",
     "norm_grad",

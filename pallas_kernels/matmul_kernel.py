@@ -34,44 +34,55 @@ def run(
     b: Array,
     a_scale: Array,
     b_scale: Array,
-    out: tuple[Array, ...],
+    more: tuple[Array, ...],
     tuning: Tuning,
     sms: int,
 ) -> tuple[Array, ...]:
-    """The product of a [m, k] and b [n, k], in arrays like `out`.
+    """The product of a [m, k] and b [n, k].
 
     Scales are [1] and [1], [m] and [n], [m] and [1] that is 1, or [k / 128, m] and
-    [k / 128, n / 128], the last axis filled up to a multiple of 32. The result may be
-    codes and their scales, or it is added to what `out` holds, in place.
+    [k / 128, n / 128], the last axis filled up to a multiple of 32. `more` is what it
+    is added to, or the cosines and sines of heads' angles, [positions, size / 2].
+
+    Returns:
+      The product [m, n], codes and the scales of their groups, or queries, keys and
+      values; and maxima [tiles along n, m], if they are wanted.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
     walk = Walk(tuning, (a.shape[0], b.shape[0], a.shape[1]))
     blocks = sms // (2 if tuning.cluster else 1)
     pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
-    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in out)
+    kind = "_groups" if product.group else "_heads" if product.heads else ""
+    return mosaic.kernel(
+        functools.partial(_kernel, product, walk),
+        out_type=_outputs(product, walk),
+        scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
+        compiler_params=plgpu.CompilerParams(
+            # Threads have to meet where results are staged, and do there.
+            unsafe_no_auto_barriers=True
+        ),
+        kernel_name=f"matmul{kind}",
+        grid=(min(walk.total, blocks),),
+        grid_names=("sm",),
+        num_threads=tuning.warpgroups + 1,
+        thread_name="warpgroup",
+        **pair,
+    )(a, b, a_scale, b_scale, more)
 
-    def launch(out_type, *arrays):
-        return mosaic.kernel(
-            functools.partial(_kernel, product, walk),
-            out_type=out_type,
-            scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
-            compiler_params=plgpu.CompilerParams(
-                # Threads have to meet where results are staged, and do there.
-                unsafe_no_auto_barriers=True
-            ),
-            kernel_name="matmul_groups" if product.group else "matmul",
-            grid=(min(walk.total, blocks),),
-            grid_names=("sm",),
-            num_threads=tuning.warpgroups + 1,
-            thread_name="warpgroup",
-            **pair,
-        )(*arrays)
 
-    arrays = (a, b, a_scale, b_scale)
-    if not product.accumulate:
-        return launch(types, *arrays)
-    return pl.run_state(lambda refs: launch((), *arrays, *refs))(out)
+def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
+    m, n = walk.shape
+    columns = (n,)
+    if product.heads is not None:
+        own = n // (product.heads.queries + 2)
+        columns = (product.heads.queries * own, own, own)
+    found = [jax.ShapeDtypeStruct((m, c), product.out_dtype) for c in columns]
+    if product.group:
+        found.append(jax.ShapeDtypeStruct((m, n // product.group), jnp.bfloat16))
+    tiles = -(-n // walk.tuning.tile_n)
+    maxima = jax.ShapeDtypeStruct((tiles, m), jnp.float32)
+    return tuple(found), maxima if product.maxima else None
 
 
 def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
@@ -107,8 +118,9 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
 
 
 def _kernel(
-    product: Product, walk: Walk, a, b, a_scale, b_scale, *out, out_smem, **smem
-) -> None:
+    product: Product, walk: Walk, a, b, a_scale, b_scale, more, out, maxima,
+    out_smem, **smem
+) -> None:  # fmt: skip
     t = walk.tuning
     warpgroup = lax.axis_index("warpgroup")
     scales = None
@@ -122,7 +134,7 @@ def _kernel(
     @pl.when(warpgroup < t.warpgroups)
     def _():
         plgpu.set_max_registers(t.registers[1], action="increase")
-        tile = Tile(product, t, stages, a_scale, b_scale, out, out_smem)
+        tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
 
         @walk.tiles
         def _(number, rows, columns):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -84,6 +84,18 @@ class Tuning:
         )
 
 
+class Heads(NamedTuple):
+    """Columns of attention's heads: for every key head its queries, key and value.
+
+    Attributes:
+      size: Columns of a head.
+      queries: Query heads for each key head.
+    """
+
+    size: int
+    queries: int
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
     """What is computed, known when the kernel is compiled.
@@ -94,8 +106,10 @@ class Product:
         them to 14 bits or so, to float32; None for never.
       scaling: "tensor": one factor; "rows": one a row of a and one a column of b;
         "blocks": one for 1 x 128 of a, one for 128 x 128 of b.
-      accumulate: Whether the product is added to what the output holds.
+      accumulate: Whether it is added to an array.
       group: Neighbours of a row that get a scale; None for no quantization.
+      maxima: Whether the largest magnitudes of a tile's rows are kept.
+      heads: What columns of attention's heads are; None where they are none.
     """
 
     out_dtype: DTypeLike
@@ -103,3 +117,5 @@ class Product:
     scaling: Literal["tensor", "rows", "blocks"] = "tensor"
     accumulate: bool = False
     group: int | None = None
+    maxima: bool = False
+    heads: Heads | None = None

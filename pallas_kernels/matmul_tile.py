@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.codec import group_scale
+from pallas_kernels.codec import floats, group_scale, magnitude_bits
 from pallas_kernels.matmul_plan import (
     BLOCK,
     PIECE_M,
@@ -32,17 +32,20 @@ class Tile:
     stages: Stages
     a_scale: Any
     b_scale: Any
+    more: tuple[Any, ...]
     out: tuple[Any, ...]
+    maxima: Any
     out_smem: Any
 
     def compute(self, number, rows, columns, part) -> None:
         """Multiplies and stores one of the tile's parts."""
         own = pl.ds(part * self.tuning.height, self.tuning.height)
+        added = self._added(rows, columns, own) if self.product.accumulate else None
         if self.product.promote is None:
             sums = (self._sum(number, own),)
         else:
             sums = self._promoted_sum(number, columns, own)
-        self._store(sums, rows, columns, own)
+        self._store(sums, added, rows, columns, own)
 
     def _sum(self, number, own):
         """Sums all of k in the tensor cores' accumulator."""
@@ -136,35 +139,128 @@ class Tile:
         block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
         return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
-    def _store(self, sums, rows, columns, own) -> None:
+    def _store(self, sums, added, rows, columns, own) -> None:
         """Scales, converts, and hands pieces to the copy engine."""
-        t = self.tuning
-        width, store_n = t.tile_n // len(sums), t.store_n(self.product)
+        largest = None
         out = [x.at[rows].at[own] for x in self.out]
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
-        scaled = self._scaling(rows, columns, own)
-        pieces = [
-            (i, j)
-            for i in range(0, t.height, PIECE_M)
-            for j in range(0, t.tile_n, store_n)
-        ]
-        for number, (i, j) in enumerate(pieces):
-            part, at = divmod(j, width)
-            value = sums[part][i : i + PIECE_M, at : at + store_n]
-            value = scaled(value, i, j)
-            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, store_n)
-            if self.product.accumulate:
-                before = plgpu.load(
-                    out[0].at[where], layout=plgpu.Layout.WGMMA, optimized=False
-                )
-                value = value + before.astype(jnp.float32)
+        pieces = self._scaled(sums, rows, columns, own)
+        if self.product.heads is not None:
+            pieces = self._turned(pieces, rows, columns, own)
+        for number, (i, j, value) in enumerate(pieces):
+            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, value.shape[1])
+            if added is not None:
+                value = value + next(added).astype(jnp.float32)
+            if self.product.maxima:
+                bits = magnitude_bits(value)
+                largest = bits if j == 0 else jnp.maximum(largest, bits)
+                if j + value.shape[1] == self.tuning.tile_n:
+                    tile = pl.cdiv(columns.start, self.tuning.tile_n)
+                    to = self.maxima.at[tile, rows].at[own].at[where[0]]
+                    to[...] = floats(jnp.max(largest, axis=1))
             if self.product.group:
                 value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
             staged[...] = value.astype(self.product.out_dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(staged, out[0].at[where])
+            self._send(staged, out, *where)
+
+    def _scaled(self, sums, rows, columns, own):
+        """Pieces of the tile that are stored at once, each with its row and column."""
+        t = self.tuning
+        width, store_n = t.tile_n // len(sums), t.store_n(self.product)
+        scaled = self._scaling(rows, columns, own)
+        for i in range(0, t.height, PIECE_M):
+            for j in range(0, t.tile_n, store_n):
+                part, at = divmod(j, width)
+                value = sums[part][i : i + PIECE_M, at : at + store_n]
+                yield i, j, scaled(value, i, j)
+
+    def _turned(self, pieces, rows, columns, own):
+        """The same, of queries and keys turned by the angles of their positions."""
+        heads, (cos, sin) = self.product.heads, self.more
+        half = heads.size // 2
+        for i, j, value in pieces:
+            head = [value]
+            while len(head) * value.shape[1] < heads.size:
+                head.append(next(pieces)[2])
+            start = lax.rem(rows.start + own.start + i, cos.shape[0])
+            positions = pl.ds(start, PIECE_M)
+
+            def turn(x, positions=positions):
+                first, second = x[:, :half], x[:, half:]
+                c, n = (
+                    plgpu.load(
+                        angles.at[positions],
+                        layout=plgpu.Layout.WGMMA,
+                        optimized=False,
+                    )
+                    for angles in (cos, sin)
+                )
+                turned = [first * c - second * n, second * c + first * n]
+                return jnp.concatenate(turned, axis=1)
+
+            _, index = self._head(columns.start + j)
+            is_value = index > heads.queries
+            head = jnp.concatenate(head, axis=1)
+            head = lax.cond(is_value, lambda x: x, turn, head)
+            for at in range(0, heads.size, value.shape[1]):
+                yield i, j + at, head[:, at : at + value.shape[1]]
+
+    def _head(self, column):
+        """Of which key head a column is, and which of its queries, key and value."""
+        size, queries = self.product.heads
+        head = lax.div(column, size)
+        return lax.div(head, queries + 2), lax.rem(head, queries + 2)
+
+    def _send(self, staged, out, rows, columns) -> None:
+        """Hands a piece to the copy engine."""
+        heads = self.product.heads
+        if heads is None:
+            plgpu.copy_smem_to_gmem(staged, out[0].at[rows, columns])
+            return
+        own, index = self._head(columns.start)
+        within = lax.rem(columns.start, heads.size)
+
+        def send(to, head):
+            start = head * heads.size + within
+            plgpu.copy_smem_to_gmem(staged, to.at[rows, pl.ds(start, columns.size)])
+
+        q, k, v = out
+        queries = heads.queries
+        pl.when(index < queries)(lambda: send(q, own * queries + index))
+        pl.when(index == queries)(lambda: send(k, own))
+        pl.when(index > queries)(lambda: send(v, own))
+
+    def _added(self, rows, columns, own):
+        """Pieces of what is added; each is asked for before the last one is used.
+
+        The first one is asked for now.
+        """
+        (array,), t = self.more, self.tuning
+        array = array.at[rows].at[own].at[:, columns]
+        store_n = t.store_n(self.product)
+        places = [
+            (pl.ds(i, PIECE_M), pl.ds(j, store_n))
+            for i in range(0, t.height, PIECE_M)
+            for j in range(0, t.tile_n, store_n)
+        ]
+
+        def load(place):
+            return plgpu.load(
+                array.at[place], layout=plgpu.Layout.WGMMA, optimized=False
+            )
+
+        first = load(places[0])
+
+        def pieces(ahead):
+            for place in places[1:]:
+                ahead, piece = load(place), ahead
+                yield piece
+            yield ahead
+
+        return pieces(first)
 
     def _scaling(self, rows, columns, own):
         """A function that scales what is at row i and column j of the tile."""

@@ -11,9 +11,19 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, matmul_kernel, tuning
-from pallas_kernels.matmul_plan import BLOCK, SCALES, TILE_K, Product, Tuning
-from pallas_kernels.quantize import quantize_groups
+from pallas_kernels.checks import check_shape
+from pallas_kernels.matmul_plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Heads,
+    Product,
+    Tuning,
+)
+from pallas_kernels.quantize import maxima, quantize_groups
 from pallas_kernels.reference import matmul as reference
+from pallas_kernels.reference.heads import split_heads
 from pallas_kernels.reference.quantize import Groups
 
 _ROWS = 8  # That the copy engine swizzles together.
@@ -29,9 +39,10 @@ def matmul(
     *,
     out_dtype: DTypeLike | None = None,
     promote: Literal[128, 256] | None = None,
+    keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> Float[Array, "... n"]:
+) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
     """The product a @ b.T of FP8 codes, scaled, and added to `accumulator`.
 
     Scales come in three kinds. One a tensor: scalars, which have to be powers of two.
@@ -44,11 +55,12 @@ def matmul(
       b: Codes, likewise, but one of the two is e4m3.
       a_scale: What codes of `a` are multiplied with, float32.
       b_scale: What codes of `b` are multiplied with, float32.
-      accumulator: What the product is added to, in the result's dtype. It is changed in
-        place where it is not needed afterwards.
+      accumulator: What the product is added to, in the result's dtype.
       out_dtype: bfloat16 or float32; by default the accumulator's dtype, or bfloat16.
       promote: After so many elements of k sums leave the tensor cores, which keep 14
         bits or so of what they add, for float32. With blocks it is after 128.
+      keep_maxima: Whether to return the largest magnitudes of parts of the product,
+        float32, as well, as `maxima` finds them.
       implementation: What to run; None means the kernel where it can run and is faster.
       tuning: How to lay the kernel over the GPU; None means as measured.
 
@@ -70,6 +82,7 @@ def matmul(
         promote=BLOCK if call.scaling == "blocks" else promote,
         scaling=call.scaling,
         accumulate=accumulator is not None,
+        maxima=keep_maxima,
     )
     _check_result(product, call, accumulator)
     if accumulator is not None:
@@ -79,9 +92,12 @@ def matmul(
         y = reference.matmul(
             *call.arrays, accumulator, out_dtype=out_dtype, promote=promote
         )
+        largest = maxima(y) if keep_maxima else None
     else:
-        (y,) = _run(product, call, tuning, accumulator)
-    return y.reshape(*a.shape[:-1], call.n)
+        added = () if accumulator is None else (accumulator,)
+        (y,), largest = _run(product, call, tuning, *added)
+    y = y.reshape(*a.shape[:-1], call.n)
+    return (y, largest) if keep_maxima else y
 
 
 def matmul_groups(
@@ -137,10 +153,84 @@ def matmul_groups(
             y, dtype=dtype, group=group, implementation=implementation
         )
     else:
-        codes, scale = _run(product, call, tuning)
+        (codes, scale), _ = _run(product, call, tuning)
     leading = a.shape[:-1]
     scale = scale.reshape(*leading, call.n // group)
     return Groups(codes.reshape(*leading, call.n), scale)
+
+
+def matmul_heads(
+    a: Float[Array, "b s k"],
+    b: Float[Array, "columns k"],
+    a_scale: Float[Array, "..."],
+    b_scale: Float[Array, "..."],
+    cos: Float[Array, "s h"],
+    sin: Float[Array, "s h"],
+    *,
+    num_kv_heads: int,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
+    """The product a @ b.T as attention's queries, keys and values.
+
+    For every key head the product has its queries, then its key, then its value, of
+    which `join_heads` computes the gradient. Queries and keys are turned in float32:
+    with angles' cosines and sines what was [x, y], a head's halves, becomes
+    [x cos - y sin, y cos + x sin]. The product itself is never in memory. See `matmul`
+    for other arguments and errors.
+
+    Args:
+      a: Codes, as for `matmul`.
+      b: Likewise, columns = (n + 2 m) d.
+      a_scale: A scalar, or one a row of `a`.
+      b_scale: A scalar, or one a row of `b`.
+      cos: Cosines of the positions' angles, float32, h = d / 2.
+      sin: Their sines, float32.
+      num_kv_heads: Number of key heads, m.
+      out_dtype: bfloat16 or float32.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a, b = (jnp.ones(n, jnp.float8_e4m3fn) for n in ((1, 3, 16), (64, 16)))
+      >>> angle = jnp.zeros((3, 4))
+      >>> q, k, v = pallas_kernels.matmul_heads(
+      ...     a, b, 1.0, 1.0, jnp.cos(angle), jnp.sin(angle), num_kv_heads=2
+      ... )
+      >>> q.shape, k.shape, v.shape
+      ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
+    """
+    call = _Call.of(a, b, a_scale, b_scale)
+    if call.scaling == "blocks":
+        raise ValueError("scales for blocks are for `matmul` only")
+    if a.ndim != 3:
+        raise ValueError(f"a must be [b, s, k], got {a.shape}")
+    _, s, _ = a.shape
+    half = cos.shape[-1]
+    heads, rest = divmod(call.n, max(2 * half, 1))
+    check_shape("cos", cos, (s, half))
+    check_shape("sin", sin, (s, half))
+    if num_kv_heads < 1 or rest or heads % num_kv_heads or heads < 3 * num_kv_heads:
+        raise ValueError(
+            f"b must have (n + 2 m) d rows, got {call.n} with m = {num_kv_heads} and "
+            f"d = {2 * half}"
+        )
+    product = Product(
+        out_dtype=jnp.dtype(out_dtype),
+        scaling=call.scaling,
+        heads=Heads(size=2 * half, queries=heads // num_kv_heads - 2),
+    )
+    _check_result(product, call, None)
+    angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
+        y = y.reshape(*a.shape[:-1], call.n)
+        return split_heads(y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype)
+    heads, _ = _run(product, call, tuning, *angles)
+    return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -233,13 +323,15 @@ def _choose(
         obstacle = f"n must be a multiple of {BLOCK}, got {n}"
     elif chosen is None:
         obstacle = f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
+    elif product.heads and call.leading[-1] % PIECE_M:
+        obstacle = f"positions must be a multiple of {PIECE_M}, got {call.leading[-1]}"
     else:
         obstacle = tuning.obstacle(product, chosen, m, n)
     if obstacle is None and measured is None and implementation is None:
         obstacle = f"XLA is faster for {m} x {n} x {k}"
-    operation = "matmul_groups" if product.group else "matmul"
+    kind = "_groups" if product.group else "_heads" if product.heads else ""
     picked = dispatch.choose(
-        implementation, obstacle, operation=operation, arrays=call.arrays
+        implementation, obstacle, operation=f"matmul{kind}", arrays=call.arrays
     )
     return chosen if picked == "mosaic" else None
 
@@ -248,26 +340,23 @@ def _run(
     product: Product,
     call: _Call,
     tuning: Tuning,
-    accumulator: Array | None = None,
-) -> tuple[Array, ...]:
-    shapes = [jax.ShapeDtypeStruct((call.m, call.n), product.out_dtype)]
-    if product.group:
-        shape = (call.m, call.n // product.group)
-        shapes.append(jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    *more: Array,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """What `matmul_kernel.run` returns; maxima with one axis, and rounded alike."""
 
     @jax.custom_batching.sequential_vmap
-    def kernel(a, b, a_scale, b_scale, accumulator):
+    def kernel(a, b, a_scale, b_scale, more):
         if product.scaling == "tensor":
             a_scale, b_scale = a_scale[None], b_scale[None]
         if product.scaling == "blocks":
             a_scale = a_scale.T
             b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
-        out = tuple(shapes)
-        arrays = (a, b, a_scale, b_scale)
-        if accumulator is not None:
-            # See `adam_kernel.run`.
-            arrays, out = lax.optimization_barrier((arrays, (accumulator,)))
-        y = matmul_kernel.run(product, *arrays, out, tuning, dispatch.multiprocessors())
-        return lax.optimization_barrier(y) if product.accumulate else y
+        arrays = (a, b, a_scale, b_scale, more)
+        return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
 
-    return kernel(*call.arrays, accumulator)
+    out, largest = kernel(*call.arrays, more)
+    if largest is not None:
+        largest = largest.reshape(-1)
+        if product.out_dtype == jnp.bfloat16:
+            largest = lax.reduce_precision(largest, 8, 7)
+    return out, largest

@@ -40,6 +40,15 @@ def candidates(product: Product) -> list[Tuning]:
             turns(**wider, cluster="m"),
         ]
     tall = {"tile_m": 256, "tile_n": 128}
+    if product.heads:
+        return [
+            turns(**narrow),
+            turns(**narrow, width=4),
+            turns(**narrow, cluster="m"),
+            Tuning(**tall, cluster="n"),
+            Tuning(cluster="m"),
+            Tuning(),
+        ]
     return [
         turns(**wide, width=4),
         turns(**wide),
@@ -67,8 +76,10 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
         return f"{PIECE_M} rows a warpgroup and equal parts are needed, got {tuning}"
     if product.scaling == "blocks" and tuning.tile_n != BLOCK:
         return f"tiles need the {BLOCK} columns of a block, got {tuning.tile_n}"
-    if product.accumulate and not divides(tuning, m, n):
-        return f"{tiles} overlap in {m} x {n}, and would be added twice"
+    if product.heads and (
+        tuning.tile_n % product.heads.size or product.heads.size % columns
+    ):
+        return f"{tiles} are no whole heads of {product.heads.size}"
     return None
 
 
@@ -77,13 +88,8 @@ def needs(product: Product) -> str:
     tried = candidates(product)
     rows, columns = min(t.tile_m for t in tried), min(t.tile_n for t in tried)
     multiple = min(t.store_n(product) for t in tried)
-    whole = ", and to be whole tiles" if product.accumulate else ""
-    return f"{rows} x {columns} or more, n a multiple of {multiple}{whole}"
-
-
-def divides(tuning: Tuning, m: int, n: int) -> bool:
-    """Whether no tiles overlap."""
-    return m % tuning.span[0] == 0 and n % tuning.span[1] == 0
+    heads = f", heads that divide {columns}" if product.heads else ""
+    return f"{rows} x {columns} or more, n a multiple of {multiple}{heads}"
 
 
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
@@ -92,11 +98,7 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     if measured == "xla":
         # With a scale for each row XLA writes the product in float32 first.
         return heuristic(product, m, n) if product.scaling == "rows" else None
-    if measured is not None:
-        tiles = Tuning(**measured)
-        if obstacle(product, tiles, m, n) is None:  # Measured without accumulation.
-            return tiles
-    return heuristic(product, m, n)
+    return heuristic(product, m, n) if measured is None else Tuning(**measured)
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
@@ -121,6 +123,8 @@ def key(product: Product, m: int, n: int, k: int) -> str:
     kind = product.scaling if product.scaling == "blocks" else "tensor"
     kind += f", promote {product.promote}" if product.promote else ""
     kind += f", groups of {product.group}" if product.group else ""
+    kind += f", heads of {product.heads.size}" if product.heads else ""
+    kind += ", added" if product.accumulate else ""
     return f"{m} x {n} x {k}, {kind}"
 
 

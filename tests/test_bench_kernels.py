@@ -35,10 +35,13 @@ def test_products_are_of_every_layer_and_pass():
 @pytest.mark.parametrize("kernel", kernel_cases.PRODUCTS)
 def test_products_run_on_their_operands(kernel):
     product = kernel_cases.PRODUCTS[kernel]
-    operands = kernel_cases.operands((16, 128, 256), product.scaling)
+    operands = kernel_cases.operands(kernel, (16, 384, 256))
     call = functools.partial(kernel_cases.run_product, kernel)
     y = jax.tree.leaves(call(*operands, implementation="reference", tuning=None))[0]
-    assert (y.shape, y.dtype) == ((16, 128), product.out_dtype)
+    shape = (1, 16, 1, 128) if kernel == "heads" else (16, 384)
+    assert (y.shape, y.dtype) == (shape, product.out_dtype)
+    theirs = jax.tree.leaves(bench_kernels.xla(kernel, *operands))[0]
+    assert (theirs.shape, theirs.dtype) == (y.shape, y.dtype)
 
 
 def test_times_are_of_each_function_and_errors_are_returned():

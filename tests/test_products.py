@@ -101,18 +101,103 @@ def test_products_are_float64s_but_for_rounding(
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_products_are_added_to_an_accumulator(implementation, dtype):
-    shape = (128, 256, 256)
+@pytest.mark.parametrize(
+    ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
+)
+def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
+    shape = (128, 256, 256)  # Of which odd tiles compute some columns twice.
     a, b, wide_a, wide_b = operands(shape)
     before = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
     y = run(
         pallas_kernels.matmul, implementation, a, b, 0.5, 1.0, jnp.asarray(before),
-        tuning=SMALL,
+        tuning=tuning,
     )  # fmt: skip
     assert y.dtype == dtype
     expected = 0.5 * wide_a @ wide_b.T + before.astype(np.float64)
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("dtype", "tuning"), [(BF16, SMALL), (F32, TURNS), (BF16, ODD)]
+)
+def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
+    a, b, *_ = operands((256, 384, 128), seed=5)
+    y, largest = run(
+        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0,
+        out_dtype=dtype, keep_maxima=True, tuning=tuning,
+    )  # fmt: skip
+    assert (largest.ndim, largest.dtype) == (1, F32)
+    assert float(largest.max()) == np.abs(np.asarray(y, np.float32)).max()
+    y, largest = run(
+        pallas_kernels.matmul, implementation, a.at[200, 7].set(jnp.nan), b,
+        keep_maxima=True, tuning=tuning,
+    )  # fmt: skip
+    assert np.isnan(np.asarray(y, np.float32)).any(), y
+    assert np.isnan(np.asarray(largest).max())
+
+
+def in_heads(y, angles, kv_heads):
+    """Queries, keys and values of [b, s, columns], turned, in float64."""
+    b, s, _ = y.shape
+    half = angles.shape[1]
+    y = y.reshape(b, s, kv_heads, -1, 2, half)
+    phase = np.exp(1j * angles)[:, None, None]
+    turned = (y[..., 0, :] + 1j * y[..., 1, :]) * phase
+    turned = np.concatenate([turned.real, turned.imag], axis=-1)
+    values = np.concatenate([y[..., -1, 0, :], y[..., -1, 1, :]], axis=-1)
+    return turned[..., :-2, :].reshape(b, s, -1, 2 * half), turned[..., -2, :], values
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("heads", "size", "kind", "dtype", "tuning"),
+    [
+        ((1, 1), 128, "tensor", BF16, TURNS),
+        ((2, 1), 64, "rows", BF16, SMALL),
+        ((2, 2), 32, "rows", F32, NARROW),
+    ],
+)
+def test_products_are_turned_heads(implementation, heads, size, kind, dtype, tuning):
+    n, m = heads
+    shape = (256, (n + 2 * m) * size, 256)
+    a, b, wide_a, wide_b = operands(shape, seed=size)
+    a_scale, b_scale, by_a, by_b = scales(kind, shape)
+    angles = np.random.default_rng(3).uniform(0, 6, (64, size // 2))
+    if kind == "rows":
+        a_scale = a_scale.reshape(4, 64)
+    got = run(
+        pallas_kernels.matmul_heads, implementation, a.reshape(4, 64, 256), b,
+        a_scale, b_scale, *(jnp.asarray(f(angles), F32) for f in (np.cos, np.sin)),
+        num_kv_heads=m, out_dtype=dtype, tuning=tuning,
+    )  # fmt: skip
+    y = ((wide_a * by_a) @ (wide_b * by_b).T).reshape(4, 64, -1)
+    within = 2.0**-9 if dtype == BF16 else 2.0**-20
+    if jax.default_backend() == "gpu":
+        within += 2e-3
+    for x, expected in zip(got, in_heads(y, angles, m), strict=True):
+        assert (x.shape, x.dtype) == (expected.shape, dtype)
+        assert error(x, expected) < within
+
+
+def test_heads_that_do_not_go_together_are_named():
+    a, b = jnp.ones((8, 64, 128), E4M3), jnp.ones((384, 128), E4M3)
+    angles = [jnp.ones((64, 64))] * 2
+    call = functools.partial(pallas_kernels.matmul_heads, num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"a must be \[b, s, k\], got \(64, 128\)"):
+        call(a[0], b, 1.0, 1.0, *angles)
+    with pytest.raises(ValueError, match=r"cos must have the shape \(64, 64\)"):
+        call(a, b, 1.0, 1.0, angles[0][:3], angles[1])
+    with pytest.raises(ValueError, match="got 384 with m = 2 and d = 128"):
+        call(a, b, 1.0, 1.0, *angles, num_kv_heads=2)
+    with pytest.raises(ValueError, match="got 320 with m = 1 and d = 128"):
+        call(a, b[:320], 1.0, 1.0, *angles)
+    named = functools.partial(call, implementation="mosaic")
+    with pytest.raises(ValueError, match="a multiple of 64, got 32"):
+        named(a[:, :32], b, 1.0, 1.0, *(x[:32] for x in angles))
+    of_96 = [x[:, :48] for x in angles]
+    with pytest.raises(ValueError, match="are no whole heads of 96"):
+        named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
 @every_implementation
@@ -214,8 +299,6 @@ def test_what_does_not_go_together_is_named():
         kernel(tuning=Tuning(tile_n=128))
     with pytest.raises(ValueError, match="64 rows a warpgroup and equal parts"):
         kernel(tuning=Tuning(tile_n=16, warpgroups=3))
-    with pytest.raises(ValueError, match="n a multiple of 32, and to be whole tiles"):
-        kernel(1.0, 1.0, jnp.zeros((128, 272), F32))
     a, *scales = jnp.ones((256, 128), E4M3), jnp.ones((256, 1)), jnp.ones((2, 1))
     with pytest.raises(ValueError, match="the 128 columns of a block, got 256"):
         matmul(a, a, *scales, implementation="mosaic", tuning=SMALL)
@@ -298,11 +381,11 @@ def test_the_table_says_what_runs(monkeypatch):
     assert "XLA is faster for 256 x 512 x 384" in str(faster)
     assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128, stages=3)
     assert tuning.choose(product, 256, 512, 384) is None
-    # Tiles that overlap would be added twice to an accumulator.
-    table[tuning.key(product, 256, 256, 384)] = dataclasses.asdict(ODD)
-    assert tuning.choose(product, 256, 256, 384) == ODD
+    # What is added to an accumulator is measured by itself.
     added = dataclasses.replace(product, accumulate=True)
     assert tuning.choose(added, 256, 256, 384) == tuning.heuristic(added, 256, 256)
+    table[tuning.key(added, 256, 256, 384)] = dataclasses.asdict(ODD)
+    assert tuning.choose(added, 256, 256, 384) == ODD
 
 
 def test_the_table_holds_tiles_that_fit():
