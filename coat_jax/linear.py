@@ -252,7 +252,7 @@ def product(
     """
     columns = _weight_codes(w, "transposed", history=history)
     arrays = (codes, columns.transposed, scale, columns.scale, accumulator)
-    y = _matmul(*arrays, dtype=dtype)
+    y = _once(_matmul(*arrays, dtype=dtype))
     return y, columns._replace(row=None, transposed=None)
 
 
@@ -269,7 +269,7 @@ def product_heads(
     columns = _weight_codes(w, "transposed", history=history)
     arrays = (codes, columns.transposed, scale, columns.scale, *angles)
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
-    heads = kernels.matmul_heads(*arrays, **how)
+    heads = _once(kernels.matmul_heads(*arrays, **how))
     return heads, columns._replace(row=None, transposed=None)
 
 
@@ -307,6 +307,15 @@ def _matmul(*arrays, dtype, **how):
     if dtype in (jnp.bfloat16, jnp.float32):
         return kernels.matmul(*arrays, out_dtype=dtype, **how)
     return kernels.matmul(*arrays, out_dtype=jnp.float32).astype(dtype)
+
+
+def _once(result):
+    """A kernel's result where it may be saved for backward, and is read as well.
+
+    In a loop XLA fuses a kernel with what stacks its results, and runs it again for
+    other readers.
+    """
+    return lax.optimization_barrier(result)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

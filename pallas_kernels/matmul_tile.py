@@ -1,7 +1,9 @@
 """What a warpgroup does with a tile of a matrix product: sums, scales, stores."""
 
 import dataclasses
-import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -40,12 +42,18 @@ class Tile:
     def compute(self, number, rows, columns, part) -> None:
         """Multiplies and stores one of the tile's parts."""
         own = pl.ds(part * self.tuning.height, self.tuning.height)
+        # What these load is on its way while the tensor cores are busy.
+        scaled = self._scaling(rows, columns, own)
         added = self._added(rows, columns, own) if self.product.accumulate else None
+        angles = self._angles(rows, own) if self.product.heads else None
         if self.product.promote is None:
             sums = (self._sum(number, own),)
         else:
             sums = self._promoted_sum(number, columns, own)
-        self._store(sums, added, rows, columns, own)
+        pieces = self._scaled(sums, scaled)
+        if angles is not None:
+            pieces = self._turned(pieces, angles, columns)
+        self._store(pieces, added, rows, columns, own)
 
     def _sum(self, number, own):
         """Sums all of k in the tensor cores' accumulator."""
@@ -139,14 +147,11 @@ class Tile:
         block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
         return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
-    def _store(self, sums, added, rows, columns, own) -> None:
-        """Scales, converts, and hands pieces to the copy engine."""
+    def _store(self, pieces, added, rows, columns, own) -> None:
+        """Converts pieces and hands them to the copy engine."""
         largest = None
         out = [x.at[rows].at[own] for x in self.out]
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
-        pieces = self._scaled(sums, rows, columns, own)
-        if self.product.heads is not None:
-            pieces = self._turned(pieces, rows, columns, own)
         for number, (i, j, value) in enumerate(pieces):
             where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, value.shape[1])
             if added is not None:
@@ -166,47 +171,60 @@ class Tile:
             plgpu.commit_smem()
             self._send(staged, out, *where)
 
-    def _scaled(self, sums, rows, columns, own):
+    def _scaled(self, sums, scaled):
         """Pieces of the tile that are stored at once, each with its row and column."""
         t = self.tuning
         width, store_n = t.tile_n // len(sums), t.store_n(self.product)
-        scaled = self._scaling(rows, columns, own)
         for i in range(0, t.height, PIECE_M):
             for j in range(0, t.tile_n, store_n):
                 part, at = divmod(j, width)
                 value = sums[part][i : i + PIECE_M, at : at + store_n]
                 yield i, j, scaled(value, i, j)
 
-    def _turned(self, pieces, rows, columns, own):
+    def _turned(self, pieces, angles, columns):
         """The same, of queries and keys turned by the angles of their positions."""
-        heads, (cos, sin) = self.product.heads, self.more
-        half = heads.size // 2
+        size, queries = self.product.heads
+        half, width = size // 2, self._angles_held
+
+        def turn(x, y, cos, sin):
+            return x * cos - y * sin, y * cos + x * sin
+
+        def stay(x, y, *_):
+            return x, y
+
         for i, j, value in pieces:
             head = [value]
-            while len(head) * value.shape[1] < heads.size:
+            while len(head) * value.shape[1] < size:
                 head.append(next(pieces)[2])
-            start = lax.rem(rows.start + own.start + i, cos.shape[0])
-            positions = pl.ds(start, PIECE_M)
-
-            def turn(x, positions=positions):
-                first, second = x[:, :half], x[:, half:]
-                c, n = (
-                    plgpu.load(
-                        angles.at[positions],
-                        layout=plgpu.Layout.WGMMA,
-                        optimized=False,
-                    )
-                    for angles in (cos, sin)
-                )
-                turned = [first * c - second * n, second * c + first * n]
-                return jnp.concatenate(turned, axis=1)
-
-            _, index = self._head(columns.start + j)
-            is_value = index > heads.queries
             head = jnp.concatenate(head, axis=1)
-            head = lax.cond(is_value, lambda x: x, turn, head)
-            for at in range(0, heads.size, value.shape[1]):
+            _, index = self._head(columns.start + j)
+            turned = []
+            for at in range(0, half, width):
+                both = head[:, at : at + width], head[:, half + at : half + at + width]
+                of_both = (*both, *next(angles))
+                turned.append(lax.cond(index > queries, stay, turn, *of_both))
+            first, second = zip(*turned, strict=True)
+            head = jnp.concatenate([*first, *second], axis=1)
+            for at in range(0, size, value.shape[1]):
                 yield i, j + at, head[:, at : at + value.shape[1]]
+
+    @property
+    def _angles_held(self) -> int:
+        """How many angles of a position are in registers together."""
+        return math.gcd(self.product.heads.size // 2, 32)
+
+    def _angles(self, rows, own):
+        """Cosines and sines in the order in which heads are turned by them."""
+        t, size, width = self.tuning, self.product.heads.size, self._angles_held
+
+        def load(place):
+            i, _, at = place
+            start = lax.rem(rows.start + own.start + i, self.more[0].shape[0])
+            where = pl.ds(start, PIECE_M), pl.ds(at, width)
+            return [_load_tile(angles.at[where]) for angles in self.more]
+
+        starts = range(0, t.height, PIECE_M), range(0, t.tile_n, size)
+        return _ahead(load, itertools.product(*starts, range(0, size // 2, width)))
 
     def _head(self, column):
         """Of which key head a column is, and which of its queries, key and value."""
@@ -234,33 +252,18 @@ class Tile:
         pl.when(index > queries)(lambda: send(v, own))
 
     def _added(self, rows, columns, own):
-        """Pieces of what is added; each is asked for before the last one is used.
-
-        The first one is asked for now.
-        """
+        """Pieces of what is added."""
         (array,), t = self.more, self.tuning
         array = array.at[rows].at[own].at[:, columns]
         store_n = t.store_n(self.product)
-        places = [
-            (pl.ds(i, PIECE_M), pl.ds(j, store_n))
-            for i in range(0, t.height, PIECE_M)
-            for j in range(0, t.tile_n, store_n)
-        ]
 
         def load(place):
-            return plgpu.load(
-                array.at[place], layout=plgpu.Layout.WGMMA, optimized=False
+            return _load_tile(
+                array.at[pl.ds(place[0], PIECE_M), pl.ds(place[1], store_n)]
             )
 
-        first = load(places[0])
-
-        def pieces(ahead):
-            for place in places[1:]:
-                ahead, piece = load(place), ahead
-                yield piece
-            yield ahead
-
-        return pieces(first)
+        starts = range(0, t.height, PIECE_M), range(0, t.tile_n, store_n)
+        return _ahead(load, itertools.product(*starts))
 
     def _scaling(self, rows, columns, own):
         """A function that scales what is at row i and column j of the tile."""
@@ -273,10 +276,11 @@ class Tile:
             return lambda value, i, j: value
 
         a_scale = self.a_scale.at[rows].at[own]
-        rows_of = functools.cache(lambda i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]))
+        starts = range(0, self.tuning.height, PIECE_M)
+        of_rows = {i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
 
         def scaled(value, i, j):
-            value = value * lax.broadcast_in_dim(rows_of(i), shape, (0,))
+            value = value * lax.broadcast_in_dim(of_rows[i], shape, (0,))
             if self.b_scale.shape == (1,):
                 return value
             b_scale = plgpu.load(
@@ -306,6 +310,25 @@ class _Piece(NamedTuple):
 
     steps: list[Array]
     part: int
+
+
+def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
+    """What is at each place: the first loaded now, each when the last is asked for."""
+    first, *others = places
+    held = load(first)
+
+    def pieces(held):
+        for place in others:
+            before, held = held, load(place)
+            yield before
+        yield held
+
+    return pieces(held)
+
+
+def _load_tile(ref: Any) -> Array:
+    """Numbers in the order of sums."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _load_rows(ref: Any) -> Array:
