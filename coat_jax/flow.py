@@ -117,22 +117,24 @@ class Norm:
         out = kernels.norm(x, weight, scale="row", keep_groups=True, **how)
         return _Rows(out.y, out.scale), out.groups
 
-    def again(
-        self, x: kernels.Groups, weight: Array | None, scale: Float[Array, ""]
-    ) -> Float[Array, "h tokens"]:
-        """The transposed codes of the norm's output."""
-        how = dataclasses.asdict(self) | {"copies": "transposed"}
-        return kernels.norm(x, weight, scale=scale, **how).transposed
-
     def backward(
-        self, x: kernels.Groups, dy: Array, weight: Array | None, add: Array
-    ) -> tuple[Float[Array, "b s h"], Array | None]:
-        """The gradient of `x` plus `add`, and that of the weight."""
+        self,
+        x: kernels.Groups,
+        dy: Array,
+        weight: Array | None,
+        scale: Float[Array, ""],
+        add: Array,
+    ) -> tuple[Float[Array, "b s h"], Array | None, Float[Array, "h tokens"]]:
+        """The gradient of `x` plus `add`, that of the weight, and the output again.
+
+        That is the norm's, as transposed codes.
+        """
         fused = add.dtype == jnp.bfloat16
-        how = dataclasses.asdict(self) | {"add": add if fused else None}
-        out = kernels.norm_grad(x, dy, weight, **how)
+        how = {"y_scale": scale, "add": add if fused else None}
+        out = kernels.norm_grad(x, dy, weight, **dataclasses.asdict(self), **how)
         dx = out.dx if fused else out.dx + add
-        return dx, None if weight is None else out.dweight.astype(weight.dtype)
+        dweight = None if weight is None else out.dweight.astype(weight.dtype)
+        return dx, dweight, out.y
 
 
 class _Rows(NamedTuple):
@@ -180,8 +182,7 @@ def _attention_in_grads(norm, heads, residuals, cotangents):
     *dheads, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     dh = input_gradient(gradient, params["qkv"], weight.scale, dx.dtype)
-    h = norm.again(groups, params["norm"], scale)
-    dx, dnorm = norm.backward(groups, dh, params["norm"], dx)
+    dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
@@ -277,8 +278,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         inner_groups, *da, gate, a_scale, amax.get("gate_up_grad")
     )
     dh = input_gradient(inner, params["gate_up"], gate_up.scale, dy.dtype)
-    h = norm.again(groups, params["norm"], h_scale)
-    dx, dnorm = norm.backward(groups, dh, params["norm"], dy)
+    dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
     grads = {
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),

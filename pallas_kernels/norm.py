@@ -87,9 +87,7 @@ def norm(
         out = _forward(x, weight, bias, scale, keep_groups, add, how, tuning)
     if copies == "row":
         return out
-    # The kernel, where it can run, if the norm's does.
-    named = None if chosen == "mosaic" else "reference"
-    transposed = transpose(out.y, implementation=named)
+    transposed = _transposed(out.y, chosen)
     return out._replace(y=out.y if copies == "both" else None, transposed=transposed)
 
 
@@ -101,6 +99,7 @@ def norm_grad(
     kind: Kind = "rms",
     eps: float = 1e-5,
     with_bias: bool = False,
+    y_scale: Float[Array, ""] | None = None,
     add: Float[Array, "... n"] | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
@@ -114,6 +113,8 @@ def norm_grad(
       kind: As for `norm`.
       eps: As for `norm`.
       with_bias: Whether to return a bias' gradient too.
+      y_scale: Returns the norm's output again, of a norm without a bias, as transposed
+        e4m3 codes of y / y_scale, as the weights' gradient wants it.
       add: Added to dx before it is rounded, bfloat16: the gradient that goes around
         the norm.
       implementation: What to run; None means the kernel where it can run.
@@ -132,7 +133,11 @@ def norm_grad(
     """
     _check(kind)
     _check_shapes(x, {"weight": weight}, {"dy": dy, "add": add})
+    y_scale = scalar("y_scale", y_scale, None)
+    if with_bias and y_scale is not None:
+        raise ValueError("y_scale is for norms without a bias")
     how = {"kind": kind, "eps": float(eps)}
+    given = {"with_bias": with_bias, "y_scale": y_scale, "add": add}
     chosen = dispatch.choose(
         implementation,
         _obstacle(x, weight, None, add, dy),
@@ -140,20 +145,15 @@ def norm_grad(
         arrays=(x, dy, weight, add),
     )
     if chosen == "reference":
-        return reference.norm_grad(x, dy, weight, with_bias=with_bias, add=add, **how)
-    rows, n = _rows(x, add, dy), dy.shape[-1]
-    out = norm_kernel.backward(
-        Norm(n=n, **how),
-        rows,
-        Params(_grouped(weight)),
-        with_bias=with_bias,
-        tuning=tuning or _BACKWARD,
-    )
+        out = reference.norm_grad(x, dy, weight, **given, **how)
+    else:
+        out = _backward(x, dy, weight, **given, how=how, tuning=tuning)
+    return out._replace(y=None if out.y is None else _transposed(out.y, chosen))
 
-    def total(partial):
-        return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
 
-    return NormGrads(out.dx.reshape(dy.shape), total(out.dweight), total(out.dbias))
+def _transposed(y: Array, chosen: dispatch.Implementation) -> Array:
+    # The kernel, where it can run, if the norm's does.
+    return transpose(y, implementation=None if chosen == "mosaic" else "reference")
 
 
 def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
@@ -243,3 +243,21 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
         groups=groups,
         total=None if out.total is None else out.total.reshape(shape),
     )
+
+
+def _backward(x, dy, weight, with_bias, y_scale, add, how, tuning) -> NormGrads:
+    n = dy.shape[-1]
+    out = norm_kernel.backward(
+        Norm(n=n, **how),
+        _rows(x, add, dy),
+        Params(_grouped(weight)),
+        None if y_scale is None else reciprocal(y_scale).reshape(1),
+        with_bias=with_bias,
+        tuning=tuning or _BACKWARD,
+    )
+
+    def total(partial):
+        return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
+
+    y = None if out.y is None else out.y.reshape(dy.shape)
+    return NormGrads(out.dx.reshape(dy.shape), total(out.dweight), total(out.dbias), y)

@@ -104,9 +104,18 @@ def forward(
 
 @functools.partial(jax.jit, static_argnames=("norm", "with_bias", "tuning"))
 def backward(
-    norm: Norm, rows: Rows, params: Params, *, with_bias: bool, tuning: Tuning
+    norm: Norm,
+    rows: Rows,
+    params: Params,
+    inverse: Array | None,
+    *,
+    with_bias: bool,
+    tuning: Tuning,
 ) -> NormGrads:
-    """The gradients; those of parameters by thread block, [ctas * n / 16, 16]."""
+    """The gradients; those of parameters by thread block, [ctas * n / 16, 16].
+
+    `inverse` is 1 / scale of the output's codes, [1], if they are wanted.
+    """
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
     in_registers = count * n // LANES <= tuning.sums
@@ -119,9 +128,11 @@ def backward(
         dx=jax.ShapeDtypeStruct(rows.dy.shape, jnp.bfloat16),
         dweight=None if params.weight is None else partial,
         dbias=partial if with_bias else None,
+        y=None if inverse is None else jax.ShapeDtypeStruct(rows.dy.shape, CODES),
     )
 
-    def kernel(rows, params, out, *scratch):
+    def kernel(rows, params, inverse, out, *scratch):
+        inverse = None if inverse is None else inverse[0]
         sums = _Sums(norm, scratch)
         weight = norm.loader(params.weight, tuning.params)
 
@@ -154,17 +165,22 @@ def backward(
                     dx = dx + norm.load(row.add, tile)
                 to = norm.tile(share.row(out.dx, index), tile)
                 to[...] = dx.astype(jnp.bfloat16)
+                if inverse is not None:
+                    y = x if params.weight is None else x * weight(tile)
+                    to = norm.tile(share.row(out.y, index), tile)
+                    to[...] = (y * inverse).astype(CODES)
                 more = NormGrads(None, dy(tile) * x, dy(tile))
-                so_far = sums.add(so_far, tile, _present(more, out._replace(dx=None)))
+                so_far = sums.add(so_far, tile, _present(more, of_params))
             return so_far
 
+        of_params = out._replace(dx=None, y=None)
         own = [
-            share.row(ref, lax.axis_index("cta"))
-            for ref in _present(out, out._replace(dx=None))
+            share.row(ref, lax.axis_index("cta")) for ref in _present(out, of_params)
         ]
         sums.write(share.over(row, rows, sums.start(len(own))), own)
 
-    return share.launch("norm_grad", kernel, outputs, rows, params, scratch=scratch)
+    arrays = rows, params, inverse
+    return share.launch("norm_grad", kernel, outputs, *arrays, scratch=scratch)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -183,6 +183,10 @@ def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
             tuning=tuning, **how,
         )  # fmt: skip
 
+    def grad_and_output(x, dy, weight, scale, **how):
+        how |= {"kind": kind, "eps": EPS, "tuning": tuning}
+        return pk.norm_grad(x, dy, weight, y_scale=scale, **how)
+
     flat = values.reshape(-1, shape[-1]), wide(dy).reshape(-1, shape[-1])
     dx, dweight, dbias = expected_grad(*flat, weight, kind)
     dx = dx.reshape(shape)
@@ -199,6 +203,11 @@ def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
                 assert actual.dtype == F32
                 atol = 1e-5 * np.abs(expected).max()
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
+    out = run(implementation, grad_and_output, x, dy, weight, jnp.float32(SCALE))
+    assert_rounded(out.dx, dx, BF16)
+    y = expected_norm(values.reshape(-1, shape[-1]), weight, None, kind)
+    assert out.y.shape == y.shape[::-1]
+    assert_rounded(out.y.T, y, E4M3, SCALE)
 
 
 @every_implementation
@@ -308,6 +317,8 @@ def test_what_cannot_run_is_named():
         pk.norm(x, kind="batch")
     with pytest.raises(ValueError, match="needs a scalar scale, got 'row'"):
         pk.norm(x, scale="row", copies="both")
+    with pytest.raises(ValueError, match="y_scale is for norms without a bias"):
+        pk.norm_grad(x, x, with_bias=True, y_scale=jnp.float32(1))
     with pytest.raises(ValueError, match="need a bfloat16 x, got groups"):
         pk.norm(pk.quantize_groups(x), keep_groups=True)
 

@@ -49,11 +49,13 @@ class NormGrads(NamedTuple):
       dx: The gradient with respect to the norm's input, bfloat16 [..., n].
       dweight: That of the weight, float32 [n].
       dbias: That of the bias, float32 [n].
+      y: The norm's output again, float8_e4m3fn [n, tokens].
     """
 
     dx: Array
     dweight: Array | None
     dbias: Array | None
+    y: Array | None = None
 
 
 def norm(
@@ -88,12 +90,14 @@ def norm_grad(
     kind: Kind,
     eps: float,
     with_bias: bool,
+    y_scale: Float[Array, ""] | None,
     add: Float[Array, "... n"] | None,
 ) -> NormGrads:
-    """See `pallas_kernels.norm_grad`."""
+    """See `pallas_kernels.norm_grad`; with `y` as its rows."""
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
-    g = dy if weight is None else dy * weight.astype(jnp.float32)
+    w = 1.0 if weight is None else weight.astype(jnp.float32)
+    g = dy * w
     along = jnp.mean(g * standard, axis=-1, keepdims=True)
     dx = g - standard * along
     if kind == "layer":
@@ -106,6 +110,7 @@ def norm_grad(
         dx=dx.astype(jnp.bfloat16),
         dweight=None if weight is None else jnp.sum(dy * standard, axis=tokens),
         dbias=jnp.sum(dy, axis=tokens) if with_bias else None,
+        y=None if y_scale is None else _encoded(standard * w, y_scale).y,
     )
 
 
