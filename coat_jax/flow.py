@@ -319,11 +319,13 @@ def _gate_gradient(
         return factor * jnp.max(da_maxima) * _STEEPEST[gate]
 
     scale = scale_of(E5M2, history, bound)
-    how = {"activation": gate, "dtype": E5M2.dtype, "copies": "both"}
+    how = {"activation": gate, "dtype": E5M2.dtype}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
+    # Transposed when `da` is no longer there: BF16 takes as much memory.
+    transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
-    return Codes.found(codes, out.transposed, scale, maxima), out.product
+    return Codes.found(codes, transposed, scale, maxima), out.product
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

@@ -89,7 +89,7 @@ def run(
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
     wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
     out_type = [outputs(each, walk, count) for each, count in wanted]
-    staged = encoding.transposed is not None
+    staged = encoding.tiles
 
     def view(x):
         if not x.ndim:
@@ -160,7 +160,7 @@ def outputs(
     """The shapes and dtypes of what is written, by `ctas` if not the walk's."""
     rows, groups, group = walk.rows, walk.groups, walk.group
     shape = (rows, parts, groups, group)
-    if encoding.transposed is not None:  # The copy engine has no use for groups.
+    if encoding.tiles:  # The copy engine has no use for groups.
         shape = (rows, parts, groups * group)
 
     def like(dtype, shape=shape):
@@ -181,9 +181,12 @@ def outputs(
 
 def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     """For each part the tiles that the copy engine writes out."""
-    if encoding.transposed is None:
+    if not encoding.tiles:
         return []
     columns = walk.columns * walk.group
+    transposed = None
+    if encoding.transposed is not None:
+        transposed = plgpu.SMEM((columns, walk.strip_rows), encoding.transposed)
 
     def tile(dtype):
         return None if dtype is None else tile_of(dtype, walk)
@@ -191,7 +194,7 @@ def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
     tiles = Encoded(
         wide=tile(encoding.wide),
         row=tile(encoding.row),
-        transposed=plgpu.SMEM((columns, walk.strip_rows), encoding.transposed),
+        transposed=transposed,
     )
     return [tiles] * parts
 
@@ -355,7 +358,7 @@ class Sink:
             self._transpose(codes, part)
 
     def _write(self, name, strip, part, index):
-        if self._encoding.transposed is None:
+        if not self._encoding.tiles:
             getattr(self._out, name).at[index][...] = strip
             return
         strips = self._tiles.setdefault((part, name), [])

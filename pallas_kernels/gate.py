@@ -147,7 +147,7 @@ def gated_grad(
       dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: Which of the codes [..., 2, f] and their transpose [2 f, tokens] to
         return; tokens are all leading axes.
-      product_scale: With a transposed copy, returns that of the product too, its
+      product_scale: With a scale, returns the product's transposed copy too, its
         float8_e4m3fn codes for this scale, [f, tokens].
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
@@ -168,13 +168,14 @@ def gated_grad(
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None)
     product_scale = scalar("product_scale", product_scale, None)
-    if product_scale is not None and not transposed:
-        raise ValueError(f"product_scale needs a transposed copy, got {copies!r}")
+    with_product = product_scale is not None
+    if with_product and scale is None:
+        raise ValueError("product_scale needs a scale, got None")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, parts, n = gate_up.codes.shape
     check_shape("dy", dy, (*leading, n))
     tokens = math.prod(leading)
-    obstacle = _obstacle(tokens, n, transposed)
+    obstacle = _obstacle(tokens, n, transposed or with_product)
     chosen = dispatch.choose(
         implementation, obstacle, operation="gated_grad", arrays=(gate_up, dy)
     )
@@ -182,7 +183,7 @@ def gated_grad(
         how = {"row": row, "transposed": transposed, "dtype": dtype}
         how |= {"activation": activation, "scale": scale}
         return reference.gated_grad(gate_up, dy, product_scale=product_scale, **how)
-    with_product = product_scale is not None
+    encoding = _encoding(scale, dtype, row, transposed)
     out, *more = elementwise.run(
         ProductGrad(activation=activation, with_product=with_product),
         (
@@ -192,7 +193,7 @@ def gated_grad(
         scale,
         product_scale,
         name="gated_grad",
-        encoding=_encoding(scale, dtype, row, transposed),
+        encoding=dataclasses.replace(encoding, tiles=transposed or with_product),
         more=_PRODUCT if with_product else None,
         parts=parts,
         tuning=tuning,

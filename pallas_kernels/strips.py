@@ -27,7 +27,7 @@ class Tuning:
       elements: Of each array, what a lane reads before it computes.
       vector: Neighbours among these, 8 or 16. None means 8 where values of 16 bits or
         more are written, which then fill whole sectors of memory.
-      columns: Of a tile of 128 rows, where a transposed copy is written; 64 or 128.
+      columns: Of a tile of 128 rows, where there are tiles; 64 or 128.
     """
 
     elements: int = 32
@@ -47,6 +47,8 @@ class Encoding:
       denormals: Whether these codes tell denormal values from zeros.
       maxima: Whether to write the largest magnitude of each thread block's values, as
         `wide` has them.
+      tiles: Whether thread blocks handle tiles through shared memory, as they do where
+        there is a transposed copy.
     """
 
     wide: DTypeLike | None = None
@@ -55,6 +57,10 @@ class Encoding:
     transposed: DTypeLike | None = None
     denormals: bool = False
     maxima: bool = False
+    tiles: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tiles", self.tiles or self.transposed is not None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,7 +92,7 @@ class Walk:
         vector = tuning.vector or (GROUP if encoding.wide is None else GROUP // 2)
         strips = max(tuning.elements // vector, 1)
         strip_rows, strip_groups = vector, _ROW_GROUPS
-        if encoding.transposed is not None:
+        if encoding.tiles:
             strip_rows, strip_groups = LANES, 1
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
             strips = columns // GROUP

@@ -290,7 +290,7 @@ def test_long_rows_on_a_gpu(shape, kind):
     arguments = out.groups, x, weight
     out, expected = (run(i, grad, *arguments) for i in ("mosaic", "reference"))
     assert_rounded(out.dx, wide(expected.dx), BF16, slack=2**-8)
-    for actual, sums in zip(out[1:], expected[1:], strict=True):
+    for actual, sums in zip(out[1:3], expected[1:3], strict=True):
         atol = 1e-4 * float(jnp.abs(sums).max())
         np.testing.assert_allclose(actual, sums, rtol=0, atol=atol)
 

@@ -91,10 +91,10 @@ def gated_grad(
     dy = dy.astype(jnp.float32)
     grads = jnp.stack([dy * up * slope, dy * (gate * factor)], axis=-2)
     out = _encoded(grads, scale, dtype, row, transposed=False)
-    if not transposed:
-        return out
-    codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
-    out = out._replace(transposed=copies(codes, row=False, transposed=True).transposed)
+    if transposed:
+        codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
+        codes = copies(codes, row=False, transposed=True)
+        out = out._replace(transposed=codes.transposed)
     if product_scale is None:
         return out
     y = gate * factor * up
