@@ -94,7 +94,8 @@ def attention_in(
     if recipe.linear is None:
         return flow.attention_in(params, x, norm, heads)
     h = norm_of(recipe, norm)(params["norm"], x)
-    y = biased(recipe.linear(h, params["qkv"]), params.get("qkv_bias"))
+    y = linear.once(recipe.linear(h, params["qkv"]))
+    y = biased(y, params.get("qkv_bias"))
     return *recipe.pointwise(heads.split)(y), x
 
 
@@ -116,7 +117,7 @@ def attention_out(
         if recipe.linear is None:
             return flow.attention_out(params, o, x)
         y = recipe.linear(joined(o), params["out"])
-        return x + biased(y, params.get("out_bias"))
+        return linear.once(x + biased(y, params.get("out_bias")))
 
     return recipe.attention(segment)(params, q, k, v, x)
 
@@ -142,7 +143,8 @@ def gated_mlp(
     if recipe.linear is None:
         return flow.gated_mlp(params, x, norm, gate)
     h = norm_of(recipe, norm)(params["norm"], x)
-    y = biased(recipe.linear(h, params["gate_up"]), params.get("gate_up_bias"))
+    y = linear.once(recipe.linear(h, params["gate_up"]))
+    y = biased(y, params.get("gate_up_bias"))
     a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
     return x + biased(recipe.linear(a, params["down"]), params.get("down_bias"))
 

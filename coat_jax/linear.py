@@ -252,7 +252,7 @@ def product(
     """
     columns = _weight_codes(w, "transposed", history=history)
     arrays = (codes, columns.transposed, scale, columns.scale, accumulator)
-    y = _once(_matmul(*arrays, dtype=dtype))
+    y = once(_matmul(*arrays, dtype=dtype))
     return y, columns._replace(row=None, transposed=None)
 
 
@@ -269,7 +269,7 @@ def product_heads(
     columns = _weight_codes(w, "transposed", history=history)
     arrays = (codes, columns.transposed, scale, columns.scale, *angles)
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
-    heads = _once(kernels.matmul_heads(*arrays, **how))
+    heads = once(kernels.matmul_heads(*arrays, **how))
     return heads, columns._replace(row=None, transposed=None)
 
 
@@ -297,6 +297,15 @@ def weight_gradient(
     return Fp8Weight(dw, None) if isinstance(w, Fp8Weight) else dw
 
 
+def once(result):
+    """What products return, where it is read and may be saved for backward as well.
+
+    In a loop XLA fuses a product with what stacks its results, and runs it again for
+    other readers; not behind this barrier.
+    """
+    return lax.optimization_barrier(result)
+
+
 def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Codes:
     if isinstance(w, Fp8Weight):
         return w.codes
@@ -307,15 +316,6 @@ def _matmul(*arrays, dtype, **how):
     if dtype in (jnp.bfloat16, jnp.float32):
         return kernels.matmul(*arrays, out_dtype=dtype, **how)
     return kernels.matmul(*arrays, out_dtype=jnp.float32).astype(dtype)
-
-
-def _once(result):
-    """A kernel's result where it may be saved for backward, and is read as well.
-
-    In a loop XLA fuses a kernel with what stacks its results, and runs it again for
-    other readers.
-    """
-    return lax.optimization_barrier(result)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:
