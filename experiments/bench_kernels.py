@@ -3,7 +3,8 @@
     uv run python -m experiments.bench_kernels
 
 measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
-makes of its reference, and writes experiments/results/bench_kernels.json.
+makes of its reference, and writes experiments/results/bench_kernels.json. Kernels run
+one after the other; the largest products also on a chip that rests before each.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 import pallas_kernels
-from experiments import kernel_cases, timing
+from experiments import kernel_cases, profiling, timing
 from experiments.results import Bar, write_results
 from pallas_kernels import tuning
 from pallas_kernels.reference.heads import split_heads
@@ -29,6 +30,8 @@ from pallas_kernels.reference.heads import split_heads
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
+# In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
+_REST_S = 0.02
 
 
 def main() -> None:
@@ -36,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=("elementwise", "products"))
-    add("--kernel", help="elementwise kernels whose name has this in it")
+    add("--named", nargs="+", help="what has one of these in its name")
     add("--shapes", nargs="+", metavar="ROWS,N", help="of elementwise kernels")
     add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
     add("--models", nargs="+", choices=tuple(kernel_cases.MODELS))
@@ -60,10 +63,10 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
         shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
     cases: list[kernel_cases.Case | ProductCase] = []
     if "elementwise" in only:
-        found = (c for shape in shapes for c in kernel_cases.elementwise(shape))
-        cases += [c for c in found if (args.kernel or "") in c.kernel]
+        cases += (c for shape in shapes for c in kernel_cases.elementwise(shape))
     if "products" in only:
         cases += products(args)
+    cases = [c for c in cases if any(n in c.name for n in args.named or [""])]
     programs = map(_programs, cases)
     with ThreadPoolExecutor(8) as pool:
         compiling = pool.map(lambda call: timing.compile_all(*call), programs)
@@ -92,6 +95,11 @@ class ProductCase(NamedTuple):
 
     kernel: str
     product: kernel_cases.MatrixProduct
+
+    @property
+    def name(self) -> str:
+        """The kernel's, and the product's."""
+        return f"{self.kernel}, {self.product.name}"
 
     @property
     def chosen(self) -> tuning.Tuning | None:
@@ -170,7 +178,12 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     rate = 2 * m * n * k / 1e12
     row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}
     runs = "mosaic" if case.chosen else "xla"
-    return row | {"runs": runs, "tiles": str(case.tiles)}
+    row |= {"runs": runs, "tiles": str(case.tiles)}
+    if (m, n, k) == _CUBE:
+        call = functools.partial(compiled[0], [case.operands()])
+        rested = profiling.kernel_ms(call, rest_s=_REST_S)["products"] / 1e3
+        row["rested_tflop_per_s"] = rate / rested
+    return row
 
 
 def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
@@ -220,8 +233,11 @@ def bars(rows: list[Row]) -> list[Bar]:
         found.append(Bar.of(name, ">=", 1.15, geometric_mean(quantized)))
     for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
         if (kernel, "cube") in at:
-            rate = at[kernel, "cube"]["tflop_per_s"]
-            found.append(Bar.of(f"{kernel}, 8192^3, TFLOP/s", ">=", target, rate))
+            name = f"{kernel}, 8192^3, TFLOP/s"
+            cube = at[kernel, "cube"]
+            found.append(Bar.of(name, ">=", target, cube["tflop_per_s"]))
+            if rate := cube.get("rested_tflop_per_s"):
+                found.append(Bar.of(f"{name}, rested", ">=", target, rate))
     return found
 
 

@@ -41,6 +41,8 @@ class Case:
     draw: Callable[[Array], tuple[Any, ...]]
     size: float
 
+    name = property(lambda self: self.kernel)
+
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
     """Everything that reads and writes each element once."""

@@ -118,8 +118,8 @@ def _sums() -> Iterator[Case]:
 
 
 def _norm() -> Iterator[Case]:
-    def backward(x, dy, weight, add, **how):
-        return pk.norm_grad(x, dy, weight, add=add, **how)
+    def backward(x, dy, weight, add, y_scale=None, **how):
+        return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **how)
 
     def of_sum(x, weight, add, **how):
         how |= {"scale": "row", "keep_groups": True}
@@ -136,6 +136,8 @@ def _norm() -> Iterator[Case]:
         arrays = (_groups(*shape), x, weight, x)
         yield Case("layer norm with a bias", layer, (x, weight, weight))
         yield Case("rms norm, backward, added", backward, arrays)
+        with_output = (*arrays, _array(dtype=_F32))
+        yield Case("rms norm, backward, added, and the output", backward, with_output)
         yield Case("layer norm with a bias, backward, added", layer_backward, arrays)
     x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
     yield Case("rms norm of a sum", of_sum, (x, weight, x))
@@ -148,12 +150,15 @@ def _norm() -> Iterator[Case]:
 def _products() -> Iterator[Case]:
     m, n, k = 8192, 4096, 4096
     a, b, one = _array(m, k, dtype=_E4M3), _array(n, k, dtype=_E4M3), _array(dtype=_F32)
-    blocks = _array(m, k // 128, dtype=_F32), _array(n // 128, k // 128, dtype=_F32)
-    for kernel in kernel_cases.PRODUCTS:
-        scales = blocks if kernel == "blocks" else (one, one)
-        for tiles in tuning.candidates(kernel_cases.PRODUCTS[kernel]):
+    for kernel, product in kernel_cases.PRODUCTS.items():
+        shape = (m, 3 * n if product.heads else n, k)
+        arrays = jax.eval_shape(functools.partial(kernel_cases.operands, kernel, shape))
+        for tiles in tuning.candidates(product):
             call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
-            yield Case(f"{kernel}, {tiles}", call, (a, b, *scales))
+            yield Case(f"{kernel}, {tiles}", call, arrays)
+    for tiles in tuning.candidates(kernel_cases.PRODUCTS["product"]):
+        call = functools.partial(pk.matmul, keep_maxima=True, tuning=tiles)
+        yield Case(f"product and maxima, {tiles}", call, (a, b, one, one))
     accumulate = functools.partial(pk.matmul, out_dtype=_F32)
     sums, rows = (
         _array(m, n, dtype=_F32),

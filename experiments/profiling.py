@@ -3,6 +3,7 @@
 import collections
 import re
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,8 +29,16 @@ class Kernel(NamedTuple):
     end_ms: float
 
 
-def kernel_ms(function: Callable[[], Any], *, calls: int = 20) -> dict[str, float]:
+def kernel_ms(
+    function: Callable[[], Any], *, calls: int = 20, rest_s: float = 0.0
+) -> dict[str, float]:
     """Milliseconds of a call by kind of kernel, largest first, and of gaps between.
+
+    Args:
+      function: What is called.
+      calls: How many times.
+      rest_s: Seconds before each call in which the chip rests; after some it is as fast
+        as its clocks, and not as what it may draw for long.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
@@ -39,7 +48,11 @@ def kernel_ms(function: Callable[[], Any], *, calls: int = 20) -> dict[str, floa
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
+                if rest_s:
+                    time.sleep(rest_s)
                 result = function()
+                if rest_s:
+                    jax.block_until_ready(result)
             jax.block_until_ready(result)
         (trace,) = Path(folder).rglob("*.xplane.pb")
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))
