@@ -3,12 +3,15 @@
     uv run python -m experiments.bench_kernels
 
 measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
-makes of its reference, and writes experiments/results/bench_kernels.json. Kernels run
-one after the other; the largest products also on a chip that rests before each.
+makes of its reference, and writes experiments/results/bench_kernels.json. What is
+measured joins what is there, so that some can be measured again; each row says at which
+commit. Kernels run one after the other, the largest products also on a chip that rests
+before each.
 """
 
 import argparse
 import functools
+import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +26,7 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments import kernel_cases, profiling, timing
-from experiments.results import Bar, write_results
+from experiments.results import Bar, versions, write_results
 from pallas_kernels import tuning
 from pallas_kernels.reference.heads import split_heads
 
@@ -45,14 +48,25 @@ def main() -> None:
     add("--models", nargs="+", choices=tuple(kernel_cases.MODELS))
     add("--out", type=Path, default=Path("experiments/results/bench_kernels.json"))
     args = parser.parse_args()
-    rows: list[Row] = []
+    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
     for row in measured(args):
-        rows.append(row)
+        rows = joined(rows, row | {"commit": versions()["commit"]})
         write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows))
     for bar in bars(rows):
         verdict = "holds" if bar.holds else "missed"
         print(f"{bar.name}: {bar.measured:.4g} ({bar.target}: {verdict})")
+
+
+def joined(rows: list[Row], row: Row) -> list[Row]:
+    """Rows with one more, or with it in the place of what was measured before."""
+
+    def key(row: Row) -> tuple[str | None, ...]:
+        return row["kernel"], row["shape"], row.get("name")
+
+    keys = list(map(key, rows))
+    at = keys.index(key(row)) if key(row) in keys else len(rows)
+    return [*rows[:at], row, *rows[at + 1 :]]
 
 
 def measured(args: argparse.Namespace) -> Iterable[Row]:

@@ -58,7 +58,8 @@ def _end_to_end() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results["rows"]:
-        found = f"| {row['case']} | {row['batch']} "
+        mark = "\\*" if "xla_options" in row else ""
+        found = f"| {row['case']}{mark} | {row['batch']} "
         if "tokens_per_s" in row:
             ratio = row.get("ratio_to_bf16")
             found += f"| {row['tokens_per_s']:,.0f} "
@@ -68,6 +69,14 @@ def _end_to_end() -> str:
             found += f"| {row['error']} | - | - "
         sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
         lines.append(found + " ".join(f"| {size:.1f} GiB" for size in sizes) + " |")
+    if options := {
+        row["xla_options"] for row in results["rows"] if "xla_options" in row
+    }:
+        lines += [
+            "",
+            f"\\* With `{', '.join(options)}`. Else XLA runs a product twice that a "
+            "loop over layers both saves and reads.",
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -216,8 +225,10 @@ def _kernels() -> str:
         "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
         "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
         "worst of them. Where XLA is faster XLA runs. Quantized ones are compared with "
-        "cuBLASLt's product and our quantization behind it, blocks with a product "
-        "without them.",
+        "cuBLASLt's product and our quantization behind it, heads with XLA's turning "
+        "and splitting behind it, added ones with an addition, and these two and "
+        "blocks have more scales than what they are compared with. Kernels run one "
+        f"after the other, at what the chip may draw{_rested(rows)}.",
         "",
         "| | shapes | TFLOP/s | times cuBLASLt | at worst |",
         "| --- | --- | --- | --- | --- |",
@@ -230,6 +241,19 @@ def _kernels() -> str:
             f"| {geometric_mean(ratios):.2f} | {min(ratios):.2f} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _rested(rows: list[dict[str, Any]]) -> str:
+    """The rates on a chip that rests before each call."""
+    rates = {
+        row["kernel"]: f"{row['rested_tflop_per_s']:,.0f}"
+        for row in rows
+        if "rested_tflop_per_s" in row
+    }
+    if not rates:
+        return ""
+    listed = ", ".join(f"{kernel} {rate}" for kernel, rate in rates.items())
+    return f"; where it rests before each call, 8192^3 has {listed} TFLOP/s"
 
 
 def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:

@@ -55,6 +55,15 @@ def test_times_are_of_each_function_and_errors_are_returned():
     assert all(time > 0 for time in timing.seconds(compiled, [(x,), (x,)]))
 
 
+def test_what_is_measured_again_takes_its_place():
+    cube = {"kernel": "product", "shape": "1 x 1 x 1", "name": "cube"}
+    rows = [{"kernel": "add", "shape": "1 x 2", "ms": 1.0}, cube | {"ms": 2.0}]
+    again = rows[0] | {"ms": 3.0}
+    assert bench_kernels.joined(rows, again) == [again, rows[1]]
+    other = cube | {"kernel": "blocks"}
+    assert bench_kernels.joined(rows, other) == [*rows, other]
+
+
 def test_bars_and_table():
     quick = {"kernel": "add", "shape": "1 x 2", "ms": 1.0, "xla_ms": 2.0}
     quick |= {"ratio_to_xla": 2.0, "gb_per_s": 3.0, "copy_gb_per_s": 4.0}
