@@ -277,7 +277,14 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
     )
-    dh = input_gradient(inner, params["gate_up"], gate_up.scale, dy.dtype)
+    # The codes can go then, and only their transpose stays for the weights' gradient.
+    dh = input_gradient(
+        inner,
+        params["gate_up"],
+        gate_up.scale,
+        dy.dtype,
+        after=(inner.transposed,),
+    )
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
     grads = {
         "norm": dnorm,

@@ -278,13 +278,11 @@ def input_gradient(
     w: Weight,
     w_scale: Float[Array, ""],
     dtype: DTypeLike,
-    *,
-    keep_maxima: bool = False,
+    **how,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
-    """The gradient of a product's activations, and maybe maxima of its parts."""
+    """The gradient of a product's activations; `how` is as for `kernels.matmul`."""
     rows = _weight_codes(w, "row", scale=w_scale).row
-    arrays = (dy.row, rows, dy.scale, w_scale)
-    return _matmul(*arrays, dtype=dtype, keep_maxima=keep_maxima)
+    return _matmul(dy.row, rows, dy.scale, w_scale, dtype=dtype, **how)
 
 
 def weight_gradient(
@@ -315,7 +313,7 @@ def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Cod
 def _matmul(*arrays, dtype, **how):
     if dtype in (jnp.bfloat16, jnp.float32):
         return kernels.matmul(*arrays, out_dtype=dtype, **how)
-    return kernels.matmul(*arrays, out_dtype=jnp.float32).astype(dtype)
+    return kernels.matmul(*arrays, out_dtype=jnp.float32, **how).astype(dtype)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:
