@@ -31,6 +31,7 @@ from coat_jax.devices import on_one_device
 from coat_jax.linear import (
     Codes,
     Weight,
+    behind,
     input_gradient,
     largest,
     product,
@@ -277,14 +278,10 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
     )
-    # The codes can go then, and only their transpose stays for the weights' gradient.
-    dh = input_gradient(
-        inner,
-        params["gate_up"],
-        gate_up.scale,
-        dy.dtype,
-        after=(inner.transposed,),
-    )
+    # Weights are quantized again when `da` is gone. And when the codes are transposed:
+    # so they go with this product, and the weights' gradient can be next.
+    scale = behind(gate_up.scale, inner.transposed)
+    dh = input_gradient(inner, params["gate_up"], scale, dy.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
     grads = {
         "norm": dnorm,

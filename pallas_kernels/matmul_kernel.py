@@ -35,7 +35,6 @@ def run(
     a_scale: Array,
     b_scale: Array,
     more: tuple[Array, ...],
-    after: tuple[Array, ...],
     tuning: Tuning,
     sms: int,
 ) -> tuple[Array, ...]:
@@ -44,7 +43,6 @@ def run(
     Scales are [1] and [1], [m] and [n], [m] and [1] that is 1, or [k / 128, m] and
     [k / 128, n / 128], the last axis filled up to a multiple of 32. `more` is what it
     is added to, or the cosines and sines of heads' angles, [positions, size / 2].
-    `after` is not read.
 
     Returns:
       The product [m, n], codes and the scales of their groups, or queries, keys and
@@ -70,7 +68,7 @@ def run(
         num_threads=tuning.warpgroups + 1,
         thread_name="warpgroup",
         **pair,
-    )(a, b, a_scale, b_scale, more, after)
+    )(a, b, a_scale, b_scale, more)
 
 
 def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
@@ -120,7 +118,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
 
 
 def _kernel(
-    product: Product, walk: Walk, a, b, a_scale, b_scale, more, _, out, maxima,
+    product: Product, walk: Walk, a, b, a_scale, b_scale, more, out, maxima,
     out_smem, **smem
 ) -> None:  # fmt: skip
     t = walk.tuning

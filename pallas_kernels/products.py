@@ -40,7 +40,6 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     promote: Literal[128, 256] | None = None,
     keep_maxima: bool = False,
-    after: tuple[Array, ...] = (),
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
@@ -62,8 +61,6 @@ def matmul(
         bits or so of what they add, for float32. With blocks it is after 128.
       keep_maxima: Whether to return the largest magnitudes of parts of the product,
         float32, as well, as `maxima` finds them.
-      after: Arrays that the kernel does not read, and waits for: what they are computed
-        from need not be kept until after the product.
       implementation: What to run; None means the kernel where it can run and is faster.
       tuning: How to lay the kernel over the GPU; None means as measured.
 
@@ -98,7 +95,7 @@ def matmul(
         largest = maxima(y) if keep_maxima else None
     else:
         added = () if accumulator is None else (accumulator,)
-        (y,), largest = _run(product, call, tuning, *added, after=after)
+        (y,), largest = _run(product, call, tuning, *added)
     y = y.reshape(*a.shape[:-1], call.n)
     return (y, largest) if keep_maxima else y
 
@@ -344,21 +341,20 @@ def _run(
     call: _Call,
     tuning: Tuning,
     *more: Array,
-    after: tuple[Array, ...] = (),
 ) -> tuple[tuple[Array, ...], Array | None]:
     """What `matmul_kernel.run` returns; maxima with one axis, and rounded alike."""
 
     @jax.custom_batching.sequential_vmap
-    def kernel(a, b, a_scale, b_scale, *others):
+    def kernel(a, b, a_scale, b_scale, more):
         if product.scaling == "tensor":
             a_scale, b_scale = a_scale[None], b_scale[None]
         if product.scaling == "blocks":
             a_scale = a_scale.T
             b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
-        arrays = (a, b, a_scale, b_scale, *others)
+        arrays = (a, b, a_scale, b_scale, more)
         return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
 
-    out, largest = kernel(*call.arrays, more, after)
+    out, largest = kernel(*call.arrays, more)
     if largest is not None:
         largest = largest.reshape(-1)
         if product.out_dtype == jnp.bfloat16:

@@ -118,17 +118,6 @@ def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
 
 
 @every_implementation
-def test_what_a_product_waits_for_is_not_read(implementation):
-    a, b, wide_a, wide_b = operands((128, 256, 128))
-
-    def matmul(a, b, other, **how):
-        return pallas_kernels.matmul(a, b, after=(other,), tuning=SMALL, **how)
-
-    y = run(matmul, implementation, a, b, jnp.full((3, 5), jnp.nan))
-    assert error(y, wide_a @ wide_b.T) < 2.0**-8
-
-
-@every_implementation
 @pytest.mark.parametrize(
     ("dtype", "tuning"), [(BF16, SMALL), (F32, TURNS), (BF16, ODD)]
 )
