@@ -182,7 +182,9 @@ def _attention_in_grads(norm, heads, residuals, cotangents):
     amax = params.get("amax", {})
     *dheads, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
-    dh = input_gradient(gradient, params["qkv"], weight.scale, dx.dtype)
+    # Weights are quantized again not before attention's backward pass is over.
+    weight_scale = behind(weight.scale, gradient.transposed)
+    dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx)
     grads = {
         "norm": dnorm,
@@ -278,10 +280,10 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
     )
-    # Weights are quantized again when `da` is gone. And when the codes are transposed:
-    # so they go with this product, and the weights' gradient can be next.
-    scale = behind(gate_up.scale, inner.transposed)
-    dh = input_gradient(inner, params["gate_up"], scale, dy.dtype)
+    # And not before `da` is gone and its gradients' codes are transposed, so that these
+    # go with this product, and the weights' gradient can be next.
+    weight_scale = behind(gate_up.scale, inner.transposed)
+    dh = input_gradient(inner, params["gate_up"], weight_scale, dy.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
     grads = {
         "norm": dnorm,

@@ -107,14 +107,10 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, _ASSEMBLER: metadata.version(_ASSEMBLER)}
 
 
-def resources(fn: Callable, *args: Any) -> Resources:
-    """Compiles fn(*args), of abstract arrays, and says what its kernels take.
-
-    Only once a process for each kernel: the compiler says nothing of one that it knows.
-
-    Raises:
-      ValueError: If there is no kernel that was not compiled before.
-    """
+def compiled(
+    fn: Callable, *args: Any, options: dict[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compiles fn(*args), of abstract arrays, with options of XLA's."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=_TARGET
     )
@@ -124,8 +120,21 @@ def resources(fn: Callable, *args: Any) -> Resources:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     args = jax.tree.map(placed, args)
-    with _output() as lines, use_abstract_mesh(_MESH):
-        jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).compile()
+    with use_abstract_mesh(_MESH):
+        lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
+        return lowered.compile(options)
+
+
+def resources(fn: Callable, *args: Any) -> Resources:
+    """Compiles fn(*args), of abstract arrays, and says what its kernels take.
+
+    Only once a process for each kernel: the compiler says nothing of one that it knows.
+
+    Raises:
+      ValueError: If there is no kernel that was not compiled before.
+    """
+    with _output() as lines:
+        compiled(fn, *args)
     text = "".join(lines)
     registers = _numbers(r"Used (\d+) registers", text)
     if not registers:

@@ -1,4 +1,7 @@
-"""Every kernel compiles for an H200, without spills, and takes no more than it did."""
+"""What is compiled for an H200: kernels without spills, backward in little memory.
+
+Neither needs a GPU.
+"""
 
 import json
 import os
@@ -6,10 +9,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
+from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from experiments import kernel_cases, sm90
+from coat_jax import blocks
+from experiments import kernel_cases, layer_cases, sm90
 from experiments.kernel_resources import FAMILIES, RESULTS
+from experiments.timing import OPTIONS
+from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parent.parent
 _RECORDED = json.loads(RESULTS.read_text())
@@ -32,7 +40,12 @@ def by_case(rows):
     return {(row["kernel"], row["shape"]): row for row in rows}
 
 
-@pytest.mark.skipif(sm90.missing() is not None, reason=str(sm90.missing()))
+needs_compiler = pytest.mark.skipif(
+    sm90.missing() is not None, reason=str(sm90.missing())
+)
+
+
+@needs_compiler
 @pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_compile_and_take_no_more_than_recorded(family):
     rows = compiled(family)
@@ -56,3 +69,22 @@ def test_all_families_are_recorded_without_spills():
     measured = {case.kernel for case in kernel_cases.elementwise((8192, 4096))}
     assert measured <= {row["kernel"] for row in _RECORDED["rows"]}
     assert all(row["spill_bytes"] == 0 for row in _RECORDED["rows"])
+
+
+@needs_compiler
+def test_backward_takes_no_more_memory_than_bf16s(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(blocks, "_has_flash_attention", lambda q: True)
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+    sizes = {"hidden": 2048, "intermediate": 5504, "kv_heads": 16, "head_dim": 128}
+    shape = layer_cases.Shape(seq=2048, batch=4, **sizes)
+    x = shape.input()
+
+    def temporaries(case):
+        apply, state = layer_cases.layer(layer_cases.CASES[case], shape)
+        vjp = jax.eval_shape(lambda state, x: jax.vjp(apply, state, x)[1], state, x)
+        backward = sm90.compiled(lambda vjp, dy: vjp(dy), vjp, x, options=OPTIONS)
+        return backward.memory_analysis().temp_size_in_bytes
+
+    assert 0 < temporaries("coat") <= temporaries("bf16")
