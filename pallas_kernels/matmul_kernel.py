@@ -53,7 +53,6 @@ def run(
     walk = Walk(tuning, (a.shape[0], b.shape[0], a.shape[1]))
     blocks = sms // (2 if tuning.cluster else 1)
     pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
-    kind = "_groups" if product.group else "_heads" if product.heads else ""
     return mosaic.kernel(
         functools.partial(_kernel, product, walk),
         out_type=_outputs(product, walk),
@@ -62,7 +61,7 @@ def run(
             # Threads have to meet where results are staged, and do there.
             unsafe_no_auto_barriers=True
         ),
-        kernel_name=f"matmul{kind}",
+        kernel_name=product.name,
         grid=(min(walk.total, blocks),),
         grid_names=("sm",),
         num_threads=tuning.warpgroups + 1,

@@ -119,3 +119,8 @@ class Product:
     group: int | None = None
     maxima: bool = False
     heads: Heads | None = None
+
+    @property
+    def name(self) -> str:
+        """The operation's and its kernel's."""
+        return f"matmul{'_groups' if self.group else '_heads' if self.heads else ''}"

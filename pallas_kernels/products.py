@@ -229,8 +229,8 @@ def matmul_heads(
         y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
         y = y.reshape(*a.shape[:-1], call.n)
         return split_heads(y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype)
-    heads, _ = _run(product, call, tuning, *angles)
-    return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in heads)
+    out, _ = _run(product, call, tuning, *angles)
+    return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -329,9 +329,8 @@ def _choose(
         obstacle = tuning.obstacle(product, chosen, m, n)
     if obstacle is None and measured is None and implementation is None:
         obstacle = f"XLA is faster for {m} x {n} x {k}"
-    kind = "_groups" if product.group else "_heads" if product.heads else ""
     picked = dispatch.choose(
-        implementation, obstacle, operation=f"matmul{kind}", arrays=call.arrays
+        implementation, obstacle, operation=product.name, arrays=call.arrays
     )
     return chosen if picked == "mosaic" else None
 
