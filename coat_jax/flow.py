@@ -126,9 +126,9 @@ class Norm:
         scale: Float[Array, ""],
         add: Array,
     ) -> tuple[Float[Array, "b s h"], Array | None, Float[Array, "h tokens"]]:
-        """The gradient of `x` plus `add`, that of the weight, and the output again.
+        """The gradient of `x` plus `add`, that of the weight, and the norm's output.
 
-        That is the norm's, as transposed codes.
+        The output comes again as transposed codes.
         """
         fused = add.dtype == jnp.bfloat16
         how = {"y_scale": scale, "add": add if fused else None}
@@ -166,9 +166,9 @@ def _attention_in(params, x, norm, heads):
     h, groups = norm.forward(x, params["norm"])
     history = amax.get("qkv")
     if (bias := params.get("qkv_bias")) is None:
-        angles = heads.angles(x.shape[1])
+        how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
         split, weight = product_heads(
-            *h, params["qkv"], x.dtype, angles, heads.num_kv_heads, history=history
+            *h, params["qkv"], x.dtype, history=history, **how
         )
     else:
         y, weight = product(*h, params["qkv"], x.dtype, history=history)
@@ -280,8 +280,9 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
     )
-    # And not before `da` is gone and its gradients' codes are transposed, so that these
-    # go with this product, and the weights' gradient can be next.
+    # Weights are quantized again not before `da` is gone and the codes of its gradients
+    # are transposed, so that they go with this product, and the weights' gradient can
+    # be next.
     weight_scale = behind(gate_up.scale, inner.transposed)
     dh = input_gradient(inner, params["gate_up"], weight_scale, dy.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)

@@ -250,10 +250,8 @@ def product(
     Returns:
       The product, and the weight's scale and maximum, without its codes.
     """
-    columns = _weight_codes(w, "transposed", history=history)
-    arrays = (codes, columns.transposed, scale, columns.scale, accumulator)
-    y = once(_matmul(*arrays, dtype=dtype))
-    return y, columns._replace(row=None, transposed=None)
+    multiply = partial(_matmul, dtype=dtype)
+    return _product_by(multiply, codes, scale, w, history, accumulator)
 
 
 def product_heads(
@@ -266,11 +264,15 @@ def product_heads(
     history: Float[Array, " length"] | None = None,
 ) -> tuple[tuple[Array, Array, Array], Codes]:
     """`product` as queries, keys and values, which `matmul_heads` describes."""
-    columns = _weight_codes(w, "transposed", history=history)
-    arrays = (codes, columns.transposed, scale, columns.scale, *angles)
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
-    heads = once(kernels.matmul_heads(*arrays, **how))
-    return heads, columns._replace(row=None, transposed=None)
+    multiply = partial(kernels.matmul_heads, **how)
+    return _product_by(multiply, codes, scale, w, history, *angles)
+
+
+def _product_by(multiply, codes, scale, w, history, *more):
+    columns = _weight_codes(w, "transposed", history=history)
+    y = once(multiply(codes, columns.transposed, scale, columns.scale, *more))
+    return y, columns._replace(row=None, transposed=None)
 
 
 def input_gradient(

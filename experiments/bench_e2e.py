@@ -11,7 +11,6 @@ measured joins what the results file has, so that cases can be measured one by o
 
 import argparse
 import dataclasses
-import json
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from experiments import results
 from experiments.error_tables import bars as bars_table
 from experiments.layer_cases import CASES, PLAIN
 from experiments.model_step import Model, measure_alone
@@ -98,7 +98,7 @@ def known_rows(path: Path, model: Model) -> list[Row]:
     Raises:
       ValueError: If it has another model's.
     """
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = results.known_rows(path)
     for row in rows:
         if any(row[name] != size for name, size in dataclasses.asdict(model).items()):
             raise ValueError(f"{path} is of another model; name another --out")
@@ -122,8 +122,7 @@ def measured(case: str, model: Model, batch: int, steps: int) -> Row:
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Rows with one more, or with it in the place of what was measured before."""
-    others = [other for other in rows if _key(other) != _key(row)]
-    return sorted([*others, row], key=_key)
+    return sorted(results.joined(rows, row, _key), key=_key)
 
 
 def _key(row: Row) -> tuple[int, int]:

@@ -11,7 +11,6 @@ before each.
 
 import argparse
 import functools
-import json
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,8 +24,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 import pallas_kernels
-from experiments import kernel_cases, profiling, timing
-from experiments.results import Bar, versions, write_results
+from experiments import kernel_cases, profiling, results, timing
+from experiments.results import Bar
 from pallas_kernels import tuning
 from pallas_kernels.reference.heads import split_heads
 
@@ -48,10 +47,10 @@ def main() -> None:
     add("--models", nargs="+", choices=tuple(kernel_cases.MODELS))
     add("--out", type=Path, default=Path("experiments/results/bench_kernels.json"))
     args = parser.parse_args()
-    rows = json.loads(args.out.read_text())["rows"] if args.out.exists() else []
+    rows, commit = results.known_rows(args.out), results.versions()["commit"]
     for row in measured(args):
-        rows = joined(rows, row | {"commit": versions()["commit"]})
-        write_results(args.out, rows=rows, bars=bars(rows))
+        rows = joined(rows, row | {"commit": commit})
+        results.write_results(args.out, rows=rows, bars=bars(rows))
     Console(width=110).print(table(rows))
     for bar in bars(rows):
         verdict = "holds" if bar.holds else "missed"
@@ -64,9 +63,7 @@ def joined(rows: list[Row], row: Row) -> list[Row]:
     def key(row: Row) -> tuple[str | None, ...]:
         return row["kernel"], row["shape"], row.get("name")
 
-    keys = list(map(key, rows))
-    at = keys.index(key(row)) if key(row) in keys else len(rows)
-    return [*rows[:at], row, *rows[at + 1 :]]
+    return results.joined(rows, row, key)
 
 
 def measured(args: argparse.Namespace) -> Iterable[Row]:
@@ -213,8 +210,8 @@ def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
     if kernel == "added":
         return y + more[-1]
     if kernel == "heads":
-        heads = b.shape[0] // kernel_cases.PRODUCTS[kernel].heads.size
-        return split_heads(y, *more[2:], num_kv_heads=heads // 3, dtype=y.dtype)
+        how = {"num_kv_heads": kernel_cases.kv_heads(b), "dtype": y.dtype}
+        return split_heads(y, *more[2:], **how)
     return y
 
 

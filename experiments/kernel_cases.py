@@ -265,13 +265,19 @@ def operands(
     return scaled
 
 
+def kv_heads(b: Array) -> int:
+    """Key heads of the product "heads" with these weights."""
+    size, queries = PRODUCTS["heads"].heads
+    return b.shape[0] // (size * (queries + 2))
+
+
 def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
     """One of `PRODUCTS`; `how` says what runs."""
     if kernel == "quantized":
         return pallas_kernels.matmul_groups(*arguments, **how)
     if kernel == "heads":
-        heads = arguments[1].shape[0] // PRODUCTS[kernel].heads.size
-        return pallas_kernels.matmul_heads(*arguments, num_kv_heads=heads // 3, **how)
+        how["num_kv_heads"] = kv_heads(arguments[1])
+        return pallas_kernels.matmul_heads(*arguments, **how)
     if kernel == "promoted":
         how["promote"] = PRODUCTS[kernel].promote
     return pallas_kernels.matmul(*arguments, **how)

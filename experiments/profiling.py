@@ -44,15 +44,14 @@ def kernel_ms(
       ValueError: If no kernel ran on a GPU.
     """
     for _ in range(calls):  # A cool chip is faster.
-        jax.block_until_ready(function())
+        result = jax.block_until_ready(function())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(calls):
                 if rest_s:
+                    jax.block_until_ready(result)
                     time.sleep(rest_s)
                 result = function()
-                if rest_s:
-                    jax.block_until_ready(result)
             jax.block_until_ready(result)
         (trace,) = Path(folder).rglob("*.xplane.pb")
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))

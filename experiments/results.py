@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -88,6 +88,20 @@ def write_results(
     results |= extra
     write_json(Path(path), results)
     return results
+
+
+def known_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a results file, none if there is no file."""
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
+def joined(
+    rows: Sequence[dict[str, Any]], row: dict[str, Any], key: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """Rows with one more, or with it in the place of one with the same key."""
+    keys = list(map(key, rows))
+    at = keys.index(key(row)) if key(row) in keys else len(rows)
+    return [*rows[:at], row, *rows[at + 1 :]]
 
 
 def write_json(path: Path, value: Any) -> None:

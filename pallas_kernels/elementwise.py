@@ -8,6 +8,7 @@ transposed copies the copy engine brings tiles into shared memory, of which a la
 row, and stores its codes byte by byte; then it writes them out.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -86,6 +87,8 @@ def run(
     """
     rows, _, n = jax.tree.leaves(operands)[0].shape
     tuning = tuning or Tuning()
+    if more is not None:  # All leave in tiles if some do.
+        encoding = dataclasses.replace(encoding, tiles=encoding.tiles or more.tiles)
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
     wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
     out_type = [outputs(each, walk, count) for each, count in wanted]

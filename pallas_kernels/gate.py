@@ -183,7 +183,6 @@ def gated_grad(
         how = {"row": row, "transposed": transposed, "dtype": dtype}
         how |= {"activation": activation, "scale": scale}
         return reference.gated_grad(gate_up, dy, product_scale=product_scale, **how)
-    encoding = _encoding(scale, dtype, row, transposed)
     out, *more = elementwise.run(
         ProductGrad(activation=activation, with_product=with_product),
         (
@@ -193,7 +192,7 @@ def gated_grad(
         scale,
         product_scale,
         name="gated_grad",
-        encoding=dataclasses.replace(encoding, tiles=transposed or with_product),
+        encoding=_encoding(scale, dtype, row, transposed),
         more=_PRODUCT if with_product else None,
         parts=parts,
         tuning=tuning,

@@ -136,9 +136,7 @@ def matmul_groups(
       >>> codes.dtype, scale.shape
       (dtype(float8_e4m3fn), (16, 1))
     """
-    call = _Call.of(a, b, a_scale, b_scale)
-    if call.scaling == "blocks":
-        raise ValueError("scales for blocks are for `matmul` only")
+    call = _Call.without_blocks(a, b, a_scale, b_scale)
     if group not in (16, 32) or call.n % group:
         raise ValueError(
             f"group must be 16 or 32 and divide the last axis of {call.n}, got {group}"
@@ -148,9 +146,8 @@ def matmul_groups(
     product = Product(out_dtype=jnp.dtype(dtype), scaling=call.scaling, group=group)
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
-        y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
         codes, scale = quantize_groups(
-            y, dtype=dtype, group=group, implementation=implementation
+            call.wide(), dtype=dtype, group=group, implementation=implementation
         )
     else:
         (codes, scale), _ = _run(product, call, tuning)
@@ -202,9 +199,7 @@ def matmul_heads(
       >>> q.shape, k.shape, v.shape
       ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
     """
-    call = _Call.of(a, b, a_scale, b_scale)
-    if call.scaling == "blocks":
-        raise ValueError("scales for blocks are for `matmul` only")
+    call = _Call.without_blocks(a, b, a_scale, b_scale)
     if a.ndim != 3:
         raise ValueError(f"a must be [b, s, k], got {a.shape}")
     _, s, _ = a.shape
@@ -226,8 +221,7 @@ def matmul_heads(
     angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
-        y = reference.matmul(*call.arrays, None, out_dtype=jnp.float32, promote=None)
-        y = y.reshape(*a.shape[:-1], call.n)
+        y = call.wide().reshape(*a.shape[:-1], call.n)
         return split_heads(y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype)
     out, _ = _run(product, call, tuning, *angles)
     return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
@@ -284,6 +278,19 @@ class _Call:
             )
         arrays = (a.reshape(m, k), b, a_scale, b_scale)
         return cls(arrays=arrays, scaling=scaling, leading=tuple(leading))
+
+    @classmethod
+    def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
+        """The same where scales are not for blocks."""
+        call = cls.of(a, b, *scales)
+        if call.scaling == "blocks":
+            raise ValueError("scales for blocks are for `matmul` only")
+        return call
+
+    def wide(self) -> Float[Array, "m n"]:
+        """The reference's product, in float32."""
+        how = {"out_dtype": jnp.float32, "promote": None}
+        return reference.matmul(*self.arrays, None, **how)
 
 
 def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:
