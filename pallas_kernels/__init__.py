@@ -11,6 +11,7 @@ from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,
     maxima,
+    quantize_columns,
     quantize_groups,
     quantize_tensor,
     transpose,
@@ -18,7 +19,7 @@ from pallas_kernels.quantize import (
 from pallas_kernels.reference.adam import AdamScalars, Moments
 from pallas_kernels.reference.gate import Gated
 from pallas_kernels.reference.norm import Normed, NormGrads
-from pallas_kernels.reference.quantize import Copies, Groups
+from pallas_kernels.reference.quantize import Columns, Copies, Groups
 from pallas_kernels.reference.residual import Summed
 from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
 from pallas_kernels.strips import Tuning as ElementwiseTuning
@@ -26,6 +27,7 @@ from pallas_kernels.strips import Tuning as ElementwiseTuning
 __all__ = [
     "AdamScalars",
     "Choice",
+    "Columns",
     "Copies",
     "ElementwiseTuning",
     "Explanation",
@@ -51,6 +53,7 @@ __all__ = [
     "maxima",
     "norm",
     "norm_grad",
+    "quantize_columns",
     "quantize_groups",
     "quantize_tensor",
     "transpose",

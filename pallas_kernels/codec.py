@@ -56,7 +56,11 @@ def decode(x: Array | Groups) -> Array:
 
 def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Codes of x / scale, rounded to nearest even, and saturated."""
-    x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
+    return saturated(x * reciprocal(jnp.broadcast_to(scale, x.shape)), dtype)
+
+
+def saturated(x: Array, dtype: DTypeLike) -> Array:
+    """The nearest codes, at most the largest."""
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)

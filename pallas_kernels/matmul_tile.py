@@ -157,12 +157,12 @@ class Tile:
             if added is not None:
                 value = value + next(added).astype(jnp.float32)
             if self.product.maxima:
-                bits = magnitude_bits(value)
-                largest = bits if j == 0 else jnp.maximum(largest, bits)
+                size = jnp.abs(value)
+                largest = size if j == 0 else jnp.maximum(largest, size)
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
                     to = self.maxima.at[tile, rows].at[own].at[where[0]]
-                    to[...] = floats(jnp.max(largest, axis=1))
+                    to[...] = floats(jnp.max(magnitude_bits(largest), axis=1))
             if self.product.group:
                 value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
