@@ -9,7 +9,7 @@ from coat_jax.residuals import PRODUCTS, is_foreign
 
 
 def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
-    """Saves what matrix products, convolutions and kernels return.
+    """Saves what matrix products, convolutions, kernels and barriers return.
 
     The rest, norms and gates and other cheap operations, is computed again. Products
     with batch axes, such as attention's scores, are not saved either. It is what
@@ -33,7 +33,8 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
     if primitive.name == "dot_general":
         _, (batch, _) = params["dimension_numbers"]
         return not batch
-    if primitive.name in PRODUCTS:
+    if primitive.name in PRODUCTS or primitive.name == "optimization_barrier":
+        # Of a product behind a barrier what is read: XLA fuses across no barrier.
         return True
     # Random numbers are made again: their operands are keys.
     return is_foreign(primitive) and any(

@@ -4,7 +4,8 @@
 
 times a layer with BF16 weights: the BF16 layer as JAX differentiates it, with policies
 of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a shape are
-timed in turns. The paper's table 6 and the total of its table 2 stand beside them.
+timed in turns. The paper's table 6 and the total of its table 2 stand beside them. What
+the results file has of other shapes is kept.
 """
 
 import argparse
@@ -39,7 +40,7 @@ from experiments.layer_cases import (
     normal,
     random_params,
 )
-from experiments.results import Bar, write_results
+from experiments.results import Bar, known_rows, versions, write_results
 from experiments.timing import OPTIONS, in_turns
 
 MIB = 2**20
@@ -84,13 +85,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and "bf16" not in args.cases:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
-    rows: list[Row] = []
-    parts: list[Row] = []
+    rows, parts = (known_rows(args.out, of=of) for of in ("rows", "parts"))
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
-        rows += shape_rows(shape, programs, calls=args.calls, rounds=args.rounds)
+        how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+        rows = replaced(rows, shape_rows(shape, programs, **how))
         if args.profile:
-            parts += profile_rows(shape, programs)
+            parts = replaced(parts, profile_rows(shape, programs))
         write(args.out, rows, parts)
     for table in layer_report.tables(rows):
         console.print(table)
@@ -115,11 +116,12 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, help="by default as many as query heads")
     add("--head-dim", type=int, default=128)
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    add("--calls", type=int, default=30, help="in a row, in each round")
-    add("--rounds", type=int, default=5, help="in which each case has its turn")
+    add("--calls", type=int, default=10, help="in a row, in each round, or more")
+    add("--rounds", type=int, default=3, help="in which each case has its turn")
+    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
     add("--profile", action="store_true", help="say where time goes; on GPUs")
     out = Path("experiments/results/bench_layer.json")
-    add("--out", type=Path, default=out, help="a figure goes beside it")
+    add("--out", type=Path, default=out, help="joined; a figure goes beside it")
     return top
 
 
@@ -153,8 +155,23 @@ def compile_cases(
     return found
 
 
+def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
+    """Rows with those of a shape in the place of what was measured of it before."""
+
+    def shape(row: Row) -> tuple[int, ...]:
+        return tuple(row[field.name] for field in dataclasses.fields(Shape))
+
+    others = [row for row in rows if shape(row) != shape(own[0])]
+    return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
+
+
 def shape_rows(
-    shape: Shape, compiled: Mapping[str, Compiled], *, calls: int, rounds: int
+    shape: Shape,
+    compiled: Mapping[str, Compiled],
+    *,
+    calls: int,
+    rounds: int,
+    round_s: float = 0.0,
 ) -> list[Row]:
     """Times the cases of a shape in turns: a row each.
 
@@ -163,7 +180,7 @@ def shape_rows(
     """
     params, x, dy = arguments(shape)
     pairs = [(c, c.state(params)) for c in compiled.values()]
-    how = {"calls": calls, "rounds": rounds}
+    how = {"calls": calls, "rounds": rounds, "round_s": round_s}
     forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
     both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
     ms = {case: 1e3 * seconds for case, seconds in zip(compiled, both, strict=True)}
@@ -177,6 +194,7 @@ def shape_rows(
         | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
         | found.known
         | layer_report.paper(case, shape)
+        | {"commit": versions()["commit"]}
         for (case, found), ahead in zip(compiled.items(), forward, strict=True)
     ]
 

@@ -90,9 +90,9 @@ def write_results(
     return results
 
 
-def known_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a results file, none if there is no file."""
-    return json.loads(path.read_text())["rows"] if path.exists() else []
+def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
+    """The rows of a results file, or of another entry; none if there are none."""
+    return json.loads(path.read_text()).get(of, []) if path.exists() else []
 
 
 def joined(

@@ -1,5 +1,6 @@
 """How long compiled functions take, in turns, so that a warm chip is warm for all."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -49,17 +50,33 @@ def seconds(
 
 
 def in_turns(
-    functions: Sequence[Callable[[], Any]], *, calls: int = 10, rounds: int = 5
+    functions: Sequence[Callable[[], Any]],
+    *,
+    calls: int = 10,
+    rounds: int = 5,
+    round_s: float = 0.0,
 ) -> list[float]:
-    """The median time of a call of each, over rounds in which each has its turn."""
+    """The median time of a call of each, over rounds in which each has its turn.
+
+    A turn has so many calls, or more if it takes less than `round_s` seconds: a GPU is
+    slower when it has been at the most power that it may draw for some tenths of one.
+    """
+
+    def mean(function, count):
+        started = time.perf_counter()
+        for _ in range(count):
+            result = function()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - started) / count
+
     for function in functions:
-        jax.block_until_ready(function())
-    found: list[list[float]] = [[] for _ in functions]
-    for _ in range(rounds):
-        for function, times in zip(functions, found, strict=True):
-            started = time.perf_counter()
-            for _ in range(calls):
-                result = function()
-            jax.block_until_ready(result)
-            times.append((time.perf_counter() - started) / calls)
-    return [statistics.median(times) for times in found]
+        mean(function, 1)
+    counts = [max(calls, math.ceil(round_s / mean(f, calls))) for f in functions]
+    found = [
+        [
+            mean(function, count)
+            for function, count in zip(functions, counts, strict=True)
+        ]
+        for _ in range(rounds)
+    ]
+    return [statistics.median(times) for times in zip(*found, strict=True)]

@@ -117,7 +117,7 @@ def run(x: Float[Array, "tokens n"], *, dtype: DTypeLike) -> Columns:
                 scales.at[_group(part)], layout=layout.reduce(0), optimized=False
             )
             wide = lax.broadcast_in_dim(of_columns, (LANES, GROUP), (1,))
-            return plgpu.layout_cast(reciprocal(wide), layout)
+            return reciprocal(plgpu.layout_cast(wide, layout))
 
         inverses = [inverse(part) for part in parts]
 

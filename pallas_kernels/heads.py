@@ -202,9 +202,6 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
 
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
     # Lanes have neighbouring positions, and so should memory.
-    cos, sin = cos.T, sin.T
-    tables = [
-        jnp.stack([cos, jnp.ones_like(cos)]),
-        jnp.stack([sin, jnp.zeros_like(sin)]),
-    ]
+    turns = jnp.arange(2).reshape(2, 1, 1) == 0
+    tables = [jnp.where(turns, cos.T, 1.0), jnp.where(turns, sin.T, 0.0)]
     return launch(heads, tables, scale.reshape(1))
