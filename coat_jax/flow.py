@@ -10,9 +10,9 @@ gradients with one scale a tensor. The residual stream stays wide and goes throu
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
-Scales are taken just in time. Those of activations' tensors are delayed ones if a
-segment's parameters hold `amax`, histories by name: for the gradient of a product's
-output the weight's and `_grad`, and `out_in` for the input of `out`. The gradients of
+Scales are taken just in time. Those of tensors are delayed ones if a segment's
+parameters hold `amax`, histories by name: of weights by theirs, of the gradients of
+their outputs behind `_grad`, and of the input of `out` as `out_in`. The gradients of
 histories are the next histories.
 """
 
@@ -162,30 +162,34 @@ def attention_in(
 
 @on_one_device
 def _attention_in(params, x, norm, heads):
+    amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
+    history = amax.get("qkv")
     if (bias := params.get("qkv_bias")) is None:
         how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
-        split, weight_scale = product_heads(*h, params["qkv"], x.dtype, **how)
+        split, weight = product_heads(
+            *h, params["qkv"], x.dtype, history=history, **how
+        )
     else:
-        y, weight_scale = product(*h, params["qkv"], x.dtype)
+        y, weight = product(*h, params["qkv"], x.dtype, history=history)
         split = heads.split(biased(y, bias))
-    return (*split, x), (params, groups, h.tensor_scale(), weight_scale)
+    return (*split, x), (params, groups, h.tensor_scale(), weight)
 
 
 @on_one_device
 def _attention_in_grads(norm, heads, residuals, cotangents):
-    params, groups, scale, weight_scale = residuals
+    params, groups, scale, weight = residuals
     amax = params.get("amax", {})
     *dheads, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # Weights are quantized again not before attention's backward pass is over.
-    weight_scale = behind(weight_scale, gradient.transposed)
+    weight_scale = behind(weight.scale, gradient.transposed)
     dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
-        "amax": _recorded(amax, qkv_grad=gradient),
+        "amax": _recorded(amax, qkv=weight, qkv_grad=gradient),
     }
     if (bias := params.get("qkv_bias")) is not None:
         grads["qkv_bias"] = heads.bias_gradient(*dheads).astype(bias.dtype)
@@ -212,23 +216,25 @@ def _attention_out(params, o, x):
     amax = params.get("amax", {})
     codes = Codes.of(joined(o), E4M3, copies="row", history=amax.get("out_in"))
     x = biased(x, params.get("out_bias"))
-    y, weight_scale = product(codes.row, codes.scale, params["out"], x.dtype, x)
-    return y, (params, o, codes._replace(row=None), weight_scale)
+    y, weight = product(
+        codes.row, codes.scale, params["out"], x.dtype, x, amax.get("out")
+    )
+    return y, (params, o, codes._replace(row=None), weight)
 
 
 @on_one_device
 def _attention_out_grads(residuals, dy):
-    params, o, codes, weight_scale = residuals
+    params, o, codes, weight = residuals
     amax = params.get("amax", {})
     gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("out_grad"))
     again = Codes.of(joined(o), E4M3, copies="transposed", scale=codes.scale)
     grads = {
         "out": weight_gradient(again.transposed, codes.scale, gradient, params["out"]),
-        "amax": _recorded(amax, out_in=codes, out_grad=gradient),
+        "amax": _recorded(amax, out=weight, out_in=codes, out_grad=gradient),
     }
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy, bias)
-    do = input_gradient(gradient, params["out"], weight_scale, o.dtype)
+    do = input_gradient(gradient, params["out"], weight.scale, o.dtype)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
 
 
@@ -249,25 +255,27 @@ def gated_mlp(
 
 @on_one_device
 def _gated_mlp(params, x, norm, gate):
+    amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
-    y, gate_up_scale = product(h.codes, h.scale, params["gate_up"], x.dtype)
+    y, gate_up = product(
+        h.codes, h.scale, params["gate_up"], x.dtype, history=amax.get("gate_up")
+    )
     y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = _Rows(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
-    y, down_scale = product(a.codes, a.scale, params["down"], x.dtype, x)
-    scales = (h.tensor_scale(), a.tensor_scale(), gate_up_scale, down_scale)
-    return y, (params, groups, out.groups, scales)
+    y, down = product(a.codes, a.scale, params["down"], x.dtype, x, amax.get("down"))
+    scales = (h.tensor_scale(), a.tensor_scale())
+    return y, (params, groups, out.groups, scales, gate_up, down)
 
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
-    params, groups, inner_groups, scales = residuals
-    h_scale, a_scale, gate_up_scale, down_scale = scales
+    params, groups, inner_groups, (h_scale, a_scale), gate_up, down = residuals
     amax = params.get("amax", {})
     gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("down_grad"))
     da, da_maxima = input_gradient(
-        gradient, params["down"], down_scale, dy.dtype, keep_maxima=True
+        gradient, params["down"], down.scale, dy.dtype, keep_maxima=True
     )
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
@@ -275,14 +283,16 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # Weights are quantized again not before `da` is gone and the codes of its gradients
     # are transposed, so that they go with this product, and the weights' gradient can
     # be next.
-    gate_up_scale = behind(gate_up_scale, inner.transposed)
-    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
+    weight_scale = behind(gate_up.scale, inner.transposed)
+    dh = input_gradient(inner, params["gate_up"], weight_scale, dy.dtype)
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
     grads = {
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
-        "amax": _recorded(amax, gate_up_grad=inner, down_grad=gradient),
+        "amax": _recorded(
+            amax, gate_up=gate_up, gate_up_grad=inner, down=down, down_grad=gradient
+        ),
     }
     if (bias := params.get("down_bias")) is not None:
         grads["down_bias"] = _token_sum(dy, bias)

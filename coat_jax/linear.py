@@ -1,10 +1,9 @@
 """FP8 matrix products whose residuals are FP8 (COAT, arXiv 2410.19313, section 5).
 
 Operands are E4M3 and output gradients E5M2, each with one scale a tensor, taken just in
-time; weights in forward with one a column, which takes no pass of its own. The backward
-pass reads the FP8 activations, as the gradient of the weights wants them, and quantizes
-the weights again: nothing wide is saved, and of the weights nothing but a scale lives
-between the passes.
+time. The backward pass reads the FP8 activations, as the gradient of the weights wants
+them, and quantizes the weights again: nothing wide is saved, and of the weights nothing
+but a scale lives between the passes.
 """
 
 import math
@@ -61,7 +60,7 @@ def fp8_dot_general(
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` in FP8: pass as `dot_general=` to `nn.Dense`, `nnx.Linear`.
 
-    Takes any dimension numbers; with batch dimensions every batch entry has scales of
+    Takes any dimension numbers; with batch dimensions every batch entry has a scale of
     its own. `lhs` is saved in FP8 and `rhs`, the weights, by reference.
 
     Args:
@@ -118,9 +117,9 @@ def _product(x, w, dtype):
 @on_one_device
 def _product_fwd(x, w, dtype):
     xq = Codes.of(x, E4M3, copies="both")
-    y, w_scale = product(xq.row, xq.scale, w, dtype)
+    y, wq = product(xq.row, xq.scale, w, dtype)
     # Of the dtype of x nothing but the dtype is kept.
-    return y, (xq._replace(row=None), w, w_scale, jnp.zeros(0, x.dtype))
+    return y, (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @on_one_device
@@ -161,7 +160,9 @@ class Codes(NamedTuple):
         history: Float[Array, " length"] | None = None,
     ) -> "Codes":
         """Quantizes `x` with the scale given, a history's, or that of its maximum."""
-        x = _plain(x)
+        x = undifferentiated(x)
+        if x.dtype not in (jnp.bfloat16, jnp.float32):
+            x = x.astype(jnp.float32)
         if scale is None:
             scale = scale_of(format, history, lambda: largest(x))
         codes = kernels.quantize_tensor(
@@ -198,22 +199,6 @@ def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
     return jnp.max(jnp.concatenate(maxima), initial=0.0)
 
 
-class Layouts(NamedTuple):
-    """E4M3 codes of a weight [k, n] in both layouts that products take.
-
-    Attributes:
-      transposed: Codes [n, k] with a scale for each column, for the forward pass.
-      columns: These scales, powers of two, float32 [n].
-      row: Codes [k, n] with one scale, for the gradient of activations.
-      scale: That scale, the largest of the others.
-    """
-
-    transposed: Float[Array, "n k"]
-    columns: Float[Array, " n"]
-    row: Float[Array, "k n"]
-    scale: Float[Array, ""]
-
-
 class Fp8Weight(NamedTuple):
     """A weight that was quantized before, for more than one pass.
 
@@ -222,19 +207,18 @@ class Fp8Weight(NamedTuple):
 
     Attributes:
       value: The weight [k, ...].
-      codes: Its codes, its output axes as one.
+      codes: Its E4M3 codes [k, n] and [n, k], its output axes as one.
     """
 
     value: Float[Array, "k ..."]
-    codes: Layouts
+    codes: Codes
 
     @classmethod
     @on_one_device
     def of(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
         """Quantizes a weight in both layouts that products take."""
-        transposed, columns = _columns(w)
-        scale = jnp.max(columns)
-        return cls(w, Layouts(transposed, columns, _rows(w, scale), scale))
+        values = lax.stop_gradient(w).reshape(w.shape[0], -1)
+        return cls(w, Codes.of(values, E4M3, copies="both"))
 
 
 Weight = Float[Array, "k ..."] | Fp8Weight
@@ -251,8 +235,9 @@ def product(
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
-) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
-    """E4M3 codes times `w`, its output axes as one, and a scale that does for all `w`.
+    history: Float[Array, " length"] | None = None,
+) -> tuple[Float[Array, "*batch n"], Codes]:
+    """E4M3 codes times `w`, its output axes as one, and how `w` was quantized.
 
     Args:
       codes: Of activations.
@@ -260,8 +245,13 @@ def product(
       w: Weights.
       dtype: Of the product.
       accumulator: What it is added to.
+      history: Of maxima of `w`, if its scale is a delayed one.
+
+    Returns:
+      The product, and the weight's scale and maximum, without its codes.
     """
-    return _product_by(partial(_matmul, dtype=dtype), codes, scale, w, accumulator)
+    multiply = partial(_matmul, dtype=dtype)
+    return _product_by(multiply, codes, scale, w, history, accumulator)
 
 
 def product_heads(
@@ -271,19 +261,18 @@ def product_heads(
     dtype: DTypeLike,
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
-) -> tuple[tuple[Array, Array, Array], Float[Array, ""]]:
+    history: Float[Array, " length"] | None = None,
+) -> tuple[tuple[Array, Array, Array], Codes]:
     """`product` as queries, keys and values, which `matmul_heads` describes."""
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
     multiply = partial(kernels.matmul_heads, **how)
-    return _product_by(multiply, codes, scale, w, *angles)
+    return _product_by(multiply, codes, scale, w, history, *angles)
 
 
-def _product_by(multiply, codes, scale, w, *more):
-    if isinstance(w, Fp8Weight):
-        transposed, columns = w.codes.transposed, w.codes.columns
-    else:
-        transposed, columns = _columns(w)
-    return once(multiply(codes, transposed, scale, columns, *more)), jnp.max(columns)
+def _product_by(multiply, codes, scale, w, history, *more):
+    columns = _weight_codes(w, "transposed", history=history)
+    y = once(multiply(codes, columns.transposed, scale, columns.scale, *more))
+    return y, columns._replace(row=None, transposed=None)
 
 
 def input_gradient(
@@ -294,7 +283,7 @@ def input_gradient(
     **how,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
     """The gradient of a product's activations; `how` is as for `kernels.matmul`."""
-    rows = w.codes.row if isinstance(w, Fp8Weight) else _rows(w, w_scale)
+    rows = _weight_codes(w, "row", scale=w_scale).row
     return _matmul(dy.row, rows, dy.scale, w_scale, dtype=dtype, **how)
 
 
@@ -327,18 +316,10 @@ def behind(scale: Float[Array, ""], array: Float[Array, "..."]) -> Float[Array, 
     return scale + never.astype(scale.dtype)
 
 
-def _columns(w: Float[Array, "k ..."]) -> kernels.Columns:
-    return kernels.quantize_columns(_plain(w).reshape(w.shape[0], -1))
-
-
-def _rows(w: Float[Array, "k ..."], scale: Float[Array, ""]) -> Float[Array, "k n"]:
-    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies="row", scale=scale).row
-
-
-def _plain(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What kernels quantize of `x`."""
-    x = undifferentiated(x)
-    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Codes:
+    if isinstance(w, Fp8Weight):
+        return w.codes
+    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, **how)
 
 
 def _matmul(*arrays, dtype, **how):

@@ -9,7 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax import blocks
-from coat_jax.linear import Fp8Weight, Layouts, Weight
+from coat_jax.linear import Codes, Fp8Weight, Weight
 from coat_jax.scaling import OverwriteWithGradient, new_history
 from pallas_kernels.checks import WIDE, check_dtype, check_positive
 
@@ -131,8 +131,10 @@ class DecoderLayer(nnx.Module):
             self.amax = nnx.Dict(self._new_histories())
 
     def _new_histories(self) -> dict[str, OverwriteWithGradient]:
-        guesses = {f"{name}_grad": _GRADIENT for name in _WEIGHTS}
-        guesses["out_in"] = _ACTIVATION
+        guesses = {"out_in": _ACTIVATION}
+        for name in _WEIGHTS:
+            guesses[name] = jnp.max(jnp.abs(getattr(self, name)[...]))
+            guesses[f"{name}_grad"] = _GRADIENT
         return {k: OverwriteWithGradient(new_history(v)) for k, v in guesses.items()}
 
     def quantize_weights(self) -> None:
@@ -150,7 +152,9 @@ class DecoderLayer(nnx.Module):
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
             codes = Fp8Weight.of(getattr(self, name)[...]).codes._asdict()
-            self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
+            self.codes[name] = nnx.Dict(
+                {k: WeightCodes(x) for k, x in codes.items() if x is not None}
+            )
 
     def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
         """Of a segment with these weights."""
@@ -166,7 +170,7 @@ class DecoderLayer(nnx.Module):
         if self.codes is None:
             return weight
         codes = {k: x[...] for k, x in self.codes[name].items()}
-        return Fp8Weight(weight, Layouts(**codes))
+        return Fp8Weight(weight, Codes(**codes))
 
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream.

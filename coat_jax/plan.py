@@ -150,21 +150,25 @@ def _is_cheap(
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     aval = traced.residuals[index].aval
     readers = traced.readers(index)
-    foreign = any(is_foreign(eqn.primitive) for eqn in readers)
     if reason := _why_wide(traced, index):
         return Wide(reason)
-    if aval.dtype == jnp.float32 and foreign:
+    if aval.dtype == jnp.float32 and any(is_foreign(eqn.primitive) for eqn in readers):
         # By convention, such as attention's log-sum-exp.
         return Wide("float32 statistics of a kernel")
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
-    products = [eqn for eqn in readers if eqn.primitive.name in PRODUCTS]
-    only_products = bool(readers) and len(products) == len(readers)
+    only_products = bool(readers) and all(map(_is_product, readers))
     group = _group_of_products(aval.shape[-1], options.group)
+    # What cuts it fuses, whoever reads the parts.
+    whole = traced.readers(index, cut=False)
     return Copy(
         PerGroup(group if only_products else options.group),
-        fused=not products and not foreign,
+        fused=not any(_is_product(eqn) or is_foreign(eqn.primitive) for eqn in whole),
     )
+
+
+def _is_product(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name in PRODUCTS
 
 
 def _why_wide(traced: Linearized, index: int) -> str | None:

@@ -22,13 +22,7 @@ from jaxtyping import Array, Float, UInt32
 
 from coat_jax import expansion
 from coat_jax.rounding import stochastic_round
-from pallas_kernels.reference.quantize import (
-    code_edge,
-    magnitude,
-    normal,
-    power_of_two,
-    reciprocal,
-)
+from pallas_kernels.reference.quantize import magnitude, normal, reciprocal
 
 _TINY = float(np.finfo(np.float32).tiny)
 _BF16_MAX = float(ml_dtypes.finfo(jnp.bfloat16).max)
@@ -379,10 +373,17 @@ def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> A
 def _power_of_two_scale(largest: Array, format: Format) -> Array:
     """The smallest power of two at which `largest` rounds to format.max or less.
 
-    So that quantizing twice finds the same scale.
+    In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
+    enough, else one more, which the addition carries over. The edge lies half a step
+    above max in a floating format, so that quantizing twice finds the same scale.
     """
-    edge = format.max if format.table is not None else code_edge(format.dtype)
-    return power_of_two(largest, edge)
+    mantissa, exponent = math.frexp(format.max)
+    if format.table is None:
+        mantissa += float(ml_dtypes.finfo(format.dtype).eps) / 4
+    carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
+    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
+    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    return power * 2.0 ** (1 - exponent)
 
 
 def _block(q: QuantizedArray) -> tuple[int, ...]:

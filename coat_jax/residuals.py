@@ -108,9 +108,13 @@ class Linearized:
         """The residuals, as variables of the forward program."""
         return self.forward.jaxpr.outvars[self.num_outputs :]
 
-    def readers(self, index: int) -> list[core.JaxprEqn]:
-        """The operations of the backward program that read residual `index`."""
-        return [read.eqn for read in self._reads(index)]
+    def readers(self, index: int, *, cut: bool = True) -> list[core.JaxprEqn]:
+        """The operations of the backward program that read residual `index`.
+
+        Without `cut` what takes parts of it is such an operation, too.
+        """
+        through = _LAYOUT if cut else _LAYOUT - {"slice"}
+        return [read.eqn for read in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
         """The operation that residual `index` was saved for, and where it stands."""

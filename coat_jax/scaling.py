@@ -59,12 +59,15 @@ def scale_of(
 
 
 def recorded(
-    history: Float[Array, " length"], largest: Float[Array, ""]
+    history: Float[Array, " length"], largest: Float[Array, ""] | None
 ) -> Float[Array, " length"]:
     """The history with one more maximum in front, and its last forgotten.
 
-    A maximum that is zero or not finite says nothing: the one before stands for it.
+    A maximum that is zero or not finite says nothing: the one before stands for it. So
+    does None, of a tensor that was not quantized.
     """
+    if largest is None:
+        return history
     told = jnp.isfinite(largest) & (largest > 0)
     newest = jnp.where(told, largest, jnp.max(history))
     return jnp.concatenate([newest[None], history[:-1]])

@@ -97,7 +97,6 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         with_options(k.quantize_tensor, copies="both", keep_maxima=True),
         numbers(BF16), scalar,
     )  # fmt: skip
-    yield case("quantize columns", 3, k.quantize_columns, numbers(BF16))
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
     yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
     yield case("transpose", 2, k.transpose, codes(E5M2))

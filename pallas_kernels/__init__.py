@@ -11,7 +11,6 @@ from pallas_kernels.quantize import (
     dequantize_groups,
     dequantize_tensor,
     maxima,
-    quantize_columns,
     quantize_groups,
     quantize_tensor,
     transpose,
@@ -19,7 +18,7 @@ from pallas_kernels.quantize import (
 from pallas_kernels.reference.adam import AdamScalars, Moments
 from pallas_kernels.reference.gate import Gated
 from pallas_kernels.reference.norm import Normed, NormGrads
-from pallas_kernels.reference.quantize import Columns, Copies, Groups
+from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.reference.residual import Summed
 from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
 from pallas_kernels.strips import Tuning as ElementwiseTuning
@@ -27,7 +26,6 @@ from pallas_kernels.strips import Tuning as ElementwiseTuning
 __all__ = [
     "AdamScalars",
     "Choice",
-    "Columns",
     "Copies",
     "ElementwiseTuning",
     "Explanation",
@@ -53,7 +51,6 @@ __all__ = [
     "maxima",
     "norm",
     "norm_grad",
-    "quantize_columns",
     "quantize_groups",
     "quantize_tensor",
     "transpose",

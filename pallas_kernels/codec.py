@@ -56,11 +56,7 @@ def decode(x: Array | Groups) -> Array:
 
 def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
     """Codes of x / scale, rounded to nearest even, and saturated."""
-    return saturated(x * reciprocal(jnp.broadcast_to(scale, x.shape)), dtype)
-
-
-def saturated(x: Array, dtype: DTypeLike) -> Array:
-    """The nearest codes, at most the largest."""
+    x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
     return x.astype(dtype)

@@ -204,21 +204,15 @@ def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
 
 def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
     """Shared memory of a tile, of which lanes have a row each."""
-    columns = walk.columns * walk.group
-    transforms = swizzled(dtype, math.gcd(columns, walk.groups * walk.group))
+    columns, size = walk.columns * walk.group, jnp.dtype(dtype).itemsize
+    transforms = ()
+    if size > 1:  # Rows of codes are short: few of them share a bank.
+        width = math.gcd(128 // size, columns, walk.groups * walk.group)
+        transforms = (
+            plgpu.TilingTransform((8, width)),
+            plgpu.SwizzleTransform(width * size),
+        )
     return plgpu.SMEM((walk.strip_rows, columns), dtype, transforms=transforms)
-
-
-def swizzled(dtype: DTypeLike, columns: int) -> tuple[Any, ...]:
-    """How a tile lies in shared memory, lest lanes that read rows wait for banks."""
-    size = jnp.dtype(dtype).itemsize
-    if size == 1:  # Rows of codes are short: few of them share a bank.
-        return ()
-    width = math.gcd(128 // size, columns)
-    return (
-        plgpu.TilingTransform((8, width)),
-        plgpu.SwizzleTransform(width * size),
-    )
 
 
 class Stages(NamedTuple):

@@ -1,16 +1,14 @@
 """Quantization to FP8 codes and back, of arrays of any shape."""
 
-import functools
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import columns, dispatch, elementwise, strips
+from pallas_kernels import dispatch, elementwise, strips
 from pallas_kernels.checks import (
     CODES,
     WIDE,
@@ -20,7 +18,7 @@ from pallas_kernels.checks import (
 )
 from pallas_kernels.codec import decode
 from pallas_kernels.reference import quantize as reference
-from pallas_kernels.reference.quantize import Columns, Copies, Groups
+from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.strips import Encoding, Tuning
 
 # Which of an array and its transpose.
@@ -199,50 +197,6 @@ def quantize_tensor(
         tuning=tuning,
     )
     return copies_of(out, x.shape)
-
-
-def quantize_columns(
-    x: Float[Array, "... n"],
-    *,
-    dtype: DTypeLike = jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
-) -> Columns:
-    """Quantizes with one scale for every place on the last axis, and transposes.
-
-    A scale is the smallest power of two at which the column's largest magnitude rounds
-    to one of the format or less. Codes are rounded to nearest even and saturate.
-    Magnitudes below 1.2e-38 count as zero; a column with a NaN or an infinity is NaN
-    altogether. As `b` and `b_scale` of `matmul` the result is the product with `x`.
-
-    Args:
-      x: bfloat16 or float32.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
-      implementation: What to run; None means the kernel where it can run.
-
-    Returns:
-      Codes [n, tokens], tokens being all leading axes, and float32 scales [n].
-
-    Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels import quantize_columns
-      >>> codes, scale = quantize_columns(jnp.array([[1.0, 600.0], [3.0, 4.0]]))
-      >>> codes.tolist(), scale.tolist()
-      ([[128.0, 384.0], [288.0, 2.0]], [0.0078125, 2.0])
-    """
-    check_dtype("codes", dtype, CODES)
-    check_dtype("x", x.dtype, WIDE)
-    tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    obstacle = columns.obstacle(tokens.shape, x.dtype)
-    chosen = dispatch.choose(
-        implementation, obstacle, operation="quantize_columns", arrays=(x,)
-    )
-    if chosen == "reference":
-        return reference.quantize_columns(x, dtype=dtype)
-    run = functools.partial(columns.run, dtype=dtype)
-    return jax.custom_batching.sequential_vmap(run)(tokens)
 
 
 def dequantize_tensor(

@@ -13,9 +13,6 @@ if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 
-# The thread blocks of an interpreted cluster wait for one another, each in a thread.
-os.environ.setdefault("NPROC", "16")
-
 # Traces are many small objects that live on.
 gc.set_threshold(50_000)
 

@@ -75,13 +75,6 @@ def fake(x, group: int | None = None, format: oracle.Format = oracle.E4M3):
     return back.reshape(*x.shape[:-1], -1)[..., : x.shape[-1]].astype(x.dtype)
 
 
-def fake_columns(w, format: oracle.Format = oracle.E4M3):
-    """The same of weights [k, ...] with a scale for each output feature."""
-    w = np.asarray(w)
-    columns = [fake(column, None, format) for column in w.reshape(len(w), -1).T]
-    return np.stack(columns, axis=1).reshape(w.shape)
-
-
 def fp8_bytes(shape: tuple[int, ...], group: int | None = GROUP) -> int:
     """Codes, and two bytes a group or four for the tensor."""
     if group is None:

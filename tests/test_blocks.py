@@ -460,10 +460,9 @@ def test_weights_quantized_before_give_the_same(recipe):
     nnx.jit(llama.Llama.quantize_weights)(model)
     kept, same, codes = nnx.split(model, nnx.Param, ...)
     jax.tree.map(np.testing.assert_array_equal, same, params)
-    weights = [p[0] for p in jax.tree.leaves(params["layers"]) if p.ndim > 2]
+    layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))
-    # In each of two layers twice the codes, and scales of columns and of all.
-    assert nbytes == 2 * sum(2 * w.size + 4 * w[0].size + 4 for w in weights)
+    assert nbytes == 2 * (2 * layer + 4 * 4)  # Two layers of four weights each.
     _, value, expected = computed(recipe)
     actual_value, actual = loss(params, codes)
     assert actual_value == value

@@ -5,14 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
 from kernels import (
     BF16,
     E4M3,
     E5M2,
     F32,
-    FORMATS,
     adversarial,
     assert_identical,
     encoded,
@@ -38,12 +36,6 @@ TILE_CASES = [
     ((128, 64), BF16, E4M3),
     ((144, 80), F32, E5M2),
     ((2, 80, 192), BF16, E4M3),
-]
-# The last strip of columns overlaps the one before, and a last tile of rows does.
-COLUMN_CASES = [
-    ((1024, 64), BF16, E4M3),
-    ((2, 704, 80), F32, E5M2),
-    ((1024, 16), BF16, E5M2),
 ]
 SCALE = 2.0**-3
 
@@ -119,21 +111,6 @@ def test_maxima_beside_codes(implementation, copies, last):
 
 
 @every_implementation
-@pytest.mark.parametrize(("shape", "dtype", "codes"), COLUMN_CASES)
-def test_columns_are_quantized_as_specified(implementation, shape, dtype, codes):
-    transposed = (shape[-1], np.prod(shape[:-1]))
-    odd = adversarial(transposed, dtype, seed=shape[-1], group=transposed[1])
-    x = jnp.asarray(np.asarray(odd).T).reshape(shape)
-    quantize = functools.partial(pk.quantize_columns, dtype=codes)
-    actual = run(implementation, quantize, x)
-    columns = list(np.asarray(odd))
-    scale = [oracle.scale_of(oracle.flush(c), FORMATS[codes], None) for c in columns]
-    rows = [encoded(c, s, codes) for c, s in zip(columns, scale, strict=True)]
-    assert_identical(actual, pk.Columns(np.stack(rows), np.stack(scale)))
-    assert 0 < np.isnan(scale).sum() < len(scale)
-
-
-@every_implementation
 @pytest.mark.parametrize("scale", [np.nan, 2.0**-120, 2.0**100])
 def test_odd_scales(implementation, scale):
     x = adversarial((16, 128), F32)
@@ -203,7 +180,6 @@ def test_kernels_have_no_races():
     for function, arguments in (
         (pk.quantize_groups, [x]),
         (both, [x, scale]),
-        (pk.quantize_columns, [numbers((1024, 64))]),
     ):
         run("interpret", function, *arguments, detect_races=True)
 
@@ -221,7 +197,6 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
         transposed = codes.reshape(np.prod(shape[:-1], dtype=int), shape[-1]).T
         assert_identical(both, [codes, transposed])
         assert_identical(jax.jit(pk.transpose)(both.row), transposed)
-        assert jax.jit(pk.quantize_columns)(x).codes.shape == transposed.shape
     assert pk.maxima(jnp.zeros((0, 4))).max() == 0
 
 
@@ -275,14 +250,6 @@ def test_kernels_are_the_same_where_jax_counts_in_64_bits():
 
 def test_what_cannot_run_is_named():
     x, scale = numbers((128, 100)), jnp.float32(SCALE)
-    for shape, why in (
-        ((512, 64), "1024 rows or more, a multiple of 128, got 512"),
-        ((1100, 64), "a multiple of 128, got 1100"),
-        ((1024, 24), "columns must be a multiple of 16, got 24"),
-        ((1 << 16, 64), "65536 rows are more than shared memory holds"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            run("mosaic", pk.quantize_columns, jnp.zeros(shape, BF16))
     with pytest.raises(ValueError, match="multiple of 16, got 100"):
         run("mosaic", pk.quantize_groups, x)
     with pytest.raises(ValueError, match="2048 elements or more, got 96"):

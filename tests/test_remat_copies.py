@@ -151,3 +151,24 @@ def test_what_was_widened_is_read_narrow():
     wide = x.T.astype(jnp.float32)
     slope, wide = (fake(a, 16).astype(np.float64) for a in (jnp.cos(wide * w), wide))
     assert_close(dw, (slope * wide).sum(axis=0), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("cut", "decoded_by"), [(True, "reference"), (False, "mosaic")]
+)
+def test_xla_decodes_where_it_cuts(cut, decoded_by, kernels):
+    """What products read goes through memory, but for parts, which do so anyway."""
+
+    def scores(w, x):
+        y = x @ w
+        queries, keys = (y[:, :64], y[:, 64:]) if cut else (y, y)
+        return queries @ keys.T
+
+    policy = jax.checkpoint_policies.dots_saveable
+    light = fp8_remat(scores, policy=policy)
+    w, x = normal(1, 32, 128), normal(2, 96, 32)
+    gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(light(w, x))))
+    chosen = pallas_kernels.explain(gradient, w, x).choices
+    of_product = [c for c in chosen if "float8_e4m3fn[96,128]" in c.arrays]
+    found = {c.implementation for c in of_product if c.operation == "dequantize_groups"}
+    assert found == {decoded_by}

@@ -44,18 +44,6 @@ class Copies(NamedTuple):
     largest: Float[Array, " k"] | None = None
 
 
-class Columns(NamedTuple):
-    """Numbers [tokens, n] with one scale for each column, transposed.
-
-    Attributes:
-      codes: FP8 codes [n, tokens].
-      scale: Powers of two, float32 [n].
-    """
-
-    codes: Float[Array, "n tokens"]
-    scale: Float[Array, " n"]
-
-
 def quantize_groups(
     x: Float[Array, "... n"], *, dtype: DTypeLike, group: int
 ) -> Groups:
@@ -101,14 +89,6 @@ def quantize_tensor(
     return out._replace(largest=maxima(x) if keep_maxima else None)
 
 
-def quantize_columns(x: Float[Array, "... n"], *, dtype: DTypeLike) -> Columns:
-    """See `pallas_kernels.quantize_columns`."""
-    x = normal(x.astype(jnp.float32))
-    scale = power_scale(magnitude(x, axis=tuple(range(x.ndim - 1))), dtype)
-    codes = lax.optimization_barrier(encode(x, scale, dtype))
-    return Columns(transpose(codes), scale)
-
-
 def dequantize_tensor(
     codes: Float[Array, "..."], scale: Float[Array, ""], *, dtype: DTypeLike
 ) -> Float[Array, "..."]:
@@ -127,9 +107,7 @@ def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copi
     return Copies(codes if row else None, transpose(codes) if transposed else None)
 
 
-def magnitude(
-    x: Float[Array, "..."], axis: int | tuple[int, ...] | None = None
-) -> Array:
+def magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
     """The largest magnitude; NaN where there is a NaN.
 
     Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
@@ -149,29 +127,6 @@ def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
 def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     """The float32 scale of rows whose largest magnitudes these are."""
     return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
-
-
-def power_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """The smallest power of two with which codes reach so far, float32.
-
-    It is normal, as is 1 / scale; and NaN where `largest` is not finite.
-    """
-    top = 2.0 ** math.floor(math.log2(largest_scale(dtype)))
-    scale = jnp.clip(power_of_two(largest, code_edge(dtype)), TINY, top)
-    return scale + largest * 0.0
-
-
-def power_of_two(largest: Float[Array, "..."], edge: float) -> Array:
-    """The smallest power of two p with largest <= edge * p.
-
-    In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
-    enough, else one more, which the addition carries over.
-    """
-    mantissa, exponent = math.frexp(edge)
-    carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
-    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
-    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
-    return power * 2.0 ** (1 - exponent)
 
 
 def normal(x: Float[Array, "..."]) -> Array:
@@ -201,12 +156,6 @@ def reciprocal(scale: Float[Array, "..."]) -> Array:
 def code_max(dtype: DTypeLike) -> float:
     """The largest number that a code stands for."""
     return float(jnp.finfo(dtype).max)
-
-
-def code_edge(dtype: DTypeLike) -> float:
-    """The largest number that rounds to that: half a step above it."""
-    mantissa, exponent = math.frexp(code_max(dtype))
-    return math.ldexp(mantissa + float(jnp.finfo(dtype).eps) / 4, exponent)
 
 
 def largest_scale(dtype: DTypeLike) -> float:
