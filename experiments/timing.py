@@ -72,11 +72,6 @@ def in_turns(
     for function in functions:
         mean(function, 1)
     counts = [max(calls, math.ceil(round_s / mean(f, calls))) for f in functions]
-    found = [
-        [
-            mean(function, count)
-            for function, count in zip(functions, counts, strict=True)
-        ]
-        for _ in range(rounds)
-    ]
+    turns = list(zip(functions, counts, strict=True))
+    found = [[mean(*turn) for turn in turns] for _ in range(rounds)]
     return [statistics.median(times) for times in zip(*found, strict=True)]
