@@ -58,8 +58,7 @@ def _end_to_end() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in results["rows"]:
-        mark = "\\*" if "xla_options" in row else ""
-        found = f"| {row['case']}{mark} | {row['batch']} "
+        found = f"| {row['case']} | {row['batch']} "
         if "tokens_per_s" in row:
             ratio = row.get("ratio_to_bf16")
             found += f"| {row['tokens_per_s']:,.0f} "
@@ -69,15 +68,6 @@ def _end_to_end() -> str:
             found += f"| {row['error']} | - | - "
         sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
         lines.append(found + " ".join(f"| {size:.1f} GiB" for size in sizes) + " |")
-    if options := {
-        row["xla_options"] for row in results["rows"] if "xla_options" in row
-    }:
-        lines += [
-            "",
-            f"\\* With `{', '.join(options)}`. Else XLA runs a product twice that a "
-            "loop over layers both saves and reads. `jax.lax.optimization_barrier` "
-            "behind the product prevents it, too; this library's layers have it.",
-        ]
     return "\n".join([*lines, ""])
 
 
