@@ -10,7 +10,14 @@ from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantized import Format, PerGroup
-from coat_jax.residuals import PRODUCTS, Linearized, Residual, all_eqns, is_foreign
+from coat_jax.residuals import (
+    PRODUCTS,
+    Cut,
+    Linearized,
+    Residual,
+    all_eqns,
+    is_foreign,
+)
 
 # A smaller residual saves less than the two operations more are worth.
 _MIN_SIZE = 4096
@@ -78,6 +85,34 @@ class Wide:
     reason: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Of an array whose copy is kept as a whole.
+
+    Attributes:
+      whole: Which one of those.
+      cuts: What takes the part, one after the other.
+    """
+
+    whole: int
+    cuts: tuple[Cut, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """An array of which all, or more, is in residuals.
+
+    Attributes:
+      var: What it is in the forward program.
+      copy: How it is kept.
+      index: One of these residuals.
+    """
+
+    var: core.Var
+    copy: Copy
+    index: int
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
@@ -85,12 +120,14 @@ class Plan:
 
     Attributes:
       kept: Per residual: the argument it is, "recompute", or how it is saved.
+      wholes: What is kept besides, of which residuals are parts.
       needed: Per argument: whether the backward pass reads it by reference.
       recompute: From the needed arguments to the residuals kept as "recompute".
       vjp_tree: Structure of the function that `jax.vjp` returns.
     """
 
-    kept: tuple[int | Literal["recompute"] | Wide | Copy, ...]
+    kept: tuple[int | Literal["recompute"] | Wide | Copy | Part, ...]
+    wholes: tuple[Whole, ...]
     needed: tuple[bool, ...]
     recompute: Callable[[Sequence[Any]], Sequence[Any]]
     vjp_tree: Any
@@ -108,16 +145,39 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             kept.append("recompute")
         else:
             kept.append(_saved(traced, index, options))
+    wholes = _put_together(traced, kept)
     recomputed = [i for i, how in enumerate(kept) if how == "recompute"]
     program, used = _restricted(traced, recomputed)
     return Plan(
         kept=tuple(kept),
+        wholes=tuple(wholes),
         needed=tuple(u or i in kept for i, u in enumerate(used)),
         recompute=lambda args: core.jaxpr_as_fun(program)(
             *[a for a, u in zip(args, used, strict=True) if u]
         ),
         vjp_tree=traced.vjp_tree,
     )
+
+
+def _put_together(traced: Linearized, kept: list[Any]) -> list[Whole]:
+    """Makes parts of those copies that are all of an array, and lists these arrays.
+
+    Its one copy takes no more memory, and what it is of is in one place already.
+    """
+    found: dict[Any, list[tuple[int, tuple[Cut, ...]]]] = {}
+    for index, how in enumerate(kept):
+        if isinstance(how, Copy):
+            var, cuts = traced.cut_from(index, how.granularity.size)
+            if cuts:
+                found.setdefault((var, how.granularity), []).append((index, cuts))
+    wholes: list[Whole] = []
+    for (var, granularity), parts in found.items():
+        if sum(traced.residuals[i].aval.size for i, _ in parts) >= var.aval.size:
+            for index, cuts in parts:
+                kept[index] = Part(len(wholes), cuts)
+            copy = Copy(granularity, fused=True)
+            wholes.append(Whole(var, copy, parts[0][0]))
+    return wholes
 
 
 def _restricted(

@@ -11,6 +11,9 @@ and who reads it in the backward program:
   everything else                  as it is: integers, masks, per-row statistics, what
                                    backward takes the exponential of or divides by
 
+Parts of an array that are all of it together, such as a gate and what it multiplies,
+have one copy of the array.
+
 In the paper what products read has one scale a tensor, for FP8 products. These products
 are not in FP8, and groups need no maximum over an array that devices share.
 """
@@ -19,7 +22,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, reduce, wraps
 from typing import Any
 
 import jax
@@ -33,7 +36,7 @@ from jax.dtypes import float0
 from jax.extend import core
 
 from coat_jax.copies import fp8_copy, read_copy
-from coat_jax.plan import Copy, Options, Wide, plan
+from coat_jax.plan import Copy, Options, Part, Wide, plan
 from coat_jax.quantized import E4M3, Format, QuantizedArray, undifferentiated
 from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
 from coat_jax.rounding import random_bits
@@ -314,15 +317,19 @@ def _with_fp8_residuals(
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
         how = plan(traced, is_param, options)
-        values = core.jaxpr_as_fun(traced.forward)(*args)
-        residuals = enumerate(values[traced.num_outputs :])
-        saved = [_save(traced, i, x, how.kept[i], key, options) for i, x in residuals]
+        program = traced.with_outputs([whole.var for whole in how.wholes])
+        values = core.jaxpr_as_fun(program)(*args)
+        given, save = iter(values), partial(_save, traced, key=key, options=options)
+        outputs = list(itertools.islice(given, traced.num_outputs))
+        saved = [save(i, next(given), kept) for i, kept in enumerate(how.kept)]
+        wholes = [save(w.index, next(given), w.copy) for w in how.wholes]
         references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
-        return values[: traced.num_outputs], (references, saved, how)
+        return outputs, (references, saved, wholes, how)
 
     def backward(residuals, cotangents):
-        references, saved, how = residuals
-        saved, cotangents = _after(saved, cotangents)
+        references, saved, wholes, how = residuals
+        (saved, wholes), cotangents = _after((saved, wholes), cotangents)
+        wholes = [read_copy(_scales_as_bits(x), fused=True) for x in wholes]
         recomputed = iter(how.recompute(references))
 
         def restore(kept, x):
@@ -330,6 +337,8 @@ def _with_fp8_residuals(
                 return read_copy(_scales_as_bits(x), fused=kept.fused)
             if isinstance(kept, int):
                 return references[kept]
+            if isinstance(kept, Part):
+                return reduce(lambda x, cut: cut(x), kept.cuts, wholes[kept.whole])
             return next(recomputed) if kept == "recompute" else x
 
         leaves = [restore(kept, x) for kept, x in zip(how.kept, saved, strict=True)]
@@ -345,6 +354,7 @@ def _save(
     index: int,
     x: jax.Array,
     kept: Any,
+    *,
     key: jax.Array | None,
     options: Options,
 ) -> Any:

@@ -39,6 +39,8 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
+# Of these what takes parts of an array, or gives them another shape.
+_CUTS = frozenset({"reshape", "slice", "split", "squeeze"})
 _HERE = ("copies.py", "plan.py", "remat.py", "residuals.py")
 # Frames that say how an operation was traced rather than whose it is.
 _NOT_USERS = (
@@ -155,6 +157,36 @@ class Linearized:
             kept=kept,
         )
 
+    def cut_from(self, index: int, group: int) -> tuple[core.Var, tuple["Cut", ...]]:
+        """The array that residual `index` is a part of, and how to cut it from there.
+
+        Groups of the last axis are cut nowhere. Without cuts it is no part of anything.
+        """
+        var, cuts = self.residuals[index], []
+        while (eqn := self._made_by.get(var)) and eqn.primitive.name in _CUTS:
+            cut = Cut(eqn, eqn.outvars.index(var))
+            if not cut.keeps_groups(group):
+                break
+            cuts.append(cut)
+            var = eqn.invars[0]
+        while cuts and not cuts[-1].takes_part:
+            var = cuts.pop().after
+        return var, tuple(reversed(cuts))
+
+    def with_outputs(self, more: Sequence[core.Var]) -> core.ClosedJaxpr:
+        """The forward program with more of its variables as outputs."""
+        jaxpr = self.forward.jaxpr
+        info = jaxpr.debug_info.with_unknown_names()
+        outvars = [*jaxpr.outvars, *more]
+        return core.ClosedJaxpr(
+            jaxpr.replace(outvars=outvars, debug_info=info), self.forward.consts
+        )
+
+    @cached_property
+    def _made_by(self) -> dict[core.Var, core.JaxprEqn]:
+        """What makes each variable of the forward program."""
+        return {out: e for e in self.forward.jaxpr.eqns for out in e.outvars}
+
     def source_dtype(self, index: int) -> jnp.dtype:
         """The dtype of residual `index` before conversions that lose nothing."""
         var = self.residuals[index]
@@ -190,6 +222,55 @@ class Linearized:
     ) -> Generator["_Read", None, set[int]]:
         jaxpr = self.backward.jaxpr
         return _readers(jaxpr, jaxpr.invars[index], through)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """An operation that takes a part of an array, or gives it another shape.
+
+    Attributes:
+      eqn: The operation.
+      position: Which of its results.
+    """
+
+    eqn: core.JaxprEqn
+    position: int
+
+    @property
+    def before(self) -> core.Var:
+        """What goes in."""
+        return self.eqn.invars[0]
+
+    @property
+    def after(self) -> core.Var:
+        """What comes out."""
+        return self.eqn.outvars[self.position]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is not all."""
+        return self.after.aval.size < self.before.aval.size
+
+    def keeps_groups(self, group: int) -> bool:
+        """Whether groups on the last axis stay together, and all others go."""
+        (*_, whole), (*_, part) = self.before.aval.shape, self.after.aval.shape
+        if whole == part:
+            return True
+        params, last = self.eqn.params, self.before.aval.ndim - 1
+        if self.eqn.primitive.name == "slice":
+            start, strides = params["start_indices"][last], params["strides"]
+            if strides is not None and strides[last] != 1:
+                return False
+        elif self.eqn.primitive.name == "split":
+            start = sum(params["sizes"][: self.position])
+        else:
+            return False
+        return start % group == part % group == whole % group == 0
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Takes the part."""
+        found = self.eqn.primitive.bind(x, **self.eqn.params)
+        return found[self.position] if self.eqn.primitive.multiple_results else found
 
 
 def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:

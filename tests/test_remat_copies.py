@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gradients import ROW, assert_close, fake, saved
+from gradients import ROW, assert_close, fake, saved, value_and_vjp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -172,3 +172,56 @@ def test_xla_decodes_where_it_cuts(cut, decoded_by, kernels):
     of_product = [c for c in chosen if "float8_e4m3fn[96,128]" in c.arrays]
     found = {c.implementation for c in of_product if c.operation == "dequantize_groups"}
     assert found == {decoded_by}
+
+
+def copies(fn, w, x):
+    """Shapes of the FP8 copies that there are besides that of x."""
+    found = saved(fp8_remat(fn), w, x)
+    shapes = sorted(r.shape for r in found if r.dtype == jnp.float8_e4m3fn)
+    shapes.remove(x.shape)
+    return shapes
+
+
+def by_index(y):
+    halves = y.reshape(len(y), 2, -1)
+    return halves[:, 0], halves[:, 1]
+
+
+@pytest.mark.parametrize(
+    ("cut", "shape"),
+    [
+        (by_index, (128, 2, 64)),
+        (lambda y: tuple(jnp.split(y, 2, axis=-1)), (128, 128)),
+        (lambda y: (y[:, 64:], y[:, :64]), (128, 128)),
+    ],
+)
+def test_parts_of_an_array_have_one_copy(cut, shape):
+    w, x, dy = normal(1, 32, 128), normal(2, 128, 32), normal(3, 128, 64)
+
+    def product(w, x):
+        a, b = cut(x @ w)
+        return a * b
+
+    assert copies(product, w, x) == [shape]
+    _, (_, dx) = value_and_vjp(fp8_remat(product), dy, w, x)
+    y = jnp.asarray(fake(np.asarray(x @ w).reshape(shape), 16)).reshape(128, 128)
+    (a, b), uncut = jax.vjp(cut, y)
+    assert_close(dx, uncut((dy * b, dy * a))[0] @ w.T, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("columns", "cut"),
+    [
+        (80, lambda y: (y[:, :40], y[:, 40:])),  # Within a group.
+        (128, lambda y: (y[:, ::2], y[:, 1::2])),
+        (192, lambda y: (y[:, :64], y[:, 64:128])),  # The rest is not kept.
+    ],
+)
+def test_other_parts_have_copies_of_their_own(columns, cut):
+    def product(w, x):
+        a, b = cut(x @ w)
+        return a * b
+
+    shape = (128, columns // 2 if columns < 192 else 64)
+    w, x = normal(1, 32, columns), normal(2, 128, 32)
+    assert copies(product, w, x) == [shape, shape]
