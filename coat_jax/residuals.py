@@ -39,7 +39,7 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
-# Of these what takes parts of an array, or gives them another shape.
+# What takes parts of an array, or gives them another shape.
 _CUTS = frozenset({"reshape", "slice", "split", "squeeze"})
 _HERE = ("copies.py", "plan.py", "remat.py", "residuals.py")
 # Frames that say how an operation was traced rather than whose it is.
@@ -162,13 +162,13 @@ class Linearized:
 
         Groups of the last axis are cut nowhere. Without cuts it is no part of anything.
         """
-        var, cuts = self.residuals[index], []
-        while (eqn := self._made_by.get(var)) and eqn.primitive.name in _CUTS:
+        jaxpr, var, cuts = self.forward.jaxpr, self.residuals[index], []
+        while (eqn := _maker(jaxpr, var)) and eqn.primitive.name in _CUTS:
             cut = Cut(eqn, eqn.outvars.index(var))
             if not cut.keeps_groups(group):
                 break
             cuts.append(cut)
-            var = eqn.invars[0]
+            var = cut.before
         while cuts and not cuts[-1].takes_part:
             var = cuts.pop().after
         return var, tuple(reversed(cuts))
@@ -181,11 +181,6 @@ class Linearized:
         return core.ClosedJaxpr(
             jaxpr.replace(outvars=outvars, debug_info=info), self.forward.consts
         )
-
-    @cached_property
-    def _made_by(self) -> dict[core.Var, core.JaxprEqn]:
-        """What makes each variable of the forward program."""
-        return {out: e for e in self.forward.jaxpr.eqns for out in e.outvars}
 
     def source_dtype(self, index: int) -> jnp.dtype:
         """The dtype of residual `index` before conversions that lose nothing."""
@@ -403,12 +398,17 @@ def _readers(
     return outputs
 
 
+def _maker(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
+    """The operation of a program that makes `var`, if one does."""
+    return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+
+
 def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     """What makes `var`, inside out where that is within jit, scan or checkpoint.
 
     Behind what moves or converts values it goes on with what makes those.
     """
-    eqn = next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
+    eqn = _maker(jaxpr, var)
     if eqn is None or isinstance(var, core.Literal):
         return
     position = eqn.outvars.index(var)

@@ -5,7 +5,7 @@
 times a layer with BF16 weights: the BF16 layer as JAX differentiates it, with policies
 of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a shape are
 timed in turns. The paper's table 6 and the total of its table 2 stand beside them. What
-the results file has of other shapes is kept.
+the results file has of other hidden sizes and sequences is kept.
 """
 
 import argparse
@@ -157,34 +157,30 @@ def compile_cases(
 
 def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
     """Rows with those of a shape in the place of what was measured of it before."""
-
-    def shape(row: Row) -> tuple[int, ...]:
-        return tuple(row[field.name] for field in dataclasses.fields(Shape))
-
-    others = [row for row in rows if shape(row) != shape(own[0])]
+    others = [row for row in rows if _sizes(row) != _sizes(own[0])]
     return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
 
 
+def _sizes(row: Row) -> tuple[int, int]:
+    """What tells shapes apart in a results file."""
+    return row["hidden"], row["seq"]
+
+
 def shape_rows(
-    shape: Shape,
-    compiled: Mapping[str, Compiled],
-    *,
-    calls: int,
-    rounds: int,
-    round_s: float = 0.0,
+    shape: Shape, compiled: Mapping[str, Compiled], **how: float
 ) -> list[Row]:
-    """Times the cases of a shape in turns: a row each.
+    """Times the cases of a shape in turns: a row each; `how` is as for `in_turns`.
 
     Ratios are to the BF16 layer as `jax.vjp` saves it, and to the fastest of those that
     JAX has without this library.
     """
     params, x, dy = arguments(shape)
     pairs = [(c, c.state(params)) for c in compiled.values()]
-    how = {"calls": calls, "rounds": rounds, "round_s": round_s}
     forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
     both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
     ms = {case: 1e3 * seconds for case, seconds in zip(compiled, both, strict=True)}
     plain = [ms[case] for case in compiled if case in PLAIN]
+    commit = versions()["commit"]
     return [
         {"case": case}
         | dataclasses.asdict(shape)
@@ -194,7 +190,7 @@ def shape_rows(
         | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
         | found.known
         | layer_report.paper(case, shape)
-        | {"commit": versions()["commit"]}
+        | {"commit": commit}
         for (case, found), ahead in zip(compiled.items(), forward, strict=True)
     ]
 
@@ -261,8 +257,7 @@ def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
 def bars(rows: list[Row]) -> list[Bar]:
     """What each shape should reach, as far as its cases were measured."""
     found = []
-    by_shape = itertools.groupby(rows, key=lambda row: (row["hidden"], row["seq"]))
-    for (hidden, seq), group in by_shape:
+    for (hidden, seq), group in itertools.groupby(rows, key=_sizes):
         at = {row["case"]: row for row in group}
         found += [
             bar._replace(name=f"{hidden}, {seq}: {bar.name}")

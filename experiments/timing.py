@@ -71,7 +71,9 @@ def in_turns(
 
     for function in functions:
         mean(function, 1)
-    counts = [max(calls, math.ceil(round_s / mean(f, calls))) for f in functions]
+    counts = [calls] * len(functions)
+    if round_s:
+        counts = [max(calls, math.ceil(round_s / mean(f, calls))) for f in functions]
     turns = list(zip(functions, counts, strict=True))
     found = [[mean(*turn) for turn in turns] for _ in range(rounds)]
     return [statistics.median(times) for times in zip(*found, strict=True)]
