@@ -34,6 +34,8 @@ _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
 # In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
 _REST_S = 0.02
+# Of a product, so that each is at the clock that its own power leaves.
+_TURN_S = 0.25
 
 
 def main() -> None:
@@ -120,9 +122,7 @@ class ProductCase(NamedTuple):
     @property
     def tiles(self) -> tuning.Tuning:
         """What the kernel is timed with."""
-        m, n, _ = self.product.shape
-        kind = kernel_cases.PRODUCTS[self.kernel]
-        return self.chosen or tuning.heuristic(kind, m, n)
+        return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
     def operands(self) -> tuple[jax.Array, ...]:
         """Random ones."""
@@ -184,7 +184,8 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    ours, theirs = timing.seconds(compiled, [case.operands()], calls=20)
+    long = {"calls": 20, "rounds": 3, "round_s": _TURN_S}
+    ours, theirs = timing.seconds(compiled, [case.operands()], **long)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
     rate = 2 * m * n * k / 1e12
     row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}

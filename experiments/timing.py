@@ -42,10 +42,16 @@ def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[A
 
 
 def seconds(
-    compiled: Sequence[Any], draws: Sequence[tuple], *, calls: int = 5, rounds: int = 7
+    compiled: Sequence[Any],
+    draws: Sequence[tuple],
+    *,
+    calls: int = 5,
+    rounds: int = 7,
+    round_s: float = 0.0,
 ) -> list[float]:
-    """The median time of each for one draw, over rounds in which each has its turn."""
-    times = in_turns([partial(c, draws) for c in compiled], calls=calls, rounds=rounds)
+    """The median time of each for one draw, in turns as those of `in_turns`."""
+    functions = [partial(c, draws) for c in compiled]
+    times = in_turns(functions, calls=calls, rounds=rounds, round_s=round_s)
     return [time / len(draws) for time in times]
 
 

@@ -38,6 +38,7 @@ def candidates(product: Product) -> list[Tuning]:
             turns(**narrow, cluster="m"),
             turns(**wide, width=4),
             turns(**wider, cluster="m"),
+            turns(**wider, width=4),
         ]
     tall = {"tile_m": 256, "tile_n": 128}
     if product.heads:
@@ -49,16 +50,21 @@ def candidates(product: Product) -> list[Tuning]:
             Tuning(cluster="m"),
             Tuning(),
         ]
+    large = {"tile_m": 256, "tile_n": 192, "stages": 3}
     return [
-        turns(**wide, width=4),
-        turns(**wide),
+        Tuning(width=16),
+        Tuning(width=4),
+        Tuning(),
+        Tuning(cluster="m"),
+        Tuning(cluster="m", width=4),
+        Tuning(**tall, cluster="n"),
         turns(**wider, cluster="m"),
         turns(**wider, width=4),
+        turns(**wider, width=16),
+        Tuning(**large),
+        Tuning(**large, cluster="n"),
+        turns(**wide),
         turns(**narrow, cluster="m"),
-        Tuning(**tall, cluster="n"),
-        Tuning(cluster="m"),
-        Tuning(**tall),
-        Tuning(),
     ]
 
 
@@ -95,10 +101,16 @@ def needs(product: Product) -> str:
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
     measured = _table().get(key(product, m, n, k))
-    if measured == "xla":
-        # With a scale for each row XLA writes the product in float32 first.
-        return heuristic(product, m, n) if product.scaling == "rows" else None
-    return heuristic(product, m, n) if measured is None else Tuning(**measured)
+    # With a scale for each row XLA writes the product in float32 first.
+    if measured and measured["xla"] and product.scaling != "rows":
+        return None
+    return tiles(product, m, n, k)
+
+
+def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
+    """The fastest tiles for the shape, or what is taken unmeasured."""
+    measured = _table().get(key(product, m, n, k))
+    return Tuning(**measured["tiles"]) if measured else heuristic(product, m, n)
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:

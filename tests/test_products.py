@@ -364,8 +364,8 @@ def test_the_table_says_what_runs(monkeypatch):
     """On a Hopper GPU, where shapes that XLA is faster for are left to it."""
     product = Product(out_dtype=jnp.dtype(BF16))
     table = {
-        tuning.key(product, 256, 512, 384): "xla",
-        tuning.key(product, 256, 256, 384): {"tile_n": 128, "stages": 3},
+        tuning.key(product, 256, 512, 384): {"tiles": {"stages": 3}, "xla": True},
+        tuning.key(product, 256, 256, 384): {"tiles": {"tile_n": 128}, "xla": False},
     }
     monkeypatch.setattr(tuning, "_table", lambda: table)
     monkeypatch.setattr("pallas_kernels.dispatch.has_hopper", lambda: True)
@@ -379,12 +379,16 @@ def test_the_table_says_what_runs(monkeypatch):
         "mosaic",
     ]
     assert "XLA is faster for 256 x 512 x 384" in str(faster)
-    assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128, stages=3)
+    assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128)
     assert tuning.choose(product, 256, 512, 384) is None
+    # XLA has no fast product with a scale for each row.
+    rows = dataclasses.replace(product, scaling="rows")
+    assert tuning.choose(rows, 256, 512, 384) == Tuning(stages=3)
     # What is added to an accumulator is measured by itself.
     added = dataclasses.replace(product, accumulate=True)
     assert tuning.choose(added, 256, 256, 384) == tuning.heuristic(added, 256, 256)
-    table[tuning.key(added, 256, 256, 384)] = dataclasses.asdict(ODD)
+    odd = {"tiles": dataclasses.asdict(ODD), "xla": False}
+    table[tuning.key(added, 256, 256, 384)] = odd
     assert tuning.choose(added, 256, 256, 384) == ODD
 
 
@@ -395,10 +399,10 @@ def test_the_table_holds_tiles_that_fit():
     for key, found in table["tuning"].items():
         m, n, k = map(int, key.split(",")[0].split(" x "))
         (product,) = (p for p in products if tuning.key(p, m, n, k) == key)
-        if found != "xla":
-            tiles = Tuning(**found)
-            assert tuning.obstacle(product, tiles, m, n) is None
-            assert tiles.stages >= tiles.held(product)
+        tiles = Tuning(**found["tiles"])
+        assert tuning.obstacle(product, tiles, m, n) is None
+        assert tiles.stages >= tiles.held(product)
+        assert found["xla"] in (True, False)
 
 
 @pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
