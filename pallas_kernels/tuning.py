@@ -101,8 +101,10 @@ def needs(product: Product) -> str:
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
     measured = _table().get(key(product, m, n, k))
-    # With a scale for each row XLA writes the product in float32 first.
-    if measured and measured["xla"] and product.scaling != "rows":
+    # With a scale for each row XLA writes the product in float32 first; for maxima it
+    # reads it again.
+    plain = product.scaling != "rows" and not product.maxima
+    if measured and measured["xla"] and plain:
         return None
     return tiles(product, m, n, k)
 
