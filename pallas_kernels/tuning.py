@@ -31,6 +31,8 @@ def candidates(product: Product) -> list[Tuning]:
     turns = functools.partial(Tuning, together=False)
     wide = {"tile_n": 160, "stages": 5}
     wider = {"tile_n": 192, "stages": 4}
+    low = {"tile_m": 64, "tile_n": 256, "stages": 4}
+    lows = [turns(**low, cluster="m"), turns(**low, cluster="m", width=16)]
     if product.group:
         return [
             turns(**narrow),
@@ -39,10 +41,12 @@ def candidates(product: Product) -> list[Tuning]:
             turns(**wide, width=4),
             turns(**wider, cluster="m"),
             turns(**wider, width=4),
+            *lows,
         ]
     tall = {"tile_m": 256, "tile_n": 128}
     if product.heads:
         return [
+            *lows,
             turns(**narrow),
             turns(**narrow, width=4),
             turns(**narrow, cluster="m"),
@@ -63,16 +67,20 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**wider, width=16),
         Tuning(**large),
         Tuning(**large, cluster="n"),
+        *lows,
         turns(**wide),
         turns(**narrow, cluster="m"),
+        turns(**narrow),
     ]
 
 
 def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
-    if m < tuning.tile_m or n < tuning.tile_n:
-        return f"{m} x {n} is less than {tiles}"
+    rows, columns = tuning.span
+    if m < rows or n < columns:
+        pair = f", two along {tuning.cluster}" if tuning.cluster else ""
+        return f"{m} x {n} is less than {tiles}{pair}"
     least = _SWIZZLED // jnp.dtype(product.out_dtype).itemsize
     if (columns := tuning.store_n(product)) < least:
         return f"tiles need a multiple of {least} columns, got {tuning.tile_n}"
@@ -92,7 +100,7 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
 def needs(product: Product) -> str:
     """What an output has to be for any of the candidates."""
     tried = candidates(product)
-    rows, columns = min(t.tile_m for t in tried), min(t.tile_n for t in tried)
+    rows, columns = (min(t.span[i] for t in tried) for i in (0, 1))
     multiple = min(t.store_n(product) for t in tried)
     heads = f", heads that divide {columns}" if product.heads else ""
     return f"{rows} x {columns} or more, n a multiple of {multiple}{heads}"

@@ -26,6 +26,8 @@ NARROW = Tuning(tile_n=128, stages=4)
 TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
 TURNS = Tuning(tile_n=128, stages=2, together=False)
 ODD = Tuning(tile_n=160, stages=2, together=False)  # Stored in parts of swizzled rows.
+LOW = Tuning(tile_m=64, stages=2, together=False, cluster="m")
+LARGE = Tuning(tile_m=256, tile_n=192, stages=2)
 
 
 def run(fn, implementation, *args, **kwargs):
@@ -76,6 +78,8 @@ CASES = [
     ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
     ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
     ((200, 320, 256), E4M3, "rows", BF16, None, SMALL),
+    ((192, 256, 384), E4M3, "rows", BF16, None, LOW),
+    ((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
 ]
 
 
@@ -98,6 +102,24 @@ def test_products_are_float64s_but_for_rounding(
     if implementation == "mosaic" or jax.default_backend() == "gpu":
         within += 2e-3 if promote is None and kind != "blocks" else 5e-4
     assert error(y, (wide_a * by_a) @ (wide_b * by_b).T) < within
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
+def test_all_tiles_that_are_tried_agree(kind):
+    shape = m, n, _ = (1088, 1536, 640)
+    product, draw = kernel_cases.PRODUCTS[kind], kernel_cases.operands(kind, shape)
+
+    def values(**how):
+        y = kernel_cases.run_product(kind, *draw, **how)
+        wide = pallas_kernels.dequantize_groups(y) if kind == "quantized" else y
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(wide)])
+
+    expected = values(implementation="reference").astype(np.float64)
+    for tiles in tuning.candidates(product):
+        assert tuning.obstacle(product, tiles, m, n) is None
+        y = values(implementation="mosaic", tuning=tiles)
+        assert error(y, expected) < (2e-2 if kind == "quantized" else 5e-3), tiles
 
 
 @every_implementation
