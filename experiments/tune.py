@@ -9,18 +9,19 @@ processes compile; one at a time has the GPU.
 
 What is nearly fastest in short turns has long ones as well. A training step draws all
 the power that a GPU may draw, and there the tiles win that take the least energy; in
-short turns all of them run at the clock that the others leave.
+short turns all of them run at the clock that the others leave. XLA has to be faster by
+3%: its FP8 products cannot write into what a loop over layers stacks, and are copied.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from pallas_kernels import tuning
 _alone: AbstractContextManager = nullcontext()  # With the GPU.
 _NEARLY = 1.08  # Times the least time in short turns.
 _SHORT_S, _LONG_S = 0.01, 0.25  # Of a turn.
+_XLA_WINS = 0.97  # Times what the fastest tiles take, at most.
 
 
 def main() -> None:
@@ -96,7 +98,7 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
 
 
 def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dict:
-    """The fastest tiles as fields that are not defaults, and whether XLA is faster."""
+    """Times a product in all tiles that can compute it, and by XLA; see `entry`."""
     product = PRODUCTS[kernel]
     operands = functools.partial(kernel_cases.operands, kernel, shape, dtypes)
     m, n, _ = shape
@@ -116,23 +118,31 @@ def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dic
                 run_product, kernel, implementation="reference"
             )
             compiled += timing.compile_all([reference], draws)
-        works = [(t, c) for t, c in zip(tried, compiled, strict=True) if callable(c)]
-        calls = [c for _, c in works]
-        times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)
-        least = min(time for time, (t, _) in zip(times, works, strict=True) if t)
-        nearly = [
-            work
-            for work, time in zip(works, times, strict=True)
-            if time <= _NEARLY * least
-        ]
-        calls = [c for _, c in nearly]
-        times = timing.seconds(calls, draws, rounds=2, round_s=_LONG_S)
-    found = sorted(zip(times, (t for t, _ in nearly), strict=True), key=itemgetter(0))
-    best = next(t for _, t in found if t)
+        works = {t: c for t, c in zip(tried, compiled, strict=True) if callable(c)}
+        return entry(_hot_times(works, draws))
+
+
+def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
+    """Seconds in long turns of what is nearly fastest in short ones."""
+    calls = list(works.values())
+    times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)
+    short = dict(zip(works, times, strict=True))
+    least = min(time for tiles, time in short.items() if tiles)
+    nearly = [tiles for tiles, time in short.items() if time <= _NEARLY * least]
+    calls = [works[tiles] for tiles in nearly]
+    times = timing.seconds(calls, draws, rounds=2, round_s=_LONG_S)
+    return dict(zip(nearly, times, strict=True))
+
+
+def entry(times: dict[tuning.Tuning | None, float]) -> dict[str, Any]:
+    """What the table has of a product: its tiles, and whether XLA, at None, wins."""
+    ours = {tiles: time for tiles, time in times.items() if tiles}
+    best = min(ours, key=ours.__getitem__)
     default = tuning.Tuning()
     fields = dataclasses.asdict(best).items()
     tiles = {k: v for k, v in fields if v != getattr(default, k)}
-    return {"tiles": tiles, "xla": found[0][1] is None}
+    xla = times.get(None, math.inf)
+    return {"tiles": tiles, "xla": xla < _XLA_WINS * ours[best]}
 
 
 if __name__ == "__main__":

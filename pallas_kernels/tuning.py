@@ -28,6 +28,8 @@ def candidates(product: Product) -> list[Tuning]:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
+    # An instruction with more columns takes less energy for each, and a training step
+    # has all the power that a GPU may draw; turns store beside the next tile's sums.
     turns = functools.partial(Tuning, together=False)
     wide = {"tile_n": 160, "stages": 5}
     wider = {"tile_n": 192, "stages": 4}

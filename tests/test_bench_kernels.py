@@ -6,7 +6,8 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments import bench_kernels, kernel_cases, timing
+from experiments import bench_kernels, kernel_cases, timing, tune
+from pallas_kernels.matmul_plan import Tuning
 
 
 def test_every_case_can_be_called():
@@ -96,3 +97,12 @@ def test_bars_and_table():
     console.print(bench_kernels.table(rows))
     printed = console.export_text()
     assert all(name in printed for name in ("7B out, forward", "broken", "add"))
+
+
+def test_the_table_gets_the_fastest_tiles_unless_xla_is_clearly_faster():
+    narrow, plain = Tuning(tile_n=128), Tuning()
+    times = {plain: 1.1, narrow: 1.0, None: 0.98}
+    assert tune.entry(times) == {"tiles": {"tile_n": 128}, "xla": False}
+    assert tune.entry(times | {None: 0.96})["xla"]
+    # Of products that XLA does not have there is no time of its.
+    assert tune.entry({plain: 1.0}) == {"tiles": {}, "xla": False}
