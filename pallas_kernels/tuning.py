@@ -79,8 +79,7 @@ def candidates(product: Product) -> list[Tuning]:
 def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
-    rows, columns = tuning.span
-    if m < rows or n < columns:
+    if m < tuning.span[0] or n < tuning.span[1]:
         pair = f", two along {tuning.cluster}" if tuning.cluster else ""
         return f"{m} x {n} is less than {tiles}{pair}"
     least = _SWIZZLED // jnp.dtype(product.out_dtype).itemsize

@@ -263,8 +263,8 @@ _total_loss.defvjp(_total_loss_fwd, _total_loss_bwd)
 
 def _chunk_loss(hidden: Array, head: Array, targets: Array) -> Float[Array, ""]:
     logits = _logits(hidden, head)
-    # Picked by comparison: the gradient of an index is a scatter, around which what
-    # makes gradients of logits is two passes over them.
+    # Picked by comparison, whose gradient fuses with that of the other logits. An
+    # index has a scatter for a gradient, and they are read and written twice more.
     is_target = targets[:, None] == jnp.arange(logits.shape[1])
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
