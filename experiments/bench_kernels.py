@@ -46,7 +46,8 @@ def main() -> None:
     add("--named", nargs="+", help="what has one of these in its name")
     add("--shapes", nargs="+", metavar="ROWS,N", help="of elementwise kernels")
     add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
-    add("--models", nargs="+", choices=tuple(kernel_cases.MODELS))
+    names = tuple(kernel_cases.MODELS)
+    add("--models", nargs="+", choices=names, default=names)
     add("--out", type=Path, default=Path("experiments/results/bench_kernels.json"))
     args = parser.parse_args()
     rows, commit = results.known_rows(args.out), results.versions()["commit"]
@@ -168,12 +169,11 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
     cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
     for kernel in ("product", "promoted", "blocks"):
         yield ProductCase(kernel, cube)
-    for product in kernel_cases.model_products(tuple(args.tokens)):
-        if not args.models or product.name.split()[0] in args.models:
-            yield ProductCase("product", product)
-            for kernel, layers in kernel_cases.OF_LAYERS.items():
-                if product.layer in layers and product.name.endswith("forward"):
-                    yield ProductCase(kernel, product)
+    for product in kernel_cases.model_products(args.tokens, args.models):
+        yield ProductCase("product", product)
+        for kernel, layers in kernel_cases.OF_LAYERS.items():
+            if product.layer in layers and product.name.endswith("forward"):
+                yield ProductCase(kernel, product)
 
 
 def product_row(case: ProductCase, compiled: list) -> Row:

@@ -43,7 +43,9 @@ def main() -> None:
     """Measures what is missing."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--tokens", type=int, nargs="+", default=[8192])
+    names = tuple(kernel_cases.TUNED)
+    add("--models", nargs="+", choices=names, default=names)
+    add("--tokens", type=int, nargs="+", default=[4096, 8192, 16384])
     add("--kernels", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
     add("--shapes", nargs="+", metavar="M,N,K", help="instead of the models'")
     add("--again", action="store_true", help="also what has been measured")
@@ -83,7 +85,7 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
     both = (kernel_cases.E4M3, kernel_cases.E4M3)
     if args.shapes:
         return {tuple(map(int, s.split(","))): both for s in args.shapes}
-    products = kernel_cases.model_products(tuple(args.tokens))
+    products = kernel_cases.model_products(args.tokens, args.models)
     forward = [p for p in products if p.name.endswith("forward")]
     if layers := kernel_cases.OF_LAYERS.get(kernel):
         forward = [p for p in forward if p.layer in layers]
