@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import itertools
 import os
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -203,9 +202,7 @@ def compile_case(name: str, shape: Shape) -> Compiled:
     def compiled(function, *args):
         return jax.jit(function).lower(*args).compile(OPTIONS)
 
-    started = time.perf_counter()
     both = compiled(forward_backward(apply), state, x, x)
-    compile_s = time.perf_counter() - started
     _, vjp = jax.eval_shape(lambda state, x: jax.vjp(apply, state, x), state, x)
     backward = compiled(lambda vjp, dy: vjp(dy), vjp, x)
     # The input is counted where backward reads it: it is the output of another layer.
@@ -215,7 +212,6 @@ def compile_case(name: str, shape: Shape) -> Compiled:
         "saved_mib": saved / MIB,
         "backward_temporaries_mib": _temporaries_mib(backward),
         "temporaries_mib": _temporaries_mib(both),
-        "compile_s": compile_s,
     }
     return Compiled(compiled(apply, state, x), both, state.histories, known)
 
