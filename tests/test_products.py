@@ -248,7 +248,7 @@ def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
     )
 
 
-@pytest.mark.parametrize("tuning", [SMALL, TURNS])
+@pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises at the first."""
     a, b, wide_a, wide_b = operands((256, 256, 256))
