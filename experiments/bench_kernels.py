@@ -34,8 +34,6 @@ _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
 # In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
 _REST_S = 0.02
-# Of a product, so that each is at the clock that its own power leaves.
-_TURN_S = 0.25
 
 
 def main() -> None:
@@ -170,9 +168,8 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
     for kernel in ("product", "promoted", "blocks"):
         yield ProductCase(kernel, cube)
     for product in kernel_cases.model_products(args.tokens, args.models):
-        yield ProductCase("product", product)
-        for kernel, layers in kernel_cases.OF_LAYERS.items():
-            if product.layer in layers and product.name.endswith("forward"):
+        for kernel in ("product", *kernel_cases.OF_LAYERS):
+            if product.is_of(kernel):
                 yield ProductCase(kernel, product)
 
 
@@ -184,7 +181,7 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    long = {"calls": 20, "rounds": 3, "round_s": _TURN_S}
+    long = {"calls": 20, "rounds": 3, "round_s": timing.HOT_S}
     ours, theirs = timing.seconds(compiled, [case.operands()], **long)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
     rate = 2 * m * n * k / 1e12

@@ -199,6 +199,12 @@ class MatrixProduct:
     shape: tuple[int, int, int]
     dtypes: tuple[Any, Any] = (E4M3, E4M3)
 
+    def is_of(self, kernel: str) -> bool:
+        """Whether `kernel`, one of `PRODUCTS`, is measured on it."""
+        forward = self.name.endswith("forward")
+        layers = OF_LAYERS.get(kernel, (self.layer,))
+        return kernel == "product" or (forward and self.layer in layers)
+
 
 def model_products(
     tokens: Sequence[int] = TOKENS, models: Sequence[str] = tuple(MODELS)

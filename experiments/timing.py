@@ -17,6 +17,9 @@ OPTIONS = {
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
 }
 
+# Of a turn of one product, so that it is at the clock that its own power leaves.
+HOT_S = 0.25
+
 
 def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:
     """Functions compiled for draws, or the exceptions that they raise.

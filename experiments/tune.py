@@ -35,7 +35,7 @@ from pallas_kernels import tuning
 
 _alone: AbstractContextManager = nullcontext()  # With the GPU.
 _NEARLY = 1.08  # Times the least time in short turns.
-_SHORT_S, _LONG_S = 0.01, 0.25  # Of a turn.
+_SHORT_S = 0.01  # Of a turn.
 _XLA_WINS = 0.97  # Times what the fastest tiles take, at most.
 
 
@@ -86,12 +86,8 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
     if args.shapes:
         return {tuple(map(int, s.split(","))): both for s in args.shapes}
     products = kernel_cases.model_products(args.tokens, args.models)
-    forward = [p for p in products if p.name.endswith("forward")]
-    if layers := kernel_cases.OF_LAYERS.get(kernel):
-        forward = [p for p in forward if p.layer in layers]
-    chosen = products if kernel == "product" else forward
     cube = {} if kernel in kernel_cases.OF_LAYERS else {(8192,) * 3: both}
-    return {p.shape: p.dtypes for p in chosen} | cube
+    return {p.shape: p.dtypes for p in products if p.is_of(kernel)} | cube
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
@@ -132,7 +128,7 @@ def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
     least = min(time for tiles, time in short.items() if tiles)
     nearly = [tiles for tiles, time in short.items() if time <= _NEARLY * least]
     calls = [works[tiles] for tiles in nearly]
-    times = timing.seconds(calls, draws, rounds=2, round_s=_LONG_S)
+    times = timing.seconds(calls, draws, rounds=2, round_s=timing.HOT_S)
     return dict(zip(nearly, times, strict=True))
 
 
