@@ -329,12 +329,16 @@ def _with_fp8_residuals(
     def backward(residuals, cotangents):
         references, saved, wholes, how = residuals
         (saved, wholes), cotangents = _after((saved, wholes), cotangents)
-        wholes = [read_copy(_scales_as_bits(x), fused=True) for x in wholes]
         recomputed = iter(how.recompute(references))
+
+        def read(copy, x):
+            return read_copy(_scales_as_bits(x), fused=copy.fused)
+
+        wholes = [read(w.copy, x) for w, x in zip(how.wholes, wholes, strict=True)]
 
         def restore(kept, x):
             if isinstance(kept, Copy):
-                return read_copy(_scales_as_bits(x), fused=kept.fused)
+                return read(kept, x)
             if isinstance(kept, int):
                 return references[kept]
             if isinstance(kept, Part):
