@@ -32,6 +32,7 @@ from pallas_kernels.reference.heads import split_heads
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
+_TURN_S = 0.02  # Of an elementwise kernel, so that its start and end count for little.
 # In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
 _REST_S = 0.02
 
@@ -98,7 +99,8 @@ def copy_gb_per_s(shape: tuple[int, int]) -> float:
     """What a device copy of bfloat16 of this shape reaches."""
     x = jnp.ones(shape, jnp.bfloat16)
     draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
-    (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
+    compiled = timing.compile_all([jnp.copy], draws)
+    (time,) = timing.seconds(compiled, draws, round_s=_TURN_S)
     return 2 * x.nbytes / time / 1e9
 
 
@@ -123,6 +125,11 @@ class ProductCase(NamedTuple):
         """What the kernel is timed with."""
         return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
+    @property
+    def draws(self) -> int:
+        """How often operands are drawn."""
+        return kernel_cases.draws(self.kernel, self.product.shape)
+
     def operands(self) -> tuple[jax.Array, ...]:
         """Random ones."""
         return kernel_cases.operands(
@@ -136,7 +143,7 @@ def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], li
         how = {"implementation": "mosaic", "tuning": case.tiles}
         ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
         calls = [ours, functools.partial(xla, case.kernel)]
-        return calls, [jax.eval_shape(case.operands)]
+        return calls, [jax.eval_shape(case.operands)] * case.draws
     calls = [
         functools.partial(case.call, implementation=name)
         for name in ("mosaic", "reference")
@@ -152,7 +159,7 @@ def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row
             return row | {"error": str(error)[:200]}
     draw = jax.jit(case.draw)
     draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
-    ours, xla = timing.seconds(compiled, draws)
+    ours, xla = timing.seconds(compiled, draws, round_s=_TURN_S)
     rate = case.size / ours / 1e9
     row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
     return row | {
@@ -181,16 +188,18 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
+    draws = [case.operands() for _ in range(case.draws)]
     long = {"calls": 20, "rounds": 3, "round_s": timing.HOT_S}
-    ours, theirs = timing.seconds(compiled, [case.operands()], **long)
+    ours, theirs = timing.seconds(compiled, draws, **long)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
     rate = 2 * m * n * k / 1e12
     row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}
     runs = "mosaic" if case.chosen else "xla"
     row |= {"runs": runs, "tiles": str(case.tiles)}
     if (m, n, k) == _CUBE:
-        call = functools.partial(compiled[0], [case.operands()])
+        call = functools.partial(compiled[0], draws)
         rested = profiling.kernel_ms(call, rest_s=_REST_S)["products"] / 1e3
+        rested /= case.draws
         row["rested_tflop_per_s"] = rate / rested
     return row
 

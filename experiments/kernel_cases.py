@@ -1,6 +1,8 @@
 """What is measured of the kernels: operations, shapes, the least bytes they move."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from pallas_kernels.matmul_plan import Heads, Product
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))
 TOKENS = (8192, 16384)
+_CACHE = 2**27  # Bytes, more than an H200's L2 has.
 # Sizes of the residual stream and of the MLP's inside.
 MODELS = {
     "1B": (2048, 8192),
@@ -274,6 +277,12 @@ def operands(
         angles = jax.random.uniform(keys[2], (2, s, product.heads.size // 2))
         return a.reshape(-1, s, k), b, a_scale.reshape(-1, s), b_scale, *angles
     return scaled
+
+
+def draws(kernel: str, shape: tuple[int, int, int]) -> int:
+    """How often to draw operands, so that each is out of the cache when it is next."""
+    arrays = jax.eval_shape(functools.partial(operands, kernel, shape))
+    return math.ceil(_CACHE / sum(x.size * x.dtype.itemsize for x in arrays))
 
 
 def kv_heads(b: Array) -> int:

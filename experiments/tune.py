@@ -36,7 +36,6 @@ from experiments.results import device, versions, write_json
 from pallas_kernels import tuning
 
 _alone: AbstractContextManager = nullcontext()  # With the GPU.
-_CACHE = 2**27  # Bytes of operands between two uses of one, more than the cache has.
 _NEARLY = 1.08  # Times the least time in short turns.
 _SHORT_S = 0.01  # Of a turn.
 _XLA_WINS = 0.97  # Times what the fastest tiles take, at most.
@@ -110,9 +109,8 @@ def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dic
     ]
     mosaic = functools.partial(run_product, kernel, implementation="mosaic")
     calls = [functools.partial(mosaic, tuning=t) for t in tried]
-    abstract = jax.eval_shape(operands)
-    count = math.ceil(_CACHE / sum(x.size * x.dtype.itemsize for x in abstract))
-    compiled = timing.compile_all(calls, [abstract] * count)
+    count = kernel_cases.draws(kernel, shape)
+    compiled = timing.compile_all(calls, [jax.eval_shape(operands)] * count)
     with _alone:
         draws = [operands() for _ in range(count)]
         if kernel != "blocks":  # Of which XLA has none.

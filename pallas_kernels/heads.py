@@ -137,10 +137,12 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     ctas = walk.ctas * count
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
+        # All that run at a time have the same positions: their angles are in the cache.
         cta = lax.axis_index("cta")
-        block, head = lax.div(cta, count), lax.rem(cta, count)
+        turn, head = lax.div(cta, count), lax.rem(cta, count)
+        position, sequence = lax.div(turn, b) * LANES, lax.rem(turn, b)
+        row = sequence * s + position
         own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
-        row = block * LANES
 
         def copy(source: Any, head: Array) -> None:
             for part, tile in enumerate(halves):
@@ -150,12 +152,14 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
         pl.when(index == queries)(lambda: copy(heads[1], own))
         pl.when(index > queries)(lambda: copy(heads[2], own))
-        # Values do not turn.
-        kind = (index > queries).astype(jnp.int32)
-        positions = pl.ds(lax.rem(row, s), LANES)
+        turns = index <= queries  # Values do not.
+        turned = turns.astype(jnp.int32)
 
         def angles(strip):
-            place = (kind, pl.ds(strip * GROUP, GROUP), positions)
+            place = (
+                pl.ds(turned * strip * GROUP, GROUP),
+                pl.ds(turned * position, LANES),
+            )
             one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
             loads = (
                 plgpu.load(
@@ -165,7 +169,8 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 )
                 for table in tables
             )
-            return [plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads]
+            cos, sin = (plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads)
+            return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
 
         ahead = angles(0)
         plgpu.barrier_wait(barrier)
@@ -177,7 +182,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 ahead = angles(strip + 1)
             x, y = decode(first[strip]()), decode(second[strip]())
             sink.put((x * c + y * n, y * c - x * n), lambda part: None)
-        sink.finish(walk, block, first_part=2 * head)
+        sink.finish(walk, lax.div(row, LANES), first_part=2 * head)
 
     @jax.custom_batching.sequential_vmap
     def launch(heads, tables, scale):
@@ -202,6 +207,4 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
 
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
     # Lanes have neighbouring positions, and so should memory.
-    turns = jnp.arange(2).reshape(2, 1, 1) == 0
-    tables = [jnp.where(turns, cos.T, 1.0), jnp.where(turns, sin.T, 0.0)]
-    return launch(heads, tables, scale.reshape(1))
+    return launch(heads, [cos.T, sin.T], scale.reshape(1))

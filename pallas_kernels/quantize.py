@@ -267,9 +267,12 @@ def transpose(
     if chosen == "reference":
         return reference.transpose(codes)
     stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
-    encoding = Encoding(transposed=stored.dtype)
     (out,) = elementwise.run(
-        _as_stored, (stored,), name="transpose", encoding=encoding, tuning=tuning
+        _as_stored,
+        (stored,),
+        name="transpose",
+        encoding=Encoding(transposed=stored.dtype),
+        tuning=tuning or Tuning(columns=128),
     )
     return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
 
