@@ -45,6 +45,14 @@ def test_products_run_on_their_operands(kernel):
     assert (theirs.shape, theirs.dtype) == (y.shape, y.dtype)
 
 
+@pytest.mark.parametrize(
+    ("shape", "mib"), [((4096, 4096, 4096), 32), ((16384, 22016, 4096), 150)]
+)
+def test_operands_are_drawn_until_a_cache_does_not_hold_them(shape, mib):
+    count = kernel_cases.draws("product", shape)
+    assert mib * count >= 128 > mib * (count - 1)
+
+
 def test_times_are_of_each_function_and_errors_are_returned():
     x = jax.numpy.ones((4, 4))
 
