@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config):
         folder = str(cache.mkdir("compiled"))
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        if sys.dont_write_bytecode:  # Nor does any process import without compiling.
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+            os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
 
 
 LONGEST = ("test_sharding.py", "test_pretrain.py", "test_remat_sharding.py")
