@@ -137,7 +137,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     ctas = walk.ctas * count
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
-        # All that run at a time have the same positions: their angles are in the cache.
+        # Neighbours in line have the same positions, and find angles in the cache.
         cta = lax.axis_index("cta")
         turn, head = lax.div(cta, count), lax.rem(cta, count)
         position, sequence = lax.div(turn, b) * LANES, lax.rem(turn, b)
