@@ -139,8 +139,8 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
         # Neighbours in line have the same positions, and find angles in the cache.
         cta = lax.axis_index("cta")
-        turn, head = lax.div(cta, count), lax.rem(cta, count)
-        position, sequence = lax.div(turn, b) * LANES, lax.rem(turn, b)
+        block, head = lax.div(cta, count), lax.rem(cta, count)
+        position, sequence = lax.div(block, b) * LANES, lax.rem(block, b)
         row = sequence * s + position
         own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
 
@@ -152,13 +152,13 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
         pl.when(index == queries)(lambda: copy(heads[1], own))
         pl.when(index > queries)(lambda: copy(heads[2], own))
-        turns = index <= queries  # Values do not.
-        turned = turns.astype(jnp.int32)
+        rotated = index <= queries  # Values are not, and read the same angles always.
+        factor = rotated.astype(jnp.int32)
 
         def angles(strip):
             place = (
-                pl.ds(turned * strip * GROUP, GROUP),
-                pl.ds(turned * position, LANES),
+                pl.ds(factor * strip * GROUP, GROUP),
+                pl.ds(factor * position, LANES),
             )
             one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
             loads = (
@@ -170,7 +170,7 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 for table in tables
             )
             cos, sin = (plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads)
-            return jnp.where(turns, cos, 1.0), jnp.where(turns, sin, 0.0)
+            return jnp.where(rotated, cos, 1.0), jnp.where(rotated, sin, 0.0)
 
         ahead = angles(0)
         plgpu.barrier_wait(barrier)
