@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import small_models
 from flax import nnx
 from gradients import assert_close, compiled, cosine, value_and_vjp
 from jax.extend.core import jaxprs_in_params
@@ -22,15 +23,9 @@ FP8_RECIPES = RECIPES[1:]
 
 
 def small(**options) -> llama.LlamaConfig:
-    defaults = {
-        "vocab_size": 128,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-    }
-    return llama.LlamaConfig(**{**defaults, **options})
+    defaults = {"hidden_size": 64, "intermediate_size": 96}
+    defaults |= {"tie_embeddings": False, "recipe": "coat"}
+    return small_models.config(**{**defaults, **options})
 
 
 def wide(tree):
