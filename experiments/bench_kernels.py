@@ -32,7 +32,6 @@ from pallas_kernels.reference.heads import split_heads
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
-_TURN_S = 0.02  # Of an elementwise kernel, so that its start and end count for little.
 # In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
 _REST_S = 0.02
 
@@ -99,8 +98,7 @@ def copy_gb_per_s(shape: tuple[int, int]) -> float:
     """What a device copy of bfloat16 of this shape reaches."""
     x = jnp.ones(shape, jnp.bfloat16)
     draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
-    compiled = timing.compile_all([jnp.copy], draws)
-    (time,) = timing.seconds(compiled, draws, round_s=_TURN_S)
+    (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
     return 2 * x.nbytes / time / 1e9
 
 
@@ -125,16 +123,9 @@ class ProductCase(NamedTuple):
         """What the kernel is timed with."""
         return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
-    @property
-    def draws(self) -> int:
-        """How often operands are drawn."""
-        return kernel_cases.draws(self.kernel, self.product.shape)
-
-    def operands(self) -> tuple[jax.Array, ...]:
-        """Random ones."""
-        return kernel_cases.operands(
-            self.kernel, self.product.shape, self.product.dtypes
-        )
+    def draws(self) -> list[tuple[jax.Array, ...]]:
+        """Random operands."""
+        return kernel_cases.draws(self.kernel, self.product.shape, self.product.dtypes)
 
 
 def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
@@ -143,7 +134,7 @@ def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], li
         how = {"implementation": "mosaic", "tuning": case.tiles}
         ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
         calls = [ours, functools.partial(xla, case.kernel)]
-        return calls, [jax.eval_shape(case.operands)] * case.draws
+        return calls, jax.eval_shape(case.draws)
     calls = [
         functools.partial(case.call, implementation=name)
         for name in ("mosaic", "reference")
@@ -159,7 +150,7 @@ def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row
             return row | {"error": str(error)[:200]}
     draw = jax.jit(case.draw)
     draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
-    ours, xla = timing.seconds(compiled, draws, round_s=_TURN_S)
+    ours, xla = timing.seconds(compiled, draws)
     rate = case.size / ours / 1e9
     row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
     return row | {
@@ -188,7 +179,7 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     for error in compiled:
         if isinstance(error, Exception):
             return row | {"error": str(error)[:200]}
-    draws = [case.operands() for _ in range(case.draws)]
+    draws = case.draws()
     long = {"calls": 20, "rounds": 3, "round_s": timing.HOT_S}
     ours, theirs = timing.seconds(compiled, draws, **long)
     row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
@@ -199,8 +190,7 @@ def product_row(case: ProductCase, compiled: list) -> Row:
     if (m, n, k) == _CUBE:
         call = functools.partial(compiled[0], draws)
         rested = profiling.kernel_ms(call, rest_s=_REST_S)["products"] / 1e3
-        rested /= case.draws
-        row["rested_tflop_per_s"] = rate / rested
+        row["rested_tflop_per_s"] = rate * len(draws) / rested
     return row
 
 

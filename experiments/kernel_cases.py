@@ -279,10 +279,11 @@ def operands(
     return scaled
 
 
-def draws(kernel: str, shape: tuple[int, int, int]) -> int:
-    """How often to draw operands, so that each is out of the cache when it is next."""
-    arrays = jax.eval_shape(functools.partial(operands, kernel, shape))
-    return math.ceil(_CACHE / sum(x.size * x.dtype.itemsize for x in arrays))
+def draws(*product: Any) -> list[tuple[Array, ...]]:
+    """So many `operands` of a product that each is out of the cache when it is next."""
+    draw = functools.partial(operands, *product)
+    size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(draw))
+    return [draw() for _ in range(math.ceil(_CACHE / size))]
 
 
 def kv_heads(b: Array) -> int:

@@ -50,9 +50,12 @@ def seconds(
     *,
     calls: int = 5,
     rounds: int = 7,
-    round_s: float = 0.0,
+    round_s: float = 0.02,
 ) -> list[float]:
-    """The median time of each for one draw, in turns as those of `in_turns`."""
+    """The median time of each for one draw, in turns as those of `in_turns`.
+
+    By default turns are so long that starting and waiting count for little.
+    """
     functions = [partial(c, draws) for c in compiled]
     times = in_turns(functions, calls=calls, rounds=rounds, round_s=round_s)
     return [time / len(draws) for time in times]

@@ -100,7 +100,7 @@ def key(kernel: str, shape: tuple[int, ...]) -> str:
 def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dict:
     """Times a product in all tiles that can compute it, and by XLA; see `entry`."""
     product = PRODUCTS[kernel]
-    operands = functools.partial(kernel_cases.operands, kernel, shape, dtypes)
+    draw = functools.partial(kernel_cases.draws, kernel, shape, dtypes)
     m, n, _ = shape
     tried = [
         t
@@ -109,10 +109,9 @@ def fastest(kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any]) -> dic
     ]
     mosaic = functools.partial(run_product, kernel, implementation="mosaic")
     calls = [functools.partial(mosaic, tuning=t) for t in tried]
-    count = kernel_cases.draws(kernel, shape)
-    compiled = timing.compile_all(calls, [jax.eval_shape(operands)] * count)
+    compiled = timing.compile_all(calls, jax.eval_shape(draw))
     with _alone:
-        draws = [operands() for _ in range(count)]
+        draws = draw()
         if kernel != "blocks":  # Of which XLA has none.
             tried.append(None)
             reference = functools.partial(
