@@ -1,7 +1,7 @@
 """The engine of elementwise kernels: every array is read once and written once.
 
 Arrays are seen as [rows, parts, groups, group]. A thread block reads a few strips of
-them, 8 or 16 neighbours a lane, applies a function to each, in float32 registers, and
+them, 8 neighbours a lane, applies a function to each, in float32 registers, and
 encodes what it returns. All but transposed copies goes between registers and global
 memory directly, and many thread blocks a multiprocessor hide its latency. For
 transposed copies the copy engine brings tiles into shared memory, of which a lane has a

@@ -18,7 +18,7 @@ from pallas_kernels.reference.quantize import Groups, reciprocal
 _LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 # Thread blocks that have registers enough on a multiprocessor, by the length of rows.
-_CTAS = {2048: 8, 4096: 4, 8192: 3, _LONGEST: 2}
+_CTAS = {2048: 8, _LONGEST: 3}
 _BACKWARD = Tuning(ctas=2, stages=3)
 
 

@@ -13,9 +13,9 @@ from jaxtyping import Array
 
 from pallas_kernels.codec import GROUP, LANES
 
-_STRIP = LANES * GROUP  # Elements, at most.
-_ROWS = 16  # Of a strip of several rows, at most.
-_ROW_GROUPS = 8  # Of each of these rows.
+_VECTOR = 8  # Neighbours of a strip that a lane has: 16 bytes of what is wide.
+_STRIP = LANES * _VECTOR  # Elements.
+_ROWS = _ROW_GROUPS = 8  # Of a strip of several rows, in groups of 16.
 _COLUMNS = 64  # Of a tile for a transposed copy, at least.
 
 
@@ -25,13 +25,10 @@ class Tuning:
 
     Attributes:
       elements: Of each array, what a lane reads before it computes.
-      vector: Neighbours among these, 8 or 16. None means 8 where values of 16 bits or
-        more are written, which then fill whole sectors of memory.
       columns: Of a tile of 128 rows, where there are tiles; 64 or 128.
     """
 
-    elements: int = 32
-    vector: int | None = None
+    elements: int = 16
     columns: int = 64
 
 
@@ -89,15 +86,14 @@ class Walk:
     def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
         """How to go over arrays of `shape`, [rows, parts, groups, group]."""
         rows, parts, groups, group = shape
-        vector = tuning.vector or (GROUP if encoding.wide is None else GROUP // 2)
-        strips = max(tuning.elements // vector, 1)
-        strip_rows, strip_groups = vector, _ROW_GROUPS
+        strips = max(tuning.elements // _VECTOR, 1)
+        strip_rows, strip_groups = _ROWS, _ROW_GROUPS
         if encoding.tiles:
             strip_rows, strip_groups = LANES, 1
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
             strips = columns // GROUP
         elif rows == parts == 1:
-            strip_rows, strip_groups = 1, LANES * vector // group
+            strip_rows, strip_groups = 1, _STRIP // group
         return cls(
             rows=rows,
             groups=groups,
