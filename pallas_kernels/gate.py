@@ -237,12 +237,11 @@ class ProductGrad:
             y = gate * s
             slope = s + gate * density
         else:
-            x = jnp.clip(gate, -GELU_MAX, GELU_MAX)
-            square = x * x
-            s = _sigmoid(x * (_GELU + _GELU * GELU_CUBIC * square))
+            square = jnp.minimum(gate * gate, GELU_MAX**2)
+            s = _sigmoid(gate * (_GELU + _GELU * GELU_CUBIC * square))
             y = gate * s
             inner = GELU + 3 * GELU * GELU_CUBIC * square
-            slope = s + x * inner * (s * (1 - s))
+            slope = s + y * (1 - s) * inner
         return dy * up * slope, dy * y, *([y * up] if self.with_product else [])
 
 
