@@ -55,7 +55,8 @@ class DecoderLayer(nnx.Module):
       >>> from coat_jax.modules import DecoderLayer
       >>> from flax import nnx
       >>> layer = DecoderLayer(64, 128, 4, 2, 16, recipe="coat", rngs=nnx.Rngs(0))
-      >>> layer(jnp.ones((2, 8, 64), jnp.bfloat16)).shape
+      >>> forward = nnx.jit(DecoderLayer.__call__)
+      >>> forward(layer, jnp.ones((2, 8, 64), jnp.bfloat16)).shape
       (2, 8, 64)
     """
 

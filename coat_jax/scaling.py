@@ -36,7 +36,7 @@ class OverwriteWithGradient(nnx.Variable):
       >>> x = jnp.ones((2, 8, 64), jnp.bfloat16)
       >>> wrt = nnx.DiffState(0, (nnx.Param, coat.OverwriteWithGradient))
       >>> gradient = nnx.grad(lambda layer: layer(x).astype(float).mean(), argnums=wrt)
-      >>> grads = gradient(layer)
+      >>> grads = nnx.jit(gradient)(layer)
       >>> grads, histories = nnx.split_state(grads, nnx.Param, ...)
       >>> nnx.update(layer, histories)  # `grads` are the optimizer's.
       >>> float(layer.amax["out_in"][...][0]) > 0

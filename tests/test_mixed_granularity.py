@@ -33,6 +33,11 @@ def _percent(stored, exact):
     return 100 * np.linalg.norm(stored - exact) / np.linalg.norm(exact)
 
 
+def _run(layer, x, *store):
+    """`flow.run`, compiled."""
+    return jax.jit(lambda x: flow.run(layer, x, *store))(x)
+
+
 @pytest.fixture(scope="module")
 def model():
     return small_models.trained(small_models.config(), batches=1)
@@ -47,8 +52,8 @@ def rows(model):
 def exact(model):
     """What the second layer reads, and the residual stream behind it."""
     x = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
-    x, _ = flow.run(small_models.layer_of(model, 0), x)
-    return flow.run(small_models.layer_of(model, 1), x)
+    x, _ = _run(small_models.layer_of(model, 0), x)
+    return _run(small_models.layer_of(model, 1), x)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_what_a_store_returns_is_what_is_read(model):
     layer = small_models.layer_of(model, 0)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     zeros = {"out", "down"}
-    found, read = flow.run(layer, x, lambda s, x: 0 * x if s in zeros else x)
+    found, read = _run(layer, x, lambda s, x: 0 * x if s in zeros else x)
     np.testing.assert_array_equal(found, x)
     assert {site for site, x in read.items() if not np.any(x)} == zeros
 
@@ -123,8 +128,8 @@ def test_errors_add_up_along_the_stream(model, rows):
     x = exact = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
     for index in range(2):
         layer = small_models.layer_of(model, index)
-        x, _ = flow.run(layer, x, FLOWS["mixed"])
-        exact, _ = flow.run(layer, exact)
+        x, _ = _run(layer, x, FLOWS["mixed"])
+        exact, _ = _run(layer, exact)
     (found,) = (
         row["error_percent"]
         for row in rows
@@ -161,7 +166,7 @@ def test_timed_methods_quantize_the_output(name):
     x = granularity_times._draw(name, (32, 64), jax.random.key(0))
     exact = None
     for method, run in methods.items():
-        found = _read_back(method, run(operator, x))
+        found = _read_back(method, jax.jit(run, static_argnums=0)(operator, x))
         exact = found if exact is None else exact
         assert _percent(found, exact) < (1e-6 if method == "BF16" else 4), method
 
