@@ -17,8 +17,6 @@ from pallas_kernels.reference.quantize import Groups, reciprocal
 
 _LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
-# Thread blocks that have registers enough on a multiprocessor, by the length of rows.
-_CTAS = {2048: 8, _LONGEST: 3}
 _BACKWARD = Tuning(ctas=2, stages=3)
 
 
@@ -209,8 +207,8 @@ def _grouped(x: Array | None) -> Array | None:
 
 
 def _forward_tuning(n: int) -> Tuning:
-    ctas = next(ctas for longest, ctas in _CTAS.items() if n <= longest)
-    return Tuning(ctas=ctas, stages=3)
+    # So many thread blocks have registers enough on a multiprocessor.
+    return Tuning(ctas=8 if n <= 2048 else 3, stages=3)
 
 
 def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:

@@ -15,7 +15,8 @@ from pallas_kernels.codec import GROUP, LANES
 
 _VECTOR = 8  # Neighbours of a strip that a lane has: 16 bytes of what is wide.
 _STRIP = LANES * _VECTOR  # Elements.
-_ROWS = _ROW_GROUPS = 8  # Of a strip of several rows, in groups of 16.
+_ROW_GROUPS = 8  # Of each row of a strip that has several, in groups of 16.
+_ROWS = _STRIP // (_ROW_GROUPS * GROUP)  # Of such a strip.
 _COLUMNS = 64  # Of a tile for a transposed copy, at least.
 
 

@@ -204,12 +204,12 @@ def small_llama(**how):
     return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
 
-def test_training_follows_scaling_just_in_time():
-    """In the recipe that has all segments, one of them within `fp8_remat`."""
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+def test_training_follows_scaling_just_in_time(recipe):
     tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)
 
     def losses(scaling):
-        model = small_llama(recipe="coat_max", scaling=scaling)
+        model = small_llama(recipe=recipe, scaling=scaling)
         graph, params, histories = nnx.split(model, nnx.Param, ...)
         tx = coat.fp8_adamw(3e-3)
 
