@@ -89,21 +89,22 @@ def run(
             for j in range(_QUADS):
                 quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
                 held.at[strip, j][...] = quad
-            return jnp.maximum(largest, jnp.abs(value)), later
+                largest = jnp.maximum(largest, jnp.abs(quad))
+            return largest, later
 
         def write(strip, _):
             x = [
-                plgpu.load(held.at[strip, j], layout=quads, optimized=False)
+                plgpu.load(held.at[strip, j], layout=quads, optimized=False) * inverse
                 for j in range(_QUADS)
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
             to = out.codes.at[row, place(strip, 0)[-1]]
-            to[...] = (value * inverse).astype(dtype)  # Nothing is beyond the largest.
+            to[...] = value.astype(dtype)  # Nothing is beyond the largest.
 
-        zeros = jnp.zeros((LANES, GROUP), jnp.float32)
+        zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         first = [load(0, part) for part in range(parts)]
         largest, _ = lax.fori_loop(
-            0, strips, hold, (plgpu.layout_cast(zeros, layout), first)
+            0, strips, hold, (plgpu.layout_cast(zeros, quads), first)
         )
         # Bits of arrays, not of scalars, are taken for floats.
         bits = total_max(magnitude_bits(largest))
