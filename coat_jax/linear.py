@@ -191,11 +191,10 @@ class Codes(NamedTuple):
 
 def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
     """The largest magnitude of all, float32; NaN if there is a NaN."""
-    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
+    alike: dict[tuple, list[Array]] = {}  # One pass over arrays of one shape.
     for x in arrays:
-        before = alike.get(x.shape)
-        alike[x.shape] = jnp.abs(x) if before is None else jnp.maximum(before, abs(x))
-    maxima = [kernels.maxima(x) for x in alike.values()]
+        alike.setdefault((x.shape, x.dtype), []).append(x)
+    maxima = [kernels.maxima(*some) for some in alike.values()]
     return jnp.max(jnp.concatenate(maxima), initial=0.0)
 
 

@@ -1,11 +1,14 @@
 """Adam's step on a tile of FP8 moments, in registers.
 
 The work is bound by memory, 10 bytes a bfloat16 parameter, as long as the arithmetic
-hides behind it, and what that is short of is the special function unit. So:
+hides behind it. On a chip that products have heated, and slowed down by a quarter, it
+just does not: what it takes of issue slots and of the special function unit is alike,
+and both count. So:
 
 - A group's expansion acts on logarithms, and log2(0) = -inf lets zeros vanish without
   a select. The second moment is decoded as its root, whose square is free.
-- Factors are folded into numbers of the group.
+- Moments are carried without the factors of gradients, 1 - b1 and 1 - b2, and all
+  others are folded into numbers of the group.
 - The first moment's expansion is a cube: two multiplications. One reciprocal root
   serves both the stored ratio and the update.
 """
@@ -84,17 +87,17 @@ class Inputs(NamedTuple):
 class Factors(NamedTuple):
     """What the kernel multiplies with.
 
-    It carries m = ratio * mu, for a ratio that lets the gradient enter both moments as
-    h = sqrt(1 - b2) * g.
+    It carries m = mu / (1 - b1) and v = nu / (1 - b2), to which gradients are added as
+    they are.
     """
 
-    gradient: Array  # sqrt(1 - b2): g to h.
-    log2_mu: Array  # From log2(cbrt(c) * sqrt(b2 * nu)) to log2(b1 * m).
-    log2_root: Array  # log2(sqrt(b2)).
-    unit: Array  # 1 / ratio: m to mu.
+    log2_mu: Array  # From log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
+    log2_root: Array  # From log2(nu) / 2 to log2(sqrt(b2 * v)).
+    nu: Array  # 1 - b2: v to nu.
+    ratio: Array  # m / sqrt(v) to mu / sqrt(nu).
     numerator: Array  # m to the update times its denominator.
-    lookahead: Array  # h's share in the numerator, with Nesterov momentum.
-    denominator: Array  # sqrt(nu) to the update's denominator.
+    lookahead: Array  # The gradient's share in it, with Nesterov momentum.
+    denominator: Array  # sqrt(v) to the update's denominator.
     eps_root: Array
     eps: Array
     keep: Array  # 1 - learning_rate * decay.
@@ -105,17 +108,17 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
     s = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in s))
     step = s.learning_rate if with_params else 1.0
     mu_weight = jnp.maximum(s.mu_weight, _LEAST_WEIGHT)
-    gradient = jnp.sqrt(1 - s.b2)
-    unit = (1 - s.b1) / gradient
+    unit, nu = 1 - s.b1, 1 - s.b2
+    ratio = unit * lax.rsqrt(nu)
     root = jnp.sqrt(jnp.maximum(s.b2, _TINY))
     factors = Factors(
-        gradient=gradient,
-        log2_mu=jnp.log2(s.b1 / (unit * root)) - _LOG2_MAX / 3,
-        log2_root=jnp.log2(root),
-        unit=unit,
+        log2_mu=jnp.log2(s.b1 / (ratio * root)) - _LOG2_MAX / 3,
+        log2_root=jnp.log2(root) - 0.5 * jnp.log2(nu),
+        nu=nu,
+        ratio=ratio,
         numerator=step * mu_weight * unit,
-        lookahead=s.grad_weight / (mu_weight * unit * gradient),
-        denominator=jnp.sqrt(s.nu_weight),
+        lookahead=s.grad_weight / (mu_weight * unit),
+        denominator=jnp.sqrt(s.nu_weight * nu),
         eps_root=s.eps_root,
         eps=s.eps,
         keep=1 - s.learning_rate * s.decay,
@@ -133,20 +136,18 @@ class Step:
 
     def tile(self, f: Factors, to: State, loads: Inputs) -> None:
         """Computes a tile from what `loads` return, and stores it."""
-        h = loads.grads().astype(jnp.float32) * f.gradient
-        m, root = _decoded(loads, f)
-        m, v = m + h, root * root + h * h
-        log2_v = jnp.log2(v)
-        # At most the root of the smallest normal number, inverted: what is below is 0.
-        q = jnp.exp2(jnp.minimum(log2_v * -0.5, 63.0))
-        to.result[...] = self._result(h, m, v, q, f, loads, to.result.dtype)
+        g = loads.grads().astype(jnp.float32)
+        ratio, root = _decoded(loads, f)
+        m, v = ratio * root + g, root * root + g * g
+        q = _reciprocal_root(v)
+        to.result[...] = self._result(g, m, v, q, f, loads, to.result.dtype)
         to.mu[...], to.mu_scale[...] = _encoded_ratio(m * q, f)
-        to.nu[...], to.nu_scale[...], to.nu_exponent[...] = _encoded_nu(v, log2_v)
+        to.nu[...], to.nu_scale[...], to.nu_exponent[...] = _encoded_nu(v, f)
 
-    def _result(self, h, m, v, q, f, loads, dtype):
+    def _result(self, g, m, v, q, f, loads, dtype):
         numerator = m
         if self.nesterov:
-            numerator = m + h * f.lookahead
+            numerator = m + g * f.lookahead
         if self.eps_root:  # Only 0 lets the reciprocal root q serve here.
             square = v * (f.denominator * f.denominator) + f.eps_root
             denominator = jnp.exp2(jnp.log2(square) * 0.5) + f.eps
@@ -162,7 +163,7 @@ class Step:
 
 
 def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
-    """The carried b1 * m, and the root of b2 * nu."""
+    """b1 * m over the root of b2 * v, and that root."""
     half_root = 8.0 / _float32(loads.nu_exponent())
     log2_top = jnp.log2(_float32(loads.nu_scale())) + _LOG2_MAX
     base = 0.5 * log2_top + f.log2_root - _LOG2_MAX * half_root
@@ -170,29 +171,31 @@ def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
     log2_root = jnp.log2(c) * _spread(half_root, c) + _spread(base, c)
     base = jnp.log2(_float32(loads.mu_scale())) + (_LOG2_MAX + f.log2_mu)
     c = _float32(loads.mu())
-    log2_m = jnp.log2(jnp.abs(c)) * (1 / 3) + (log2_root + _spread(base, c))
-    return _with_sign(jnp.exp2(log2_m), c), jnp.exp2(log2_root)
+    log2_ratio = jnp.log2(jnp.abs(c)) * (1 / 3) + _spread(base, c)
+    return _with_sign(jnp.exp2(log2_ratio), c), jnp.exp2(log2_root)
 
 
 def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
-    scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.unit * (1 / 448)))
-    unit = f.unit * 448 ** (1 / 3 - 1)
+    scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.ratio * (1 / 448)))
+    unit = f.ratio * 448 ** (1 / 3 - 1)
     t = r * _spread(unit / _float32(scale), r)
     return (t * t * t).astype(jnp.float8_e4m3fn), scale
 
 
-def _encoded_nu(v: Array, log2_v: Array) -> tuple[Array, Array, Array]:
-    scale = _scale(jnp.max(v, axis=1) * (1 / 448))
-    log2_top = jnp.log2(_float32(scale)) + _LOG2_MAX
+def _encoded_nu(v: Array, f: Factors) -> tuple[Array, Array, Array]:
+    bits = _bits(v)  # Which compare as numbers that are not negative do.
+    scale = _scale(_floats(jnp.max(bits, axis=1)) * (f.nu * (1 / 448)))
+    # Of v, too.
+    log2_top = jnp.log2(_float32(scale) / f.nu) + _LOG2_MAX
     # What is below the first normal number wraps around, and is never the smallest.
     normal = jnp.uint32(0x00800000)
-    smallest = _floats(jnp.min(_bits(v) - normal, axis=1) + normal)
+    smallest = _floats(jnp.min(bits - normal, axis=1) + normal)
     octaves = log2_top - jnp.log2(smallest)
     k = jnp.clip(_LOG2_RANGE / jnp.maximum(octaves, 1e-3), 1.0, 255.0)
     k = jnp.where(octaves < 1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
     shift = _spread(_LOG2_MAX - power * log2_top, v)
-    codes = jnp.exp2(log2_v * _spread(power, v) + shift)
+    codes = jnp.exp2(jnp.log2(v) * _spread(power, v) + shift)
     return codes.astype(jnp.float8_e4m3fn), scale, k.astype(jnp.uint8)
 
 
@@ -259,3 +262,13 @@ def _reciprocal(x: Array) -> Array:
     guess = _floats(jnp.uint32(0x7EF31000) - _bits(x))
     e = 1.0 - x * guess
     return guess + guess * (e + e * (e + e * e))
+
+
+def _reciprocal_root(x: Array) -> Array:
+    """1 / sqrt(x) to 2e-6 likewise; of 0 some finite number, and NaN of infinity.
+
+    The first guess is known to 3.5%, and 1 / sqrt(1 - e) is a polynomial then.
+    """
+    guess = _floats(jnp.uint32(0x5F374700) - (_bits(x) >> jnp.uint32(1)))
+    e = 1.0 - (x * guess) * guess
+    return guess + guess * (e * (0.499999 + e * (0.376055 + e * 0.313764)))
