@@ -14,7 +14,6 @@ from pallas_kernels.checks import (
     WIDE,
     check_dtype,
     check_group,
-    check_shape,
     scalar,
 )
 from pallas_kernels.codec import decode
@@ -122,17 +121,10 @@ def dequantize_groups(
     return out.wide.reshape(groups.codes.shape)
 
 
-def maxima(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
-    """The largest magnitudes of parts of arrays, float32; NaN of a part with a NaN.
+def maxima(x: Float[Array, "..."]) -> Float[Array, " k"]:
+    """The largest magnitudes of parts of `x`, float32; NaN of a part with a NaN.
 
-    Their maximum is that of all. They are read in one pass.
-    There is no kernel: XLA reads at a copy's rate.
-
-    Args:
-      arrays: One or more, of one shape and dtype; bfloat16 or float32.
-
-    Raises:
-      ValueError: If a dtype is none of these, or arrays differ.
+    Their maximum is that of `x`. There is no kernel: XLA reads at a copy's rate.
 
     Example:
       >>> import jax.numpy as jnp
@@ -140,11 +132,8 @@ def maxima(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
       >>> float(maxima(jnp.array([1.0, -3.0])).max())
       3.0
     """
-    for x in arrays:
-        check_dtype("x", x.dtype, WIDE)
-        check_dtype("all arrays", x.dtype, (arrays[0].dtype,))
-        check_shape("all arrays", x, arrays[0].shape)
-    return reference.maxima(*arrays)
+    check_dtype("x", x.dtype, WIDE)
+    return reference.maxima(x)
 
 
 def quantize_tensor(
