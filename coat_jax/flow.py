@@ -8,8 +8,7 @@ gradients with one scale a tensor. The residual stream stays wide and goes throu
 `attention_in`, so that its gradient is added where the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
-nothing but a scale lives between the passes. Or they come as `Fp8Weight`s, whose codes
-backward reads.
+nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
 Scales are taken just in time. Those of tensors are delayed ones if a segment's
 parameters hold `amax`, histories by name: of weights by theirs, of the gradients of
@@ -33,7 +32,6 @@ from coat_jax.linear import (
     Codes,
     Weight,
     behind,
-    for_backward,
     input_gradient,
     largest,
     product,
@@ -175,7 +173,7 @@ def _attention_in(params, x, norm, heads):
     else:
         y, weight = product(*h, params["qkv"], x.dtype, history=history)
         split = heads.split(biased(y, bias))
-    return (*split, x), (_saved(params), groups, h.tensor_scale(), weight)
+    return (*split, x), (params, groups, h.tensor_scale(), weight)
 
 
 @on_one_device
@@ -221,7 +219,7 @@ def _attention_out(params, o, x):
     y, weight = product(
         codes.row, codes.scale, params["out"], x.dtype, x, amax.get("out")
     )
-    return y, (_saved(params), o, codes._replace(row=None), weight)
+    return y, (params, o, codes._replace(row=None), weight)
 
 
 @on_one_device
@@ -268,7 +266,7 @@ def _gated_mlp(params, x, norm, gate):
     x = biased(x, params.get("down_bias"))
     y, down = product(a.codes, a.scale, params["down"], x.dtype, x, amax.get("down"))
     scales = (h.tensor_scale(), a.tensor_scale())
-    return y, (_saved(params), groups, out.groups, scales, gate_up, down)
+    return y, (params, groups, out.groups, scales, gate_up, down)
 
 
 @on_one_device
@@ -336,11 +334,6 @@ def _gate_gradient(
     transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
     return Codes.found(codes, transposed, scale, maxima), out.product
-
-
-def _saved(params: Params) -> Params:
-    """What backward reads of a segment's parameters."""
-    return {name: for_backward(w) for name, w in params.items()}
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

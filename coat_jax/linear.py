@@ -119,7 +119,7 @@ def _product_fwd(x, w, dtype):
     xq = Codes.of(x, E4M3, copies="both")
     y, wq = product(xq.row, xq.scale, w, dtype)
     # Of the dtype of x nothing but the dtype is kept.
-    return y, (xq._replace(row=None), for_backward(w), wq.scale, jnp.zeros(0, x.dtype))
+    return y, (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @on_one_device
@@ -200,7 +200,7 @@ def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that was quantized before, for more than one use.
+    """A weight that was quantized before, for more than one pass.
 
     Where a weight is asked for this will do, and is not quantized again. Gradients are
     those of `value`.
@@ -215,12 +215,10 @@ class Fp8Weight(NamedTuple):
 
     @classmethod
     @on_one_device
-    def of(
-        cls, w: Float[Array, "k ..."], history: Float[Array, " length"] | None = None
-    ) -> "Fp8Weight":
+    def of(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
         """Quantizes a weight in both layouts that products take."""
         values = lax.stop_gradient(w).reshape(w.shape[0], -1)
-        return cls(w, Codes.of(values, E4M3, copies="both", history=history))
+        return cls(w, Codes.of(values, E4M3, copies="both"))
 
 
 Weight = Float[Array, "k ..."] | Fp8Weight
@@ -229,13 +227,6 @@ Weight = Float[Array, "k ..."] | Fp8Weight
 def value_of(w: Weight) -> Float[Array, "k ..."]:
     """The weight itself."""
     return w.value if isinstance(w, Fp8Weight) else w
-
-
-def for_backward(w: Weight) -> Weight:
-    """What of a weight is saved: of its codes those that `input_gradient` reads."""
-    if not isinstance(w, Fp8Weight):
-        return w
-    return w._replace(codes=w.codes._replace(transposed=None))
 
 
 def product(

@@ -37,8 +37,6 @@ class DecoderLayer(nnx.Module):
       scaling: When the scales of whole tensors are taken: "just_in_time", or "delayed",
         from histories in variables of the type `OverwriteWithGradient`, whose gradients
         are their next values; of the recipes "coat" and "coat_max".
-      save_weight_codes: Whether backward reads codes of the weights that forward saved,
-        1 byte a parameter, or quantizes them again; of recipes with FP8 products.
       norm: "rms" with a weight, or "layer" without parameters as in OLMo.
       norm_eps: Epsilon of the norms.
       gate: Activation of the MLP's gate.
@@ -72,7 +70,6 @@ class DecoderLayer(nnx.Module):
         *,
         recipe: blocks.RecipeName = "coat",
         scaling: Scaling = "just_in_time",
-        save_weight_codes: bool = False,
         norm: blocks.NormName = "rms",
         norm_eps: float = 1e-5,
         gate: blocks.GateName = "silu",
@@ -107,10 +104,7 @@ class DecoderLayer(nnx.Module):
                 raise ValueError(f"{option} must be one of {names}, got {value!r}")
         if scaling == "delayed" and blocks.RECIPES[recipe].linear is not None:
             raise ValueError(f"scaling='delayed' needs the FP8 flow, not {recipe!r}")
-        if save_weight_codes:
-            _check_fp8(recipe)
         self.recipe = recipe
-        self.save_weight_codes = save_weight_codes
         self.norm = blocks.Norm(kind=norm, eps=norm_eps)
         self.heads = blocks.Heads(
             num_kv_heads=num_kv_heads, head_dim=head_dim, theta=rope_theta
@@ -154,7 +148,8 @@ class DecoderLayer(nnx.Module):
         Raises:
           ValueError: If the recipe has no FP8 products.
         """
-        _check_fp8(self.recipe)
+        if self.recipe == "bf16":
+            raise ValueError("there are no FP8 products in the recipe 'bf16'")
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
             codes = Fp8Weight.of(getattr(self, name)[...]).codes._asdict()
@@ -164,19 +159,19 @@ class DecoderLayer(nnx.Module):
 
     def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
         """Of a segment with these weights."""
-        amax = {}
+        params = {name: self._weight(name) for name in names}
+        params["norm"] = _value(norm)
         if self.amax is not None:
             own = {k: v for k, v in self.amax.items() if k.startswith(names)}
-            amax = {k: history[...] for k, history in own.items()}
-        params = {name: self._weight(name, amax.get(name)) for name in names}
-        return params | {"norm": _value(norm), "amax": amax}
+            params["amax"] = {k: history[...] for k, history in own.items()}
+        return params
 
-    def _weight(self, name: str, history: jax.Array | None) -> Weight:
+    def _weight(self, name: str) -> Weight:
         weight = getattr(self, name)[...]
-        if self.codes is not None:
-            codes = {k: x[...] for k, x in self.codes[name].items()}
-            return Fp8Weight(weight, Codes(**codes))
-        return Fp8Weight.of(weight, history) if self.save_weight_codes else weight
+        if self.codes is None:
+            return weight
+        codes = {k: x[...] for k, x in self.codes[name].items()}
+        return Fp8Weight(weight, Codes(**codes))
 
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream.
@@ -195,11 +190,6 @@ class DecoderLayer(nnx.Module):
         x = blocks.attention_out(recipe, self._params("out"), q, k, v, x)
         params = self._params("gate_up", "down", norm=self.mlp_norm)
         return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
-
-
-def _check_fp8(recipe: blocks.RecipeName) -> None:
-    if recipe == "bf16":
-        raise ValueError("there are no FP8 products in the recipe 'bf16'")
 
 
 def _value(param: nnx.Param | None) -> jax.Array | None:

@@ -59,13 +59,11 @@ class Case(NamedTuple):
       recipe: Of the layer.
       wrap: From the layer, and whether `scan` runs it, to what is differentiated.
       scaling: Of the layer.
-      save_weight_codes: Of the layer.
     """
 
     recipe: RecipeName
     wrap: Callable[[Apply, bool], Apply] = lambda layer, in_scan: layer
     scaling: Scaling = "just_in_time"
-    save_weight_codes: bool = False
 
 
 CASES: dict[str, Case] = {
@@ -137,7 +135,6 @@ def layer(case: Case, shape: Shape) -> tuple[Apply, LayerState]:
             shape.head_dim,
             recipe=case.recipe,
             scaling=case.scaling,
-            save_weight_codes=case.save_weight_codes,
             param_dtype=jnp.bfloat16,
             rngs=nnx.Rngs(0),
         )

@@ -35,8 +35,6 @@ from experiments.training import tree_bytes
 GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
-# Those of a layer, and one that takes memory for weights, not activations.
-MODEL_CASES = CASES | {"coat, weight codes saved": Case("coat", save_weight_codes=True)}
 # The share of the device's memory that JAX may take; three quarters are its default.
 _MEMORY_SHARE = "0.95"
 
@@ -65,7 +63,6 @@ class Model:
             param_dtype=jnp.bfloat16,
             recipe=case.recipe,
             scaling=case.scaling,
-            save_weight_codes=case.save_weight_codes,
         )
 
 
@@ -86,8 +83,8 @@ def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
     """The loss, of parameters, histories and tokens [b, s + 1]; the first two."""
 
     def build():
-        found = llama.Llama(model.config(MODEL_CASES[case]), rngs=nnx.Rngs(0))
-        found.layers = _Wrapped(found.layers, MODEL_CASES[case].wrap)
+        found = llama.Llama(model.config(CASES[case]), rngs=nnx.Rngs(0))
+        found.layers = _Wrapped(found.layers, CASES[case].wrap)
         return found
 
     graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
@@ -111,7 +108,7 @@ def measure(case: str, model: Model, batch: int, steps: int) -> Row:
     """What a case's step takes; a row that says so where memory does not suffice."""
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     loss, (params, histories) = loss_function(case, model)
-    fused = MODEL_CASES[case].recipe in COAT_RECIPES
+    fused = CASES[case].recipe in COAT_RECIPES
     tx, update = fused_step() if fused else chain_step(optax_adamw())
 
     def step(carry, tokens):

@@ -40,7 +40,6 @@ class LlamaConfig:
       param_dtype: Dtype of the parameters.
       recipe: What layers multiply with and what backward keeps of them.
       scaling: When layers take the scales of whole tensors; see `DecoderLayer`.
-      save_weight_codes: Whether layers save codes of weights for backward; see there.
     """
 
     vocab_size: int
@@ -59,7 +58,6 @@ class LlamaConfig:
     param_dtype: DTypeLike = jnp.float32
     recipe: blocks.RecipeName = "coat"
     scaling: Scaling = "just_in_time"
-    save_weight_codes: bool = False
 
     def __post_init__(self):
         check_positive(
@@ -286,7 +284,6 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         config.head_dim or config.hidden_size // config.num_heads,
         recipe=config.recipe,
         scaling=config.scaling,
-        save_weight_codes=config.save_weight_codes,
         norm=config.norm,
         norm_eps=config.norm_eps,
         gate=config.gate,
