@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -118,11 +119,15 @@ def backward(
     """
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
-    in_registers = count * n // LANES <= tuning.sums
-    scratch = (
-        () if in_registers else (plgpu.SMEM((groups, GROUP), jnp.float32),) * count
-    )
-    share = Share.of(rows, n, tuning, other_bytes=len(scratch) * n * 4)
+    in_registers = [
+        tile
+        for tile in norm.tiles
+        if count * norm.groups(range(tile + 1)) * GROUP <= tuning.sums * LANES
+    ]
+    in_shared = norm.tiles[len(in_registers) :]
+    shape = norm.groups(in_shared), GROUP
+    scratch = (plgpu.SMEM(shape, jnp.float32),) * count if in_shared else ()
+    share = Share.of(rows, n, tuning, other_bytes=len(scratch) * math.prod(shape) * 4)
     partial = jax.ShapeDtypeStruct((share.ctas * groups, GROUP), jnp.float32)
     outputs = NormGrads(
         dx=jax.ShapeDtypeStruct(rows.dy.shape, jnp.bfloat16),
@@ -133,7 +138,7 @@ def backward(
 
     def kernel(rows, params, inverse, out, *scratch):
         inverse = None if inverse is None else inverse[0]
-        sums = _Sums(norm, scratch)
+        sums = _Sums(norm, in_shared, scratch)
         weight = norm.loader(params.weight, tuning.params)
 
         # Of long rows tiles are read from shared memory again, lest they fill the
@@ -185,9 +190,10 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Sums of rows: lists of tiles, or in shared memory where there are refs to it."""
+    """Sums of rows: lists of tiles, of which the last are in shared memory."""
 
     norm: Norm
+    shared: range
     refs: tuple[Any, ...]
 
     def start(self, count: int) -> list[list[Array]]:
@@ -196,25 +202,31 @@ class _Sums:
             for shape in map(self.norm.shape, self.norm.tiles)
         ]
         for ref in self.refs:
-            for tile, zero in enumerate(zeros):
-                self.norm.tile(ref, tile)[...] = zero
-        return [] if self.refs else [zeros] * count
+            for tile in self.shared:
+                self._tile(ref, tile)[...] = zeros[tile]
+        return [zeros[: len(zeros) - len(self.shared)]] * count
 
     def add(self, sums: list[list[Array]], tile: int, more: list[Array]) -> list:
-        if not self.refs:
+        if tile not in self.shared:
             pairs = zip(sums, more, strict=True)
             return [[*s[:tile], s[tile] + x, *s[tile + 1 :]] for s, x in pairs]
         for ref, x in zip(self.refs, more, strict=True):
-            self.norm.tile(ref, tile)[...] = self.norm.load(ref, tile) + x
+            self._tile(ref, tile)[...] = self._load(ref, tile) + x
         return sums
 
     def write(self, sums: list[list[Array]], to: list[Any]) -> None:
         for j, ref in enumerate(to):
             for tile in self.norm.tiles:
-                total = (
-                    self.norm.load(self.refs[j], tile) if self.refs else sums[j][tile]
-                )
+                shared = tile in self.shared
+                total = self._load(self.refs[j], tile) if shared else sums[j][tile]
                 self.norm.tile(ref, tile)[...] = total
+
+    def _tile(self, ref: Any, tile: int) -> Any:
+        return self.norm.tile(ref, tile, self.shared.start)
+
+    def _load(self, ref: Any, tile: int) -> Array:
+        layout = strip_layout(self.norm.shape(tile))
+        return plgpu.load(self._tile(ref, tile), layout=layout, optimized=False)
 
 
 def _present(values: NormGrads, refs: NormGrads) -> list[Any]:

@@ -94,9 +94,13 @@ class Norm:
         """The shape of a tile."""
         return LANES * self._vectors[tile] // GROUP, GROUP
 
-    def tile(self, ref: Any, tile: int) -> Any:
-        """A tile of a row's ref."""
-        start = sum(self._vectors[:tile]) * LANES // GROUP
+    def groups(self, tiles: range) -> int:
+        """How many groups some tiles have together."""
+        return sum(self.shape(tile)[0] for tile in tiles)
+
+    def tile(self, ref: Any, tile: int, first: int = 0) -> Any:
+        """A tile of a row's ref, which may begin with another than the first tile."""
+        start = self.groups(range(first, tile))
         return ref.at[pl.ds(start, self.shape(tile)[0])]
 
     def load(self, ref: Any, tile: int, factor: Array | None = None) -> Array:

@@ -26,8 +26,10 @@ EPS = 1e-3
 SCALE = 2.0**-3
 HALF_STEP = {BF16: 2.0**-8, E4M3: 2.0**-4}  # Relative to what is rounded.
 SMALLEST = {BF16: 2.0**-126, E4M3: 2.0**-6}  # Below, steps are as far apart as there.
-# Few blocks, so that each has several steps.
-FEW = pk.NormTuning(elements=512, stages=2, ctas=1, sms=2, params=512, held=512)
+# Few blocks, so that each has several steps, and little in registers.
+FEW = pk.NormTuning(
+    elements=512, stages=2, ctas=1, sms=2, params=512, held=512, sums=16
+)
 # Shape, kind, dtype of parameters, whether x is groups, and the kernel's layout.
 CASES = [
     ((2, 5, 128), "layer", F32, False, FEW),
@@ -243,7 +245,7 @@ def test_rows_of_zeros(implementation):
 
 @every_kernel
 def test_no_thread_races_another(implementation):
-    x, _, weight, bias = inputs((7, 512))
+    x, _, weight, bias = inputs((7, 1536))  # Sums of 8 in registers, of 4 not.
     norm = functools.partial(
         pk.norm, kind="layer", keep_groups=True, scale="row", tuning=FEW
     )
