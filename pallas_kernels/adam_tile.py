@@ -1,9 +1,8 @@
 """Adam's step on a tile of FP8 moments, in registers.
 
 The work is bound by memory, 10 bytes a bfloat16 parameter, as long as the arithmetic
-hides behind it. On a chip that products have heated, and slowed down by a quarter, it
-just does not: what it takes of issue slots and of the special function unit is alike,
-and both count. So:
+hides behind it. Behind matrix products, which leave the chip a lower clock, it does not
+quite, and it takes as much of the issue slots as of the special function unit. So:
 
 - A group's expansion acts on logarithms, and log2(0) = -inf lets zeros vanish without
   a select. The second moment is decoded as its root, whose square is free.
