@@ -41,6 +41,7 @@ from coat_jax.linear import (
 from coat_jax.nonlinear import angles, rotary
 from coat_jax.quantized import E4M3, E5M2, tensor_scale
 from coat_jax.scaling import recorded, scale_of
+from pallas_kernels.reference.heads import split_heads
 
 GateName = Literal["silu", "gelu", "gelu_exact"]
 NormName = Literal["rms", "layer"]
@@ -72,11 +73,8 @@ class Heads:
 
     def split(self, y: Float[Array, "b s m"]) -> tuple[Array, Array, Array]:
         """Queries [b, s, n, d], keys and values [b, s, k, d], rotated."""
-        b, s, _ = y.shape
-        y = y.reshape(b, s, self.num_kv_heads, -1, self.head_dim)
-        q = y[..., :-2, :].reshape(b, s, -1, self.head_dim)
-        k, v = y[..., -2, :], y[..., -1, :]
-        return rotary(q, theta=self.theta), rotary(k, theta=self.theta), v
+        how = {"num_kv_heads": self.num_kv_heads, "dtype": y.dtype}
+        return split_heads(y, *self.angles(y.shape[1]), **how)
 
     def gradient(
         self, q: Array, k: Array, v: Array, history: Array | None = None

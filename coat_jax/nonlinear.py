@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.quantized import Format
 from coat_jax.remat import fp8_inputs
+from pallas_kernels.reference.heads import turned
 
 
 def rms_norm(
@@ -131,11 +132,8 @@ def rotary(
       >>> rotary(jnp.ones((1, 1, 1, 4)))[0, 0, 0]
       Array([1., 1., 1., 1.], dtype=float32)
     """
-    cos, sin = (a[:, None] for a in angles(x.shape[1], x.shape[-1], theta))
-    sin = -sin if inverse else sin
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    cos, sin = angles(x.shape[1], x.shape[-1], theta)
+    return turned(x, cos, -sin if inverse else sin).astype(x.dtype)
 
 
 def _gated(

@@ -61,7 +61,7 @@ def operation(row: Residual, shape: Shape) -> Operation:
     if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
         return "linear"
     half = shape.head_dim // 2
-    if "rotary" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
+    if "turned" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
         return "rope"
     if _is_attentions(sizes, shape):
         return "attention"

@@ -23,9 +23,7 @@ def split_heads(
         y[..., -2, :],
         y[..., -1, :],
     )
-    return tuple(
-        x.astype(dtype) for x in (_turned(q, cos, sin), _turned(k, cos, sin), v)
-    )
+    return tuple(x.astype(dtype) for x in (turned(q, cos, sin), turned(k, cos, sin), v))
 
 
 def join_heads(
@@ -41,17 +39,18 @@ def join_heads(
 ) -> Copies:
     """See `pallas_kernels.join_heads`."""
     b, s, m, d = k.shape
-    q = _turned(q, cos, -sin).reshape(b, s, m, -1, d)
-    k = _turned(k, cos, -sin)
+    q = turned(q, cos, -sin).reshape(b, s, m, -1, d)
+    k = turned(k, cos, -sin)
     parts = [q, k[..., None, :], v.astype(jnp.float32)[..., None, :]]
     joined = jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
     how = {"dtype": dtype, "row": True, "transposed": True, "keep_maxima": keep_maxima}
     return quantize_tensor(joined, scale, **how)
 
 
-def _turned(
+def turned(
     x: Float[Array, "b s n d"], cos: Float[Array, "s h"], sin: Float[Array, "s h"]
 ) -> Float[Array, "b s n d"]:
+    """Heads turned by the angles of their positions, halves being pairs; in float32."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     c, n = cos[:, None], sin[:, None]
     return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
