@@ -219,55 +219,60 @@ def cross_entropy(
             f"targets must have the shape {tokens.shape} of tokens, got {targets.shape}"
         )
     hidden = model.hidden(tokens)
-    total = _total_loss(hidden.reshape(-1, hidden.shape[-1]), model._head(), targets)
-    return total / targets.size
+    return _mean_loss(hidden.reshape(-1, hidden.shape[-1]), model._head(), targets)
 
 
 @jax.custom_vjp
-def _total_loss(
+def _mean_loss(
     hidden: Float[Array, "t h"],
     head: Float[Array, "h vocab"],
     targets: Int[Array, "*t"],
 ) -> Float[Array, ""]:
-    """The sum of all tokens' losses.
+    """The mean of all tokens' losses.
 
     If it is differentiated a chunk's gradients are computed at once with its loss,
-    while there are logits.
+    while there are logits. They are those of the mean, lest they are multiplied again.
     """
+    loss = functools.partial(_chunk_loss, count=targets.size)
 
     def add(total, chunk):
-        return total + _chunk_loss(chunk[0], head, chunk[1]), None
+        return total + loss(chunk[0], head, chunk[1]), None
 
     zero = jnp.zeros((), jnp.float32)
     return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
 
 
-def _total_loss_fwd(hidden, head, targets):
+def _mean_loss_fwd(hidden, head, targets):
+    loss = functools.partial(_chunk_loss, count=targets.size)
+
     def add(carry, chunk):
         total, dhead = carry
-        loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(chunk[0], head, chunk[1])
-        return (total + loss, dhead + grads[1]), grads[0]
+        share, grads = jax.value_and_grad(loss, (0, 1))(chunk[0], head, chunk[1])
+        return (total + share, dhead + grads[1]), grads[0]
 
     zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
     (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
     return total, (dhidden.reshape(hidden.shape), dhead)
 
 
-def _total_loss_bwd(grads, dtotal):
-    dhidden, dhead = (g * dtotal.astype(g.dtype) for g in grads)
+def _mean_loss_bwd(grads, dmean):
+    dhidden, dhead = (g * dmean.astype(g.dtype) for g in grads)
     return dhidden, dhead, None
 
 
-_total_loss.defvjp(_total_loss_fwd, _total_loss_bwd)
+_mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
-def _chunk_loss(hidden: Array, head: Array, targets: Array) -> Float[Array, ""]:
+def _chunk_loss(
+    hidden: Array, head: Array, targets: Array, *, count: int
+) -> Float[Array, ""]:
+    """A chunk's share in the mean of `count` losses."""
     logits = _logits(hidden, head)
     # Picked by comparison, whose gradient fuses with that of the other logits. An
     # index has a scatter for a gradient, and they are read and written twice more.
     is_target = targets[:, None] == jnp.arange(logits.shape[1])
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked)
+    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked) / count
 
 
 def _chunks(hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
