@@ -119,12 +119,11 @@ def backward(
     """
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
-    in_registers = [
+    in_shared = [
         tile
         for tile in norm.tiles
-        if count * norm.groups(range(tile + 1)) * GROUP <= tuning.sums * LANES
+        if count * norm.groups(range(tile + 1)) * GROUP > tuning.sums * LANES
     ]
-    in_shared = norm.tiles[len(in_registers) :]
     shape = norm.groups(in_shared), GROUP
     scratch = (plgpu.SMEM(shape, jnp.float32),) * count if in_shared else ()
     share = Share.of(rows, n, tuning, other_bytes=len(scratch) * math.prod(shape) * 4)
@@ -193,7 +192,7 @@ class _Sums:
     """Sums of rows: lists of tiles, of which the last are in shared memory."""
 
     norm: Norm
-    shared: range
+    shared: list[int]
     refs: tuple[Any, ...]
 
     def start(self, count: int) -> list[list[Array]]:
@@ -222,11 +221,10 @@ class _Sums:
                 self.norm.tile(ref, tile)[...] = total
 
     def _tile(self, ref: Any, tile: int) -> Any:
-        return self.norm.tile(ref, tile, self.shared.start)
+        return self.norm.tile(ref, tile, self.shared[0])
 
     def _load(self, ref: Any, tile: int) -> Array:
-        layout = strip_layout(self.norm.shape(tile))
-        return plgpu.load(self._tile(ref, tile), layout=layout, optimized=False)
+        return self.norm.load(ref, tile, first=self.shared[0])
 
 
 def _present(values: NormGrads, refs: NormGrads) -> list[Any]:

@@ -94,7 +94,7 @@ class Norm:
         """The shape of a tile."""
         return LANES * self._vectors[tile] // GROUP, GROUP
 
-    def groups(self, tiles: range) -> int:
+    def groups(self, tiles: Iterable[int]) -> int:
         """How many groups some tiles have together."""
         return sum(self.shape(tile)[0] for tile in tiles)
 
@@ -103,11 +103,13 @@ class Norm:
         start = self.groups(range(first, tile))
         return ref.at[pl.ds(start, self.shape(tile)[0])]
 
-    def load(self, ref: Any, tile: int, factor: Array | None = None) -> Array:
-        """A tile in float32, times a factor."""
+    def load(
+        self, ref: Any, tile: int, factor: Array | None = None, first: int = 0
+    ) -> Array:
+        """A tile, as `tile` finds it, in float32, times a factor."""
 
         def load(ref):
-            x, layout = self.tile(ref, tile), strip_layout(self.shape(tile))
+            x, layout = self.tile(ref, tile, first), strip_layout(self.shape(tile))
             layout = layout.reduce(1) if len(x.shape) == 1 else layout
             return plgpu.load(x, layout=layout, optimized=False)
 

@@ -1,5 +1,6 @@
 """Errors of stored activations, against NumPy; what is timed; the command line."""
 
+import functools
 import json
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import small_models
+from gradients import compiled
 
 import pallas_kernels as pk
 from experiments import (
@@ -35,7 +37,7 @@ def _percent(stored, exact):
 
 def _run(layer, x, *store):
     """`flow.run`, compiled."""
-    return jax.jit(lambda x: flow.run(layer, x, *store))(x)
+    return compiled(lambda x: flow.run(layer, x, *store), x)
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +168,7 @@ def test_timed_methods_quantize_the_output(name):
     x = granularity_times._draw(name, (32, 64), jax.random.key(0))
     exact = None
     for method, run in methods.items():
-        found = _read_back(method, jax.jit(run, static_argnums=0)(operator, x))
+        found = _read_back(method, compiled(functools.partial(run, operator), x))
         exact = found if exact is None else exact
         assert _percent(found, exact) < (1e-6 if method == "BF16" else 4), method
 

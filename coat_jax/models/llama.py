@@ -233,22 +233,21 @@ def _mean_loss(
     If it is differentiated a chunk's gradients are computed at once with its loss,
     while there are logits. They are those of the mean, lest they are multiplied again.
     """
-    loss = functools.partial(_chunk_loss, count=targets.size)
 
     def add(total, chunk):
-        return total + loss(chunk[0], head, chunk[1]), None
+        return total + _chunk_loss(chunk[0], head, chunk[1], targets.size), None
 
     zero = jnp.zeros((), jnp.float32)
     return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
 
 
 def _mean_loss_fwd(hidden, head, targets):
-    loss = functools.partial(_chunk_loss, count=targets.size)
-
     def add(carry, chunk):
         total, dhead = carry
-        share, grads = jax.value_and_grad(loss, (0, 1))(chunk[0], head, chunk[1])
-        return (total + share, dhead + grads[1]), grads[0]
+        loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(
+            chunk[0], head, chunk[1], targets.size
+        )
+        return (total + loss, dhead + grads[1]), grads[0]
 
     zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
     (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
@@ -264,7 +263,7 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 
 
 def _chunk_loss(
-    hidden: Array, head: Array, targets: Array, *, count: int
+    hidden: Array, head: Array, targets: Array, count: int
 ) -> Float[Array, ""]:
     """A chunk's share in the mean of `count` losses."""
     logits = _logits(hidden, head)
