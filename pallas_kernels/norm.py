@@ -17,7 +17,6 @@ from pallas_kernels.reference.quantize import Groups, reciprocal
 
 _LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
-_BACKWARD = Tuning(ctas=2, stages=3)
 
 
 def norm(
@@ -211,6 +210,13 @@ def _forward_tuning(n: int) -> Tuning:
     return Tuning(ctas=8 if n <= 2048 else 3, stages=3)
 
 
+def _backward_tuning(kind: Kind, n: int) -> Tuning:
+    if kind == "rms" and 8192 < n <= 11264:
+        # Registers are for rows, as long as they have room for them, before sums.
+        return Tuning(ctas=2, stages=3, held=n, sums=32)
+    return Tuning(ctas=2, stages=3)
+
+
 def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     rows = _rows(x, add)
     shape = jax.tree.leaves(x)[0].shape
@@ -251,7 +257,7 @@ def _backward(x, dy, weight, with_bias, y_scale, add, how, tuning) -> NormGrads:
         Params(_grouped(weight)),
         None if y_scale is None else reciprocal(y_scale).reshape(1),
         with_bias=with_bias,
-        tuning=tuning or _BACKWARD,
+        tuning=tuning or _backward_tuning(how["kind"], n),
     )
 
     def total(partial):
