@@ -191,12 +191,7 @@ class Codes(NamedTuple):
 
 def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
     """The largest magnitude of all, float32; NaN if there is a NaN."""
-    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
-    for x in arrays:
-        before = alike.get(x.shape)
-        alike[x.shape] = jnp.abs(x) if before is None else jnp.maximum(before, abs(x))
-    maxima = [kernels.maxima(x) for x in alike.values()]
-    return jnp.max(jnp.concatenate(maxima), initial=0.0)
+    return jnp.max(kernels.maxima(*arrays), initial=0.0)
 
 
 class Fp8Weight(NamedTuple):

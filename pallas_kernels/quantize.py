@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, elementwise, strips
+from pallas_kernels import dispatch, elementwise, maxima_kernel, strips
 from pallas_kernels.checks import (
     CODES,
     WIDE,
@@ -121,19 +121,39 @@ def dequantize_groups(
     return out.wide.reshape(groups.codes.shape)
 
 
-def maxima(x: Float[Array, "..."]) -> Float[Array, " k"]:
-    """The largest magnitudes of parts of `x`, float32; NaN of a part with a NaN.
+def maxima(
+    *arrays: Float[Array, "..."],
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, " k"]:
+    """The largest magnitudes of parts of all arrays, float32; NaN of one with a NaN.
 
-    Their maximum is that of `x`. There is no kernel: XLA reads at a copy's rate.
+    Their maximum is that of the arrays.
+
+    Args:
+      *arrays: bfloat16 or float32, of any shapes.
+      implementation: What to run; None means the kernel where it can run.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import maxima
-      >>> float(maxima(jnp.array([1.0, -3.0])).max())
+      >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
       3.0
     """
-    check_dtype("x", x.dtype, WIDE)
-    return reference.maxima(x)
+    for x in arrays:
+        check_dtype("arrays", x.dtype, WIDE)
+    obstacles = [why for x in arrays if (why := flat_obstacle(x.reshape(-1)))]
+    chosen = dispatch.choose(
+        implementation,
+        obstacles[0] if obstacles else None,
+        operation="maxima",
+        arrays=arrays,
+    )
+    if chosen == "reference":
+        return reference.maxima(*arrays)
+    return maxima_kernel.maxima(*arrays)
 
 
 def quantize_tensor(

@@ -14,9 +14,9 @@ from jaxtyping import Array
 from pallas_kernels.codec import GROUP, LANES
 
 _VECTOR = 8  # Neighbours of a strip that a lane has: 16 bytes of what is wide.
-_STRIP = LANES * _VECTOR  # Elements.
+STRIP = LANES * _VECTOR  # Elements.
 _ROW_GROUPS = 8  # Of each row of a strip that has several, in groups of 16.
-_ROWS = _STRIP // (_ROW_GROUPS * GROUP)  # Of such a strip.
+_ROWS = STRIP // (_ROW_GROUPS * GROUP)  # Of such a strip.
 _COLUMNS = 64  # Of a tile for a transposed copy, at least.
 
 
@@ -94,7 +94,7 @@ class Walk:
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
             strips = columns // GROUP
         elif rows == parts == 1:
-            strip_rows, strip_groups = 1, _STRIP // group
+            strip_rows, strip_groups = 1, STRIP // group
         return cls(
             rows=rows,
             groups=groups,
@@ -146,8 +146,8 @@ def obstacle(
     """Why arrays [rows, parts, n] in groups are not for the kernels, if so."""
     if group % GROUP or group & (group - 1) or group > 256:
         return f"groups have 16, 32, 64, 128 or 256 elements, got {group}"
-    if rows == parts == 1 and n < _STRIP:
-        return f"it takes {_STRIP} elements or more, got {n}"
+    if rows == parts == 1 and n < STRIP:
+        return f"it takes {STRIP} elements or more, got {n}"
     if n % group:
         return f"the last axis must be a multiple of {group}, got {n}"
     if transposed:

@@ -66,17 +66,29 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     assert_identical(actual, expected)
 
 
+@every_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32])
-def test_maxima_keep_nan(dtype):
-    x = adversarial((33, 160), dtype)
+@pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
+def test_maxima_keep_nan(implementation, dtype, shape):
+    x = adversarial(shape, dtype)
     for part, expected in (
         (x, np.nan),
         (finite(x), np.abs(np.asarray(finite(x), np.float32)).max()),
         (jnp.zeros((40, 64), dtype), 0.0),
     ):
-        actual = pk.maxima(part)
+        actual = run(implementation, pk.maxima, part)
         assert actual.ndim == 1
         np.testing.assert_array_equal(np.max(actual), np.float32(expected))
+
+
+@every_implementation
+@pytest.mark.parametrize("at", [(0, 0), (0, -1), (1, 5000), (2, -1)])
+def test_maxima_are_of_all_arrays(implementation, at):
+    shapes = (1040,), (9, 2048), (1040,)
+    arrays = [np.array(numbers(s, seed=i), np.float32) for i, s in enumerate(shapes)]
+    arrays[at[0]].reshape(-1)[at[1]] = -1e4
+    actual = run(implementation, pk.maxima, *(jnp.asarray(x, BF16) for x in arrays))
+    assert float(jnp.max(actual)) == float(jnp.asarray(1e4, BF16))
 
 
 @every_implementation

@@ -68,9 +68,15 @@ def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... 
     return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
 
 
-def maxima(x: Float[Array, "..."]) -> Float[Array, " k"]:
+def maxima(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
     """See `pallas_kernels.maxima`."""
-    return magnitude(x.astype(jnp.float32).reshape(-1), axis=0)[None]
+    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
+    for x in arrays:
+        bits = magnitude_bits(x.astype(jnp.float32))
+        before = alike.get(x.shape)
+        alike[x.shape] = bits if before is None else jnp.maximum(before, bits)
+    largest = [jnp.max(bits, initial=0) for bits in alike.values()]
+    return lax.bitcast_convert_type(jnp.stack(largest), jnp.float32)
 
 
 def quantize_tensor(
@@ -112,8 +118,13 @@ def magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
 
     Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
     """
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
-    return lax.bitcast_convert_type(jnp.max(bits, axis, initial=0), jnp.float32)
+    largest = jnp.max(magnitude_bits(x), axis, initial=0)
+    return lax.bitcast_convert_type(largest, jnp.float32)
+
+
+def magnitude_bits(x: Float[Array, "..."]) -> Array:
+    """Bits of float32 that compare as magnitudes do, a NaN's above all."""
+    return lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
 
 
 def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
