@@ -33,7 +33,6 @@ from coat_jax.linear import (
     Weight,
     behind,
     input_gradient,
-    largest,
     product,
     product_heads,
     weight_gradient,
@@ -82,7 +81,7 @@ class Heads:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = self.angles(q.shape[1])
         # No rotation makes a number larger than this.
-        scale = scale_of(E5M2, history, lambda: math.sqrt(2) * largest(q, k, v))
+        scale = scale_of(E5M2, history, lambda: math.sqrt(2) * kernels.maxima(q, k, v))
         how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
         codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
         return Codes.found(codes.row, codes.transposed, scale, codes.largest)
@@ -320,7 +319,7 @@ def _gate_gradient(
     """
 
     def bound():
-        factor = jnp.max(gate_up.scale).astype(jnp.float32) * E4M3.max
+        factor = jnp.max(kernels.maxima(gate_up.scale)) * E4M3.max
         return factor * jnp.max(da_maxima) * _STEEPEST[gate]
 
     scale = scale_of(E5M2, history, bound)

@@ -164,7 +164,7 @@ class Codes(NamedTuple):
         if x.dtype not in (jnp.bfloat16, jnp.float32):
             x = x.astype(jnp.float32)
         if scale is None:
-            scale = scale_of(format, history, lambda: largest(x))
+            scale = scale_of(format, history, lambda: kernels.maxima(x))
         codes = kernels.quantize_tensor(
             x, scale, dtype=format.dtype, copies=copies, keep_maxima=history is not None
         )
@@ -187,11 +187,6 @@ class Codes(NamedTuple):
         largest = jnp.max(maxima, initial=0.0)
         scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
         return cls(row, transposed, scale, largest)
-
-
-def largest(*arrays: Float[Array, "..."]) -> Float[Array, ""]:
-    """The largest magnitude of all, float32; NaN if there is a NaN."""
-    return jnp.max(kernels.maxima(*arrays), initial=0.0)
 
 
 class Fp8Weight(NamedTuple):

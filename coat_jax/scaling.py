@@ -15,6 +15,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Float
 
 from coat_jax.quantized import Format, tensor_scale
+from pallas_kernels.reference.quantize import magnitude
 
 # Steps that a history remembers.
 LENGTH = 16
@@ -52,10 +53,14 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
 def scale_of(
     format: Format,
     history: Float[Array, " length"] | None,
-    largest: Callable[[], Float[Array, ""]],
+    maxima: Callable[[], Float[Array, "..."]],
 ) -> Float[Array, ""]:
-    """A tensor's scale: for all that a history remembers, or just in time."""
-    return tensor_scale(largest() if history is None else jnp.max(history), format)
+    """A tensor's scale: for all that a history remembers, or just in time.
+
+    Scales rise with maxima. The largest of all maxima's is computed with them.
+    """
+    scales = tensor_scale(maxima() if history is None else history, format)
+    return magnitude(scales)
 
 
 def recorded(
