@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax import flow, linear, nonlinear
-from coat_jax.attention import causal_attention
 from coat_jax.flow import GateName, Heads, Norm, NormName, Params, biased, joined
 from coat_jax.remat import fp8_remat
 
@@ -47,13 +46,11 @@ class Recipe:
         segment keeps its activations in FP8 groups and recomputes the rest.
       pointwise: Applied to norms, gates and rotary embeddings outside of the flow.
       attention: Applied to attention and the product that follows.
-      attention_parts: As how many parts of its heads attention is differentiated.
     """
 
     linear: Callable | None = None
     pointwise: Callable = _identity
     attention: Callable = _identity
-    attention_parts: int = 1
 
 
 RECIPES: dict[RecipeName, Recipe] = {
@@ -64,11 +61,8 @@ RECIPES: dict[RecipeName, Recipe] = {
     "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
     # Queries, keys, values and outputs of attention stay BF16 ...
     "coat": Recipe(pointwise=jax.checkpoint),
-    # ... or are kept in FP8 too, and read one half of the heads after the other, lest
-    # all of them are wide again at a time.
-    "coat_max": Recipe(
-        pointwise=jax.checkpoint, attention=fp8_remat, attention_parts=2
-    ),
+    # ... or are kept in FP8 too.
+    "coat_max": Recipe(pointwise=jax.checkpoint, attention=fp8_remat),
 }
 
 
@@ -119,7 +113,7 @@ def attention_out(
     """
 
     def segment(params, q, k, v, x):
-        o = causal_attention(q, k, v, parts=recipe.attention_parts)
+        o = causal_attention(q, k, v)
         if recipe.linear is None:
             return flow.attention_out(params, o, x)
         y = recipe.linear(joined(o), params["out"])
@@ -153,6 +147,32 @@ def gated_mlp(
     y = biased(y, params.get("gate_up_bias"))
     a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
     return x + biased(recipe.linear(a, params["down"]), params.get("down_bias"))
+
+
+def causal_attention(
+    q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
+) -> Float[Array, "b s n d"]:
+    """Softmax attention of each position to itself and those before it.
+
+    Backward saves q, k, v, and on GPUs the output and a statistic a row: cuDNN's flash
+    attention there, elsewhere XLA's, whose probabilities are recomputed.
+    """
+    attention = partial(jax.nn.dot_product_attention, is_causal=True)
+    if _has_flash_attention(q):
+        return attention(q, k, v, implementation="cudnn")
+    return jax.checkpoint(partial(attention, implementation="xla"))(q, k, v)
+
+
+def _has_flash_attention(q: Array) -> bool:
+    # What cuDNN's kernel takes when it is differentiated.
+    _, length, _, head_dim = q.shape
+    return (
+        jax.default_backend() == "gpu"
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 128
+        and length % 2 == 0
+    )
 
 
 def norm_of(recipe: Recipe, norm: Norm) -> Callable:

@@ -13,13 +13,6 @@ def has_kernel() -> bool:
     return dispatch.has_hopper()
 
 
-def arrays_are_on_one_device() -> bool:
-    """Whether no array can lie on several devices here."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = mesh.manual_axes and mesh.are_all_axes_manual
-    return jax.device_count() == 1 or bool(manual)
-
-
 def on_one_device(fn: Callable) -> Callable:
     """`fn`, without kernels where arrays may lie on several devices.
 
@@ -29,7 +22,8 @@ def on_one_device(fn: Callable) -> Callable:
 
     @wraps(fn)
     def wrapped(*args):
-        if arrays_are_on_one_device():
+        mesh = jax.sharding.get_abstract_mesh()
+        if jax.device_count() == 1 or (mesh.manual_axes and mesh.are_all_axes_manual):
             return fn(*args)
         reason = "outside of shard_map arrays may lie on several devices"
         with dispatch.without_kernels(reason):

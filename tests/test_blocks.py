@@ -14,7 +14,7 @@ from gradients import assert_close, compiled, cosine, value_and_vjp
 from jax.extend.core import jaxprs_in_params
 from models import normal, parameters
 
-from coat_jax.attention import causal_attention
+from coat_jax import blocks
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
 
@@ -152,12 +152,10 @@ def test_logits(options):
     assert_close(logits, reference(config, plain, np.asarray(tokens(16))), 1e-5)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 3])
-def test_attention_and_its_gradient(parts):
-    q, k, v = normal(1, 2, 12, 8, 8), normal(2, 2, 12, 4, 8), normal(3, 2, 12, 4, 8)
+def test_attention_and_its_gradient():
+    q, k, v = normal(1, 2, 12, 4, 8), normal(2, 2, 12, 2, 8), normal(3, 2, 12, 2, 8)
     dy = normal(4, *q.shape)
-    of_parts = functools.partial(causal_attention, parts=parts)
-    y, gradients = value_and_vjp(of_parts, dy, q, k, v)
+    y, gradients = value_and_vjp(blocks.causal_attention, dy, q, k, v)
     at = wide([q, k, v])
     assert_close(y, attention(*at), 1e-5)
     for i, gradient in enumerate(wide(gradients)):
@@ -168,17 +166,6 @@ def test_attention_and_its_gradient(parts):
             ends.append(attention(*moved))
         slope = np.sum((ends[0] - ends[1]) * wide(dy)) / 2e-5
         assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-4, abs=1e-4)
-
-
-def test_heads_that_devices_may_share_are_one_part(monkeypatch):
-    q = normal(1, 2, 12, 4, 8)
-
-    def program():
-        return str(jax.make_jaxpr(lambda x: causal_attention(x, x, x, parts=2))(q))
-
-    assert "_in_parts" in program()
-    monkeypatch.setattr(jax, "device_count", lambda: 4)
-    assert "_in_parts" not in program()
 
 
 def test_later_tokens_leave_earlier_logits():
