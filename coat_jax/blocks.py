@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from coat_jax import flow, linear, nonlinear
+from coat_jax.attention import causal_attention
 from coat_jax.flow import GateName, Heads, Norm, NormName, Params, biased, joined
 from coat_jax.remat import fp8_remat
 
@@ -77,6 +78,7 @@ def attention_in(
     Float[Array, "b s n d"],
     Float[Array, "b s k d"],
     Float[Array, "b s k d"],
+    tuple[Array, ...],
     Float[Array, "b s h"],
 ]:
     """Norm, fused query / key / value product, rotary embedding.
@@ -89,14 +91,16 @@ def attention_in(
       heads: How the columns of the product are heads.
 
     Returns:
-      Queries, keys, values, and `x`, to go on with.
+      Queries, keys, values, copies of them for backward to save, if there are any, and
+      `x`, to go on with.
     """
     if recipe.linear is None:
-        return flow.attention_in(params, x, norm, heads)
+        # Attention that is wrapped has its own way to save.
+        return flow.attention_in(params, x, norm, heads, recipe.attention is _identity)
     h = norm_of(recipe, norm)(params["norm"], x)
     y = linear.once(recipe.linear(h, params["qkv"]))
     y = biased(y, params.get("qkv_bias"))
-    return *recipe.pointwise(heads.split)(y), x
+    return *recipe.pointwise(heads.split)(y), (), x
 
 
 def attention_out(
@@ -105,15 +109,17 @@ def attention_out(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
+    kept: tuple[Array, ...],
     x: Float[Array, "b s h"],
 ) -> Float[Array, "b s h"]:
     """`x` plus causal attention and its output product.
 
-    `params` holds `out` [n * d, h] and maybe `out_bias` [h].
+    `params` holds `out` [n * d, h] and maybe `out_bias` [h]; `kept` are the copies that
+    `attention_in` returns.
     """
 
     def segment(params, q, k, v, x):
-        o = causal_attention(q, k, v)
+        o = causal_attention(q, k, v, kept)
         if recipe.linear is None:
             return flow.attention_out(params, o, x)
         y = recipe.linear(joined(o), params["out"])
@@ -147,32 +153,6 @@ def gated_mlp(
     y = biased(y, params.get("gate_up_bias"))
     a = recipe.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
     return x + biased(recipe.linear(a, params["down"]), params.get("down_bias"))
-
-
-def causal_attention(
-    q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
-) -> Float[Array, "b s n d"]:
-    """Softmax attention of each position to itself and those before it.
-
-    Backward saves q, k, v, and on GPUs the output and a statistic a row: cuDNN's flash
-    attention there, elsewhere XLA's, whose probabilities are recomputed.
-    """
-    attention = partial(jax.nn.dot_product_attention, is_causal=True)
-    if _has_flash_attention(q):
-        return attention(q, k, v, implementation="cudnn")
-    return jax.checkpoint(partial(attention, implementation="xla"))(q, k, v)
-
-
-def _has_flash_attention(q: Array) -> bool:
-    # What cuDNN's kernel takes when it is differentiated.
-    _, length, _, head_dim = q.shape
-    return (
-        jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and head_dim % 8 == 0
-        and head_dim <= 128
-        and length % 2 == 0
-    )
 
 
 def norm_of(recipe: Recipe, norm: Norm) -> Callable:

@@ -146,38 +146,45 @@ class _Rows(NamedTuple):
         return tensor_scale(jnp.max(self.scale) * E4M3.max, E4M3)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attention_in(
-    params: Params, x: Float[Array, "b s h"], norm: Norm, heads: Heads
-) -> tuple[Array, Array, Array, Array]:
-    """Queries, keys and values of the normed `x`, and `x`.
+    params: Params,
+    x: Float[Array, "b s h"],
+    norm: Norm,
+    heads: Heads,
+    keep_copies: bool = False,
+) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
+    """Queries, keys and values of the normed `x`, copies if wanted, and `x`.
 
-    `params` holds `norm` [h] or None, `qkv` [h, m] and maybe `qkv_bias` [m].
+    `params` holds `norm` [h] or None, `qkv` [h, m] and maybe `qkv_bias` [m]. Copies are
+    for backward to save: in a loop over layers the product writes them where they are
+    stacked, while what attention reads would have to be copied. They have no gradients.
     """
-    return _attention_in(params, x, norm, heads)[0]
+    (q, k, v, _, x), _ = _attention_in(params, x, norm, heads, False)
+    return q, k, v, (q, k, v) if keep_copies else (), x
 
 
 @on_one_device
-def _attention_in(params, x, norm, heads):
+def _attention_in(params, x, norm, heads, keep_copies):
     amax = params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
     history = amax.get("qkv")
     if (bias := params.get("qkv_bias")) is None:
         how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
-        split, weight = product_heads(
-            *h, params["qkv"], x.dtype, history=history, **how
-        )
+        how |= {"history": history, "copies": 1 + keep_copies}
+        (q, k, v, *kept), weight = product_heads(*h, params["qkv"], x.dtype, **how)
     else:
         y, weight = product(*h, params["qkv"], x.dtype, history=history)
-        split = heads.split(biased(y, bias))
-    return (*split, x), (params, groups, h.tensor_scale(), weight)
+        q, k, v = heads.split(biased(y, bias))
+        kept = (q, k, v) if keep_copies else ()
+    return (q, k, v, tuple(kept), x), (params, groups, h.tensor_scale(), weight)
 
 
 @on_one_device
-def _attention_in_grads(norm, heads, residuals, cotangents):
+def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, weight = residuals
     amax = params.get("amax", {})
-    *dheads, dx = cotangents
+    *dheads, _, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # Weights are quantized again not before attention's backward pass is over.
     weight_scale = behind(weight.scale, gradient.transposed)

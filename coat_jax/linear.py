@@ -241,7 +241,8 @@ def product(
       The product, and the weight's scale and maximum, without its codes.
     """
     multiply = partial(_matmul, dtype=dtype)
-    return _product_by(multiply, codes, scale, w, history, accumulator)
+    y, weight = _product_by(multiply, codes, scale, w, history, accumulator)
+    return once(y), weight
 
 
 def product_heads(
@@ -252,16 +253,21 @@ def product_heads(
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
     history: Float[Array, " length"] | None = None,
-) -> tuple[tuple[Array, Array, Array], Codes]:
-    """`product` as queries, keys and values, which `matmul_heads` describes."""
-    how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype}
+    copies: int = 1,
+) -> tuple[tuple[Array, ...], Codes]:
+    """`product` as queries, keys and values, which `matmul_heads` describes.
+
+    Copies are for nothing but to be saved.
+    """
+    how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype, "copies": copies}
     multiply = partial(kernels.matmul_heads, **how)
-    return _product_by(multiply, codes, scale, w, history, *angles)
+    heads, weight = _product_by(multiply, codes, scale, w, history, *angles)
+    return (*once(heads[:3]), *heads[3:]), weight
 
 
 def _product_by(multiply, codes, scale, w, history, *more):
     columns = _weight_codes(w, "transposed", history=history)
-    y = once(multiply(codes, columns.transposed, scale, columns.scale, *more))
+    y = multiply(codes, columns.transposed, scale, columns.scale, *more)
     return y, columns._replace(row=None, transposed=None)
 
 

@@ -102,6 +102,13 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         with_options(k.quantize_tensor, copies="both", keep_maxima=True),
         numbers(BF16), scalar,
     )  # fmt: skip
+    yield case(
+        "the largest magnitude", 2,
+        lambda x, *, implementation: jnp.max(
+            k.maxima(x, implementation=implementation)
+        ),
+        numbers(BF16),
+    )  # fmt: skip
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
     yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
     yield case("transpose", 2, k.transpose, codes(E5M2))

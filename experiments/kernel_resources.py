@@ -95,7 +95,7 @@ def _measured(
 
 
 def _quantize() -> Iterator[Case]:
-    yield from _measured("quantize", "dequantize", "transpose")
+    yield from _measured("quantize", "the largest", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
 
@@ -156,6 +156,9 @@ def _products() -> Iterator[Case]:
         for tiles in tuning.candidates(product):
             call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
             yield Case(f"{kernel}, {tiles}", call, arrays)
+            if product.heads:
+                again = functools.partial(call, copies=2)
+                yield Case(f"{kernel} twice, {tiles}", again, arrays)
     for tiles in tuning.candidates(kernel_cases.PRODUCTS["product"]):
         call = functools.partial(pk.matmul, keep_maxima=True, tuning=tiles)
         yield Case(f"product and maxima, {tiles}", call, (a, b, one, one))

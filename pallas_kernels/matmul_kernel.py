@@ -75,7 +75,7 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
     columns = (n,)
     if product.heads is not None:
         own = n // (product.heads.queries + 2)
-        columns = (product.heads.queries * own, own, own)
+        columns = (product.heads.queries * own, own, own) * product.copies
     found = [jax.ShapeDtypeStruct((m, c), product.out_dtype) for c in columns]
     if product.group:
         found.append(jax.ShapeDtypeStruct((m, n // product.group), jnp.bfloat16))

@@ -110,6 +110,7 @@ class Product:
       group: Neighbours of a row that get a scale; None for no quantization.
       maxima: Whether the largest magnitudes of a tile's rows are kept.
       heads: What columns of attention's heads are; None where they are none.
+      copies: How often heads are written.
     """
 
     out_dtype: DTypeLike
@@ -119,6 +120,7 @@ class Product:
     group: int | None = None
     maxima: bool = False
     heads: Heads | None = None
+    copies: int = 1
 
     @property
     def name(self) -> str:

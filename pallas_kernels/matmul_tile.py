@@ -242,10 +242,12 @@ class Tile:
         within = lax.rem(columns.start, heads.size)
 
         def send(to, head):
-            start = head * heads.size + within
-            plgpu.copy_smem_to_gmem(staged, to.at[rows, pl.ds(start, columns.size)])
+            place = rows, pl.ds(head * heads.size + within, columns.size)
+            for copy, ref in enumerate(to, 1):
+                last = copy == len(to)
+                plgpu.copy_smem_to_gmem(staged, ref.at[place], commit_group=last)
 
-        q, k, v = out
+        q, k, v = (out[i::3] for i in range(3))
         queries = heads.queries
         pl.when(index < queries)(lambda: send(q, own * queries + index))
         pl.when(index == queries)(lambda: send(k, own))

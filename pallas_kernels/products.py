@@ -166,9 +166,10 @@ def matmul_heads(
     *,
     num_kv_heads: int,
     out_dtype: DTypeLike = jnp.bfloat16,
+    copies: int = 1,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
+) -> tuple[Float[Array, "b s _ d"], ...]:
     """The product a @ b.T as attention's queries, keys and values.
 
     For every key head the product has its queries, then its key, then its value, of
@@ -186,8 +187,13 @@ def matmul_heads(
       sin: Their sines, float32.
       num_kv_heads: Number of key heads, m.
       out_dtype: bfloat16 or float32.
+      copies: How often they are written, each time to arrays of their own. In a loop
+        that stacks what backward reads, a copy for that is written where it belongs.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Returns:
+      Queries [b, s, n, d], keys and values [b, s, m, d]; then their copies.
 
     Example:
       >>> import jax.numpy as jnp, pallas_kernels
@@ -216,13 +222,15 @@ def matmul_heads(
         out_dtype=jnp.dtype(out_dtype),
         scaling=call.scaling,
         heads=Heads(size=2 * half, queries=heads // num_kv_heads - 2),
+        copies=copies,
     )
     _check_result(product, call, None)
     angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
         y = call.wide().reshape(*a.shape[:-1], call.n)
-        return split_heads(y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype)
+        how = {"num_kv_heads": num_kv_heads, "dtype": out_dtype}
+        return copies * split_heads(y, *angles, **how)
     out, _ = _run(product, call, tuning, *angles)
     return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
 

@@ -10,11 +10,11 @@ import optax
 import pytest
 import small_models
 from flax import nnx
-from gradients import assert_close, compiled, cosine, value_and_vjp
+from gradients import assert_close, compiled, cosine, saved, value_and_vjp
 from jax.extend.core import jaxprs_in_params
 from models import normal, parameters
 
-from coat_jax import blocks
+from coat_jax.attention import causal_attention
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
 
@@ -155,7 +155,7 @@ def test_logits(options):
 def test_attention_and_its_gradient():
     q, k, v = normal(1, 2, 12, 4, 8), normal(2, 2, 12, 2, 8), normal(3, 2, 12, 2, 8)
     dy = normal(4, *q.shape)
-    y, gradients = value_and_vjp(blocks.causal_attention, dy, q, k, v)
+    y, gradients = value_and_vjp(causal_attention, dy, q, k, v)
     at = wide([q, k, v])
     assert_close(y, attention(*at), 1e-5)
     for i, gradient in enumerate(wide(gradients)):
@@ -166,6 +166,24 @@ def test_attention_and_its_gradient():
             ends.append(attention(*moved))
         slope = np.sum((ends[0] - ends[1]) * wide(dy)) / 2e-5
         assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def test_copies_are_saved_in_place_of_what_attention_reads():
+    q, k, v = (normal(i, 2, 12, n, 8) for i, n in enumerate((4, 2, 2)))
+    copies = tuple(map(jnp.copy, (q, k, v)))
+    residuals = saved(
+        lambda *given: causal_attention(*given[:3], given[3:]), q, k, v, *copies
+    )
+    assert sorted(r.argument for r in residuals if r.nbytes > 8) == [3, 4, 5]
+    dy = normal(4, *q.shape)
+    _, plain = value_and_vjp(causal_attention, dy, q, k, v)
+    _, of_copies = value_and_vjp(
+        lambda q, k, v: causal_attention(q, k, v, (2 * q, k, v)), dy, q, k, v
+    )
+    _, (*expected, dkept) = value_and_vjp(causal_attention, dy, q, k, v, copies)
+    jax.tree.map(np.testing.assert_array_equal, tuple(expected), plain)
+    assert not any(np.any(x) for x in dkept)
+    assert np.any(of_copies[1] != plain[1])  # What was saved is what is read.
 
 
 def test_later_tokens_leave_earlier_logits():

@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from coat_jax import blocks
+from coat_jax import attention
 from experiments import kernel_cases, layer_cases, sm90
 from experiments.kernel_resources import FAMILIES, RESULTS
 from experiments.timing import OPTIONS
@@ -74,7 +74,7 @@ def test_all_families_are_recorded_without_spills():
 @needs_compiler
 def test_backward_takes_no_more_memory_than_bf16s(monkeypatch):
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
-    monkeypatch.setattr(blocks, "_has_flash_attention", lambda q: True)
+    monkeypatch.setattr(attention, "_has_flash_attention", lambda q: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
     sizes = {"hidden": 2048, "intermediate": 5504, "kv_heads": 16, "head_dim": 128}

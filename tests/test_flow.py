@@ -179,7 +179,7 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
     how = flow.Norm(kind=kind, eps=1e-5)
     out, (dparams, dx) = value_and_vjp(
         lambda p, x: flow.attention_in(p, x, how, heads),
-        (*dheads, dx_around),
+        (*dheads, (), dx_around),
         params,
         x,
     )
@@ -206,6 +206,28 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
     assert dparams.keys() == params.keys()
     for name, gradient in dparams.items():
         assert_near(gradient, expected[name], NEAR)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_copies_of_heads_change_nothing(biased):
+    params = weights(("qkv", (HIDDEN, 128)), biases=[("qkv_bias", (128,))] * biased)
+    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
+    dheads = [normal(n, *TOKENS, n, HEAD_DIM, dtype=BF16) for n in (4, 2, 2)]
+    results = []
+    for keep in (False, True):
+
+        def call(params, x, keep=keep):
+            return flow.attention_in(params, x, how, heads, keep)
+
+        dkept = tuple(jnp.full_like(d, jnp.nan) for d in dheads) if keep else ()
+        out, grads = value_and_vjp(call, (*dheads, dkept, x), params, x)
+        results.append((*out[:3], out[-1], grads))
+        assert len(out[3]) == 3 * keep
+        for copy, original in zip(out[3], out, strict=False):
+            np.testing.assert_array_equal(copy, original)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.parametrize("biased", [False, True])

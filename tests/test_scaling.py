@@ -47,7 +47,7 @@ def segments():
             functools.partial(flow.attention_in, norm=NORM, heads=HEADS),
             weights(qkv=(HIDDEN, 8 * HEAD_DIM)),
             (x,),
-            (*dheads, dy),
+            (*dheads, (), dy),
         ),
         "attention_out": (
             flow.attention_out,
