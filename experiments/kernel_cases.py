@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+import coat_jax as coat
 import pallas_kernels
+from coat_jax.scaling import scale_of
 from pallas_kernels.matmul_plan import Heads, Product
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
@@ -103,9 +105,9 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         numbers(BF16), scalar,
     )  # fmt: skip
     yield case(
-        "the largest magnitude", 2,
-        lambda x, *, implementation: jnp.max(
-            k.maxima(x, implementation=implementation)
+        "scale of a tensor", 2,
+        lambda x, *, implementation: scale_of(
+            coat.E4M3, None, lambda: k.maxima(x, implementation=implementation)
         ),
         numbers(BF16),
     )  # fmt: skip

@@ -95,7 +95,7 @@ def _measured(
 
 
 def _quantize() -> Iterator[Case]:
-    yield from _measured("quantize", "the largest", "dequantize", "transpose")
+    yield from _measured("quantize", "scale", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
 

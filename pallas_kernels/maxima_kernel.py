@@ -19,7 +19,7 @@ from pallas_kernels.codec import (
 from pallas_kernels.strips import STRIP
 
 _STRIPS = 8  # Of a chunk, all of which are on their way at a time.
-_CTAS = 4  # Thread blocks on each multiprocessor.
+_CTAS = 8  # Thread blocks on each multiprocessor.
 _SHAPE = (STRIP // GROUP, GROUP)  # Of a strip.
 
 
