@@ -57,7 +57,8 @@ def scale_of(
 ) -> Float[Array, ""]:
     """A tensor's scale: for all that a history remembers, or just in time.
 
-    Scales rise with maxima. The largest of all maxima's is computed with them.
+    Scales rise with maxima, so that the largest maximum has the largest scale. This way
+    around XLA computes all scales and finds the largest in one kernel.
     """
     scales = tensor_scale(maxima() if history is None else history, format)
     return magnitude(scales)

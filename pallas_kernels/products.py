@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, matmul_kernel, tuning
-from pallas_kernels.checks import check_shape
+from pallas_kernels.checks import check_positive, check_shape
 from pallas_kernels.matmul_plan import (
     BLOCK,
     PIECE_M,
@@ -206,6 +206,7 @@ def matmul_heads(
       ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
     """
     call = _Call.without_blocks(a, b, a_scale, b_scale)
+    check_positive(copies=copies)
     if a.ndim != 3:
         raise ValueError(f"a must be [b, s, k], got {a.shape}")
     _, s, _ = a.shape

@@ -122,7 +122,8 @@ def dequantize_groups(
 
 
 def maxima(
-    *arrays: Float[Array, "..."],
+    x: Float[Array, "..."],
+    *more: Float[Array, "..."],
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, " k"]:
     """The largest magnitudes of parts of all arrays, float32; NaN of one with a NaN.
@@ -130,7 +131,8 @@ def maxima(
     Their maximum is that of the arrays.
 
     Args:
-      *arrays: bfloat16 or float32, of any shapes.
+      x: bfloat16 or float32.
+      *more: Likewise, of any shapes.
       implementation: What to run; None means the kernel where it can run.
 
     Raises:
@@ -142,8 +144,9 @@ def maxima(
       >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
       3.0
     """
+    arrays = (x, *more)
     for x in arrays:
-        check_dtype("arrays", x.dtype, WIDE)
+        check_dtype("x", x.dtype, WIDE)
     obstacles = [why for x in arrays if (why := flat_obstacle(x.reshape(-1)))]
     chosen = dispatch.choose(
         implementation,
