@@ -184,10 +184,10 @@ class DecoderLayer(nnx.Module):
         if recipe.linear is None:
             check_dtype("the residual stream", x.dtype, WIDE)
         params = self._params("qkv", norm=self.attention_norm)
-        *qkv, kept, x = blocks.attention_in(
+        *heads, x = blocks.attention_in(
             recipe, params, x, norm=self.norm, heads=self.heads
         )
-        x = blocks.attention_out(recipe, self._params("out"), *qkv, kept, x)
+        x = blocks.attention_out(recipe, self._params("out"), *heads, x)
         params = self._params("gate_up", "down", norm=self.mlp_norm)
         return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
 

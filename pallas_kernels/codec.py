@@ -15,6 +15,7 @@ from pallas_kernels.reference.quantize import (
     Groups,
     code_max,
     largest_scale,
+    magnitude_bits,
     normal,
     reciprocal,
 )
@@ -104,11 +105,6 @@ def _spread(x: Array, like: Array) -> Array:
     """One number a group to its elements."""
     wide = lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
     return plgpu.layout_cast(wide, strip_layout(like.shape))
-
-
-def magnitude_bits(x: Array) -> Array:
-    """Bits that compare as magnitudes do, a NaN's above all."""
-    return _bits(x) & jnp.uint32(0x7FFFFFFF)
 
 
 def _bits(x: Array) -> Array:

@@ -29,12 +29,11 @@ from pallas_kernels.codec import (
     encode,
     encode_groups,
     floats,
-    magnitude_bits,
     rounded,
     strip_layout,
     total_max,
 )
-from pallas_kernels.reference.quantize import Groups, normal
+from pallas_kernels.reference.quantize import Groups, magnitude_bits, normal
 from pallas_kernels.strips import Encoding, Tuning, Walk
 
 

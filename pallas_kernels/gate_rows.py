@@ -23,11 +23,15 @@ from pallas_kernels.codec import (
     decode,
     encode_groups,
     floats,
-    magnitude_bits,
     strip_layout,
     total_max,
 )
-from pallas_kernels.reference.quantize import Groups, reciprocal, row_scale
+from pallas_kernels.reference.quantize import (
+    Groups,
+    magnitude_bits,
+    reciprocal,
+    row_scale,
+)
 
 _STRIPS = 8  # Of a row, at most.
 _QUAD = 4  # Numbers that a lane stores at once.

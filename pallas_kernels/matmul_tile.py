@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.codec import floats, group_scale, magnitude_bits
+from pallas_kernels.codec import floats, group_scale
 from pallas_kernels.matmul_plan import (
     BLOCK,
     PIECE_M,
@@ -22,7 +22,7 @@ from pallas_kernels.matmul_plan import (
     Tuning,
 )
 from pallas_kernels.matmul_walk import Stages
-from pallas_kernels.reference.quantize import normal, reciprocal
+from pallas_kernels.reference.quantize import magnitude_bits, normal, reciprocal
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
-from pallas_kernels.codec import (
-    GROUP,
-    decode,
-    floats,
-    magnitude_bits,
-    strip_layout,
-    total_max,
-)
+from pallas_kernels.codec import GROUP, decode, floats, strip_layout, total_max
+from pallas_kernels.reference.quantize import magnitude_bits
 from pallas_kernels.strips import STRIP
 
 _STRIPS = 8  # Of a chunk, all of which are on their way at a time.
@@ -40,8 +34,8 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
             def turn(j, bits, ref=ref, chunk=chunk):
                 # The last chunks overlap.
                 start = jnp.minimum((cta + j * ctas) * chunk, ref.shape[0] - chunk)
-                at = [start + i for i in range(0, chunk, _SHAPE[0])]
-                for strip in [_strip(ref, each) for each in at]:
+                starts = range(0, chunk, _SHAPE[0])
+                for strip in [_strip(ref, start + i) for i in starts]:
                     bits = jnp.maximum(bits, magnitude_bits(decode(strip)))
                 return bits
 

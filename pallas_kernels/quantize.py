@@ -145,14 +145,11 @@ def maxima(
       3.0
     """
     arrays = (x, *more)
-    for x in arrays:
-        check_dtype("x", x.dtype, WIDE)
-    obstacles = [why for x in arrays if (why := flat_obstacle(x.reshape(-1)))]
+    for array in arrays:
+        check_dtype("x", array.dtype, WIDE)
+    obstacle = next(filter(None, map(flat_obstacle, arrays)), None)
     chosen = dispatch.choose(
-        implementation,
-        obstacles[0] if obstacles else None,
-        operation="maxima",
-        arrays=arrays,
+        implementation, obstacle, operation="maxima", arrays=arrays
     )
     if chosen == "reference":
         return reference.maxima(*arrays)

@@ -124,7 +124,7 @@ def magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
 
 def magnitude_bits(x: Float[Array, "..."]) -> Array:
     """Bits of float32 that compare as magnitudes do, a NaN's above all."""
-    return lax.bitcast_convert_type(jnp.abs(x), jnp.uint32)
+    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
 def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
