@@ -226,7 +226,7 @@ def test_training_follows_scaling_just_in_time(recipe):
             return optax.apply_updates(params, updates), histories, state, value
 
         state, found = tx.init(params), []
-        for _ in range(20):
+        for _ in range(15):  # Later the smallest differences grow into large ones.
             params, histories, state, value = step(params, histories, state)
             found.append(float(value))
         return np.array(found)
