@@ -10,6 +10,7 @@ quite, and it takes as much of the issue slots as of the special function unit. 
   others are folded into numbers of the group.
 - The first moment's expansion is a cube: two multiplications. One reciprocal root
   serves both the stored ratio and the update.
+- Eight neighbours round by the bits of one hash.
 """
 
 import dataclasses
@@ -206,7 +207,7 @@ def _scale(x: Array) -> Array:
 def _stochastic(p: Array, noise: Array) -> Array:
     j = lax.broadcasted_iota(jnp.uint32, p.shape, 1)
     j = plgpu.layout_cast(j, _layout(p.shape[1]))
-    up = reference.hash32(_spread(noise, p) + j) >> jnp.uint32(16)
+    up = reference.uniform16(_spread(noise, p), j)
     rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
     return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(jnp.bfloat16)
 

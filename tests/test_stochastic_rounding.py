@@ -1,5 +1,7 @@
 """Stochastic rounding of bfloat16 parameters in `coat.fused_update`."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,6 +22,7 @@ from fused_steps import (
 from optimizers import assert_same_bits
 
 import coat_jax as coat
+from pallas_kernels.reference.adam import uniform16
 
 
 def stochastic(key, tx=WITHOUT_DECAY):
@@ -94,6 +97,21 @@ def test_keys_steps_and_paths_have_random_bits_of_their_own():
             assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.05
         groups = one[:, :256].reshape(-1, 128).astype(float)
         assert abs(np.corrcoef(groups)[np.triu_indices(len(groups), 1)].mean()) < 0.02
+
+
+def test_random_bits_of_a_group_are_uniform_and_independent():
+    draws = 2**17
+    noise = jax.random.bits(jax.random.key(0), (draws, 1))
+    bits = uniform16(noise, jnp.arange(128, dtype=jnp.uint32)[None])
+    assert bits.max() == 0xFFFF
+    # Three bits of each, in all threes of neighbours with a hash in common and beyond.
+    eighths = np.asarray(bits >> 13)
+    expected = draws / 512
+    for a, b, c in itertools.combinations([*range(9), 16, 63, 64, 127], 3):
+        cells = eighths[:, a] * 64 + eighths[:, b] * 8 + eighths[:, c]
+        counts = np.bincount(cells, minlength=512)
+        squares = np.sum((counts - expected) ** 2) / expected
+        assert abs(squares - 511) < 6 * np.sqrt(2 * 511), (a, b, c)
 
 
 def test_stochastic_rounding_follows_steps_that_nearest_loses():
