@@ -3,17 +3,16 @@
 COAT (arXiv 2410.19313, section 5). What a norm or a gate reads is quantized once, in
 groups of 16. The backward pass reads that, and computes norm outputs, gated products
 and rotary embeddings again; attention keeps what it reads and writes. Matrix products
-take E4M3 codes, behind norms and gates with a scale for each token in forward, and E5M2
-gradients with one scale a tensor. The residual stream stays wide and goes through
+take E4M3 codes, in forward with a scale for each token, and E5M2 gradients with one
+scale a tensor. The residual stream stays wide and goes through
 `attention_in`, so that its gradient is added where the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
 Scales are taken just in time. Those of tensors are delayed ones if a segment's
-parameters hold `amax`, histories by name: of weights by theirs, of the gradients of
-their outputs behind `_grad`, and of the input of `out` as `out_in`. The gradients of
-histories are the next histories.
+parameters hold `amax`, histories by name: of weights by theirs, and of the gradients of
+their outputs behind `_grad`. The gradients of histories are the next histories.
 """
 
 import dataclasses
@@ -218,23 +217,21 @@ def attention_out(
 @on_one_device
 def _attention_out(params, o, x):
     amax = params.get("amax", {})
-    codes = Codes.of(joined(o), E4M3, copies="row", history=amax.get("out_in"))
+    rows = _Rows(*kernels.quantize_rows(joined(o)))
     x = biased(x, params.get("out_bias"))
-    y, weight = product(
-        codes.row, codes.scale, params["out"], x.dtype, x, amax.get("out")
-    )
-    return y, (params, o, codes._replace(row=None), weight)
+    y, weight = product(*rows, params["out"], x.dtype, x, amax.get("out"))
+    return y, (params, o, rows.tensor_scale(), weight)
 
 
 @on_one_device
 def _attention_out_grads(residuals, dy):
-    params, o, codes, weight = residuals
+    params, o, scale, weight = residuals
     amax = params.get("amax", {})
     gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("out_grad"))
-    again = Codes.of(joined(o), E4M3, copies="transposed", scale=codes.scale)
+    codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale)
     grads = {
-        "out": weight_gradient(again.transposed, codes.scale, gradient, params["out"]),
-        "amax": _recorded(amax, out=weight, out_in=codes, out_grad=gradient),
+        "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
+        "amax": _recorded(amax, out=weight, out_grad=gradient),
     }
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy, bias)

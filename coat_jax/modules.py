@@ -17,7 +17,7 @@ Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
 # What a history starts with, of tensors that are not there at initialization. E5M2
 # tells from zero what is 2**-31 of it.
-_ACTIVATION, _GRADIENT = 8.0, 1.0
+_GRADIENT = 1.0
 
 
 class WeightCodes(nnx.Variable):
@@ -132,7 +132,7 @@ class DecoderLayer(nnx.Module):
             self.amax = nnx.Dict(self._new_histories())
 
     def _new_histories(self) -> dict[str, OverwriteWithGradient]:
-        guesses = {"out_in": _ACTIVATION}
+        guesses = {}
         for name in _WEIGHTS:
             guesses[name] = jnp.max(jnp.abs(getattr(self, name)[...]))
             guesses[f"{name}_grad"] = _GRADIENT

@@ -40,7 +40,7 @@ class OverwriteWithGradient(nnx.Variable):
       >>> grads = nnx.jit(gradient)(layer)
       >>> grads, histories = nnx.split_state(grads, nnx.Param, ...)
       >>> nnx.update(layer, histories)  # `grads` are the optimizer's.
-      >>> float(layer.amax["out_in"][...][0]) > 0
+      >>> float(layer.amax["out_grad"][...][0]) > 0
       True
     """
 

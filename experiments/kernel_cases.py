@@ -94,6 +94,7 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         with_options(k.quantize_groups, group=128), numbers(BF16),
     )  # fmt: skip
     yield case("quantize 1x16, float32", 4 + of_16, k.quantize_groups, numbers(F32))
+    yield case("quantize rows", 3, k.quantize_rows, numbers(BF16))
     for copies, bytes_each in (("row", 3), ("transposed", 3), ("both", 4)):
         yield case(
             f"quantize a tensor, {copies}", bytes_each,

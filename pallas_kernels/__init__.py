@@ -12,6 +12,7 @@ from pallas_kernels.quantize import (
     dequantize_tensor,
     maxima,
     quantize_groups,
+    quantize_rows,
     quantize_tensor,
     transpose,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "norm",
     "norm_grad",
     "quantize_groups",
+    "quantize_rows",
     "quantize_tensor",
     "transpose",
 ]

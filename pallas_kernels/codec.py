@@ -78,8 +78,13 @@ def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 
 def group_scale(x: Array, dtype: DTypeLike) -> Array:
-    """The reference's scales of groups, the last axis, from what Mosaic has."""
-    largest = floats(jnp.max(magnitude_bits(x), axis=x.ndim - 1))
+    """The reference's scales of groups, the last axis."""
+    return scale_of(jnp.max(magnitude_bits(x), axis=x.ndim - 1), dtype)
+
+
+def scale_of(bits: Array, dtype: DTypeLike) -> Array:
+    """The scales of the largest magnitudes, given as bits, from what Mosaic has."""
+    largest = floats(bits)
     scale = _bits(largest * (1 / code_max(dtype)))
     scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(dtype))
     return scale + largest * 0.0  # NaN where that is not finite.

@@ -9,13 +9,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, norm_kernel
 from pallas_kernels.checks import check_shape, scalar
-from pallas_kernels.norm_rows import LANES, Norm, Params, Rows, Tuning
+from pallas_kernels.norm_rows import Norm, Params, Rows, Tuning, obstacle
 from pallas_kernels.quantize import Wanted, transpose, wanted
 from pallas_kernels.reference import norm as reference
 from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
 from pallas_kernels.reference.quantize import Groups, reciprocal
 
-_LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -185,12 +184,7 @@ def _obstacle(x, weight, bias, *others) -> str | None:
     for array in (weight, bias):
         if array is not None and array.dtype not in _PARAM_DTYPES:
             return f"parameters must be bfloat16 or float32, got {array.dtype}"
-    n = codes.shape[-1]
-    if not codes.size:
-        return "there are no rows"
-    if n % LANES or n > _LONGEST:
-        return f"rows must be multiples of {LANES} up to {_LONGEST} long, got {n}"
-    return None
+    return obstacle(codes.shape)
 
 
 def _rows(x, add=None, dy=None) -> Rows:

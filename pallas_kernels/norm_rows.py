@@ -1,4 +1,4 @@
-"""How the norms' kernels go over rows: a warpgroup holds a row.
+"""How kernels go over rows: a warpgroup holds a row.
 
 A row [n] is seen as its groups [n / 16, 16], so that a reduction over axis 1 is one
 within a group. Rows come through shared memory, the next ones' copies ahead, and go
@@ -24,6 +24,7 @@ from pallas_kernels.reference.norm import GROUP, Kind
 from pallas_kernels.reference.quantize import Groups
 
 LANES = 128  # Of a warpgroup; each holds as many elements of a row.
+LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _SHARED = 227 * 1024  # Bytes of shared memory of a multiprocessor.
 _RESERVED = 3328  # Of which a thread block takes so many besides its arrays.
 
@@ -68,15 +69,10 @@ class Params(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Norm:
-    """What is known of a norm when it is compiled.
-
-    Rows are handled in tiles: so many elements that each lane has a vector of them.
-    """
+class Row:
+    """A row of `n` in tiles: so many elements that each lane has a vector of them."""
 
     n: int
-    kind: Kind
-    eps: float
 
     @property
     def tiles(self) -> range:
@@ -126,6 +122,14 @@ class Norm:
             return functools.partial(self.load, ref)
         return [self.load(ref, tile) for tile in self.tiles].__getitem__
 
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm(Row):
+    """What is known of a norm when it is compiled."""
+
+    kind: Kind
+    eps: float
+
     def mean(self, x: Callable[[int], Array]) -> Array | float:
         """What the norm subtracts from a row."""
         return self.average(map(x, self.tiles)) if self.kind == "layer" else 0.0
@@ -143,6 +147,16 @@ class Norm:
         return jax.tree.map(
             lambda x: x * (1 / self.n), reduced(jnp.add, jnp.sum, tiles)
         )
+
+
+def obstacle(shape: tuple[int, ...]) -> str | None:
+    """Why an array of this shape has no rows for the kernels, if so."""
+    if not math.prod(shape):
+        return "there are no rows"
+    if shape[-1] % LANES or shape[-1] > LONGEST:
+        most = f"multiples of {LANES} up to {LONGEST} long"
+        return f"rows must be {most}, got {shape[-1]}"
+    return None
 
 
 def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch, elementwise, maxima_kernel, strips
+from pallas_kernels import dispatch, elementwise, maxima_kernel, rows_kernel, strips
 from pallas_kernels.checks import (
     CODES,
     WIDE,
@@ -17,6 +17,8 @@ from pallas_kernels.checks import (
     scalar,
 )
 from pallas_kernels.codec import decode
+from pallas_kernels.norm_rows import Tuning as RowTuning
+from pallas_kernels.norm_rows import obstacle as rows_obstacle
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.strips import Encoding, Tuning
@@ -79,6 +81,50 @@ def quantize_groups(
     )
     codes, scale = out.groups
     return Groups(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+
+
+def quantize_rows(
+    x: Float[Array, "... n"],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    implementation: dispatch.Implementation | None = None,
+    tuning: RowTuning | None = None,
+) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+    """Quantizes with one scale for each row, as `matmul` takes them of activations.
+
+    Codes and scales are those of `quantize_groups` with a group for each row.
+
+    Args:
+      x: bfloat16 or float32.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Returns:
+      Codes, and float32 scales.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantize_rows
+      >>> codes, scale = quantize_rows(jnp.array([[1.0, -2.0], [28.0, 7.0]]))
+      >>> codes.tolist(), scale.shape
+      ([[224.0, -448.0], [448.0, 112.0]], (2,))
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    chosen = dispatch.choose(
+        implementation, rows_obstacle(x.shape), operation="quantize_rows", arrays=(x,)
+    )
+    if chosen == "reference":
+        return reference.quantize_rows(x, dtype=dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    # So many thread blocks have registers enough on a multiprocessor.
+    tuning = tuning or RowTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
+    codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
+    return codes.reshape(x.shape), scale.reshape(x.shape[:-1])
 
 
 def dequantize_groups(

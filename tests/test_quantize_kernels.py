@@ -1,6 +1,7 @@
 """The kernels of quantization compute what their references and NumPy do."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -64,6 +65,27 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     with np.errstate(over="ignore"):
         expected = (stored.codes.astype(np.float32) * scale).astype(dtype)
     assert_identical(actual, expected)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "dtype", "codes"),
+    [((16, 384), BF16, E4M3), ((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)],
+)
+def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
+    # Of each odd group a row: zeros, outliers, what is not finite, denormals.
+    x = adversarial((math.prod(shape[:-1]), 128), dtype, seed=sum(shape), group=128)
+    x = jnp.concatenate(
+        [
+            finite(numbers(shape, dtype, octaves=0)[..., 128:]),
+            x.reshape(*shape[:-1], 128),
+        ],
+        axis=-1,
+    )
+    quantize = functools.partial(pk.quantize_rows, dtype=codes)
+    actual = run(implementation, quantize, x)
+    expected, scale = encoded_groups(x, codes, shape[-1])
+    assert_identical(actual, (expected, scale[..., 0].astype(F32)))
 
 
 @every_implementation

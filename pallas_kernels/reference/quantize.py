@@ -58,6 +58,15 @@ def quantize_groups(
     return Groups(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
 
 
+def quantize_rows(
+    x: Float[Array, "... n"], *, dtype: DTypeLike
+) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+    """See `pallas_kernels.quantize_rows`."""
+    x = normal(x.astype(jnp.float32))
+    scale = group_scale(magnitude(x, axis=-1), dtype)
+    return lax.optimization_barrier(encode(x, scale[..., None], dtype)), scale
+
+
 def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
     """See `pallas_kernels.dequantize_groups`."""
     n, count = groups.codes.shape[-1], groups.scale.shape[-1]
