@@ -96,7 +96,7 @@ def known_rows(path: Path, model: Model) -> list[Row]:
     """What a results file has.
 
     Raises:
-      ValueError: If it has another model's.
+      ValueError: If it has another model's, or another device's.
     """
     rows = results.known_rows(path)
     for row in rows:

@@ -48,7 +48,11 @@ def main() -> None:
     add("--models", nargs="+", choices=names, default=names)
     add("--out", type=Path, default=Path("experiments/results/bench_kernels.json"))
     args = parser.parse_args()
-    rows, commit = results.known_rows(args.out), results.versions()["commit"]
+    try:
+        rows = results.known_rows(args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    commit = results.versions()["commit"]
     for row in measured(args):
         rows = joined(rows, row | {"commit": commit})
         results.write_results(args.out, rows=rows, bars=bars(rows))

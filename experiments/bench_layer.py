@@ -84,7 +84,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and "bf16" not in args.cases:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
-    rows, parts = (known_rows(args.out, of=of) for of in ("rows", "parts"))
+    try:
+        rows, parts = (known_rows(args.out, of=of) for of in ("rows", "parts"))
+    except ValueError as error:
+        top.error(str(error))
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
         how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}

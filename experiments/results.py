@@ -91,8 +91,17 @@ def write_results(
 
 
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
-    """The rows of a results file, or of another entry; none if there are none."""
-    return json.loads(path.read_text()).get(of, []) if path.exists() else []
+    """The rows of a results file, or of another entry; none if there are none.
+
+    Raises:
+      ValueError: If they were measured on another kind of device than this one.
+    """
+    if not path.exists():
+        return []
+    known, name = json.loads(path.read_text()), device()["name"]
+    if (theirs := known["device"]["name"]) != name:
+        raise ValueError(f"{path} is of {theirs}, this is {name}; name another --out")
+    return known.get(of, [])
 
 
 def joined(

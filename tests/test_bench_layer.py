@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import sys
 import time
 from functools import partial
 
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from experiments import (
     bench_e2e,
+    bench_kernels,
     bench_layer,
     layer_report,
     model_step,
@@ -323,6 +325,18 @@ def test_profiles_need_what_they_compare(capsys):
     with pytest.raises(SystemExit):
         bench_layer.main(["--profile", "--cases", "coat"])
     assert "compares with bf16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [bench_kernels, bench_layer, bench_e2e])
+def test_files_of_other_devices_are_left_alone(bench, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "results.json"
+    known = json.dumps({"device": {"name": "NVIDIA Z9"}, "rows": [{"ms": 1.0}]})
+    out.write_text(known)
+    monkeypatch.setattr(sys, "argv", ["bench", "--out", str(out)])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "results.json is of NVIDIA Z9, this is" in capsys.readouterr().err
+    assert out.read_text() == known
 
 
 def test_shapes_name_their_heads():

@@ -374,6 +374,7 @@ def test_results_files_have_one_schema(tmp_path):
     with pytest.raises(ValueError, match=r"\['date'\] are entries of the schema"):
         results.write_results(path, rows=[], date="today")
     assert json.loads(path.read_text()) == found
+    assert results.known_rows(path) == rows
 
 
 def test_trailing_mean(rng):
