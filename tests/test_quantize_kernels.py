@@ -88,6 +88,14 @@ def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
     assert_identical(actual, (expected, scale[..., 0].astype(F32)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(8192, 4096), (4099, 8192), (999, 11008), (3, 768)])
+def test_long_rows_on_a_gpu(shape):
+    x = numbers(shape, seed=shape[0])
+    expected = run("reference", pk.quantize_rows, x)
+    assert_identical(run("mosaic", pk.quantize_rows, x), expected)
+
+
 @every_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
@@ -171,12 +179,14 @@ def test_codes_of_tensors_are_decoded_and_transposed(
 
 @every_implementation
 def test_vmap_and_scan(implementation):
-    x, scale = numbers((3, 128, 64)), jnp.float32(SCALE)
+    x, scale = numbers((3, 128, 128)), jnp.float32(SCALE)
 
     def quantize(x, implementation):
         named = {"implementation": implementation}
-        return pk.quantize_groups(x, **named), pk.quantize_tensor(
-            x, scale, copies="both", **named
+        return (
+            pk.quantize_groups(x, **named),
+            pk.quantize_rows(x, **named),
+            pk.quantize_tensor(x, scale, copies="both", **named),
         )
 
     alone = [run("reference", quantize, row) for row in x]
@@ -213,6 +223,7 @@ def test_kernels_have_no_races():
     both = functools.partial(pk.quantize_tensor, copies="both")
     for function, arguments in (
         (pk.quantize_groups, [x]),
+        (pk.quantize_rows, [numbers((9, 1152))]),
         (both, [x, scale]),
     ):
         run("interpret", function, *arguments, detect_races=True)
@@ -225,6 +236,12 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
         x = numbers(shape)
         groups = jax.jit(pk.quantize_groups)(x)
         assert_identical(groups, encoded_groups(x, E4M3, 16))
+        codes, scales = jax.jit(pk.quantize_rows)(x)
+        by_row, expected = encoded_groups(x, E4M3, max(shape[-1], 1))
+        assert_identical(codes, by_row)
+        assert scales.shape == shape[:-1]
+        if x.size:
+            assert_identical(scales, expected[..., 0].astype(F32))
         assert jax.jit(pk.dequantize_groups)(groups).shape == shape
         both = jax.jit(quantize)(x, scale)
         codes = encoded(x, SCALE, E4M3)
@@ -280,6 +297,8 @@ def test_kernels_are_the_same_where_jax_counts_in_64_bits():
         assert_identical(run("interpret", pk.quantize_groups, x), encoded_groups(
             x, E4M3, 16
         ))  # fmt: skip
+        codes, scales = run("interpret", pk.quantize_rows, numbers((5, 128)))
+        assert (codes.dtype, scales.dtype) == (E4M3, F32)
 
 
 def test_what_cannot_run_is_named():
