@@ -119,10 +119,19 @@ def compiled(
     def placed(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
+    _put_assembler_first()
     args = jax.tree.map(placed, args)
     with use_abstract_mesh(_MESH):
         lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
         return lowered.compile(options)
+
+
+def _put_assembler_first() -> None:
+    """Has the package's assembler found before others, and before the one built in."""
+    folder = str(metadata.distribution(_ASSEMBLER).locate_file("nvidia/cu13/bin"))
+    path = os.environ.get("PATH", "").split(os.pathsep)
+    if path[0] != folder:
+        os.environ["PATH"] = os.pathsep.join([folder, *path])
 
 
 def resources(fn: Callable, *args: Any) -> Resources:
