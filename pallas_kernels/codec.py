@@ -79,10 +79,10 @@ def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
 
 def group_scale(x: Array, dtype: DTypeLike) -> Array:
     """The reference's scales of groups, the last axis."""
-    return scale_of(jnp.max(magnitude_bits(x), axis=x.ndim - 1), dtype)
+    return scale_of_bits(jnp.max(magnitude_bits(x), axis=x.ndim - 1), dtype)
 
 
-def scale_of(bits: Array, dtype: DTypeLike) -> Array:
+def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
     """The scales of the largest magnitudes, given as bits, from what Mosaic has."""
     largest = floats(bits)
     scale = _bits(largest * (1 / code_max(dtype)))

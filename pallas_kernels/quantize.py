@@ -17,7 +17,7 @@ from pallas_kernels.checks import (
     scalar,
 )
 from pallas_kernels.codec import decode
-from pallas_kernels.norm_rows import Tuning as RowTuning
+from pallas_kernels.norm_rows import Tuning as NormTuning
 from pallas_kernels.norm_rows import obstacle as rows_obstacle
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
@@ -88,7 +88,7 @@ def quantize_rows(
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: dispatch.Implementation | None = None,
-    tuning: RowTuning | None = None,
+    tuning: NormTuning | None = None,
 ) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
     """Quantizes with one scale for each row, as `matmul` takes them of activations.
 
@@ -126,7 +126,7 @@ def quantize_rows(
         return reference.quantize_rows(x, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
     # So many thread blocks have registers enough on a multiprocessor.
-    tuning = tuning or RowTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
+    tuning = tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
     codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
     return codes.reshape(x.shape), scale.reshape(x.shape[:-1])
 

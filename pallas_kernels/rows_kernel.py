@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.codec import GROUP, scale_of
+from pallas_kernels.codec import GROUP, scale_of_bits
 from pallas_kernels.norm_rows import Row, Rows, Share, Tuning, reduced
 from pallas_kernels.reference.quantize import magnitude_bits, normal, reciprocal
 
@@ -29,7 +29,7 @@ def run(
             x = [normal(tiles.load(row.x, tile)) for tile in tiles.tiles]
             bits = reduced(jnp.maximum, jnp.max, map(magnitude_bits, x))
             # Bits of arrays, not of scalars, are taken for floats.
-            scale = scale_of(jnp.broadcast_to(bits, tiles.shape(0)), dtype)
+            scale = scale_of_bits(jnp.broadcast_to(bits, tiles.shape(0)), dtype)
             inverse = reciprocal(scale)[0, 0]
             scales[index] = scale[0, 0]
             for tile in tiles.tiles:

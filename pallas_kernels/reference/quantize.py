@@ -51,9 +51,7 @@ def quantize_groups(
     n, count = x.shape[-1], -(-x.shape[-1] // group)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
     groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
-    groups = normal(groups.astype(jnp.float32))
-    scale = group_scale(magnitude(groups, axis=-1), dtype)
-    codes = encode(groups, scale[..., None], dtype)
+    codes, scale = _quantized(groups, dtype)
     codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
     return Groups(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
 
@@ -62,9 +60,15 @@ def quantize_rows(
     x: Float[Array, "... n"], *, dtype: DTypeLike
 ) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
     """See `pallas_kernels.quantize_rows`."""
+    codes, scale = _quantized(x, dtype)
+    return lax.optimization_barrier(codes), scale
+
+
+def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
+    """Codes with a scale for each last axis, and the scales in float32."""
     x = normal(x.astype(jnp.float32))
     scale = group_scale(magnitude(x, axis=-1), dtype)
-    return lax.optimization_barrier(encode(x, scale[..., None], dtype)), scale
+    return encode(x, scale[..., None], dtype), scale
 
 
 def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
