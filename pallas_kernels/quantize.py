@@ -97,8 +97,7 @@ def quantize_rows(
     Args:
       x: bfloat16 or float32.
       dtype: `float8_e4m3fn` or `float8_e5m2`.
-      implementation: What to run; None means the reference, as long as the kernel has
-        not been measured on a GPU.
+      implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
     Returns:
@@ -117,8 +116,6 @@ def quantize_rows(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     obstacle = rows_obstacle(x.shape)
-    if implementation is None:
-        obstacle = obstacle or "the kernel has not been measured on a GPU"
     chosen = dispatch.choose(
         implementation, obstacle, operation="quantize_rows", arrays=(x,)
     )
