@@ -160,9 +160,7 @@ class Codes(NamedTuple):
         history: Float[Array, " length"] | None = None,
     ) -> "Codes":
         """Quantizes `x` with the scale given, a history's, or that of its maximum."""
-        x = undifferentiated(x)
-        if x.dtype not in (jnp.bfloat16, jnp.float32):
-            x = x.astype(jnp.float32)
+        x = _numbers(x)
         if scale is None:
             scale = scale_of(format, history, lambda: kernels.maxima(x))
         codes = kernels.quantize_tensor(
@@ -190,14 +188,15 @@ class Codes(NamedTuple):
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that was quantized before, for more than one pass.
+    """A weight that was quantized before, for more than one pass, or has its scale.
 
-    Where a weight is asked for this will do, and is not quantized again. Gradients are
-    those of `value`.
+    Where a weight is asked for this will do, and what it has is not computed again.
+    Gradients are those of `value`.
 
     Attributes:
       value: The weight [k, ...].
-      codes: Its E4M3 codes [k, n] and [n, k], its output axes as one.
+      codes: Its E4M3 codes [k, n] and [n, k], its output axes as one; or their scale
+        alone.
     """
 
     value: Float[Array, "k ..."]
@@ -209,6 +208,14 @@ class Fp8Weight(NamedTuple):
         """Quantizes a weight in both layouts that products take."""
         values = lax.stop_gradient(w).reshape(w.shape[0], -1)
         return cls(w, Codes.of(values, E4M3, copies="both"))
+
+    @classmethod
+    @on_one_device
+    def scaled(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
+        """Takes the scale of a weight, and leaves its codes to the products."""
+        values = _numbers(lax.stop_gradient(w))
+        scale = scale_of(E4M3, None, lambda: kernels.maxima(values))
+        return cls(w, Codes(None, None, scale))
 
 
 Weight = Float[Array, "k ..."] | Fp8Weight
@@ -314,8 +321,17 @@ def behind(scale: Float[Array, ""], array: Float[Array, "..."]) -> Float[Array, 
 
 def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Codes:
     if isinstance(w, Fp8Weight):
-        return w.codes
+        if getattr(w.codes, copies) is not None:
+            return w.codes
+        how = {"scale": w.codes.scale} | how
+        w = w.value
     return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, **how)
+
+
+def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """What is quantized: bfloat16 or float32, and nothing that is differentiated."""
+    x = undifferentiated(x)
+    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
 def _matmul(*arrays, dtype, **how):

@@ -1,5 +1,6 @@
 """Flax modules over the library's functions."""
 
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -150,9 +151,22 @@ class DecoderLayer(nnx.Module):
         """
         if self.recipe == "bf16":
             raise ValueError("there are no FP8 products in the recipe 'bf16'")
+        self._keep_codes(Fp8Weight.of)
+
+    def scale_weights(self) -> None:
+        """Takes the weights' scales now, where they are taken just in time.
+
+        Without it each pass takes them. With layers stacked, as under `nnx.vmap`, one
+        kernel finds those of all layers. It does nothing after `quantize_weights`, with
+        delayed scaling, or without FP8 products.
+        """
+        if self.codes is None and self.amax is None and self.recipe != "bf16":
+            self._keep_codes(Fp8Weight.scaled)
+
+    def _keep_codes(self, quantize: Callable[[jax.Array], Fp8Weight]) -> None:
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
-            codes = Fp8Weight.of(getattr(self, name)[...]).codes._asdict()
+            codes = quantize(getattr(self, name)[...]).codes._asdict()
             self.codes[name] = nnx.Dict(
                 {k: WeightCodes(x) for k, x in codes.items() if x is not None}
             )
@@ -171,7 +185,7 @@ class DecoderLayer(nnx.Module):
         if self.codes is None:
             return weight
         codes = {k: x[...] for k, x in self.codes[name].items()}
-        return Fp8Weight(weight, Codes(**codes))
+        return Fp8Weight(weight, Codes(**{"row": None, "transposed": None} | codes))
 
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the layer to the residual stream.

@@ -94,6 +94,7 @@ class Factors(NamedTuple):
     log2_mu: Array  # From log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
     log2_root: Array  # From log2(nu) / 2 to log2(sqrt(b2 * v)).
     nu: Array  # 1 - b2: v to nu.
+    log2_nu: Array
     ratio: Array  # m / sqrt(v) to mu / sqrt(nu).
     numerator: Array  # m to the update times its denominator.
     lookahead: Array  # The gradient's share in it, with Nesterov momentum.
@@ -115,6 +116,7 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
         log2_mu=jnp.log2(s.b1 / (ratio * root)) - _LOG2_MAX / 3,
         log2_root=jnp.log2(root) - 0.5 * jnp.log2(nu),
         nu=nu,
+        log2_nu=jnp.log2(nu),
         ratio=ratio,
         numerator=step * mu_weight * unit,
         lookahead=s.grad_weight / (mu_weight * unit),
@@ -153,7 +155,7 @@ class Step:
             denominator = jnp.exp2(jnp.log2(square) * 0.5) + f.eps
         else:
             numerator, denominator = numerator * q, q * f.eps + f.denominator
-        update = numerator * _reciprocal(denominator) * f.numerator
+        update = numerator * _reciprocal(denominator, terms=2) * f.numerator
         if not self.with_params:
             return update.astype(dtype)
         p = loads.params().astype(jnp.float32) * f.keep - update
@@ -164,7 +166,7 @@ class Step:
 
 def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
     """b1 * m over the root of b2 * v, and that root."""
-    half_root = 8.0 / _float32(loads.nu_exponent())
+    half_root = 8.0 * _reciprocal(_float32(loads.nu_exponent()))
     log2_top = jnp.log2(_float32(loads.nu_scale())) + _LOG2_MAX
     base = 0.5 * log2_top + f.log2_root - _LOG2_MAX * half_root
     c = _float32(loads.nu())
@@ -178,7 +180,7 @@ def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
 def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
     scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.ratio * (1 / 448)))
     unit = f.ratio * 448 ** (1 / 3 - 1)
-    t = r * _spread(unit / _float32(scale), r)
+    t = r * _spread(unit * _reciprocal(_float32(scale)), r)
     return (t * t * t).astype(jnp.float8_e4m3fn), scale
 
 
@@ -186,12 +188,13 @@ def _encoded_nu(v: Array, f: Factors) -> tuple[Array, Array, Array]:
     bits = _bits(v)  # Which compare as numbers that are not negative do.
     scale = _scale(_floats(jnp.max(bits, axis=1)) * (f.nu * (1 / 448)))
     # Of v, too.
-    log2_top = jnp.log2(_float32(scale) / f.nu) + _LOG2_MAX
+    log2_top = jnp.log2(_float32(scale)) + (_LOG2_MAX - f.log2_nu)
     # What is below the first normal number wraps around, and is never the smallest.
     normal = jnp.uint32(0x00800000)
     smallest = _floats(jnp.min(bits - normal, axis=1) + normal)
     octaves = log2_top - jnp.log2(smallest)
-    k = jnp.clip(_LOG2_RANGE / jnp.maximum(octaves, 1e-3), 1.0, 255.0)
+    k = _LOG2_RANGE * _reciprocal(jnp.maximum(octaves, 1e-3))
+    k = jnp.clip(k, 1.0, 255.0)
     k = jnp.where(octaves < 1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
     shift = _spread(_LOG2_MAX - power * log2_top, v)
@@ -254,14 +257,18 @@ def _float32(x: Array) -> Array:
     return wide.astype(jnp.float32)
 
 
-def _reciprocal(x: Array) -> Array:
-    """1 / x for positive x to 7e-6, off the special function unit.
+def _reciprocal(x: Array, terms: int = 4) -> Array:
+    """1 / x for positive x to 4e-7, off the special function unit.
 
-    The bits' difference is a first guess to 5%; with its error e, 1 / (1 - e) follows.
+    The bits' difference is a first guess to 5%; with its error e, 1 / (1 - e) follows,
+    with two terms of its series to 1.3e-4.
     """
-    guess = _floats(jnp.uint32(0x7EF31000) - _bits(x))
+    guess = _floats(jnp.uint32(0x7EF31200) - _bits(x))
     e = 1.0 - x * guess
-    return guess + guess * (e + e * (e + e * e))
+    series = e
+    for _ in range(terms - 1):
+        series = e + e * series
+    return guess + guess * series
 
 
 def _reciprocal_root(x: Array) -> Array:

@@ -26,7 +26,7 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
     ctas = min(max(counts), _CTAS * dispatch.multiprocessors())
 
     def kernel(*refs):
-        *refs, out = refs
+        *refs, out = (ref.at[lax.axis_index("batch")] for ref in refs)
         cta = lax.axis_index("cta")
         bits = plgpu.layout_cast(jnp.zeros(_SHAPE, jnp.uint32), strip_layout(_SHAPE))
         for ref, chunk, count in zip(refs, chunks, counts, strict=True):
@@ -42,21 +42,31 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
             bits = lax.fori_loop(0, -(-count // ctas), turn, bits)
         out[cta] = floats(total_max(bits))
 
-    @jax.custom_batching.sequential_vmap
-    def launch(arrays):
+    @jax.custom_batching.custom_vmap
+    def launch(*arrays):
+        batch = len(arrays[0])
         return mosaic.kernel(
             kernel,
-            out_type=jax.ShapeDtypeStruct((ctas,), jnp.float32),
+            out_type=jax.ShapeDtypeStruct((batch, ctas), jnp.float32),
             kernel_name="maxima",
-            grid=(ctas,),
-            grid_names=("cta",),
+            grid=(batch, ctas),
+            grid_names=("batch", "cta"),
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
                 unsafe_no_auto_barriers=True,  # Nothing is read that is written.
             ),
         )(*arrays)
 
-    return launch([x.reshape(-1, GROUP) for x in arrays])
+    @launch.def_vmap
+    def _(size, batched, *arrays):
+        arrays = (
+            x if has_axis else jnp.broadcast_to(x, (size, *x.shape))
+            for x, has_axis in zip(arrays, batched, strict=True)
+        )
+        out = launch(*(x.reshape(-1, *x.shape[2:]) for x in arrays))
+        return out.reshape(size, -1, ctas), True
+
+    return launch(*(x.reshape(1, -1, GROUP) for x in arrays))[0]
 
 
 def _strip(ref, start: Array) -> Array:

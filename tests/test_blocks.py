@@ -14,6 +14,7 @@ from gradients import assert_close, compiled, cosine, saved, value_and_vjp
 from jax.extend.core import jaxprs_in_params
 from models import normal, parameters
 
+import pallas_kernels
 from coat_jax.attention import causal_attention
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
@@ -367,6 +368,40 @@ def test_weights_quantized_before_give_the_same(recipe):
     # Stale codes are used as they are.
     doubled = jax.tree.map(lambda p: p * 2 if p.ndim > 2 else p, params)
     assert loss(doubled, codes)[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_scales_taken_before_give_the_same(recipe):
+    layer = DecoderLayer(64, 96, 4, 2, 16, recipe=recipe, rngs=nnx.Rngs(0))
+    x = normal(0, 2, 8, 64, dtype=jnp.bfloat16)
+
+    @nnx.jit
+    @nnx.value_and_grad
+    def loss(layer):
+        return jnp.mean(layer(x).astype(jnp.float32) ** 2)
+
+    expected, expected_grads = loss(layer)
+    layer.scale_weights()
+    for name in ("qkv", "out", "gate_up", "down"):
+        largest = np.abs(np.asarray(getattr(layer, name)[...])).max()
+        scale = np.exp2(np.ceil(np.log2(largest / 448)))
+        assert {k: v[...] for k, v in layer.codes[name].items()} == {"scale": scale}
+    actual, grads = loss(layer)
+    assert actual == expected
+    assert_close(jax.tree.leaves(grads), jax.tree.leaves(expected_grads), 1e-6)
+    # Codes are not taken back.
+    layer.quantize_weights()
+    layer.scale_weights()
+    assert set(layer.codes["qkv"]) == {"row", "transposed", "scale"}
+
+
+def test_models_take_the_scales_of_all_layers_at_once():
+    graph, params = split(small())
+    model = nnx.merge(graph, params)
+    choices = pallas_kernels.explain(model.hidden, tokens()).choices
+    maxima = [choice for choice in choices if choice.operation == "maxima"]
+    assert len(maxima) == 4  # And none in the loop over layers.
+    assert model.layers.codes is None
 
 
 def test_bf16_has_no_codes():

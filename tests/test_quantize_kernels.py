@@ -122,6 +122,19 @@ def test_maxima_are_of_all_arrays(implementation, at):
 
 
 @every_implementation
+def test_maxima_of_batches(implementation):
+    x, y = numbers((2, 3, 9, 2048)), numbers((3, 1040), seed=1)
+
+    def batched(x, y, **how):
+        maxima = jax.vmap(functools.partial(pk.maxima, **how))
+        return jax.vmap(maxima, (0, None))(x, y)
+
+    actual = jnp.max(run(implementation, batched, x, y), axis=-1)
+    x, y = (np.abs(np.asarray(a, np.float32)) for a in (x, y))
+    np.testing.assert_array_equal(actual, np.maximum(x.max((2, 3)), y.max(1)))
+
+
+@every_implementation
 @pytest.mark.parametrize("copies", ["row", "transposed", "both"])
 @pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
 def test_tensors_are_quantized_as_specified(

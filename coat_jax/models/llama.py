@@ -182,6 +182,8 @@ def apply_layers(
     layers: DecoderLayer, x: Float[Array, "b s h"]
 ) -> Float[Array, "b s h"]:
     """Applies layers whose parameters are stacked, one after the other."""
+    layers = nnx.merge(*nnx.split(layers), copy=True)  # The caller's stay as they are.
+    nnx.vmap(lambda layer: layer.scale_weights())(layers)
     graph, stacked = nnx.split(layers)
     return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]
 
