@@ -1,7 +1,12 @@
-"""How the kernel of Adam's step goes over memory: everything once, in place."""
+"""How the kernel of Adam's step goes over memory: everything once, in place.
+
+One warpgroup of a thread block keeps the copy engine busy; the others find rows of
+groups in shared memory, and write results directly.
+"""
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +17,7 @@ from jaxtyping import Array
 
 from pallas_kernels import mosaic
 from pallas_kernels.adam_tile import (
+    TALL,
     TILE,
     Factors,
     Inputs,
@@ -21,23 +27,41 @@ from pallas_kernels.adam_tile import (
 )
 from pallas_kernels.reference.adam import GROUP, Moments
 
+_LANES = 128  # Of a warpgroup.
+_REGISTERS = 2**16  # Of a multiprocessor.
+_SHARED = 224 * 1024  # Bytes of shared memory that a thread block may fill.
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
     """How the kernel is laid over the GPU.
 
     Attributes:
-      tiles: Tiles of 16 groups a pipeline step.
-      stages: Pipeline steps in flight.
-      ctas: Thread blocks for each multiprocessor, at most: far more than run at once,
-        so that one that is done early has another to begin.
-      sms: Multiprocessors.
+      warpgroups: Of a thread block that compute; fewer where shared memory is short.
+      stages: Steps in flight, in each of which these have a tile each.
+      sms: Multiprocessors, each with one thread block.
     """
 
-    tiles: int = 2
+    warpgroups: int = 4
     stages: int = 2
-    ctas: int = 48
     sms: int = 132
+
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.warpgroups * TALL
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Of a lane that loads, and of one that computes.
+
+        Together they are no more than those that the thread block starts with, which
+        are as many for all of its lanes.
+        """
+        lanes = self.warpgroups + 1
+        together = _REGISTERS // _LANES // lanes // 8 * 8 * lanes
+        of_loads = 24
+        return of_loads, min((together - of_loads) // self.warpgroups // 8 * 8, 240)
 
 
 # Jitted, so that a model's many parameters of one shape are compiled once.
@@ -59,14 +83,12 @@ def run(
     """
     rows, n = grads.shape
     width = min(n, GROUP)
-    tiles, rest = divmod(rows, TILE)
-    tiles -= rest > 0  # The last one overlaps with what is left.
 
-    def launch(body, ctas, *arrays):
-        def kernel(refs, grads, noise, factors):
+    def launch(body, ctas, *arrays, **how):
+        def kernel(refs, grads, noise, factors, **scratch):
             factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
             inputs = Inputs.of(refs, grads, noise, step.with_params)
-            body(inputs, functools.partial(step.tile, factors), refs)
+            body(inputs, functools.partial(step.tile, factors), refs, **scratch)
 
         mosaic.kernel(
             kernel,
@@ -80,20 +102,43 @@ def run(
                 # A lane writes what it has read itself; `_direct` says where else.
                 unsafe_no_auto_barriers=True,
             ),
+            **how,
         )(*arrays)
 
     def launches(*arrays):
         direct = functools.partial(_direct, columns=n // width)
-        if tiles and n == width:
-            ctas = min(-(-tiles // tuning.tiles), tuning.ctas * tuning.sms)
-            body = functools.partial(_pipeline, tiles=tiles, ctas=ctas, tuning=tuning)
-            launch(body, ctas, *arrays)
-        elif tiles:
-            launch(direct, tiles * (n // width), *arrays)
-        if rest:
-            starts = (tiles * TILE, rows - TILE)
-            body = functools.partial(direct, starts=starts)
-            launch(body, n // width, *arrays)
+        pipelined = n == GROUP
+        tile = TALL if pipelined else TILE
+        done = rows // tile * tile
+        # What is left begins a tile earlier if it is less than the smaller one.
+        done -= tile if 0 < rows - done < TILE else 0
+        if done and pipelined:
+            inputs = Inputs.of(*arrays[:3], step.with_params)
+            fit = _fitting(inputs, tuning)
+            launch(
+                functools.partial(
+                    _pipeline, steps=-(-done // fit.rows), tuning=fit, rows=done
+                ),
+                min(-(-done // fit.rows), fit.sms),
+                *arrays,
+                num_threads=fit.warpgroups + 1,
+                thread_name="warpgroup",
+                scratch_types=dict(
+                    smem=_staged(inputs, fit),
+                    filled=plgpu.Barrier(
+                        num_arrivals=len(jax.tree.leaves(inputs)),
+                        num_barriers=fit.stages,
+                    ),
+                    free=plgpu.Barrier(
+                        num_arrivals=fit.warpgroups, num_barriers=fit.stages
+                    ),
+                ),
+            )
+        elif done:
+            launch(direct, done // TILE * (n // width), *arrays)
+        if done < rows:
+            starts = [*range(done, rows - TILE, TILE), rows - TILE]
+            launch(functools.partial(direct, starts=starts), n // width, *arrays)
 
     @jax.custom_batching.sequential_vmap
     def in_place(*arrays):
@@ -107,58 +152,77 @@ def run(
     return in_place(State(result, **moments._asdict()), grads, noise, factors)
 
 
-def _pipeline(inputs: Inputs, update, refs: State, *, tiles, ctas, tuning) -> None:
-    """Strides over blocks of tiles, the next ones' loads ahead; stores are direct."""
-    block = tuning.tiles * TILE
-    blocks = -(-tiles // tuning.tiles)
-    cta = lax.axis_index("cta")
+def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
+    """Shared memory for what is read: [stages, rows, ...] of each array."""
+
+    def smem(x):
+        # The copy engine writes 128 bytes or more.
+        rows = max(tuning.rows, 128 // jnp.dtype(x.dtype).itemsize)
+        return plgpu.SMEM((tuning.stages, rows, *x.shape[1:]), x.dtype)
+
+    return inputs.map(smem, smem)
+
+
+def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
+    """With as many warpgroups as there is shared memory for."""
+    staged = jax.tree.leaves(_staged(inputs, tuning))
+    size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in staged)
+    if size <= _SHARED or tuning.warpgroups == 1:
+        return tuning
+    fewer = dataclasses.replace(tuning, warpgroups=tuning.warpgroups // 2)
+    return _fitting(inputs, fewer)
+
+
+def _pipeline(
+    inputs: Inputs, update, refs: State, *, rows, steps, tuning, smem, filled, free
+) -> None:
+    """Strides over steps; each warpgroup that computes has a tile of one."""
+    cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
+    own = lax.div(steps - cta + ctas - 1, ctas)
+    warpgroup = lax.axis_index("warpgroup")
     width = inputs.mu.shape[1]
 
-    def array_spec(_):
-        return pl.BlockSpec((block, width), lambda j: (cta + j * ctas, 0))
+    @pl.when(warpgroup == tuning.warpgroups)
+    def _():
+        plgpu.set_max_registers(tuning.registers[0], action="decrease")
 
-    def group_spec(ref):
-        # The copy engine writes 128 bytes or more.
-        length = max(block, 128 // jnp.dtype(ref.dtype).itemsize)
+        @pl.loop(0, own)
+        def _(step):
+            stage = lax.rem(step, tuning.stages)
 
-        def index(j):
-            return (lax.div((cta + j * ctas) * block, length),)
+            @pl.when(step >= tuning.stages)
+            def _():
+                plgpu.barrier_wait(free.at[stage])
 
-        return pl.BlockSpec((length,), index)
+            first = (cta + step * ctas) * tuning.rows
+            for ref, to in zip(*map(jax.tree.leaves, (inputs, smem)), strict=True):
+                length = to.shape[1]
+                at = pl.ds(lax.div(first, length) * length, length)
+                plgpu.copy_gmem_to_smem(ref.at[at], to.at[stage], filled.at[stage])
 
-    def body(indices, *smem):
-        smem = jax.tree.unflatten(jax.tree.structure(inputs), smem)
-        start = (cta + indices[0] * ctas) * block
-        for tile in range(tuning.tiles):
+        # Nothing may arrive at a barrier of a thread block that has ended.
+        @pl.loop(lax.max(own - tuning.stages, 0), own)
+        def _(step):
+            plgpu.barrier_wait(free.at[lax.rem(step, tuning.stages)])
 
-            def loads(ref, at=0, tile=tile):
-                rows = pl.ds(at + tile * TILE, TILE)
-                return functools.partial(load, ref.at[rows], width)
+    @pl.when(warpgroup < tuning.warpgroups)
+    def _():
+        plgpu.set_max_registers(tuning.registers[1], action="increase")
 
-            def group_loads(ref):
-                return loads(ref, lax.rem(start, ref.shape[0]))
+        @pl.loop(0, own)
+        def _(step):
+            stage = lax.rem(step, tuning.stages)
+            start = (cta + step * ctas) * tuning.rows + warpgroup * TALL
 
-            values = smem.map(loads, group_loads)
-            if tile == tuning.tiles - 1:
-                # All warps have to have read the stage before it is filled again; to
-                # wait after the stores would be to wait for the stores.
-                values = values.loaded()
-                plgpu.commit_smem()
-            at = start + tile * TILE
-            to = State(*(ref.at[pl.ds(at, TILE)] for ref in refs))
-            store = functools.partial(update, to, values)
-            if tiles % tuning.tiles:
-                pl.when(at < tiles * TILE)(store)
-            else:
-                store()
+            def loads(ref):
+                at = pl.ds(lax.rem(start, ref.shape[1]), TALL)
+                return functools.partial(load, ref.at[stage, at], width)
 
-    plgpu.emit_pipeline(
-        body,
-        grid=((blocks - cta + ctas - 1) // ctas,),
-        in_specs=jax.tree.leaves(inputs.map(array_spec, group_spec)),
-        out_specs=[],
-        max_concurrent_steps=tuning.stages,
-    )(*jax.tree.leaves(inputs))
+            plgpu.barrier_wait(filled.at[stage])
+            values = smem.map(loads, loads).loaded()
+            plgpu.barrier_arrive(free.at[stage])
+            to = State(*(ref.at[pl.ds(start, TALL)] for ref in refs))
+            pl.when(start < rows)(lambda: update(to, values))
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:

@@ -28,7 +28,8 @@ from jaxtyping import Array, Float
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import AdamScalars
 
-TILE = 16  # Groups that a warpgroup handles at a time.
+TILE = 16  # Groups that a warpgroup handles at a time,
+TALL = 32  # or so many, with less to do for each group, and more registers.
 UNIT = 32  # Of which groups are so many neighbours, up to 128.
 _TINY = float(jnp.finfo(jnp.float32).tiny)
 _LEAST_WEIGHT = 1e-20  # Of the moment, for what is divided by it: next to nothing.
@@ -209,7 +210,7 @@ def _scale(x: Array) -> Array:
 
 def _stochastic(p: Array, noise: Array) -> Array:
     j = lax.broadcasted_iota(jnp.uint32, p.shape, 1)
-    j = plgpu.layout_cast(j, _layout(p.shape[1]))
+    j = plgpu.layout_cast(j, _layout(*p.shape))
     up = reference.uniform16(_spread(noise, p), j)
     rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
     return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(jnp.bfloat16)
@@ -217,15 +218,19 @@ def _stochastic(p: Array, noise: Array) -> Array:
 
 def load(ref: Any, width: int) -> Array:
     """Loads a tile of groups of `width`, or what its groups have one of."""
-    layout = _layout(width) if len(ref.shape) == 2 else _layout(width).reduce(1)
+    layout = _layout(ref.shape[0], width)
+    if len(ref.shape) == 1:
+        layout = layout.reduce(1)
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
-def _layout(width: int) -> plgpu.Layout:
-    """4 warps x 4 groups; 8 lanes a group, vectors of 8 neighbours a lane, or of 4."""
-    vector = 8 if width % 64 == 0 else 4
-    several = width > 8 * vector  # Vectors a lane; layouts name no axis of one.
-    tiles = ((TILE, width), (4, width), *[(8 * vector,)] * several, (vector,))
+def _layout(groups: int, width: int) -> plgpu.Layout:
+    """A fourth of the groups each warp; vectors of 8 neighbours a lane, or of 4."""
+    lanes = 128 // groups  # Of a group.
+    vector = 8 if width % (8 * lanes) == 0 else 4
+    several = width > lanes * vector  # Vectors a lane; layouts name no axis of one.
+    split = (lanes * vector,)
+    tiles = ((groups, width), (groups // 4, width), *[split] * several, (vector,))
     return plgpu.Layout.TILED(
         plgpu.Tiling(tiles),
         warp_dims=(-5 - several,),
@@ -237,7 +242,7 @@ def _layout(width: int) -> plgpu.Layout:
 def _spread(x: Array, like: Array) -> Array:
     """One number a group to its elements."""
     wide = lax.broadcast_in_dim(x, like.shape, (0,))
-    return plgpu.layout_cast(wide, _layout(like.shape[1]))
+    return plgpu.layout_cast(wide, _layout(*like.shape))
 
 
 def _bits(x: Array) -> Array:

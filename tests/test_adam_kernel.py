@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import coat_jax as coat
 import pallas_kernels
 from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.adam_kernel import Tuning
 
 B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
 STEP = 3
@@ -52,14 +53,14 @@ def random_state(shape, dtype, seed=0):
     return jnp.asarray(grads, dtype), moments, jnp.asarray(params, dtype)
 
 
-def run(implementation, scalars, grads, moments, params=None, noise=None):
+def run(implementation, scalars, grads, moments, params=None, noise=None, **how):
     """The step by an implementation; "interpret" is the kernel without a GPU."""
     named = "mosaic" if implementation == "interpret" else implementation
 
     @jax.jit
     def step(grads, moments, params, noise):
         return pallas_kernels.adam(
-            scalars, grads, moments, params, noise, implementation=named
+            scalars, grads, moments, params, noise, implementation=named, **how
         )
 
     if implementation != "interpret":
@@ -115,6 +116,16 @@ def test_the_kernel_agrees_with_its_reference(
         noise = jax.random.bits(jax.random.key(0), moments.mu_scale.shape, jnp.uint32)
     arguments = (scalars, grads, moments, params, noise)
     assert_close(run(implementation, *arguments), run("reference", *arguments))
+
+
+@pytest.mark.parametrize("implementation", ["interpret", on_gpu])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_steps_follow_each_other_through_shared_memory(implementation, dtype):
+    grads, moments, params = random_state((7 * 64 + 40, 128), dtype)
+    arguments = (SCALARS, grads, moments, params)
+    tuning = Tuning(warpgroups=2, stages=2, sms=2)
+    actual = run(implementation, *arguments, tuning=tuning)
+    assert_close(actual, run("reference", *arguments))
 
 
 @pytest.mark.parametrize("shape", [(32, 128), (20, 200)])
