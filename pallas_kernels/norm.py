@@ -13,7 +13,7 @@ from pallas_kernels.norm_rows import Norm, Params, Rows, Tuning, obstacle
 from pallas_kernels.quantize import Wanted, transpose, wanted
 from pallas_kernels.reference import norm as reference
 from pallas_kernels.reference.norm import CODES, GROUP, Kind, Normed, NormGrads
-from pallas_kernels.reference.quantize import Groups, reciprocal
+from pallas_kernels.reference.quantize import Groups
 
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
@@ -215,14 +215,12 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     rows = _rows(x, add)
     shape = jax.tree.leaves(x)[0].shape
     scaled_rows = isinstance(scale, str)
-    inverse = None
-    if scale is not None and not scaled_rows:
-        inverse = reciprocal(scale).reshape(1)
+    y_scale = None if scale is None or scaled_rows else scale.reshape(1)
     out = norm_kernel.forward(
         Norm(n=shape[-1], **how),
         rows,
         Params(_grouped(weight), _grouped(bias)),
-        inverse,
+        y_scale,
         scaled_rows=scaled_rows,
         keep_groups=keep_groups,
         tuning=tuning or _forward_tuning(shape[-1]),
@@ -249,7 +247,7 @@ def _backward(x, dy, weight, with_bias, y_scale, add, how, tuning) -> NormGrads:
         Norm(n=n, **how),
         _rows(x, add, dy),
         Params(_grouped(weight)),
-        None if y_scale is None else reciprocal(y_scale).reshape(1),
+        None if y_scale is None else y_scale.reshape(1),
         with_bias=with_bias,
         tuning=tuning or _backward_tuning(how["kind"], n),
     )

@@ -22,7 +22,7 @@ from pallas_kernels.norm_rows import (
     reduced,
 )
 from pallas_kernels.reference.norm import CODES, GROUP, Normed, NormGrads
-from pallas_kernels.reference.quantize import Groups, row_scale
+from pallas_kernels.reference.quantize import Groups, reciprocal, row_scale
 
 _MAX = float(jnp.finfo(jnp.float32).max)
 
@@ -34,17 +34,17 @@ def forward(
     norm: Norm,
     rows: Rows,
     params: Params,
-    inverse: Array | None,
+    y_scale: Array | None,
     *,
     scaled_rows: bool,
     keep_groups: bool,
     tuning: Tuning,
 ) -> Normed:
-    """Norms `rows`; `inverse` is 1 / scale of per-tensor codes, [1]."""
+    """Norms `rows`; `y_scale` is that of per-tensor codes, [1]."""
     share = Share.of(rows, norm.n, tuning)
     groups = share.steps * share.rows * share.groups
     tokens = groups // share.groups
-    wide = inverse is None and not scaled_rows
+    wide = y_scale is None and not scaled_rows
 
     def like(dtype, shape=(groups, GROUP)):
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -58,9 +58,9 @@ def forward(
         total=None if rows.add is None else like(jnp.bfloat16),
     )
 
-    def kernel(rows, params, inverse, out):
+    def kernel(rows, params, y_scale, out):
         weight, bias = (norm.loader(ref, tuning.params) for ref in params)
-        inverse = None if inverse is None else inverse[0]
+        inverse = _inverse(norm, y_scale)
 
         def read(row, index, tile):
             x = norm.load(row.x, tile)
@@ -100,7 +100,7 @@ def forward(
 
         share.over(row, rows)
 
-    return share.launch("norm", kernel, outputs, rows, params, inverse)
+    return share.launch("norm", kernel, outputs, rows, params, y_scale)
 
 
 @functools.partial(jax.jit, static_argnames=("norm", "with_bias", "tuning"))
@@ -108,14 +108,14 @@ def backward(
     norm: Norm,
     rows: Rows,
     params: Params,
-    inverse: Array | None,
+    y_scale: Array | None,
     *,
     with_bias: bool,
     tuning: Tuning,
 ) -> NormGrads:
     """The gradients; those of parameters by thread block, [ctas * n / 16, 16].
 
-    `inverse` is 1 / scale of the output's codes, [1], if they are wanted.
+    `y_scale` is that of the output's codes, [1], if they are wanted.
     """
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
@@ -132,11 +132,11 @@ def backward(
         dx=jax.ShapeDtypeStruct(rows.dy.shape, jnp.bfloat16),
         dweight=None if params.weight is None else partial,
         dbias=partial if with_bias else None,
-        y=None if inverse is None else jax.ShapeDtypeStruct(rows.dy.shape, CODES),
+        y=None if y_scale is None else jax.ShapeDtypeStruct(rows.dy.shape, CODES),
     )
 
-    def kernel(rows, params, inverse, out, *scratch):
-        inverse = None if inverse is None else inverse[0]
+    def kernel(rows, params, y_scale, out, *scratch):
+        inverse = _inverse(norm, y_scale)
         sums = _Sums(norm, in_shared, scratch)
         weight = norm.loader(params.weight, tuning.params)
 
@@ -183,7 +183,7 @@ def backward(
         ]
         sums.write(share.over(row, rows, sums.start(len(own))), own)
 
-    arrays = rows, params, inverse
+    arrays = rows, params, y_scale
     return share.launch("norm_grad", kernel, outputs, *arrays, scratch=scratch)
 
 
@@ -230,6 +230,14 @@ class _Sums:
 def _present(values: NormGrads, refs: NormGrads) -> list[Any]:
     """The values that there are refs for."""
     return [x for x, ref in zip(values, refs, strict=True) if ref is not None]
+
+
+def _inverse(norm: Norm, scale: Any) -> Array | None:
+    """1 / scale, of a ref to one or None."""
+    if scale is None:
+        return None
+    # Bits of arrays, not of scalars, are taken for floats.
+    return reciprocal(jnp.broadcast_to(scale[0], norm.shape(0)))[0, 0]
 
 
 def _largest(x: list[Array]) -> Array:
