@@ -246,15 +246,16 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert row["optimizer_gib"] == pytest.approx(4 * row["parameters_gib"], rel=1e-3)
 
 
-def _step(case, batch, rate, peak=10.0):
-    return {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
+def _step(case, batch, rate, peak=10.0, commit="first"):
+    row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
+    return row | {"commit": commit}
 
 
 def test_rows_join_and_bars_compare_them():
     rows = []
     for row in (
         _step("coat", 2, 18_000.0, 50.0),
-        {"case": "bf16", "batch": 4, "error": "out of memory"},
+        {"case": "bf16", "batch": 4, "error": "out of memory", "commit": "first"},
         _step("bf16", 2, 1.0),
         _step("coat", 8, 21_000.0),
         _step("bf16, products saved", 4, 12_000.0),
@@ -281,6 +282,10 @@ def test_rows_join_and_bars_compare_them():
         "coat, its best / BF16's best": (1.75, True),
     }
     assert "out of memory" in _printed(bench_e2e.table(rows))
+    # What was measured on another day, and maybe another GPU, is not compared with.
+    again = bench_e2e.joined(rows, _step("bf16", 2, 9_000.0, commit="second"))
+    again = bench_e2e.with_ratios(again)
+    assert [row.get("ratio_to_bf16") for row in again if row["batch"] == 2] == [1, 1.8]
 
 
 def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsys):
