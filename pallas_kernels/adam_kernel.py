@@ -7,6 +7,7 @@ groups in shared memory, and write results directly.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import mosaic
+from pallas_kernels import dispatch, mosaic
 from pallas_kernels.adam_tile import (
     TALL,
     TILE,
@@ -37,14 +38,22 @@ class Tuning:
     """How the kernel is laid over the GPU.
 
     Attributes:
-      warpgroups: Of a thread block that compute; fewer where shared memory is short.
+      warpgroups: Of a thread block that compute: 1, 2 or 4; fewer where shared memory
+        is short.
       stages: Steps in flight, in each of which these have a tile each.
-      sms: Multiprocessors, each with one thread block.
+      sms: Multiprocessors, each with one thread block; None for all.
+
+    Raises:
+      ValueError: If warpgroups are not so many, whose tiles would cut what is copied.
     """
 
     warpgroups: int = 4
     stages: int = 2
-    sms: int = 132
+    sms: int | None = None
+
+    def __post_init__(self):
+        if self.warpgroups not in (1, 2, 4):
+            raise ValueError(f"warpgroups must be 1, 2 or 4, got {self.warpgroups}")
 
     @property
     def rows(self) -> int:
@@ -55,13 +64,14 @@ class Tuning:
     def registers(self) -> tuple[int, int]:
         """Of a lane that loads, and of one that computes.
 
-        Together they are no more than those that the thread block starts with, which
-        are as many for all of its lanes.
+        Together they are no more than all lanes start with, as many each. More would
+        be waited for in vain.
         """
-        lanes = self.warpgroups + 1
-        together = _REGISTERS // _LANES // lanes // 8 * 8 * lanes
+        count = self.warpgroups + 1
+        first = _REGISTERS // (_LANES * count) // 8 * 8
         of_loads = 24
-        return of_loads, min((together - of_loads) // self.warpgroups // 8 * 8, 240)
+        left = (first * count - of_loads) // self.warpgroups
+        return of_loads, min(left // 8 * 8, 240)
 
 
 # Jitted, so that a model's many parameters of one shape are compiled once.
@@ -115,25 +125,10 @@ def run(
         if done and pipelined:
             inputs = Inputs.of(*arrays[:3], step.with_params)
             fit = _fitting(inputs, tuning)
-            launch(
-                functools.partial(
-                    _pipeline, steps=-(-done // fit.rows), tuning=fit, rows=done
-                ),
-                min(-(-done // fit.rows), fit.sms),
-                *arrays,
-                num_threads=fit.warpgroups + 1,
-                thread_name="warpgroup",
-                scratch_types=dict(
-                    smem=_staged(inputs, fit),
-                    filled=plgpu.Barrier(
-                        num_arrivals=len(jax.tree.leaves(inputs)),
-                        num_barriers=fit.stages,
-                    ),
-                    free=plgpu.Barrier(
-                        num_arrivals=fit.warpgroups, num_barriers=fit.stages
-                    ),
-                ),
-            )
+            steps = -(-done // fit.rows)
+            body = functools.partial(_pipeline, rows=done, steps=steps, tuning=fit)
+            ctas = min(steps, fit.sms or dispatch.multiprocessors())
+            launch(body, ctas, *arrays, **_warpgroups(inputs, fit))
         elif done:
             launch(direct, done // TILE * (n // width), *arrays)
         if done < rows:
@@ -150,6 +145,18 @@ def run(
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params
     return in_place(State(result, **moments._asdict()), grads, noise, factors)
+
+
+def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
+    """Those of a thread block, and what they share."""
+    barrier = functools.partial(plgpu.Barrier, num_barriers=tuning.stages)
+    scratch = dict(
+        smem=_staged(inputs, tuning),
+        filled=barrier(num_arrivals=len(jax.tree.leaves(inputs))),
+        free=barrier(num_arrivals=tuning.warpgroups),
+    )
+    count = tuning.warpgroups + 1
+    return dict(num_threads=count, thread_name="warpgroup", scratch_types=scratch)
 
 
 def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:

@@ -128,6 +128,19 @@ def test_steps_follow_each_other_through_shared_memory(implementation, dtype):
     assert_close(actual, run("reference", *arguments))
 
 
+def test_tunings_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4, got 3"):
+        Tuning(warpgroups=3)
+
+
+@pytest.mark.parametrize("warpgroups", [1, 2, 4])
+def test_a_thread_block_starts_with_all_registers_it_wants(warpgroups):
+    loads, computes = Tuning(warpgroups=warpgroups).registers
+    lanes = 128 * (warpgroups + 1)
+    assert 128 * (loads + warpgroups * computes) <= 2**16 // lanes // 8 * 8 * lanes
+    assert {loads % 8, computes % 8} == {0}
+
+
 @pytest.mark.parametrize("shape", [(32, 128), (20, 200)])
 def test_the_reference_is_the_librarys_quantization_around_optax(shape):
     grads, stored, _ = random_state(shape, F32)
