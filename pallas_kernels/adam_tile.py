@@ -11,6 +11,7 @@ quite, and it takes as much of the issue slots as of the special function unit. 
 - The first moment's expansion is a cube: two multiplications. One reciprocal root
   serves both the stored ratio and the update.
 - Eight neighbours round by the bits of one hash.
+- Divisions are a guess by bits and a polynomial, off the special function unit.
 """
 
 import dataclasses
