@@ -128,6 +128,19 @@ def test_steps_follow_each_other_through_shared_memory(implementation, dtype):
     assert_close(actual, run("reference", *arguments))
 
 
+@pytest.mark.parametrize("implementation", ["interpret", on_gpu])
+@pytest.mark.parametrize("nu_weight", [1.0, 1.5, 2.2, 3.3])
+def test_updates_have_small_errors_whatever_they_are_divided_by(
+    implementation, nu_weight
+):
+    grads, moments, _ = random_state((32, 128), F32)
+    scalars = SCALARS._replace(nu_weight=nu_weight)
+    actual, _ = run(implementation, scalars, grads, moments)
+    expected, _ = run("reference", scalars, grads, moments)
+    # Where moment and gradient cancel each other errors stay as large.
+    np.testing.assert_allclose(actual, expected, rtol=1.5e-4, atol=1e-5)
+
+
 def test_tunings_that_cannot_be_are_refused():
     with pytest.raises(ValueError, match="warpgroups must be 1, 2 or 4, got 3"):
         Tuning(warpgroups=3)
