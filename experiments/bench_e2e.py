@@ -135,17 +135,20 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     The first is of one commit: GPUs of a kind differ by 2%, and what was measured
     together ran on one. Where `bf16` alone was measured again the ratio stays.
     """
-    plain = {(r["commit"], r["batch"]): r for r in rows if r["case"] == "bf16"}
-    rates = [r["tokens_per_s"] for r in rows if r["case"] in PLAIN and _ran(r)]
+    rates = {
+        (row["case"], row["commit"], row["batch"]): row["tokens_per_s"]
+        for row in rows
+        if _ran(row)
+    }
+    best = max((rate for (case, *_), rate in rates.items() if case in PLAIN), default=0)
     found = []
     for row in rows:
         ratios = {}
-        if _ran(row):
-            rate, beside = row["tokens_per_s"], (row["commit"], row["batch"])
-            if rates:
-                ratios["ratio_to_best_bf16"] = rate / max(rates)
-            if beside in plain and _ran(plain[beside]):
-                ratios["ratio_to_bf16"] = rate / plain[beside]["tokens_per_s"]
+        if _ran(row) and best:
+            ratios["ratio_to_best_bf16"] = row["tokens_per_s"] / best
+        beside = "bf16", row["commit"], row["batch"]
+        if _ran(row) and beside in rates:
+            ratios["ratio_to_bf16"] = row["tokens_per_s"] / rates[beside]
         found.append(row | ratios)
     return found
 

@@ -28,9 +28,7 @@ from pallas_kernels.adam_tile import (
 )
 from pallas_kernels.reference.adam import GROUP, Moments
 
-_LANES = 128  # Of a warpgroup.
-_REGISTERS = 2**16  # Of a multiprocessor.
-_SHARED = 224 * 1024  # Bytes of shared memory that a thread block may fill.
+_SHARED = 223 * 1024  # Bytes of shared memory that a thread block may fill.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,19 +57,6 @@ class Tuning:
     def rows(self) -> int:
         """Of a step."""
         return self.warpgroups * TALL
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Of a lane that loads, and of one that computes.
-
-        Together they are no more than all lanes start with, as many each. More would
-        be waited for in vain.
-        """
-        count = self.warpgroups + 1
-        first = _REGISTERS // (_LANES * count) // 8 * 8
-        of_loads = 24
-        left = (first * count - of_loads) // self.warpgroups
-        return of_loads, min(left // 8 * 8, 240)
 
 
 # Jitted, so that a model's many parameters of one shape are compiled once.
@@ -187,11 +172,12 @@ def _pipeline(
     cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
     own = lax.div(steps - cta + ctas - 1, ctas)
     warpgroup = lax.axis_index("warpgroup")
+    of_loads, of_computing = mosaic.registers(tuning.warpgroups)
     width = inputs.mu.shape[1]
 
     @pl.when(warpgroup == tuning.warpgroups)
     def _():
-        plgpu.set_max_registers(tuning.registers[0], action="decrease")
+        plgpu.set_max_registers(of_loads, action="decrease")
 
         @pl.loop(0, own)
         def _(step):
@@ -214,7 +200,7 @@ def _pipeline(
 
     @pl.when(warpgroup < tuning.warpgroups)
     def _():
-        plgpu.set_max_registers(tuning.registers[1], action="increase")
+        plgpu.set_max_registers(of_computing, action="increase")
 
         @pl.loop(0, own)
         def _(step):

@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels.codec import LANES
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import AdamScalars
 
@@ -227,7 +228,7 @@ def load(ref: Any, width: int) -> Array:
 
 def _layout(groups: int, width: int) -> plgpu.Layout:
     """A fourth of the groups each warp; vectors of 8 neighbours a lane, or of 4."""
-    lanes = 128 // groups  # Of a group.
+    lanes = LANES // groups  # Of a group.
     vector = 8 if width % (8 * lanes) == 0 else 4
     several = width > lanes * vector  # Vectors a lane; layouts name no axis of one.
     split = (lanes * vector,)

@@ -132,7 +132,8 @@ def _kernel(
 
     @pl.when(warpgroup < t.warpgroups)
     def _():
-        plgpu.set_max_registers(t.registers[1], action="increase")
+        _, of_products = mosaic.registers(t.warpgroups)
+        plgpu.set_max_registers(of_products, action="increase")
         tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
 
         @walk.tiles
@@ -148,7 +149,8 @@ def _kernel(
 
 def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
     """Fills stages as they become free."""
-    plgpu.set_max_registers(walk.tuning.registers[0], action="decrease")
+    of_loads, _ = mosaic.registers(walk.tuning.warpgroups)
+    plgpu.set_max_registers(of_loads, action="decrease")
     cluster = walk.tuning.cluster
 
     @walk.tiles

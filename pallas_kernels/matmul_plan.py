@@ -11,7 +11,6 @@ PIECE_M = 64  # Rows that are stored at a time.
 TILE_K = 128  # Bytes of a swizzled row, and elements of it.
 BLOCK = 128  # Of b, that have a scale.
 SCALES = 32  # Of blocks, that are loaded together.
-_LOADING_REGISTERS = 24
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,16 +63,6 @@ class Tuning:
     def height(self) -> int:
         """Rows that a warpgroup computes at a time."""
         return self.tile_m // self.warpgroups if self.together else self.tile_m
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Registers of a lane that loads, and of one that multiplies.
-
-        They share what all lanes start with; to ask for more is to wait for ever.
-        """
-        start = 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
-        rest = start * (self.warpgroups + 1) - _LOADING_REGISTERS
-        return _LOADING_REGISTERS, min(rest // self.warpgroups // 8 * 8, 240)
 
     @property
     def span(self) -> tuple[int, int]:

@@ -6,6 +6,11 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.codec import LANES
+
+_REGISTERS = 2**16  # Of a multiprocessor.
+_LOADING_REGISTERS = 24
+
 
 def kernel(body: Callable, **how: Any) -> Callable:
     """`plgpu.kernel`, whose indices have 32 bits also where JAX's default is 64."""
@@ -16,3 +21,15 @@ def kernel(body: Callable, **how: Any) -> Callable:
             return launch(*operands)
 
     return run
+
+
+def registers(computing: int) -> tuple[int, int]:
+    """Registers of a lane that loads, and of one that computes.
+
+    In a thread block one warpgroup loads, and `computing` others compute. They share
+    what all lanes start with; to ask for more is to wait for ever.
+    """
+    warpgroups = computing + 1
+    start = _REGISTERS // (LANES * warpgroups) // 8 * 8
+    rest = start * warpgroups - _LOADING_REGISTERS
+    return _LOADING_REGISTERS, min(rest // computing // 8 * 8, 240)

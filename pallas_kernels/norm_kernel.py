@@ -11,9 +11,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.codec import encode_groups, strip_layout
+from pallas_kernels.codec import LANES, encode_groups, strip_layout
 from pallas_kernels.norm_rows import (
-    LANES,
     Norm,
     Params,
     Rows,

@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels import mosaic
-from pallas_kernels.codec import decode, strip_layout
+from pallas_kernels.codec import LANES, decode, strip_layout
 from pallas_kernels.reference.norm import GROUP, Kind
 from pallas_kernels.reference.quantize import Groups
 
-LANES = 128  # Of a warpgroup; each holds as many elements of a row.
 LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
 _SHARED = 227 * 1024  # Bytes of shared memory of a multiprocessor.
 _RESERVED = 3328  # Of which a thread block takes so many besides its arrays.

@@ -115,9 +115,8 @@ def quantize_rows(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
-    obstacle = rows_obstacle(x.shape)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="quantize_rows", arrays=(x,)
+        implementation, rows_obstacle(x.shape), operation="quantize_rows", arrays=(x,)
     )
     if chosen == "reference":
         return reference.quantize_rows(x, dtype=dtype)

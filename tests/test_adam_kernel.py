@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
 import pallas_kernels
-from pallas_kernels import AdamScalars, Moments
+from pallas_kernels import AdamScalars, Moments, mosaic
 from pallas_kernels.adam_kernel import Tuning
 
 B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
@@ -148,7 +148,7 @@ def test_tunings_that_cannot_be_are_refused():
 
 @pytest.mark.parametrize("warpgroups", [1, 2, 4])
 def test_a_thread_block_starts_with_all_registers_it_wants(warpgroups):
-    loads, computes = Tuning(warpgroups=warpgroups).registers
+    loads, computes = mosaic.registers(warpgroups)
     lanes = 128 * (warpgroups + 1)
     assert 128 * (loads + warpgroups * computes) <= 2**16 // lanes // 8 * 8 * lanes
     assert {loads % 8, computes % 8} == {0}
