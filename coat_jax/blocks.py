@@ -15,10 +15,22 @@ from jaxtyping import Array, Float
 
 from coat_jax import flow, linear, nonlinear
 from coat_jax.attention import causal_attention
-from coat_jax.flow import GateName, Heads, Norm, NormName, Params, biased, joined
+from coat_jax.flow import (
+    GateName,
+    Heads,
+    Norm,
+    NormName,
+    Params,
+    Stream,
+    biased,
+    joined,
+)
 from coat_jax.remat import fp8_remat
+from pallas_kernels.checks import WIDE, check_dtype
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
+# Between segments; in the FP8 flow with what brings its gradient's scale.
+Residual = Float[Array, "b s h"] | Stream
 NORMS: dict[NormName, Callable] = {
     "rms": nonlinear.rms_norm,
     "layer": nonlinear.layer_norm,
@@ -67,10 +79,28 @@ RECIPES: dict[RecipeName, Recipe] = {
 }
 
 
+def enter(recipe: Recipe, x: Float[Array, "b s h"]) -> Residual:
+    """The residual stream as the first segment takes it.
+
+    Raises:
+      ValueError: If the recipe is one of the FP8 flow and `x` neither bfloat16 nor
+        float32.
+    """
+    if recipe.linear is not None:
+        return x
+    check_dtype("the residual stream", x.dtype, WIDE)
+    return Stream.of(x)
+
+
+def leave(recipe: Recipe, x: Residual) -> Float[Array, "b s h"]:
+    """The residual stream that the last segment returns."""
+    return x if recipe.linear is not None else flow.leave(x)
+
+
 def attention_in(
     recipe: Recipe,
     params: Params,
-    x: Float[Array, "b s h"],
+    x: Residual,
     *,
     norm: Norm,
     heads: Heads,
@@ -111,7 +141,7 @@ def attention_out(
     v: Float[Array, "b s k d"],
     kept: tuple[Array, ...],
     x: Float[Array, "b s h"],
-) -> Float[Array, "b s h"]:
+) -> Residual:
     """`x` plus causal attention and its output product.
 
     `params` holds `out` [n * d, h] and maybe `out_bias` [h]; `kept` are the copies that
@@ -131,11 +161,11 @@ def attention_out(
 def gated_mlp(
     recipe: Recipe,
     params: Params,
-    x: Float[Array, "b s h"],
+    x: Residual,
     *,
     norm: Norm,
     gate: GateName = "silu",
-) -> Float[Array, "b s h"]:
+) -> Residual:
     """`x` plus norm, fused gate / up product, gated activation, down product.
 
     Args:

@@ -10,7 +10,8 @@ scale a tensor. The residual stream stays wide and goes through
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
-Scales are taken just in time. Those of tensors are delayed ones if a segment's
+Scales are taken just in time, those of the stream's gradients where these come from:
+between segments it is a `Stream`. Those of tensors are delayed ones if a segment's
 parameters hold `amax`, histories by name: of weights by theirs, and of the gradients of
 their outputs behind `_grad`. The gradients of histories are the next histories.
 """
@@ -47,6 +48,44 @@ Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
 # No slope of these gates is larger.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
+
+
+class Stream(NamedTuple):
+    """The residual stream, whose gradient comes with its scale.
+
+    Attributes:
+      x: The stream [b, s, h].
+      scale: A float32 scalar that says nothing. Its gradient is the scale for codes of
+        that of `x`, or says nothing where scaling is delayed. So nothing else may be
+        added to the gradient of `x`: there is one reader of a stream.
+    """
+
+    x: Float[Array, "b s h"]
+    scale: Float[Array, ""]
+
+    @classmethod
+    def of(cls, x: Float[Array, "b s h"]) -> "Stream":
+        """The stream before the first segment."""
+        return cls(x, jnp.zeros((), jnp.float32))
+
+    def codes(self, history: Array | None) -> Codes:
+        """Codes of a gradient, both copies."""
+        scale = self.scale if history is None else None
+        how = {"copies": "both", "scale": scale, "history": history}
+        return Codes.of(self.x, E5M2, **how)
+
+
+@jax.custom_vjp
+def leave(stream: Stream) -> Float[Array, "b s h"]:
+    """The stream behind the last segment."""
+    return stream.x
+
+
+def _leave_grads(_, dx):
+    return (Stream(dx, scale_of(E5M2, None, lambda: kernels.maxima(dx))),)
+
+
+leave.defvjp(lambda stream: (stream.x, None), on_one_device(_leave_grads))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,15 +160,21 @@ class Norm:
         weight: Array | None,
         scale: Float[Array, ""],
         add: Array,
-    ) -> tuple[Float[Array, "b s h"], Array | None, Float[Array, "h tokens"]]:
+        delayed: bool,
+    ) -> tuple[Stream, Array | None, Float[Array, "h tokens"]]:
         """The gradient of `x` plus `add`, that of the weight, and the norm's output.
 
-        The output comes again as transposed codes.
+        The first has its scale unless scaling is delayed, and the output comes again as
+        transposed codes.
         """
         fused = add.dtype == jnp.bfloat16
         how = {"y_scale": scale, "add": add if fused else None}
-        out = kernels.norm_grad(x, dy, weight, **dataclasses.asdict(self), **how)
-        dx = out.dx if fused else out.dx + add
+        how |= {"keep_maxima": fused and not delayed, **dataclasses.asdict(self)}
+        out = kernels.norm_grad(x, dy, weight, **how)
+        dx = Stream.of(out.dx if fused else out.dx + add)
+        if not delayed:
+            maxima = out.largest if fused else kernels.maxima(dx.x)
+            dx = dx._replace(scale=scale_of(E5M2, None, lambda: maxima))
         dweight = None if weight is None else out.dweight.astype(weight.dtype)
         return dx, dweight, out.y
 
@@ -148,24 +193,24 @@ class _Rows(NamedTuple):
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attention_in(
     params: Params,
-    x: Float[Array, "b s h"],
+    stream: Stream,
     norm: Norm,
     heads: Heads,
     keep_copies: bool = False,
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
-    """Queries, keys and values of the normed `x`, copies if wanted, and `x`.
+    """Queries, keys and values of the normed stream, copies if wanted, and the stream.
 
     `params` holds `norm` [h] or None, `qkv` [h, m] and maybe `qkv_bias` [m]. Copies are
     for backward to save: in a loop over layers the product writes them where they are
     stacked, while what attention reads would have to be copied. They have no gradients.
     """
-    (q, k, v, _, x), _ = _attention_in(params, x, norm, heads, False)
+    (q, k, v, _, x), _ = _attention_in(params, stream, norm, heads, False)
     return q, k, v, (q, k, v) if keep_copies else (), x
 
 
 @on_one_device
-def _attention_in(params, x, norm, heads, keep_copies):
-    amax = params.get("amax", {})
+def _attention_in(params, stream, norm, heads, keep_copies):
+    x, amax = stream.x, params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
     history = amax.get("qkv")
     if (bias := params.get("qkv_bias")) is None:
@@ -188,7 +233,8 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     # Weights are quantized again not before attention's backward pass is over.
     weight_scale = behind(weight.scale, gradient.transposed)
     dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
-    dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx)
+    delayed = "amax" in params
+    dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx, delayed)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
@@ -205,7 +251,7 @@ attention_in.defvjp(_attention_in, _attention_in_grads)
 @jax.custom_vjp
 def attention_out(
     params: Params, o: Float[Array, "b s n d"], x: Float[Array, "b s h"]
-) -> Float[Array, "b s h"]:
+) -> Stream:
     """`x` plus the product of attention's output.
 
     `params` holds `out` [n * d, h] and maybe `out_bias` [h]. Backward reads `o`, the
@@ -220,43 +266,41 @@ def _attention_out(params, o, x):
     rows = _Rows(*kernels.quantize_rows(joined(o)))
     x = biased(x, params.get("out_bias"))
     y, weight = product(*rows, params["out"], x.dtype, x, amax.get("out"))
-    return y, (params, o, rows.tensor_scale(), weight)
+    return Stream.of(y), (params, o, rows.tensor_scale(), weight)
 
 
 @on_one_device
 def _attention_out_grads(residuals, dy):
     params, o, scale, weight = residuals
     amax = params.get("amax", {})
-    gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("out_grad"))
+    gradient = dy.codes(amax.get("out_grad"))
     codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale)
     grads = {
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
         "amax": _recorded(amax, out=weight, out_grad=gradient),
     }
     if (bias := params.get("out_bias")) is not None:
-        grads["out_bias"] = _token_sum(dy, bias)
+        grads["out_bias"] = _token_sum(dy.x, bias)
     do = input_gradient(gradient, params["out"], weight.scale, o.dtype)
-    return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
+    return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy.x
 
 
 attention_out.defvjp(_attention_out, _attention_out_grads)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gated_mlp(
-    params: Params, x: Float[Array, "b s h"], norm: Norm, gate: GateName
-) -> Float[Array, "b s h"]:
-    """`x` plus the gated MLP of the normed `x`.
+def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Stream:
+    """The stream plus the gated MLP of it normed.
 
     `params` holds `norm` [h] or None, `gate_up` [h, 2, f], `down` [f, h] and maybe
     `gate_up_bias` [2, f] and `down_bias` [h].
     """
-    return _gated_mlp(params, x, norm, gate)[0]
+    return _gated_mlp(params, stream, norm, gate)[0]
 
 
 @on_one_device
-def _gated_mlp(params, x, norm, gate):
-    amax = params.get("amax", {})
+def _gated_mlp(params, stream, norm, gate):
+    x, amax = stream.x, params.get("amax", {})
     h, groups = norm.forward(x, params["norm"])
     y, gate_up = product(
         h.codes, h.scale, params["gate_up"], x.dtype, history=amax.get("gate_up")
@@ -267,14 +311,14 @@ def _gated_mlp(params, x, norm, gate):
     x = biased(x, params.get("down_bias"))
     y, down = product(a.codes, a.scale, params["down"], x.dtype, x, amax.get("down"))
     scales = (h.tensor_scale(), a.tensor_scale())
-    return y, (params, groups, out.groups, scales, gate_up, down)
+    return Stream.of(y), (params, groups, out.groups, scales, gate_up, down)
 
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, inner_groups, (h_scale, a_scale), gate_up, down = residuals
     amax = params.get("amax", {})
-    gradient = Codes.of(dy, E5M2, copies="both", history=amax.get("down_grad"))
+    gradient, dy = dy.codes(amax.get("down_grad")), dy.x
     da, da_maxima = input_gradient(
         gradient, params["down"], down.scale, dy.dtype, keep_maxima=True
     )
@@ -286,7 +330,8 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # be next.
     weight_scale = behind(gate_up.scale, inner.transposed)
     dh = input_gradient(inner, params["gate_up"], weight_scale, dy.dtype)
-    dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy)
+    delayed = "amax" in params
+    dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)
     grads = {
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
 
 from coat_jax import blocks
 from coat_jax.linear import Codes, Fp8Weight, Weight
 from coat_jax.scaling import OverwriteWithGradient, new_history
-from pallas_kernels.checks import WIDE, check_dtype, check_positive
+from pallas_kernels.checks import check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -187,16 +186,22 @@ class DecoderLayer(nnx.Module):
         codes = {k: x[...] for k, x in self.codes[name].items()}
         return Fp8Weight(weight, Codes(**{"row": None, "transposed": None} | codes))
 
-    def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
-        """Applies the layer to the residual stream.
+    def __call__(self, x: blocks.Residual) -> blocks.Residual:
+        """Applies the layer to the residual stream [b, s, h].
+
+        Between `blocks.enter` and `blocks.leave` the gradient of a stream goes through
+        layers with its scale, which each layer takes again otherwise.
 
         Raises:
           ValueError: If the recipe is one of the FP8 flow, "coat" or "coat_max", and
             `x` neither bfloat16 nor float32.
         """
         recipe = blocks.RECIPES[self.recipe]
-        if recipe.linear is None:
-            check_dtype("the residual stream", x.dtype, WIDE)
+        if isinstance(x, jax.Array):
+            return blocks.leave(recipe, self._segments(recipe, blocks.enter(recipe, x)))
+        return self._segments(recipe, x)
+
+    def _segments(self, recipe: blocks.Recipe, x: blocks.Residual) -> blocks.Residual:
         params = self._params("qkv", norm=self.attention_norm)
         *heads, x = blocks.attention_in(
             recipe, params, x, norm=self.norm, heads=self.heads

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -104,6 +105,14 @@ def rounded(bits: Array) -> Array:
 def total_max(x: Array) -> Array:
     """The maximum of all, a scalar."""
     return functools.reduce(lambda x, _: jnp.max(x, axis=x.ndim - 1), x.shape, x)
+
+
+def largest_of(arrays: Iterable[Array], dtype: DTypeLike) -> Array:
+    """The largest magnitude in float32, a scalar, of numbers rounded to `dtype`."""
+    bits = functools.reduce(jnp.maximum, (total_max(magnitude_bits(x)) for x in arrays))
+    if dtype == jnp.bfloat16:
+        bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))  # Or NaN.
+    return floats(bits)
 
 
 def _spread(x: Array, like: Array) -> Array:

@@ -28,12 +28,10 @@ from pallas_kernels.codec import (
     LANES,
     encode,
     encode_groups,
-    floats,
-    rounded,
+    largest_of,
     strip_layout,
-    total_max,
 )
-from pallas_kernels.reference.quantize import Groups, magnitude_bits, normal
+from pallas_kernels.reference.quantize import Groups, normal
 from pallas_kernels.strips import Encoding, Tuning, Walk
 
 
@@ -384,10 +382,8 @@ class Sink:
     def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:
         """Writes what thread blocks have one of; its parts start at `first_part`."""
         if self._largest is not None:
-            bits = total_max(magnitude_bits(self._largest))
-            if self._encoding.wide == jnp.bfloat16:
-                bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))  # Or NaN.
-            self._out.maxima[lax.axis_index("cta")] = floats(bits)
+            largest = largest_of([self._largest], self._encoding.wide)
+            self._out.maxima[lax.axis_index("cta")] = largest
         if not self._tiles:
             return
         for (part, name), strips in self._tiles.items():

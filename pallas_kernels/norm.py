@@ -97,6 +97,7 @@ def norm_grad(
     with_bias: bool = False,
     y_scale: Float[Array, ""] | None = None,
     add: Float[Array, "... n"] | None = None,
+    keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> NormGrads:
@@ -113,6 +114,8 @@ def norm_grad(
         e4m3 codes of y / y_scale, as the weights' gradient wants it.
       add: Added to dx before it is rounded, bfloat16: the gradient that goes around
         the norm.
+      keep_maxima: Whether to return the largest magnitudes of parts of dx as well, as
+        `maxima` finds them.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -134,6 +137,7 @@ def norm_grad(
         raise ValueError("y_scale is for norms without a bias")
     how = {"kind": kind, "eps": float(eps)}
     given = {"with_bias": with_bias, "y_scale": y_scale, "add": add}
+    given["keep_maxima"] = keep_maxima
     chosen = dispatch.choose(
         implementation,
         _obstacle(x, weight, None, add, dy),
@@ -241,7 +245,9 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     )
 
 
-def _backward(x, dy, weight, with_bias, y_scale, add, how, tuning) -> NormGrads:
+def _backward(
+    x, dy, weight, with_bias, y_scale, add, keep_maxima, how, tuning
+) -> NormGrads:
     n = dy.shape[-1]
     out = norm_kernel.backward(
         Norm(n=n, **how),
@@ -249,11 +255,16 @@ def _backward(x, dy, weight, with_bias, y_scale, add, how, tuning) -> NormGrads:
         Params(_grouped(weight)),
         None if y_scale is None else y_scale.reshape(1),
         with_bias=with_bias,
+        keep_maxima=keep_maxima,
         tuning=tuning or _backward_tuning(how["kind"], n),
     )
 
     def total(partial):
         return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
 
-    y = None if out.y is None else out.y.reshape(dy.shape)
-    return NormGrads(out.dx.reshape(dy.shape), total(out.dweight), total(out.dbias), y)
+    return out._replace(
+        dx=out.dx.reshape(dy.shape),
+        dweight=total(out.dweight),
+        dbias=total(out.dbias),
+        y=None if out.y is None else out.y.reshape(dy.shape),
+    )

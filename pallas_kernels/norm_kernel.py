@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.codec import LANES, encode_groups, strip_layout
+from pallas_kernels.codec import LANES, encode_groups, largest_of, strip_layout
 from pallas_kernels.norm_rows import (
     Norm,
     Params,
@@ -102,7 +102,9 @@ def forward(
     return share.launch("norm", kernel, outputs, rows, params, y_scale)
 
 
-@functools.partial(jax.jit, static_argnames=("norm", "with_bias", "tuning"))
+@functools.partial(
+    jax.jit, static_argnames=("norm", "with_bias", "keep_maxima", "tuning")
+)
 def backward(
     norm: Norm,
     rows: Rows,
@@ -110,6 +112,7 @@ def backward(
     y_scale: Array | None,
     *,
     with_bias: bool,
+    keep_maxima: bool,
     tuning: Tuning,
 ) -> NormGrads:
     """The gradients; those of parameters by thread block, [ctas * n / 16, 16].
@@ -132,6 +135,9 @@ def backward(
         dweight=None if params.weight is None else partial,
         dbias=partial if with_bias else None,
         y=None if y_scale is None else jax.ShapeDtypeStruct(rows.dy.shape, CODES),
+        largest=jax.ShapeDtypeStruct((share.ctas,), jnp.float32)
+        if keep_maxima
+        else None,
     )
 
     def kernel(rows, params, y_scale, out, *scratch):
@@ -141,7 +147,8 @@ def backward(
 
         # Of long rows tiles are read from shared memory again, lest they fill the
         # registers.
-        def row(row, index, so_far):
+        def row(row, index, carry):
+            so_far, largest = carry
             held = norm.n <= tuning.held
             load_x, dy = (norm.loader(ref, tuning.held) for ref in (row.x, row.dy))
             mean = norm.mean(load_x)
@@ -168,19 +175,26 @@ def backward(
                     dx = dx + norm.load(row.add, tile)
                 to = norm.tile(share.row(out.dx, index), tile)
                 to[...] = dx.astype(jnp.bfloat16)
+                if keep_maxima:
+                    so_far_of_shape = largest[dx.shape]
+                    largest |= {dx.shape: jnp.maximum(so_far_of_shape, jnp.abs(dx))}
                 if inverse is not None:
                     y = x if params.weight is None else x * weight(tile)
                     to = norm.tile(share.row(out.y, index), tile)
                     to[...] = (y * inverse).astype(CODES)
                 more = NormGrads(None, dy(tile) * x, dy(tile))
                 so_far = sums.add(so_far, tile, _present(more, of_params))
-            return so_far
+            return so_far, largest
 
-        of_params = out._replace(dx=None, y=None)
-        own = [
-            share.row(ref, lax.axis_index("cta")) for ref in _present(out, of_params)
-        ]
-        sums.write(share.over(row, rows, sums.start(len(own))), own)
+        of_params = out._replace(dx=None, y=None, largest=None)
+        cta = lax.axis_index("cta")
+        own = [share.row(ref, cta) for ref in _present(out, of_params)]
+        shapes = map(norm.shape, norm.tiles if keep_maxima else ())
+        largest = {shape: _zeros(shape) for shape in shapes}
+        so_far, largest = share.over(row, rows, (sums.start(len(own)), largest))
+        sums.write(so_far, own)
+        if keep_maxima:
+            out.largest[cta] = largest_of(largest.values(), jnp.bfloat16)
 
     arrays = rows, params, y_scale
     return share.launch("norm_grad", kernel, outputs, *arrays, scratch=scratch)
@@ -195,10 +209,7 @@ class _Sums:
     refs: tuple[Any, ...]
 
     def start(self, count: int) -> list[list[Array]]:
-        zeros = [
-            plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strip_layout(shape))
-            for shape in map(self.norm.shape, self.norm.tiles)
-        ]
+        zeros = [_zeros(shape) for shape in map(self.norm.shape, self.norm.tiles)]
         for ref in self.refs:
             for tile in self.shared:
                 self._tile(ref, tile)[...] = zeros[tile]
@@ -224,6 +235,10 @@ class _Sums:
 
     def _load(self, ref: Any, tile: int) -> Array:
         return self.norm.load(ref, tile, first=self.shared[0])
+
+
+def _zeros(shape: tuple[int, int]) -> Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strip_layout(shape))
 
 
 def _present(values: NormGrads, refs: NormGrads) -> list[Any]:

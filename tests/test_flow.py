@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import segments
 from gradients import compiled, fake, saved, saved_bytes, value_and_vjp
 from jax.sharding import PartitionSpec as P
 from models import normal
@@ -107,7 +108,7 @@ def test_gated_mlp(kind, gate, biased, dtype):
     dy = (dy * 1e-3).astype(dtype)
     how = flow.Norm(kind=kind, eps=1e-5)
     y, (dparams, dx) = value_and_vjp(
-        lambda p, x: flow.gated_mlp(p, x, how, gate), dy, params, x
+        lambda p, x: segments.gated_mlp(p, x, how, gate), dy, params, x
     )
 
     plain = {name: None if p is None else float32(p) for name, p in params.items()}
@@ -178,7 +179,7 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
     dx_around = normal(8, *TOKENS, HIDDEN, dtype=dtype)
     how = flow.Norm(kind=kind, eps=1e-5)
     out, (dparams, dx) = value_and_vjp(
-        lambda p, x: flow.attention_in(p, x, how, heads),
+        lambda p, x: segments.attention_in(p, x, how, heads),
         (*dheads, (), dx_around),
         params,
         x,
@@ -219,7 +220,7 @@ def test_copies_of_heads_change_nothing(biased):
     for keep in (False, True):
 
         def call(params, x, keep=keep):
-            return flow.attention_in(params, x, how, heads, keep)
+            return segments.attention_in(params, x, how, heads, keep)
 
         dkept = tuple(jnp.full_like(d, jnp.nan) for d in dheads) if keep else ()
         out, grads = value_and_vjp(call, (*dheads, dkept, x), params, x)
@@ -240,7 +241,7 @@ def test_attention_out(biased):
         normal(4, *TOKENS, HIDDEN, dtype=BF16),
         normal(5, *TOKENS, HIDDEN, dtype=BF16),
     )
-    y, (dparams, do, dx) = value_and_vjp(flow.attention_out, dy, params, o, x)
+    y, (dparams, do, dx) = value_and_vjp(segments.attention_out, dy, params, o, x)
     flat = o.reshape(*TOKENS, -1)
     w, bias = float32(params["out"]), params.get("out_bias", 0)
     product = matmul(groups(flat, INNER), tensor(w))
@@ -262,7 +263,7 @@ def test_gradients_far_below_the_largest_survive():
 
     def dx(dy):
         _, (_, dx) = value_and_vjp(
-            lambda p, x: flow.gated_mlp(p, x, how, "silu"), dy, params, x
+            lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
         )
         return float32(dx) - float32(dy)
 
@@ -276,7 +277,7 @@ def test_what_is_saved():
     params = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     how = flow.Norm(kind="rms", eps=1e-5)
-    residuals = saved(lambda p, x: flow.gated_mlp(p, x, how, "silu"), params, x)
+    residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
     tokens = TOKENS[0] * TOKENS[1]
     in_groups = tokens * (HIDDEN + 2 * INNER) * (1 + 2 / 16)
     assert saved_bytes(residuals) == in_groups + 4 * 4
@@ -289,11 +290,11 @@ def test_nan_is_not_hidden():
     how = flow.Norm(kind="rms", eps=1e-5)
     dy = jnp.ones_like(x).at[0, 3, 5].set(jnp.nan)
     _, (dparams, _) = value_and_vjp(
-        lambda p, x: flow.gated_mlp(p, x, how, "silu"), dy, params, x
+        lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
     )
     assert all(np.isnan(g).any() for g in jax.tree.leaves(dparams))
     y = compiled(
-        lambda x: flow.gated_mlp(params, x, how, "silu"), x.at[1, 2, 3].set(jnp.nan)
+        lambda x: segments.gated_mlp(params, x, how, "silu"), x.at[1, 2, 3].set(jnp.nan)
     )
     assert np.isnan(y[1, 2]).all()
     assert np.isfinite(y[0]).all()
@@ -306,7 +307,7 @@ def test_kernels_run_where_arrays_are_on_one_device(monkeypatch):
     how = flow.Norm(kind="rms", eps=1e-5)
 
     def gradient(params, x):
-        fn = lambda p, x: flow.gated_mlp(p, x, how, "silu")  # noqa: E731
+        fn = lambda p, x: segments.gated_mlp(p, x, how, "silu")  # noqa: E731
         y, vjp = jax.vjp(fn, params, x)
         return vjp(y)
 
@@ -326,3 +327,29 @@ def test_kernels_run_where_arrays_are_on_one_device(monkeypatch):
         gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
     )
     assert run(mapped)[0] == alone
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_gradient_of_the_stream_has_its_scale(dtype):
+    x, dy = (normal(i, *TOKENS, HIDDEN, dtype=dtype) for i in (7, 8))
+    dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]
+    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    mlp = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
+    attention = weights(("qkv", (HIDDEN, 8 * HEAD_DIM)))
+    out = jax.vjp(flow.leave, flow.Stream.of(x))[1](dy)[0]
+    streams = [out]
+    for fn, params, cotangent in (
+        (lambda p, s: flow.gated_mlp(p, s, how, "silu"), mlp, out),
+        (
+            lambda p, s: flow.attention_in(p, s, how, heads),
+            attention,
+            (*dheads, (), dy),
+        ),
+    ):
+        _, (_, stream) = value_and_vjp(fn, cotangent, params, flow.Stream.of(x))
+        streams.append(stream)
+    for stream in streams:
+        largest = np.abs(np.asarray(stream.x, np.float64)).max()
+        exponent = np.ceil(np.log2(largest / oracle.E5M2.edge))
+        assert float(stream.scale) == 2.0**exponent

@@ -182,7 +182,7 @@ def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
     def grad(x, dy, weight, add, **how):
         return pk.norm_grad(
             x, dy, weight, kind=kind, eps=EPS, with_bias=kind == "layer", add=add,
-            tuning=tuning, **how,
+            keep_maxima=True, tuning=tuning, **how,
         )  # fmt: skip
 
     def grad_and_output(x, dy, weight, scale, **how):
@@ -196,6 +196,7 @@ def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
         out = run(implementation, grad, x, dy, weight, added)
         expected = dx if added is None else dx + wide(added)
         assert_rounded(out.dx, expected, BF16)
+        assert np.max(out.largest) == np.abs(wide(out.dx)).max()
         assert (out.dweight is None, out.dbias is None) == (
             dtype is None,
             kind == "rms",
@@ -224,6 +225,10 @@ def test_what_is_not_finite_stays_in_its_row(implementation, bad):
     assert np.isnan(out.scale[2])
     out = run(implementation, pk.norm, x)
     np.testing.assert_array_equal(np.isnan(out.largest), np.arange(4) == 2)
+    grad = functools.partial(pk.norm_grad, keep_maxima=True)
+    out = run(implementation, grad, numbers((4, 256)), x)
+    assert not np.isfinite(np.max(out.largest))
+    assert np.isfinite(wide(out.dx)).reshape(4, -1)[[0, 1, 3]].all()
 
 
 @every_implementation
@@ -249,7 +254,8 @@ def test_no_thread_races_another(implementation):
     norm = functools.partial(
         pk.norm, kind="layer", keep_groups=True, scale="row", tuning=FEW
     )
-    grad = functools.partial(pk.norm_grad, with_bias=True, tuning=FEW)
+    how = {"with_bias": True, "keep_maxima": True, "tuning": FEW}
+    grad = functools.partial(pk.norm_grad, **how)
     out = run(implementation, norm, x, weight, bias, detect_races=True)
     again = run(implementation, norm, x, weight, bias)
     assert_identical(out, again)

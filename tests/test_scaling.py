@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import segments as plain
 from flax import nnx
 from flax.training.train_state import TrainState
 from gradients import compiled, value_and_vjp
@@ -44,19 +45,19 @@ def segments():
     ]
     return {
         "attention_in": (
-            functools.partial(flow.attention_in, norm=NORM, heads=HEADS),
+            functools.partial(plain.attention_in, norm=NORM, heads=HEADS),
             weights(qkv=(HIDDEN, 8 * HEAD_DIM)),
             (x,),
             (*dheads, (), dy),
         ),
         "attention_out": (
-            flow.attention_out,
+            plain.attention_out,
             {"out": normal(1, INNER, HIDDEN, dtype=BF16, scale=0.1)},
             (o, x),
             dy,
         ),
         "gated_mlp": (
-            functools.partial(flow.gated_mlp, norm=NORM, gate="silu"),
+            functools.partial(plain.gated_mlp, norm=NORM, gate="silu"),
             weights(gate_up=(HIDDEN, 2, INNER), down=(INNER, HIDDEN)),
             (x,),
             dy,

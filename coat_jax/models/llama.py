@@ -140,10 +140,11 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """The final norm's output, in `config.dtype`."""
-        x = self.embedding[...][tokens].astype(self.config.dtype)
-        x = apply_layers(self.layers, x)
-        weight = None if self.norm is None else self.norm[...]
         recipe = blocks.RECIPES[self.config.recipe]
+        x = self.embedding[...][tokens].astype(self.config.dtype)
+        x = apply_layers(self.layers, blocks.enter(recipe, x))
+        x = blocks.leave(recipe, x)
+        weight = None if self.norm is None else self.norm[...]
         how = blocks.Norm(kind=self.config.norm, eps=self.config.norm_eps)
         return blocks.norm_of(recipe, how)(weight, x)
 
@@ -178,9 +179,7 @@ class Llama(nnx.Module):
         return self.embedding[...].T if self.head is None else self.head[...]
 
 
-def apply_layers(
-    layers: DecoderLayer, x: Float[Array, "b s h"]
-) -> Float[Array, "b s h"]:
+def apply_layers(layers: DecoderLayer, x: blocks.Residual) -> blocks.Residual:
     """Applies layers whose parameters are stacked, one after the other."""
     layers = nnx.merge(*nnx.split(layers), copy=True)  # The caller's stay as they are.
     nnx.vmap(lambda layer: layer.scale_weights())(layers)

@@ -11,6 +11,7 @@ from pallas_kernels.reference.quantize import (
     code_max,
     dequantize_groups,
     magnitude,
+    maxima,
     quantize_groups,
     reciprocal,
     row_scale,
@@ -50,12 +51,14 @@ class NormGrads(NamedTuple):
       dweight: That of the weight, float32 [n].
       dbias: That of the bias, float32 [n].
       y: The norm's output again, float8_e4m3fn [n, tokens].
+      largest: The largest magnitudes of parts of `dx`, float32 [parts].
     """
 
     dx: Array
     dweight: Array | None
     dbias: Array | None
     y: Array | None = None
+    largest: Array | None = None
 
 
 def norm(
@@ -92,6 +95,7 @@ def norm_grad(
     with_bias: bool,
     y_scale: Float[Array, ""] | None,
     add: Float[Array, "... n"] | None,
+    keep_maxima: bool,
 ) -> NormGrads:
     """See `pallas_kernels.norm_grad`; with `y` as its rows."""
     standard, rate = standardized(_wide(x), kind, eps)
@@ -105,12 +109,14 @@ def norm_grad(
     dx = dx * rate
     if add is not None:
         dx = dx + add.astype(jnp.float32)
+    dx = dx.astype(jnp.bfloat16)
     tokens = tuple(range(dy.ndim - 1))
     return NormGrads(
-        dx=dx.astype(jnp.bfloat16),
+        dx=dx,
         dweight=None if weight is None else jnp.sum(dy * standard, axis=tokens),
         dbias=jnp.sum(dy, axis=tokens) if with_bias else None,
         y=None if y_scale is None else _encoded(standard * w, y_scale).y,
+        largest=maxima(dx) if keep_maxima else None,
     )
 
 
