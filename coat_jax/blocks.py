@@ -43,7 +43,7 @@ GATES: dict[GateName, Callable] = {
 
 
 def _plain_linear(x: Array, w: Array) -> Array:
-    return jnp.tensordot(x, w.astype(x.dtype), axes=1)
+    return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
 
 
 def _identity(fn: Callable) -> Callable:
@@ -55,8 +55,8 @@ class Recipe:
     """What a layer multiplies with, and what its backward pass keeps.
 
     Attributes:
-      linear: The matrix product (x, w) -> x @ w; None for the FP8 flow, in which every
-        segment keeps its activations in FP8 groups and recomputes the rest.
+      linear: The matrix product (x, w) -> x @ w.T; None for the FP8 flow, in which
+        every segment keeps its activations in FP8 groups and recomputes the rest.
       pointwise: Applied to norms, gates and rotary embeddings outside of the flow.
       attention: Applied to attention and the product that follows.
     """
@@ -115,7 +115,7 @@ def attention_in(
 
     Args:
       recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, `qkv` [h, k * (n / k + 2) * d] and maybe `qkv_bias`.
+      params: `norm` [h] or None, `qkv` [k * (n / k + 2) * d, h] and maybe `qkv_bias`.
       x: The residual stream.
       norm: Which norm.
       heads: How the columns of the product are heads.
@@ -144,7 +144,7 @@ def attention_out(
 ) -> Residual:
     """`x` plus causal attention and its output product.
 
-    `params` holds `out` [n * d, h] and maybe `out_bias` [h]; `kept` are the copies that
+    `params` holds `out` [h, n * d] and maybe `out_bias` [h]; `kept` are the copies that
     `attention_in` returns.
     """
 
@@ -170,7 +170,7 @@ def gated_mlp(
 
     Args:
       recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, `gate_up` [h, 2, f], `down` [f, h], and maybe
+      params: `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f], and maybe
         `gate_up_bias` [2, f] and `down_bias` [h].
       x: The residual stream.
       norm: Which norm.

@@ -3,17 +3,17 @@
 COAT (arXiv 2410.19313, section 5). What a norm or a gate reads is quantized once, in
 groups of 16. The backward pass reads that, and computes norm outputs, gated products
 and rotary embeddings again; attention keeps what it reads and writes. Matrix products
-take E4M3 codes, in forward with a scale for each token, and E5M2 gradients with one
-scale a tensor. The residual stream stays wide and goes through
-`attention_in`, so that its gradient is added where the norm's is computed.
+take E4M3 codes, in forward with a scale for each token and for each output of the
+weights, and E5M2 gradients with one scale a tensor. The residual stream stays wide and
+goes through `attention_in`, so that its gradient is added where the norm's is computed.
 
 Weights are quantized in the layout that a product needs where it needs it: of them
 nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
 Scales are taken just in time, those of the stream's gradients where these come from:
-between segments it is a `Stream`. Those of tensors are delayed ones if a segment's
-parameters hold `amax`, histories by name: of weights by theirs, and of the gradients of
-their outputs behind `_grad`. The gradients of histories are the next histories.
+between segments it is a `Stream`. Those of gradients are delayed ones if a segment's
+parameters hold `amax`, histories by the name of the weights behind which `_grad` is.
+The gradients of histories are the next histories.
 """
 
 import dataclasses
@@ -30,6 +30,7 @@ import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
 from coat_jax.linear import (
     Codes,
+    Rows,
     Weight,
     behind,
     input_gradient,
@@ -38,7 +39,7 @@ from coat_jax.linear import (
     weight_gradient,
 )
 from coat_jax.nonlinear import angles, rotary
-from coat_jax.quantized import E4M3, E5M2, tensor_scale
+from coat_jax.quantized import E4M3, E5M2
 from coat_jax.scaling import recorded, scale_of
 from pallas_kernels.reference.heads import split_heads
 
@@ -147,11 +148,11 @@ class Norm:
 
     def forward(
         self, x: Float[Array, "b s h"], weight: Array | None
-    ) -> tuple["_Rows", kernels.Groups]:
+    ) -> tuple[Rows, kernels.Groups]:
         """The norm's output, and `x` as backward reads it."""
         how = dataclasses.asdict(self)
         out = kernels.norm(x, weight, scale="row", keep_groups=True, **how)
-        return _Rows(out.y, out.scale), out.groups
+        return Rows(out.y, out.scale), out.groups
 
     def backward(
         self,
@@ -179,17 +180,6 @@ class Norm:
         return dx, dweight, out.y
 
 
-class _Rows(NamedTuple):
-    """E4M3 codes [..., n] with a scale for each row, float32 [...]."""
-
-    codes: Array
-    scale: Array
-
-    def tensor_scale(self) -> Float[Array, ""]:
-        """A scale that would do for all rows."""
-        return tensor_scale(jnp.max(self.scale) * E4M3.max, E4M3)
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attention_in(
     params: Params,
@@ -200,7 +190,7 @@ def attention_in(
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
     """Queries, keys and values of the normed stream, copies if wanted, and the stream.
 
-    `params` holds `norm` [h] or None, `qkv` [h, m] and maybe `qkv_bias` [m]. Copies are
+    `params` holds `norm` [h] or None, `qkv` [m, h] and maybe `qkv_bias` [m]. Copies are
     for backward to save: in a loop over layers the product writes them where they are
     stacked, while what attention reads would have to be copied. They have no gradients.
     """
@@ -210,35 +200,34 @@ def attention_in(
 
 @on_one_device
 def _attention_in(params, stream, norm, heads, keep_copies):
-    x, amax = stream.x, params.get("amax", {})
+    x = stream.x
     h, groups = norm.forward(x, params["norm"])
-    history = amax.get("qkv")
     if (bias := params.get("qkv_bias")) is None:
         how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
-        how |= {"history": history, "copies": 1 + keep_copies}
-        (q, k, v, *kept), weight = product_heads(*h, params["qkv"], x.dtype, **how)
+        how |= {"copies": 1 + keep_copies}
+        (q, k, v, *kept), w_scale = product_heads(h, params["qkv"], x.dtype, **how)
     else:
-        y, weight = product(*h, params["qkv"], x.dtype, history=history)
+        y, w_scale = product(h, params["qkv"], x.dtype)
         q, k, v = heads.split(biased(y, bias))
         kept = (q, k, v) if keep_copies else ()
-    return (q, k, v, tuple(kept), x), (params, groups, h.tensor_scale(), weight)
+    return (q, k, v, tuple(kept), x), (params, groups, h.tensor_scale(), w_scale)
 
 
 @on_one_device
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
-    params, groups, scale, weight = residuals
+    params, groups, scale, w_scale = residuals
     amax = params.get("amax", {})
     *dheads, _, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # Weights are quantized again not before attention's backward pass is over.
-    weight_scale = behind(weight.scale, gradient.transposed)
-    dh = input_gradient(gradient, params["qkv"], weight_scale, dx.dtype)
+    w_scale = behind(w_scale, gradient.transposed)
+    dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx, delayed)
     grads = {
         "norm": dnorm,
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
-        "amax": _recorded(amax, qkv=weight, qkv_grad=gradient),
+        "amax": _recorded(amax, qkv_grad=gradient),
     }
     if (bias := params.get("qkv_bias")) is not None:
         grads["qkv_bias"] = heads.bias_gradient(*dheads).astype(bias.dtype)
@@ -254,7 +243,7 @@ def attention_out(
 ) -> Stream:
     """`x` plus the product of attention's output.
 
-    `params` holds `out` [n * d, h] and maybe `out_bias` [h]. Backward reads `o`, the
+    `params` holds `out` [h, n * d] and maybe `out_bias` [h]. Backward reads `o`, the
     array that attention's keeps too.
     """
     return _attention_out(params, o, x)[0]
@@ -262,26 +251,25 @@ def attention_out(
 
 @on_one_device
 def _attention_out(params, o, x):
-    amax = params.get("amax", {})
-    rows = _Rows(*kernels.quantize_rows(joined(o)))
+    rows = Rows.of(joined(o))
     x = biased(x, params.get("out_bias"))
-    y, weight = product(*rows, params["out"], x.dtype, x, amax.get("out"))
-    return Stream.of(y), (params, o, rows.tensor_scale(), weight)
+    y, w_scale = product(rows, params["out"], x.dtype, x)
+    return Stream.of(y), (params, o, rows.tensor_scale(), w_scale)
 
 
 @on_one_device
 def _attention_out_grads(residuals, dy):
-    params, o, scale, weight = residuals
+    params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
     gradient = dy.codes(amax.get("out_grad"))
     codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale)
     grads = {
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
-        "amax": _recorded(amax, out=weight, out_grad=gradient),
+        "amax": _recorded(amax, out_grad=gradient),
     }
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = _token_sum(dy.x, bias)
-    do = input_gradient(gradient, params["out"], weight.scale, o.dtype)
+    do = input_gradient(gradient, params["out"], w_scale, o.dtype)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy.x
 
 
@@ -292,7 +280,7 @@ attention_out.defvjp(_attention_out, _attention_out_grads)
 def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Stream:
     """The stream plus the gated MLP of it normed.
 
-    `params` holds `norm` [h] or None, `gate_up` [h, 2, f], `down` [f, h] and maybe
+    `params` holds `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f] and maybe
     `gate_up_bias` [2, f] and `down_bias` [h].
     """
     return _gated_mlp(params, stream, norm, gate)[0]
@@ -300,27 +288,26 @@ def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Str
 
 @on_one_device
 def _gated_mlp(params, stream, norm, gate):
-    x, amax = stream.x, params.get("amax", {})
+    x = stream.x
     h, groups = norm.forward(x, params["norm"])
-    y, gate_up = product(
-        h.codes, h.scale, params["gate_up"], x.dtype, history=amax.get("gate_up")
-    )
+    y, gate_up_scale = product(h, params["gate_up"], x.dtype)
     y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
-    a = _Rows(out.values, out.scale)
+    a = Rows(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
-    y, down = product(a.codes, a.scale, params["down"], x.dtype, x, amax.get("down"))
-    scales = (h.tensor_scale(), a.tensor_scale())
-    return Stream.of(y), (params, groups, out.groups, scales, gate_up, down)
+    y, down_scale = product(a, params["down"], x.dtype, x)
+    scales = (h.tensor_scale(), a.tensor_scale(), gate_up_scale, down_scale)
+    return Stream.of(y), (params, groups, out.groups, scales)
 
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
-    params, groups, inner_groups, (h_scale, a_scale), gate_up, down = residuals
+    params, groups, inner_groups, scales = residuals
+    h_scale, a_scale, gate_up_scale, down_scale = scales
     amax = params.get("amax", {})
     gradient, dy = dy.codes(amax.get("down_grad")), dy.x
     da, da_maxima = input_gradient(
-        gradient, params["down"], down.scale, dy.dtype, keep_maxima=True
+        gradient, params["down"], down_scale, dy.dtype, keep_maxima=True
     )
     inner, a = _gate_gradient(
         inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
@@ -328,17 +315,15 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # Weights are quantized again not before `da` is gone and the codes of its gradients
     # are transposed, so that they go with this product, and the weights' gradient can
     # be next.
-    weight_scale = behind(gate_up.scale, inner.transposed)
-    dh = input_gradient(inner, params["gate_up"], weight_scale, dy.dtype)
+    gate_up_scale = behind(gate_up_scale, inner.transposed)
+    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)
     grads = {
         "norm": dnorm,
         "gate_up": weight_gradient(h, h_scale, inner, params["gate_up"]),
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
-        "amax": _recorded(
-            amax, gate_up=gate_up, gate_up_grad=inner, down=down, down_grad=gradient
-        ),
+        "amax": _recorded(amax, gate_up_grad=inner, down_grad=gradient),
     }
     if (bias := params.get("down_bias")) is not None:
         grads["down_bias"] = _token_sum(dy, bias)

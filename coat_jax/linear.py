@@ -1,9 +1,12 @@
 """FP8 matrix products whose residuals are FP8 (COAT, arXiv 2410.19313, section 5).
 
-Operands are E4M3 and output gradients E5M2, each with one scale a tensor, taken just in
-time. The backward pass reads the FP8 activations, as the gradient of the weights wants
-them, and quantizes the weights again: nothing wide is saved, and of the weights nothing
-but a scale lives between the passes.
+Operands are E4M3 and output gradients E5M2, in `linear` and `fp8_dot_general` each with
+one scale a tensor, taken just in time. The backward pass reads the FP8 activations, as
+the gradient of the weights wants them, and quantizes the weights again: nothing wide is
+saved, and of the weights nothing but a scale lives between the passes.
+
+Weights are [..., k], an output's in a row: forward multiplies with rows, which one pass
+over the weights quantizes with a scale for each.
 """
 
 import math
@@ -18,12 +21,12 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.quantized import E4M3, E5M2, Format, undifferentiated
+from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale, undifferentiated
 from coat_jax.scaling import scale_of
 
 
 def linear(
-    x: Float[Array, "*batch k"], w: "Float[Array, 'in_features ...'] | Fp8Weight"
+    x: Float[Array, "*batch k"], w: Float[Array, "... k"]
 ) -> Float[Array, "..."]:
     """The product of `x` and `w` with both in FP8, in the dtype of `x`.
 
@@ -32,7 +35,7 @@ def linear(
 
     Args:
       x: Activations; BF16 or F32.
-      w: Weights, [in, out] or [in, ...]; any floating dtype. Or with their codes.
+      w: Weights, [out, in] or [..., in]; any floating dtype.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -40,14 +43,16 @@ def linear(
     Example:
       >>> import jax.numpy as jnp
       >>> from coat_jax.linear import linear
-      >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((4, 3))).dtype
+      >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4))).dtype
       dtype(bfloat16)
     """
-    shape = value_of(w).shape
-    if len(shape) < 2 or x.shape[-1] != shape[0]:
-        raise ValueError(f"x and w need [..., k] and [k, ...], got {x.shape}, {shape}")
-    y = _product(x.reshape(-1, x.shape[-1]), w, x.dtype)
-    return y.reshape(*x.shape[:-1], *shape[1:])
+    k = x.shape[-1]
+    if w.ndim < 2 or w.shape[-1] != k:
+        raise ValueError(
+            f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
+        )
+    y = _product(x.reshape(-1, k), w, x.dtype, 1)
+    return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
 
 def fp8_dot_general(
@@ -102,35 +107,41 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    product = partial(_product, dtype=jnp.dtype(dtype))
+    product = partial(_product, dtype=jnp.dtype(dtype), contract=0)
     for _ in batch:
         product = jax.vmap(product)
     return product(a, b).reshape(expected.shape)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _product(x, w, dtype):
-    """[m, k] times [k, ...], its features flattened to [m, n]."""
-    return _product_fwd(x, w, dtype)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _product(x, w, dtype, contract):
+    """[m, k] times [k, n], or [..., k] where `contract` is 1, its outputs as one."""
+    return _product_fwd(x, w, dtype, contract)[0]
 
 
 @on_one_device
-def _product_fwd(x, w, dtype):
+def _product_fwd(x, w, dtype, contract):
     xq = Codes.of(x, E4M3, copies="both")
-    y, wq = product(xq.row, xq.scale, w, dtype)
+    wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[contract])
+    y = _matmul(xq.row, wq.only, xq.scale, wq.scale, dtype=dtype)
     # Of the dtype of x nothing but the dtype is kept.
     return y, (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @on_one_device
-def _product_bwd(dtype, residuals, dy):
+def _product_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     gradient = Codes.of(dy, E5M2, copies="both")
-    dx = input_gradient(gradient, w, w_scale, like.dtype)
-    return dx, weight_gradient(xq.transposed, xq.scale, gradient, w)
+    wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[1 - contract], scale=w_scale)
+    dx = _matmul(gradient.row, wq.only, gradient.scale, w_scale, dtype=like.dtype)
+    a, b = (xq, gradient) if contract == 0 else (gradient, xq)
+    dw = _matmul(a.transposed, b.transposed, a.scale, b.scale, dtype=w.dtype)
+    return dx, dw.reshape(w.shape)
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+# Of a weight that is contracted along its first axis, or its last.
+_LAYOUTS = ("transposed", "row")
 
 
 class Codes(NamedTuple):
@@ -186,96 +197,108 @@ class Codes(NamedTuple):
         scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
         return cls(row, transposed, scale, largest)
 
+    @property
+    def only(self) -> Float[Array, "..."]:
+        """The one copy that there is."""
+        (copy,) = (x for x in (self.row, self.transposed) if x is not None)
+        return copy
 
-class Fp8Weight(NamedTuple):
-    """A weight that was quantized before, for more than one pass, or has its scale.
 
-    Where a weight is asked for this will do, and what it has is not computed again.
-    Gradients are those of `value`.
+class Rows(NamedTuple):
+    """E4M3 codes with a scale for each row.
 
     Attributes:
-      value: The weight [k, ...].
-      codes: Its E4M3 codes [k, n] and [n, k], its output axes as one; or their scale
-        alone.
+      codes: Codes [..., n].
+      scale: float32 [...].
     """
 
-    value: Float[Array, "k ..."]
-    codes: Codes
+    codes: Float[Array, "... n"]
+    scale: Float[Array, "..."]
+
+    @classmethod
+    def of(cls, x: Float[Array, "... n"]) -> "Rows":
+        """Quantizes `x`."""
+        return cls(*kernels.quantize_rows(_numbers(x)))
+
+    def tensor_scale(self) -> Float[Array, ""]:
+        """A scale that would do for all rows."""
+        return tensor_scale(jnp.max(self.scale) * E4M3.max, E4M3)
+
+
+class Fp8Weight(NamedTuple):
+    """A weight that was quantized before, for more than one pass.
+
+    Where a weight is asked for this will do. Gradients are those of `value`.
+
+    Attributes:
+      value: The weight [..., k].
+      rows: Its codes for forward [n, k], its output axes as one.
+      transposed: Its codes for backward [k, n].
+      scale: The scale of these.
+    """
+
+    value: Float[Array, "... k"]
+    rows: Rows | None
+    transposed: Float[Array, "k n"] | None
+    scale: Float[Array, ""] | None
 
     @classmethod
     @on_one_device
-    def of(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
-        """Quantizes a weight in both layouts that products take."""
-        values = lax.stop_gradient(w).reshape(w.shape[0], -1)
-        return cls(w, Codes.of(values, E4M3, copies="both"))
-
-    @classmethod
-    @on_one_device
-    def scaled(cls, w: Float[Array, "k ..."]) -> "Fp8Weight":
-        """Takes the scale of a weight, and leaves its codes to the products."""
-        values = _numbers(lax.stop_gradient(w))
-        scale = scale_of(E4M3, None, lambda: kernels.maxima(values))
-        return cls(w, Codes(None, None, scale))
+    def of(cls, w: Float[Array, "... k"]) -> "Fp8Weight":
+        """Quantizes a weight for forward and backward."""
+        values = lax.stop_gradient(w)
+        rows, scale = _forward_codes(values)
+        return cls(w, rows, _backward_codes(values, scale), scale)
 
 
-Weight = Float[Array, "k ..."] | Fp8Weight
+Weight = Float[Array, "... k"] | Fp8Weight
 
 
-def value_of(w: Weight) -> Float[Array, "k ..."]:
+def value_of(w: Weight) -> Float[Array, "... k"]:
     """The weight itself."""
     return w.value if isinstance(w, Fp8Weight) else w
 
 
 def product(
-    codes: Float[Array, "*batch k"],
-    scale: Float[Array, "..."],
+    x: Rows,
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
-    history: Float[Array, " length"] | None = None,
-) -> tuple[Float[Array, "*batch n"], Codes]:
-    """E4M3 codes times `w`, its output axes as one, and how `w` was quantized.
+) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
+    """Activations times `w`, its output axes as one, and the scale of `w` for backward.
 
     Args:
-      codes: Of activations.
-      scale: Theirs: one, or one a token [*batch].
+      x: Codes of activations [*batch, k].
       w: Weights.
       dtype: Of the product.
       accumulator: What it is added to.
-      history: Of maxima of `w`, if its scale is a delayed one.
-
-    Returns:
-      The product, and the weight's scale and maximum, without its codes.
     """
     multiply = partial(_matmul, dtype=dtype)
-    y, weight = _product_by(multiply, codes, scale, w, history, accumulator)
-    return once(y), weight
+    y, w_scale = _product_by(multiply, x, w, accumulator)
+    return once(y), w_scale
 
 
 def product_heads(
-    codes: Float[Array, "b s k"],
-    scale: Float[Array, "b s"],
+    x: Rows,
     w: Weight,
     dtype: DTypeLike,
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
-    history: Float[Array, " length"] | None = None,
     copies: int = 1,
-) -> tuple[tuple[Array, ...], Codes]:
+) -> tuple[tuple[Array, ...], Float[Array, ""]]:
     """`product` as queries, keys and values, which `matmul_heads` describes.
 
     Copies are for nothing but to be saved.
     """
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype, "copies": copies}
     multiply = partial(kernels.matmul_heads, **how)
-    heads, weight = _product_by(multiply, codes, scale, w, history, *angles)
-    return (*once(heads[:3]), *heads[3:]), weight
+    heads, w_scale = _product_by(multiply, x, w, *angles)
+    return (*once(heads[:3]), *heads[3:]), w_scale
 
 
-def _product_by(multiply, codes, scale, w, history, *more):
-    columns = _weight_codes(w, "transposed", history=history)
-    y = multiply(codes, columns.transposed, scale, columns.scale, *more)
-    return y, columns._replace(row=None, transposed=None)
+def _product_by(multiply, x, w, *more):
+    rows, w_scale = _forward_codes(w)
+    return multiply(x.codes, rows.codes, x.scale, rows.scale, *more), w_scale
 
 
 def input_gradient(
@@ -286,8 +309,8 @@ def input_gradient(
     **how,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
     """The gradient of a product's activations; `how` is as for `kernels.matmul`."""
-    rows = _weight_codes(w, "row", scale=w_scale).row
-    return _matmul(dy.row, rows, dy.scale, w_scale, dtype=dtype, **how)
+    codes = _backward_codes(w, w_scale)
+    return _matmul(dy.row, codes, dy.scale, w_scale, dtype=dtype, **how)
 
 
 def weight_gradient(
@@ -295,9 +318,9 @@ def weight_gradient(
 ) -> Weight:
     """The gradient of a product's weights, from transposed codes of its activations."""
     value = value_of(w)
-    dw = _matmul(x, dy.transposed, scale, dy.scale, dtype=value.dtype)
+    dw = _matmul(dy.transposed, x, dy.scale, scale, dtype=value.dtype)
     dw = dw.reshape(value.shape)
-    return Fp8Weight(dw, None) if isinstance(w, Fp8Weight) else dw
+    return Fp8Weight(dw, None, None, None) if isinstance(w, Fp8Weight) else dw
 
 
 def once(result):
@@ -319,13 +342,23 @@ def behind(scale: Float[Array, ""], array: Float[Array, "..."]) -> Float[Array, 
     return scale + never.astype(scale.dtype)
 
 
-def _weight_codes(w: Weight, copies: Literal["row", "transposed"], **how) -> Codes:
+def _forward_codes(w: Weight) -> tuple[Rows, Float[Array, ""]]:
+    """Codes of weights for forward, and the scale of those for backward."""
     if isinstance(w, Fp8Weight):
-        if getattr(w.codes, copies) is not None:
-            return w.codes
-        how = {"scale": w.codes.scale} | how
-        w = w.value
-    return Codes.of(w.reshape(w.shape[0], -1), E4M3, copies=copies, **how)
+        return w.rows, w.scale
+    rows = Rows.of(_flat(w))
+    return rows, rows.tensor_scale()
+
+
+def _backward_codes(w: Weight, scale: Array) -> Float[Array, "k n"]:
+    """Codes of weights for the gradient of activations."""
+    if isinstance(w, Fp8Weight):
+        return w.transposed
+    return Codes.of(_flat(w), E4M3, copies="transposed", scale=scale).transposed
+
+
+def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
+    return w.reshape(-1, w.shape[-1])
 
 
 def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:

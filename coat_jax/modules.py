@@ -1,6 +1,5 @@
 """Flax modules over the library's functions."""
 
-from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -9,23 +8,24 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from coat_jax import blocks
-from coat_jax.linear import Codes, Fp8Weight, Weight
+from coat_jax.linear import Fp8Weight, Rows, Weight
 from coat_jax.scaling import OverwriteWithGradient, new_history
 from pallas_kernels.checks import check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
-# What a history starts with, of tensors that are not there at initialization. E5M2
-# tells from zero what is 2**-31 of it.
+# What histories of gradients start with: E5M2 tells from zero what is 2**-31 of it.
 _GRADIENT = 1.0
 
 
 class WeightCodes(nnx.Variable):
-    """FP8 codes of a weight, or their scale, for more than one pass."""
+    """FP8 codes of a weight and their scales, for more than one pass."""
 
 
 class DecoderLayer(nnx.Module):
     """A pre-norm decoder layer: grouped-query attention and a gated MLP.
+
+    Weights are [out, in]: a row is an output's, with a scale of its own in FP8.
 
     Args:
       hidden_size: Size of the residual stream, h.
@@ -34,7 +34,7 @@ class DecoderLayer(nnx.Module):
       num_kv_heads: Number of key and value heads; divides `num_heads`.
       head_dim: Size of a head.
       recipe: What to multiply with and what backward keeps; see `blocks.RECIPES`.
-      scaling: When the scales of whole tensors are taken: "just_in_time", or "delayed",
+      scaling: When the scales of gradients are taken: "just_in_time", or "delayed",
         from histories in variables of the type `OverwriteWithGradient`, whose gradients
         are their next values; of the recipes "coat" and "coat_max".
       norm: "rms" with a weight, or "layer" without parameters as in OLMo.
@@ -122,21 +122,19 @@ class DecoderLayer(nnx.Module):
         heads = num_heads + 2 * num_kv_heads
         self.codes = nnx.data(None)
         self.attention_norm = norm_weight()
-        self.qkv = weight(hidden_size, heads * head_dim)
-        self.out = weight(num_heads * head_dim, hidden_size, scale=output_scale)
+        self.qkv = weight(heads * head_dim, hidden_size)
+        self.out = weight(hidden_size, num_heads * head_dim, scale=output_scale)
         self.mlp_norm = norm_weight()
-        self.gate_up = weight(hidden_size, 2, intermediate_size)
-        self.down = weight(intermediate_size, hidden_size, scale=output_scale)
+        self.gate_up = weight(2, intermediate_size, hidden_size)
+        self.down = weight(hidden_size, intermediate_size, scale=output_scale)
         self.amax = nnx.data(None)
         if scaling == "delayed":
-            self.amax = nnx.Dict(self._new_histories())
-
-    def _new_histories(self) -> dict[str, OverwriteWithGradient]:
-        guesses = {}
-        for name in _WEIGHTS:
-            guesses[name] = jnp.max(jnp.abs(getattr(self, name)[...]))
-            guesses[f"{name}_grad"] = _GRADIENT
-        return {k: OverwriteWithGradient(new_history(v)) for k, v in guesses.items()}
+            self.amax = nnx.Dict(
+                {
+                    f"{name}_grad": OverwriteWithGradient(new_history(_GRADIENT))
+                    for name in _WEIGHTS
+                }
+            )
 
     def quantize_weights(self) -> None:
         """Quantizes the weights now, for all passes until it is called again.
@@ -146,29 +144,20 @@ class DecoderLayer(nnx.Module):
         of the type `WeightCodes`; no gradient is taken of them.
 
         Raises:
-          ValueError: If the recipe has no FP8 products.
+          ValueError: If the recipe is none of the FP8 flow.
         """
-        if self.recipe == "bf16":
-            raise ValueError("there are no FP8 products in the recipe 'bf16'")
-        self._keep_codes(Fp8Weight.of)
-
-    def scale_weights(self) -> None:
-        """Takes the weights' scales now, where they are taken just in time.
-
-        Without it each pass takes them. With layers stacked, as under `nnx.vmap`, one
-        kernel finds those of all layers. It does nothing after `quantize_weights`, with
-        delayed scaling, or without FP8 products.
-        """
-        if self.codes is None and self.amax is None and self.recipe != "bf16":
-            self._keep_codes(Fp8Weight.scaled)
-
-    def _keep_codes(self, quantize: Callable[[jax.Array], Fp8Weight]) -> None:
+        if blocks.RECIPES[self.recipe].linear is not None:
+            raise ValueError(f"only the FP8 flow takes codes, not {self.recipe!r}")
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
-            codes = quantize(getattr(self, name)[...]).codes._asdict()
-            self.codes[name] = nnx.Dict(
-                {k: WeightCodes(x) for k, x in codes.items() if x is not None}
-            )
+            weight = Fp8Weight.of(getattr(self, name)[...])
+            codes = {
+                "rows": weight.rows.codes,
+                "rows_scale": weight.rows.scale,
+                "transposed": weight.transposed,
+                "scale": weight.scale,
+            }
+            self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
     def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
         """Of a segment with these weights."""
@@ -184,7 +173,8 @@ class DecoderLayer(nnx.Module):
         if self.codes is None:
             return weight
         codes = {k: x[...] for k, x in self.codes[name].items()}
-        return Fp8Weight(weight, Codes(**{"row": None, "transposed": None} | codes))
+        rows = Rows(codes.pop("rows"), codes.pop("rows_scale"))
+        return Fp8Weight(weight, rows, **codes)
 
     def __call__(self, x: blocks.Residual) -> blocks.Residual:
         """Applies the layer to the residual stream [b, s, h].

@@ -234,7 +234,7 @@ def model_products(
                 passes = {
                     "forward": ((t, o, i), (E4M3, E4M3)),
                     "dx": ((t, i, o), (E5M2, E4M3)),
-                    "dw": ((i, o, t), (E4M3, E5M2)),
+                    "dw": ((o, i, t), (E5M2, E4M3)),
                 }
                 found += [
                     MatrixProduct(

@@ -98,6 +98,7 @@ def _quantize() -> Iterator[Case]:
     yield from _measured("quantize", "scale", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
+    yield Case("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
 
 
 def _gate(activation: str) -> Iterator[Case]:

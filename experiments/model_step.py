@@ -73,9 +73,6 @@ class _Wrapped(nnx.Module):
         self.layers = layers
         self.wrap = wrap
 
-    def scale_weights(self) -> None:
-        self.layers.scale_weights()
-
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         graph, params = nnx.split(self.layers)
         apply = self.wrap(lambda params, x: nnx.merge(graph, params)(x), True)

@@ -38,7 +38,7 @@ class Settings:
       param_dtype: What parameters are kept in.
       rounding: How a step of `coat.fp8_adamw` rounds BF16 parameters; optax's, and so
         the other recipes', always rounds to nearest.
-      scaling: When recipes of the FP8 flow take the scales of whole tensors.
+      scaling: When recipes of the FP8 flow take the scales of gradients.
       steps: Optimizer steps, at most.
       minutes: A budget for the first recipe that may lower `steps`; None sets none.
       batch_size: Sequences a step.

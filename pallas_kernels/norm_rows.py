@@ -148,12 +148,12 @@ class Norm(Row):
         )
 
 
-def obstacle(shape: tuple[int, ...]) -> str | None:
+def obstacle(shape: tuple[int, ...], longest: int = LONGEST) -> str | None:
     """Why an array of this shape has no rows for the kernels, if so."""
     if not math.prod(shape):
         return "there are no rows"
-    if shape[-1] % LANES or shape[-1] > LONGEST:
-        most = f"multiples of {LANES} up to {LONGEST} long"
+    if shape[-1] % LANES or shape[-1] > longest:
+        most = f"multiples of {LANES} up to {longest} long"
         return f"rows must be {most}, got {shape[-1]}"
     return None
 

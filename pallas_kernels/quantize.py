@@ -23,6 +23,7 @@ from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.strips import Encoding, Tuning
 
+_LONGEST_ROW = 24576  # That lanes have registers for.
 # Which of an array and its transpose.
 Wanted = Literal["row", "transposed", "both"]
 
@@ -116,7 +117,10 @@ def quantize_rows(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     chosen = dispatch.choose(
-        implementation, rows_obstacle(x.shape), operation="quantize_rows", arrays=(x,)
+        implementation,
+        rows_obstacle(x.shape, _LONGEST_ROW),
+        operation="quantize_rows",
+        arrays=(x,),
     )
     if chosen == "reference":
         return reference.quantize_rows(x, dtype=dtype)

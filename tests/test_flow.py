@@ -45,6 +45,11 @@ def rows(x):
     return jnp.asarray(oracle.E4M3.round(x / scale) * scale)
 
 
+def weight_rows(w):
+    """There and back with a scale for each output, rounded as those of groups."""
+    return groups(w, w.shape[-1])
+
+
 def norm(kind, weight, x):
     x = float32(x)
     if kind == "layer":
@@ -54,7 +59,7 @@ def norm(kind, weight, x):
 
 
 def matmul(x, w):
-    return jnp.tensordot(x, w, axes=1, precision="highest")
+    return jnp.tensordot(x, w, axes=(-1, -1), precision="highest")
 
 
 def product_grads(x, w, dy):
@@ -98,8 +103,8 @@ NEAR = 0.01
 def test_gated_mlp(kind, gate, biased, dtype):
     biases = [("gate_up_bias", (2, INNER)), ("down_bias", (HIDDEN,))] if biased else []
     params = weights(
-        ("gate_up", (HIDDEN, 2, INNER)),
-        ("down", (INNER, HIDDEN)),
+        ("gate_up", (2, INNER, HIDDEN)),
+        ("down", (HIDDEN, INNER)),
         kind=kind,
         biases=biases,
         dtype=dtype,
@@ -121,10 +126,10 @@ def test_gated_mlp(kind, gate, biased, dtype):
         return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
     h = rows(norm(kind, plain["norm"], x))
-    gate_up = matmul(h, tensor(plain["gate_up"])).astype(dtype)
+    gate_up = matmul(h, weight_rows(plain["gate_up"])).astype(dtype)
     if biased:
         gate_up = gate_up + gate_up_bias.astype(dtype)
-    down = matmul(rows(gated(float32(gate_up))), tensor(plain["down"]))
+    down = matmul(rows(gated(float32(gate_up))), weight_rows(plain["down"]))
     gate_up = groups(gate_up)
     assert_near(float32(y), float32(x) + down + down_bias, NEAR)
     assert_near(float32(y) - float32(x), down + down_bias, 3 * NEAR)
@@ -134,12 +139,12 @@ def test_gated_mlp(kind, gate, biased, dtype):
     da, ddown = product_grads(a, plain["down"], float32(dy))
     (dgate_up,) = gate_vjp(da.astype(dtype).astype(jnp.float32))
     flat = dgate_up.reshape(*TOKENS, -1)
-    dh, dw = product_grads(h, plain["gate_up"].reshape(HIDDEN, -1), flat)
+    dh, dw = product_grads(h, plain["gate_up"].reshape(-1, HIDDEN), flat)
     dnorm, dx_inner = norm_vjp(dh)
     assert_near(float32(dx) - float32(dy), dx_inner, 3 * NEAR)
     expected = {
         "norm": dnorm,
-        "gate_up": dw.reshape(HIDDEN, 2, INNER),
+        "gate_up": dw.reshape(2, INNER, HIDDEN),
         "down": ddown,
         "gate_up_bias": dgate_up.sum((0, 1)),
         "down_bias": float32(dy).sum((0, 1)),
@@ -165,7 +170,7 @@ def rotated(x, theta):
 def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
     columns = (num_heads + 2 * num_kv_heads) * HEAD_DIM
     params = weights(
-        ("qkv", (HIDDEN, columns)),
+        ("qkv", (columns, HIDDEN)),
         kind=kind,
         biases=[("qkv_bias", (columns,))] if biased else [],
         dtype=dtype,
@@ -193,7 +198,7 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
         q = y[..., :-2, :].reshape(*TOKENS, -1, HEAD_DIM)
         return rotated(q, 100.0), rotated(y[..., -2, :], 100.0), y[..., -1, :]
 
-    y = matmul(rows(norm(kind, plain["norm"], x)), tensor(plain["qkv"]))
+    y = matmul(rows(norm(kind, plain["norm"], x)), weight_rows(plain["qkv"]))
     y = y.astype(dtype).astype(jnp.float32) + plain.get("qkv_bias", 0)
     expected, heads_vjp = jax.vjp(split, y)
     assert_near(out[:-1], expected, NEAR)
@@ -211,7 +216,7 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_copies_of_heads_change_nothing(biased):
-    params = weights(("qkv", (HIDDEN, 128)), biases=[("qkv_bias", (128,))] * biased)
+    params = weights(("qkv", (128, HIDDEN)), biases=[("qkv_bias", (128,))] * biased)
     heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
     how = flow.Norm(kind="rms", eps=1e-5)
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
@@ -233,7 +238,7 @@ def test_copies_of_heads_change_nothing(biased):
 
 @pytest.mark.parametrize("biased", [False, True])
 def test_attention_out(biased):
-    params = {"out": normal(1, INNER, HIDDEN, dtype=BF16, scale=0.1)}
+    params = {"out": normal(1, HIDDEN, INNER, dtype=BF16, scale=0.1)}
     if biased:
         params["out_bias"] = normal(2, HIDDEN, dtype=BF16)
     o, x, dy = (
@@ -244,7 +249,7 @@ def test_attention_out(biased):
     y, (dparams, do, dx) = value_and_vjp(segments.attention_out, dy, params, o, x)
     flat = o.reshape(*TOKENS, -1)
     w, bias = float32(params["out"]), params.get("out_bias", 0)
-    product = matmul(groups(flat, INNER), tensor(w))
+    product = matmul(groups(flat, INNER), weight_rows(w))
     assert_near(y, float32(x) + bias + product, NEAR)
     np.testing.assert_array_equal(dx, dy)
     expected_do, dout = product_grads(flat, w, float32(dy))
@@ -256,7 +261,7 @@ def test_attention_out(biased):
 
 def test_gradients_far_below_the_largest_survive():
     """The scale of gate and up is from a bound, 2**30 above E5M2's smallest numbers."""
-    params = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)
     how = flow.Norm(kind="rms", eps=1e-5)
@@ -274,7 +279,7 @@ def test_gradients_far_below_the_largest_survive():
 
 def test_what_is_saved():
     """The input and gate and up in groups; of weights references and scales."""
-    params = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     how = flow.Norm(kind="rms", eps=1e-5)
     residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
@@ -285,7 +290,7 @@ def test_what_is_saved():
 
 
 def test_nan_is_not_hidden():
-    params = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     how = flow.Norm(kind="rms", eps=1e-5)
     dy = jnp.ones_like(x).at[0, 3, 5].set(jnp.nan)
@@ -301,7 +306,7 @@ def test_nan_is_not_hidden():
 
 
 def test_kernels_run_where_arrays_are_on_one_device(monkeypatch):
-    params = weights(("gate_up", (128, 2, 2048)), ("down", (2048, 128)))
+    params = weights(("gate_up", (2, 2048, 128)), ("down", (128, 2048)))
     params["norm"] = jnp.ones(128, BF16)
     x = jnp.ones((1, 128, 128), BF16)
     how = flow.Norm(kind="rms", eps=1e-5)
@@ -335,8 +340,8 @@ def test_the_gradient_of_the_stream_has_its_scale(dtype):
     dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]
     heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
     how = flow.Norm(kind="rms", eps=1e-5)
-    mlp = weights(("gate_up", (HIDDEN, 2, INNER)), ("down", (INNER, HIDDEN)))
-    attention = weights(("qkv", (HIDDEN, 8 * HEAD_DIM)))
+    mlp = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
+    attention = weights(("qkv", (8 * HEAD_DIM, HIDDEN)))
     out = jax.vjp(flow.leave, flow.Stream.of(x))[1](dy)[0]
     streams = [out]
     for fn, params, cotangent in (

@@ -89,7 +89,9 @@ def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(8192, 4096), (4099, 8192), (999, 11008), (3, 768)])
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096), (4099, 8192), (999, 11008), (3, 768), (70, 24576)]
+)
 def test_long_rows_on_a_gpu(shape):
     x = numbers(shape, seed=shape[0])
     expected = run("reference", pk.quantize_rows, x)

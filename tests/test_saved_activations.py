@@ -125,8 +125,8 @@ def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
         if row.is_argument and len(row.shape) > 1
     }
     assert weights == {
-        (256, 768): "quantize_tensor in attention_in",
+        (768, 256): "quantize_tensor in attention_in",
         (256, 256): "quantize_tensor in attention_out",
-        (256, 2, 2048): "quantize_tensor in gated_mlp",
-        (2048, 256): "quantize_tensor in gated_mlp",
+        (2, 2048, 256): "quantize_tensor in gated_mlp",
+        (256, 2048): "quantize_tensor in gated_mlp",
     }

@@ -46,19 +46,19 @@ def segments():
     return {
         "attention_in": (
             functools.partial(plain.attention_in, norm=NORM, heads=HEADS),
-            weights(qkv=(HIDDEN, 8 * HEAD_DIM)),
+            weights(qkv=(8 * HEAD_DIM, HIDDEN)),
             (x,),
             (*dheads, (), dy),
         ),
         "attention_out": (
             plain.attention_out,
-            {"out": normal(1, INNER, HIDDEN, dtype=BF16, scale=0.1)},
+            {"out": normal(1, HIDDEN, INNER, dtype=BF16, scale=0.1)},
             (o, x),
             dy,
         ),
         "gated_mlp": (
             functools.partial(plain.gated_mlp, norm=NORM, gate="silu"),
-            weights(gate_up=(HIDDEN, 2, INNER), down=(INNER, HIDDEN)),
+            weights(gate_up=(2, INNER, HIDDEN), down=(HIDDEN, INNER)),
             (x,),
             dy,
         ),
@@ -66,9 +66,9 @@ def segments():
 
 
 HISTORIES = {
-    "attention_in": ("qkv", "qkv_grad"),
-    "attention_out": ("out", "out_grad"),
-    "gated_mlp": ("gate_up", "gate_up_grad", "down", "down_grad"),
+    "attention_in": ("qkv_grad",),
+    "attention_out": ("out_grad",),
+    "gated_mlp": ("gate_up_grad", "down_grad"),
 }
 SEGMENTS = list(HISTORIES)
 
@@ -99,14 +99,12 @@ def maxima(segment):
 
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_maxima_of_what_was_quantized_are_recorded(segment):
-    _, params, _, dy = segments()[segment]
+    *_, dy = segments()[segment]
     found = maxima(segment)
 
     def largest(*arrays):
         return max(np.abs(np.asarray(x, np.float32)).max() for x in arrays)
 
-    for name in set(params) - {"norm"}:
-        assert found[name] == largest(params[name])
     if segment == "attention_in":  # Rotated back, a pair of halves is as long.
         lengths = [
             np.hypot(*np.split(np.asarray(x, np.float32), 2, axis=-1)) for x in dy[:2]
@@ -237,7 +235,7 @@ def test_training_follows_scaling_just_in_time(recipe):
     np.testing.assert_allclose(delayed, just_in_time, rtol=0.01)
 
 
-def test_quantized_weights_leave_their_histories_alone():
+def test_histories_go_on_where_weights_were_quantized_before():
     model = small_llama(scaling="delayed")
     nnx.jit(llama.Llama.quantize_weights)(model)
     graph, params, rest = nnx.split(model, nnx.Param, ...)
@@ -250,8 +248,7 @@ def test_quantized_weights_leave_their_histories_alone():
     after = compiled(jax.grad(loss), histories)["layers"]["amax"]
     before = histories["layers"]["amax"]
     for name in before:
-        same = np.array_equal(after[name][...], before[name][...])
-        assert same == (name in ("qkv", "out", "gate_up", "down"))
+        assert not np.array_equal(after[name][...], before[name][...])
 
 
 def test_in_linen_it_is_the_collection_that_train_states_overwrite():

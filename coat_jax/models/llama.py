@@ -39,7 +39,7 @@ class LlamaConfig:
       dtype: Dtype of the computation.
       param_dtype: Dtype of the parameters.
       recipe: What layers multiply with and what backward keeps of them.
-      scaling: When layers take the scales of whole tensors; see `DecoderLayer`.
+      scaling: When layers take the scales of gradients; see `DecoderLayer`.
     """
 
     vocab_size: int
@@ -181,8 +181,6 @@ class Llama(nnx.Module):
 
 def apply_layers(layers: DecoderLayer, x: blocks.Residual) -> blocks.Residual:
     """Applies layers whose parameters are stacked, one after the other."""
-    layers = nnx.merge(*nnx.split(layers), copy=True)  # The caller's stay as they are.
-    nnx.vmap(lambda layer: layer.scale_weights())(layers)
     graph, stacked = nnx.split(layers)
     return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]
 
