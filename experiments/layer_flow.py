@@ -91,7 +91,7 @@ def operators(layer: DecoderLayer) -> dict[str, Callable]:
 
 
 def _product(x: Array, param) -> Array:
-    return jnp.tensordot(x, param[...].astype(x.dtype), axes=1)
+    return jnp.tensordot(x, param[...].astype(x.dtype), axes=(-1, -1))
 
 
 def _attention(q: Array, k: Array, v: Array) -> Array:
