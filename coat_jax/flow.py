@@ -12,8 +12,8 @@ nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
 
 Scales are taken just in time, those of the stream's gradients where these come from:
 between segments it is a `Stream`. Those of gradients are delayed ones if a segment's
-parameters hold `amax`, histories by the name of the weights behind which `_grad` is.
-The gradients of histories are the next histories.
+parameters hold `amax`, histories that are called `qkv_grad` where the gradient is that
+of what `qkv` is multiplied to. The gradients of histories are the next histories.
 """
 
 import dataclasses

@@ -24,6 +24,9 @@ from coat_jax.devices import on_one_device
 from coat_jax.quantized import E4M3, E5M2, Format, tensor_scale, undifferentiated
 from coat_jax.scaling import scale_of
 
+# Of a weight that is contracted along its first axis, or its last.
+_LAYOUTS = ("transposed", "row")
+
 
 def linear(
     x: Float[Array, "*batch k"], w: Float[Array, "... k"]
@@ -125,7 +128,7 @@ def _product_fwd(x, w, dtype, contract):
     wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[contract])
     y = _matmul(xq.row, wq.only, xq.scale, wq.scale, dtype=dtype)
     # Of the dtype of x nothing but the dtype is kept.
-    return y, (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
+    return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @on_one_device
@@ -140,8 +143,6 @@ def _product_bwd(dtype, contract, residuals, dy):
 
 
 _product.defvjp(_product_fwd, _product_bwd)
-# Of a weight that is contracted along its first axis, or its last.
-_LAYOUTS = ("transposed", "row")
 
 
 class Codes(NamedTuple):
