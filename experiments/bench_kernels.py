@@ -65,8 +65,8 @@ def main() -> None:
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Rows with one more, or with it in the place of what was measured before."""
 
-    def key(row: Row) -> tuple[str | None, ...]:
-        return row["kernel"], row["shape"], row.get("name")
+    def key(row: Row) -> tuple[str, str]:
+        return row["kernel"], row.get("name", row["shape"])
 
     return results.joined(rows, row, key)
 

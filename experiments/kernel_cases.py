@@ -274,7 +274,7 @@ def operands(
     )
     if product.scaling == "tensor":
         return a, b, jnp.float32(0.5), jnp.float32(2.0**-6)
-    b_shape = (n // 128, k // 128) if product.scaling == "blocks" else ()
+    b_shape = (n // 128, k // 128) if product.scaling == "blocks" else (n,)
     a_scale, b_scale = (
         jax.random.uniform(key, s, minval=0.5)
         for key, s in zip(keys[2:], ((m, *b_shape[1:]), b_shape), strict=True)

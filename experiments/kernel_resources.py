@@ -120,6 +120,7 @@ def _sums() -> Iterator[Case]:
 
 def _norm() -> Iterator[Case]:
     def backward(x, dy, weight, add, y_scale=None, **how):
+        how |= {"keep_maxima": y_scale is not None}  # As in a layer.
         return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **how)
 
     def of_sum(x, weight, add, **how):

@@ -30,7 +30,7 @@ def test_products_are_of_every_layer_and_pass():
     by_name = {p.name: p.shape for p in products}
     assert by_name["7B gate_up, 8192 tokens, forward"] == (8192, 22016, 4096)
     assert by_name["7B gate_up, 8192 tokens, dx"] == (8192, 4096, 22016)
-    assert by_name["7B gate_up, 8192 tokens, dw"] == (4096, 22016, 8192)
+    assert by_name["7B gate_up, 8192 tokens, dw"] == (22016, 4096, 8192)
 
 
 @pytest.mark.parametrize("kernel", kernel_cases.PRODUCTS)
