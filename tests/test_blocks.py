@@ -14,6 +14,8 @@ from gradients import assert_close, compiled, cosine, saved, value_and_vjp
 from jax.extend.core import jaxprs_in_params
 from models import normal, parameters
 
+import pallas_kernels
+from coat_jax import blocks
 from coat_jax.attention import causal_attention
 from coat_jax.models import llama
 from coat_jax.modules import DecoderLayer
@@ -375,3 +377,31 @@ def test_plain_recipes_have_no_codes(recipe):
     layer = DecoderLayer(64, 96, 4, 2, 16, recipe=recipe, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=f"only the FP8 flow takes codes, .*{recipe}"):
         layer.quantize_weights()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_go_through_layers_with_their_scales(dtype):
+    recipe = blocks.RECIPES["coat"]
+    layers = [DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(i)) for i in range(2)]
+    x = normal(0, 2, 8, 64, dtype=dtype)
+
+    def loss(layers, x, through):
+        x = blocks.enter(recipe, x) if through else x
+        for layer in layers:
+            x = layer(x)
+        x = blocks.leave(recipe, x) if through else x
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    graph, params = nnx.split(layers)
+    results, passes = [], []
+    for through in (False, True):
+
+        def gradient(params, x, through=through):
+            of = lambda p, x: loss(nnx.merge(graph, p), x, through)  # noqa: E731
+            return jax.grad(of, (0, 1))(params, x)
+
+        results.append(compiled(gradient, params, x))
+        choices = pallas_kernels.explain(gradient, params, x).choices
+        passes.append(sum(choice.operation == "maxima" for choice in choices))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert passes[0] - passes[1] == 1  # Between the layers.
