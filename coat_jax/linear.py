@@ -255,11 +255,6 @@ class Fp8Weight(NamedTuple):
 Weight = Float[Array, "... k"] | Fp8Weight
 
 
-def value_of(w: Weight) -> Float[Array, "... k"]:
-    """The weight itself."""
-    return w.value if isinstance(w, Fp8Weight) else w
-
-
 def product(
     x: Rows,
     w: Weight,
@@ -318,10 +313,11 @@ def weight_gradient(
     x: Float[Array, "k tokens"], scale: Float[Array, ""], dy: Codes, w: Weight
 ) -> Weight:
     """The gradient of a product's weights, from transposed codes of its activations."""
-    value = value_of(w)
-    dw = _matmul(dy.transposed, x, dy.scale, scale, dtype=value.dtype)
-    dw = dw.reshape(value.shape)
-    return Fp8Weight(dw, None, None, None) if isinstance(w, Fp8Weight) else dw
+    if isinstance(w, Fp8Weight):
+        dw = weight_gradient(x, scale, dy, w.value)
+        return Fp8Weight(dw, None, None, None)
+    dw = _matmul(dy.transposed, x, dy.scale, scale, dtype=w.dtype)
+    return dw.reshape(w.shape)
 
 
 def once(result):

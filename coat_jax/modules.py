@@ -187,9 +187,9 @@ class DecoderLayer(nnx.Module):
             `x` neither bfloat16 nor float32.
         """
         recipe = blocks.RECIPES[self.recipe]
-        if isinstance(x, jax.Array):
-            return blocks.leave(recipe, self._segments(recipe, blocks.enter(recipe, x)))
-        return self._segments(recipe, x)
+        if isinstance(x, blocks.Stream):
+            return self._segments(recipe, x)
+        return blocks.leave(recipe, self._segments(recipe, blocks.enter(recipe, x)))
 
     def _segments(self, recipe: blocks.Recipe, x: blocks.Residual) -> blocks.Residual:
         params = self._params("qkv", norm=self.attention_norm)

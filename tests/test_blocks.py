@@ -405,3 +405,9 @@ def test_gradients_go_through_layers_with_their_scales(dtype):
         passes.append(sum(choice.operation == "maxima" for choice in choices))
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert passes[0] - passes[1] == 1  # Between the layers.
+
+
+def test_layers_take_numpy_arrays():
+    layer = DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(0))
+    x = normal(0, 1, 8, 64)
+    np.testing.assert_array_equal(layer(np.asarray(x)), layer(x))
