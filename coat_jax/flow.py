@@ -69,6 +69,14 @@ class Stream(NamedTuple):
         """The stream before the first segment."""
         return cls(x, jnp.zeros((), jnp.float32))
 
+    @classmethod
+    def gradient(
+        cls, dx: Float[Array, "b s h"], maxima: Array | None = None
+    ) -> "Stream":
+        """A gradient with its scale, from its `maxima` where these are known."""
+        found = kernels.maxima(dx) if maxima is None else maxima
+        return cls(dx, scale_of(E5M2, None, lambda: found))
+
     def codes(self, history: Array | None) -> Codes:
         """Codes of a gradient, both copies."""
         scale = self.scale if history is None else None
@@ -83,7 +91,7 @@ def leave(stream: Stream) -> Float[Array, "b s h"]:
 
 
 def _leave_grads(_, dx):
-    return (Stream(dx, scale_of(E5M2, None, lambda: kernels.maxima(dx))),)
+    return (Stream.gradient(dx),)
 
 
 leave.defvjp(lambda stream: (stream.x, None), on_one_device(_leave_grads))
@@ -172,12 +180,10 @@ class Norm:
         how = {"y_scale": scale, "add": add if fused else None}
         how |= {"keep_maxima": fused and not delayed, **dataclasses.asdict(self)}
         out = kernels.norm_grad(x, dy, weight, **how)
-        dx = Stream.of(out.dx if fused else out.dx + add)
-        if not delayed:
-            maxima = out.largest if fused else kernels.maxima(dx.x)
-            dx = dx._replace(scale=scale_of(E5M2, None, lambda: maxima))
+        dx = out.dx if fused else out.dx + add
+        stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
         dweight = None if weight is None else out.dweight.astype(weight.dtype)
-        return dx, dweight, out.y
+        return stream, dweight, out.y
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))

@@ -137,7 +137,7 @@ def norm_grad(
         raise ValueError("y_scale is for norms without a bias")
     how = {"kind": kind, "eps": float(eps)}
     given = {"with_bias": with_bias, "y_scale": y_scale, "add": add}
-    given["keep_maxima"] = keep_maxima
+    given |= {"keep_maxima": keep_maxima}
     chosen = dispatch.choose(
         implementation,
         _obstacle(x, weight, None, add, dy),
