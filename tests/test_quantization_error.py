@@ -132,7 +132,7 @@ def test_a_replay_in_float32_is_exact(captured):
 def finished(tmp_path_factory, text):
     """The results file of a command line and what it printed."""
     out = tmp_path_factory.mktemp("results") / "found.json"
-    arguments = ["--preset", "tiny", "--data", str(text), "--out", str(out)]
+    arguments = ["--preset", "cpu", "--data", str(text), "--out", str(out)]
     arguments += ["--steps", str(_STEPS), "--at", f"{_STEPS},20", "--window", "10"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(studies, "SCHEMES", _FEW)
@@ -144,7 +144,7 @@ def finished(tmp_path_factory, text):
 def test_a_command_line_leaves_results_and_figures(finished):
     results = json.loads(finished.read_text())
     assert {"command", "date", "device", "versions", "rows", "bars"} < results.keys()
-    assert (results["preset"], results["sample"]) == ("tiny", 256)
+    assert (results["preset"], results["sample"]) == ("cpu", 256)
     rows = {}
     for row in results["rows"]:
         rows.setdefault(row["study"], []).append(row)
@@ -162,7 +162,7 @@ def test_a_command_line_leaves_results_and_figures(finished):
         if both == ("E4M3+Expand",) * 2 or row.get("scheme") == studies.COAT.name:
             assert row["error"] == pytest.approx(12.31)
     last = {r["scheme"]: r for r in rows["schemes"] if r["step"] == _STEPS}
-    assert last[studies.DEFAULT.name]["error"] < 12.31
+    assert last[studies.DEFAULT.name]["error"] < 12.31 / 2
     assert last[studies.DEFAULT.name]["bytes_per_parameter"] == 2 + 5 / 128
     for name in ("ranges", "codes", "schemes", "replays"):
         figure = finished.with_name(f"found_{name}.png")
