@@ -45,8 +45,9 @@ def run(
     is added to, or the cosines and sines of heads' angles, [positions, size / 2].
 
     Returns:
-      The product [m, n], codes and the scales of their groups, or queries, keys and
-      values; and maxima [tiles along n, m], if they are wanted.
+      The product [m, n], if `tuning` says so transposed, or codes and the scales of
+      their groups, or queries, keys and values; and maxima [tiles along n, m], if they
+      are wanted.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
@@ -76,7 +77,8 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
     if product.heads is not None:
         own = n // (product.heads.queries + 2)
         columns = (product.heads.queries * own, own, own) * product.copies
-    found = [jax.ShapeDtypeStruct((m, c), product.out_dtype) for c in columns]
+    shapes = [(c, m) if walk.tuning.transposed else (m, c) for c in columns]
+    found = [jax.ShapeDtypeStruct(shape, product.out_dtype) for shape in shapes]
     if product.group:
         found.append(jax.ShapeDtypeStruct((m, n // product.group), jnp.bfloat16))
     tiles = -(-n // walk.tuning.tile_n)
@@ -87,10 +89,11 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
 def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
     store_n = t.store_n(product)
-    store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
+    piece = (store_n, PIECE_M) if t.transposed else (PIECE_M, store_n)
+    itemsize = jnp.dtype(product.out_dtype).itemsize
     stored = (
-        plgpu.TilingTransform((8, store_n)),
-        plgpu.SwizzleTransform(store_bytes),
+        plgpu.TilingTransform((8, piece[1])),
+        plgpu.SwizzleTransform(piece[1] * itemsize),
     )
     barrier = plgpu.Barrier
     if t.cluster:
@@ -107,7 +110,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
         a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
         b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
-            (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
+            (t.warpgroups, 2 * TILE_K // (store_n * itemsize), *piece),
             product.out_dtype,
             transforms=stored,
         ),

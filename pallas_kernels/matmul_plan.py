@@ -29,6 +29,8 @@ class Tuning:
       width: Consecutive tiles that are neighbours along m, before the next columns.
       parts: Parts of `tile_n` that are promoted one by one, which saves registers.
       chunks: Sums that are promoted in a step of the loop along k.
+      transposed: Whether tiles are of b @ a.T, with its rows and columns, and are
+        transposed when they are stored.
     """
 
     tile_m: int = 128
@@ -40,6 +42,7 @@ class Tuning:
     width: int = 8
     parts: int = 1
     chunks: int = 1
+    transposed: bool = False
 
     def __str__(self) -> str:
         fields = dataclasses.fields(self)[2:]

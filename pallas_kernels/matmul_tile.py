@@ -150,7 +150,11 @@ class Tile:
     def _store(self, pieces, added, rows, columns, own) -> None:
         """Converts pieces and hands them to the copy engine."""
         largest = None
-        out = [x.at[rows].at[own] for x in self.out]
+        transposed = self.tuning.transposed
+        out = [
+            x.at[:, rows].at[:, own] if transposed else x.at[rows].at[own]
+            for x in self.out
+        ]
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         for number, (i, j, value) in enumerate(pieces):
             where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, value.shape[1])
@@ -167,7 +171,13 @@ class Tile:
                 value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
-            staged[...] = value.astype(self.product.out_dtype)
+            value = value.astype(self.product.out_dtype)
+            if transposed:
+                turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+                staged.transpose((1, 0))[...] = turned
+                where = where[::-1]
+            else:
+                staged[...] = value
             plgpu.commit_smem()
             self._send(staged, out, *where)
 

@@ -366,6 +366,8 @@ def _run(
         if product.scaling == "blocks":
             a_scale = a_scale.T
             b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
+        if tuning.transposed:
+            a, b, a_scale, b_scale = b, a, b_scale, a_scale
         arrays = (a, b, a_scale, b_scale, more)
         return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
 

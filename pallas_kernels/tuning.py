@@ -73,12 +73,21 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**wide),
         turns(**narrow, cluster="m"),
         turns(**narrow),
+        Tuning(**large, transposed=True),
+        Tuning(**large, cluster="n", transposed=True),
+        turns(**wider, cluster="m", transposed=True),
+        turns(**wider, width=16, transposed=True),
     ]
 
 
 def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
+    if tuning.transposed:
+        plain = Product(out_dtype=jnp.dtype(jnp.bfloat16), promote=product.promote)
+        if product != plain or tuning.tile_n % PIECE_M or n % PIECE_M:
+            return f"{tiles} of the transpose: bfloat16, one scale, n by {PIECE_M}"
+        m, n = n, m
     if m < tuning.span[0] or n < tuning.span[1]:
         pair = f", two along {tuning.cluster}" if tuning.cluster else ""
         return f"{m} x {n} is less than {tiles}{pair}"
@@ -119,9 +128,16 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 
 def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
-    """The fastest tiles for the shape, or what is taken unmeasured."""
-    measured = _table().get(key(product, m, n, k))
-    return Tuning(**measured["tiles"]) if measured else heuristic(product, m, n)
+    """The fastest tiles for the shape, or what is taken unmeasured.
+
+    Of the transpose are they only measured: for other products of the shape, with a
+    scale for each row or with maxima, they may not do.
+    """
+    if measured := _table().get(key(product, m, n, k)):
+        fastest = Tuning(**measured["tiles"])
+        if obstacle(product, fastest, m, n) is None:
+            return fastest
+    return heuristic(product, m, n)
 
 
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
@@ -129,7 +145,8 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
 
     Thread blocks with few tiles each are not paired: they would wait for one another.
     """
-    able = [t for t in candidates(product) if obstacle(product, t, m, n) is None]
+    tried = [t for t in candidates(product) if not t.transposed]
+    able = [t for t in tried if obstacle(product, t, m, n) is None]
     found = [t for t in able if t.cluster is None or m * n >= _PAIRED] or able
     frugal = (t for t in found if _computed(t, m, n) <= 1.03 * m * n)
     return next(frugal, min(found, key=lambda t: _computed(t, m, n), default=None))

@@ -104,6 +104,25 @@ def test_products_are_float64s_but_for_rounding(
     assert error(y, (wide_a * by_a) @ (wide_b * by_b).T) < within
 
 
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "tiles"),
+    [
+        ((256, 384, 256), {}),
+        ((448, 512, 128), {"tile_m": 256, "tile_n": 192, "stages": 3}),
+        ((384, 320, 128), {"tile_n": 192, "together": False, "cluster": "m"}),
+    ],
+)
+def test_tiles_of_the_transpose(implementation, shape, tiles):
+    a, b, wide_a, wide_b = operands(shape, jnp.float8_e5m2, seed=sum(shape))
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, jnp.float32(0.5), jnp.float32(4),
+        tuning=Tuning(**tiles, transposed=True),
+    )  # fmt: skip
+    within = 2.0**-9 + (2e-3 if implementation == "mosaic" else 0.0)
+    assert error(y, 2 * wide_a @ wide_b.T) < within
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
 def test_all_tiles_that_are_tried_agree(kind):
