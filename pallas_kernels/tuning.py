@@ -15,6 +15,7 @@ from pallas_kernels.matmul_plan import BLOCK, PIECE_M, Product, Tuning
 _SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
 TABLE = Path(__file__).with_name("tuning.json")
 _PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
+_PLAIN = Product(out_dtype=jnp.dtype(jnp.bfloat16))  # What transposed tiles can do.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
 
 
@@ -57,6 +58,12 @@ def candidates(product: Product) -> list[Tuning]:
             Tuning(),
         ]
     large = {"tile_m": 256, "tile_n": 192, "stages": 3}
+    transposed = [
+        Tuning(**large, transposed=True),
+        Tuning(**large, cluster="n", transposed=True),
+        turns(**wider, cluster="m", transposed=True),
+        turns(**wider, width=16, transposed=True),
+    ]
     return [
         Tuning(width=16),
         Tuning(width=4),
@@ -73,10 +80,7 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**wide),
         turns(**narrow, cluster="m"),
         turns(**narrow),
-        Tuning(**large, transposed=True),
-        Tuning(**large, cluster="n", transposed=True),
-        turns(**wider, cluster="m", transposed=True),
-        turns(**wider, width=16, transposed=True),
+        *(transposed if product == _PLAIN else []),
     ]
 
 
@@ -84,8 +88,7 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if tuning.transposed:
-        plain = Product(out_dtype=jnp.dtype(jnp.bfloat16), promote=product.promote)
-        if product != plain or tuning.tile_n % PIECE_M or n % PIECE_M:
+        if product != _PLAIN or tuning.tile_n % PIECE_M or n % PIECE_M:
             return f"{tiles} of the transpose: bfloat16, one scale, n by {PIECE_M}"
         m, n = n, m
     if m < tuning.span[0] or n < tuning.span[1]:
@@ -145,7 +148,7 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
 
     Thread blocks with few tiles each are not paired: they would wait for one another.
     """
-    tried = [t for t in candidates(product) if not t.transposed]
+    tried = (t for t in candidates(product) if not t.transposed)
     able = [t for t in tried if obstacle(product, t, m, n) is None]
     found = [t for t in able if t.cluster is None or m * n >= _PAIRED] or able
     frugal = (t for t in found if _computed(t, m, n) <= 1.03 * m * n)
