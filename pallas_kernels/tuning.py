@@ -80,6 +80,9 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**wide),
         turns(**narrow, cluster="m"),
         turns(**narrow),
+        Tuning(tile_n=224),
+        Tuning(**large | {"tile_n": 176}),
+        turns(tile_n=176),
         *(transposed if product == _PLAIN else []),
     ]
 
