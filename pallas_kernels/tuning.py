@@ -3,6 +3,7 @@
 `python -m experiments.tune` measures and writes the table beside this file.
 """
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -81,8 +82,6 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**narrow, cluster="m"),
         turns(**narrow),
         Tuning(tile_n=224),
-        Tuning(**large | {"tile_n": 176}),
-        turns(tile_n=176),
         *(transposed if product == _PLAIN else []),
     ]
 
@@ -91,7 +90,8 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if tuning.transposed:
-        if product != _PLAIN or tuning.tile_n % PIECE_M or n % PIECE_M:
+        plain = dataclasses.replace(product, maxima=False) == _PLAIN
+        if not plain or tuning.tile_n % PIECE_M or n % PIECE_M:
             return f"{tiles} of the transpose: bfloat16, one scale, n by {PIECE_M}"
         m, n = n, m
     if m < tuning.span[0] or n < tuning.span[1]:
@@ -136,8 +136,7 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
 def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
     """The fastest tiles for the shape, or what is taken unmeasured.
 
-    Of the transpose are they only measured: for other products of the shape, with a
-    scale for each row or with maxima, they may not do.
+    Those that transpose do not do for products of the shape with a scale for each row.
     """
     if measured := _table().get(key(product, m, n, k)):
         fastest = Tuning(**measured["tiles"])

@@ -115,12 +115,13 @@ def test_products_are_float64s_but_for_rounding(
 )
 def test_tiles_of_the_transpose(implementation, shape, tiles):
     a, b, wide_a, wide_b = operands(shape, jnp.float8_e5m2, seed=sum(shape))
-    y = run(
+    y, maxima = run(
         pallas_kernels.matmul, implementation, a, b, jnp.float32(0.5), jnp.float32(4),
-        tuning=Tuning(**tiles, transposed=True),
+        keep_maxima=True, tuning=Tuning(**tiles, transposed=True),
     )  # fmt: skip
     within = 2.0**-9 + (2e-3 if implementation == "mosaic" else 0.0)
     assert error(y, 2 * wide_a @ wide_b.T) < within
+    assert maxima.max() == np.abs(np.asarray(y, np.float32)).max()
 
 
 @pytest.mark.gpu
