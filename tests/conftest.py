@@ -38,7 +38,12 @@ def pytest_configure(config: pytest.Config):
             os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
 
 
-LONGEST = ("test_sharding.py", "test_pretrain.py", "test_remat_sharding.py")
+LONGEST = (
+    "test_compile_sm90.py",
+    "test_pretrain.py",
+    "test_remat_sharding.py",
+    "test_sharding.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
