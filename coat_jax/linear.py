@@ -223,10 +223,11 @@ class Rows(NamedTuple):
 
     def tensor_scale(self) -> Float[Array, ""]:
         """A scale that would do for all rows."""
-        # Of some the largest first: of many scales XLA does not in one kernel both find
-        # powers of two and reduce them.
-        some = math.gcd(self.scale.size, 8)
-        largest = jnp.max(self.scale.reshape(-1, some), axis=1)
+        # Of neighbours the largest first: of many scales XLA does not in one kernel
+        # both find powers of two and reduce them.
+        *leading, rows = self.scale.shape
+        some = math.gcd(rows, 8)
+        largest = jnp.max(self.scale.reshape(*leading, rows // some, some), axis=-1)
         return scale_of(E4M3, None, lambda: largest * E4M3.max)
 
 

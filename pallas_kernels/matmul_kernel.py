@@ -89,11 +89,10 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
 def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
     store_n = t.store_n(product)
-    piece = (store_n, PIECE_M) if t.transposed else (PIECE_M, store_n)
-    itemsize = jnp.dtype(product.out_dtype).itemsize
+    store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
     stored = (
-        plgpu.TilingTransform((8, piece[1])),
-        plgpu.SwizzleTransform(piece[1] * itemsize),
+        plgpu.TilingTransform((8, store_n)),
+        plgpu.SwizzleTransform(store_bytes),
     )
     barrier = plgpu.Barrier
     if t.cluster:
@@ -110,7 +109,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
         a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
         b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
-            (t.warpgroups, 2 * TILE_K // (store_n * itemsize), *piece),
+            (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
             product.out_dtype,
             transforms=stored,
         ),

@@ -172,7 +172,7 @@ class Tile:
             staged = smem.at[number % smem.shape[0]]
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
             value = value.astype(self.product.out_dtype)
-            if transposed:
+            if transposed:  # Pieces are square.
                 turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
                 staged.transpose((1, 0))[...] = turned
                 where = where[::-1]

@@ -16,7 +16,6 @@ from pallas_kernels.matmul_plan import BLOCK, PIECE_M, Product, Tuning
 _SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
 TABLE = Path(__file__).with_name("tuning.json")
 _PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
-_PLAIN = Product(out_dtype=jnp.dtype(jnp.bfloat16))  # What transposed tiles can do.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
 
 
@@ -82,7 +81,7 @@ def candidates(product: Product) -> list[Tuning]:
         turns(**narrow, cluster="m"),
         turns(**narrow),
         Tuning(tile_n=224),
-        *(transposed if product == _PLAIN else []),
+        *(transposed if _transposable(product) else []),
     ]
 
 
@@ -90,8 +89,7 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     """Why an output cannot be computed in these tiles; None if it can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if tuning.transposed:
-        plain = dataclasses.replace(product, maxima=False) == _PLAIN
-        if not plain or tuning.tile_n % PIECE_M or n % PIECE_M:
+        if not _transposable(product) or tuning.tile_n % PIECE_M or n % PIECE_M:
             return f"{tiles} of the transpose: bfloat16, one scale, n by {PIECE_M}"
         m, n = n, m
     if m < tuning.span[0] or n < tuning.span[1]:
@@ -111,6 +109,12 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
     ):
         return f"{tiles} are no whole heads of {product.heads.size}"
     return None
+
+
+def _transposable(product: Product) -> bool:
+    """Whether tiles of its transpose can compute it, which are stored in squares."""
+    plain = dataclasses.replace(product, maxima=False)
+    return plain == Product(out_dtype=jnp.dtype(jnp.bfloat16))
 
 
 def needs(product: Product) -> str:

@@ -397,8 +397,10 @@ def test_gradients_go_through_layers_with_their_scales(dtype):
     for through in (False, True):
 
         def gradient(params, x, through=through):
-            of = lambda p, x: loss(nnx.merge(graph, p), x, through)  # noqa: E731
-            return jax.grad(of, (0, 1))(params, x)
+            def of_params(params, x):
+                return loss(nnx.merge(graph, params), x, through)
+
+            return jax.grad(of_params, (0, 1))(params, x)
 
         results.append(compiled(gradient, params, x))
         choices = pallas_kernels.explain(gradient, params, x).choices
