@@ -1,5 +1,6 @@
 """What to save between a forward and a backward pass, for `jax.checkpoint`."""
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -7,13 +8,17 @@ from jax.extend import core
 
 from coat_jax.residuals import PRODUCTS, is_foreign
 
+# Numbers that an element of attention's scores is a product of, at most.
+_LARGEST_HEAD = 256
+
 
 def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
     """Saves what matrix products, convolutions, kernels and barriers return.
 
-    The rest, norms and gates and other cheap operations, is computed again. Products
-    with batch axes, such as attention's scores, are not saved either. It is what
-    COAT's residuals become without FP8 products (arXiv 2410.19313, section 5).
+    The rest, norms and gates and other cheap operations, is computed again. So are
+    products with batch axes that sum 256 numbers or fewer an element, such as
+    attention's scores, but not those of a layer's experts. It is what COAT's residuals
+    become without FP8 products (arXiv 2410.19313, section 5).
 
     A policy of `jax.checkpoint` and `coat.fp8_remat`; unlike
     `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it knows convolutions and
@@ -31,8 +36,9 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
       [(128, 256), (128, 64)]
     """
     if primitive.name == "dot_general":
-        _, (batch, _) = params["dimension_numbers"]
-        return not batch
+        (summed, _), (batch, _) = params["dimension_numbers"]
+        lhs, _ = types
+        return not batch or math.prod(lhs.shape[i] for i in summed) > _LARGEST_HEAD
     if primitive.name in PRODUCTS or primitive.name == "optimization_barrier":
         # Of a product behind a barrier what is read: XLA fuses across no barrier.
         return True

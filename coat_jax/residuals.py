@@ -53,7 +53,7 @@ _NOT_USERS = (
 )
 # Opens the name scope in which `fp8_remat` quantizes, before what it is for.
 FP8_SCOPE = "FP8 "
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # Besides divisors and negative powers.
 _POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
 
@@ -308,7 +308,7 @@ def forward_backward(fn: Callable) -> Callable:
 def is_foreign(primitive: core.Primitive) -> bool:
     """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
     name = primitive.name.replace("-", "_")
-    known = name in _LAYOUT or name == "add_any"
+    known = name in _LAYOUT | PRODUCTS or name == "add_any"
     return not known and not hasattr(lax, f"{name}_p")
 
 

@@ -217,23 +217,46 @@ def test_products_saveable_knows_convolutions_and_kernels():
     def fn(params, x, key):
         h = jax.lax.conv(x, params["conv"], (1, 1), "SAME")  # 2, 16, 32, 24
         h = jnp.tanh(h) * jax.random.bernoulli(key, 0.9, h.shape)
-        h = kernel(jnp.sin(h).reshape(2, 32, 384))
-        scores = jnp.einsum("bsd,btd->bst", h, h)  # 2, 32, 32
+        h = kernel(jnp.sin(h).reshape(2, 48, 256))
+        scores = jnp.einsum("bsd,btd->bst", h, h)  # 2, 48, 48
         return jnp.tanh(jax.nn.softmax(scores) @ h) @ params["out"]
 
     params = {
         "conv": normal(1, 16, 8, 3, 3, scale=0.1),
-        "out": normal(2, 384, 8, scale=0.1),
+        "out": normal(2, 256, 8, scale=0.1),
     }
     x, key = normal(3, 2, 8, 32, 24), jax.random.key(0)
     light = fp8_remat(fn, policy=products_saveable)
     residuals = saved(light, params, x, key)
     shapes = [r.shape for r in residuals if r.dtype in FP8]
-    assert sorted(shapes) == [(2, 8, 32, 24), (2, 16, 32, 24), (2, 32, 384)]
+    assert sorted(shapes) == [(2, 8, 32, 24), (2, 16, 32, 24), (2, 48, 256)]
     rest = [r for r in residuals if r.argument is None and r.shape not in shapes]
     assert all(r.dtype == jnp.uint16 for r in rest)
     actual, expected = (
         compiled(jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, x, key)))), params)
+        for f in (light, fn)
+    )
+    assert 0.998 < cosine(actual, expected) < 1 - 1e-6
+
+
+@pytest.mark.parametrize("product", ["dot", "ragged_dot"])
+def test_products_saveable_saves_what_experts_multiply(product):
+    def fn(params, x):
+        up, down = params
+        if product == "dot":
+            h = jnp.einsum("etd,edf->etf", x.reshape(4, 16, 320), up)
+            return jnp.einsum("etf,efd->etd", jnp.tanh(jnp.sin(h)), down)
+        sizes = jnp.full(4, 16, jnp.int32)
+        h = jax.lax.ragged_dot(x, up, sizes)
+        return jax.lax.ragged_dot(jnp.tanh(jnp.sin(h)), down, sizes)
+
+    params = normal(1, 4, 320, 384, scale=0.1), normal(2, 4, 384, 320, scale=0.1)
+    x = normal(3, 64, 320)
+    light = fp8_remat(fn, policy=products_saveable)
+    sizes = [r.nbytes for r in saved(light, params, x) if r.dtype in FP8]
+    assert sorted(sizes) == [64 * 320, 64 * 384]
+    actual, expected = (
+        compiled(jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, x)))), params)
         for f in (light, fn)
     )
     assert 0.998 < cosine(actual, expected) < 1 - 1e-6
