@@ -32,10 +32,10 @@ from coat_jax.linear import (
     Codes,
     Rows,
     Weight,
-    behind,
     input_gradient,
     product,
     product_heads,
+    tensor_scales,
     weight_gradient,
 )
 from coat_jax.nonlinear import angles, rotary
@@ -75,7 +75,7 @@ class Stream(NamedTuple):
     ) -> "Stream":
         """A gradient with its scale, from its `maxima` where these are known."""
         found = kernels.maxima(dx) if maxima is None else maxima
-        return cls(dx, scale_of(E5M2, None, lambda: found))
+        return cls(dx, scale_of(E5M2, None, lambda: kernels.Bound((found,))))
 
     def codes(self, history: Array | None) -> Codes:
         """Codes of a gradient, both copies."""
@@ -127,8 +127,12 @@ class Heads:
     ) -> Codes:
         """The gradient of what `split` takes, from those of what it returns."""
         cos, sin = self.angles(q.shape[1])
-        # No rotation makes a number larger than this.
-        scale = scale_of(E5M2, history, lambda: math.sqrt(2) * kernels.maxima(q, k, v))
+
+        def bound():
+            # No rotation makes a number larger than this.
+            return kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
+
+        scale = scale_of(E5M2, history, bound)
         how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
         codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
         return Codes.found(codes.row, codes.transposed, scale, codes.largest)
@@ -211,12 +215,12 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     if (bias := params.get("qkv_bias")) is None:
         how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
         how |= {"copies": 1 + keep_copies}
-        (q, k, v, *kept), w_scale = product_heads(h, params["qkv"], x.dtype, **how)
+        (q, k, v, *kept), w = product_heads(h, params["qkv"], x.dtype, **how)
     else:
-        y, w_scale = product(h, params["qkv"], x.dtype)
+        y, w = product(h, params["qkv"], x.dtype)
         q, k, v = heads.split(biased(y, bias))
         kept = (q, k, v) if keep_copies else ()
-    return (q, k, v, tuple(kept), x), (params, groups, h.tensor_scale(), w_scale)
+    return (q, k, v, tuple(kept), x), (params, groups, *tensor_scales(h, w))
 
 
 @on_one_device
@@ -226,8 +230,8 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     *dheads, _, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # Weights are quantized again not before attention's backward pass is over.
-    w_scale = behind(w_scale, gradient.transposed)
-    dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype)
+    how = {"after": gradient.transposed}
+    dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype, **how)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx, delayed)
     grads = {
@@ -259,8 +263,8 @@ def attention_out(
 def _attention_out(params, o, x):
     rows = Rows.of(joined(o))
     x = biased(x, params.get("out_bias"))
-    y, w_scale = product(rows, params["out"], x.dtype, x)
-    return Stream.of(y), (params, o, rows.tensor_scale(), w_scale)
+    y, w = product(rows, params["out"], x.dtype, x)
+    return Stream.of(y), (params, o, *tensor_scales(rows, w))
 
 
 @on_one_device
@@ -296,13 +300,13 @@ def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Str
 def _gated_mlp(params, stream, norm, gate):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
-    y, gate_up_scale = product(h, params["gate_up"], x.dtype)
+    y, gate_up = product(h, params["gate_up"], x.dtype)
     y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Rows(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
-    y, down_scale = product(a, params["down"], x.dtype, x)
-    scales = (h.tensor_scale(), a.tensor_scale(), gate_up_scale, down_scale)
+    y, down = product(a, params["down"], x.dtype, x)
+    scales = tensor_scales(h, a, gate_up, down)
     return Stream.of(y), (params, groups, out.groups, scales)
 
 
@@ -321,8 +325,8 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # Weights are quantized again not before `da` is gone and the codes of its gradients
     # are transposed, so that they go with this product, and the weights' gradient can
     # be next.
-    gate_up_scale = behind(gate_up_scale, inner.transposed)
-    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype)
+    how = {"after": inner.transposed}
+    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, **how)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)
     grads = {
@@ -359,8 +363,8 @@ def _gate_gradient(
     """
 
     def bound():
-        factor = jnp.max(kernels.maxima(gate_up.scale)) * E4M3.max
-        return factor * jnp.max(da_maxima) * _STEEPEST[gate]
+        factors = kernels.maxima(gate_up.scale), da_maxima
+        return kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
 
     scale = scale_of(E5M2, history, bound)
     how = {"activation": gate, "dtype": E5M2.dtype}

@@ -170,14 +170,19 @@ class Codes(NamedTuple):
         copies: Literal["row", "transposed", "both"],
         scale: Float[Array, ""] | None = None,
         history: Float[Array, " length"] | None = None,
+        after: Array | None = None,
     ) -> "Codes":
-        """Quantizes `x` with the scale given, a history's, or that of its maximum."""
+        """Quantizes `x` with the scale given, a history's, or that of its maximum.
+
+        Not before there is `after`.
+        """
         x = _numbers(x)
         if scale is None:
-            scale = scale_of(format, history, lambda: kernels.maxima(x))
-        codes = kernels.quantize_tensor(
-            x, scale, dtype=format.dtype, copies=copies, keep_maxima=history is not None
-        )
+            scale = scale_of(
+                format, history, lambda: kernels.Bound((kernels.maxima(x),))
+            )
+        how = {"copies": copies, "keep_maxima": history is not None, "after": after}
+        codes = kernels.quantize_tensor(x, scale, dtype=format.dtype, **how)
         return cls.found(codes.row, codes.transposed, scale, codes.largest)
 
     @classmethod
@@ -221,14 +226,10 @@ class Rows(NamedTuple):
         """Quantizes `x`."""
         return cls(*kernels.quantize_rows(_numbers(x)))
 
-    def tensor_scale(self) -> Float[Array, ""]:
-        """A scale that would do for all rows."""
-        # Of neighbours the largest first: of many scales XLA does not in one kernel
-        # both find powers of two and reduce them.
-        *leading, rows = self.scale.shape
-        some = math.gcd(rows, 8)
-        largest = jnp.max(self.scale.reshape(*leading, rows // some, some), axis=-1)
-        return scale_of(E4M3, None, lambda: largest * E4M3.max)
+    @property
+    def bound(self) -> kernels.Bound:
+        """What no magnitude of any row exceeds."""
+        return kernels.Bound((self.scale,), E4M3.max)
 
 
 class Fp8Weight(NamedTuple):
@@ -253,11 +254,19 @@ class Fp8Weight(NamedTuple):
     def of(cls, w: Float[Array, "... k"]) -> "Fp8Weight":
         """Quantizes a weight for forward and backward."""
         values = lax.stop_gradient(w)
-        rows, scale = _forward_codes(values)
+        rows, _ = _forward_codes(values)
+        (scale,) = tensor_scales(rows)
         return cls(w, rows, _backward_codes(values, scale), scale)
 
 
 Weight = Float[Array, "... k"] | Fp8Weight
+
+
+def tensor_scales(*rows: Rows | Array) -> tuple[Float[Array, ""], ...]:
+    """For each a scale that does for all rows, or the one that is there already."""
+    bounds = [x.bound for x in rows if isinstance(x, Rows)]
+    found = iter(kernels.tensor_scales(*bounds))
+    return tuple(next(found) if isinstance(x, Rows) else x for x in rows)
 
 
 def product(
@@ -265,8 +274,8 @@ def product(
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
-) -> tuple[Float[Array, "*batch n"], Float[Array, ""]]:
-    """Activations times `w`, its output axes as one, and the scale of `w` for backward.
+) -> tuple[Float[Array, "*batch n"], Rows | Float[Array, ""]]:
+    """Activations times `w`, its output axes as one, and what has its scale.
 
     Args:
       x: Codes of activations [*batch, k].
@@ -275,8 +284,8 @@ def product(
       accumulator: What it is added to.
     """
     multiply = partial(_matmul, dtype=dtype)
-    y, w_scale = _product_by(multiply, x, w, accumulator)
-    return once(y), w_scale
+    y, scaled = _product_by(multiply, x, w, accumulator)
+    return once(y), scaled
 
 
 def product_heads(
@@ -286,20 +295,20 @@ def product_heads(
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
     copies: int = 1,
-) -> tuple[tuple[Array, ...], Float[Array, ""]]:
+) -> tuple[tuple[Array, ...], Rows | Float[Array, ""]]:
     """`product` as queries, keys and values, which `matmul_heads` describes.
 
     Copies are for nothing but to be saved.
     """
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype, "copies": copies}
     multiply = partial(kernels.matmul_heads, **how)
-    heads, w_scale = _product_by(multiply, x, w, *angles)
-    return (*once(heads[:3]), *heads[3:]), w_scale
+    heads, scaled = _product_by(multiply, x, w, *angles)
+    return (*once(heads[:3]), *heads[3:]), scaled
 
 
 def _product_by(multiply, x, w, *more):
-    rows, w_scale = _forward_codes(w)
-    return multiply(x.codes, rows.codes, x.scale, rows.scale, *more), w_scale
+    rows, scaled = _forward_codes(w)
+    return multiply(x.codes, rows.codes, x.scale, rows.scale, *more), scaled
 
 
 def input_gradient(
@@ -307,10 +316,14 @@ def input_gradient(
     w: Weight,
     w_scale: Float[Array, ""],
     dtype: DTypeLike,
+    after: Array | None = None,
     **how,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
-    """The gradient of a product's activations; `how` is as for `kernels.matmul`."""
-    codes = _backward_codes(w, w_scale)
+    """The gradient of a product's activations; `how` is as for `kernels.matmul`.
+
+    Weights are not quantized before there is `after`.
+    """
+    codes = _backward_codes(w, w_scale, after)
     return _matmul(dy.row, codes, dy.scale, w_scale, dtype=dtype, **how)
 
 
@@ -334,29 +347,22 @@ def once(result):
     return lax.optimization_barrier(result)
 
 
-def behind(scale: Float[Array, ""], array: Float[Array, "..."]) -> Float[Array, ""]:
-    """`scale` as something that depends on `array`, which XLA therefore computes first.
-
-    XLA computes early what it can, and a barrier does not bind its schedule.
-    """
-    first = array.reshape(-1)[:1].astype(jnp.float32)
-    never = jnp.any(jnp.isnan(first) & (first == 0))
-    return scale + never.astype(scale.dtype)
-
-
-def _forward_codes(w: Weight) -> tuple[Rows, Float[Array, ""]]:
-    """Codes of weights for forward, and the scale of those for backward."""
+def _forward_codes(w: Weight) -> tuple[Rows, Rows | Float[Array, ""]]:
+    """Codes of weights for forward, and what has the scale of those for backward."""
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
     rows = Rows.of(_flat(w))
-    return rows, rows.tensor_scale()
+    return rows, rows
 
 
-def _backward_codes(w: Weight, scale: Array) -> Float[Array, "k n"]:
+def _backward_codes(
+    w: Weight, scale: Array, after: Array | None = None
+) -> Float[Array, "k n"]:
     """Codes of weights for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
-    return Codes.of(_flat(w), E4M3, copies="transposed", scale=scale).transposed
+    how = {"copies": "transposed", "scale": scale, "after": after}
+    return Codes.of(_flat(w), E4M3, **how).transposed
 
 
 def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:

@@ -22,10 +22,14 @@ from jaxtyping import Array, Float, UInt32
 
 from coat_jax import expansion
 from coat_jax.rounding import stochastic_round
-from pallas_kernels.reference.quantize import magnitude, normal, reciprocal
-
-_TINY = float(np.finfo(np.float32).tiny)
-_BF16_MAX = float(ml_dtypes.finfo(jnp.bfloat16).max)
+from pallas_kernels.reference.quantize import (
+    TINY,
+    largest_scale,
+    magnitude,
+    normal,
+    power_of_two_scale,
+    reciprocal,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -359,31 +363,12 @@ def tensor_scale(largest: Float[Array, "..."], format: Format) -> Float[Array, "
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
     """The scale as stored: normal, and so 1 / scale; max * scale fits bfloat16."""
     if isinstance(granularity, PerTensor):
-        scale, bits = _power_of_two_scale(largest, format), 1
-    else:
-        # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
-        scale = lax.reduce_precision(largest * (1.0 / format.max), 8, 7)
-        scale, bits = scale.astype(jnp.bfloat16), 8
-    mantissa, exponent = math.frexp(min(_BF16_MAX / format.max, 2.0**125))
-    top = math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
-    scale = jnp.clip(scale, _TINY, top)
+        step = 0.0 if format.table else float(ml_dtypes.finfo(format.dtype).eps)
+        return power_of_two_scale(largest, format.max, step=step)
+    # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
+    scale = lax.reduce_precision(largest * (1.0 / format.max), 8, 7)
+    scale = jnp.clip(scale.astype(jnp.bfloat16), TINY, largest_scale(format.max))
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)
-
-
-def _power_of_two_scale(largest: Array, format: Format) -> Array:
-    """The smallest power of two at which `largest` rounds to format.max or less.
-
-    In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
-    enough, else one more, which the addition carries over. The edge lies half a step
-    above max in a floating format, so that quantizing twice finds the same scale.
-    """
-    mantissa, exponent = math.frexp(format.max)
-    if format.table is None:
-        mantissa += float(ml_dtypes.finfo(format.dtype).eps) / 4
-    carry = (1 << 23) - 1 - int((2 * mantissa - 1) * (1 << 23))
-    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
-    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
-    return power * 2.0 ** (1 - exponent)
 
 
 def _block(q: QuantizedArray) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
 from coat_jax.quantized import Format, tensor_scale
 from pallas_kernels.reference.quantize import magnitude
 
@@ -53,15 +54,17 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
 def scale_of(
     format: Format,
     history: Float[Array, " length"] | None,
-    maxima: Callable[[], Float[Array, "..."]],
+    bound: Callable[[], kernels.Bound],
 ) -> Float[Array, ""]:
-    """A tensor's scale: for all that a history remembers, or just in time.
+    """A tensor's scale: for all that a history remembers, or just in time for a bound.
 
     Scales rise with maxima, so that the largest maximum has the largest scale. This way
     around XLA computes all scales and finds the largest in one kernel.
     """
-    scales = tensor_scale(maxima() if history is None else history, format)
-    return magnitude(scales)
+    if history is not None:
+        return magnitude(tensor_scale(history, format))
+    (scale,) = kernels.tensor_scales(bound(), dtype=format.dtype)
+    return scale
 
 
 def recorded(

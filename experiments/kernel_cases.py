@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-import coat_jax as coat
 import pallas_kernels
-from coat_jax.scaling import scale_of
 from pallas_kernels.matmul_plan import Heads, Product
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
@@ -105,13 +103,11 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         with_options(k.quantize_tensor, copies="both", keep_maxima=True),
         numbers(BF16), scalar,
     )  # fmt: skip
-    yield case(
-        "scale of a tensor", 2,
-        lambda x, *, implementation: scale_of(
-            coat.E4M3, None, lambda: k.maxima(x, implementation=implementation)
-        ),
-        numbers(BF16),
-    )  # fmt: skip
+
+    def scale(x, **how):
+        return k.tensor_scales(k.Bound((k.maxima(x, **how),)), **how)
+
+    yield case("scale of a tensor", 2, scale, numbers(BF16))
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
     yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
     yield case("transpose", 2, k.transpose, codes(E5M2))

@@ -94,11 +94,18 @@ def _measured(
             yield Case(case.kernel, case.call, arrays)
 
 
+def _scales(*maxima, **how):
+    bounds = [pk.Bound((x, maxima[0]), 2.0) for x in maxima]
+    return pk.tensor_scales(*bounds, **how)
+
+
 def _quantize() -> Iterator[Case]:
     yield from _measured("quantize", "scale", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
     yield Case("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
+    rows = [_array(n, dtype=_F32) for n in (8192, 22016, 264)]
+    yield Case("scales of tensors", _scales, tuple(rows))
 
 
 def _gate(activation: str) -> Iterator[Case]:

@@ -22,10 +22,12 @@ from pallas_kernels.reference.norm import Normed, NormGrads
 from pallas_kernels.reference.quantize import Copies, Groups
 from pallas_kernels.reference.residual import Summed
 from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
+from pallas_kernels.scales import Bound, tensor_scales
 from pallas_kernels.strips import Tuning as ElementwiseTuning
 
 __all__ = [
     "AdamScalars",
+    "Bound",
     "Choice",
     "Copies",
     "ElementwiseTuning",
@@ -55,5 +57,6 @@ __all__ = [
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",
+    "tensor_scales",
     "transpose",
 ]

@@ -87,7 +87,7 @@ def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
     """The scales of the largest magnitudes, given as bits, from what Mosaic has."""
     largest = floats(bits)
     scale = _bits(largest * (1 / code_max(dtype)))
-    scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(dtype))
+    scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(code_max(dtype)))
     return scale + largest * 0.0  # NaN where that is not finite.
 
 

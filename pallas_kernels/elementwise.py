@@ -54,6 +54,7 @@ def run(
     operands: tuple[Array | Groups, ...],
     scale: Float[Array, ""] | None = None,
     more_scale: Float[Array, ""] | None = None,
+    after: Array | None = None,
     *,
     name: str,
     encoding: Encoding,
@@ -72,6 +73,7 @@ def run(
       operands: Arrays [rows, parts, n], groups of such, and scalars.
       scale: What `row` and `transposed` codes multiply with on the way back.
       more_scale: The same for `more`.
+      after: What has to be there before, and is not read.
       name: The kernel's, in profiles.
       encoding: What is wanted of the parts.
       more: What is wanted of one more value, if there is one.
@@ -97,7 +99,7 @@ def run(
         as_it_is = staged or x.shape[-1] != n
         return x if as_it_is else x.reshape(*x.shape[:-1], n // group, group)
 
-    def kernel(operands, scales, out, tiles, stages=None):
+    def kernel(operands, scales, _, out, tiles, stages=None):
         cta = lax.axis_index("cta")
         places = walk.indices(cta)
         sinks = [
@@ -120,7 +122,7 @@ def run(
             sink.finish(walk, cta)
 
     @jax.custom_batching.sequential_vmap
-    def launch(operands, scales):
+    def launch(operands, scales, after):
         scratch = {"tiles": [scratch_of(each, walk, count) for each, count in wanted]}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
@@ -137,11 +139,11 @@ def run(
                 # Nothing is read from where the same kernel writes.
                 unsafe_no_auto_barriers=True,
             ),
-        )(operands, scales)
+        )(operands, scales, after)
         return out
 
     scales = [None if x is None else view(jnp.asarray(x)) for x in (scale, more_scale)]
-    out = launch(jax.tree.map(view, operands), scales[: len(wanted)])
+    out = launch(jax.tree.map(view, operands), scales[: len(wanted)], after)
     return [_reshaped(x, (rows, -1, n)) for x in out]
 
 

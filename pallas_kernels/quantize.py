@@ -213,6 +213,7 @@ def quantize_tensor(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     copies: Wanted = "row",
     keep_maxima: bool = False,
+    after: Array | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Copies:
@@ -229,6 +230,8 @@ def quantize_tensor(
         tokens are all leading axes.
       keep_maxima: Whether to return the largest magnitudes of parts of `x` as well, as
         `maxima` does, for the scale of a later `x`.
+      after: An array that is not read, but computed before. XLA computes early what it
+        can, and may keep it for long.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -252,12 +255,14 @@ def quantize_tensor(
         implementation, obstacle, operation="quantize_tensor", arrays=(x,)
     )
     if chosen == "reference":
+        scale = scale if after is None else reference.behind(scale, after)
         how = {"row": row, "transposed": transposed, "keep_maxima": keep_maxima}
         return reference.quantize_tensor(x, scale, dtype=dtype, **how)
     (out,) = elementwise.run(
         _numbers,
         (in_tokens(x) if transposed else flat(x),),
         scale,
+        after=after,
         name="quantize_tensor",
         encoding=Encoding(
             row=dtype if row else None,

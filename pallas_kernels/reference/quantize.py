@@ -121,6 +121,16 @@ def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
     return codes.reshape(math.prod(codes.shape[:-1]), n).T
 
 
+def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, ""]:
+    """`scale` as something that depends on `after`, which XLA therefore computes first.
+
+    A barrier does not bind its schedule.
+    """
+    first = after.reshape(-1)[:1].astype(jnp.float32)
+    never = jnp.any(jnp.isnan(first) & (first == 0))
+    return scale + never.astype(scale.dtype)
+
+
 def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copies:
     """Those copies of codes that are wanted."""
     return Copies(codes if row else None, transpose(codes) if transposed else None)
@@ -144,8 +154,27 @@ def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     """The scale of groups, as bfloat16 stores it, in float32."""
     # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
     scale = lax.reduce_precision(largest * (1 / code_max(dtype)), 8, 7)
-    scale = jnp.clip(scale, TINY, largest_scale(dtype))
+    scale = jnp.clip(scale, TINY, largest_scale(code_max(dtype)))
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
+
+
+def power_of_two_scale(
+    largest: Float[Array, "..."], top: float, *, step: float = 0.0
+) -> Array:
+    """The smallest power of two at which `largest` rounds to `top` or less, in float32.
+
+    NaN where `largest` is not finite. `step` is that of codes around `top`, over the
+    power of two below it: what is half of one above `top` still rounds to it, so that
+    quantizing twice finds the same scale.
+    """
+    mantissa, exponent = math.frexp(top)
+    # In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
+    # enough, else one more, which the addition carries over.
+    carry = (1 << 23) - 1 - int((2 * (mantissa + step / 4) - 1) * (1 << 23))
+    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
+    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    scale = power * 2.0 ** (1 - exponent)
+    return jnp.clip(scale, TINY, largest_scale(top, bits=1)) + largest * 0.0
 
 
 def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
@@ -182,7 +211,7 @@ def code_max(dtype: DTypeLike) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def largest_scale(dtype: DTypeLike) -> float:
-    """The largest bfloat16 s such that max * s fits bfloat16, and 1 / s is normal."""
-    mantissa, exponent = math.frexp(min(_BF16_MAX / code_max(dtype), 2.0**125))
-    return math.ldexp(math.floor(mantissa * 2**8), exponent - 8)
+def largest_scale(top: float, bits: int = 8) -> float:
+    """The largest s such that top * s fits bfloat16, and 1 / s is normal."""
+    mantissa, exponent = math.frexp(min(_BF16_MAX / top, 2.0**125))
+    return math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
