@@ -1,6 +1,7 @@
 """Gradients of attention's heads, rotated back, quantized and joined in one pass."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -27,6 +28,8 @@ from pallas_kernels.reference.quantize import Copies
 from pallas_kernels.strips import Encoding, Walk
 
 _LARGEST_HEAD = 128
+_STRIPS = 2  # Of both halves of a head that a thread block has.
+_HEADS = 2  # That turn by angles which a thread block loads once.
 
 
 def join_heads(
@@ -131,35 +134,40 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         group=GROUP,
         strip_rows=LANES,
         strip_groups=1,
-        strips=half // GROUP,
+        strips=math.gcd(half // GROUP, _STRIPS),
     )
-
-    ctas = walk.ctas * count
+    shares = walk.groups // walk.strips  # Of heads, which a thread block has one of.
+    together = math.gcd(count, _HEADS)
+    ctas = walk.ctas * count // together
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
         # Neighbours in line have the same positions, and find angles in the cache.
         cta = lax.axis_index("cta")
-        block, head = lax.div(cta, count), lax.rem(cta, count)
+        rest, share = lax.div(cta, shares), lax.rem(cta, shares)
+        block = lax.div(rest, count // together)
+        first_head = lax.rem(rest, count // together) * together
         position, sequence = lax.div(block, b) * LANES, lax.rem(block, b)
         row = sequence * s + position
-        own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
+        columns = walk.strips * GROUP
+        first = share * columns
 
-        def copy(source: Any, head: Array) -> None:
+        def copy(source: Any, head: Array, halves: Any) -> None:
             for part, tile in enumerate(halves):
-                place = (pl.ds(row, LANES), head, pl.ds(part * half, half))
+                place = (pl.ds(row, LANES), head, pl.ds(part * half + first, columns))
                 plgpu.copy_gmem_to_smem(source.at[place], tile, barrier)
 
-        pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
-        pl.when(index == queries)(lambda: copy(heads[1], own))
-        pl.when(index > queries)(lambda: copy(heads[2], own))
-        rotated = index <= queries  # Values are not, and read the same angles always.
-        factor = rotated.astype(jnp.int32)
+        rotated = []
+        for j, to in enumerate(halves):
+            head = first_head + j
+            own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
+            query = own * queries + index
+            pl.when(index < queries)(functools.partial(copy, heads[0], query, to))
+            pl.when(index == queries)(functools.partial(copy, heads[1], own, to))
+            pl.when(index > queries)(functools.partial(copy, heads[2], own, to))
+            rotated.append(index <= queries)
 
         def angles(strip):
-            place = (
-                pl.ds(factor * strip * GROUP, GROUP),
-                pl.ds(factor * position, LANES),
-            )
+            place = (pl.ds(first + strip * GROUP, GROUP), pl.ds(position, LANES))
             one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
             loads = (
                 plgpu.load(
@@ -169,20 +177,24 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 )
                 for table in tables
             )
-            cos, sin = (plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads)
-            return jnp.where(rotated, cos, 1.0), jnp.where(rotated, sin, 0.0)
+            return [plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads]
 
         ahead = angles(0)
         plgpu.barrier_wait(barrier)
         sink = Sink(out, tiles, encoding, scale[0])
-        first, second = (strips_of(tile) for tile in halves)
+        loads = [[strips_of(tile) for tile in each] for each in halves]
         for strip in range(walk.strips):
-            c, n = ahead
+            cos, sin = ahead
             if strip + 1 < walk.strips:
                 ahead = angles(strip + 1)
-            x, y = decode(first[strip]()), decode(second[strip]())
-            sink.put((x * c + y * n, y * c - x * n), lambda part: None)
-        sink.finish(walk, lax.div(row, LANES), first_part=2 * head)
+            values = []
+            for (left, right), is_rotated in zip(loads, rotated, strict=True):
+                x, y = decode(left[strip]()), decode(right[strip]())
+                c, n = jnp.where(is_rotated, cos, 1.0), jnp.where(is_rotated, sin, 0.0)
+                values += [x * c + y * n, y * c - x * n]
+            sink.put(values, lambda part: None)
+        place = lax.div(row, LANES) * shares + share
+        sink.finish(walk, place, first_part=2 * first_head)
 
     @jax.custom_batching.sequential_vmap
     def launch(heads, tables, scale):
@@ -193,9 +205,9 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
             grid=(ctas,),
             grid_names=("cta",),
             scratch_types={
-                "tiles": scratch_of(encoding, walk, 2),
-                "halves": [tile_of(q.dtype, walk)] * 2,
-                "barrier": plgpu.Barrier(num_arrivals=2),
+                "tiles": scratch_of(encoding, walk, 2 * together),
+                "halves": [[tile_of(q.dtype, walk)] * 2] * together,
+                "barrier": plgpu.Barrier(num_arrivals=2 * together),
             },
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -193,8 +194,25 @@ class Tile:
 
     def _turned(self, pieces, angles, columns):
         """The same, of queries and keys turned by the angles of their positions."""
-        size, queries = self.product.heads
+        size, _ = self.product.heads
         half, width = size // 2, self._angles_held
+        for i, of_rows in itertools.groupby(pieces, key=operator.itemgetter(0)):
+            _, starts, values = zip(*of_rows, strict=True)
+            row = jnp.concatenate(values, axis=1)
+            heads = range(0, row.shape[1], size)
+            turned = {}
+            # Angles are loaded once for all heads.
+            for at, angle in zip(range(0, half, width), angles, strict=False):
+                for head in heads:
+                    x, y = head + at, head + half + at
+                    both = row[:, x : x + width], row[:, y : y + width]
+                    turned[x], turned[y] = self._turn(columns.start + head, both, angle)
+            row = jnp.concatenate([turned[at] for at in sorted(turned)], axis=1)
+            for at, value in zip(starts, values, strict=True):
+                yield i, at, row[:, at : at + value.shape[1]]
+
+    def _turn(self, column, both, angle):
+        """A part of a head's halves, as a query or key is turned, or a value is not."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin
@@ -202,39 +220,27 @@ class Tile:
         def stay(x, y, *_):
             return x, y
 
-        for i, j, value in pieces:
-            head = [value]
-            while len(head) * value.shape[1] < size:
-                head.append(next(pieces)[2])
-            head = jnp.concatenate(head, axis=1)
-            _, index = self._head(columns.start + j)
-            turned = []
-            for at in range(0, half, width):
-                both = head[:, at : at + width], head[:, half + at : half + at + width]
-                of_both = (*both, *next(angles))
-                turned.append(lax.cond(index > queries, stay, turn, *of_both))
-            first, second = zip(*turned, strict=True)
-            head = jnp.concatenate([*first, *second], axis=1)
-            for at in range(0, size, value.shape[1]):
-                yield i, j + at, head[:, at : at + value.shape[1]]
+        _, index = self._head(column)
+        value = index > self.product.heads.queries
+        return lax.cond(value, stay, turn, *both, *angle)
 
     @property
     def _angles_held(self) -> int:
         """How many angles of a position are in registers together."""
-        return math.gcd(self.product.heads.size // 2, 32)
+        return math.gcd(self.product.heads.size // 2, 16)
 
     def _angles(self, rows, own):
         """Cosines and sines in the order in which heads are turned by them."""
         t, size, width = self.tuning, self.product.heads.size, self._angles_held
 
         def load(place):
-            i, _, at = place
+            i, at = place
             start = lax.rem(rows.start + own.start + i, self.more[0].shape[0])
             where = pl.ds(start, PIECE_M), pl.ds(at, width)
             return [_load_tile(angles.at[where]) for angles in self.more]
 
-        starts = range(0, t.height, PIECE_M), range(0, t.tile_n, size)
-        return _ahead(load, itertools.product(*starts, range(0, size // 2, width)))
+        starts = range(0, t.height, PIECE_M), range(0, size // 2, width)
+        return _ahead(load, itertools.product(*starts))
 
     def _head(self, column):
         """Of which key head a column is, and which of its queries, key and value."""

@@ -54,8 +54,6 @@ def candidates(product: Product) -> list[Tuning]:
             turns(**narrow, width=4),
             turns(**narrow, cluster="m"),
             Tuning(**tall, cluster="n"),
-            Tuning(cluster="m"),
-            Tuning(),
         ]
     large = {"tile_m": 256, "tile_n": 192, "stages": 3}
     transposed = [
