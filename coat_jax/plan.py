@@ -1,7 +1,7 @@
 """How every residual of a function is kept between its passes, and why."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
+from coat_jax.derived import Derivation, written_out
 from coat_jax.quantized import Format, PerGroup
 from coat_jax.residuals import (
     PRODUCTS,
-    Cut,
     Linearized,
     Residual,
     all_eqns,
+    does_work,
     is_foreign,
 )
 
@@ -27,6 +28,7 @@ _MIN_ROW_BYTES = 16
 # a multiple, make up a row: devices that share a row have whole ones.
 _MAX_GROUP = 128
 _SHARES = 8
+_OFFLOADED = "offloaded by the policy"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,25 +88,12 @@ class Wide:
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """Of an array whose copy is kept as a whole.
-
-    Attributes:
-      whole: Which one of those.
-      cuts: What takes the part, one after the other.
-    """
-
-    whole: int
-    cuts: tuple[Cut, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Whole:
-    """An array of which all, or more, is in residuals.
+class Extra:
+    """An array that is no residual but has a copy, from which several follow.
 
     Attributes:
       var: What it is in the forward program.
-      copy: How it is kept.
+      copy: Its copy.
       index: One of these residuals.
     """
 
@@ -120,79 +109,123 @@ class Plan:
 
     Attributes:
       kept: Per residual: the argument it is, "recompute", or how it is saved.
-      wholes: What is kept besides, of which residuals are parts.
+      extras: What is saved besides.
       needed: Per argument: whether the backward pass reads it by reference.
-      recompute: From the needed arguments to the residuals kept as "recompute".
+      recompute: From the needed arguments and what is saved, residuals and then extras,
+        to the residuals kept as "recompute".
       vjp_tree: Structure of the function that `jax.vjp` returns.
     """
 
-    kept: tuple[int | Literal["recompute"] | Wide | Copy | Part, ...]
-    wholes: tuple[Whole, ...]
+    kept: tuple[int | Literal["recompute"] | Wide | Copy, ...]
+    extras: tuple[Extra, ...]
     needed: tuple[bool, ...]
-    recompute: Callable[[Sequence[Any]], Sequence[Any]]
+    recompute: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
     vjp_tree: Any
 
 
 def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan:
     """Decides for every residual; `is_param` tells which arguments are parameters."""
-    jaxpr = traced.forward.jaxpr
-    params = {v: i for i, v in enumerate(jaxpr.invars) if is_param[i]}
+    program = written_out(traced.forward.jaxpr)
+    residuals = program.outvars[traced.num_outputs :]
+    params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     kept: list[Any] = []
-    for index, var in enumerate(traced.residuals):
-        if not isinstance(var, core.Literal) and var in params:
+    for index, var in enumerate(residuals):
+        if isinstance(var, core.Var) and var in params:
             kept.append(params[var])
-        elif _is_cheap(_restricted(traced, [index]), is_param):
+        elif _is_cheap(_restricted(program, [var]), is_param):
             kept.append("recompute")
         else:
             kept.append(_saved(traced, index, options))
-    wholes = _put_together(traced, kept)
-    recomputed = [i for i, how in enumerate(kept) if how == "recompute"]
-    program, used = _restricted(traced, recomputed)
+    constants = [*params, *_recomputed(residuals, kept)]
+    derivation = Derivation(program, constants, options.group)
+    extras = _derive(traced, residuals, kept, derivation, options)
+    sources = {v: i for i, v in enumerate(residuals) if _is_source(kept[i])}
+    sources |= {extra.var: len(kept) + i for i, extra in enumerate(extras)}
+    rest, used = _restricted(program, _recomputed(residuals, kept), sources)
+
+    def recompute(args, saved):
+        inputs = *args, *(saved[i] for i in sources.values())
+        inputs = [x for x, u in zip(inputs, used, strict=True) if u]
+        return core.jaxpr_as_fun(rest)(*inputs)
+
     return Plan(
         kept=tuple(kept),
-        wholes=tuple(wholes),
-        needed=tuple(u or i in kept for i, u in enumerate(used)),
-        recompute=lambda args: core.jaxpr_as_fun(program)(
-            *[a for a, u in zip(args, used, strict=True) if u]
-        ),
+        extras=tuple(extras),
+        needed=tuple(used[i] or i in kept for i in range(len(is_param))),
+        recompute=recompute,
         vjp_tree=traced.vjp_tree,
     )
 
 
-def _put_together(traced: Linearized, kept: list[Any]) -> list[Whole]:
-    """Makes parts of those copies that are all of an array, and lists these arrays.
+def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
+    return [v for v, how in zip(residuals, kept, strict=True) if how == "recompute"]
 
-    Its one copy takes no more memory, and what it is of is in one place already.
-    """
-    found: dict[Any, list[tuple[int, tuple[Cut, ...]]]] = {}
-    for index, how in enumerate(kept):
-        if isinstance(how, Copy):
-            var, cuts = traced.cut_from(index, how.granularity.size)
-            if cuts:
-                found.setdefault((var, how.granularity), []).append((index, cuts))
-    wholes: list[Whole] = []
-    for (var, granularity), parts in found.items():
-        if sum(traced.residuals[i].aval.size for i, _ in parts) >= var.aval.size:
-            for index, cuts in parts:
-                kept[index] = Part(len(wholes), cuts)
-            copy = Copy(granularity, fused=True)
-            wholes.append(Whole(var, copy, parts[0][0]))
-    return wholes
+
+def _derive(
+    traced: Linearized,
+    residuals: Sequence[Any],
+    kept: list[Any],
+    derivation: Derivation,
+    options: Options,
+) -> list[Extra]:
+    """Has copies recomputed that follow from others or from extras, and lists these."""
+    for var, how in zip(residuals, kept, strict=True):
+        if isinstance(how, Wide) and _is_source(how):
+            derivation.keep(var)
+    copies = {i: how for i, how in enumerate(kept) if isinstance(how, Copy)}
+    sources = derivation.copy(
+        [residuals[i] for i in copies],
+        lambda var: traced.has(var) and not _why_not_fp8(var.aval),
+    )
+    extras = []
+    for i in copies:
+        kept[i] = "recompute"
+    for source in sources:
+        ways = {i: derivation.known[residuals[i]] for i in copies}
+        behind = [i for i, known in ways.items() if source in known.copies]
+        # No product reads the groups of what is computed with.
+        size = min(
+            options.group if ways[i].steps else copies[i].granularity.size
+            for i in behind
+        )
+        own = [i for i in behind if residuals[i] is source]
+        if own:
+            kept[own[0]] = Copy(PerGroup(size), copies[own[0]].fused)
+        else:
+            extras.append(Extra(source, Copy(PerGroup(size), fused=True), behind[0]))
+    return extras
+
+
+def _is_source(how: Any) -> bool:
+    """Whether backward has it on the device, to compute from."""
+    return isinstance(how, Copy) or (isinstance(how, Wide) and how.reason != _OFFLOADED)
 
 
 def _restricted(
-    traced: Linearized, indices: Sequence[int]
+    program: core.Jaxpr,
+    wanted: Sequence[core.Var | core.Literal],
+    given: Iterable[core.Var] = (),
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """The part of the forward program behind some residuals, and the inputs it uses."""
-    wanted = [traced.num_outputs + i for i in indices]
-    jaxpr = traced.forward.jaxpr
-    mask = [i in wanted for i in range(len(jaxpr.outvars))]
-    # Effects are forward's: nothing is kept for their sake.
-    eqns = [
-        eqn.replace(effects=core.no_effects) if eqn.effects else eqn
-        for eqn in jaxpr.eqns
-    ]
-    return pe.dce_jaxpr(jaxpr.replace(eqns=eqns), mask)
+    """The part of a program behind some variables, and the inputs it uses.
+
+    Besides the program's own these are the variables that are given.
+    """
+    names = {var: core.Var(var.aval) for var in given}
+
+    def renamed(variables):
+        # Literals have no hash.
+        return [names.get(v, v) if isinstance(v, core.Var) else v for v in variables]
+
+    eqns = program.eqns
+    if names:
+        eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in eqns]
+    restricted = program.replace(
+        invars=[*program.invars, *names.values()],
+        outvars=renamed(wanted),
+        eqns=eqns,
+        debug_info=program.debug_info.with_unknown_names(),
+    )
+    return pe.dce_jaxpr(restricted, [True] * len(wanted))
 
 
 def _is_cheap(
@@ -201,10 +234,7 @@ def _is_cheap(
     """Whether a program needs parameters only and does no work to speak of."""
     program, used = restricted
     from_params = all(p for p, u in zip(is_param, used, strict=True) if u)
-    return from_params and not any(
-        eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn.primitive)
-        for eqn in all_eqns(program)
-    )
+    return from_params and not any(map(does_work, all_eqns(program.eqns)))
 
 
 def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
@@ -235,7 +265,18 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
     """Why a residual is never quantized, if so."""
     aval = traced.residuals[index].aval
     if aval.memory_space == jax.memory.Space.Host:
-        return "offloaded by the policy"
+        return _OFFLOADED
+    if reason := _why_not_fp8(aval):
+        return reason
+    if traced.feeds_exponential(index):
+        return "backward takes its exponential"
+    if traced.has_pole(index):
+        return "backward divides by it"
+    return None
+
+
+def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
+    """Why an array of this kind has no copy, if so."""
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return "no floating numbers"
     if aval.dtype.itemsize == 1:
@@ -244,10 +285,6 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
         return f"fewer than {_MIN_SIZE} elements"
     if aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES:
         return f"rows of less than {_MIN_ROW_BYTES} bytes"
-    if traced.feeds_exponential(index):
-        return "backward takes its exponential"
-    if traced.has_pole(index):
-        return "backward divides by it"
     return None
 
 

@@ -8,11 +8,13 @@ and who reads it in the backward program:
   what follows from those alone    not at all: recomputed (casts, transposes, tables)
   large floating activations       FP8 with a scale a group: groups of 16, or where only
                                    matrix products read it of up to 128
+  what follows from what is kept   not at all: recomputed if elementwise arithmetic does
   everything else                  as it is: integers, masks, per-row statistics, what
                                    backward takes the exponential of or divides by
 
-Parts of an array that are all of it together, such as a gate and what it multiplies,
-have one copy of the array.
+So a norm has a copy of its input, beside its statistics, and a gate one of what its
+product returned, of which it and what it multiplies are parts. `coat_jax.derived` says
+which arithmetic is repeated: none that makes the errors of copies grow.
 
 In the paper what products read has one scale a tensor, for FP8 products. These products
 are not in FP8, and groups need no maximum over an array that devices share.
@@ -22,7 +24,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial, reduce, wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -36,7 +38,7 @@ from jax.dtypes import float0
 from jax.extend import core
 
 from coat_jax.copies import fp8_copy, read_copy
-from coat_jax.plan import Copy, Options, Part, Wide, plan
+from coat_jax.plan import Copy, Options, Wide, plan
 from coat_jax.quantized import E4M3, Format, QuantizedArray, undifferentiated
 from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
 from coat_jax.rounding import random_bits
@@ -54,9 +56,9 @@ def fp8_remat(
 ) -> Any:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
-    The forward program is unchanged. What autodiff saves of it is kept in a third to a
-    half of the bytes: see the head of this file for which residual is kept how, and
-    `coat.residual_report` for what became of each. Works under jit, scan, vmap,
+    The forward program is unchanged. What autodiff saves of it is kept in a tenth to a
+    third of the bytes: see the head of this file for which residual is kept how, and
+    `coat.residual_report` for all that is saved. Works under jit, scan, vmap,
     shard_map and jax.checkpoint, and inside of itself; not under forward-mode
     differentiation, nor differentiated twice. Residuals of sharded arrays are sharded
     alike, and nothing moves between devices where each has whole groups of the last
@@ -81,8 +83,9 @@ def fp8_remat(
         operation that asks for it. The others stay wide. A group with an infinity
         becomes NaN: leave additive masks out, or close over them.
       policy: What to save, a policy of `jax.checkpoint`; the backward pass recomputes
-        the rest. By default everything that autodiff saves, and nothing is recomputed.
-        With `jax.checkpoint_policies.nothing_saveable` the activations that come in.
+        the rest. By default what autodiff saves, and nothing is recomputed but what
+        follows elementwise from that: no product, no kernel, no sum over an axis. With
+        `jax.checkpoint_policies.nothing_saveable` the activations that come in.
       key: Rounds stochastically: to one of the two codes next to a number, on average
         to the number itself. All calls of the result share the key, so wrap where there
         is a fresh one, as in a training step: `fp8_remat(model, key=key)(x)`.
@@ -317,35 +320,31 @@ def _with_fp8_residuals(
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
         how = plan(traced, is_param, options)
-        program = traced.with_outputs([whole.var for whole in how.wholes])
+        program = traced.with_outputs([extra.var for extra in how.extras])
         values = core.jaxpr_as_fun(program)(*args)
         given, save = iter(values), partial(_save, traced, key=key, options=options)
         outputs = list(itertools.islice(given, traced.num_outputs))
         saved = [save(i, next(given), kept) for i, kept in enumerate(how.kept)]
-        wholes = [save(w.index, next(given), w.copy) for w in how.wholes]
+        saved += [save(e.index, next(given), e.copy, e.var) for e in how.extras]
         references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
-        return outputs, (references, saved, wholes, how)
+        return outputs, (references, saved, how)
 
     def backward(residuals, cotangents):
-        references, saved, wholes, how = residuals
-        (saved, wholes), cotangents = _after((saved, wholes), cotangents)
-        recomputed = iter(how.recompute(references))
+        references, saved, how = residuals
+        saved, cotangents = _after(saved, cotangents)
 
-        def read(copy, x):
-            return read_copy(_scales_as_bits(x), fused=copy.fused)
-
-        wholes = [read(w.copy, x) for w, x in zip(how.wholes, wholes, strict=True)]
-
-        def restore(kept, x):
+        def read(kept, x):
             if isinstance(kept, Copy):
-                return read(kept, x)
-            if isinstance(kept, int):
-                return references[kept]
-            if isinstance(kept, Part):
-                return reduce(lambda x, cut: cut(x), kept.cuts, wholes[kept.whole])
-            return next(recomputed) if kept == "recompute" else x
+                return read_copy(_scales_as_bits(x), fused=kept.fused)
+            return references[kept] if isinstance(kept, int) else x
 
-        leaves = [restore(kept, x) for kept, x in zip(how.kept, saved, strict=True)]
+        ways = *how.kept, *(extra.copy for extra in how.extras)
+        values = [read(kept, x) for kept, x in zip(ways, saved, strict=True)]
+        recomputed = iter(how.recompute(references, values))
+        leaves = [
+            next(recomputed) if kept == "recompute" else x
+            for kept, x in zip(how.kept, values, strict=False)
+        ]
         gradients = jax.tree.unflatten(how.vjp_tree, leaves)(cotangents)
         return None, *[None] * constants, *gradients
 
@@ -358,16 +357,18 @@ def _save(
     index: int,
     x: jax.Array,
     kept: Any,
+    extra: core.Var | None = None,
     *,
     key: jax.Array | None,
     options: Options,
 ) -> Any:
-    """What there is of residual `index` between the passes."""
+    """What there is between the passes of residual `index`, or of an extra for it."""
     if isinstance(kept, Copy):
         if key is not None:
             key = jax.random.fold_in(key, index)
         # Kernels read what was widened before it was.
-        narrow = undifferentiated(x).astype(traced.source_dtype(index))
+        var = traced.residuals[index] if extra is None else extra
+        narrow = undifferentiated(x).astype(traced.source_dtype(var))
         q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
         return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(kept, Wide):

@@ -39,9 +39,7 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
-# What takes parts of an array, or gives them another shape.
-_CUTS = frozenset({"reshape", "slice", "split", "squeeze"})
-_HERE = ("copies.py", "plan.py", "remat.py", "residuals.py")
+_HERE = ("copies.py", "derived.py", "plan.py", "remat.py", "residuals.py")
 # Frames that say how an operation was traced rather than whose it is.
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
@@ -110,6 +108,16 @@ class Linearized:
         """The residuals, as variables of the forward program."""
         return self.forward.jaxpr.outvars[self.num_outputs :]
 
+    @cached_property
+    def _variables(self) -> frozenset[core.Var]:
+        jaxpr = self.forward.jaxpr
+        made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+        return frozenset((*jaxpr.invars, *made))
+
+    def has(self, var: core.Var) -> bool:
+        """Whether the forward program itself has a variable, not only what it calls."""
+        return var in self._variables
+
     def readers(self, index: int, *, cut: bool = True) -> list[core.JaxprEqn]:
         """The operations of the backward program that read residual `index`.
 
@@ -157,22 +165,6 @@ class Linearized:
             kept=kept,
         )
 
-    def cut_from(self, index: int, group: int) -> tuple[core.Var, tuple["Cut", ...]]:
-        """The array that residual `index` is a part of, and how to cut it from there.
-
-        Groups of the last axis are cut nowhere. Without cuts it is no part of anything.
-        """
-        jaxpr, var, cuts = self.forward.jaxpr, self.residuals[index], []
-        while (eqn := _maker(jaxpr, var)) and eqn.primitive.name in _CUTS:
-            cut = Cut(eqn, eqn.outvars.index(var))
-            if not cut.keeps_groups(group):
-                break
-            cuts.append(cut)
-            var = cut.before
-        while cuts and not cuts[-1].takes_part:
-            var = cuts.pop().after
-        return var, tuple(reversed(cuts))
-
     def with_outputs(self, more: Sequence[core.Var]) -> core.ClosedJaxpr:
         """The forward program with more of its variables as outputs."""
         jaxpr = self.forward.jaxpr
@@ -182,9 +174,8 @@ class Linearized:
             jaxpr.replace(outvars=outvars, debug_info=info), self.forward.consts
         )
 
-    def source_dtype(self, index: int) -> jnp.dtype:
-        """The dtype of residual `index` before conversions that lose nothing."""
-        var = self.residuals[index]
+    def source_dtype(self, var: core.Var) -> jnp.dtype:
+        """The dtype of a variable before conversions that lose nothing."""
         for eqn in _producers(self.forward.jaxpr, var):
             before = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
@@ -217,55 +208,6 @@ class Linearized:
     ) -> Generator["_Read", None, set[int]]:
         jaxpr = self.backward.jaxpr
         return _readers(jaxpr, jaxpr.invars[index], through)
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """An operation that takes a part of an array, or gives it another shape.
-
-    Attributes:
-      eqn: The operation.
-      position: Which of its results.
-    """
-
-    eqn: core.JaxprEqn
-    position: int
-
-    @property
-    def before(self) -> core.Var:
-        """What goes in."""
-        return self.eqn.invars[0]
-
-    @property
-    def after(self) -> core.Var:
-        """What comes out."""
-        return self.eqn.outvars[self.position]
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether it is not all."""
-        return self.after.aval.size < self.before.aval.size
-
-    def keeps_groups(self, group: int) -> bool:
-        """Whether groups on the last axis stay together, and all others go."""
-        (*_, whole), (*_, part) = self.before.aval.shape, self.after.aval.shape
-        if whole == part:
-            return True
-        params, last = self.eqn.params, self.before.aval.ndim - 1
-        if self.eqn.primitive.name == "slice":
-            start, strides = params["start_indices"][last], params["strides"]
-            if strides is not None and strides[last] != 1:
-                return False
-        elif self.eqn.primitive.name == "split":
-            start = sum(params["sizes"][: self.position])
-        else:
-            return False
-        return start % group == part % group == whole % group == 0
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Takes the part."""
-        found = self.eqn.primitive.bind(x, **self.eqn.params)
-        return found[self.position] if self.eqn.primitive.multiple_results else found
 
 
 def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
@@ -308,16 +250,21 @@ def forward_backward(fn: Callable) -> Callable:
 def is_foreign(primitive: core.Primitive) -> bool:
     """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
     name = primitive.name.replace("-", "_")
-    known = name in _LAYOUT | PRODUCTS or name == "add_any"
+    known = name in _LAYOUT | PRODUCTS | {"add_any", "custom_jvp_call"}
     return not known and not hasattr(lax, f"{name}_p")
 
 
-def all_eqns(jaxpr: core.Jaxpr) -> Iterator[core.JaxprEqn]:
-    """The operations of a program and of the programs within it."""
-    for eqn in jaxpr.eqns:
+def does_work(eqn: core.JaxprEqn) -> bool:
+    """Whether an operation costs more than those that are not worth saving for."""
+    return eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn.primitive)
+
+
+def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
+    """Operations and those of the programs within them."""
+    for eqn in eqns:
         bodies = _bodies(eqn)
         for body in bodies:
-            yield from all_eqns(body)
+            yield from all_eqns(body.eqns)
         if not bodies or eqn.primitive.name == "while":
             yield eqn
 

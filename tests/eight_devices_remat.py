@@ -40,7 +40,7 @@ def mesh_of(axis_type):
 
 
 def mlp(params, x):
-    h = jnp.tanh(nnx.gelu(x @ params["up"]))
+    h = jnp.sin(nnx.gelu(x @ params["up"]))
     explicit = jax.typeof(h).sharding.mesh.explicit_axes
     return jnp.dot(h, params["down"], out_sharding=SPECS["x"] if explicit else None)
 

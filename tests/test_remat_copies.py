@@ -131,6 +131,24 @@ def test_only_what_products_read_is_widened_by_a_kernel():
     assert ROW >= 64
 
 
+def test_xla_decodes_what_it_computes_with():
+    """Also where a product reads the result: that goes through memory, not the copy."""
+    w, x = normal(1, 64, 64), normal(2, 96, 64)
+
+    def layer(w, x):
+        return jax.nn.gelu(x @ w) @ w
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(fp8_remat(layer)(w, x)))(w)
+
+    chosen = pallas_kernels.explain(gradient, w, x).choices
+    # x for a product, x @ w for all of gelu.
+    assert [c.operation for c in chosen].count("quantize_groups") == 2
+    reads = [c.reason for c in chosen if c.operation == "dequantize_groups"]
+    assert reads.count("the caller named it") == 1
+    assert len(reads) == 2
+
+
 def test_what_was_widened_is_read_narrow():
     """As norms do, which compute in float32: the copy is the same, for less to read."""
 

@@ -192,12 +192,12 @@ def unet() -> Case:
 
 # The share of its bytes that each saves at most, and the error of its gradient.
 BOUNDS = {
-    encoder: (0.29, 0.022),
-    attention: (0.23, 0.026),
-    resnet: (0.34, 0.029),
+    encoder: (0.13, 0.020),
+    attention: (0.14, 0.023),
+    resnet: (0.29, 0.027),
     lstm: (0.26, 0.034),
-    experts: (0.30, 0.028),
-    unet: (0.30, 0.016),
+    experts: (0.20, 0.026),
+    unet: (0.11, 0.015),
 }
 
 

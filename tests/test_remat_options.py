@@ -96,7 +96,7 @@ def test_where_that_is_never_true_leaves_autodiff():
 @pytest.mark.parametrize("group", [8, 32, 256])
 def test_group_is_the_size_of_groups(group):
     def fn(w, x):
-        return jnp.tanh(x) @ w + jnp.sum(jnp.sin(x))
+        return jnp.sin(x) @ w + jnp.sum(jnp.sin(3 * x))
 
     w, x = normal(1, 320, 16), normal(2, 64, 320)
     light = fp8_remat(fn, group=group)
@@ -105,7 +105,7 @@ def test_group_is_the_size_of_groups(group):
     assert saved_bytes(saved(light, w, x)) == predicted
     dy = normal(3, 64, 16)
     _, (dw, _) = value_and_vjp(light, dy, w, x)
-    expected = fake(np.tanh(x), group).astype(np.float64).T @ np.asarray(dy, np.float64)
+    expected = fake(jnp.sin(x), group).astype(np.float64).T @ np.asarray(dy, np.float64)
     assert_close(dw, expected, 1e-6)
 
 
@@ -185,7 +185,7 @@ def test_policies_of_modules(policy):
         graph, params = nnx.split(module)
         return saved_bytes(saved(lambda p, x: nnx.merge(graph, p)(x), params, x))
 
-    assert count(light) < 0.6 * count(fp8_remat(plain)) < 0.3 * count(plain)
+    assert count(light) < 0.75 * count(fp8_remat(plain)) < 0.075 * count(plain)
     net = fp8_remat(LinenNet, policy=policy)(64)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     variables = net.init(keys, x)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gradients import (
+    GROUP,
     ROW,
     assert_close,
     compiled,
@@ -38,6 +39,12 @@ def over_one_device(fn):
     return jax.shard_map(fn, mesh=mesh, **specs)
 
 
+def gated(params, x):
+    """Of which backward computes more than is kept."""
+    gate = x / (1 + jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))) @ params["a"]
+    return (jax.nn.silu(gate) * jnp.tanh(gate)) @ params["b"].T
+
+
 @pytest.mark.parametrize(
     "outer",
     [
@@ -50,9 +57,10 @@ def over_one_device(fn):
     ],
     ids=["jit", "checkpoint", "fp8_remat", "fp8_remat of jit", "shard_map", "scan"],
 )
-def test_gradient_is_the_same_within_other_transformations(outer):
+@pytest.mark.parametrize("plain", [two_products, gated], ids=["sine", "gate"])
+def test_gradient_is_the_same_within_other_transformations(outer, plain):
     params, x = two_product_arguments()
-    light = fp8_remat(two_products)
+    light = fp8_remat(plain)
     assert_close(gradients(outer(light))(params, x), gradients(light)(params, x), 1e-6)
 
 
@@ -75,10 +83,11 @@ def test_scales_survive_an_outer_fp8_remat():
     assert_close(gradients(fp8_remat(inner))(w, x), gradients(inner)(w, x), 1e-6)
 
 
-def test_scan_over_stacked_layers_equals_a_loop():
+@pytest.mark.parametrize("plain", [two_products, gated], ids=["sine", "gate"])
+def test_scan_over_stacked_layers_equals_a_loop(plain):
     params, x = two_product_arguments()
     layers = [jax.tree.map(lambda a, s=s: a * s, params) for s in (1.0, 0.7)]
-    light = fp8_remat(two_products)
+    light = fp8_remat(plain)
 
     def loop(layers, x):
         for layer in layers:
@@ -90,10 +99,19 @@ def test_scan_over_stacked_layers_equals_a_loop():
     assert_close(actual, (stack(in_loop), dx), 1e-5)
 
 
-def test_vmap_equals_a_loop():
+def test_casts_of_parameters_within_a_scan_are_recomputed():
+    params, x = two_product_arguments(jnp.bfloat16)
+    light = fp8_remat(scanned(two_products))
+    predicted = fp8_bytes((96, 64), ROW)
+    predicted += fp8_bytes((96, 128), GROUP) + fp8_bytes((96, 128), ROW)
+    assert saved_bytes(saved(light, stack([params] * 3), x)) == 3 * predicted
+
+
+@pytest.mark.parametrize("plain", [two_products, gated], ids=["sine", "gate"])
+def test_vmap_equals_a_loop(plain):
     params, x = two_product_arguments()
     xs = jnp.stack([x, 2 * x])
-    light = fp8_remat(two_products)
+    light = fp8_remat(plain)
 
     def gradient(params, x):
         return jax.grad(lambda p: jnp.sum(jnp.sin(light(p, x))))(params)
