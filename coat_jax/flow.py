@@ -307,12 +307,14 @@ def _gated_mlp(params, stream, norm, gate):
     x = biased(x, params.get("down_bias"))
     y, down = product(a, params["down"], x.dtype, x)
     scales = tensor_scales(h, a, gate_up, down)
-    return Stream.of(y), (params, groups, out.groups, scales)
+    inner = out.groups, out.largest_scale
+    return Stream.of(y), (params, groups, inner, scales)
 
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
-    params, groups, inner_groups, scales = residuals
+    params, groups, inner, scales = residuals
+    inner_groups, _ = inner
     h_scale, a_scale, gate_up_scale, down_scale = scales
     amax = params.get("amax", {})
     gradient, dy = dy.codes(amax.get("down_grad")), dy.x
@@ -320,7 +322,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         gradient, params["down"], down_scale, dy.dtype, keep_maxima=True
     )
     inner, a = _gate_gradient(
-        inner_groups, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
+        *inner, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
     )
     # Weights are quantized again not before `da` is gone and the codes of its gradients
     # are transposed, so that they go with this product, and the weights' gradient can
@@ -348,6 +350,7 @@ gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
 
 def _gate_gradient(
     gate_up: kernels.Groups,
+    largest_scale: Float[Array, "..."],
     da: Array,
     da_maxima: Float[Array, " parts"],
     gate: GateName,
@@ -363,7 +366,7 @@ def _gate_gradient(
     """
 
     def bound():
-        factors = kernels.maxima(gate_up.scale), da_maxima
+        factors = largest_scale, da_maxima
         return kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
 
     scale = scale_of(E5M2, history, bound)

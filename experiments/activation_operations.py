@@ -60,6 +60,8 @@ def operation(row: Residual, shape: Shape) -> Operation:
     _, *sizes = row.shape
     if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
         return "linear"
+    if sizes == [shape.batch, shape.seq]:
+        return "gate"  # The largest scale of each row's gate and up.
     half = shape.head_dim // 2
     if "turned" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
         return "rope"

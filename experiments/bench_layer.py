@@ -85,15 +85,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
     try:
-        rows, parts = (known_rows(args.out, of=of) for of in ("rows", "parts"))
+        rows, parts = known(args.out)
     except ValueError as error:
         top.error(str(error))
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
         how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
-        rows = replaced(rows, shape_rows(shape, programs, **how))
-        if args.profile:
-            parts = replaced(parts, profile_rows(shape, programs))
+        own = shape_rows(shape, programs, **how)
+        own_parts = profile_rows(shape, programs) if args.profile else []
+        rows, parts = known(args.out)  # Others may have written meanwhile.
+        rows, parts = replaced(rows, own), replaced(parts, own_parts)
         write(args.out, rows, parts)
     for table in layer_report.tables(rows):
         console.print(table)
@@ -157,9 +158,15 @@ def compile_cases(
     return found
 
 
+def known(path: Path) -> tuple[list[Row], list[Row]]:
+    """Rows of a results file, and those of profiles."""
+    rows, parts = (known_rows(path, of=of) for of in ("rows", "parts"))
+    return rows, parts
+
+
 def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
     """Rows with those of a shape in the place of what was measured of it before."""
-    others = [row for row in rows if _sizes(row) != _sizes(own[0])]
+    others = [row for row in rows if not own or _sizes(row) != _sizes(own[0])]
     return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
 
 

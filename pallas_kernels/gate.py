@@ -67,7 +67,7 @@ def gated(
       copies: Which of the codes [..., f] and their transpose [f, tokens] to return, for
         a scalar `scale`; tokens are all leading axes.
       keep_groups: With a scale for each row, whether to return gate and up as e4m3
-        codes in groups of 16 as well.
+        codes in groups of 16 as well, and the largest scale of each row's.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -110,13 +110,14 @@ def gated(
     tall = jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up)
     shape_of_product = (*shape[:-2], n)
     if isinstance(scale, str):
-        values, scale, groups = gate_rows.run(
-            product, tall, dtype=dtype, keep_groups=keep_groups
-        )
-        if groups is not None:
-            groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), groups)
-        values = values.reshape(shape_of_product)
-        return Gated(values, scale=scale.reshape(shape[:-2]), groups=groups)
+        out = gate_rows.run(product, tall, dtype=dtype, keep_groups=keep_groups)
+        values = out.values.reshape(shape_of_product)
+        scale = out.scale.reshape(shape[:-2])
+        if not keep_groups:
+            return Gated(values, scale=scale)
+        groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), out.groups)
+        largest = out.largest_scale.reshape(shape[:-2])
+        return Gated(values, scale=scale, groups=groups, largest_scale=largest)
     encoding = _encoding(scale, dtype, row, transposed)
     (out,) = elementwise.run(
         product, (tall,), scale, name="gated", encoding=encoding, tuning=tuning

@@ -6,7 +6,6 @@ which each lane reads its own again.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +25,7 @@ from pallas_kernels.codec import (
     strip_layout,
     total_max,
 )
+from pallas_kernels.reference.gate import Gated
 from pallas_kernels.reference.quantize import (
     Groups,
     magnitude_bits,
@@ -57,7 +57,7 @@ def run(
     *,
     dtype: DTypeLike,
     keep_groups: bool = False,
-) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"], Groups | None]:
+) -> Gated:
     """The codes of fn(gate, up) and their scales, and gate and up in groups."""
     tokens, parts, n = jax.tree.leaves(gate_up)[0].shape
     groups = n // GROUP
@@ -81,20 +81,21 @@ def run(
             return jax.tree.map(load, gate_up)
 
         def hold(strip, carry):
-            largest, loaded = carry
+            largest, most, loaded = carry
             following = jnp.minimum(strip + 1, strips - 1)
             later = [load(following, part) for part in range(parts)]
             for part, x in enumerate(loaded if keep_groups else ()):
                 kept = encode_groups(decode(x), jnp.float8_e4m3fn)
                 for ref, value in zip(out.groups, kept, strict=True):
                     ref.at[place(strip, part)][...] = value
+                most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
             (value,) = fn(*loaded)
             x = plgpu.layout_cast(value, quads)
             for j in range(_QUADS):
                 quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
                 held.at[strip, j][...] = quad
                 largest = jnp.maximum(largest, jnp.abs(quad))
-            return largest, later
+            return largest, most, later
 
         def write(strip, _):
             x = [
@@ -102,20 +103,22 @@ def run(
                 for j in range(_QUADS)
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
-            to = out.codes.at[row, place(strip, 0)[-1]]
+            to = out.values.at[row, place(strip, 0)[-1]]
             to[...] = value.astype(dtype)  # Nothing is beyond the largest.
 
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
+        largest = plgpu.layout_cast(zeros, quads)
+        most = plgpu.layout_cast(jnp.zeros(LANES, jnp.uint32), layout.reduce(1))
         first = [load(0, part) for part in range(parts)]
-        largest, _ = lax.fori_loop(
-            0, strips, hold, (plgpu.layout_cast(zeros, quads), first)
-        )
+        largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, first))
         # Bits of arrays, not of scalars, are taken for floats.
         bits = total_max(magnitude_bits(largest))
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
         inverse = reciprocal(scale)
         lax.fori_loop(0, strips, write, None)
         out.scale.at[pl.ds(row, 1)][...] = scale[:1, 0]
+        if keep_groups:
+            out.largest_scale[row] = floats(total_max(most))
 
     def like(dtype, *shape):
         return jax.ShapeDtypeStruct((tokens, *shape), dtype)
@@ -130,10 +133,11 @@ def run(
         (out,) = mosaic.kernel(
             kernel,
             out_type=(
-                _Out(
-                    codes=like(dtype, groups, GROUP),
+                Gated(
+                    values=like(dtype, groups, GROUP),
                     scale=like(jnp.float32),
                     groups=kept if keep_groups else None,
+                    largest_scale=like(jnp.float32) if keep_groups else None,
                 ),
             ),
             scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
@@ -153,15 +157,4 @@ def run(
         return x.reshape(tokens, parts, groups, GROUP) if x.shape[-1] == n else x
 
     out = launch(jax.tree.map(view, gate_up))
-    groups = out.groups
-    if groups is not None:
-        groups = groups._replace(codes=groups.codes.reshape(tokens, parts, n))
-    return out.codes.reshape(tokens, n), out.scale, groups
-
-
-class _Out(NamedTuple):
-    """What is written."""
-
-    codes: Any
-    scale: Any
-    groups: Groups | None
+    return out

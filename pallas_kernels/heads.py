@@ -29,7 +29,6 @@ from pallas_kernels.strips import Encoding, Walk
 
 _LARGEST_HEAD = 128
 _STRIPS = 2  # Of both halves of a head that a thread block has.
-_HEADS = 2  # That turn by angles which a thread block loads once.
 
 
 def join_heads(
@@ -136,38 +135,36 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         strip_groups=1,
         strips=math.gcd(half // GROUP, _STRIPS),
     )
-    shares = walk.groups // walk.strips  # Of heads, which a thread block has one of.
-    together = math.gcd(count, _HEADS)
-    ctas = walk.ctas * count // together
+    shares = walk.groups // walk.strips  # Of a head, which a thread block has one of.
+    ctas = walk.ctas * count
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
         # Neighbours in line have the same positions, and find angles in the cache.
         cta = lax.axis_index("cta")
         rest, share = lax.div(cta, shares), lax.rem(cta, shares)
-        block = lax.div(rest, count // together)
-        first_head = lax.rem(rest, count // together) * together
+        block, head = lax.div(rest, count), lax.rem(rest, count)
         position, sequence = lax.div(block, b) * LANES, lax.rem(block, b)
         row = sequence * s + position
+        own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
         columns = walk.strips * GROUP
         first = share * columns
 
-        def copy(source: Any, head: Array, halves: Any) -> None:
+        def copy(source: Any, head: Array) -> None:
             for part, tile in enumerate(halves):
                 place = (pl.ds(row, LANES), head, pl.ds(part * half + first, columns))
                 plgpu.copy_gmem_to_smem(source.at[place], tile, barrier)
 
-        rotated = []
-        for j, to in enumerate(halves):
-            head = first_head + j
-            own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
-            query = own * queries + index
-            pl.when(index < queries)(functools.partial(copy, heads[0], query, to))
-            pl.when(index == queries)(functools.partial(copy, heads[1], own, to))
-            pl.when(index > queries)(functools.partial(copy, heads[2], own, to))
-            rotated.append(index <= queries)
+        pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
+        pl.when(index == queries)(lambda: copy(heads[1], own))
+        pl.when(index > queries)(lambda: copy(heads[2], own))
+        rotated = index <= queries  # Values are not, and read the same angles always.
+        factor = rotated.astype(jnp.int32)
 
         def angles(strip):
-            place = (pl.ds(first + strip * GROUP, GROUP), pl.ds(position, LANES))
+            place = (
+                pl.ds(factor * (first + strip * GROUP), GROUP),
+                pl.ds(factor * position, LANES),
+            )
             one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
             loads = (
                 plgpu.load(
@@ -177,24 +174,21 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
                 )
                 for table in tables
             )
-            return [plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads]
+            cos, sin = (plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads)
+            return jnp.where(rotated, cos, 1.0), jnp.where(rotated, sin, 0.0)
 
         ahead = angles(0)
         plgpu.barrier_wait(barrier)
         sink = Sink(out, tiles, encoding, scale[0])
-        loads = [[strips_of(tile) for tile in each] for each in halves]
+        left, right = (strips_of(tile) for tile in halves)
         for strip in range(walk.strips):
-            cos, sin = ahead
+            c, n = ahead
             if strip + 1 < walk.strips:
                 ahead = angles(strip + 1)
-            values = []
-            for (left, right), is_rotated in zip(loads, rotated, strict=True):
-                x, y = decode(left[strip]()), decode(right[strip]())
-                c, n = jnp.where(is_rotated, cos, 1.0), jnp.where(is_rotated, sin, 0.0)
-                values += [x * c + y * n, y * c - x * n]
-            sink.put(values, lambda part: None)
+            x, y = decode(left[strip]()), decode(right[strip]())
+            sink.put((x * c + y * n, y * c - x * n), lambda part: None)
         place = lax.div(row, LANES) * shares + share
-        sink.finish(walk, place, first_part=2 * first_head)
+        sink.finish(walk, place, first_part=2 * head)
 
     @jax.custom_batching.sequential_vmap
     def launch(heads, tables, scale):
@@ -205,9 +199,9 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
             grid=(ctas,),
             grid_names=("cta",),
             scratch_types={
-                "tiles": scratch_of(encoding, walk, 2 * together),
-                "halves": [[tile_of(q.dtype, walk)] * 2] * together,
-                "barrier": plgpu.Barrier(num_arrivals=2 * together),
+                "tiles": scratch_of(encoding, walk, 2),
+                "halves": [tile_of(q.dtype, walk)] * 2,
+                "barrier": plgpu.Barrier(num_arrivals=2),
             },
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -113,9 +113,9 @@ def test_a_layer_is_timed_and_measured(run):
         assert row["paper_forward_ms"] is None
     # Its input, and nothing else.
     assert rows["bf16, nothing saved"]["saved_units"] == 1
-    # Two inputs and gate and up in FP8 groups of 16; queries, keys, values, attention's
-    # output in BF16; nine numbers at most.
-    units = (2 + 2 * 384 / 128) * 0.5 * (1 + 2 / 16) + 4
+    # Two inputs and gate and up in FP8 groups of 16, a number for each row; queries,
+    # keys, values, attention's output in BF16; nine numbers at most.
+    units = (2 + 2 * 384 / 128) * 0.5 * (1 + 2 / 16) + 4 / (2 * 128) + 4
     assert rows["coat"]["saved_units"] == pytest.approx(units, abs=0.01)
     # Nine histories of sixteen numbers.
     more = rows["coat, delayed scaling"]["saved_mib"] - rows["coat"]["saved_mib"]

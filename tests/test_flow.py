@@ -278,14 +278,17 @@ def test_gradients_far_below_the_largest_survive():
 
 
 def test_what_is_saved():
-    """The input and gate and up in groups; of weights references and scales."""
+    """The input and gate and up in groups, and the largest scale of a row of these.
+
+    Of weights references and scales.
+    """
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     how = flow.Norm(kind="rms", eps=1e-5)
     residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
     tokens = TOKENS[0] * TOKENS[1]
     in_groups = tokens * (HIDDEN + 2 * INNER) * (1 + 2 / 16)
-    assert saved_bytes(residuals) == in_groups + 4 * 4
+    assert saved_bytes(residuals) == in_groups + 4 * tokens + 4 * 4
     assert sorted(r.argument for r in residuals if r.argument is not None) == [0, 1, 2]
 
 

@@ -210,7 +210,9 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype):
     y, size = exact(pk.Groups(np.asarray(wide, np.float64), ones), "silu")
     np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
-    assert_identical(out.groups, encoded_groups(wide, E4M3, 16))
+    codes, scale = encoded_groups(wide, E4M3, 16)
+    assert_identical(out.groups, [codes, scale])
+    assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
 
 
 @every_implementation

@@ -23,8 +23,11 @@ BOUNDS = {"te": 14.5, "coat": 8.3, "coat_max": 6.5}
 
 
 @functools.cache
-def units(recipe: str, num_layers: int | None = None) -> float:
-    """Of one layer, parameters not counted; under scan if there are several."""
+def units(recipe: str, num_layers: int | None = None, light: bool = False) -> float:
+    """Of one layer, parameters not counted; under scan if there are several.
+
+    With `light` it is in `fp8_remat`.
+    """
     layer = nnx.eval_shape(
         lambda: DecoderLayer(
             HIDDEN, 11008, 32, 32, 128, recipe=recipe, rngs=nnx.Rngs(0)
@@ -38,6 +41,8 @@ def units(recipe: str, num_layers: int | None = None) -> float:
     def stacked(params, x):
         return jax.lax.scan(lambda x, p: (apply(p, x), None), x, params)[0]
 
+    if light:
+        apply = coat.fp8_remat(apply)
     fn = apply
     if num_layers is not None:
         fn = stacked
@@ -55,6 +60,14 @@ def units(recipe: str, num_layers: int | None = None) -> float:
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_layer_saves_no_more_than_the_paper_allows(recipe):
     assert units(recipe) <= BOUNDS[recipe]
+
+
+@pytest.mark.parametrize("num_layers", [None, 2])
+def test_fp8_remat_of_a_layer_saves_what_products_return(num_layers):
+    """What comes in, queries, keys, values, attention's output, sum, gate and up."""
+    expected = (1 + 3 + 1 + 1 + 2 * 11008 / 4096) / 2
+    assert expected < units("bf16", num_layers, light=True) <= 1.125 * expected + 0.01
+    assert units("bf16", num_layers, light=True) <= 7
 
 
 def test_recipes_save_less_and_less():
@@ -115,7 +128,7 @@ def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
         report(before)
     rows = report("coat").rows
     gated = [row for row in rows if row.asked_by.startswith("gated_grad in gated_mlp")]
-    assert [row.shape for row in gated] == [(2, 128, 2, 2048), ()]
+    assert {row.shape for row in gated} == {(2, 128, 2, 2048), (2, 128, 2, 128), ()}
     normed = [row for row in rows if row.asked_by.startswith("norm_grad in ")]
     places = [row.asked_by.split()[2] for row in normed if row.shape == (2, 128, 256)]
     assert sorted(places) == ["attention_in", "gated_mlp"]

@@ -39,6 +39,7 @@ class Gated(NamedTuple):
       largest: Otherwise largest magnitudes of parts of the values, float32 [k]; how
         many there are is the kernel's choice.
       groups: Gate and up, [..., 2, f], in groups of 16.
+      largest_scale: The largest scale of a row's groups, float32 [...].
       product: With gradients, float8_e4m3fn codes of the product, [f, tokens].
     """
 
@@ -47,6 +48,7 @@ class Gated(NamedTuple):
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
     groups: Groups | None = None
+    largest_scale: Float[Array, "..."] | None = None
     product: Float[Array, "f tokens"] | None = None
 
 
@@ -67,10 +69,12 @@ def gated(
     if isinstance(scale, str):
         scale = row_scale(magnitude(y, axis=-1), dtype)
         codes = lax.optimization_barrier(encode(y, scale[..., None], dtype))
-        groups = None
-        if keep_groups:
-            groups = quantize_groups(gate_up, dtype=jnp.float8_e4m3fn, group=16)
-        return Gated(codes, scale=scale, groups=groups)
+        out = Gated(codes, scale=scale)
+        if not keep_groups:
+            return out
+        groups = quantize_groups(gate_up, dtype=jnp.float8_e4m3fn, group=16)
+        largest = magnitude(groups.scale.astype(jnp.float32), axis=(-1, -2))
+        return out._replace(groups=groups, largest_scale=largest)
     return _encoded(y, scale, dtype, row, transposed)
 
 

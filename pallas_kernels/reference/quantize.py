@@ -136,7 +136,9 @@ def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copi
     return Copies(codes if row else None, transpose(codes) if transposed else None)
 
 
-def magnitude(x: Float[Array, "..."], axis: int | None = None) -> Array:
+def magnitude(
+    x: Float[Array, "..."], axis: int | tuple[int, ...] | None = None
+) -> Array:
     """The largest magnitude; NaN where there is a NaN.
 
     Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
