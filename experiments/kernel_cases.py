@@ -104,8 +104,9 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         numbers(BF16), scalar,
     )  # fmt: skip
 
-    def scale(x, **how):
-        return k.tensor_scales(k.Bound((k.maxima(x, **how),)), **how)
+    def scale(x, *, implementation):
+        maxima = k.maxima(x, implementation=implementation)
+        return k.tensor_scales(k.Bound((maxima,)))
 
     yield case("scale of a tensor", 2, scale, numbers(BF16))
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)

@@ -52,7 +52,7 @@ def tensor_scales(
     Args:
       *bounds: What no magnitude of each tensor exceeds.
       dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
-      implementation: What to run; None means the kernel where it can run.
+      implementation: What to run; None means the kernel where it can run and is faster.
 
     Raises:
       ValueError: If a dtype is none of these, or the kernel was named and cannot run.
@@ -67,9 +67,12 @@ def tensor_scales(
     check_dtype("codes", dtype, CODES)
     for x in jax.tree.leaves([bound.maxima for bound in bounds]):
         check_dtype("maxima", x.dtype, (jnp.dtype(jnp.float32),))
+    obstacle = _obstacle(bounds)
+    if obstacle is None and implementation is None and _is_one_array(bounds):
+        obstacle = "XLA is as fast with one array"
     chosen = dispatch.choose(
         implementation,
-        _obstacle(bounds),
+        obstacle,
         operation="tensor_scales",
         arrays=[bound.maxima for bound in bounds],
     )
@@ -103,6 +106,10 @@ def _obstacle(bounds: tuple[Bound, ...]) -> str | None:
         if x.size < LANES:
             return f"there must be {LANES} maxima or more, got {x.size}"
     return None
+
+
+def _is_one_array(bounds: tuple[Bound, ...]) -> bool:
+    return len(jax.tree.leaves([bound.maxima for bound in bounds])) == 1
 
 
 def _short(x: Float[Array, "..."]) -> Float[Array, " k"]:
