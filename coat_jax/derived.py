@@ -2,8 +2,8 @@
 
 Backward computes that again, from FP8 copies too: errors stay those of copies, small
 beside the largest of a group. What would make them grow is not computed of copies:
-exponentials and logarithms, and sums of arrays that were each rounded by itself, which
-may cancel.
+logarithms, exponentials but that of the negative square, and sums of arrays that were
+each rounded by itself, which may cancel.
 """
 
 from collections import defaultdict
@@ -202,10 +202,20 @@ class Derivation:
             return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
         if name == "integer_pow":
             return 1 <= eqn.params["y"] <= 3
+        if name == "exp":
+            return self._is_bell(eqn)
         if name in ("div", "select_n"):
             exact = operands[1] if name == "div" else operands[0]
             return not exact.copies
         return name not in _OF_EXACT
+
+    def _is_bell(self, eqn: core.JaxprEqn) -> bool:
+        """Whether an exponential is that of -x**2, and flat wherever x is large."""
+        for name in ("neg", "square"):
+            eqn = self._makers.get(eqn.invars[0])
+            if eqn is None or eqn.primitive.name != name:
+                return False
+        return True
 
 
 def written_out(jaxpr: core.Jaxpr) -> core.Jaxpr:
