@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import jax
@@ -322,10 +322,13 @@ def _with_fp8_residuals(
         how = plan(traced, is_param, options)
         program = traced.with_outputs([extra.var for extra in how.extras])
         values = core.jaxpr_as_fun(program)(*args)
-        given, save = iter(values), partial(_save, traced, key=key, options=options)
-        outputs = list(itertools.islice(given, traced.num_outputs))
-        saved = [save(i, next(given), kept) for i, kept in enumerate(how.kept)]
-        saved += [save(e.index, next(given), e.copy, e.var) for e in how.extras]
+        outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
+        ways = [*zip(itertools.count(), traced.residuals, how.kept, strict=False)]
+        ways += [(extra.index, extra.var, extra.copy) for extra in how.extras]
+        saved = [
+            _save(traced, *way, x, _numbered(key, number), options)
+            for number, (way, x) in enumerate(zip(ways, given, strict=True))
+        ]
         references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
         return outputs, (references, saved, how)
 
@@ -355,19 +358,15 @@ def _with_fp8_residuals(
 def _save(
     traced: Linearized,
     index: int,
-    x: jax.Array,
+    var: core.Var | core.Literal,
     kept: Any,
-    extra: core.Var | None = None,
-    *,
+    x: jax.Array,
     key: jax.Array | None,
     options: Options,
 ) -> Any:
     """What there is between the passes of residual `index`, or of an extra for it."""
     if isinstance(kept, Copy):
-        if key is not None:
-            key = jax.random.fold_in(key, index)
         # Kernels read what was widened before it was.
-        var = traced.residuals[index] if extra is None else extra
         narrow = undifferentiated(x).astype(traced.source_dtype(var))
         q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
         return dataclasses.replace(q, dtype=x.dtype)
@@ -379,6 +378,11 @@ def _save(
         f"{FP8_SCOPE}wide, {kept.reason} for {traced.asked_by(index)};"
     ):
         return checkpoint_name(x, SAVED_NAME)
+
+
+def _numbered(key: jax.Array | None, number: int) -> jax.Array | None:
+    """A key of its own for each array."""
+    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _fp8_copy(

@@ -166,3 +166,22 @@ def test_modules_are_rounded_in_a_training_step():
         first, again, other = (step(jax.random.key(k)) for k in (0, 0, 1))
         np.testing.assert_array_equal(flat(first), flat(again))
         assert 0.999 < cosine(first, other) < 1 - 1e-7
+
+
+def test_every_copy_has_noise_of_its_own():
+    """Also of arrays that nothing but what is computed from both of them asks for."""
+
+    def gate(params, x):
+        return (jnp.tanh(x @ params[0]) * jnp.tanh(x @ params[1])) @ params[2]
+
+    w = normal(1, 64, 128)
+    light = fp8_remat(gate, key=jax.random.key(0))
+    _, vjp = jax.vjp(light, (w, w, normal(2, 128, 64)), normal(3, 96, 64))
+    codes = [
+        np.asarray(leaf, np.float32)
+        for leaf in jax.tree.leaves(vjp)
+        if leaf.shape == (96, 128) and leaf.dtype == jnp.float8_e4m3fn
+    ]
+    assert len(codes) == 2
+    assert 0.2 < np.mean(codes[0] != codes[1]) < 0.8
+    assert np.corrcoef(*map(np.ravel, codes))[0, 1] > 0.99
