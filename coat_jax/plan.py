@@ -128,11 +128,13 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     program = written_out(traced.forward.jaxpr)
     residuals = program.outvars[traced.num_outputs :]
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
+    computed = _computed_from(program, is_param)
     kept: list[Any] = []
     for index, var in enumerate(residuals):
+        of_activations = isinstance(var, core.Var) and var in computed
         if isinstance(var, core.Var) and var in params:
             kept.append(params[var])
-        elif _is_cheap(_restricted(program, [var]), is_param):
+        elif not of_activations and _is_cheap(_restricted(program, [var]), is_param):
             kept.append("recompute")
         else:
             kept.append(_saved(traced, index, options))
@@ -226,6 +228,20 @@ def _restricted(
         debug_info=program.debug_info.with_unknown_names(),
     )
     return pe.dce_jaxpr(restricted, [True] * len(wanted))
+
+
+def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
+    """What certainly follows from other inputs than parameters.
+
+    Not what loops return: a part of that may follow from parameters alone.
+    """
+    found = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
+    for eqn in program.eqns:
+        operands = (v for v in eqn.invars if isinstance(v, core.Var))
+        plain = not list(core.jaxprs_in_params(eqn.params))
+        if plain and not found.isdisjoint(operands):
+            found.update(eqn.outvars)
+    return found
 
 
 def _is_cheap(
