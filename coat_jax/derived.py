@@ -81,10 +81,10 @@ class Derivation:
         self._readers = defaultdict(list)
         order = *program.invars, *self._makers
         self._order = {var: place for place, var in enumerate(order)}
-        self.known = dict.fromkeys(_variables(constants), Known())
+        self.known = dict.fromkeys(variables(constants), Known())
         self.known |= dict.fromkeys(program.constvars, Known())
         for eqn in program.eqns:
-            operands = _variables(eqn.invars)
+            operands = variables(eqn.invars)
             for var in operands:
                 self._readers[var].append(eqn)
             if self.known.keys() >= operands and not _does_work(eqn):
@@ -142,7 +142,7 @@ class Derivation:
                 return
             yield source, found
             eqn = self._makers.get(source)
-            unknown = _variables(eqn.invars if eqn else ()) - self.known.keys()
+            unknown = variables(eqn.invars if eqn else ()) - self.known.keys()
             if len(unknown) != 1:
                 return
             (source,) = unknown
@@ -261,7 +261,8 @@ def _name(names: dict, var: core.Var | core.Literal) -> core.Var | core.Literal:
     return var if isinstance(var, core.Literal) else names.get(var, var)
 
 
-def _variables(operands: Iterable[core.Var | core.Literal]) -> set[core.Var]:
+def variables(operands: Iterable[core.Var | core.Literal]) -> set[core.Var]:
+    """Operands but for literals, which have no hash."""
     return {v for v in operands if isinstance(v, core.Var)}
 
 

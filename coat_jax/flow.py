@@ -313,16 +313,16 @@ def _gated_mlp(params, stream, norm, gate):
 
 @on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
-    params, groups, inner, scales = residuals
-    inner_groups, _ = inner
+    params, groups, (inner_groups, largest_scale), scales = residuals
     h_scale, a_scale, gate_up_scale, down_scale = scales
     amax = params.get("amax", {})
     gradient, dy = dy.codes(amax.get("down_grad")), dy.x
     da, da_maxima = input_gradient(
         gradient, params["down"], down_scale, dy.dtype, keep_maxima=True
     )
+    history = amax.get("gate_up_grad")
     inner, a = _gate_gradient(
-        *inner, da, da_maxima, gate, a_scale, amax.get("gate_up_grad")
+        inner_groups, largest_scale, da, da_maxima, gate, a_scale, history
     )
     # Weights are quantized again not before `da` is gone and the codes of its gradients
     # are transposed, so that they go with this product, and the weights' gradient can

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.derived import Derivation, written_out
+from coat_jax.derived import Derivation, variables, written_out
 from coat_jax.quantized import Format, PerGroup
 from coat_jax.residuals import (
     PRODUCTS,
@@ -130,11 +130,13 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     kept: list[Any] = []
-    for index, var in enumerate(residuals):
-        of_activations = isinstance(var, core.Var) and var in computed
-        if isinstance(var, core.Var) and var in params:
+    for index, residual in enumerate(residuals):
+        var = residual if isinstance(residual, core.Var) else None
+        if var in params:
             kept.append(params[var])
-        elif not of_activations and _is_cheap(_restricted(program, [var]), is_param):
+        elif var not in computed and _is_cheap(
+            _restricted(program, [residual]), is_param
+        ):
             kept.append("recompute")
         else:
             kept.append(_saved(traced, index, options))
@@ -237,9 +239,8 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
     """
     found = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
-        operands = (v for v in eqn.invars if isinstance(v, core.Var))
         plain = not list(core.jaxprs_in_params(eqn.params))
-        if plain and not found.isdisjoint(operands):
+        if plain and not found.isdisjoint(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
 

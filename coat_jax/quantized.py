@@ -23,8 +23,7 @@ from jaxtyping import Array, Float, UInt32
 from coat_jax import expansion
 from coat_jax.rounding import stochastic_round
 from pallas_kernels.reference.quantize import (
-    TINY,
-    largest_scale,
+    group_scale,
     magnitude,
     normal,
     power_of_two_scale,
@@ -365,10 +364,7 @@ def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> A
     if isinstance(granularity, PerTensor):
         step = 0.0 if format.table else float(ml_dtypes.finfo(format.dtype).eps)
         return power_of_two_scale(largest, format.max, step=step)
-    # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
-    scale = lax.reduce_precision(largest * (1.0 / format.max), 8, 7)
-    scale = jnp.clip(scale.astype(jnp.bfloat16), TINY, largest_scale(format.max))
-    return jnp.where(jnp.isfinite(largest), scale, jnp.nan).astype(scale.dtype)
+    return group_scale(largest, format.max).astype(jnp.bfloat16)
 
 
 def _block(q: QuantizedArray) -> tuple[int, ...]:

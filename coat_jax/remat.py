@@ -24,7 +24,7 @@ import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -323,10 +323,12 @@ def _with_fp8_residuals(
         program = traced.with_outputs([extra.var for extra in how.extras])
         values = core.jaxpr_as_fun(program)(*args)
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
-        ways = [*zip(itertools.count(), traced.residuals, how.kept, strict=False)]
+        own = zip(traced.residuals, how.kept, strict=True)
+        ways = [(index, *way) for index, way in enumerate(own)]
         ways += [(extra.index, extra.var, extra.copy) for extra in how.extras]
+        save = partial(_save, traced, key=key, options=options)
         saved = [
-            _save(traced, *way, x, _numbered(key, number), options)
+            save(number, *way, x)
             for number, (way, x) in enumerate(zip(ways, given, strict=True))
         ]
         references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
@@ -357,15 +359,22 @@ def _with_fp8_residuals(
 
 def _save(
     traced: Linearized,
+    number: int,
     index: int,
     var: core.Var | core.Literal,
     kept: Any,
     x: jax.Array,
+    *,
     key: jax.Array | None,
     options: Options,
 ) -> Any:
-    """What there is between the passes of residual `index`, or of an extra for it."""
+    """What there is between the passes of residual `index`, or of an extra for it.
+
+    No other array has its `number`.
+    """
     if isinstance(kept, Copy):
+        if key is not None:
+            key = jax.random.fold_in(key, number)
         # Kernels read what was widened before it was.
         narrow = undifferentiated(x).astype(traced.source_dtype(var))
         q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
@@ -378,11 +387,6 @@ def _save(
         f"{FP8_SCOPE}wide, {kept.reason} for {traced.asked_by(index)};"
     ):
         return checkpoint_name(x, SAVED_NAME)
-
-
-def _numbered(key: jax.Array | None, number: int) -> jax.Array | None:
-    """A key of its own for each array."""
-    return None if key is None else jax.random.fold_in(key, number)
 
 
 def _fp8_copy(

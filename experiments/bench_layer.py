@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
     try:
-        rows, parts = known(args.out)
+        known(args.out)  # Of another device it must not be.
     except ValueError as error:
         top.error(str(error))
     compiled = compile_cases(shapes(args), args.cases)

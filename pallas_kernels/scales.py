@@ -5,7 +5,6 @@ tensor's groups are there, and the largest of them gives the scale of all.
 """
 
 import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -18,7 +17,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch, mosaic
 from pallas_kernels.checks import CODES, check_dtype
-from pallas_kernels.codec import LANES
+from pallas_kernels.codec import LANES, floats
 from pallas_kernels.reference import quantize as reference
 from pallas_kernels.reference.quantize import magnitude_bits
 
@@ -65,22 +64,20 @@ def tensor_scales(
       [1.0, 2.0]
     """
     check_dtype("codes", dtype, CODES)
-    for x in jax.tree.leaves([bound.maxima for bound in bounds]):
+    arrays = jax.tree.leaves([bound.maxima for bound in bounds])
+    for x in arrays:
         check_dtype("maxima", x.dtype, (jnp.dtype(jnp.float32),))
-    obstacle = _obstacle(bounds)
-    if obstacle is None and implementation is None and _is_one_array(bounds):
+    obstacle = _obstacle(arrays)
+    if obstacle is None and implementation is None and len(arrays) == 1:
         obstacle = "XLA is as fast with one array"
     chosen = dispatch.choose(
-        implementation,
-        obstacle,
-        operation="tensor_scales",
-        arrays=[bound.maxima for bound in bounds],
+        implementation, obstacle, operation="tensor_scales", arrays=arrays
     )
     if chosen == "reference":
         return tuple(_reference(bound, dtype) for bound in bounds)
-    arrays = [tuple(map(_short, bound.maxima)) for bound in bounds]
+    short = [tuple(map(_short, bound.maxima)) for bound in bounds]
     factors = tuple(bound.factor for bound in bounds)
-    return tuple(x[0] for x in _run(arrays, factors=factors, dtype=jnp.dtype(dtype)))
+    return tuple(x[0] for x in _run(short, factors=factors, dtype=jnp.dtype(dtype)))
 
 
 def _reference(bound: Bound, dtype: DTypeLike) -> Float[Array, ""]:
@@ -99,17 +96,12 @@ def _scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     return reference.power_of_two_scale(largest, float(info.max), step=float(info.eps))
 
 
-def _obstacle(bounds: tuple[Bound, ...]) -> str | None:
-    if not bounds:
+def _obstacle(arrays: list[Array]) -> str | None:
+    if not arrays:
         return "there are no bounds"
-    for x in jax.tree.leaves([bound.maxima for bound in bounds]):
-        if x.size < LANES:
-            return f"there must be {LANES} maxima or more, got {x.size}"
+    if (least := min(x.size for x in arrays)) < LANES:
+        return f"there must be {LANES} maxima or more, got {least}"
     return None
-
-
-def _is_one_array(bounds: tuple[Bound, ...]) -> bool:
-    return len(jax.tree.leaves([bound.maxima for bound in bounds])) == 1
 
 
 def _short(x: Float[Array, "..."]) -> Float[Array, " k"]:
@@ -128,10 +120,9 @@ def _run(
 
             @pl.when(lax.axis_index("bound") == j)
             def _(own=own, factor=factor, out=out[j]):
-                *others, last = [_largest(ref)[0] for ref in own]
-                largest = functools.reduce(operator.mul, others, last) * factor
-                largest = jnp.broadcast_to(largest, (LANES,))
-                out[0] = _scale(largest, dtype)[0]
+                *others, last = map(_largest, own)
+                largest = functools.reduce(jnp.multiply, others, last)
+                out[0] = _scale(largest * factor, dtype)[0]
 
     @jax.custom_batching.sequential_vmap
     def launch(arrays):
@@ -170,5 +161,4 @@ def _largest(ref) -> Float[Array, " lanes"]:
     bits = plgpu.layout_cast(jnp.zeros(strip, jnp.uint32), layout)
     bits = lax.fori_loop(0, -(-size // (strips * strip)), turn, bits)
     # Bits of arrays, not of scalars, are taken for floats.
-    every = jnp.broadcast_to(jnp.max(bits, axis=0), (strip,))
-    return lax.bitcast_convert_type(every, jnp.float32)
+    return floats(jnp.broadcast_to(jnp.max(bits, axis=0), (LANES,)))

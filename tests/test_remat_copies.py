@@ -111,19 +111,24 @@ def test_kernels_compute_the_same_within_transformations(transform, request):
     assert_close(actual, expected, 1e-6)
 
 
+def assert_copies(fn, w, x, *, count):
+    """So many are made and read, of which XLA decodes one as part of what reads it."""
+
+    def gradient(w, x):
+        return jax.grad(lambda w: jnp.sum(fp8_remat(fn)(w, x)))(w)
+
+    chosen = pallas_kernels.explain(gradient, w, x).choices
+    assert [c.operation for c in chosen].count("quantize_groups") == count
+    reads = [c.reason for c in chosen if c.operation == "dequantize_groups"]
+    assert reads.count("the caller named it") == 1
+    assert len(reads) == count
+
+
 def test_only_what_products_read_is_widened_by_a_kernel():
     """XLA fuses the rest with what reads it."""
     w, x = normal(1, 64, 64), normal(2, 96, 64)
-
-    def gradient(w, x):
-        return jax.grad(lambda w: jnp.sum(fp8_remat(two_layers)(w, x)))(w)
-
-    chosen = pallas_kernels.explain(gradient, w, x).choices
     # x and sin(x @ w) for products, cos(x @ w) for a multiplication.
-    assert [c.operation for c in chosen].count("quantize_groups") == 3
-    reads = [c.reason for c in chosen if c.operation == "dequantize_groups"]
-    assert reads.count("the caller named it") == 1
-    assert len(reads) == 3
+    assert_copies(two_layers, w, x, count=3)
     scales = [
         r.shape for r in saved(fp8_remat(two_layers), w, x) if r.dtype == "uint16"
     ]
@@ -138,15 +143,8 @@ def test_xla_decodes_what_it_computes_with():
     def layer(w, x):
         return jax.nn.gelu(x @ w) @ w
 
-    def gradient(w, x):
-        return jax.grad(lambda w: jnp.sum(fp8_remat(layer)(w, x)))(w)
-
-    chosen = pallas_kernels.explain(gradient, w, x).choices
     # x for a product, x @ w for all of gelu.
-    assert [c.operation for c in chosen].count("quantize_groups") == 2
-    reads = [c.reason for c in chosen if c.operation == "dequantize_groups"]
-    assert reads.count("the caller named it") == 1
-    assert len(reads) == 2
+    assert_copies(layer, w, x, count=2)
 
 
 def test_what_was_widened_is_read_narrow():

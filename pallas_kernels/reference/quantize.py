@@ -67,7 +67,7 @@ def quantize_rows(
 def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
     """Codes with a scale for each last axis, and the scales in float32."""
     x = normal(x.astype(jnp.float32))
-    scale = group_scale(magnitude(x, axis=-1), dtype)
+    scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
     return encode(x, scale[..., None], dtype), scale
 
 
@@ -152,11 +152,11 @@ def magnitude_bits(x: Float[Array, "..."]) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
-def group_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """The scale of groups, as bfloat16 stores it, in float32."""
+def group_scale(largest: Float[Array, "..."], top: float) -> Array:
+    """The scale of groups of codes up to `top`, as bfloat16 stores it, in float32."""
     # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
-    scale = lax.reduce_precision(largest * (1 / code_max(dtype)), 8, 7)
-    scale = jnp.clip(scale, TINY, largest_scale(code_max(dtype)))
+    scale = lax.reduce_precision(largest * (1 / top), 8, 7)
+    scale = jnp.clip(scale, TINY, largest_scale(top))
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
 
 
