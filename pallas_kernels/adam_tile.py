@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import LANES
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import AdamScalars
@@ -145,9 +146,11 @@ class Step:
         ratio, root = _decoded(loads, f)
         m, v = ratio * root + g, root * root + g * g
         q = _reciprocal_root(v)
-        to.result[...] = self._result(g, m, v, q, f, loads, to.result.dtype)
-        to.mu[...], to.mu_scale[...] = _encoded_ratio(m * q, f)
-        to.nu[...], to.nu_scale[...], to.nu_exponent[...] = _encoded_nu(v, f)
+        mosaic.store(to.result, self._result(g, m, v, q, f, loads, to.result.dtype))
+        refs = to.mu, to.mu_scale, to.nu, to.nu_scale, to.nu_exponent
+        encoded = *_encoded_ratio(m * q, f), *_encoded_nu(v, f)
+        for ref, value in zip(refs, encoded, strict=True):
+            mosaic.store(ref, value)
 
     def _result(self, g, m, v, q, f, loads, dtype):
         numerator = m

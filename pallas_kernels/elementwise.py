@@ -343,8 +343,8 @@ class Sink:
             self._largest = largest
         if out.groups is not None:
             codes, scale = encode_groups(value, encoding.groups)
-            out.groups.codes.at[index][...] = codes
-            out.groups.scale.at[index][...] = scale
+            mosaic.store(out.groups.codes.at[index], codes)
+            mosaic.store(out.groups.scale.at[index], scale)
         if out.wide is not None:
             self._write("wide", value.astype(encoding.wide), part, index)
         dtype = encoding.row if encoding.transposed is None else encoding.transposed
@@ -361,12 +361,12 @@ class Sink:
 
     def _write(self, name, strip, part, index):
         if not self._encoding.tiles:
-            getattr(self._out, name).at[index][...] = strip
+            mosaic.store(getattr(self._out, name).at[index], strip)
             return
         strips = self._tiles.setdefault((part, name), [])
         if strip.dtype.itemsize == 1:
             columns = pl.ds(len(strips) * GROUP, GROUP)
-            self._scratch[part].row.at[:, columns][...] = strip
+            mosaic.store(self._scratch[part].row.at[:, columns], strip)
             strip = None
         else:
             # Vectors of 16 bytes, which swizzling keeps together.
@@ -378,7 +378,7 @@ class Sink:
         done = self._tiles.setdefault((part, "transposed"), [])
         to = self._scratch[part].transposed.at[pl.ds(len(done) * GROUP, GROUP)]
         bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
-        to.transpose((1, 0))[...] = bytes_of_lane
+        mosaic.store(to.transpose((1, 0)), bytes_of_lane)
         done.append(None)
 
     def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:

@@ -87,13 +87,13 @@ def run(
             for part, x in enumerate(loaded if keep_groups else ()):
                 kept = encode_groups(decode(x), jnp.float8_e4m3fn)
                 for ref, value in zip(out.groups, kept, strict=True):
-                    ref.at[place(strip, part)][...] = value
+                    mosaic.store(ref.at[place(strip, part)], value)
                 most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
             (value,) = fn(*loaded)
             x = plgpu.layout_cast(value, quads)
             for j in range(_QUADS):
                 quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
-                held.at[strip, j][...] = quad
+                mosaic.store(held.at[strip, j], quad)
                 largest = jnp.maximum(largest, jnp.abs(quad))
             return largest, most, later
 
@@ -104,7 +104,7 @@ def run(
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
             to = out.values.at[row, place(strip, 0)[-1]]
-            to[...] = value.astype(dtype)  # Nothing is beyond the largest.
+            mosaic.store(to, value.astype(dtype))  # Nothing is beyond the largest.
 
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         largest = plgpu.layout_cast(zeros, quads)
@@ -116,7 +116,7 @@ def run(
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
         inverse = reciprocal(scale)
         lax.fori_loop(0, strips, write, None)
-        out.scale.at[pl.ds(row, 1)][...] = scale[:1, 0]
+        mosaic.store(out.scale.at[pl.ds(row, 1)], scale[:1, 0])
         if keep_groups:
             out.largest_scale[row] = floats(total_max(most))
 

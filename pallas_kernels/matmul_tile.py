@@ -13,6 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import floats, group_scale
 from pallas_kernels.matmul_plan import (
     BLOCK,
@@ -167,7 +168,8 @@ class Tile:
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
                     to = self.maxima.at[tile, rows].at[own].at[where[0]]
-                    to[...] = floats(jnp.max(magnitude_bits(largest), axis=1))
+                    sizes = floats(jnp.max(magnitude_bits(largest), axis=1))
+                    mosaic.store(to, sizes)
             if self.product.group:
                 value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
@@ -317,7 +319,7 @@ class Tile:
             x = value[:, j : j + group]
             scale = group_scale(x, self.product.out_dtype)
             at = lax.div(columns.start + j, group)
-            scales[rows, at] = scale.astype(jnp.bfloat16)
+            mosaic.store(scales.at[rows, at], scale.astype(jnp.bfloat16))
             inverse = lax.broadcast_in_dim(reciprocal(scale), x.shape, (0,))
             codes.append(normal(x) * inverse)
         return jnp.concatenate(codes, axis=1)

@@ -23,6 +23,14 @@ def kernel(body: Callable, **how: Any) -> Callable:
     return run
 
 
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes to memory that is not swizzled, in any way that a layout asks for."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:  # JAX 0.11 has no other way there.
+        ref[...] = value
+
+
 def registers(computing: int) -> tuple[int, int]:
     """Registers of a lane that loads, and of one that computes.
 

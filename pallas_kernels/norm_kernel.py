@@ -11,6 +11,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import LANES, encode_groups, largest_of, strip_layout
 from pallas_kernels.norm_rows import (
     Norm,
@@ -65,11 +66,11 @@ def forward(
             x = norm.load(row.x, tile)
             if out.total is not None:
                 x = (x + norm.load(row.add, tile)).astype(jnp.bfloat16)
-                norm.tile(share.row(out.total, index), tile)[...] = x
+                mosaic.store(norm.tile(share.row(out.total, index), tile), x)
                 x = x.astype(jnp.float32)
             if out.groups is not None:
                 for ref, value in zip(out.groups, encode_groups(x, CODES), strict=True):
-                    norm.tile(share.row(ref, index), tile)[...] = value
+                    mosaic.store(norm.tile(share.row(ref, index), tile), value)
             return x
 
         def row(row, index, _):
@@ -95,7 +96,7 @@ def forward(
                 out.largest[index] = _largest(y) * factor
             for tile in norm.tiles:
                 to = norm.tile(share.row(out.y, index), tile)
-                to[...] = (y[tile] * factor).astype(out.y.dtype)
+                mosaic.store(to, (y[tile] * factor).astype(out.y.dtype))
 
         share.over(row, rows)
 
@@ -174,14 +175,14 @@ def backward(
                 if row.add is not None:
                     dx = dx + norm.load(row.add, tile)
                 to = norm.tile(share.row(out.dx, index), tile)
-                to[...] = dx.astype(jnp.bfloat16)
+                mosaic.store(to, dx.astype(jnp.bfloat16))
                 if keep_maxima:
                     so_far_of_shape = largest[dx.shape]
                     largest |= {dx.shape: jnp.maximum(so_far_of_shape, jnp.abs(dx))}
                 if inverse is not None:
                     y = x if params.weight is None else x * weight(tile)
                     to = norm.tile(share.row(out.y, index), tile)
-                    to[...] = (y * inverse).astype(CODES)
+                    mosaic.store(to, (y * inverse).astype(CODES))
                 more = NormGrads(None, dy(tile) * x, dy(tile))
                 so_far = sums.add(so_far, tile, _present(more, of_params))
             return so_far, largest
@@ -212,7 +213,7 @@ class _Sums:
         zeros = [_zeros(shape) for shape in map(self.norm.shape, self.norm.tiles)]
         for ref in self.refs:
             for tile in self.shared:
-                self._tile(ref, tile)[...] = zeros[tile]
+                mosaic.store(self._tile(ref, tile), zeros[tile])
         return [zeros[: len(zeros) - len(self.shared)]] * count
 
     def add(self, sums: list[list[Array]], tile: int, more: list[Array]) -> list:
@@ -220,7 +221,7 @@ class _Sums:
             pairs = zip(sums, more, strict=True)
             return [[*s[:tile], s[tile] + x, *s[tile + 1 :]] for s, x in pairs]
         for ref, x in zip(self.refs, more, strict=True):
-            self._tile(ref, tile)[...] = self._load(ref, tile) + x
+            mosaic.store(self._tile(ref, tile), self._load(ref, tile) + x)
         return sums
 
     def write(self, sums: list[list[Array]], to: list[Any]) -> None:
@@ -228,7 +229,7 @@ class _Sums:
             for tile in self.norm.tiles:
                 shared = tile in self.shared
                 total = self._load(self.refs[j], tile) if shared else sums[j][tile]
-                self.norm.tile(ref, tile)[...] = total
+                mosaic.store(self.norm.tile(ref, tile), total)
 
     def _tile(self, ref: Any, tile: int) -> Any:
         return self.norm.tile(ref, tile, self.shared[0])

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from pallas_kernels import mosaic
 from pallas_kernels.codec import GROUP, scale_of_bits
 from pallas_kernels.norm_rows import Row, Rows, Share, Tuning, reduced
 from pallas_kernels.reference.quantize import magnitude_bits, normal, reciprocal
@@ -35,7 +36,7 @@ def run(
             for tile in tiles.tiles:
                 # Nothing to saturate: at most a percent is beyond the largest code.
                 to = tiles.tile(share.row(codes, index), tile)
-                to[...] = (x[tile] * inverse).astype(dtype)
+                mosaic.store(to, (x[tile] * inverse).astype(dtype))
 
         share.over(row, rows)
 

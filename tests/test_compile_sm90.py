@@ -50,11 +50,14 @@ needs_compiler = pytest.mark.skipif(
 def test_kernels_compile_and_take_no_more_than_recorded(family):
     rows = compiled(family)
     assert rows
-    assert [row for row in rows if row["spill_bytes"]] == []
     recorded = by_case(r for r in _RECORDED["rows"] if r["family"] == family)
     assert by_case(rows).keys() == recorded.keys(), _HOW
-    if sm90.versions() != _RECORDED["compiled_by"]:
-        return  # Other compilers assign registers in other ways.
+    as_recorded = sm90.versions() == _RECORDED["compiled_by"]
+    # Other compilers assign registers in other ways.
+    most = 0 if as_recorded else 16
+    assert [row for row in rows if row["spill_bytes"] > most] == []
+    if not as_recorded:
+        return
     grown = [
         (row, recorded[case])
         for case, row in by_case(rows).items()
