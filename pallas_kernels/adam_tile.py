@@ -147,10 +147,8 @@ class Step:
         m, v = ratio * root + g, root * root + g * g
         q = _reciprocal_root(v)
         mosaic.store(to.result, self._result(g, m, v, q, f, loads, to.result.dtype))
-        refs = to.mu, to.mu_scale, to.nu, to.nu_scale, to.nu_exponent
-        encoded = *_encoded_ratio(m * q, f), *_encoded_nu(v, f)
-        for ref, value in zip(refs, encoded, strict=True):
-            mosaic.store(ref, value)
+        _store((to.mu, to.mu_scale), _encoded_ratio(m * q, f))
+        _store((to.nu, to.nu_scale, to.nu_exponent), _encoded_nu(v, f))
 
     def _result(self, g, m, v, q, f, loads, dtype):
         numerator = m
@@ -181,6 +179,11 @@ def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
     c = _float32(loads.mu())
     log2_ratio = jnp.log2(jnp.abs(c)) * (1 / 3) + _spread(base, c)
     return _with_sign(jnp.exp2(log2_ratio), c), jnp.exp2(log2_root)
+
+
+def _store(refs: tuple[Any, ...], values: tuple[Array, ...]) -> None:
+    for ref, value in zip(refs, values, strict=True):
+        mosaic.store(ref, value)
 
 
 def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
