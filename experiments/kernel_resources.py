@@ -157,8 +157,9 @@ def _norm() -> Iterator[Case]:
 
 def _tiles(product: Product) -> list[tuning.Tuning]:
     """The candidates; in which order they are walked over takes no registers."""
+    how = {"width": tuning.Tuning.width}  # By default: names leave it out.
     candidates = tuning.candidates(product)
-    return list(dict.fromkeys(dataclasses.replace(t, width=8) for t in candidates))
+    return list(dict.fromkeys(dataclasses.replace(t, **how) for t in candidates))
 
 
 def _products() -> Iterator[Case]:

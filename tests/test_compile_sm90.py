@@ -21,6 +21,8 @@ from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parent.parent
 _RECORDED = json.loads(RESULTS.read_text())
+# Of other compilers, which assign registers in other ways.
+_SPILL_BYTES = {"added, 128 x 192, together False, cluster m": 16}
 _HOW = "python -m experiments.kernel_resources records what they take"
 
 
@@ -53,9 +55,8 @@ def test_kernels_compile_and_take_no_more_than_recorded(family):
     recorded = by_case(r for r in _RECORDED["rows"] if r["family"] == family)
     assert by_case(rows).keys() == recorded.keys(), _HOW
     as_recorded = sm90.versions() == _RECORDED["compiled_by"]
-    # Other compilers assign registers in other ways.
-    most = 0 if as_recorded else 16
-    assert [row for row in rows if row["spill_bytes"] > most] == []
+    spills = {row["kernel"]: row["spill_bytes"] for row in rows if row["spill_bytes"]}
+    assert spills.items() <= ({} if as_recorded else _SPILL_BYTES).items()
     if not as_recorded:
         return
     grown = [
