@@ -4,16 +4,25 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
-import coat_jax.serialization  # noqa: F401 - registers with flax.serialization
-from coat_jax.fused import fused_update
 from coat_jax.linear import fp8_dot_general
 from coat_jax.memory import memory_report, residual_report
-from coat_jax.moments import moment_report
-from coat_jax.optimizer import fp8_adamw, scale_by_fp8_adam
+from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
+from coat_jax.optimizers.checkpoint import (
+    ScaleByFP8AdamState,
+    from_optax_state,
+    to_optax_state,
+)
+from coat_jax.optimizers.fused import fused_update
+from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.quantized_state import QuantizedState, with_quantized_state
+from coat_jax.optimizers.report import moment_report
+from coat_jax.optimizers.sharding import opt_state_sharding
 from coat_jax.quantized import (
     DE8,
     E4M3,
     E5M2,
+    LOG8,
+    UE4M4,
     Format,
     PerBlock,
     PerGroup,
@@ -24,19 +33,21 @@ from coat_jax.quantized import (
 )
 from coat_jax.remat import fp8_remat
 from coat_jax.scaling import OverwriteWithGradient
-from coat_jax.sharding import opt_state_sharding
-from coat_jax.state import ScaleByFP8AdamState, from_optax_state, to_optax_state
 
 __all__ = [
     "DE8",
     "E4M3",
     "E5M2",
+    "LOG8",
+    "UE4M4",
     "Format",
+    "Moment",
     "OverwriteWithGradient",
     "PerBlock",
     "PerGroup",
     "PerTensor",
     "QuantizedArray",
+    "QuantizedState",
     "ScaleByFP8AdamState",
     "dequantize",
     "fp8_adamw",
@@ -51,4 +62,5 @@ __all__ = [
     "residual_report",
     "scale_by_fp8_adam",
     "to_optax_state",
+    "with_quantized_state",
 ]

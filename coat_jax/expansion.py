@@ -56,5 +56,5 @@ def contract(
 
     For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
     """
-    x = jnp.exp2(jnp.log2(t) * (1 / k) + jnp.log2(largest))
+    x = jnp.exp2(jnp.log2(t) * (1 / k)) * largest
     return jnp.where(t == 0, 0.0, jnp.maximum(x, jnp.finfo(jnp.float32).tiny))

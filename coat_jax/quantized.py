@@ -5,13 +5,12 @@ included, agrees with them. Formats and granularities are those of COAT
 (arXiv 2410.19313, sections 3 to 5) with these changes. `scale` always multiplies on
 the way back, and codes are taken against the *stored* (rounded) scale, so that a
 group's metadata is two bytes, three with range expansion; a scale for a whole tensor is
-a power of two.
+a power of two. Optimizers keep the scales of moments in float32; see
+`coat_jax.optimizers.moment`.
 """
 
 import dataclasses
 import math
-from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,17 +22,24 @@ from jaxtyping import Array, Float, UInt32
 from coat_jax import expansion
 from coat_jax.rounding import stochastic_round
 from pallas_kernels.reference.quantize import (
+    TINY,
     group_scale,
     magnitude,
     normal,
     power_of_two_scale,
     reciprocal,
 )
+from pallas_kernels.reference.rounding import (
+    UE4M4_SMALLEST,
+    pack_ue4m4,
+    stochastic_float8,
+    unpack_ue4m4,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """An 8-bit code for numbers in [-max, max].
+    """An 8-bit code for numbers in [-max, max], or [0, max] where it has no sign.
 
     Attributes:
       name: What it is called in reports.
@@ -44,6 +50,8 @@ class Format:
       power: The k that expands numbers spread like a normal distribution's best.
       table: The 256 values that the codes stand for in ascending order, or None for a
         floating dtype, whose codes are their values.
+      signed: Whether there are codes of negative numbers. UE4M4, whose codes are E4M3's
+        with the sign's bit as a fourth bit of the mantissa, has none.
     """
 
     name: str
@@ -52,23 +60,65 @@ class Format:
     dynamic_range: float
     power: float
     table: tuple[float, ...] | None = None
+    signed: bool = True
 
-    def encode(self, x: Float[Array, "..."]) -> Array:
-        """Rounds to the nearest code and saturates; NaN stays NaN in floating formats.
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude above zero that a code stands for."""
+        if self.table is not None:
+            return min(value for value in self.table if value > 0)
+        if not self.signed:
+            return UE4M4_SMALLEST
+        return float(ml_dtypes.finfo(self.dtype).smallest_subnormal)
 
-        Ties go to the even code, in a table to the lower value.
+    def encode(
+        self, x: Float[Array, "..."], noise: UInt32[Array, "..."] | None = None
+    ) -> Array:
+        """Rounds to a code and saturates; NaN stays NaN in floating formats.
+
+        Args:
+          x: The numbers, float32. Without a sign negative ones count as zero.
+          noise: 32 random bits for each number, which is then rounded to one of the two
+            codes next to it, on average to itself. None rounds to the nearest code:
+            ties go to the even code, in a table to the lower value, in UE4M4 up.
         """
-        x = jnp.clip(x, -self.max, self.max)
-        if self.table is None:
-            return x.astype(self.dtype)
+        x = jnp.clip(x, -self.max if self.signed else 0.0, self.max)
+        if self.table is not None:
+            return self._in_table(x, noise)
+        if not self.signed:
+            return self._in_ue4m4(x, noise)
+        if noise is not None:
+            x = jnp.clip(stochastic_round(x, noise, self.dtype), -self.max, self.max)
+        return x.astype(self.dtype)
+
+    def _in_table(self, x: Array, noise: Array | None) -> Array:
         values = np.asarray(self.table, np.float32)
-        return jnp.searchsorted((values[1:] + values[:-1]) / 2, x).astype(self.dtype)
+        if noise is None:
+            index = jnp.searchsorted((values[1:] + values[:-1]) / 2, x)
+            return index.astype(self.dtype)
+        below = jnp.searchsorted(values[1:-1], x, side="right")
+        table = jnp.asarray(values)
+        low, high = table[below], table[below + 1]
+        uniform = (noise >> 8).astype(jnp.float32) * 2.0**-24
+        return (below + (x - low > uniform * (high - low))).astype(self.dtype)
+
+    def _in_ue4m4(self, x: Array, noise: Array | None) -> Array:
+        half = jnp.uint32(0x80000000)
+        rounded = stochastic_float8(
+            jnp.maximum(x, self.smallest),
+            half if noise is None else noise,
+            mantissa=4,
+            smallest_normal=self.smallest,
+        )
+        # Not less than half of the smallest code: what is above zero may be divided by.
+        zero = x < (self.smallest / 2 if noise is None else TINY)
+        return pack_ue4m4(jnp.where(zero, 0.0, jnp.minimum(rounded, self.max)))
 
     def decode(self, codes: Array) -> Float[Array, "..."]:
         """The float32 values that codes stand for."""
-        if self.table is None:
-            return codes.astype(jnp.float32)
-        return jnp.asarray(self.table, jnp.float32)[codes.astype(jnp.int32)]
+        if self.table is not None:
+            return jnp.asarray(self.table, jnp.float32)[codes.astype(jnp.int32)]
+        return codes.astype(jnp.float32) if self.signed else unpack_ue4m4(codes)
 
     def __repr__(self) -> str:
         return self.name
@@ -101,6 +151,14 @@ def _dynamic_exponent_table() -> tuple[float, ...]:
 
 E4M3 = _float_format("E4M3", jnp.float8_e4m3fn, power=3.0)
 E5M2 = _float_format("E5M2", jnp.float8_e5m2, power=5.5)
+UE4M4 = Format(
+    name="UE4M4",
+    dtype=jnp.dtype(jnp.float8_e4m3fn),
+    max=464.0,
+    dynamic_range=464.0 / UE4M4_SMALLEST,
+    power=3.0,
+    signed=False,
+)
 _DE8_TABLE = _dynamic_exponent_table()
 DE8 = Format(
     name="DE8",
@@ -109,6 +167,16 @@ DE8 = Format(
     dynamic_range=1.0 / min(v for v in _DE8_TABLE if v > 0),
     power=2.75,
     table=_DE8_TABLE,
+)
+# Sixteen codes an octave, which range expansion fits to a group.
+LOG8 = Format(
+    name="LOG8",
+    dtype=jnp.dtype(jnp.uint8),
+    max=1.0,
+    dynamic_range=2.0 ** (254 / 16),
+    power=3.0,
+    table=(0.0, *(2.0 ** ((code - 255) / 16) for code in range(1, 256))),
+    signed=False,
 )
 
 
@@ -234,19 +302,19 @@ def quantize(
 
     Args:
       x: A floating array of any shape.
-      format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`.
+      format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`; for arrays without negative
+        numbers `coat.UE4M4` or `coat.LOG8`, too.
       granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or
         `coat.PerBlock(rows, cols)`.
       expand: Whether to apply the dynamic range expansion (COAT, section 4.2), with a
         k for every group; a number is the k of all groups instead.
       noise: 32 random bits an element, for stochastic rounding: to one of the two codes
-        next to a number, on average to the number itself. Scales are then at most a
-        percent larger, so that nothing saturates. Not for DE8, nor with `expand`.
+        next to a number, on average to the number itself (with `expand` to its power
+        k). Scales are then at most a percent larger, so that nothing saturates.
 
     Raises:
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
-        or `expand` is a number that is not positive, or `noise` is given where it is
-        not for.
+        or `expand` is a number that is not positive.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -263,34 +331,80 @@ def quantize(
     power = 1.0 if isinstance(expand, bool) else float(expand)
     if not 0 < power < math.inf:
         raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
-    if noise is not None and (expand is not False or format.table is not None):
-        raise ValueError(
-            "noise is for floating formats without expansion, got "
-            f"format={format}, expand={expand!r}"
-        )
-    block = granularity.block(x.shape)
-    groups = normal(_split(jnp.asarray(x, jnp.float32), block))
-    within = tuple(range(1, groups.ndim, 2))
-    largest = jnp.expand_dims(magnitude(groups, within), within)
+    largest, groups = _largest(x, granularity)
     if noise is not None:
         largest *= 1 + 2.0**-8  # A scale that is rounded down saturates.
     scale = _stored_scale(largest, format, granularity)
-    top = scale.astype(jnp.float32) * format.max
+    return _encoded(x, groups, scale, format, granularity, power, own_power, noise)
+
+
+def quantize_moment(
+    x: Float[Array, "..."],
+    *,
+    format: Format,
+    granularity: Granularity,
+    power: float | None,
+    noise: UInt32[Array, "..."] | None,
+) -> QuantizedArray:
+    """Quantizes a moving average with range expansion, so that it can go on moving.
+
+    Unlike `quantize` it keeps scales in float32: a maximum in bfloat16 has steps of
+    0.4%, and an average that moves by 0.1% a step would stand still. And no group is
+    taken for wider than 40 octaves: an element that fades costs its neighbours no more
+    precision than that. With a k of each group's own nothing above zero becomes zero.
+
+    Args:
+      x: The average, float32.
+      format: Of the codes.
+      granularity: Which elements share a scale.
+      power: The k of all groups, or None for one of each group's own.
+      noise: 32 random bits an element, or None to round to the nearest code.
+    """
+    largest, groups = _largest(x, granularity)
+    scale = jnp.maximum(largest * (1 / format.max), TINY) + largest * 0.0
+    own_power, power = power is None, power or 1.0
+    return _encoded(
+        x, groups, scale, format, granularity, power, own_power, noise, octaves=40.0
+    )
+
+
+def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
+    """The largest magnitude of each group, and the groups, as `_split` has them."""
+    block = granularity.block(x.shape)
+    groups = normal(_split(jnp.asarray(x, jnp.float32), block))
+    within = tuple(range(1, groups.ndim, 2))
+    return jnp.expand_dims(magnitude(groups, within), within), groups
+
+
+def _encoded(
+    x, groups, scale, format, granularity, power, own_power, noise, octaves=math.inf
+) -> QuantizedArray:
+    """The array of these scales, from groups as `_split` has them."""
+    within = tuple(range(1, groups.ndim, 2))
+    if noise is not None:
+        noise = _split(noise, granularity.block(x.shape))
     exponent, k = None, power
-    if own_power:
-        nonzero = jnp.where(groups == 0, jnp.inf, jnp.abs(groups))
-        smallest = jnp.min(nonzero, axis=within, keepdims=True, initial=jnp.inf)
-        exponent = expansion.exponent(top, smallest, format.dynamic_range)
-        k = expansion.power(exponent)
-        exponent = exponent.squeeze(within)
     if own_power or power != 1.0:
-        stretched = expansion.expand(groups, top, k) * format.max
-        codes = format.encode(jnp.copysign(stretched, groups))
+        top = scale.astype(jnp.float32) * format.max
+        if own_power:
+            nonzero = jnp.where(groups == 0, jnp.inf, jnp.abs(groups))
+            smallest = jnp.min(nonzero, axis=within, keepdims=True, initial=jnp.inf)
+            smallest = jnp.maximum(smallest, top * 2.0**-octaves)
+            exponent = expansion.exponent(top, smallest, format.dynamic_range)
+            k = expansion.power(exponent)
+            exponent = exponent.squeeze(within)
+        scaled = expansion.expand(groups, top, k) * format.max
+        if own_power:
+            scaled = jnp.where(groups == 0, 0.0, jnp.maximum(scaled, format.smallest))
+        elif noise is not None:
+            # Below the smallest code the mean is to be right of x, not of its power.
+            ratio = (format.smallest / format.max) ** (1 / k)
+            linear = jnp.abs(groups) * (format.smallest / ratio / top)
+            scaled = jnp.where(scaled < format.smallest, linear, scaled)
+        scaled = jnp.copysign(scaled, groups)
     else:
         scaled = groups * reciprocal(scale.astype(jnp.float32))
-        if noise is not None:
-            scaled = stochastic_round(scaled, _split(noise, block), format.dtype)
-        codes = format.encode(scaled)
+    codes = format.encode(scaled, noise)
     return QuantizedArray(
         # Without the barrier XLA may cancel a conversion to 8 bits and back.
         codes=lax.optimization_barrier(_merge(codes, x.shape)),
@@ -318,15 +432,6 @@ def _(primals, tangents):
         "FP8 copies have no derivatives: what fp8_remat, fp8_dot_general and the FP8 "
         "recipes compute can be differentiated once, and backward"
     )
-
-
-def quantized_zeros(shape: tuple[int, ...], **how: Any) -> QuantizedArray:
-    """What `quantize(jnp.zeros(shape), **how)` returns, without its arithmetic."""
-    template = jax.eval_shape(
-        partial(quantize, **how), jax.ShapeDtypeStruct(shape, jnp.float32)
-    )
-    zero = quantize(jnp.zeros((1,) * len(shape), jnp.float32), **how)
-    return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, template)
 
 
 def dequantize(q: QuantizedArray) -> Float[Array, "..."]:

@@ -3,12 +3,10 @@
 import jax
 import jax.numpy as jnp
 import ml_dtypes
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, UInt32
 
-# A number's distance from the code below it is exact to this many bits of a step.
-_BITS = 20
+from pallas_kernels.reference.rounding import stochastic_float8
 
 
 def stochastic_round(
@@ -22,7 +20,7 @@ def stochastic_round(
 
     Args:
       x: The numbers, float32.
-      noise: 32 random bits for each; the upper 20 are used.
+      noise: 32 random bits for each, of which the upper 20 are used (of E5M2, 21).
       dtype: The codes' dtype, such as `float8_e4m3fn`.
 
     Returns:
@@ -37,13 +35,13 @@ def stochastic_round(
       [9.0, 10.0]
     """
     info = ml_dtypes.finfo(dtype)
-    # The exponent of the least bit of the code: that of x, or of all denormals.
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    exponent = jnp.maximum((bits >> 23) - 127, info.minexp) - info.nmant
-    uniform = (noise >> (32 - _BITS)).astype(jnp.float32) * 2.0**-_BITS
-    steps = jnp.floor(jnp.abs(x) * _power_of_two(-exponent) + uniform)
-    rounded = jnp.copysign(steps * _power_of_two(exponent), x)
-    return jnp.where(jnp.isfinite(x), rounded, x)
+    rounded = stochastic_float8(
+        jnp.abs(x),
+        noise,
+        mantissa=info.nmant,
+        smallest_normal=float(info.smallest_normal),
+    )
+    return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x)
 
 
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Array:
@@ -53,7 +51,3 @@ def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Arr
     return jax.random.bits(
         key, shape, jnp.uint32, out_sharding=sharding if explicit else None
     )
-
-
-def _power_of_two(exponent: Array) -> Array:
-    return lax.bitcast_convert_type((exponent + 127) << 23, jnp.float32)

@@ -62,25 +62,26 @@ def _groups(*shape: int) -> pk.Groups:
 
 
 def _adam() -> Iterator[Case]:
-    def step(grads, moments, params, noise, *, implementation):
+    def step(*arrays, implementation):
         # Numbers that are 0 leave arithmetic out.
         scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
-        return pk.adam(
-            scalars, grads, moments, params, noise, implementation=implementation
-        )
+        return pk.adam(scalars, *arrays, implementation=implementation)
 
-    def case(name, shape, dtype=_BF16, params=True, noise=False):
+    def case(name, shape, dtype=_BF16, params=True, stochastic=False):
         count = (*shape[:-1], -(-shape[-1] // 128))
-        codes, scale = _array(*shape, dtype=_E4M3), _array(*count)
+        codes, scale = _array(*shape, dtype=_E4M3), _array(*count, dtype=_F32)
         exponent = _array(*count, dtype=jnp.uint8)
         moments = pk.Moments(codes, scale, codes, scale, exponent)
         grads = _array(*shape, dtype=dtype)
-        bits = _array(*count, dtype=jnp.uint32) if noise else None
-        return Case(name, step, (grads, moments, grads if params else None, bits))
+        words = _array(*count, dtype=jnp.uint32)
+        salt = _array(dtype=jnp.uint32) if stochastic else None
+        return Case(
+            name, step, (grads, moments, words, grads if params else None, salt)
+        )
 
     yield case("adam", (4096, 4096))
     yield case("adam, float32", (4096, 4096), _F32)
-    yield case("adam, stochastic rounding", (4096, 4096), noise=True)
+    yield case("adam, stochastic rounding", (4096, 4096), stochastic=True)
     yield case("adam, update", (4096, 4096), params=False)
     yield case("adam, a short last group", (4096, 200))
 

@@ -66,7 +66,8 @@ def run(
     params: Array | None,
     moments: Moments,
     grads: Array,
-    noise: Array | None,
+    words: Array,
+    salt: Array | None,
     factors: Array,
     tuning: Tuning,
 ) -> State:
@@ -80,10 +81,11 @@ def run(
     width = min(n, GROUP)
 
     def launch(body, ctas, *arrays, **how):
-        def kernel(refs, grads, noise, factors, **scratch):
+        def kernel(refs, grads, words, salt, factors, **scratch):
             factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
-            inputs = Inputs.of(refs, grads, noise, step.with_params)
-            body(inputs, functools.partial(step.tile, factors), refs, **scratch)
+            salt = jnp.uint32(0) if salt is None else salt[0]
+            inputs = Inputs.of(refs, grads, words, step.with_params)
+            body(inputs, functools.partial(step.tile, factors, salt), refs, **scratch)
 
         mosaic.kernel(
             kernel,
@@ -129,7 +131,8 @@ def run(
         return lax.optimization_barrier(state)
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params
-    return in_place(State(result, **moments._asdict()), grads, noise, factors)
+    salt = None if salt is None else salt.reshape(1)
+    return in_place(State(result, **moments._asdict()), grads, words, salt, factors)
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from pallas_kernels.reference.adam import GROUP, AdamScalars, Moments
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _STORED = {
     "mu": jnp.float8_e4m3fn,
-    "mu_scale": jnp.bfloat16,
+    "mu_scale": jnp.float32,
     "nu": jnp.float8_e4m3fn,
-    "nu_scale": jnp.bfloat16,
+    "nu_scale": jnp.float32,
     "nu_exponent": jnp.uint8,
 }
 _VECTOR = 8  # Elements of a load, whose address is a multiple of its size.
@@ -26,8 +26,9 @@ def adam(
     scalars: AdamScalars,
     grads: Float[Array, "... n"],
     moments: Moments,
+    words: UInt32[Array, "... g"],
     params: Float[Array, "... n"] | None = None,
-    noise: UInt32[Array, "... g"] | None = None,
+    salt: UInt32[Array, ""] | None = None,
     *,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
@@ -38,9 +39,11 @@ def adam(
       scalars: The step's factors.
       grads: Gradients, bfloat16 or float32.
       moments: Moments before the step.
+      words: Random bits, one word a group of 128, by which moments are rounded. They
+        must be new in every step, or averages stall.
       params: Parameters, bfloat16 or float32; None returns Adam's update instead.
-      noise: Random bits, one word a group of 128, with which bfloat16 parameters are
-        rounded stochastically; None rounds them to nearest.
+      salt: Changes the random bits into those by which bfloat16 parameters are rounded
+        stochastically; None rounds parameters to nearest.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -52,19 +55,19 @@ def adam(
     Raises:
       ValueError: If shapes do not go together, or the kernel was named and cannot run.
     """
-    _check(grads, moments, params, noise)
+    _check(grads, moments, words, params)
     chosen = dispatch.choose(
         implementation,
         _obstacle(grads, moments, params),
         operation="adam",
-        arrays=(grads, moments, params, noise),
+        arrays=(grads, moments, words, params),
     )
     if chosen == "reference":
-        return reference.adam(scalars, grads, moments, params, noise)
-    return _mosaic(scalars, grads, moments, params, noise, tuning or Tuning())
+        return reference.adam(scalars, grads, moments, words, params, salt)
+    return _mosaic(scalars, grads, moments, words, params, salt, tuning or Tuning())
 
 
-def _check(grads, moments, params, noise) -> None:
+def _check(grads, moments, words, params) -> None:
     if not grads.ndim:
         raise ValueError("gradients need an axis, got a scalar")
     groups = (*grads.shape[:-1], -(-grads.shape[-1] // GROUP))
@@ -72,7 +75,7 @@ def _check(grads, moments, params, noise) -> None:
     of_groups = {f: getattr(moments, f) for f in _STORED if f not in of_elements}
     for name, x in of_elements.items():
         check_shape(name, x, grads.shape)
-    for name, x in (of_groups | {"noise": noise}).items():
+    for name, x in (of_groups | {"words": words}).items():
         check_shape(name, x, groups)
 
 
@@ -93,13 +96,15 @@ def _is_zero(x: Array | float) -> bool:
     return isinstance(x, int | float) and x == 0
 
 
-def _mosaic(scalars, grads, moments, params, noise, tuning):
+def _mosaic(scalars, grads, moments, words, params, salt, tuning):
     n = grads.shape[-1]
     rows, whole = grads.size // n, n // GROUP * GROUP
     if n > whole and whole and n % _VECTOR == 0 and rows >= TILE:
-        arguments = scalars, grads, moments, params, noise, tuning
+        arguments = scalars, grads, moments, words, params, salt, tuning
         result, after = _whole_groups(*arguments, view=(rows, n))
-        return _with_last_group(scalars, grads, after, result, params, noise, tuning)
+        moments = after
+        arguments = scalars, grads, moments, words, params, salt, tuning
+        return _with_last_group(*arguments, result=result)
     short = -n % (GROUP if whole else UNIT)
     if short:
 
@@ -109,19 +114,20 @@ def _mosaic(scalars, grads, moments, params, noise, tuning):
         moments = moments._replace(mu=padded(moments.mu), nu=padded(moments.nu))
         params = None if params is None else padded(params)
         grads = padded(grads)
-    arguments = scalars, grads, moments, params, noise, tuning
+    arguments = scalars, grads, moments, words, params, salt, tuning
     result, moments = _whole_groups(*arguments, view=(-1, min(n + short, GROUP)))
     moments = moments._replace(mu=moments.mu[..., :n], nu=moments.nu[..., :n])
     return result[..., :n], moments
 
 
-def _whole_groups(scalars, grads, moments, params, noise, tuning, view):
+def _whole_groups(scalars, grads, moments, words, params, salt, tuning, view):
     """The step of all whole groups, on arrays seen as `view`."""
     per_group = (-1,) if view[1] <= GROUP else (view[0], -1)
     step = Step(
         nesterov=not _is_zero(scalars.grad_weight),
         eps_root=not _is_zero(scalars.eps_root),
         with_params=params is not None,
+        stochastic=salt is not None and params.dtype == jnp.bfloat16,
     )
     state = adam_kernel.run(
         step,
@@ -134,7 +140,8 @@ def _whole_groups(scalars, grads, moments, params, noise, tuning, view):
             nu_exponent=moments.nu_exponent.reshape(per_group),
         ),
         grads.reshape(view),
-        None if noise is None else noise.reshape(per_group),
+        words.reshape(per_group),
+        salt if step.stochastic else None,
         factors(scalars, step.with_params),
         tuning,
     )
@@ -144,7 +151,7 @@ def _whole_groups(scalars, grads, moments, params, noise, tuning, view):
     return state.result.reshape(grads.shape), Moments(**after)
 
 
-def _with_last_group(scalars, grads, moments, result, params, noise, tuning):
+def _with_last_group(scalars, grads, moments, words, params, salt, tuning, result):
     """Does the step of the short last group of every row, after that of all others."""
     start = grads.shape[-1] // GROUP * GROUP
     starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
@@ -153,9 +160,10 @@ def _with_last_group(scalars, grads, moments, result, params, noise, tuning):
         scalars,
         grads[..., start:],
         last,
+        words[..., start // GROUP :],
         # Not of the parameters themselves, which are changed in place.
         None if params is None else result[..., start:],
-        None if noise is None else noise[..., start // GROUP :],
+        salt,
         tuning,
     )
     put = lax.dynamic_update_slice_in_dim

@@ -9,8 +9,9 @@ quite, and it takes as much of the issue slots as of the special function unit. 
 - Moments are carried without the factors of gradients, 1 - b1 and 1 - b2, and all
   others are folded into numbers of the group.
 - The first moment's expansion is a cube: two multiplications. One reciprocal root
-  serves both the stored ratio and the update.
-- Eight neighbours round by the bits of one hash.
+  serves both the stored ratio and the update, and one logarithm it and the code.
+- Random bits cost one addition an element, and rounding by them is an addition and a
+  mask.
 - Divisions are a guess by bits and a polynomial, off the special function unit.
 """
 
@@ -22,22 +23,36 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import mosaic
 from pallas_kernels.codec import LANES
-from pallas_kernels.reference import adam as reference
-from pallas_kernels.reference.adam import AdamScalars
+from pallas_kernels.reference.adam import (
+    LARGEST_NU,
+    MU_MAX,
+    NU_MAX,
+    OCTAVES,
+    AdamScalars,
+)
+from pallas_kernels.reference.quantize import TINY
+from pallas_kernels.reference.rounding import (
+    UE4M4_SMALLEST,
+    element_bits,
+    hash32,
+    pack_ue4m4,
+    unpack_ue4m4,
+)
 
 TILE = 16  # Groups that a warpgroup handles at a time,
-TALL = 32  # or so many, with less to do for each group, and more registers.
+TALL = 32
 UNIT = 32  # Of which groups are so many neighbours, up to 128.
-_TINY = float(jnp.finfo(jnp.float32).tiny)
 _LEAST_WEIGHT = 1e-20  # Of the moment, for what is divided by it: next to nothing.
-_LOG2_MAX = math.log2(448.0)
-_LOG2_RANGE = 16 * math.log2(448.0**2 / 2)
+_MU_ROOT = MU_MAX ** (1 / 3)
+_LOG2_NU_MAX = math.log2(NU_MAX)
+_LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
 
 
 class State(NamedTuple):
@@ -65,14 +80,14 @@ class Inputs(NamedTuple):
     mu_scale: Any
     nu_scale: Any
     nu_exponent: Any
-    noise: Any  # None without stochastic rounding.
+    words: Any  # Random bits.
 
     @classmethod
-    def of(cls, refs: State, grads: Any, noise: Any, with_params: bool) -> "Inputs":
-        """What is read beside the gradients and the noise is also what changes."""
+    def of(cls, refs: State, grads: Any, words: Any, with_params: bool) -> "Inputs":
+        """What is read beside the gradients and the words is also what changes."""
         scales = (refs.mu_scale, refs.nu_scale, refs.nu_exponent)
         params = refs.result if with_params else None
-        return cls(grads, refs.mu, refs.nu, params, *scales, noise)
+        return cls(grads, refs.mu, refs.nu, params, *scales, words)
 
     def map(self, array: Callable, per_group: Callable) -> "Inputs":
         """Applies one function to arrays and another to what groups have one of."""
@@ -97,8 +112,8 @@ class Factors(NamedTuple):
 
     log2_mu: Array  # From log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
     log2_root: Array  # From log2(nu) / 2 to log2(sqrt(b2 * v)).
-    nu: Array  # 1 - b2: v to nu.
-    log2_nu: Array
+    log2_nu: Array  # From log2(v) to log2(nu).
+    log2_largest: Array  # Of v, as it is stored.
     ratio: Array  # m / sqrt(v) to mu / sqrt(nu).
     numerator: Array  # m to the update times its denominator.
     lookahead: Array  # The gradient's share in it, with Nesterov momentum.
@@ -115,12 +130,12 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
     mu_weight = jnp.maximum(s.mu_weight, _LEAST_WEIGHT)
     unit, nu = 1 - s.b1, 1 - s.b2
     ratio = unit * lax.rsqrt(nu)
-    root = jnp.sqrt(jnp.maximum(s.b2, _TINY))
+    root = jnp.sqrt(jnp.maximum(s.b2, TINY))
     factors = Factors(
-        log2_mu=jnp.log2(s.b1 / (ratio * root)) - _LOG2_MAX / 3,
+        log2_mu=jnp.log2(s.b1 / (ratio * root)) + 2 / 3 * math.log2(MU_MAX),
         log2_root=jnp.log2(root) - 0.5 * jnp.log2(nu),
-        nu=nu,
         log2_nu=jnp.log2(nu),
+        log2_largest=math.log2(LARGEST_NU) - jnp.log2(nu),
         ratio=ratio,
         numerator=step * mu_weight * unit,
         lookahead=s.grad_weight / (mu_weight * unit),
@@ -139,18 +154,26 @@ class Step:
     nesterov: bool
     eps_root: bool
     with_params: bool
+    stochastic: bool  # Whether parameters are rounded stochastically, too.
 
-    def tile(self, f: Factors, to: State, loads: Inputs) -> None:
+    def tile(self, f: Factors, salt: Array, to: State, loads: Inputs) -> None:
         """Computes a tile from what `loads` return, and stores it."""
         g = loads.grads().astype(jnp.float32)
         ratio, root = _decoded(loads, f)
         m, v = ratio * root + g, root * root + g * g
-        q = _reciprocal_root(v)
-        mosaic.store(to.result, self._result(g, m, v, q, f, loads, to.result.dtype))
-        _store((to.mu, to.mu_scale), _encoded_ratio(m * q, f))
-        _store((to.nu, to.nu_scale, to.nu_exponent), _encoded_nu(v, f))
+        log2_v = jnp.log2(v)
+        # The reciprocal root: finite where v is 0, and 0 where v overflowed, so that
+        # the update is 0, as in optax.
+        q = jnp.exp2(-0.5 * jnp.maximum(log2_v, -126.0))
+        words = loads.words()
+        result = self._result(g, m, v, q, f, loads, words ^ salt, to.result.dtype)
+        mosaic.store(to.result, result)
+        bits = _bits_of_elements(words, v)
+        _store((to.mu, to.mu_scale), _encoded_ratio(m * q, f, bits))
+        nu = _encoded_nu(log2_v, f, bits)
+        _store((to.nu, to.nu_scale, to.nu_exponent), nu)
 
-    def _result(self, g, m, v, q, f, loads, dtype):
+    def _result(self, g, m, v, q, f, loads, words, dtype):
         numerator = m
         if self.nesterov:
             numerator = m + g * f.lookahead
@@ -163,22 +186,24 @@ class Step:
         if not self.with_params:
             return update.astype(dtype)
         p = loads.params().astype(jnp.float32) * f.keep - update
-        if loads.noise is None or dtype != jnp.bfloat16:
+        if not self.stochastic:
             return p.astype(dtype)
-        return _stochastic(p, loads.noise())
+        up = _bits_of_elements(hash32(words), p) >> jnp.uint32(16)
+        rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
+        return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(dtype)
 
 
 def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
-    """b1 * m over the root of b2 * v, and that root."""
+    """Returns b1 * m over the root of b2 * v, and that root."""
     half_root = 8.0 * _reciprocal(_float32(loads.nu_exponent()))
-    log2_top = jnp.log2(_float32(loads.nu_scale())) + _LOG2_MAX
-    base = 0.5 * log2_top + f.log2_root - _LOG2_MAX * half_root
-    c = _float32(loads.nu())
-    log2_root = jnp.log2(c) * _spread(half_root, c) + _spread(base, c)
-    base = jnp.log2(_float32(loads.mu_scale())) + (_LOG2_MAX + f.log2_mu)
+    base = 0.5 * _log2(loads.nu_scale()) + (f.log2_root + 0.5 * _LOG2_NU_MAX)
+    base = base - half_root * _LOG2_NU_MAX
+    c = unpack_ue4m4(loads.nu())
+    root = jnp.exp2(jnp.log2(c) * _spread(half_root, c) + _spread(base, c))
+    base = _log2(loads.mu_scale()) + f.log2_mu
     c = _float32(loads.mu())
     log2_ratio = jnp.log2(jnp.abs(c)) * (1 / 3) + _spread(base, c)
-    return _with_sign(jnp.exp2(log2_ratio), c), jnp.exp2(log2_root)
+    return _with_sign(jnp.exp2(log2_ratio), c), root
 
 
 def _store(refs: tuple[Any, ...], values: tuple[Array, ...]) -> None:
@@ -186,42 +211,49 @@ def _store(refs: tuple[Any, ...], values: tuple[Array, ...]) -> None:
         mosaic.store(ref, value)
 
 
-def _encoded_ratio(r: Array, f: Factors) -> tuple[Array, Array]:
-    scale = _scale(jnp.max(jnp.abs(r), axis=1) * (f.ratio * (1 / 448)))
-    unit = f.ratio * 448 ** (1 / 3 - 1)
-    t = r * _spread(unit * _reciprocal(_float32(scale)), r)
-    return (t * t * t).astype(jnp.float8_e4m3fn), scale
+def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
+    largest = jnp.max(jnp.abs(r), axis=1) * f.ratio
+    scale = _scale(largest * (1 / MU_MAX))
+    unit = (f.ratio * (_MU_ROOT / MU_MAX)) * _reciprocal(scale)
+    t = jnp.abs(r) * _spread(unit, r)
+    # Linear in the moment up to the smallest code; see the reference.
+    cube = t * jnp.maximum(t * t, 1 / 64)
+    offset = jnp.where(cube < 2.0**-6, 2.0**-6, 0.0)
+    raised = _bits(cube + offset) + (bits >> jnp.uint32(12))
+    # What rounds beyond the largest code saturates when it is converted.
+    cube = _floats(raised & jnp.uint32(0xFFF00000)) - offset
+    return _with_sign(cube, r).astype(jnp.float8_e4m3fn), scale
 
 
-def _encoded_nu(v: Array, f: Factors) -> tuple[Array, Array, Array]:
-    bits = _bits(v)  # Which compare as numbers that are not negative do.
-    scale = _scale(_floats(jnp.max(bits, axis=1)) * (f.nu * (1 / 448)))
-    # Of v, too.
-    log2_top = jnp.log2(_float32(scale)) + (_LOG2_MAX - f.log2_nu)
-    # What is below the first normal number wraps around, and is never the smallest.
-    normal = jnp.uint32(0x00800000)
-    smallest = _floats(jnp.min(bits - normal, axis=1) + normal)
-    octaves = log2_top - jnp.log2(smallest)
-    k = _LOG2_RANGE * _reciprocal(jnp.maximum(octaves, 1e-3))
-    k = jnp.clip(k, 1.0, 255.0)
-    k = jnp.where(octaves < 1e30, k, 255.0).astype(jnp.int32)
+def _encoded_nu(log2_v: Array, f: Factors, bits: Array) -> tuple[Array, Array, Array]:
+    log2_top = jnp.clip(jnp.max(log2_v, axis=1), -126.0, f.log2_largest)
+    scale = _scale(jnp.exp2(log2_top + (f.log2_nu - _LOG2_NU_MAX)))
+    # Logarithms made positive compare as integers do. That of zero, -infinity, is the
+    # largest of them, and never the smallest of a group.
+    lifted = _floats(jnp.min(_bits(log2_v + 256.0), axis=1)) - 256.0
+    octaves = jnp.clip(log2_top - lifted, 1e-3, float(OCTAVES))
+    k = jnp.clip(_LOG2_NU_RANGE * _reciprocal(octaves), 1.0, 255.0)
+    k = jnp.where(lifted > -1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
-    shift = _spread(_LOG2_MAX - power * log2_top, v)
-    codes = jnp.exp2(jnp.log2(v) * _spread(power, v) + shift)
-    return codes.astype(jnp.float8_e4m3fn), scale, k.astype(jnp.uint8)
+    shift = _spread(_LOG2_NU_MAX - power * log2_top, log2_v)
+    t = _bits(jnp.exp2(log2_v * _spread(power, log2_v) + shift))
+    # Less one, zero is the largest integer: it alone is not raised to the smallest code.
+    t = jnp.maximum(t - jnp.uint32(1), _bits_of(UE4M4_SMALLEST) - jnp.uint32(1))
+    t = t + (bits >> jnp.uint32(13)) + jnp.uint32(1)
+    t = jnp.minimum(t, _bits_of(NU_MAX)) & jnp.uint32(0xFFF80000)
+    return pack_ue4m4(_floats(t)), scale, k.astype(jnp.uint8)
 
 
 def _scale(x: Array) -> Array:
     """The stored scale; NaN for infinity too."""
-    return (jnp.clip(x, _TINY, 2.0**119) + x * 0.0).astype(jnp.bfloat16)
+    return jnp.maximum(x, TINY) + x * 0.0
 
 
-def _stochastic(p: Array, noise: Array) -> Array:
-    j = lax.broadcasted_iota(jnp.uint32, p.shape, 1)
-    j = plgpu.layout_cast(j, _layout(*p.shape))
-    up = reference.uniform16(_spread(noise, p), j)
-    rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
-    return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(jnp.bfloat16)
+def _bits_of_elements(words: Array, like: Array) -> Array:
+    """The random bits of a tile's elements from those of its groups."""
+    j = lax.broadcasted_iota(jnp.uint32, like.shape, 1)
+    j = plgpu.layout_cast(j, _layout(*like.shape))
+    return element_bits(_spread(words, like), j)
 
 
 def load(ref: Any, width: int) -> Array:
@@ -257,6 +289,10 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
+def _bits_of(x: float) -> Array:
+    return jnp.uint32(np.float32(x).view(np.uint32))
+
+
 def _floats(x: Array) -> Array:
     return lax.bitcast_convert_type(x, jnp.float32)
 
@@ -284,11 +320,13 @@ def _reciprocal(x: Array, terms: int = 4) -> Array:
     return guess + guess * series
 
 
-def _reciprocal_root(x: Array) -> Array:
-    """1 / sqrt(x) to 2e-6 likewise; of 0 some finite number, and NaN of infinity.
+def _log2(x: Array) -> Array:
+    """log2(x) to 4e-7, and for x far from 1 to half its own last bit; NaN of infinity.
 
-    The first guess is known to 3.5%, and 1 / sqrt(1 - e) is a polynomial then.
+    The group's largest number is read and written by it in every step, and its error
+    would add up.
     """
-    guess = _floats(jnp.uint32(0x5F374700) - (_bits(x) >> jnp.uint32(1)))
-    e = 1.0 - (x * guess) * guess
-    return guess + guess * (e * (0.499999 + e * (0.376055 + e * 0.313764)))
+    bits = _bits(x)
+    exponent = (bits >> jnp.uint32(23)).astype(jnp.int32).astype(jnp.float32) - 127.0
+    mantissa = (bits & jnp.uint32(0x007FFFFF)) | jnp.uint32(0x3F800000)
+    return exponent + jnp.log2(_floats(mantissa)) + x * 0.0

@@ -27,7 +27,8 @@ from sharded import (
 )
 
 import coat_jax as coat
-import coat_jax.step
+import coat_jax.optimizers.sharding
+import coat_jax.optimizers.step
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
@@ -41,7 +42,8 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 @pytest.fixture
 def as_kernel(monkeypatch):
     """The reference behind custom_partitioning, as the kernel is on several GPUs."""
-    monkeypatch.setattr(coat_jax.step, "has_kernel", lambda: True)
+    for module in (coat_jax.optimizers.sharding, coat_jax.optimizers.step):
+        monkeypatch.setattr(module, "has_kernel", lambda: True)
 
 
 @pytest.fixture(params=["kernel", "jnp"])

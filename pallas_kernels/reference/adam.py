@@ -7,25 +7,41 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8, UInt32
 
-from pallas_kernels.reference.quantize import magnitude
+from pallas_kernels.reference.quantize import TINY, magnitude
+from pallas_kernels.reference.rounding import (
+    UE4M4_SMALLEST,
+    element_bits,
+    hash32,
+    pack_ue4m4,
+    stochastic_bfloat16,
+    stochastic_float8,
+    unpack_ue4m4,
+)
 
 GROUP = 128
-_E4M3_MAX = 448.0
-_TINY = float(jnp.finfo(jnp.float32).tiny)
-_LOG2_RANGE = 16 * math.log2(_E4M3_MAX**2 / 2)
+MU_MAX = 448.0  # The largest code of E4M3,
+NU_MAX = 464.0  # and of UE4M4.
+# The expansion stretches no group further than this: an element that has had no
+# gradient for long must not cost its neighbours their precision.
+OCTAVES = 40
+# No second moment is stored larger. One whose square overflowed would be infinite.
+LARGEST_NU = 2.0**110
+_MU_ROOT = MU_MAX ** (1 / 3)
+_LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
+_FINITE = float(jnp.finfo(jnp.float32).max)
 
 
 class Moments(NamedTuple):
     """Adam's moments of one parameter [..., n] in groups of 128 on the last axis.
 
-    A group of nu stands for `s * 448 * (c / 448) ** (16 / k)`, one of mu for
+    A group of nu stands for `s * 464 * (c / 464) ** (16 / k)`, one of mu for
     `sqrt(nu) * s * 448 * cbrt(c / 448)`.
 
     Attributes:
       mu: Codes of the first moment over the root of the second, e4m3 [..., n].
-      mu_scale: s, bfloat16 [..., ceil(n / 128)].
-      nu: Codes of the second moment, e4m3 [..., n].
-      nu_scale: s, bfloat16 [..., ceil(n / 128)].
+      mu_scale: s, float32 [..., ceil(n / 128)].
+      nu: Codes of the second moment, UE4M4 in e4m3 [..., n].
+      nu_scale: s, float32 [..., ceil(n / 128)].
       nu_exponent: k, uint8 [..., ceil(n / 128)].
     """
 
@@ -59,123 +75,102 @@ def adam(
     scalars: AdamScalars,
     grads: Float[Array, "... n"],
     moments: Moments,
+    words: UInt32[Array, "... g"],
     params: Float[Array, "... n"] | None = None,
-    noise: UInt32[Array, "... g"] | None = None,
+    salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
     """See `pallas_kernels.adam`."""
     at = AdamScalars(*(jnp.asarray(s, jnp.float32) for s in scalars))
-    g = _split(grads).astype(jnp.float32)
-    root, nu = _decode_nu(moments)
-    mu = at.b1 * (_decode_mu(moments) * root) + (1 - at.b1) * g
-    nu = at.b2 * nu + (1 - at.b2) * g * g
+    shape, g = grads.shape, split(grads).astype(jnp.float32)
+    nu = _decode_nu(moments)
+    mu = at.b1 * (_decode_mu(moments) * jnp.sqrt(nu)) + (1 - at.b1) * g
+    nu = at.b2 * nu + (1 - at.b2) * (g * g)
     denominator = jnp.sqrt(nu * at.nu_weight + at.eps_root) + at.eps
     update = (at.mu_weight * mu + at.grad_weight * g) / denominator
-    mu = mu * lax.rsqrt(jnp.maximum(nu, _TINY))
-    after = Moments(*_encode_mu(mu, grads.shape), *_encode_nu(nu, grads.shape))
+    # A second moment that overflowed makes the update zero, as in optax.
+    root = jnp.where(nu <= _FINITE, lax.rsqrt(jnp.maximum(nu, TINY)), 0.0)
+    bits = bits_of_elements(words)
+    after = Moments(
+        *_encode_mu(mu * root, bits, shape),
+        *_encode_nu(jnp.minimum(nu, LARGEST_NU), bits, shape),
+    )
     if params is None:
-        return _merge(update, grads.shape).astype(grads.dtype), after
-    p = _split(params).astype(jnp.float32)
+        return merge(update, shape).astype(grads.dtype), after
+    p = split(params).astype(jnp.float32)
     p = p - at.learning_rate * (update + at.decay * p)
-    if noise is not None and params.dtype == jnp.bfloat16:
-        return _merge(stochastic_bfloat16(p, noise), params.shape), after
-    return _merge(p, params.shape).astype(params.dtype), after
+    if salt is not None and params.dtype == jnp.bfloat16:
+        p = stochastic_bfloat16(p, bits_of_elements(hash32(words ^ salt)))
+    return merge(p, shape).astype(params.dtype), after
 
 
-def stochastic_bfloat16(
-    x: Float[Array, "... g 128"], noise: UInt32[Array, "... g"]
-) -> Array:
-    """Rounds float32 up or down to bfloat16, in proportion to what is nearer.
-
-    The random bits of element j of a group are `uniform16` of its noise.
-    """
-    j = lax.broadcasted_iota(jnp.uint32, x.shape, x.ndim - 1)
-    up = uniform16(noise[..., None], j)
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    bits = (bits + up) & jnp.uint32(0xFFFF0000)
-    rounded = lax.bitcast_convert_type(bits, jnp.float32)
-    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
-
-
-def uniform16(
-    noise: UInt32[Array, "..."], j: UInt32[Array, "..."]
-) -> UInt32[Array, "..."]:
-    """16 random bits for element `j` of a group: a hash for 8 neighbours, times 8 odds.
-
-    An odd multiple of a uniform word is as uniform, and the upper halves of several are
-    next to independent unless the odds have a simple ratio. Hashes of 0, 1 and 2 do.
-    """
-    odd = hash32((j & jnp.uint32(7)) + jnp.uint32(32)) | jnp.uint32(1)
-    return (hash32(noise + (j >> jnp.uint32(3))) * odd) >> jnp.uint32(16)
-
-
-def hash32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
-    """Mixes 32 bits into 32 ("lowbias32" of Ellis's hash prospector)."""
-    x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
-    x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
-    return x ^ (x >> jnp.uint32(16))
+def bits_of_elements(words: UInt32[Array, "... g"]) -> UInt32[Array, "... g 128"]:
+    """Returns the random bits of all elements of groups of 128."""
+    j = lax.broadcasted_iota(jnp.uint32, (*words.shape, GROUP), words.ndim)
+    return element_bits(words[..., None], j)
 
 
 def _decode_mu(moments: Moments) -> Array:
-    codes = _split(moments.mu).astype(jnp.float32)
-    top = moments.mu_scale.astype(jnp.float32)[..., None] * _E4M3_MAX
-    return _decode(codes, top, 3.0)
+    codes = split(moments.mu).astype(jnp.float32)
+    t = jnp.exp2(jnp.log2(jnp.abs(codes)) * (1 / 3))
+    top = moments.mu_scale[..., None] * (MU_MAX / _MU_ROOT)
+    return jnp.copysign(t * top, codes)
 
 
-def _decode_nu(moments: Moments) -> tuple[Array, Array]:
-    """The second moment's root, and itself."""
-    codes = _split(moments.nu).astype(jnp.float32)
-    top = moments.nu_scale.astype(jnp.float32)[..., None] * _E4M3_MAX
-    nu = _decode(codes, top, moments.nu_exponent[..., None].astype(jnp.float32) / 16)
-    return jnp.sqrt(nu), nu
+def _encode_mu(x: Array, bits: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
+    scale, top = _scale(x, MU_MAX)
+    t = jnp.abs(x) * (_MU_ROOT / top)
+    # Between 0 and the smallest code, 2^-9, the mean is right of x itself. It is right
+    # of its cube above, where the difference is next to nothing.
+    cube = jnp.minimum(t * jnp.maximum(t * t, 1 / 64), MU_MAX)
+    cube = stochastic_float8(cube, bits, mantissa=3, smallest_normal=2.0**-6)
+    cube = jnp.copysign(jnp.minimum(cube, MU_MAX), x)
+    return _stored(cube.astype(jnp.float8_e4m3fn), shape), scale
 
 
-def _decode(codes: Array, top: Array, k: Array | float) -> Array:
-    t = jnp.abs(codes) * (1 / _E4M3_MAX)
-    x = jnp.maximum(jnp.exp2(jnp.log2(t) * (1 / k) + jnp.log2(top)), _TINY)
-    return jnp.where(t == 0, 0.0, jnp.copysign(x, codes))
+def _decode_nu(moments: Moments) -> Array:
+    codes = unpack_ue4m4(split(moments.nu))
+    root = 16 / moments.nu_exponent[..., None].astype(jnp.float32)
+    t = jnp.exp2((jnp.log2(codes) - math.log2(NU_MAX)) * root)
+    # What is not zero stays so: it may be divided by.
+    nu = jnp.maximum(t * (moments.nu_scale[..., None] * NU_MAX), TINY)
+    return jnp.where(codes == 0, 0.0, nu)
 
 
-def _encode_mu(x: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
-    scale, top = _scale(x)
-    return _codes(x, top, 3.0, shape), scale
+def _encode_nu(
+    x: Array, bits: Array, shape: tuple[int, ...]
+) -> tuple[Array, Array, Array]:
+    scale, top = _scale(x, NU_MAX)
+    smallest = jnp.min(jnp.where(x < TINY, jnp.inf, x), axis=-1, keepdims=True)
+    octaves = jnp.minimum(-jnp.log2(smallest / top), OCTAVES)
+    k = jnp.clip(_LOG2_NU_RANGE / jnp.maximum(octaves, 1e-3), 1, 255)
+    k = jnp.where(octaves > -jnp.inf, k, 255).astype(jnp.uint8)
+    t = jnp.exp2(jnp.log2(x / top) * (k.astype(jnp.float32) / 16)) * NU_MAX
+    t = jnp.clip(t, UE4M4_SMALLEST, NU_MAX)
+    t = stochastic_float8(t, bits, mantissa=4, smallest_normal=UE4M4_SMALLEST)
+    codes = jnp.where(x < TINY, 0.0, jnp.minimum(t, NU_MAX))
+    return _stored(pack_ue4m4(codes), shape), scale, k[..., 0]
 
 
-def _encode_nu(x: Array, shape: tuple[int, ...]) -> tuple[Array, Array, Array]:
-    scale, top = _scale(x)
-    smallest = jnp.min(jnp.where(x < _TINY, jnp.inf, x), axis=-1)
-    octaves = jnp.log2(top) - jnp.log2(smallest)
-    spread = (octaves > 0) & jnp.isfinite(octaves)
-    k = jnp.where(spread, jnp.clip(_LOG2_RANGE / octaves, 1, 255), 255).astype(
-        jnp.uint8
-    )
-    return _codes(x, top, k[..., None].astype(jnp.float32) / 16, shape), scale, k
-
-
-def _scale(x: Array) -> tuple[Array, Array]:
-    """A group's scale as stored, and what its largest code stands for."""
+def _scale(x: Array, largest_code: float) -> tuple[Array, Array]:
+    """Returns a group's scale, and what its largest code stands for."""
     largest = magnitude(x, axis=-1)
-    scale = lax.reduce_precision(largest * (1 / _E4M3_MAX), 8, 7)
-    scale = jnp.where(jnp.isfinite(largest), jnp.clip(scale, _TINY, 2.0**119), jnp.nan)
-    return scale.astype(jnp.bfloat16), scale * _E4M3_MAX
+    scale = jnp.maximum(largest * (1 / largest_code), TINY) + largest * 0.0
+    return scale, scale[..., None] * largest_code
 
 
-def _codes(x: Array, top: Array, k: Array | float, shape: tuple[int, ...]) -> Array:
-    magnitude = jnp.abs(x)
-    ratio = jnp.log2(magnitude) - jnp.log2(top)[..., None]
-    t = jnp.where(magnitude < _TINY, 0.0, jnp.exp2(jnp.minimum(ratio, 0.0) * k))
-    codes = jnp.copysign(t * _E4M3_MAX, x).astype(jnp.float8_e4m3fn)
+def _stored(codes: Array, shape: tuple[int, ...]) -> Array:
     # Without the barrier XLA may cancel a conversion to 8 bits and back.
-    return lax.optimization_barrier(_merge(codes, shape))
+    return lax.optimization_barrier(merge(codes, shape))
 
 
-def _split(x: Array) -> Array:
+def split(x: Array) -> Array:
     """[..., n] to [..., g, 128], with zeros behind a short last group."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
     x = jnp.pad(x, padding) if padding[-1][1] else x
     return x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)
 
 
-def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
-    """Undoes `_split` of an array of `shape`."""
+def merge(groups: Array, shape: tuple[int, ...]) -> Array:
+    """Undoes `split` of an array of `shape`."""
     width = groups.shape[-2] * GROUP
     return groups.reshape(*shape[:-1], width)[..., : shape[-1]]

@@ -1,6 +1,7 @@
 """What FP8 does to Adam's moments, from the state alone: cheap enough to log."""
 
 import dataclasses
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -9,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
+from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
 from coat_jax import expansion
+from coat_jax.optimizers.quantized_state import (
+    Layout,
+    QuantizedState,
+    Rounding,
+    moments_of,
+)
+from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantized import Format, QuantizedArray
-from coat_jax.state import ScaleByFP8AdamState, is_quantized
 
 _BINS = 16
 _TINY = float(np.finfo(np.float32).tiny)
@@ -26,7 +34,7 @@ class MomentStats:
 
     Attributes:
       parameter: The parameter's path, joined with slashes.
-      moment: "mu" or "nu".
+      moment: The name of its field in the state, such as "mu" or "nu".
       format: What it is stored in.
       size: Number of elements.
       power: The k of all groups, if they share one; else None.
@@ -100,13 +108,14 @@ def moment_report(state: Any) -> MomentReport:
     Reads every code once, and returns a few numbers a parameter: cheap enough for every
     hundredth step, by itself or within a jitted step. Moments in float32 are left out.
 
-    What rounding did is known from the spacing of codes: the value t that became code
-    c lay within half steps of it, its logarithm is taken for uniformly distributed
-    there, and an error dt / t becomes dx / x = dt / (k t) behind the expansion. `error`
+    What rounding to nearest does is known from the spacing of codes: the value t that
+    became code c lay within half steps of it, its logarithm is taken for uniformly
+    distributed there, and an error dt / t becomes dx / x = dt / (k t) behind the expansion. `error`
     is what that does to u = mu / sqrt(nu), which updates read, relative to u's root
     mean square, had this moment alone been rounded, and once: for the first moment
     sqrt(sum((u dx / x)^2) / sum(u^2)), for the second, which u reads by its square
-    root, half of it. It is within a tenth of the truth in floating formats on moments
+    root, half of it. Rounding stochastically makes the square twice as large. Where
+    there is one moment alone, u is the moment. It is within a tenth of the truth in floating formats on moments
     whose distribution is smooth. A code of zero counts as exact; where one k serves all
     groups, as anything that rounds to zero. What saturated, and what is left of earlier
     steps' errors, does not count. Where the first moment is stored over sqrt(nu)
@@ -114,7 +123,7 @@ def moment_report(state: Any) -> MomentReport:
     gradients weigh against new ones.
 
     Args:
-      state: A `ScaleByFP8AdamState` or any tree that holds some, such as the state of
+      state: A `QuantizedState` or any tree that holds some, such as the state of
         `fp8_adamw`.
 
     Raises:
@@ -129,49 +138,56 @@ def moment_report(state: Any) -> MomentReport:
     """
 
     def is_state(node):
-        return isinstance(node, ScaleByFP8AdamState)
+        return isinstance(node, QuantizedState)
 
     states = [s for s in jax.tree.leaves(state, is_leaf=is_state) if is_state(s)]
     if not states:
         raise ValueError(
-            "moment_report needs a state of coat.fp8_adamw or coat.scale_by_fp8_adam, "
-            f"got {type(state).__name__} without one"
+            "moment_report needs a state of coat.fp8_adamw or another optimizer with "
+            f"quantized moments, got {type(state).__name__} without one"
         )
     return _report(nnx.as_pure(states))
 
 
 @jax.jit
-def _report(states: list[ScaleByFP8AdamState]) -> MomentReport:
-    moments = []
-    for state in states:
-        mus, nus = (
-            jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
-            for tree in (state.mu, state.nu)
-        )
-        for (path, mu), (_, nu) in zip(mus, nus, strict=True):
-            if is_quantized(mu):
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
-                weights = _squared_ratio(mu, nu, state.scaling.normalized)
-                moments.append(_stats(name, "mu", mu, weights))
-                moments.append(_stats(name, "nu", nu, weights))
-    return MomentReport(tuple(moments))
+def _report(states: list[QuantizedState]) -> MomentReport:
+    return MomentReport(tuple(stats for state in states for stats in _of_state(state)))
 
 
-def _squared_ratio(
-    mu: QuantizedArray, nu: QuantizedArray, normalized: bool
-) -> Float[Array, "..."]:
-    """u^2 = mu^2 / nu of every element."""
-    u = mu.dequantize()
-    if not normalized:
-        u = u * lax.rsqrt(jnp.maximum(nu.dequantize(), _TINY))
+def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
+    """Statistics of all quantized moments, those of a parameter side by side."""
+    by_parameter: dict[Any, dict[str, QuantizedArray]] = {}
+    for field, path, moment in moments_of(state):
+        if is_quantized(moment):
+            by_parameter.setdefault(path, {})[field] = moment
+    layout = state.layout
+    for path, moments in by_parameter.items():
+        name = keystr(path, simple=True, separator="/")
+        weights = _weights(moments, layout)
+        for field, q in moments.items():
+            own = jnp.square(q.dequantize()) if weights is None else weights
+            error = _relative_error(q, own, layout.rounding)
+            half = dict(layout.moments)[field].squares
+            yield _stats(name, field, q, error / 2 if half else error)
+
+
+def _weights(moments: dict[str, QuantizedArray], layout: Layout) -> Array | None:
+    """u^2 of u = mu / sqrt(nu), if there is a first moment and a second one."""
+    kinds = dict(layout.moments)
+    first = [f for f in moments if not kinds[f].squares]
+    second = [f for f in moments if kinds[f].squares]
+    if not first or not second:
+        return None
+    u = moments[first[0]].dequantize()
+    if kinds[first[0]].over_root_of is None:
+        u = u * lax.rsqrt(jnp.maximum(moments[second[0]].dequantize(), _TINY))
     return jnp.square(u)
 
 
 def _stats(
-    parameter: str, moment: str, q: QuantizedArray, weights: Float[Array, "..."]
+    parameter: str, moment: str, q: QuantizedArray, error: Float[Array, ""]
 ) -> MomentStats:
     values = q.format.decode(q.codes)
-    error = _relative_error(q, values, weights)
     k_counts = None
     if q.exponent is not None:
         bins = (q.exponent >> 4)[..., None] == jnp.arange(_BINS)
@@ -185,30 +201,35 @@ def _stats(
         k_counts=k_counts,
         zero_share=_share(values == 0),
         max_share=_share(jnp.abs(values) == q.format.max),
-        error=error if moment == "mu" else error / 2,
+        error=error,
     )
 
 
 def _relative_error(
-    q: QuantizedArray, values: Float[Array, "..."], weights: Float[Array, "..."]
+    q: QuantizedArray, weights: Float[Array, "..."], rounding: Rounding
 ) -> Float[Array, ""]:
-    """sqrt(sum(weights (dx / x)^2) / sum(weights)), from codes of these values."""
-    rounding = jnp.asarray(_rounding_errors(q.format))[_indices(q.codes)]
+    """sqrt(sum(weights (dx / x)^2) / sum(weights)), from the codes."""
+    errors = jnp.asarray(_rounding_errors(q.format))[_indices(q.codes)]
+    if rounding == "stochastic":
+        errors = 2 * errors
     if q.exponent is None:
-        noise = weights * rounding / q.power**2
-        noise = jnp.where(values == 0, _of_elements(_lost(q), q), noise)
+        noise = weights * errors / q.power**2
+        zero = q.format.decode(q.codes) == 0
+        noise = jnp.where(zero, _of_elements(_lost(q, rounding), q), noise)
     else:
         k = _of_elements(expansion.power(q.exponent), q)
-        noise = weights * rounding / jnp.square(k)
+        noise = weights * errors / jnp.square(k)
     whole = jnp.sum(weights)
     return jnp.sqrt(jnp.sum(noise) / jnp.where(whole == 0, 1.0, whole))
 
 
-def _lost(q: QuantizedArray) -> Float[Array, "..."]:
+def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
     """The mean square of what becomes zero in each group, where all have one k."""
-    smallest = min(v for v in _values(q.format) if v > 0)
     top = q.scale.astype(jnp.float32) * q.format.max
-    return jnp.square(top * (smallest / 2 / q.format.max) ** (1 / q.power)) / 3
+    if rounding == "stochastic":  # With the chance 1 - x / s, of x up to s.
+        return jnp.square(top * (q.format.smallest / q.format.max) ** (1 / q.power)) / 6
+    least = q.format.smallest / 2 / q.format.max
+    return jnp.square(top * least ** (1 / q.power)) / 3
 
 
 def _of_elements(groups: Float[Array, "..."], q: QuantizedArray) -> Array:
@@ -228,9 +249,9 @@ def _indices(codes: Array) -> Array:
 
 def _values(format: Format) -> Float[np.ndarray, "256"]:
     """What each of the 256 codes stands for."""
-    if format.table is not None:
-        return np.asarray(format.table)
-    return np.arange(256, dtype=np.uint8).view(format.dtype).astype(np.float64)
+    codes = np.arange(256, dtype=np.uint8).view(format.dtype)
+    with jax.ensure_compile_time_eval():
+        return np.asarray(format.decode(jnp.asarray(codes)), np.float64)
 
 
 @cache

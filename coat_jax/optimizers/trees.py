@@ -1,9 +1,35 @@
-"""Where two trees differ, in words."""
+"""Trees of NNX variables and of moments, and where two trees differ, in words.
+
+`nnx.Optimizer` knows arrays of its state by their paths. So a quantized moment of a
+variable is no variable itself, but its codes and scales are.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from flax import nnx
+
+from coat_jax.quantized import QuantizedArray
+
+
+def is_quantized(leaf: Any) -> bool:
+    """Whether a moment is in 8 bits; the `is_leaf` of trees of moments."""
+    return isinstance(leaf, QuantizedArray)
+
+
+def boxed(tree: Any, like: Any) -> Any:
+    """Undoes `nnx.as_pure`: arrays are variables again where `like` has them."""
+    return jax.tree.map(
+        lambda box, x: jax.tree.map(box.replace, x) if _is_variable(box) else x,
+        like,
+        tree,
+        is_leaf=_is_variable,
+    )
+
+
+def _is_variable(x: Any) -> bool:
+    return isinstance(x, nnx.Variable)
 
 
 def check_structure(

@@ -10,11 +10,12 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Key
 
-from coat_jax.step import Adam, Target, adam_step, rounding_key
+from coat_jax.optimizers.step import Adam, Target, adam_step
 
 
 def fused_update(
@@ -45,8 +46,8 @@ def fused_update(
       params: Parameters.
       key: Rounds bfloat16 parameters stochastically: to one of the two neighbours, on
         average to the exact result. The random bits depend on this key, the step's
-        number and the parameter's path, and for a threefry key (jax's default) not on
-        the sharding. None rounds to nearest.
+        number, the parameter's path and the element's place, not on the sharding. None
+        rounds to nearest.
       **extra_args: For `tx.update`.
 
     Returns:
@@ -125,13 +126,12 @@ def fused_adamw(
     decays, decay_state = decay.update(zeros, state[1], ones)
     learning_rate, rate_state = rate.update(np.float32(-1), state[2])
 
-    def target(path, param, decay):
-        key = request.key
-        if key is not None:
-            key = rounding_key(key, state[0].count, path)
-        return Target.of(param, learning_rate, decay, key)
-
-    targets = jax.tree_util.tree_map_with_path(target, params, decays)
+    salt = None if request.key is None else jax.random.bits(request.key, (), jnp.uint32)
+    targets = jax.tree.map(
+        lambda param, decay: Target.of(param, learning_rate, decay, salt),
+        params,
+        decays,
+    )
     params, adam_state = adam_step(adam, grads, state[0], targets)
     return jax.tree.map(Applied, params), (adam_state, decay_state, rate_state)
 

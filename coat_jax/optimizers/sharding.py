@@ -22,9 +22,10 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
-from coat_jax.quantized import QuantizedArray, quantized_zeros
-from coat_jax.state import is_quantized
-from coat_jax.variables import boxed
+from coat_jax.devices import has_kernel
+from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.trees import boxed, is_quantized
+from coat_jax.quantized import PerGroup, quantize_moment
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP
@@ -109,18 +110,34 @@ def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.
     return {tuple(path): leaf for path, leaf in leaves}, meshes.pop()
 
 
-def quantized_zeros_like(param: Any, **how: Any) -> QuantizedArray:
-    """Zeros of a parameter's shape, quantized; on its devices where it has any."""
+def zeros_like(param: Any, moment: Moment | None, granularity: PerGroup) -> Any:
+    """A moment of zeros for a parameter, on its devices where it has any.
+
+    It is in float32 where `moment` is None.
+    """
+    if moment is None:
+        return jnp.zeros_like(param, jnp.float32)
+
+    def zeros(shape):
+        return quantize_moment(
+            jnp.zeros(shape, jnp.float32),
+            format=moment.format,
+            granularity=granularity,
+            power=moment.power,
+            noise=None,
+        )
+
+    shape = jnp.shape(param)
+    like = jax.eval_shape(functools.partial(zeros, shape))
+    zero = zeros((1,) * len(shape))
     sharding = getattr(param, "sharding", None)
     if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
-        return quantized_zeros(param.shape, **how)
-    zero = quantized_zeros((1,) * len(param.shape), **how)
-    zeros = jax.eval_shape(functools.partial(quantized_zeros, param.shape, **how))
+        return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, like)
     return jax.tree.map(
-        lambda z, like, s: jnp.full(like.shape, z.reshape(()), like.dtype, device=s),
+        lambda z, t, s: jnp.full(t.shape, z.reshape(()), t.dtype, device=s),
         zero,
-        zeros,
-        moment_sharding(zeros, sharding),
+        like,
+        moment_sharding(like, sharding),
     )
 
 
@@ -162,14 +179,18 @@ def partitioned_adam(
     scalars: AdamScalars,
     grads: Float[Array, "... n"],
     moments: Moments,
+    words: UInt32[Array, "... g"],
     params: Float[Array, "... n"] | None = None,
-    noise: UInt32[Array, "... g"] | None = None,
+    salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
     """`pallas_kernels.adam` on whatever part of the arrays each device has."""
+    arrays = grads, moments, words, params, salt
+    if not has_kernel() or jax.device_count() == 1:
+        return pallas_kernels.adam(scalars, *arrays)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and not mesh.are_all_axes_manual:
         # custom_partitioning is not told the mesh in a partly manual shard_map.
-        return reference.adam(scalars, grads, moments, params, noise)
+        return reference.adam(scalars, *arrays)
     # Factors that are known now, such as a decay of 0, stay known to the kernel.
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
@@ -178,22 +199,18 @@ def partitioned_adam(
     def step(*arrays):
         return _partitioned(*arrays, known)
 
-    if explicit := jax.typeof(moments.mu).sharding.mesh.explicit_axes:
-        results = (grads if params is None else params, moments)
-        shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, results)
-        step = jax.sharding.auto_axes(step, axes=explicit, out_sharding=shardings)
-    return step(traced, grads, moments, params, noise)
+    return step(traced, *arrays)
 
 
-def _adam(traced, grads, moments, params, noise, known):
+def _adam(traced, grads, moments, words, params, salt, known):
     traced = iter(traced)
     scalars = AdamScalars(*(next(traced) if s is None else s for s in known))
-    return pallas_kernels.adam(scalars, grads, moments, params, noise)
+    return pallas_kernels.adam(scalars, grads, moments, words, params, salt)
 
 
 def _partition(known, mesh, args, results):
     """Each device computes its part; all arrays are cut like the most cut one."""
-    _, grads, moments, params, _ = args
+    _, grads, moments, _, params, _ = args
     arrays = [moments.mu, moments.nu, grads] + ([] if params is None else [params])
     most = max((x.sharding for x in arrays), key=lambda s: _count(s, s.spec))
     sharding = _of_whole_groups(most, grads.shape, GROUP)
@@ -223,6 +240,6 @@ def _sharding_rule(known, mesh, operands, results):
     return rule, {"need_replication_factors": local}
 
 
-_partitioned = custom_partitioning(_adam, static_argnums=(5,))
+_partitioned = custom_partitioning(_adam, static_argnums=(6,))
 _partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
-_partitioned = jax.jit(_partitioned, static_argnums=(5,))
+_partitioned = jax.jit(_partitioned, static_argnums=(6,))

@@ -1,0 +1,292 @@
+"""Quantized states as optax's, and back; on disk; and those of earlier versions.
+
+Importing this registers quantized arrays and states with `flax.serialization`:
+`to_bytes`, `from_bytes` and state dicts keep every bit, and refuse a target that would
+read the codes otherwise than they were written.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx, serialization
+from jax.tree_util import keystr, tree_map_with_path
+from jax.typing import ArrayLike
+
+from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.quantized_state import (
+    VERSION,
+    Layout,
+    QuantizedState,
+    dequantized,
+    quantized,
+)
+from coat_jax.optimizers.trees import boxed, check_structure, is_quantized
+from coat_jax.quantized import E4M3, QuantizedArray
+
+_ARRAYS = ("codes", "scale", "exponent")
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class MuScaling:
+    """What first moments of version 0 are stored over; a leafless part of the state."""
+
+    normalized: bool
+
+
+class ScaleByFP8AdamState(NamedTuple):
+    """The state of `scale_by_fp8_adam` in version 0; see `coat.to_optax_state`.
+
+    Attributes:
+      count: Number of updates so far, int32.
+      mu: First moments, over the root of the second where `scaling.normalized`.
+      nu: Second moments.
+      scaling: What quantized first moments are stored over.
+    """
+
+    count: chex.Array
+    mu: optax.Updates
+    nu: optax.Updates
+    scaling: MuScaling
+
+
+def to_optax_state(state: Any) -> Any:
+    """Replaces quantized states by optax's, with all averages in float32.
+
+    Args:
+      state: A `QuantizedState`, or any tree that holds some: the state of `fp8_adamw`,
+        of a chain, of a whole training run. States of version 0 are taken, too.
+
+    Returns:
+      The same tree with the inner transformation's state for each: `optax.adamw` goes
+      on from that of `fp8_adamw`. Other leaves stay as they are.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = coat.to_optax_state(coat.fp8_adamw(1e-3).init(params))
+      >>> updates, state = optax.adamw(1e-3).update(params, state, params)
+    """
+    return jax.tree.map(
+        lambda s: _wide(s) if _is_state(s) else s, state, is_leaf=_is_state
+    )
+
+
+def from_optax_state(state: Any, like: Any) -> Any:
+    """Replaces optax's states by quantized ones; undoes `to_optax_state`.
+
+    Codes are rounded to nearest. Where one k serves all groups, in a floating format,
+    they are those from before. Where each group has its own k it is found anew, from
+    the rounded extremes of the group, and averages are rounded once more.
+
+    Args:
+      state: A tree that holds optax's states, such as `optax.adamw`'s.
+      like: The corresponding state with quantized averages, of which only shapes are
+        read: `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
+
+    Raises:
+      ValueError: If the trees differ, or an average's shape; it names the place.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
+      >>> state = coat.from_optax_state(optax.adamw(1e-3).init(params), like)
+      >>> state[0].nu["w"].codes.dtype
+      dtype(float8_e4m3fn)
+    """
+    kinds = {type(s.inner_state) for s in _states(like)}
+
+    def is_leaf(node):
+        return _is_state(node) or type(node) in kinds
+
+    check_structure(state, like, name="state", is_leaf=is_leaf)
+    return tree_map_with_path(_converted, like, state, is_leaf=is_leaf)
+
+
+def version_0(like: Any) -> Any:
+    """The form in which earlier versions kept a state; to restore their checkpoints.
+
+    They had one state, `ScaleByFP8AdamState`, with scales in bfloat16.
+
+    Args:
+      like: A state of `fp8_adamw` or `scale_by_fp8_adam` with their default formats, or
+        any tree that holds some, of which only shapes are read.
+
+    Returns:
+      The same with `jax.ShapeDtypeStruct`s of the arrays of version 0. Restore a
+      checkpoint onto it, and then go on from
+      `coat.from_optax_state(coat.to_optax_state(restored), tx.init(params))`.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> from coat_jax.optimizers.checkpoint import version_0
+      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, jnp.ones((64, 128)))
+      >>> version_0(like)[0].mu.scale.dtype
+      dtype(bfloat16)
+    """
+
+    def old(q):
+        if not is_quantized(q):
+            return q
+        scale = jax.ShapeDtypeStruct(q.scale.shape, jnp.bfloat16)
+        return dataclasses.replace(q, scale=scale, format=E4M3)
+
+    def form(state):
+        if not _is_state(state):
+            return state
+        inner, kept = state.inner_state, dict(state.layout.moments)
+        normalized = "mu" in kept and kept["mu"].over_root_of is not None
+        mu, nu = (
+            jax.tree.map(old, moments, is_leaf=is_quantized)
+            for moments in (inner.mu, inner.nu)
+        )
+        return ScaleByFP8AdamState(inner.count, mu, nu, MuScaling(normalized))
+
+    abstract = jax.eval_shape(lambda x: x, like)
+    return jax.tree.map(form, abstract, is_leaf=_is_state)
+
+
+def _is_state(node: Any) -> bool:
+    return isinstance(node, QuantizedState | ScaleByFP8AdamState)
+
+
+def _states(tree: Any) -> list[QuantizedState]:
+    leaves = jax.tree.leaves(tree, is_leaf=_is_state)
+    return [leaf for leaf in leaves if isinstance(leaf, QuantizedState)]
+
+
+def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
+    """The state of the inner transformation, with variables where `state` has them."""
+    if isinstance(state, ScaleByFP8AdamState):
+        inner = optax.ScaleByAdamState(state.count, state.mu, state.nu)
+        over = "nu" if state.scaling.normalized else None
+        moments = ("mu", Moment(over_root_of=over)), ("nu", Moment(squares=True))
+        layout = Layout(moments, "nearest")
+    else:
+        inner, layout = state.inner_state, state.layout
+    like = jax.tree.map(
+        lambda m: m.codes if is_quantized(m) else m, inner, is_leaf=is_quantized
+    )
+    return boxed(dequantized(nnx.as_pure(inner), layout), like)
+
+
+def _converted(path: Any, like: Any, new: Any) -> Any:
+    """The node at `path` of a state in the form of `like`."""
+    name = f"state{keystr(path)}"
+    if not isinstance(like, QuantizedState):
+        if _is_state(new):
+            raise ValueError(f"{name} is in FP8 already, and its counterpart is not")
+        return new
+    inner = nnx.as_pure(like.inner_state)
+    if not isinstance(new, type(inner)):
+        expected, kind = type(inner).__name__, type(new).__name__
+        raise ValueError(f"{name} must be an optax state, {expected}, got {kind}")
+    _check_shapes(name, nnx.as_pure(new), inner)
+    moments = quantized(nnx.as_pure(new), inner, like.layout)
+    zero = jnp.zeros([], jnp.int32)
+    return QuantizedState(boxed(moments, new), zero, zero + VERSION, like.layout)
+
+
+def _check_shapes(name: str, state: Any, like: Any) -> None:
+    def check(path, q, moment):
+        if jnp.shape(q) != jnp.shape(moment):
+            where = f"{name}{keystr(path)}"
+            raise ValueError(
+                f"{where} must have shape {jnp.shape(q)}, got {jnp.shape(moment)}"
+            )
+
+    check_structure(state, like, name=name, is_leaf=is_quantized)
+    tree_map_with_path(check, like, state, is_leaf=is_quantized)
+
+
+def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
+    arrays = {name: getattr(q, name) for name in _ARRAYS}
+    return arrays | {"power": q.power, "format": q.format.name}
+
+
+def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    # Arrays that were saved before there were formats of one dtype have no name of one.
+    state = (
+        {"format": target.format.name, **state} if isinstance(state, dict) else state
+    )
+    if not isinstance(state, dict) or state.keys() != {*_ARRAYS, "power", "format"}:
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {found}")
+    if target.format.name != state["format"]:
+        _refuse(f"format {target.format}, found {state['format']}")
+    for name in _ARRAYS:
+        expected, found = _describe(getattr(target, name)), _describe(state[name])
+        if expected != found:
+            _refuse(f"{name} {expected}, found {found}")
+    if target.power != float(state["power"]):
+        _refuse(f"power {target.power}, found {state['power']}")
+    arrays = {name: state[name] for name in _ARRAYS}
+    return dataclasses.replace(target, **arrays)
+
+
+def _layout_to_dict(layout: Layout) -> dict[str, Any]:
+    return {field: str(m) for field, m in layout.moments} | {
+        "rounding": layout.rounding
+    }
+
+
+def _layout_from_dict(target: Layout, state: dict[str, Any]) -> Layout:
+    if state != (expected := _layout_to_dict(target)):
+        _refuse(f"moments {expected}, found {state}: was it saved with other options?")
+    return target
+
+
+def _state_from_dict(target: QuantizedState, state: dict[str, Any]) -> QuantizedState:
+    """Takes states of version 0, too, which `coat.to_optax_state` understands."""
+    if not isinstance(state, dict) or state.keys() != {*QuantizedState._fields}:
+        found = sorted(state) if isinstance(state, dict) else type(state).__name__
+        old = " (a state of version 0: restore it onto version_0(target))"
+        hint = old if found == ["count", "mu", "nu", "scaling"] else ""
+        _refuse(f"{[*QuantizedState._fields]}, found {found}{hint}")
+    restored = (
+        serialization.from_state_dict(getattr(target, name), state[name], name=name)
+        for name in QuantizedState._fields
+    )
+    return QuantizedState(*restored)
+
+
+def _state_to_dict(state: QuantizedState) -> dict[str, Any]:
+    return {
+        name: serialization.to_state_dict(value)
+        for name, value in state._asdict().items()
+    }
+
+
+def _scaling_to_dict(scaling: MuScaling) -> dict[str, Any]:
+    return {"normalized": scaling.normalized}
+
+
+def _scaling_from_dict(target: MuScaling, state: dict[str, Any]) -> MuScaling:
+    if bool(state["normalized"]) != target.normalized:
+        _refuse(f"normalize_mu={target.normalized}, found {state['normalized']}")
+    return target
+
+
+def _describe(array: ArrayLike | None) -> str:
+    if array is None:
+        return "None"
+    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(f"at {serialization.current_path()} the target has {what}")
+
+
+for _kind, _to_dict, _from_dict in (
+    (QuantizedArray, _array_to_dict, _array_from_dict),
+    (Layout, _layout_to_dict, _layout_from_dict),
+    (QuantizedState, _state_to_dict, _state_from_dict),
+    (MuScaling, _scaling_to_dict, _scaling_from_dict),
+):
+    serialization.register_serialization_state(_kind, _to_dict, _from_dict)

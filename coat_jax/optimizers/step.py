@@ -1,0 +1,292 @@
+"""One step of Adam for a tree of parameters, whichever way each is computed.
+
+Where the moments are as the kernel keeps them, `pallas_kernels.adam` does a leaf's
+whole step. The others, together, go through `optax.scale_by_adam` in float32.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax import lax
+from jax.tree_util import keystr
+from jaxtyping import Array, UInt32
+
+import pallas_kernels
+from coat_jax.devices import has_kernel
+from coat_jax.optimizers.batch import batches, join, part, starts
+from coat_jax.optimizers.noise import (
+    on_explicit_mesh,
+    random_bits,
+    random_words,
+    random_words_of_batch,
+)
+from coat_jax.optimizers.quantized_state import (
+    QuantizedState,
+    check_gradients,
+    check_state,
+    dequantized,
+    next_state,
+    quantized,
+)
+from coat_jax.optimizers.sharding import partitioned_adam
+from coat_jax.optimizers.trees import boxed, is_quantized
+from coat_jax.quantized import E4M3, UE4M4, PerGroup
+from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.reference.adam import GROUP
+from pallas_kernels.reference.rounding import hash32, stochastic_bfloat16
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam's hyperparameters, as `optax.scale_by_adam` takes them."""
+
+    b1: Array | float
+    b2: Array | float
+    eps: Array | float
+    eps_root: Array | float
+    nesterov: bool
+
+    def transformation(self) -> optax.GradientTransformation:
+        """Optax's Adam."""
+        return optax.scale_by_adam(
+            self.b1, self.b2, self.eps, self.eps_root, nesterov=self.nesterov
+        )
+
+    def scalars(self, count: Array) -> AdamScalars:
+        """What the kernel multiplies with in step `count`, the first being 1."""
+        correction = 1 / (1 - self.b1**count)
+        mu_weight, grad_weight = correction, 0.0
+        if self.nesterov:
+            mu_weight = self.b1 / (1 - self.b1 ** optax.safe_increment(count))
+            grad_weight = (1 - self.b1) * correction
+        return AdamScalars(
+            b1=self.b1,
+            b2=self.b2,
+            eps=self.eps,
+            eps_root=self.eps_root,
+            mu_weight=mu_weight,
+            grad_weight=grad_weight,
+            nu_weight=1 / (1 - self.b2**count),
+            learning_rate=1.0,
+            decay=0.0,
+        )
+
+
+class Target(NamedTuple):
+    """What an update is applied to: p - learning_rate * (update + decay * p).
+
+    Attributes:
+      param: The parameter.
+      learning_rate: The factor of the whole step.
+      decay: The weight decay.
+      salt: What tells the random bits, by which a bfloat16 parameter is rounded, from
+        those of its moments; None rounds it to nearest.
+    """
+
+    param: Array
+    learning_rate: Array | float
+    decay: Array | float
+    salt: UInt32[Array, ""] | None
+
+    @classmethod
+    def of(cls, param, learning_rate, decay, salt):
+        """Keeps the salt only where something is rounded."""
+        param = jnp.asarray(param)
+        salt = salt if param.dtype == jnp.bfloat16 else None
+        return cls(param, learning_rate, decay, salt)
+
+    def applied(self, update: Array, step: Array, path: tuple) -> Array:
+        """The parameter after an update in float32."""
+        p = self.param.astype(jnp.float32)
+        p = p - self.learning_rate * (update + self.decay * p)
+        if self.salt is None:
+            return p.astype(self.param.dtype)
+
+        def rounded(p, salt, step):
+            words = random_words(step, path, self.param, p.shape)
+            return stochastic_bfloat16(p, random_bits(hash32(words ^ salt), p.shape))
+
+        return on_explicit_mesh(rounded, p, p)(p, self.salt, step)
+
+
+def adam_step(
+    adam: Adam, grads: Any, state: QuantizedState, targets: Any = None
+) -> tuple[Any, QuantizedState]:
+    """One step for all leaves of `grads`.
+
+    Args:
+      adam: The hyperparameters.
+      grads: Gradients.
+      state: The state before the step.
+      targets: A tree of a `Target` for each gradient, or None.
+
+    Returns:
+      The parameters after the step, or without targets the updates in the gradients'
+      dtypes; and the state after it.
+    """
+    check_state(state)
+    given, pure = grads, nnx.as_pure(state)
+    grads, targets = nnx.as_pure(grads), nnx.as_pure(targets)
+    check_gradients(grads, pure)
+    leaves, treedef = jax.tree.flatten_with_path(grads)
+    inner, step = pure.inner_state, pure.rounding_step
+    count = optax.safe_increment(inner.count)
+    scalars = adam.scalars(count)
+    mus, nus = treedef.flatten_up_to(inner.mu), treedef.flatten_up_to(inner.nu)
+    to = [None] * len(leaves) if targets is None else treedef.flatten_up_to(targets)
+    rows = [
+        _Leaf(*leaf, *rest) for leaf, *rest in zip(leaves, mus, nus, to, strict=True)
+    ]
+    for leaf in rows:
+        _check_parameter(leaf)
+    stochastic = pure.layout.rounding == "stochastic"
+    done = _fused_leaves(scalars, rows, step) if stochastic else {}
+
+    def rest(xs):
+        masked = [optax.MaskedNode() if j in done else x for j, x in enumerate(xs)]
+        return treedef.unflatten(masked)
+
+    part = pure._replace(inner_state=inner._replace(mu=rest(mus), nu=rest(nus)))
+    wide = rest([g.astype(jnp.float32) for _, g in leaves])
+    before = dequantized(part.inner_state, pure.layout)
+    updates, after = adam.transformation().update(wide, before)
+    after = quantized(after, part.inner_state, pure.layout, step)
+    columns = (treedef.flatten_up_to(x) for x in (updates, after.mu, after.nu))
+    for j, (update, mu, nu) in enumerate(zip(*columns, strict=True)):
+        if j not in done:
+            path, grad = leaves[j]
+            target = to[j]
+            result = (
+                update.astype(grad.dtype)
+                if target is None
+                else target.applied(update, step, path)
+            )
+            done[j] = result, mu, nu
+    results, mu, nu = (
+        treedef.unflatten(done[j][i] for j in range(len(leaves))) for i in (0, 1, 2)
+    )
+    inner = inner._replace(count=after.count, mu=mu, nu=nu)
+    return boxed(results, given), next_state(state, inner, given)
+
+
+class _Leaf(NamedTuple):
+    """What belongs to one parameter."""
+
+    path: tuple
+    grad: Array
+    mu: Any
+    nu: Any
+    target: Target | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the kernel, or its reference, does this leaf."""
+        if not is_quantized(self.mu):
+            return False
+        arrays = [self.grad] + ([] if self.target is None else [self.target.param])
+        return (
+            self.mu.format == E4M3
+            and self.nu.format == UE4M4
+            and self.mu.granularity == self.nu.granularity == PerGroup(GROUP)
+            and self.mu.power == E4M3.power  # 1 where each group has its own.
+            and all(x.dtype in (jnp.bfloat16, jnp.float32) for x in arrays)
+        )
+
+    @property
+    def moments(self) -> Moments:
+        """Its moments as the kernel takes them."""
+        mu, nu = self.mu, self.nu
+        return Moments(mu.codes, mu.scale, nu.codes, nu.scale, nu.exponent)
+
+    def after(self, result: Array, after: Moments) -> tuple:
+        """The result of a step, and the moments as `mu` and `nu` have them."""
+        mu = dataclasses.replace(self.mu, codes=after.mu, scale=after.mu_scale)
+        nu = dataclasses.replace(
+            self.nu, codes=after.nu, scale=after.nu_scale, exponent=after.nu_exponent
+        )
+        return result, mu, nu
+
+
+def _check_parameter(leaf: _Leaf) -> None:
+    shape = jnp.shape(leaf.grad)
+    if leaf.target is not None and leaf.target.param.shape != shape:
+        raise ValueError(
+            f"gradient{keystr(leaf.path)} must have the shape "
+            f"{leaf.target.param.shape} of its parameter, got {shape}"
+        )
+
+
+def _fused_leaves(scalars: AdamScalars, rows: list[_Leaf], step: Array) -> dict:
+    """What the kernel, or its reference, makes of those leaves that it takes."""
+
+    def kind(leaf):
+        if leaf.target is None:
+            return leaf.grad.dtype
+        decay = leaf.target.decay
+        known = decay if isinstance(decay, int | float) else id(decay)
+        return leaf.grad.dtype, leaf.target.param.dtype, known
+
+    fitting = [j for j, leaf in enumerate(rows) if leaf.fits]
+    fitting.sort(key=lambda j: rows[j].mu.scale.size)
+    groups = [[i] for i in range(len(fitting))]
+    if not has_kernel():
+        codes = [rows[j].mu.codes for j in fitting]
+        groups = batches(codes, lambda i: kind(rows[fitting[i]]))
+    done = {}
+    for group in groups:
+        leaves = [rows[fitting[i]] for i in group]
+        fused = _fused_leaf if len(leaves) == 1 else _fused_batch
+        results = fused(_with_target(scalars, leaves[0].target), leaves, step)
+        done |= dict(zip((fitting[i] for i in group), results, strict=True))
+    return done
+
+
+def _with_target(scalars: AdamScalars, target: Target | None) -> AdamScalars:
+    if target is None:
+        return scalars
+    return scalars._replace(learning_rate=target.learning_rate, decay=target.decay)
+
+
+def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
+    [leaf] = leaves
+    param = salt = None
+    if leaf.target is not None:
+        param, salt = leaf.target.param, leaf.target.salt
+
+    def whole(scalars, grad, moments, param, salt, step):
+        words = random_words(step, leaf.path, moments.mu, grad.shape)
+        return partitioned_adam(scalars, grad, moments, words, param, salt)
+
+    results = (leaf.grad if param is None else param, leaf.moments)
+    whole = on_explicit_mesh(whole, leaf.mu.codes, results)
+    return [leaf.after(*whole(scalars, leaf.grad, leaf.moments, param, salt, step))]
+
+
+def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
+    """The step of several leaves as of one; see `batch`."""
+    moments = Moments(*zip(*(leaf.moments for leaf in leaves), strict=True))
+    width = Moments(mu=GROUP, mu_scale=1, nu=GROUP, nu_scale=1, nu_exponent=1)
+    groups = [leaf.mu.scale.size for leaf in leaves]
+    words = random_words_of_batch(step, [leaf.path for leaf in leaves], groups)
+    params = salt = None
+    if leaves[0].target is not None:
+        params = join([leaf.target.param for leaf in leaves], GROUP)
+        salt = leaves[0].target.salt
+    grads = join([leaf.grad for leaf in leaves], GROUP)
+    # XLA would otherwise compute the whole again for each leaf that is cut from it.
+    arguments = grads, Moments(*map(join, moments, width)), words
+    arguments = lax.optimization_barrier((*arguments, params))
+    results = pallas_kernels.adam(scalars, *arguments, salt)
+    result, after = lax.optimization_barrier(results)
+    at = starts(groups)
+    columns = [part(result, [leaf.grad.shape for leaf in leaves], at)]
+    for x, before in zip(after, moments, strict=True):
+        columns.append(part(x, [array.shape for array in before], at))
+    return [
+        leaf.after(result, Moments(*after))
+        for leaf, result, *after in zip(leaves, *columns, strict=True)
+    ]
