@@ -56,5 +56,7 @@ def contract(
 
     For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
     """
-    x = jnp.exp2(jnp.log2(t) * (1 / k)) * largest
+    # In halves, since t ** (1 / k) alone may be below the smallest float32.
+    half = jnp.exp2(jnp.log2(t) * (0.5 / k))
+    x = half * largest * half
     return jnp.where(t == 0, 0.0, jnp.maximum(x, jnp.finfo(jnp.float32).tiny))

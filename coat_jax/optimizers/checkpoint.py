@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx, serialization
-from jax.tree_util import keystr, tree_map_with_path
+from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.moment import Moment
@@ -141,7 +141,7 @@ def version_0(like: Any) -> Any:
         if not _is_state(state):
             return state
         inner, kept = state.inner_state, dict(state.layout.moments)
-        normalized = "mu" in kept and kept["mu"].over_root_of is not None
+        normalized = kept[GetAttrKey("mu"),].over_root_of is not None
         mu, nu = (
             jax.tree.map(old, moments, is_leaf=is_quantized)
             for moments in (inner.mu, inner.nu)
@@ -166,7 +166,8 @@ def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
     if isinstance(state, ScaleByFP8AdamState):
         inner = optax.ScaleByAdamState(state.count, state.mu, state.nu)
         over = "nu" if state.scaling.normalized else None
-        moments = ("mu", Moment(over_root_of=over)), ("nu", Moment(squares=True))
+        mu, nu = Moment(over_root_of=over), Moment(squares=True)
+        moments = ((GetAttrKey("mu"),), mu), ((GetAttrKey("nu"),), nu)
         layout = Layout(moments, "nearest")
     else:
         inner, layout = state.inner_state, state.layout
@@ -231,7 +232,7 @@ def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> Quantized
 
 
 def _layout_to_dict(layout: Layout) -> dict[str, Any]:
-    return {field: str(m) for field, m in layout.moments} | {
+    return {keystr(field): str(m) for field, m in layout.moments} | {
         "rounding": layout.rounding
     }
 

@@ -38,29 +38,30 @@ class Layout:
     """What the fields of a state hold; a leafless part of it.
 
     Attributes:
-      moments: The names of the fields with quantized averages, and how these are kept.
+      moments: The paths of the fields with quantized averages, and how these are kept.
       rounding: How codes are rounded.
     """
 
-    moments: tuple[tuple[str, Moment], ...]
+    moments: tuple[tuple[Path, Moment], ...]
     rounding: Rounding
 
-    def split(self, path: Path) -> tuple[Path, str | None, Path]:
-        """Cuts a leaf's path into what is before its field, the field and the rest.
+    def split(self, path: Path) -> tuple[Path, Moment | None, Path]:
+        """Cuts a leaf's path into its field's, how that is kept, and the parameter's.
 
-        The field is None, and the rest empty, where the leaf is in none.
+        The latter two are None and empty where the leaf is in no field of averages.
         """
-        names = dict(self.moments)
-        for i, key in enumerate(path):
-            if isinstance(key, GetAttrKey) and key.name in names:
-                return path[:i], key.name, path[i + 1 :]
+        moments = dict(self.moments)
+        for end in range(1, len(path) + 1):
+            if path[:end] in moments:
+                return path[:end], moments[path[:end]], path[end:]
         return path, None, ()
 
     def second_moment(self, path: Path) -> Path | None:
         """Where the second moment is over whose root the leaf at `path` is stored."""
-        before, field, rest = self.split(path)
-        over = field and dict(self.moments)[field].over_root_of
-        return (*before, GetAttrKey(over), *rest) if over else None
+        field, moment, place = self.split(path)
+        if moment is None or moment.over_root_of is None:
+            return None
+        return (*field[:-1], GetAttrKey(moment.over_root_of), *place)
 
 
 class QuantizedState(NamedTuple):
@@ -79,6 +80,11 @@ class QuantizedState(NamedTuple):
     rounding_step: chex.Array
     version: chex.Array
     layout: Layout
+
+    @property
+    def count(self) -> Any:
+        """The inner transformation's, as of any of its fields; tuples have another."""
+        return self.inner_state.count
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -203,11 +209,14 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
             )
     for field, path, moment in moments_of(state):
         if path not in found:
-            raise ValueError(f"there is no gradient{keystr(path)}, but its {field} is")
+            raise ValueError(
+                f"there is no gradient{keystr(path)}, but the state has its "
+                f"{field[-1].name}"
+            )
         if (shape := jnp.shape(found[path])) != moment.shape:
             raise ValueError(
                 f"gradient{keystr(path)} must have the shape {moment.shape} of its "
-                f"{field}, got {shape}"
+                f"{field[-1].name}, got {shape}"
             )
 
 
@@ -261,8 +270,7 @@ def quantized(
             continue
         second = layout.second_moment(path)
         over = None if second is None else values[second]
-        _, field, place = layout.split(path)
-        moment = dict(layout.moments)[field]
+        _, moment, place = layout.split(path)
 
         def encoded(x, over, place=place, moment=moment, q=q):
             noise = None
@@ -300,12 +308,12 @@ def _encoded(
     )
 
 
-def moments_of(state: QuantizedState) -> Iterator[tuple[str, Path, Any]]:
-    """Field, parameter's path and average, of all averages, quantized or not."""
+def moments_of(state: QuantizedState) -> Iterator[tuple[Path, Path, Any]]:
+    """The field's path, the parameter's path and the average, of all averages."""
     leaves = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     for path, leaf in leaves:
-        _, field, place = state.layout.split(path)
-        if field is not None:
+        field, moment, place = state.layout.split(path)
+        if moment is not None:
             yield field, place, leaf
 
 
@@ -362,20 +370,25 @@ def _init(inner, params, choices: _Choices) -> QuantizedState:
     allowed = _by_path(nnx.as_pure(_resolved_mask(choices.quantize_mask, params)))
     abstract = jax.eval_shape(inner.init, jax.tree.map(_float32, arrays))
     leaves, treedef = jax.tree.flatten_with_path(abstract)
-    chosen, moments, unknown, named = {}, {}, set(), []
+    fields = dict(_fields(abstract))
+    moments = {
+        path: choice
+        for path, record in fields.items()
+        if isinstance(choice := choices.of(record, path[-1].name), Moment)
+    }
+    _check_names(choices.moments, fields)
+    layout = Layout(tuple(moments.items()), choices.rounding)
+    chosen, unknown, named = {}, set(), []
     for path, leaf in leaves:
         field, place = _field(path, leaf, by_path)
-        if field is None:
+        if field is None or field not in fields:
             continue
-        record = type(_at(abstract, path[: -len(place) - 1])).__name__
-        moment = choices.of(record, field)
-        if isinstance(moment, Moment):
-            chosen[path] = (place, moment if allowed[place] else None)
-            moments[field] = moment
-            named += [path] if field not in KNOWN.get(record, {}) else []
-        elif moment == "unknown" and allowed[place]:
-            unknown.add((record, field))
-    _check_names(choices.moments, abstract)
+        record, name = fields[field], field[-1].name
+        if field in moments:
+            chosen[path] = place, moments[field] if allowed[place] else None
+            named += [path] if name not in KNOWN.get(record, {}) else []
+        elif choices.of(record, name) == "unknown" and allowed[place]:
+            unknown.add((record, name))
     _check_zero(inner, arrays, named)
     _warn_of(unknown)
     rest = [path for path, _ in leaves if path not in chosen]
@@ -385,7 +398,6 @@ def _init(inner, params, choices: _Choices) -> QuantizedState:
     state = treedef.unflatten([values[path] for path, _ in leaves])
     state = _box(state, _by_path(params, is_leaf=_is_variable))
     zero = jnp.zeros([], jnp.int32)
-    layout = Layout(tuple(sorted(moments.items())), choices.rounding)
     return QuantizedState(state, zero, zero + VERSION, layout)
 
 
@@ -393,35 +405,34 @@ def _float32(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
 
 
-def _field(path: Path, leaf: Any, params: dict) -> tuple[str | None, Path]:
+def _field(path: Path, leaf: Any, params: dict) -> tuple[Path | None, Path]:
     """The field of a state that a leaf is in, if the rest of its path is a parameter's.
 
     The longest name of a parameter comes first.
     """
-    for start, key in enumerate(path):
-        place = path[start + 1 :]
-        if isinstance(key, GetAttrKey) and place in params:
+    for end in range(1, len(path) + 1):
+        place = path[end:]
+        if isinstance(path[end - 1], GetAttrKey) and place in params:
             same = jnp.shape(params[place]) == leaf.shape
             if same and jnp.issubdtype(leaf.dtype, jnp.floating):
-                return key.name, place
+                return path[:end], place
     return None, ()
 
 
-def _at(tree: Any, path: Path) -> Any:
-    for key in path:
-        if isinstance(key, GetAttrKey):
-            tree = getattr(tree, key.name)
-        else:
-            tree = tree[getattr(key, "key", getattr(key, "idx", None))]
-    return tree
+def _fields(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """The paths of the fields of all named tuples in a tree, and the tuples' names."""
+    children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    for key, child in children:
+        if child is not tree:
+            if hasattr(tree, "_fields"):
+                yield (*path, *key), type(tree).__name__
+            yield from _fields(child, (*path, *key))
 
 
-def _check_names(moments: Mapping, state: Any) -> None:
+def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
     """Raises ValueError unless the state has a field of every name."""
-    keys = (key for path, _ in tree_leaves_with_path(state) for key in path)
-    names = {key.name for key in keys if isinstance(key, GetAttrKey)}
-    # A state without parameters has no leaves that would tell the names of its fields.
-    for field in moments if names else ():
+    names = {path[-1].name for path in fields}
+    for field in moments:
         if field not in names:
             raise ValueError(
                 f"moments names the field {field!r}, but the state has {sorted(names)}"

@@ -156,7 +156,7 @@ def _report(states: list[QuantizedState]) -> MomentReport:
 
 def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
     """Statistics of all quantized moments, those of a parameter side by side."""
-    by_parameter: dict[Any, dict[str, QuantizedArray]] = {}
+    by_parameter: dict[Any, dict[Any, QuantizedArray]] = {}
     for field, path, moment in moments_of(state):
         if is_quantized(moment):
             by_parameter.setdefault(path, {})[field] = moment
@@ -168,10 +168,10 @@ def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
             own = jnp.square(q.dequantize()) if weights is None else weights
             error = _relative_error(q, own, layout.rounding)
             half = dict(layout.moments)[field].squares
-            yield _stats(name, field, q, error / 2 if half else error)
+            yield _stats(name, field[-1].name, q, error / 2 if half else error)
 
 
-def _weights(moments: dict[str, QuantizedArray], layout: Layout) -> Array | None:
+def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None:
     """u^2 of u = mu / sqrt(nu), if there is a first moment and a second one."""
     kinds = dict(layout.moments)
     first = [f for f in moments if not kinds[f].squares]
