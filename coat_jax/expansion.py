@@ -56,7 +56,9 @@ def contract(
 
     For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
     """
-    # In halves, since t ** (1 / k) alone may be below the smallest float32.
-    half = jnp.exp2(jnp.log2(t) * (0.5 / k))
-    x = half * largest * half
-    return jnp.where(t == 0, 0.0, jnp.maximum(x, jnp.finfo(jnp.float32).tiny))
+    # In logarithms, since t ** (1 / k) alone may be below the smallest float32. That of
+    # float32's largest number rounds to 128, whose power is infinite.
+    exponent = jnp.log2(t) * (1 / k) + jnp.log2(largest)
+    x = jnp.exp2(jnp.minimum(exponent, 128 - 2.0**-16))
+    x = jnp.maximum(x, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(t == 0, 0.0 * largest, x)  # NaN stays NaN.

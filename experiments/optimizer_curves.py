@@ -55,13 +55,19 @@ class Variant:
 
 _OPTAX = Optimizer(optax.adamw, fused=False)
 _FP8 = Optimizer(coat.fp8_adamw, fused=True)
-_COAT = Optimizer(partial(coat.fp8_adamw, normalize_mu=False), fused=True)
+# COAT's scheme as it was published: codes rounded to nearest, float32 scales.
+_COAT = Optimizer(
+    partial(
+        coat.fp8_adamw, normalize_mu=False, nu_format=coat.E4M3, rounding="nearest"
+    ),
+    fused=True,
+)
 _BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
 # The first is what the others are compared with.
 VARIANTS = (
     Variant(name="optax.adamw", optimizer=_OPTAX),
     Variant(name="fp8_adamw", optimizer=_FP8),
-    Variant(name="fp8_adamw, normalize_mu=False", optimizer=_COAT),
+    Variant(name="COAT as published", optimizer=_COAT),
     Variant(name="optax.adamw, BF16 nearest", optimizer=_OPTAX, **_BF16),
     Variant(name="fp8_adamw, BF16 nearest", optimizer=_FP8, **_BF16),
     Variant(
@@ -77,12 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     given = arguments.read(parser(), argv)
     seeds, out = given.pop("seeds", 4), given.pop("out", None)
+    names = given.pop("optimizers", None)
     try:
+        variants = chosen(names)
         settings = arguments.settings(given)
         out = out or Path(
             f"experiments/results/optimizer_curves_{settings.preset}.json"
         )
-        curves = Curves.open(out, settings, seeds)
+        curves = Curves.open(out, settings, seeds, variants)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -100,6 +108,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def chosen(names: str | None) -> tuple[Variant, ...]:
+    """The variants of these names, which semicolons separate; all without names.
+
+    Raises:
+      ValueError: If there is none of a name.
+    """
+    known = {variant.name: variant for variant in VARIANTS}
+    wanted = list(known) if names is None else names.split(";")
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--optimizers are some of {';'.join(known)}, got {name}")
+    return tuple(known[name] for name in wanted)
+
+
 def parser() -> argparse.ArgumentParser:
     """The main job's flags, but for what is compared."""
     top = argparse.ArgumentParser(
@@ -111,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_training(top)
     add = top.add_argument_group("how often, and where").add_argument
     add("--seeds", type=int, help="trainings of each kind, with seeds 0, 1, ... (4)")
+    add("--optimizers", help="some of the variants, by name", metavar="'A;B'")
     add("--out", type=Path, help="results file; the figure goes beside it", metavar="F")
     return top
 
@@ -124,17 +147,29 @@ class Curves:
     """
 
     def __init__(
-        self, out: Path, settings: Settings, seeds: int, inputs: pretrain.Inputs
+        self,
+        out: Path,
+        settings: Settings,
+        seeds: int,
+        variants: tuple[Variant, ...],
+        inputs: pretrain.Inputs,
     ) -> None:
         self.rows: list[Row] = []
         self._out = out
         self._settings = settings
         self._seeds = seeds
+        self._variants = variants
         self._inputs = inputs
         self._shared: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, out: Path, settings: Settings, seeds: int) -> "Curves":
+    def open(
+        cls,
+        out: Path,
+        settings: Settings,
+        seeds: int,
+        variants: tuple[Variant, ...] = VARIANTS,
+    ) -> "Curves":
         """Reads the data and what is finished.
 
         Raises:
@@ -146,7 +181,8 @@ class Curves:
         if not out.parent.is_dir():
             raise ValueError(f"no folder {out.parent} to write {out.name} to")
         corpus = pretrain.load_corpus(settings, out.parent)
-        curves = cls(out, settings, seeds, pretrain.select_inputs(corpus, settings))
+        inputs = pretrain.select_inputs(corpus, settings)
+        curves = cls(out, settings, seeds, variants, inputs)
         shared = dataclasses.asdict(settings)
         shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
         curves._shared = {"settings": shared, "data": corpus.fingerprint()}
@@ -191,7 +227,7 @@ class Curves:
     def _missing(self) -> Iterator[tuple[Variant, int]]:
         done = {(row["optimizer"], row["seed"]) for row in self.rows}
         for seed in range(self._seeds):
-            for variant in VARIANTS:
+            for variant in self._variants:
                 if (variant.name, seed) not in done:
                     yield variant, seed
 

@@ -78,6 +78,43 @@ DE8 = Format(
 )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unsigned(Format):
+    """E4M3 with a fourth bit of mantissa in the sign's place, without denormals."""
+
+    def round(self, x) -> np.ndarray:
+        """The nearest number, of two the larger; above zero at least the smallest."""
+        x = np.minimum(np.asarray(x, np.float64), self.max)
+        size = np.maximum(np.abs(x), self.smallest_normal)
+        step = np.exp2(np.floor(np.log2(size)) - self.mantissa_bits)
+        rounded = np.minimum(np.floor(size / step + 0.5) * step, self.max)
+        return np.where(x == 0, x, np.copysign(rounded, x)).astype(np.float32)
+
+
+UE4M4 = Unsigned(
+    max=464.0,
+    dynamic_range=464.0 / 2.0**-6,
+    smallest_normal=2.0**-6,
+    mantissa_bits=4,
+)
+OCTAVES = 40.0
+
+
+def ue4m4_values(codes: np.ndarray) -> np.ndarray:
+    """What codes stand for: E4M3's magnitude and, where the sign is set, half a step."""
+    size = np.abs(codes.astype(np.float64))
+    half = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-6))) - 4)
+    return size + half * np.signbit(codes.astype(np.float32)) * (size > 0)
+
+
+def moment_scale(group: np.ndarray, format: Format) -> np.ndarray:
+    """The scale of a group of a moving average: its largest magnitude, in float32."""
+    amax = np.max(np.abs(group), initial=np.float32(0))
+    if not np.isfinite(amax):
+        return np.float32(np.nan)
+    return np.maximum(np.float32(amax * np.float32(1 / format.max)), np.float32(TINY))
+
+
 def groups(shape: tuple[int, ...], block: tuple[int, ...] | None) -> Iterator:
     """Pairs (index into scales, slices of the array) of the groups of an array.
 
@@ -135,12 +172,18 @@ def quantize(x, format: Format, block) -> tuple[dict, np.ndarray]:
     return scales, values
 
 
-def power_bounds(group: np.ndarray, scale, format: Format) -> tuple[int, int]:
-    """The least and the greatest k, in sixteenths, that float32 arithmetic may find."""
+def power_bounds(
+    group: np.ndarray, scale, format: Format, octaves: float = math.inf
+) -> tuple[int, int]:
+    """The least and the greatest k, in sixteenths, that float32 arithmetic may find.
+
+    No group counts as wider than so many octaves.
+    """
     sizes = np.abs(group[group != 0]).astype(np.float64)
     if not sizes.size or not np.isfinite(sizes).all():
         return 255, 255
     top, bottom = math.log2(np.float32(scale) * format.max), math.log2(sizes.min())
+    bottom = max(bottom, top - octaves)
     slack = EPS * (abs(top) + abs(bottom) + 1)
     fill = 16 * math.log2(format.dynamic_range)
 

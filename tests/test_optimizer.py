@@ -32,7 +32,9 @@ def test_small_parameters_are_updated_exactly_as_by_optax(nesterov):
     grads = [jax.tree.map(lambda p, i=i: p * (i - 1.5), SMALL) for i in range(4)]
     mine = coat.scale_by_fp8_adam(B1, 0.95, 1e-7, 1e-12, nesterov=nesterov)
     theirs = optax.scale_by_adam(B1, 0.95, 1e-7, 1e-12, nesterov=nesterov)
-    assert_trees_equal(run(mine, SMALL, grads), run(theirs, SMALL, grads))
+    params, updates, state = run(mine, SMALL, grads)
+    actual = params, updates, state.inner_state
+    assert_trees_equal(actual, run(theirs, SMALL, grads))
 
 
 def test_fp8_adamw_is_optax_adamw_where_nothing_is_quantized():
@@ -42,15 +44,19 @@ def test_fp8_adamw_is_optax_adamw_where_nothing_is_quantized():
     arguments |= {"eps": 1e-7, "eps_root": 1e-12, "weight_decay": 0.1}
     arguments |= {"mask": lambda p: jax.tree.map(lambda x: jnp.ndim(x) > 1, p)}
     mine = coat.fp8_adamw(**arguments, quantize_mask=False)
-    assert_trees_equal(
-        run(mine, params, grads), run(optax.adamw(**arguments), params, grads)
-    )
+    after, updates, state = run(mine, params, grads)
+    actual = after, updates, (state[0].inner_state, *state[1:])
+    assert_trees_equal(actual, run(optax.adamw(**arguments), params, grads))
 
 
 @either_scheme
 def test_moments_are_stored_as_the_oracle_quantizes_them(normalize_mu):
-    """NumPy's Adam in float32, with the oracle between steps, from the stored state."""
-    tx = coat.scale_by_fp8_adam(B1, B2, EPS, normalize_mu=normalize_mu)
+    """NumPy's Adam in float32, with the oracle between steps, from the stored state.
+
+    To nearest: stochastic rounding has tests of its own.
+    """
+    options = {"normalize_mu": normalize_mu, "rounding": "nearest"}
+    tx = coat.scale_by_fp8_adam(B1, B2, EPS, **options)
     state = tx.init(jnp.zeros(SHAPE))
     loose = 0
     for step in range(1, 6):
@@ -73,7 +79,8 @@ def test_moments_are_stored_as_the_oracle_quantizes_them(normalize_mu):
 def read(state) -> tuple[np.ndarray, np.ndarray]:
     """Both moments, as float32 arithmetic has them from the dequantized arrays."""
     m, v = np.asarray(state.mu.dequantize()), np.asarray(state.nu.dequantize())
-    return (m * np.sqrt(v) if state.scaling.normalized else m), v
+    [mu] = [m for path, m in state.layout.moments if path[-1].name == "mu"]
+    return (m * np.sqrt(v) if mu.over_root_of else m), v
 
 
 def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
@@ -81,21 +88,24 @@ def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
 
     `error` is the relative error to which the moment itself is known.
     """
-    loose = 0
+    loose, of = 0, {"E4M3": oracle.E4M3, "UE4M4": oracle.UE4M4}[q.format.name]
+    codes = np.asarray(q.codes)
+    values = codes.astype(np.float32)
+    values = values if q.format.signed else oracle.ue4m4_values(codes)
     for index, where in oracle.groups(moment.shape, (128,)):
         group, scale = moment[where], np.asarray(q.scale)[index]
-        edges = (group * np.float32(1 + e) for e in (-error, error))
-        assert scale in [oracle.scale_of(edge, oracle.E4M3, (128,)) for edge in edges]
+        expected = oracle.moment_scale(group, of)
+        np.testing.assert_allclose(scale, expected, rtol=error + 2 * oracle.EPS)
         k = 16 * q.power
         if q.exponent is not None:
             k = int(np.asarray(q.exponent)[index])
-            least, most = oracle.power_bounds(group, scale, oracle.E4M3)
+            least, most = oracle.power_bounds(group, scale, of, oracle.OCTAVES)
             assert least <= k <= most
-        low, high = oracle.expanded_bounds(group, scale, k, oracle.E4M3, error)
-        size = np.abs(np.asarray(q.codes)[where].astype(np.float32))
+        low, high = oracle.expanded_bounds(group, scale, k, of, error)
+        size = np.abs(values[where])
         assert np.all((np.abs(low) <= size) & (size <= np.abs(high)))
-        signs = np.signbit(np.asarray(q.codes)[where].astype(np.float32))
-        np.testing.assert_array_equal(signs, np.signbit(group))
+        if q.format.signed:
+            np.testing.assert_array_equal(np.signbit(values[where]), np.signbit(group))
         loose += np.sum(np.abs(low) != np.abs(high))
     return loose
 
@@ -103,7 +113,8 @@ def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
 @either_scheme
 def test_a_free_running_oracle_stays_beside_the_optimizer(normalize_mu):
     """Adam with the oracle's quantization, in float64, never shown the state."""
-    tx = coat.scale_by_fp8_adam(B1, B2, EPS, normalize_mu=normalize_mu)
+    options = {"normalize_mu": normalize_mu, "rounding": "nearest"}
+    tx = coat.scale_by_fp8_adam(B1, B2, EPS, **options)
     state = tx.init(jnp.zeros(SHAPE))
     m = v = np.zeros(SHAPE)
     for step in range(1, 7):
@@ -111,30 +122,29 @@ def test_a_free_running_oracle_stays_beside_the_optimizer(normalize_mu):
         updates, state = tx.update(jnp.asarray(g), state)
         m, v = (1 - B1) * g + B1 * m, (1 - B2) * g.astype(np.float64) ** 2 + B2 * v
         hat = (m / (1 - B1**step)) / (np.sqrt(v / (1 - B2**step)) + EPS)
-        ratio, v = m / np.sqrt(v), oracle_round_trip(v)
+        ratio, v = m / np.sqrt(v), oracle_round_trip(v, of=oracle.UE4M4)
         m = oracle_round_trip(m)
         if normalize_mu:
             m = oracle_round_trip(ratio, k=48) * np.sqrt(v)
     mu, nu = read(state)
     for stored, expected in ((mu, m), (nu, v), (updates, hat)):
         close = np.isclose(stored, expected, rtol=1e-3, atol=0)
-        assert np.mean(close) > 0.99
+        assert np.mean(close) > 0.98  # A code is a tie's neighbour, or k another.
 
 
-def oracle_round_trip(moment: np.ndarray, k: int | None = None) -> np.ndarray:
+def oracle_round_trip(
+    moment: np.ndarray, k: int | None = None, of: oracle.Format = oracle.E4M3
+) -> np.ndarray:
     """Quantized and back; with this k in sixteenths, or each group's own."""
     moment = moment.astype(np.float32)
     scales, powers, values = {}, {}, np.zeros_like(moment)
     for index, where in oracle.groups(moment.shape, (128,)):
-        group, scale = (
-            moment[where],
-            oracle.scale_of(moment[where], oracle.E4M3, (128,)),
-        )
-        least, _ = oracle.power_bounds(group, scale, oracle.E4M3)
+        group, scale = moment[where], oracle.moment_scale(moment[where], of)
+        least, _ = oracle.power_bounds(group, scale, of, oracle.OCTAVES)
         scales[index], powers[index] = scale, least if k is None else k
-        low, high = oracle.expanded_bounds(group, scale, powers[index], oracle.E4M3)
+        low, high = oracle.expanded_bounds(group, scale, powers[index], of)
         values[where] = np.where(np.abs(group) > 0, high, low)
-    return oracle.dequantize(values, scales, (128,), powers, oracle.E4M3)
+    return oracle.dequantize(values, scales, (128,), powers, of)
 
 
 def test_the_normalized_first_moment_halves_the_error_of_updates():
@@ -158,16 +168,19 @@ def test_state_is_a_named_tuple_of_parameter_shaped_moments(normalize_mu):
     params = {"w": jnp.zeros((64, 256)), "small": jnp.zeros((8191,))}
     params |= {"edge": jnp.zeros((8192,), jnp.bfloat16)}
     state = coat.scale_by_fp8_adam(normalize_mu=normalize_mu).init(params)
-    assert isinstance(state, coat.ScaleByFP8AdamState)
-    assert state._fields == ("count", "mu", "nu", "scaling")
-    assert state.scaling.normalized is normalize_mu
-    assert jax.tree.leaves(state.scaling) == []
-    assert state.count.dtype == jnp.int32
+    assert isinstance(state, coat.QuantizedState)
+    assert state._fields == ("inner_state", "rounding_step", "version", "layout")
+    assert isinstance(state.inner_state, optax.ScaleByAdamState)
+    assert jax.tree.leaves(state.layout) == []
+    for number in (state.count, state.rounding_step, state.version):
+        assert number.dtype == jnp.int32
+    assert state.version == 1
     for moments in (state.mu, state.nu):
         assert moments["small"].dtype == jnp.float32
         assert moments["w"].codes.shape == (64, 256)
         assert moments["w"].codes.dtype == jnp.float8_e4m3fn
         assert moments["w"].scale.shape == (64, 2)
+        assert moments["w"].scale.dtype == jnp.float32
         assert moments["edge"].shape == (8192,)
         assert moments["edge"].dtype == jnp.float32
         assert not np.any(dequantized(moments)["w"])
@@ -180,11 +193,11 @@ def test_state_is_a_named_tuple_of_parameter_shaped_moments(normalize_mu):
 
 @either_scheme
 @pytest.mark.parametrize("shape", [(64, 128), (32, 4, 256), (16384,)])
-def test_both_moments_take_at_most_2_05_bytes_a_parameter(shape, normalize_mu):
+def test_both_moments_take_at_most_2_08_bytes_a_parameter(shape, normalize_mu):
     state = coat.scale_by_fp8_adam(normalize_mu=normalize_mu).init(jnp.zeros(shape))
     stored = sum(leaf.nbytes for leaf in jax.tree.leaves((state.mu, state.nu)))
     assert stored == state.mu.nbytes + state.nu.nbytes
-    assert stored / np.prod(shape) <= 2.05
+    assert stored / np.prod(shape) <= (2.071 if normalize_mu else 2.079)
 
 
 def test_init_takes_abstract_parameters():

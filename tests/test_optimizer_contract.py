@@ -129,8 +129,9 @@ def test_none_beside_quantized_leaves():
     grads = {"w": jnp.asarray(gradients(0)), "none": None, "empty": {}}
     tx = coat.fp8_adamw(1e-2)
     after, _, state = run(tx, params, [grads, grads], jit=True)
-    expected, _, _ = run(tx, params["w"], [grads["w"], grads["w"]], jit=True)
-    assert_trees_equal(after["w"], expected)
+    alone = {"w": params["w"]}
+    expected, _, _ = run(tx, alone, [{"w": grads["w"]}] * 2, jit=True)
+    assert_trees_equal(after["w"], expected["w"])
     assert state[0].mu["none"] is None
     assert jax.tree.structure(coat.to_optax_state(state)[0].mu) == jax.tree.structure(
         params
@@ -138,7 +139,7 @@ def test_none_beside_quantized_leaves():
 
 
 def test_complex_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"real parameters, got complex64"):
+    with pytest.raises(ValueError, match=r"must be real, got complex64 at parameter\['z'\]"):
         coat.fp8_adamw(1e-2).init({"w": jnp.ones(3), "z": jnp.ones(3, jnp.complex64)})
 
 

@@ -68,15 +68,6 @@ def test_the_least_and_the_most_noise_take_the_codes_below_and_above():
     np.testing.assert_array_equal(np.signbit(np.asarray(down.dequantize())), x < 0)
 
 
-@pytest.mark.parametrize(
-    "how", [{"format": coat.DE8}, {"expand": True}, {"expand": 2.0}], ids=repr
-)
-def test_noise_where_it_has_no_meaning_is_refused(how):
-    x = normal(0, 2, 128)
-    with pytest.raises(ValueError, match="noise is for floating formats without"):
-        coat.quantize(x, noise=jnp.zeros(x.shape, jnp.uint32), **how)
-
-
 def test_what_is_not_finite_stays_so():
     x = jnp.zeros((2, 16)).at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
     q = coat.quantize(x, noise=jnp.zeros(x.shape, jnp.uint32))

@@ -22,7 +22,7 @@ from fused_steps import (
 from optimizers import assert_same_bits
 
 import coat_jax as coat
-from pallas_kernels.reference.adam import uniform16
+from pallas_kernels.reference.rounding import element_bits, hash32
 
 
 def stochastic(key, tx=WITHOUT_DECAY):
@@ -83,7 +83,7 @@ def test_keys_steps_and_paths_have_random_bits_of_their_own():
     state = WITHOUT_DECAY.init(params)
 
     def rounded(name: str, key: int, count: int) -> np.ndarray:
-        at = (state[0]._replace(count=jnp.int32(count)), *state[1:])
+        at = (state[0]._replace(rounding_step=jnp.int32(count)), *state[1:])
         after, _ = fused(WITHOUT_DECAY, params, [params], at, key=jax.random.key(key))
         return np.asarray(after[name] < 1)
 

@@ -132,8 +132,8 @@ def _decode_nu(moments: Moments) -> Array:
     root = 16 / moments.nu_exponent[..., None].astype(jnp.float32)
     t = jnp.exp2((jnp.log2(codes) - math.log2(NU_MAX)) * root)
     # What is not zero stays so: it may be divided by.
-    nu = jnp.maximum(t * (moments.nu_scale[..., None] * NU_MAX), TINY)
-    return jnp.where(codes == 0, 0.0, nu)
+    top = moments.nu_scale[..., None] * NU_MAX
+    return jnp.where(codes == 0, 0.0 * top, jnp.maximum(t * top, TINY))
 
 
 def _encode_nu(
