@@ -237,7 +237,8 @@ def _encoded_nu(log2_v: Array, f: Factors, bits: Array) -> tuple[Array, Array, A
     power = k.astype(jnp.float32) * (1 / 16)
     shift = _spread(_LOG2_NU_MAX - power * log2_top, log2_v)
     t = _bits(jnp.exp2(log2_v * _spread(power, log2_v) + shift))
-    # Less one, zero is the largest integer: it alone is not raised to the smallest code.
+    # Less one, zero is the largest integer: it alone is not raised to the smallest
+    # code.
     t = jnp.maximum(t - jnp.uint32(1), _bits_of(UE4M4_SMALLEST) - jnp.uint32(1))
     t = t + (bits >> jnp.uint32(13)) + jnp.uint32(1)
     t = jnp.minimum(t, _bits_of(NU_MAX)) & jnp.uint32(0xFFF80000)

@@ -101,7 +101,7 @@ OCTAVES = 40.0
 
 
 def ue4m4_values(codes: np.ndarray) -> np.ndarray:
-    """What codes stand for: E4M3's magnitude and, where the sign is set, half a step."""
+    """What codes stand for: E4M3's magnitude and, with the sign set, half a step."""
     size = np.abs(codes.astype(np.float64))
     half = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-6))) - 4)
     return size + half * np.signbit(codes.astype(np.float32)) * (size > 0)

@@ -139,7 +139,9 @@ def test_none_beside_quantized_leaves():
 
 
 def test_complex_parameters_are_refused():
-    with pytest.raises(ValueError, match=r"must be real, got complex64 at parameter\['z'\]"):
+    with pytest.raises(
+        ValueError, match=r"must be real, got complex64 at parameter\['z'\]"
+    ):
         coat.fp8_adamw(1e-2).init({"w": jnp.ones(3), "z": jnp.ones(3, jnp.complex64)})
 
 

@@ -80,7 +80,7 @@ def test_every_bit_comes_back(way, normalize_mu, tmp_path):
     restored = way(state, like, **options)
     assert_same_bits(restored, state)
     mu = restored.inner_state.inner_state[1][0].mu["w"]
-    assert (mu.codes.dtype, mu.scale.dtype) == (jnp.float8_e4m3fn, jnp.bfloat16)
+    assert (mu.codes.dtype, mu.scale.dtype) == (jnp.float8_e4m3fn, jnp.float32)
     expected = run_on(tx, middle, state, grads[2:], jit=True)
     assert_same_bits(run_on(tx, middle, restored, grads[2:], jit=True), expected)
 
@@ -128,19 +128,19 @@ def saved(**options) -> coat.ScaleByFP8AdamState:
     [
         (
             lambda: saved(normalize_mu=False),
-            r"at ./mu/w the target has exponent uint8\[64, 2\], found None",
+            r"/mu/w the target has exponent uint8\[64, 2\], found None",
         ),
         (
             lambda: saved(mu_format=coat.E5M2),
-            r"mu/w the target has codes float8_e5m2\[64, 160\], found float8_e4m3fn",
+            "mu/w the target has format E5M2, found E4M3",
         ),
         (
             lambda: saved(granularity=coat.PerGroup(32)),
-            r"mu/w the target has scale bfloat16\[64, 5\], found bfloat16\[64, 2\]",
+            r"mu/w the target has scale float32\[64, 5\], found float32\[64, 2\]",
         ),
         (
-            lambda: saved(quantize_mask=False)._replace(nu=saved().nu, mu=saved().nu),
-            r"mu/w the target has exponent uint8\[64, 2\], found None",
+            lambda: saved(mu_format=coat.E4M3, nu_format=coat.E4M3),
+            "nu/w the target has format E4M3, found UE4M4",
         ),
         (lambda: coat.scale_by_fp8_adam().init({"v": PARAMS["w"]}), "keys"),
         (lambda: optax.scale_by_adam().init({"w": PARAMS["w"]}), "field names"),
@@ -161,7 +161,9 @@ def test_another_power_or_scaling_is_refused():
     small = {"b": PARAMS["b"]}
     state = coat.scale_by_fp8_adam().init(small)
     target = coat.scale_by_fp8_adam(normalize_mu=False).init(small)
-    with pytest.raises(ValueError, match=r"scaling .* normalize_mu=False, found True"):
+    with pytest.raises(
+        ValueError, match=r"layout .* own k.*, found .* over the root of nu"
+    ):
         through_msgpack(state, target)
 
 
@@ -173,7 +175,7 @@ def test_float32_moments_are_no_quantized_ones():
 
 def test_orbax_refuses_another_structure(tmp_path):
     like = jax.eval_shape(lambda: saved(quantize_mask=False))
-    with pytest.raises(ValueError, match=r"structures do not match:\nmu.w"):
+    with pytest.raises(ValueError, match=r"structures do not match:\ninner_state.mu.w"):
         through_orbax(saved(), like, tmp_path)
 
 
@@ -182,7 +184,7 @@ def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_pat
     tx = coat.scale_by_fp8_adam(normalize_mu=False)
     like = jax.eval_shape(lambda: saved(normalize_mu=False))
     state = through_orbax(saved(), like, tmp_path)
-    message = r"shape \(\d+, 160\) has no exponents: was .* another normalize_mu"
+    message = r"shape \(\d+, 160\) has no exponents: was .* with other options"
     with pytest.raises(ValueError, match=message):
         tx.update({"w": GRADS[0]["w"]}, state)
     with pytest.raises(ValueError, match=message):

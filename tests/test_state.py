@@ -92,15 +92,19 @@ def test_there_and_back(wrap, normalize_mu):
         strict=True,
     )
     for new, old in pairs:
-        if not is_quantized(old) or old.exponent is None:
-            assert_same_bits(new, old)
+        if not is_quantized(old):
+            # The random bits of the rounding start anew.
+            assert new.dtype == old.dtype == jnp.int32 or np.array_equal(new, old)
+        elif old.exponent is None:
+            np.testing.assert_array_equal(new.codes, old.codes)
+            np.testing.assert_allclose(new.scale, old.scale, rtol=1e-5)
         else:
             assert_rounded_once_more(new, old)
 
 
 def assert_rounded_once_more(new, old):
     """Most values stay; the rest moves by less than E4M3's greatest half step."""
-    np.testing.assert_array_equal(new.scale, old.scale)
+    np.testing.assert_allclose(new.scale, old.scale, rtol=1e-5)
     ratio = np.asarray(new.dequantize() / old.dequantize())
     assert np.median(np.abs(ratio - 1)) < 1e-5
     root = 16 / np.minimum(new.exponent, old.exponent).astype(np.float64)
@@ -144,8 +148,8 @@ def mismatches():
     wider = PARAMS | {"deep": {"v": jnp.ones((72, 256))}}
     other = PARAMS | {"deep": {"u": jnp.ones((72, 128))}}
     return {
-        "state.0..mu has no ..deep....v.., which": (adamw.init(fewer), like),
-        "state.0..mu has no ..deep....v..": (adamw.init(other), like),
+        "state.0. has no .mu..deep....v.., which": (adamw.init(fewer), like),
+        "state.0. has no .mu..deep....v..": (adamw.init(other), like),
         r"state.0..mu.'deep'..'v'. must have shape \(72, 128\), got \(72, 256\)": (
             adamw.init(wider),
             like,
@@ -155,7 +159,7 @@ def mismatches():
             like,
         ),
         "state has no .0.": (optax.adamw(1e-2).init(PARAMS)[0], like),
-        "state.0. must be an optax.ScaleByAdamState, got ScaleByFP8AdamState": (
+        "state.0. must be an optax state, ScaleByAdamState, got QuantizedState": (
             coat.fp8_adamw(1e-2).init(PARAMS),
             like,
         ),

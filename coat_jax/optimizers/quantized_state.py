@@ -192,8 +192,8 @@ def check_state(state: Any) -> None:
     if not isinstance(state, QuantizedState):
         kind = type(state).__name__
         raise ValueError(
-            f"the state must be a coat.QuantizedState, got {kind}. From a state of "
-            "optax go on with coat.from_optax_state(state, tx.init(params)), and from a "
+            f"the state must be a coat.QuantizedState, got {kind}. Go on from a state "
+            "of optax with coat.from_optax_state(state, tx.init(params)), and from a "
             "ScaleByFP8AdamState, which earlier versions had, with "
             "coat.from_optax_state(coat.to_optax_state(state), tx.init(params))"
         )

@@ -110,17 +110,17 @@ def moment_report(state: Any) -> MomentReport:
 
     What rounding to nearest does is known from the spacing of codes: the value t that
     became code c lay within half steps of it, its logarithm is taken for uniformly
-    distributed there, and an error dt / t becomes dx / x = dt / (k t) behind the expansion. `error`
-    is what that does to u = mu / sqrt(nu), which updates read, relative to u's root
-    mean square, had this moment alone been rounded, and once: for the first moment
-    sqrt(sum((u dx / x)^2) / sum(u^2)), for the second, which u reads by its square
-    root, half of it. Rounding stochastically makes the square twice as large. Where
-    there is one moment alone, u is the moment. It is within a tenth of the truth in floating formats on moments
-    whose distribution is smooth. A code of zero counts as exact; where one k serves all
-    groups, as anything that rounds to zero. What saturated, and what is left of earlier
-    steps' errors, does not count. Where the first moment is stored over sqrt(nu)
-    (`normalize_mu`), an error of the second does not reach u itself, only how old
-    gradients weigh against new ones.
+    distributed there, and an error dt / t becomes dx / x = dt / (k t) behind the
+    expansion. `error` is what that does to u = mu / sqrt(nu), which updates read,
+    relative to u's root mean square, had this moment alone been rounded, and once: for
+    the first moment sqrt(sum((u dx / x)^2) / sum(u^2)), for the second, which u reads
+    by its square root, half of it. Where there is one moment alone, u is that moment.
+    Rounding stochastically makes the square twice as large. The error is within a tenth
+    of the truth in floating formats on moments whose distribution is smooth. A code of
+    zero counts as exact; where one k serves all groups, as anything that rounds to
+    zero. What saturated, and what is left of earlier steps' errors, does not count.
+    Where the first moment is stored over sqrt(nu) (`normalize_mu`), an error of the
+    second does not reach u itself, only how old gradients weigh against new ones.
 
     Args:
       state: A `QuantizedState` or any tree that holds some, such as the state of
