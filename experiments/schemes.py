@@ -19,6 +19,7 @@ from jaxtyping import Array, Float32, UInt8
 
 import coat_jax as coat
 from coat_jax import expansion
+from coat_jax.quantized import quantize_moment
 from experiments.moments import GROUP
 
 Groups = Float32[Array, "groups 128"]
@@ -64,9 +65,18 @@ class Code:
             steps = self.expand(x, weight, self.format)
             q = quantize_by(x, steps, self.format)
         else:
-            how = {"format": self.format, "granularity": coat.PerGroup(GROUP)}
-            q = coat.quantize(x, expand=self.expand, **how)
+            q = self._library(x)
         return round_stochastically(x, q, key) if self.stochastic else q
+
+    def _library(self, x: Groups) -> coat.QuantizedArray:
+        """Groups as optimizers store them, rounded to nearest; linear ones as arrays."""
+        granularity = coat.PerGroup(GROUP)
+        if self.expand is False:
+            return coat.quantize(x, format=self.format, granularity=granularity)
+        power = None if self.expand is True else self.expand
+        return quantize_moment(
+            x, format=self.format, granularity=granularity, power=power, noise=None
+        )
 
 
 class Stored(NamedTuple):

@@ -260,7 +260,7 @@ def test_what_does_not_go_together_is_named(implementation):
     with pytest.raises(ValueError, match=r"words must have the shape \(16, 1\), got"):
         run(implementation, SCALARS, grads, moments, params, words=words)
     with pytest.raises(ValueError, match="gradients need an axis"):
-        run(implementation, SCALARS, grads[0, 0], moments)
+        run(implementation, SCALARS, grads[0, 0], moments, words=words)
 
 
 def test_a_gradient_that_is_not_finite_spoils_its_group():

@@ -81,7 +81,9 @@ def test_pairs_agree_with_numpy(rng, spread):
 @pytest.mark.parametrize("normalize", [False, True])
 def test_schemes_are_those_of_the_library(rng, normalize):
     found, _ = _random_moments(rng)
-    like = coat.scale_by_fp8_adam(normalize_mu=normalize).init(jnp.asarray(found.mu))
+    like = coat.scale_by_fp8_adam(
+        normalize_mu=normalize, rounding="nearest", nu_format=coat.E4M3
+    ).init(jnp.asarray(found.mu))
     state = optax.ScaleByAdamState(
         jnp.int32(1), jnp.asarray(found.mu), jnp.asarray(found.nu)
     )
@@ -169,7 +171,14 @@ def test_peak_over_rms(rng):
 def test_replays_are_those_of_the_library(rng, normalize):
     found, gradients = _random_moments(rng)
     gradients = gradients[:12]
-    tx = coat.scale_by_fp8_adam(b1=0.9, b2=0.99, eps=0, normalize_mu=normalize)
+    tx = coat.scale_by_fp8_adam(
+        b1=0.9,
+        b2=0.99,
+        eps=0,
+        normalize_mu=normalize,
+        rounding="nearest",
+        nu_format=coat.E4M3,
+    )
     # After so many steps nothing corrects the bias any more.
     start = optax.ScaleByAdamState(
         jnp.int32(10**6), jnp.asarray(found.mu), jnp.asarray(found.nu)
