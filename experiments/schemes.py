@@ -69,7 +69,7 @@ class Code:
         return round_stochastically(x, q, key) if self.stochastic else q
 
     def _library(self, x: Groups) -> coat.QuantizedArray:
-        """Groups as optimizers store them, rounded to nearest; linear ones as arrays."""
+        """Groups as optimizers store them, to nearest; linear ones as arrays are."""
         granularity = coat.PerGroup(GROUP)
         if self.expand is False:
             return coat.quantize(x, format=self.format, granularity=granularity)
