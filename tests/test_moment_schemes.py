@@ -44,8 +44,9 @@ def _oracle_read(x, name):
     x = oracle.flush(x)
     scales, powers, values = {}, {}, np.zeros_like(x)
     for index, where in oracle.groups(x.shape, _BLOCK):
-        scales[index] = oracle.scale_of(x[where], format, _BLOCK)
-        powers[index] = oracle.power_bounds(x[where], scales[index], format)[0]
+        scales[index] = oracle.moment_scale(x[where], format)
+        bounds = oracle.power_bounds(x[where], scales[index], format, oracle.OCTAVES)
+        powers[index] = bounds[0]
         bounds = oracle.expanded_bounds(x[where], scales[index], powers[index], format)
         values[where] = bounds[0]
     return oracle.dequantize(values, scales, _BLOCK, powers, format)

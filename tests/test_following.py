@@ -1,0 +1,66 @@
+"""8-bit moments follow float32 ones, whatever b2 is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from kernels import OPTIMIZED
+
+import coat_jax as coat
+
+SHAPE, COLUMN = (64, 128), 5
+LOUD = {
+    "stationary": lambda i, n: 1.0,
+    "falling 100 times": lambda i, n: 10.0 ** (-2 * i / n),
+    "all spike": lambda i, n: jnp.where(i < 20, 1.0, 1e-2),
+    "one of a group spikes": lambda i, n: jnp.where(
+        (jnp.arange(SHAPE[1]) == COLUMN) & (i < 20), 100.0, 1.0
+    ),
+}
+
+
+def ratios(story, b2, steps, **options):
+    """Updates of FP8 Adam over exact ones in the last fifth: mean, rms and largest."""
+    tx, exact = coat.scale_by_fp8_adam(b2=b2, **options), optax.scale_by_adam(b2=b2)
+    size = jnp.exp(jax.random.normal(jax.random.key(9), SHAPE))
+    counted = jnp.arange(SHAPE[1]) != COLUMN
+
+    def step(states, i):
+        key = jax.random.fold_in(jax.random.key(1), i)
+        g = size * LOUD[story](i, steps) * jax.random.normal(key, SHAPE)
+        _, mine = tx.update(g, states[0])
+        _, theirs = exact.update(g, states[1])
+        ratio = jnp.sqrt(theirs.nu / coat.to_optax_state(mine).nu)
+        ratio = jnp.where(counted, ratio, 1.0)
+        found = jnp.mean(ratio), jnp.mean((ratio - 1) ** 2), jnp.max(ratio)
+        return (mine, theirs), jnp.stack(found)
+
+    zeros = jnp.zeros(SHAPE)
+    run = jax.jit(
+        lambda states: jax.lax.scan(step, states, jnp.arange(steps))[1],
+        compiler_options=OPTIMIZED,
+    )
+    found = np.asarray(run((tx.init(zeros), exact.init(zeros))))[-steps // 5 :]
+    return found[:, 0].mean(), np.sqrt(found[:, 1].mean()), found[:, 2].max()
+
+
+@pytest.mark.parametrize("story", LOUD)
+@pytest.mark.parametrize(("b2", "rms"), [(0.95, 0.04), (0.999, 0.14)])
+def test_updates_are_exact_ones_on_average(story, b2, rms):
+    mean, error, largest = ratios(story, b2, steps=2000)
+    assert mean == pytest.approx(1, abs=0.05)
+    assert error < rms
+    assert largest < 2.5
+
+
+def test_log8_is_as_near():
+    mean, error, _ = ratios("stationary", 0.999, steps=2000, nu_format=coat.LOG8)
+    assert mean == pytest.approx(1, abs=0.02)
+    assert error < 0.09
+
+
+def test_to_nearest_moments_stall():
+    """The reason for the default."""
+    mean, _, _ = ratios("falling 100 times", 0.999, steps=2000, rounding="nearest")
+    assert abs(mean - 1) > 0.05
