@@ -62,5 +62,6 @@ def test_log8_is_as_near():
 
 def test_to_nearest_moments_stall():
     """The reason for the default."""
-    mean, _, _ = ratios("falling 100 times", 0.999, steps=2000, rounding="nearest")
-    assert abs(mean - 1) > 0.05
+    options = {"rounding": "nearest", "nu_format": coat.E4M3}
+    mean, _, _ = ratios("one of a group spikes", 0.999, steps=2000, **options)
+    assert mean > 1.05

@@ -35,6 +35,13 @@ def _capture(found, gradients):
     )
 
 
+_SMALLEST = {
+    "E4M3+Expand": 2.0**-9,
+    "E5M2+Expand": 2.0**-16,
+    "DE8+Expand": np.abs(oracle.de8_table()[oracle.de8_table() != 0]).min(),
+}
+
+
 def _oracle_read(x, name):
     """What is read of `x` after storing it by a code's name, in float64."""
     format = _FORMATS[name.removesuffix("+Expand")]
@@ -48,7 +55,10 @@ def _oracle_read(x, name):
         bounds = oracle.power_bounds(x[where], scales[index], format, oracle.OCTAVES)
         powers[index] = bounds[0]
         bounds = oracle.expanded_bounds(x[where], scales[index], powers[index], format)
-        values[where] = bounds[0]
+        low = bounds[0]
+        # Nothing above zero becomes zero.
+        least = np.copysign(np.maximum(np.abs(low), _SMALLEST[name]), low)
+        values[where] = np.where(x[where] == 0, low, least)
     return oracle.dequantize(values, scales, _BLOCK, powers, format)
 
 
