@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, UInt32
 
 from coat_jax import expansion
 from coat_jax.rounding import stochastic_round
+from pallas_kernels.reference.adam import OCTAVES
 from pallas_kernels.reference.quantize import (
     TINY,
     group_scale,
@@ -364,7 +365,7 @@ def quantize_moment(
     scale = jnp.maximum(largest * (1 / format.max), TINY) + largest * 0.0
     own_power, power = power is None, power or 1.0
     return _encoded(
-        x, groups, scale, format, granularity, power, own_power, noise, octaves=40.0
+        x, groups, scale, format, granularity, power, own_power, noise, OCTAVES
     )
 
 

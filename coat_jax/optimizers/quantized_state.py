@@ -17,7 +17,7 @@ from jaxtyping import Array
 from coat_jax.optimizers.moment import KNOWN, Moment
 from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_words
 from coat_jax.optimizers.sharding import zeros_like
-from coat_jax.optimizers.trees import boxed, is_quantized
+from coat_jax.optimizers.trees import boxed, is_quantized, is_variable
 from coat_jax.quantized import PerGroup, QuantizedArray, quantize_moment
 from pallas_kernels.reference.adam import LARGEST_NU
 from pallas_kernels.reference.quantize import TINY
@@ -35,7 +35,7 @@ Path = tuple[Any, ...]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What the fields of a state hold; a leafless part of it.
+    """How the fields of a state are kept; a leafless part of it.
 
     Attributes:
       moments: The paths of the fields with quantized averages, and how these are kept.
@@ -181,7 +181,7 @@ def with_quantized_state(
 
 def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
     """The state after a step; its averages are variables where gradients are."""
-    boxes = _by_path(given, is_leaf=_is_variable)
+    boxes = _by_path(given, is_leaf=is_variable)
     inner_state = _box(inner_state, boxes)
     step = state.rounding_step + 1
     return state._replace(inner_state=inner_state, rounding_step=step)
@@ -221,7 +221,7 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:
-    """What a state stands for, with all averages themselves in float32.
+    """Returns what a state stands for, with all averages themselves in float32.
 
     Raises:
       ValueError: If an average is stored without range expansion, which no optimizer
@@ -321,20 +321,16 @@ def _by_path(tree: Any, is_leaf: Callable | None = None) -> dict[Path, Any]:
     return dict(tree_leaves_with_path(tree, is_leaf=is_leaf))
 
 
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, nnx.Variable)
-
-
 def _box(inner_state: Any, boxes: dict[Path, Any]) -> Any:
     """Puts arrays of a parameter into variables where the parameter is one."""
-    if not any(map(_is_variable, boxes.values())):
+    if not any(map(is_variable, boxes.values())):
         return inner_state
     leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
 
     def box(path, leaf):
         for start in range(1, len(path) + 1):
             found = boxes.get(path[start:])
-            if _is_variable(found) and jnp.shape(found.get_value()) == leaf.shape:
+            if is_variable(found) and jnp.shape(found.get_value()) == leaf.shape:
                 return jax.tree.map(found.replace, leaf)
         return leaf
 
@@ -396,7 +392,7 @@ def _init(inner, params, choices: _Choices) -> QuantizedState:
     for path, (place, moment) in chosen.items():
         values[path] = zeros_like(by_path[place], moment, choices.granularity)
     state = treedef.unflatten([values[path] for path, _ in leaves])
-    state = _box(state, _by_path(params, is_leaf=_is_variable))
+    state = _box(state, _by_path(params, is_leaf=is_variable))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
 

@@ -21,14 +21,15 @@ def is_quantized(leaf: Any) -> bool:
 def boxed(tree: Any, like: Any) -> Any:
     """Undoes `nnx.as_pure`: arrays are variables again where `like` has them."""
     return jax.tree.map(
-        lambda box, x: jax.tree.map(box.replace, x) if _is_variable(box) else x,
+        lambda box, x: jax.tree.map(box.replace, x) if is_variable(box) else x,
         like,
         tree,
-        is_leaf=_is_variable,
+        is_leaf=is_variable,
     )
 
 
-def _is_variable(x: Any) -> bool:
+def is_variable(x: Any) -> bool:
+    """Whether a node is an NNX variable; the `is_leaf` of trees of them."""
     return isinstance(x, nnx.Variable)
 
 
