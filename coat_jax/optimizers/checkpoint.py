@@ -100,7 +100,7 @@ def from_optax_state(state: Any, like: Any) -> Any:
       >>> state[0].nu["w"].codes.dtype
       dtype(float8_e4m3fn)
     """
-    kinds = {type(s.inner_state) for s in _states(like)}
+    kinds = {type(s.inner_state) for s in _states((state, like))}
 
     def is_leaf(node):
         return _is_state(node) or type(node) in kinds
