@@ -66,7 +66,7 @@ def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[B
         if run.settings.preset == "124m":
             size = recipes[recipe]["optimizer_bytes_per_param"]
             name = f"{recipe} optimizer bytes a parameter"
-            bars.append(Bar(name, "<= 2.05", size, size <= 2.05))
+            bars.append(Bar(name, "<= 2.075", size, size <= 2.075))
     if run.settings.preset == "cpu" and token == "byte":
         for recipe, summary in recipes.items():
             loss = summary["val_loss"]

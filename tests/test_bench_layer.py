@@ -222,8 +222,8 @@ def _check_step(row, model, bytes_each):
 
 def test_a_model_steps():
     row = model_step.measure("coat, delayed scaling", _MODEL, 2, 2)
-    # Groups of 128, on a last axis of 64 or 96 with as many scales.
-    _check_step(row, _MODEL, 2.09)
+    # Groups of 128 on a last axis of 64 or 96: nine bytes of scales and k for each.
+    _check_step(row, _MODEL, 2.15)
 
 
 def test_checkpointed_layers_save_what_they_are_told():

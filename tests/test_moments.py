@@ -88,7 +88,8 @@ def test_a_large_row_is_counted_exactly():
     size = 2**24 + 2**21
     q = coat.quantize(jnp.zeros(size, jnp.bfloat16).at[7].set(1))
     state = coat.scale_by_fp8_adam().init(jnp.zeros(8192))
-    state = state._replace(mu=q, nu=q)
+    inner = state.inner_state._replace(mu=q, nu=q)
+    state = state._replace(inner_state=inner)
     stats = coat.moment_report(state).moments[0]
     assert float(stats.zero_share) == pytest.approx(1 - 1 / size, rel=1e-7)
 

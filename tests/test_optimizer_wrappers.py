@@ -176,7 +176,7 @@ def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
 @every_optimizer
 @pytest.mark.parametrize("size", [1e19, 1e21, 3e38])
 def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
-    """As in optax: its own update is zero, and its neighbours go on."""
+    """As in optax: its own update is optax's, and its neighbours go on."""
     good = [jnp.asarray(gradients(i)) for i in range(4)]
     grads = [good[0], good[1].at[3, 7].set(size), *good[2:]]
     params, tx, theirs = jnp.zeros(SHAPE), make(1e-2), optax.adam(1e-2)
@@ -188,7 +188,8 @@ def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
     neighbours = np.asarray(updates)[3, 8:128] / np.asarray(expected)[3, 8:128]
     # Of a group of 200 octaves; no code is further from the next than one.
     assert abs(np.median(neighbours) - 1) < 0.5
-    assert abs(float(updates[3, 7])) < 1e-6
+    np.testing.assert_allclose(updates[3, 7], expected[3, 7], rtol=0.1, atol=1e-6)
+    assert size < 1e20 or expected[3, 7] == 0
 
 
 @every_optimizer

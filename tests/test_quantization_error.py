@@ -163,7 +163,7 @@ def test_a_command_line_leaves_results_and_figures(finished):
             assert row["error"] == pytest.approx(12.31)
     last = {r["scheme"]: r for r in rows["schemes"] if r["step"] == _STEPS}
     assert last[studies.DEFAULT.name]["error"] < 12.31 / 2
-    assert last[studies.DEFAULT.name]["bytes_per_parameter"] == 2 + 5 / 128
+    assert last[studies.DEFAULT.name]["bytes_per_parameter"] == 2 + 9 / 128
     for name in ("ranges", "codes", "schemes", "replays"):
         figure = finished.with_name(f"found_{name}.png")
         assert figure.read_bytes().startswith(b"\x89PNG")
