@@ -23,7 +23,7 @@ TABLE_8 = {
 
 def spread(rows: list[Row]) -> Table:
     """What was captured: the model's loss, and how wide groups are."""
-    table = _table(
+    table = new_table(
         "The captured moments: medians over groups",
         *("step", "loss", "octaves of m", "octaves of v", "k of m", "k of v"),
     )
@@ -51,7 +51,7 @@ def pairs(
     title += "lost v counted" if with_lost else "lost v aside"
     columns = list(CODES)[: len(paper["E4M3+Expand"])]
     heads = [column.replace("+", "\n+") for column in columns]
-    table = _table(f"{title} (paper's below)", "m \\ v", *heads)
+    table = new_table(f"{title} (paper's below)", "m \\ v", *heads)
     entry = "error_with_lost" if with_lost else "error"
     errors = {}
     for row in _of(rows, "pairs"):
@@ -70,7 +70,7 @@ def schemes(rows: list[Row]) -> Table:
     rows = _of(rows, "schemes")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     names = dict.fromkeys(row["scheme"] for row in rows)
-    table = _table(
+    table = new_table(
         f"Error after each captured step, where COAT has {REFERENCE_ERROR}",
         *("step", "bytes", *map(str, steps), "v lost,\nppm"),
     )
@@ -90,7 +90,7 @@ def replays(rows: list[Row]) -> Table:
     rows = _of(rows, "replays")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     shown = sorted({1, 10, steps[-1]} & set(steps))
-    table = _table(
+    table = new_table(
         "Adam with stored moments: squared error of the update, thousandths",
         *("", *(f"step {step}" for step in shown), "summed", "v / exact"),
     )
@@ -108,7 +108,7 @@ def replays(rows: list[Row]) -> Table:
 
 def bars(found: list[Bar]) -> Table:
     """Claims, and whether they hold."""
-    table = _table("What was expected", "", "target", "measured", "holds")
+    table = new_table("What was expected", "", "target", "measured", "holds")
     for bar in found:
         holds = "yes" if bar.holds else "NO"
         table.add_row(bar.name, str(bar.target), f"{bar.measured:.3f}", holds)
@@ -119,7 +119,8 @@ def _of(rows: list[Row], study: str) -> list[Row]:
     return [row for row in rows if row["study"] == study]
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
+def new_table(title: str, first: str, *columns: str) -> Table:
+    """An empty table of numbers, with names in the first column."""
     table = Table(
         title=title,
         title_justify="left",

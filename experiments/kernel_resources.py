@@ -73,11 +73,10 @@ def _adam() -> Iterator[Case]:
         exponent = _array(*count, dtype=jnp.uint8)
         moments = pk.Moments(codes, scale, codes, scale, exponent)
         grads = _array(*shape, dtype=dtype)
-        words = _array(*count, dtype=jnp.uint32)
-        salt = _array(dtype=jnp.uint32) if stochastic else None
-        return Case(
-            name, step, (grads, moments, words, grads if params else None, salt)
-        )
+        seed = _array(dtype=jnp.uint32)
+        salt = seed if stochastic else None
+        params = grads if params else None
+        return Case(name, step, (grads, moments, seed, seed, params, salt))
 
     yield case("adam", (4096, 4096))
     yield case("adam, float32", (4096, 4096), _F32)

@@ -51,12 +51,14 @@ class Code:
       weighted: Whether such a rule weighs errors as the update feels them.
       stochastic: Whether to round at random to either neighbour, such that the mean
         is the number itself, instead of to the nearest.
+      bfloat16_scale: Whether scales are rounded to bfloat16, as those of arrays are.
     """
 
     format: coat.Format = coat.E4M3
     expand: bool | float | PowerRule = False
     weighted: bool = True
     stochastic: bool = False
+    bfloat16_scale: bool = False
 
     def store(self, x: Groups, sensitivity: Groups, key: Array) -> coat.QuantizedArray:
         """Quantizes groups whose errors the update feels times `sensitivity`."""
@@ -71,8 +73,10 @@ class Code:
     def _library(self, x: Groups) -> coat.QuantizedArray:
         """Groups as optimizers store them, to nearest; linear ones as arrays are."""
         granularity = coat.PerGroup(GROUP)
-        if self.expand is False:
-            return coat.quantize(x, format=self.format, granularity=granularity)
+        if self.expand is False or self.bfloat16_scale:
+            return coat.quantize(
+                x, format=self.format, granularity=granularity, expand=self.expand
+            )
         power = None if self.expand is True else self.expand
         return quantize_moment(
             x, format=self.format, granularity=granularity, power=power, noise=None

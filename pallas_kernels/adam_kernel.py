@@ -66,8 +66,7 @@ def run(
     params: Array | None,
     moments: Moments,
     grads: Array,
-    words: Array,
-    salt: Array | None,
+    seeds: tuple[Array, Array, Array | None],
     factors: Array,
     tuning: Tuning,
 ) -> State:
@@ -81,11 +80,18 @@ def run(
     width = min(n, GROUP)
 
     def launch(body, ctas, *arrays, **how):
-        def kernel(refs, grads, words, salt, factors, **scratch):
+        def kernel(refs, grads, seeds, factors, **scratch):
             factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
+            seed, stream, salt = seeds
+            seed = seed[0] + stream[0]
             salt = jnp.uint32(0) if salt is None else salt[0]
-            inputs = Inputs.of(refs, grads, words, step.with_params)
-            body(inputs, functools.partial(step.tile, factors, salt), refs, **scratch)
+
+            def update(to, values, start, column):
+                words = functools.partial(step.words, seed, start, column, to.mu)
+                step.tile(factors, salt, to, values, words)
+
+            inputs = Inputs.of(refs, grads, step.with_params)
+            body(inputs, update, refs, **scratch)
 
         mosaic.kernel(
             kernel,
@@ -110,7 +116,7 @@ def run(
         # What is left begins a tile earlier if it is less than the smaller one.
         done -= tile if 0 < rows - done < TILE else 0
         if done and pipelined:
-            inputs = Inputs.of(*arrays[:3], step.with_params)
+            inputs = Inputs.of(*arrays[:2], step.with_params)
             fit = _fitting(inputs, tuning)
             steps = -(-done // fit.rows)
             body = functools.partial(_pipeline, rows=done, steps=steps, tuning=fit)
@@ -131,8 +137,8 @@ def run(
         return lax.optimization_barrier(state)
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params
-    salt = None if salt is None else salt.reshape(1)
-    return in_place(State(result, **moments._asdict()), grads, words, salt, factors)
+    seeds = jax.tree.map(lambda x: x.reshape(1), seeds)
+    return in_place(State(result, **moments._asdict()), grads, seeds, factors)
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
@@ -218,7 +224,8 @@ def _pipeline(
             values = smem.map(loads, loads).loaded()
             plgpu.barrier_arrive(free.at[stage])
             to = State(*(ref.at[pl.ds(start, TALL)] for ref in refs))
-            pl.when(start < rows)(lambda: update(to, values))
+            column = jnp.int32(0)
+            pl.when(start < rows)(lambda: update(to, values, start, column))
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
@@ -250,4 +257,4 @@ def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> Non
         plgpu.commit_smem()  # All warps have read.
     for start, values in loaded:
         at = (functools.partial(f, start=start) for f in (array_at, group_at))
-        update(refs.map(*at), values)
+        update(refs.map(*at), values, jnp.int32(start), column)

@@ -1,15 +1,18 @@
 """Adam's step on FP8 moments, of arrays of any shape."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels import adam_kernel, dispatch
 from pallas_kernels.adam_kernel import Tuning
-from pallas_kernels.adam_tile import TILE, UNIT, Step, factors
+from pallas_kernels.adam_tile import TILE, UNIT, Step, factors, merged
 from pallas_kernels.checks import check_shape
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP, AdamScalars, Moments
+from pallas_kernels.reference.rounding import random_words, row_major
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
 _STORED = {
@@ -26,10 +29,12 @@ def adam(
     scalars: AdamScalars,
     grads: Float[Array, "... n"],
     moments: Moments,
-    words: UInt32[Array, "... g"],
+    seed: UInt32[Array, ""],
+    stream: UInt32[Array, ""],
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
     *,
+    strides: tuple[int, ...] | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
@@ -39,11 +44,14 @@ def adam(
       scalars: The step's factors.
       grads: Gradients, bfloat16 or float32.
       moments: Moments before the step.
-      words: Random bits, one word a group of 128, by which moments are rounded. They
-        must be new in every step, or averages stall.
+      seed: A random number, new in every step, or averages stall: moments are rounded
+        by the hash of it, of `stream` and of the group's place.
+      stream: A number of the parameter's own.
       params: Parameters, bfloat16 or float32; None returns Adam's update instead.
       salt: Changes the random bits into those by which bfloat16 parameters are rounded
         stochastically; None rounds parameters to nearest.
+      strides: By how much the places of neighbouring groups along each axis are apart,
+        for a part of an array; see `reference.rounding.random_words`.
       implementation: What to run; None means the kernel where it can run.
       tuning: How to lay the kernel over the GPU.
 
@@ -55,19 +63,37 @@ def adam(
     Raises:
       ValueError: If shapes do not go together, or the kernel was named and cannot run.
     """
-    _check(grads, moments, words, params)
+    _check(grads, moments, params, strides)
+    groups = moments.mu_scale.shape
+    strides = strides or row_major(groups)
     chosen = dispatch.choose(
         implementation,
         _obstacle(grads, moments, params),
         operation="adam",
-        arrays=(grads, moments, words, params),
+        arrays=(grads, moments, params),
     )
     if chosen == "reference":
+        words = random_words(seed, stream, groups, strides)
         return reference.adam(scalars, grads, moments, words, params, salt)
-    return _mosaic(scalars, grads, moments, words, params, salt, tuning or Tuning())
+    seeds = _Seeds(seed, stream, salt, strides)
+    return _mosaic(scalars, grads, moments, params, seeds, tuning or Tuning())
 
 
-def _check(grads, moments, words, params) -> None:
+class _Seeds(NamedTuple):
+    """What random bits depend on; see `adam`."""
+
+    seed: Array
+    stream: Array
+    salt: Array | None
+    strides: tuple[int, ...]
+
+    def of_last_group(self, count: int) -> "_Seeds":
+        """Those of arrays that begin at the last of so many groups."""
+        first = jnp.uint32((count - 1) * self.strides[-1] & 0xFFFFFFFF)
+        return self._replace(stream=self.stream + first)
+
+
+def _check(grads, moments, params, strides) -> None:
     if not grads.ndim:
         raise ValueError("gradients need an axis, got a scalar")
     groups = (*grads.shape[:-1], -(-grads.shape[-1] // GROUP))
@@ -75,8 +101,10 @@ def _check(grads, moments, words, params) -> None:
     of_groups = {f: getattr(moments, f) for f in _STORED if f not in of_elements}
     for name, x in of_elements.items():
         check_shape(name, x, grads.shape)
-    for name, x in (of_groups | {"words": words}).items():
+    for name, x in of_groups.items():
         check_shape(name, x, groups)
+    if strides is not None and len(strides) != grads.ndim:
+        raise ValueError(f"strides must be {grads.ndim}, one an axis, got {strides}")
 
 
 def _obstacle(grads: Array, moments: Moments, params: Array | None) -> str | None:
@@ -96,14 +124,15 @@ def _is_zero(x: Array | float) -> bool:
     return isinstance(x, int | float) and x == 0
 
 
-def _mosaic(scalars, grads, moments, words, params, salt, tuning):
+def _mosaic(scalars, grads, moments, params, seeds, tuning):
     n = grads.shape[-1]
     rows, whole = grads.size // n, n // GROUP * GROUP
     if n > whole and whole and n % _VECTOR == 0 and rows >= TILE:
-        arguments = scalars, grads, moments, words, params, salt, tuning
-        result, after = _whole_groups(*arguments, view=(rows, n))
-        moments = after
-        arguments = scalars, grads, moments, words, params, salt, tuning
+        arguments = scalars, grads, moments, params, seeds, tuning
+        result, moments = _whole_groups(*arguments, view=(rows, n))
+        # Parameters are changed in place: their last groups are those of the result.
+        params = None if params is None else result
+        arguments = scalars, grads, moments, params, seeds, tuning
         return _with_last_group(*arguments, result=result)
     short = -n % (GROUP if whole else UNIT)
     if short:
@@ -114,20 +143,25 @@ def _mosaic(scalars, grads, moments, words, params, salt, tuning):
         moments = moments._replace(mu=padded(moments.mu), nu=padded(moments.nu))
         params = None if params is None else padded(params)
         grads = padded(grads)
-    arguments = scalars, grads, moments, words, params, salt, tuning
+    arguments = scalars, grads, moments, params, seeds, tuning
     result, moments = _whole_groups(*arguments, view=(-1, min(n + short, GROUP)))
     moments = moments._replace(mu=moments.mu[..., :n], nu=moments.nu[..., :n])
     return result[..., :n], moments
 
 
-def _whole_groups(scalars, grads, moments, words, params, salt, tuning, view):
+def _whole_groups(scalars, grads, moments, params, seeds, tuning, view):
     """The step of all whole groups, on arrays seen as `view`."""
-    per_group = (-1,) if view[1] <= GROUP else (view[0], -1)
+    groups, strides = moments.mu_scale.shape, seeds.strides
+    per_group = (-1,)
+    if view[1] > GROUP:
+        per_group, groups, strides = (view[0], -1), groups[:-1], strides[:-1]
     step = Step(
         nesterov=not _is_zero(scalars.grad_weight),
         eps_root=not _is_zero(scalars.eps_root),
         with_params=params is not None,
-        stochastic=salt is not None and params.dtype == jnp.bfloat16,
+        stochastic=seeds.salt is not None and params.dtype == jnp.bfloat16,
+        rows=merged(groups, strides),
+        column=seeds.strides[-1],
     )
     state = adam_kernel.run(
         step,
@@ -140,8 +174,7 @@ def _whole_groups(scalars, grads, moments, words, params, salt, tuning, view):
             nu_exponent=moments.nu_exponent.reshape(per_group),
         ),
         grads.reshape(view),
-        words.reshape(per_group),
-        salt if step.stochastic else None,
+        (seeds.seed, seeds.stream, seeds.salt if step.stochastic else None),
         factors(scalars, step.with_params),
         tuning,
     )
@@ -151,7 +184,7 @@ def _whole_groups(scalars, grads, moments, words, params, salt, tuning, view):
     return state.result.reshape(grads.shape), Moments(**after)
 
 
-def _with_last_group(scalars, grads, moments, words, params, salt, tuning, result):
+def _with_last_group(scalars, grads, moments, params, seeds, tuning, result):
     """Does the step of the short last group of every row, after that of all others."""
     start = grads.shape[-1] // GROUP * GROUP
     starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
@@ -160,10 +193,8 @@ def _with_last_group(scalars, grads, moments, words, params, salt, tuning, resul
         scalars,
         grads[..., start:],
         last,
-        words[..., start // GROUP :],
-        # Not of the parameters themselves, which are changed in place.
-        None if params is None else result[..., start:],
-        salt,
+        None if params is None else params[..., start:],
+        seeds.of_last_group(moments.mu_scale.shape[-1]),
         tuning,
     )
     put = lax.dynamic_update_slice_in_dim

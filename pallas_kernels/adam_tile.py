@@ -55,6 +55,10 @@ _LOG2_NU_MAX = math.log2(NU_MAX)
 _LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
 
 
+# Lengths and strides of axes.
+Axes = tuple[tuple[int, int], ...]
+
+
 class State(NamedTuple):
     """What a step changes: arrays, or refs to them."""
 
@@ -80,14 +84,13 @@ class Inputs(NamedTuple):
     mu_scale: Any
     nu_scale: Any
     nu_exponent: Any
-    words: Any  # Random bits.
 
     @classmethod
-    def of(cls, refs: State, grads: Any, words: Any, with_params: bool) -> "Inputs":
-        """What is read beside the gradients and the words is also what changes."""
+    def of(cls, refs: State, grads: Any, with_params: bool) -> "Inputs":
+        """What is read beside the gradients is also what changes."""
         scales = (refs.mu_scale, refs.nu_scale, refs.nu_exponent)
         params = refs.result if with_params else None
-        return cls(grads, refs.mu, refs.nu, params, *scales, words)
+        return cls(grads, refs.mu, refs.nu, params, *scales)
 
     def map(self, array: Callable, per_group: Callable) -> "Inputs":
         """Applies one function to arrays and another to what groups have one of."""
@@ -147,6 +150,19 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
     return jnp.stack(factors)
 
 
+def merged(lengths: tuple[int, ...], strides: tuple[int, ...]) -> Axes:
+    """Axes as few as possible, the innermost first, whose index is one number."""
+    axes: list[tuple[int, int]] = []
+    for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
+        if axes and axes[-1][0] * axes[-1][1] == stride:
+            axes[-1] = (axes[-1][0] * length, axes[-1][1])
+        else:
+            axes.append((length, stride))
+    # Nothing is taken modulo the outermost length, which would compile anew.
+    axes = axes or [(1, 0)]
+    return tuple((n, s & 0xFFFFFFFF) for n, s in (*axes[:-1], (0, axes[-1][1])))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """The arithmetic of a tile, for what is known when the kernel is compiled."""
@@ -155,9 +171,25 @@ class Step:
     eps_root: bool
     with_params: bool
     stochastic: bool  # Whether parameters are rounded stochastically, too.
+    rows: Axes  # Where the groups of a row are in the whole array,
+    column: int  # and by how much their places are apart.
 
-    def tile(self, f: Factors, salt: Array, to: State, loads: Inputs) -> None:
-        """Computes a tile from what `loads` return, and stores it."""
+    def words(self, seed: Array, start: Array, column: Array, like: Any) -> Array:
+        """The random words of a tile's groups, in a column of rows from `start`."""
+        layout = _layout(*like.shape).reduce(1)
+        index = lax.broadcasted_iota(jnp.uint32, like.shape[:1], 0)
+        index = plgpu.layout_cast(index, layout) + start.astype(jnp.uint32)
+        place = seed + column.astype(jnp.uint32) * jnp.uint32(self.column & 0xFFFFFFFF)
+        *inner, (_, outermost) = self.rows
+        for length, stride in inner:
+            place = place + lax.rem(index, jnp.uint32(length)) * jnp.uint32(stride)
+            index = lax.div(index, jnp.uint32(length))
+        return hash32(index * jnp.uint32(outermost) + place)
+
+    def tile(
+        self, f: Factors, salt: Array, to: State, loads: Inputs, words: Callable
+    ) -> None:
+        """Computes a tile from what `loads` and `words` return, and stores it."""
         g = loads.grads().astype(jnp.float32)
         ratio, root = _decoded(loads, f)
         m, v = ratio * root + g, root * root + g * g
@@ -165,7 +197,7 @@ class Step:
         # The reciprocal root: finite where v is 0, and 0 where v overflowed, so that
         # the update is 0, as in optax.
         q = jnp.exp2(-0.5 * jnp.maximum(log2_v, -126.0))
-        words = loads.words()
+        words = words()
         result = self._result(g, m, v, q, f, loads, words ^ salt, to.result.dtype)
         mosaic.store(to.result, result)
         bits = _bits_of_elements(words, v)

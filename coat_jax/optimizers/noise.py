@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
+from pallas_kernels.reference import rounding
 from pallas_kernels.reference.adam import GROUP, bits_of_elements
 from pallas_kernels.reference.rounding import hash32
 
@@ -34,21 +35,25 @@ def random_words(
       like: An array of the parameter's; says which manual mesh axes matter.
       shape: The parameter's shape.
     """
-    # Behind a barrier the name is an operand, and not a constant that would make the
+    groups = (*shape[:-1], -(-shape[-1] // GROUP)) if shape else (1,)
+    # Behind a barrier the stream is an operand, and not a constant that would make the
     # code of each parameter another: alike ones are compiled once.
-    seed = hash32(step.astype(jnp.uint32)) + lax.optimization_barrier(
-        jnp.asarray(_name(path))
-    )
+    stream = lax.optimization_barrier(stream_of(path, like))
+    return rounding.random_words(seed_of(step), stream, groups)
+
+
+def seed_of(step: Int32[Array, ""]) -> UInt32[Array, ""]:
+    """What makes the random words of a step new."""
+    return hash32(step.astype(jnp.uint32))
+
+
+def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
+    """What makes the random words of a parameter its own; see `random_words`."""
+    stream = jnp.asarray(_name(path))
     for axis in sorted(jax.typeof(like).manual_axis_type.varying):
         index = lax.axis_index(axis).astype(jnp.uint32)
-        seed = hash32(seed ^ (index + jnp.uint32(zlib.crc32(axis.encode()))))
-    groups = (*shape[:-1], -(-shape[-1] // GROUP)) if shape else (1,)
-    place, stride = seed, 1
-    for axis in reversed(range(len(groups))):
-        index = lax.broadcasted_iota(jnp.uint32, groups, axis)
-        place = place + index * jnp.uint32(stride & 0xFFFFFFFF)
-        stride *= groups[axis]
-    return hash32(place)
+        stream = hash32(stream ^ (index + jnp.uint32(zlib.crc32(axis.encode()))))
+    return stream
 
 
 def random_words_of_batch(
@@ -58,8 +63,7 @@ def random_words_of_batch(
 
     It compiles fastest where arrays of as many groups are side by side.
     """
-    seed = hash32(step.astype(jnp.uint32))
-    names, start, places = seed + np.stack(list(map(_name, paths))), 0, []
+    names, start, places = seed_of(step) + np.stack(list(map(_name, paths))), 0, []
     for count, same in itertools.groupby(groups):
         some = names[start : (start := start + len(list(same)))]
         places.append((some[:, None] + lax.iota(jnp.uint32, count)).reshape(-1, 1))

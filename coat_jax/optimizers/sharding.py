@@ -26,9 +26,9 @@ from coat_jax.devices import has_kernel
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.trees import boxed, is_quantized
 from coat_jax.quantized import PerGroup, quantize_moment
-from pallas_kernels import AdamScalars, Moments
-from pallas_kernels.reference import adam as reference
+from pallas_kernels import AdamScalars, Moments, dispatch
 from pallas_kernels.reference.adam import GROUP
+from pallas_kernels.reference.rounding import row_major
 
 
 def opt_state_sharding(
@@ -179,67 +179,87 @@ def partitioned_adam(
     scalars: AdamScalars,
     grads: Float[Array, "... n"],
     moments: Moments,
-    words: UInt32[Array, "... g"],
+    seed: UInt32[Array, ""],
+    stream: UInt32[Array, ""],
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
     """`pallas_kernels.adam` on whatever part of the arrays each device has."""
-    arrays = grads, moments, words, params, salt
+    arrays = grads, moments, seed, stream, params, salt
     if not has_kernel() or jax.device_count() == 1:
         return pallas_kernels.adam(scalars, *arrays)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and not mesh.are_all_axes_manual:
         # custom_partitioning is not told the mesh in a partly manual shard_map.
-        return reference.adam(scalars, *arrays)
+        with dispatch.without_kernels("the mesh is manual in part"):
+            return pallas_kernels.adam(scalars, *arrays)
     # Factors that are known now, such as a decay of 0, stay known to the kernel.
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
+    groups = moments.mu_scale.shape
+    strides = row_major(groups)
+    # The places of a part's groups begin at the sum of its first ones on each axis.
+    places = tuple(
+        jnp.arange(length, dtype=jnp.uint32) * jnp.uint32(stride & 0xFFFFFFFF)
+        for length, stride in zip(groups, strides, strict=True)
+    )
 
     @jax.custom_batching.sequential_vmap
     def step(*arrays):
-        return _partitioned(*arrays, known)
+        return _partitioned(*arrays, known, strides)
 
-    return step(traced, *arrays)
+    return step(traced, *arrays, places)
 
 
-def _adam(traced, grads, moments, words, params, salt, known):
+def _adam(
+    traced, grads, moments, seed, stream, params, salt, places, known, strides
+) -> tuple[Array, Moments]:
     traced = iter(traced)
     scalars = AdamScalars(*(next(traced) if s is None else s for s in known))
-    return pallas_kernels.adam(scalars, grads, moments, words, params, salt)
+    stream = stream + sum(place[0] for place in places)
+    return pallas_kernels.adam(
+        scalars, grads, moments, seed, stream, params, salt, strides=strides
+    )
 
 
-def _partition(known, mesh, args, results):
+def _partition(known, strides, mesh, args, results):
     """Each device computes its part; all arrays are cut like the most cut one."""
-    _, grads, moments, _, params, _ = args
+    _, grads, moments, _, _, params, _, _ = args
     arrays = [moments.mu, moments.nu, grads] + ([] if params is None else [params])
     most = max((x.sharding for x in arrays), key=lambda s: _count(s, s.spec))
     sharding = _of_whole_groups(most, grads.shape, GROUP)
     everywhere = NamedSharding(mesh, P())
-    operands = jax.tree.map(lambda x: sharding if x.ndim else everywhere, args)
+    operands = jax.tree.map(lambda x: sharding if x.ndim else everywhere, args[:-1])
+    spec = [*sharding.spec, *[None] * (grads.ndim - len(sharding.spec))]
+    operands = *operands, tuple(NamedSharding(mesh, P(axis)) for axis in spec)
     results = jax.tree.map(lambda _: sharding, results)
-    step = functools.partial(_adam, known=known)
+    step = functools.partial(_adam, known=known, strides=strides)
     return mesh, step, results, operands
 
 
-def _sharding_rule(known, mesh, operands, results):
+def _sharding_rule(known, strides, mesh, operands, results):
     """Arrays share all axes, the last by whole groups; within groups all is local."""
-    n = operands[known.count(None)].shape[-1]
-    several = n > GROUP and n % GROUP == 0  # Whole groups, more than one.
+    shape = operands[known.count(None)].shape
+    several = shape[-1] > GROUP and shape[-1] % GROUP == 0  # Whole groups.
+    leading = [f"a{axis}" for axis in range(len(shape) - 1)]
+
+    def last(array):
+        if array.shape[-1] != shape[-1]:
+            return "g"
+        return "(g e)" if several else "n"
 
     def axes(array):
-        if not array.shape:
-            return ""
-        if array.shape[-1] == n:
-            return "... (g e)" if several else "... n"
-        return "... g"
+        return " ".join([*leading, last(array)]) if array.shape else ""
 
-    rule = " -> ".join(", ".join(map(axes, side)) for side in (operands, results))
+    places = [*leading, last(operands[-1])]
+    rule = ", ".join([*map(axes, operands[: -len(places)]), *places])
+    rule += " -> " + ", ".join(map(axes, results))
     if several:
         return rule, {"need_replication_factors": ("e",), "e": GROUP}
     local = ("n", "g") if "g" in rule else ("n",)
     return rule, {"need_replication_factors": local}
 
 
-_partitioned = custom_partitioning(_adam, static_argnums=(6,))
+_partitioned = custom_partitioning(_adam, static_argnums=(8, 9))
 _partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
-_partitioned = jax.jit(_partitioned, static_argnums=(6,))
+_partitioned = jax.jit(_partitioned, static_argnums=(8, 9))

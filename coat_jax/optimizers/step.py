@@ -15,7 +15,6 @@ from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, UInt32
 
-import pallas_kernels
 from coat_jax.devices import has_kernel
 from coat_jax.optimizers.batch import batches, join, part, starts
 from coat_jax.optimizers.noise import (
@@ -23,6 +22,8 @@ from coat_jax.optimizers.noise import (
     random_bits,
     random_words,
     random_words_of_batch,
+    seed_of,
+    stream_of,
 )
 from coat_jax.optimizers.quantized_state import (
     QuantizedState,
@@ -36,6 +37,7 @@ from coat_jax.optimizers.sharding import partitioned_adam
 from coat_jax.optimizers.trees import boxed, is_quantized
 from coat_jax.quantized import E4M3, UE4M4, PerGroup
 from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP
 from pallas_kernels.reference.rounding import hash32, stochastic_bfloat16
 
@@ -258,8 +260,8 @@ def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
         param, salt = leaf.target.param, leaf.target.salt
 
     def whole(scalars, grad, moments, param, salt, step):
-        words = random_words(step, leaf.path, moments.mu, grad.shape)
-        return partitioned_adam(scalars, grad, moments, words, param, salt)
+        seeds = seed_of(step), stream_of(leaf.path, moments.mu)
+        return partitioned_adam(scalars, grad, moments, *seeds, param, salt)
 
     results = (leaf.grad if param is None else param, leaf.moments)
     whole = on_explicit_mesh(whole, leaf.mu.codes, results)
@@ -267,7 +269,7 @@ def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
 
 
 def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
-    """The step of several leaves as of one; see `batch`."""
+    """The step of several leaves as of one, where there is no kernel; see `batch`."""
     moments = Moments(*zip(*(leaf.moments for leaf in leaves), strict=True))
     width = Moments(mu=GROUP, mu_scale=1, nu=GROUP, nu_scale=1, nu_exponent=1)
     groups = [leaf.mu.scale.size for leaf in leaves]
@@ -280,7 +282,7 @@ def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list
     # XLA would otherwise compute the whole again for each leaf that is cut from it.
     arguments = grads, Moments(*map(join, moments, width)), words
     arguments = lax.optimization_barrier((*arguments, params))
-    results = pallas_kernels.adam(scalars, *arguments, salt)
+    results = reference.adam(scalars, *arguments, salt)
     result, after = lax.optimization_barrier(results)
     at = starts(groups)
     columns = [part(result, [leaf.grad.shape for leaf in leaves], at)]

@@ -1,11 +1,13 @@
 """Random bits that are functions of places, and rounding by them, in jnp.
 
-A group of 128 neighbours has one random word. Element j of the group has the word plus
+A group of 128 neighbours has one random word, the hash of its place in the whole array
+and of what is new in every step. Element j of the group has the word plus
 j times an odd number: uniform like the word, anew in every step, and spread evenly over
 the group, so that rounding errors of neighbours cancel rather than add up.
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
@@ -22,6 +24,34 @@ def hash32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns by how much places along each axis of an array are apart."""
+    return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+
+
+def random_words(
+    seed: UInt32[Array, ""],
+    stream: UInt32[Array, ""],
+    groups: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+) -> UInt32[Array, "..."]:
+    """Returns one random word for each group of an array, `hash32(seed + stream + i)`.
+
+    Args:
+      seed: What is new in every step.
+      stream: What tells one parameter from another.
+      groups: The numbers of groups along each axis.
+      strides: By how much the places i of groups along each axis are apart. None means
+        those of the array itself; a part of an array has those of the whole, and the
+        place of its first group in its `stream`.
+    """
+    place = seed + stream
+    for axis, stride in enumerate(strides or row_major(groups)):
+        index = lax.broadcasted_iota(jnp.uint32, groups, axis)
+        place = place + index * jnp.uint32(stride & 0xFFFFFFFF)
+    return hash32(place)
 
 
 def element_bits(
