@@ -1,10 +1,12 @@
 """Training curves of several optimizers and seeds: their table, bars and figure.
 
-Rows are those of `experiments.optimizer_curves`. Differences are between trainings with
-one seed, which share initialization, batches and validation; the standard error is that
-of their mean over seeds.
+Rows are those of `experiments.optimizer_curves`. Each optimizer is compared with the
+one that its rows name as `beside`, or else with the first. Differences are between
+trainings with one seed, which share initialization, batches and validation; the
+standard error is that of their mean over seeds.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +20,9 @@ from rich.table import Table
 from experiments.results import Bar
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
+# The 97.5% quantile of Student's t distribution with 1, 2, ... degrees of freedom.
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_MOST_PERCENT = 0.5
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
@@ -48,35 +53,52 @@ def mean_and_error(
     return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))
 
 
+def compared_with(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The name of the optimizer that each is compared with."""
+    first = rows[0]["optimizer"]
+    return {row["optimizer"]: row.get("beside") or first for row in rows}
+
+
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last validation of each optimizer, and its difference to the first one's."""
-    found = losses(rows)
-    reference = next(iter(found.values()))[:, -1]
-    summary = []
+    """The last validation of each optimizer, and its difference to another one's.
+
+    `percent` is the difference over the other's loss, `most_percent` the upper end of
+    its 95% interval by Student's t distribution; of a single seed there is none.
+    """
+    found, beside, summary = losses(rows), compared_with(rows), []
     for name, curves in found.items():
-        last = curves[:, -1]
+        last, reference = curves[:, -1], found[beside[name]][:, -1]
         mean, error = mean_and_error(last - reference)
-        summary.append(
-            {
-                "optimizer": name,
-                "seeds": len(last),
-                "val_loss": float(last.mean()),
-                "difference": float(mean),
-                "standard_error": None if error is None else float(error),
-                "percent": float(100 * mean / reference.mean()),
-            }
-        )
+        unit = 100 / reference.mean()
+        row = {
+            "optimizer": name,
+            "beside": beside[name],
+            "seeds": len(last),
+            "val_loss": float(last.mean()),
+            "difference": float(mean),
+            "standard_error": None,
+            "percent": float(unit * mean),
+            "most_percent": None,
+        }
+        if error is not None:
+            row["standard_error"] = float(error)
+            quantile = _T_975[min(len(last) - 1, len(_T_975)) - 1]
+            row["most_percent"] = float(unit * (mean + quantile * error))
+        summary.append(row)
     return summary
 
 
 def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
     """What rounds parameters to nearest may fall behind, what does not may not."""
     found = []
-    for row in summary[1:]:
-        if "nearest" not in row["optimizer"]:
-            ratio = 1 + row["percent"] / 100
-            name = f"{row['optimizer']} validation loss / {summary[0]['optimizer']}"
-            found.append(Bar(name, "<= 1.01", ratio, ratio <= 1.01))
+    for row in summary:
+        name, beside = row["optimizer"], row["beside"]
+        if name != beside and "nearest" not in name:
+            most = row["most_percent"]
+            end = "" if most is None else ", upper end of 95%"
+            measured = row["percent"] if most is None else most
+            name = f"{name}, % of loss above {beside}{end}"
+            found.append(Bar.of(name, "<=", _MOST_PERCENT, measured))
     return found
 
 
@@ -84,7 +106,7 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
     """The summary for a terminal."""
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     found.add_column("optimizer")
-    for name in ("validation loss", "difference", "standard error", "%"):
+    for name in ("validation loss", "difference", "standard error", "%", "at most"):
         found.add_column(name, justify="right")
     for row in summary:
         error = row["standard_error"]
@@ -94,30 +116,33 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
             f"{row['difference']:+.4f}",
             "-" if error is None else f"{error:.4f}",
             f"{row['percent']:+.2f}",
+            "-" if error is None else f"{row['most_percent']:+.2f}",
         )
     return found
 
 
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Validation losses above, differences to the first optimizer's below.
+    """Validation losses above, differences to what each is compared with below.
 
     Means over seeds; the bands are a standard error wide to either side.
     """
-    found = losses(rows)
+    found, beside = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})
     drawn = Figure(figsize=(9, 7.5), layout="constrained", dpi=150)
     above, below = drawn.subplots(2, sharex=True, height_ratios=(5, 4))
-    reference = next(iter(found.values()))
-    for color, (name, curves) in zip(_COLORS, found.items(), strict=False):
+    gaps = {name: curves - found[beside[name]] for name, curves in found.items()}
+    for color, (name, curves) in zip(itertools.cycle(_COLORS), found.items()):
         style = dict(color=color, linestyle="--" if "BF16" in name else "-")
         _line(above, steps, curves, **style, label=name)
-        _line(below, steps, curves - reference, **style)
+        _line(below, steps, gaps[name], **style)
     _limit(above, np.stack(list(found.values())))
-    _limit(below, np.stack([curves - reference for curves in found.values()]))
+    _limit(below, np.stack(list(gaps.values())))
     above.set_title(title, loc="left", fontsize=11)
     above.set_ylabel("validation loss, nats")
     above.legend(frameon=False, loc="upper right")
-    below.set_ylabel(f"difference to {next(iter(found))}, nats")
+    others = set(beside.values())
+    name = others.pop() if len(others) == 1 else "its counterpart"
+    below.set_ylabel(f"difference to {name}, nats")
     below.set_xlabel("step")
     for axes in (above, below):
         axes.grid(color="0.9", linewidth=0.6)

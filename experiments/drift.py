@@ -36,6 +36,7 @@ from experiments.schemes import EPS, Groups
 Row = dict[str, Any]
 # A run is looked at so often; a row is the mean over the last fifth of these.
 _LOOKS = 50
+_DRAWN = ("b2", "steps", "step", "method", "story", "ratio")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,10 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     rows, curves = study(args, *known, out=args.out)
     bars = check(rows)
+    console = Console(width=104)
     for b2 in args.b2:
-        Console().print(report.table(rows, b2=b2, steps=max(args.steps)))
+        console.print(report.table(rows, b2=b2, steps=max(args.steps)))
     if bars:
-        Console().print(report.bars(bars))
+        console.print(report.bars(bars))
     report.figure(curves).savefig(args.out.with_suffix(".png"))
     print(f"{args.out}, and a figure beside it")
     return 0
@@ -127,7 +129,8 @@ def study(
                 continue
             looks = list(simulation.looks(b2, steps, bar))
             rows += means(looks)
-            curves += looks if (b2, steps) == report.drawn(runs) else []
+            if (b2, steps) == report.drawn(runs):
+                curves += [{k: row[k] for k in _DRAWN} for row in looks]
             if out:
                 write_results(out, rows=rows, bars=check(rows), curves=curves)
     return rows, curves

@@ -27,7 +27,8 @@ def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
     found = new_table(title, "", *(name.replace(" ", "\n") for name in METHODS))
-    found.columns[0].no_wrap = True
+    for column in found.columns:
+        column.no_wrap = True
     cells = {(row["story"], row["method"]): _cell(row) for row in shown}
     for story in STORIES:
         found.add_row(

@@ -45,12 +45,14 @@ class Variant:
       optimizer: What with.
       param_dtype: What the parameters are kept in.
       rounding: How `coat.fp8_adamw` rounds them to BF16.
+      beside: The name of the variant that it is compared with; None means the first.
     """
 
     name: str
     optimizer: Optimizer
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
+    beside: str | None = None
 
 
 _OPTAX = Optimizer(optax.adamw, fused=False)
@@ -63,7 +65,6 @@ _COAT = Optimizer(
     fused=True,
 )
 _BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
-# The first is what the others are compared with.
 VARIANTS = (
     Variant(name="optax.adamw", optimizer=_OPTAX),
     Variant(name="fp8_adamw", optimizer=_FP8),
@@ -81,15 +82,27 @@ VARIANTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    given = arguments.read(parser(), argv)
+    return compare(argv, VARIANTS, "optimizer_curves", __doc__)
+
+
+def compare(
+    argv: Sequence[str] | None, variants: Sequence[Variant], name: str, doc: str
+) -> int:
+    """The program that trains with some of `variants`; returns an exit code.
+
+    Args:
+      argv: Its command line; None means this process's.
+      variants: What there is to choose from.
+      name: The program's, and that of its results without the preset's.
+      doc: What it says of itself.
+    """
+    given = arguments.read(parser(name, doc), argv)
     seeds, out = given.pop("seeds", 4), given.pop("out", None)
     names = given.pop("optimizers", None)
     try:
-        variants = chosen(names)
+        variants = chosen(names, variants)
         settings = arguments.settings(given)
-        out = out or Path(
-            f"experiments/results/optimizer_curves_{settings.preset}.json"
-        )
+        out = out or Path(f"experiments/results/{name}_{settings.preset}.json")
         curves = Curves.open(out, settings, seeds, variants)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -108,13 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def chosen(names: str | None) -> tuple[Variant, ...]:
+def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...]:
     """The variants of these names, which semicolons separate; all without names.
 
     Raises:
       ValueError: If there is none of a name.
     """
-    known = {variant.name: variant for variant in VARIANTS}
+    known = {variant.name: variant for variant in variants}
     wanted = list(known) if names is None else names.split(";")
     for name in wanted:
         if name not in known:
@@ -122,11 +135,11 @@ def chosen(names: str | None) -> tuple[Variant, ...]:
     return tuple(known[name] for name in wanted)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(name: str, doc: str) -> argparse.ArgumentParser:
     """The main job's flags, but for what is compared."""
     top = argparse.ArgumentParser(
-        prog="python -m experiments.optimizer_curves",
-        description=__doc__,
+        prog=f"python -m experiments.{name}",
+        description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
     )
@@ -251,7 +264,8 @@ class Curves:
             state, metrics = trainer.step(state, next(batches))
             losses.append(metrics.loss)
             if step == settings.steps or step % settings.eval_every == 0:
-                row = {"optimizer": variant.name, "seed": seed, "step": step}
+                row = {"optimizer": variant.name, "beside": variant.beside}
+                row |= {"seed": seed, "step": step}
                 row["train_loss"] = float(np.mean(losses))
                 row["val_loss"] = trainer.evaluate(state, self._inputs.validation)
                 rows.append(row)

@@ -111,15 +111,37 @@ def test_differences_are_paired_by_seed(rng):
     assert summary[0]["difference"] == summary[0]["standard_error"] == 0
     assert summary[1] == {
         "optimizer": "fp8_adamw",
+        "beside": "optax.adamw",
         "seeds": 5,
         "val_loss": pytest.approx(second[:, -1].mean()),
         "difference": pytest.approx(gaps.mean()),
         "standard_error": pytest.approx(np.sqrt(np.var(gaps, ddof=1) / 5)),
         "percent": pytest.approx(100 * gaps.mean() / first[:, -1].mean()),
+        # 2.776 is Student's t of four degrees of freedom, of which 2.5% are above.
+        "most_percent": pytest.approx(
+            100
+            * (gaps.mean() + 2.776 * np.std(gaps, ddof=1) / np.sqrt(5))
+            / first[:, -1].mean()
+        ),
     }
     (bar,) = curve_summary.bars(summary)
-    assert bar.measured == pytest.approx(second[:, -1].mean() / first[:, -1].mean())
-    assert bar.holds == (bar.measured <= 1.01)
+    assert bar.measured == summary[1]["most_percent"]
+    assert bar.holds == (bar.measured <= 0.5)
+
+
+def test_an_optimizer_can_be_compared_with_another_than_the_first(rng):
+    names = ("lion", "lion, 8 bits", "adan", "adan, 8 bits")
+    curves = dict(zip(names, rng.normal(2, 0.1, (4, 2, 3)), strict=True))
+    rows = _written(curves)
+    for row in rows:
+        row["beside"] = row["optimizer"].removesuffix(", 8 bits")
+    summary = curve_summary.summarize(rows)
+    for row in summary:
+        gap = curves[row["optimizer"]] - curves[row["beside"]]
+        assert row["difference"] == pytest.approx(gap[:, -1].mean())
+    names = [bar.name for bar in curve_summary.bars(summary)]
+    end = ", upper end of 95%"
+    assert names == [f"{n}, 8 bits, % of loss above {n}{end}" for n in ("lion", "adan")]
 
 
 def test_one_seed_has_no_standard_error(rng):
