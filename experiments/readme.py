@@ -4,12 +4,13 @@ uv run python -m experiments.readme
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from experiments.drift_cases import METHODS
+from experiments.results import load
 from experiments.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -28,6 +29,7 @@ def render(readme: str) -> str:
             _activations(),
             _pretraining(),
             _optimizer(),
+            _drift(),
             _curves(),
             _kernels(),
         ]
@@ -45,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _end_to_end() -> str:
-    results = _load("bench_e2e")
+    results = load("bench_e2e")
     first = results["rows"][0]
     lines = [
         f"**Training Llama-2-7B on one GPU** (`bench_e2e`): BF16 parameters, sequences "
@@ -72,7 +74,7 @@ def _end_to_end() -> str:
 
 
 def _layer() -> str:
-    results = _load("bench_layer")
+    results = load("bench_layer")
     rows = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
     shapes = list(dict.fromkeys(key[1:] for key in rows))
     commit = results["versions"]["commit"]
@@ -105,7 +107,7 @@ def _layer() -> str:
 
 
 def _pretraining() -> str:
-    results = _load("pretrain_124m")
+    results = load("pretrain_124m")
     first = results["rows"][0]
     settings = PRESETS[results["preset"]].settings
     tokens = results["steps"] * settings.tokens_per_step
@@ -133,7 +135,7 @@ def _pretraining() -> str:
 
 
 def _seeds() -> list[str]:
-    summary = _load("pretrain_124m_seeds")["summary"]
+    summary = load("pretrain_124m_seeds")["summary"]
     lines = [
         "Over several seeds (`pretrain_124m_seeds`), each beside `bf16` with the same "
         "seed and data:",
@@ -152,7 +154,7 @@ def _seeds() -> list[str]:
 
 
 def _optimizer() -> str:
-    results = _load("bench_optimizer")
+    results = load("bench_optimizer")
     lines = [
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
         "parameters, smaller ones whose last axis is 5,000 or 64, and Llama 2 7B's, as "
@@ -174,8 +176,42 @@ def _optimizer() -> str:
     return "\n".join([*lines, ""])
 
 
+def _drift() -> str:
+    steps, results = 10_000, load("drift")
+    rows = [r for r in results["rows"] if r["steps"] == steps and r["ratio"]]
+    b2s = sorted({row["b2"] for row in rows})
+    stories = {row["story"] for row in rows}
+    lines = [
+        f"**Moments over {steps:,} steps** (`drift`): how many times too large updates "
+        f"are, beside float32 moments; the means in {len(stories)} stories that "
+        "gradients tell (stationary, falling, spiking, rare, frozen, ...), from the "
+        "smallest to the largest. In the figure b2 is optax's default, 0.999. `coat "
+        "nearest` is a form that this library had before.",
+        "",
+        "| moments | " + " | ".join(f"b2 = {b2:g}" for b2 in b2s) + " |",
+        "| --- |" + " --- |" * len(b2s),
+    ]
+    for method in METHODS:
+        cells = []
+        for b2 in b2s:
+            found = [
+                row["ratio"]
+                for row in rows
+                if (row["method"], row["b2"]) == (method, b2)
+            ]
+            low, high = min(found), max(found)
+            cells.append(
+                f"{low:.2f} to {high:.2f}"
+                if high < 100
+                else f"{low:.2f} to {high:,.0f}"
+            )
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    image = "![Updates over exact ones](experiments/results/drift.png)"
+    return "\n".join([*lines, "", image, ""])
+
+
 def _curves() -> str:
-    results = _load(_CURVES)
+    results = load(_CURVES)
     settings = results["settings"]
     lines = [
         f"**Training with it** (`{_CURVES}`): the {settings['preset']} preset's "
@@ -201,7 +237,7 @@ def _curves() -> str:
 
 
 def _kernels() -> str:
-    results = _load("bench_kernels")
+    results = load("bench_kernels")
     rows = [row for row in results["rows"] if "ms" in row]
     quick = [row for row in rows if "share_of_copy" in row]
     shape = quick[-1]["shape"]
@@ -268,7 +304,7 @@ def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
 
 def _activations() -> str:
-    results = _load("activation_memory")
+    results = load("activation_memory")
     shape = results["shape"]
     lines = [
         f"**Saved activations of one Llama layer** (`activation_memory`): hidden "
@@ -284,11 +320,6 @@ def _activations() -> str:
         name, mib, units = row["recipe"], row["mib"], row["units"]
         lines.append(f"| `{name}` | {mib:.0f} | {units:.2f} | {paper} |")
     return "\n".join([*lines, ""])
-
-
-def _load(name: str) -> dict[str, Any]:
-    path = PROJECT / "experiments" / "results" / f"{name}.json"
-    return json.loads(path.read_text())
 
 
 if __name__ == "__main__":

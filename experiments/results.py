@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 _PROJECT = Path(__file__).resolve().parent.parent
+_FOLDER = _PROJECT / "experiments" / "results"
 _VERSIONED = ("jax", "jaxlib", "flax", "optax")
 _SCALARS = (str, int, float, bool, type(None))
 
@@ -88,6 +89,11 @@ def write_results(
     results |= extra
     write_json(Path(path), results)
     return results
+
+
+def load(name: str) -> dict[str, Any]:
+    """The committed results of an experiment, such as "drift"."""
+    return json.loads((_FOLDER / f"{name}.json").read_text())
 
 
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:

@@ -243,27 +243,6 @@ def _layout_from_dict(target: Layout, state: dict[str, Any]) -> Layout:
     return target
 
 
-def _state_from_dict(target: QuantizedState, state: dict[str, Any]) -> QuantizedState:
-    """Takes states of version 0, too, which `coat.to_optax_state` understands."""
-    if not isinstance(state, dict) or state.keys() != {*QuantizedState._fields}:
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        old = " (a state of version 0: restore it onto version_0(target))"
-        hint = old if found == ["count", "mu", "nu", "scaling"] else ""
-        _refuse(f"{[*QuantizedState._fields]}, found {found}{hint}")
-    restored = (
-        serialization.from_state_dict(getattr(target, name), state[name], name=name)
-        for name in QuantizedState._fields
-    )
-    return QuantizedState(*restored)
-
-
-def _state_to_dict(state: QuantizedState) -> dict[str, Any]:
-    return {
-        name: serialization.to_state_dict(value)
-        for name, value in state._asdict().items()
-    }
-
-
 def _scaling_to_dict(scaling: MuScaling) -> dict[str, Any]:
     return {"normalized": scaling.normalized}
 
@@ -287,7 +266,6 @@ def _refuse(what: str) -> None:
 for _kind, _to_dict, _from_dict in (
     (QuantizedArray, _array_to_dict, _array_from_dict),
     (Layout, _layout_to_dict, _layout_from_dict),
-    (QuantizedState, _state_to_dict, _state_from_dict),
     (MuScaling, _scaling_to_dict, _scaling_from_dict),
 ):
     serialization.register_serialization_state(_kind, _to_dict, _from_dict)
