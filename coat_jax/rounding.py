@@ -6,11 +6,14 @@ import ml_dtypes
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, UInt32
 
-from pallas_kernels.reference.rounding import stochastic_float8
+from pallas_kernels.reference.rounding import bend_of, stochastic_float8
 
 
 def stochastic_round(
-    x: Float[Array, "..."], noise: UInt32[Array, "..."], dtype: DTypeLike
+    x: Float[Array, "..."],
+    noise: UInt32[Array, "..."],
+    dtype: DTypeLike,
+    power: Array | float = 1.0,
 ) -> Float[Array, "..."]:
     """Rounds float32 numbers to one of the two codes next to them, by chance.
 
@@ -22,6 +25,7 @@ def stochastic_round(
       x: The numbers, float32.
       noise: 32 random bits for each, of which the upper 20 are used (of E5M2, 21).
       dtype: The codes' dtype, such as `float8_e4m3fn`.
+      power: The k of which x is a power: the mean of roots is right then.
 
     Returns:
       Numbers that codes stand for, float32.
@@ -40,6 +44,7 @@ def stochastic_round(
         noise,
         mantissa=info.nmant,
         smallest_normal=float(info.smallest_normal),
+        bend=bend_of(power, info.nmant),
     )
     return jnp.where(jnp.isfinite(x), jnp.copysign(rounded, x), x)
 

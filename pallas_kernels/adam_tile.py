@@ -32,6 +32,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.codec import LANES
 from pallas_kernels.reference.adam import (
     LARGEST_NU,
+    MU_BEND,
     MU_MAX,
     NU_MAX,
     OCTAVES,
@@ -51,6 +52,7 @@ TALL = 32
 UNIT = 32  # Of which groups are so many neighbours, up to 128.
 _LEAST_WEIGHT = 1e-20  # Of the moment, for what is divided by it: next to nothing.
 _MU_ROOT = MU_MAX ** (1 / 3)
+_BEND_SHIFT = 10 - round(math.log2(MU_BEND))
 _LOG2_NU_MAX = math.log2(NU_MAX)
 _LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
 
@@ -250,8 +252,14 @@ def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
     t = jnp.abs(r) * _spread(unit, r)
     # Linear in the moment up to the smallest code; see the reference.
     cube = t * jnp.maximum(t * t, 1 / 64)
-    offset = jnp.where(cube < 2.0**-6, 2.0**-6, 0.0)
-    raised = _bits(cube + offset) + (bits >> jnp.uint32(12))
+    denormal = cube < 2.0**-6
+    offset = jnp.where(denormal, 2.0**-6, 0.0)
+    raised = _bits(cube + offset)
+    # f * (1 - f) * MU_BEND of a code's step, in integers.
+    part = (raised >> jnp.uint32(5)) & jnp.uint32(0x7FFF)
+    part = jnp.where(denormal, jnp.uint32(0), part)
+    bend = (part * (jnp.uint32(0x8000) - part)) >> jnp.uint32(_BEND_SHIFT)
+    raised = raised + bend + (bits >> jnp.uint32(12))
     # What rounds beyond the largest code saturates when it is converted.
     cube = _floats(raised & jnp.uint32(0xFFF00000)) - offset
     return _with_sign(cube, r).astype(jnp.float8_e4m3fn), scale

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, UInt8, UInt32
 from pallas_kernels.reference.quantize import TINY, magnitude
 from pallas_kernels.reference.rounding import (
     UE4M4_SMALLEST,
+    bend_of,
     element_bits,
     hash32,
     pack_ue4m4,
@@ -26,6 +27,7 @@ NU_MAX = 464.0  # and of UE4M4.
 OCTAVES = 40
 # No second moment is stored larger. One whose square overflowed would be infinite.
 LARGEST_NU = 2.0**110
+MU_BEND = bend_of(3.0, mantissa=3)
 _MU_ROOT = MU_MAX ** (1 / 3)
 _LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
 _FINITE = float(jnp.finfo(jnp.float32).max)
@@ -119,10 +121,11 @@ def _decode_mu(moments: Moments) -> Array:
 def _encode_mu(x: Array, bits: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     scale, top = _scale(x, MU_MAX)
     t = jnp.abs(x) * (_MU_ROOT / top)
-    # Between 0 and the smallest code, 2^-9, the mean is right of x itself. It is right
-    # of its cube above, where the difference is next to nothing.
+    # Below the smallest code, 2^-9, codes are linear in x.
     cube = jnp.minimum(t * jnp.maximum(t * t, 1 / 64), MU_MAX)
-    cube = stochastic_float8(cube, bits, mantissa=3, smallest_normal=2.0**-6)
+    cube = stochastic_float8(
+        cube, bits, mantissa=3, smallest_normal=2.0**-6, bend=MU_BEND
+    )
     cube = jnp.copysign(jnp.minimum(cube, MU_MAX), x)
     return _stored(cube.astype(jnp.float8_e4m3fn), shape), scale
 

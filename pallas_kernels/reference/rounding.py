@@ -81,6 +81,7 @@ def stochastic_float8(
     *,
     mantissa: int,
     smallest_normal: float,
+    bend: Array | float = 0.0,
 ) -> Float[Array, "..."]:
     """Rounds float32 magnitudes to one of the two next numbers of a smaller format.
 
@@ -93,6 +94,7 @@ def stochastic_float8(
       bits: 32 random bits for each.
       mantissa: The number of stored bits of the format's mantissa.
       smallest_normal: The smallest normal number of the format, a power of two.
+      bend: What makes the mean right of a root of `x`; see `bend_of`.
 
     Returns:
       Numbers of the format, float32.
@@ -100,9 +102,28 @@ def stochastic_float8(
     # With the smallest normal number added, denormal numbers are normal ones, and the
     # random bits below the mantissa have the same place in all.
     offset = jnp.where(x < smallest_normal, smallest_normal, 0.0)
-    raised = _bits(x + offset) + (bits >> jnp.uint32(9 + mantissa))
+    raised = _bits(x + offset)
+    if not (isinstance(bend, float) and bend == 0):
+        part = (raised >> jnp.uint32(8 - mantissa)) & jnp.uint32(0x7FFF)
+        part = jnp.where(x < smallest_normal, jnp.uint32(0), part)
+        square = (part * (jnp.uint32(0x8000) - part)).astype(jnp.float32)
+        raised = raised + (square * (bend * 2.0 ** (-7 - mantissa))).astype(jnp.uint32)
+    raised = raised + (bits >> jnp.uint32(9 + mantissa))
     kept = jnp.uint32(0xFFFFFFFF << (23 - mantissa) & 0xFFFFFFFF)
     return _floats(raised & kept) - offset
+
+
+def bend_of(power: Array | float, mantissa: int) -> Array | float:
+    """Returns what makes the mean of stored numbers right of their roots.
+
+    Range expansion stores x^k, and c^(1/k) is read. That is concave: if c is rounded up
+    with the right probability for x^k, what is read is less than x on average, for
+    k = 3 by 0.015% of x in each step, which takes a seventh from an average of 1,000
+    steps. So between two codes, a part f of the way from one to the next, the
+    probability is `f + f * (1 - f) * bend`, which is right of the root to the second
+    order. The mantissa of x, on which that depends too, counts with its mean.
+    """
+    return 0.375 * (1 - 1 / power) * 2.0**-mantissa
 
 
 def pack_ue4m4(x: Float[Array, "..."]) -> Float[Array, "..."]:
