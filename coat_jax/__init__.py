@@ -14,9 +14,10 @@ from coat_jax.optimizers.checkpoint import (
 )
 from coat_jax.optimizers.fused import fused_update
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.quantized_state import QuantizedState, with_quantized_state
 from coat_jax.optimizers.report import moment_report
 from coat_jax.optimizers.sharding import opt_state_sharding
+from coat_jax.optimizers.state import QuantizedState
+from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantized import (
     DE8,
     E4M3,

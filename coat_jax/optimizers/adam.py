@@ -7,8 +7,9 @@ import optax
 
 from coat_jax.optimizers.fused import fused_adamw
 from coat_jax.optimizers.moment import Moment, over_root
-from coat_jax.optimizers.quantized_state import Rounding, with_quantized_state
+from coat_jax.optimizers.state import Rounding
 from coat_jax.optimizers.step import Adam, adam_step
+from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantized import E4M3, UE4M4, Format, PerGroup
 
 
@@ -86,20 +87,34 @@ def scale_by_fp8_adam(
       >>> state[0].mu["w"].codes.dtype
       dtype(float8_e4m3fn)
     """
+    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
+    return _quantized_adam(
+        adam,
+        quantize_mask=quantize_mask,
+        normalize_mu=normalize_mu,
+        mu_format=mu_format,
+        nu_format=nu_format,
+        granularity=granularity,
+        rounding=rounding,
+    )
+
+
+def _quantized_adam(
+    adam: Adam,
+    *,
+    normalize_mu: bool,
+    mu_format: Format,
+    nu_format: Format,
+    **options: Any,
+) -> optax.GradientTransformation:
     for name, format in (("mu_format", mu_format), ("nu_format", nu_format)):
         if not isinstance(format, Format):
             raise ValueError(f"{name} must be a coat format, got {format!r}")
     if not mu_format.signed:
         raise ValueError(f"mu_format must have a sign, got {mu_format}")
     mu = over_root("nu", mu_format) if normalize_mu else Moment(format=mu_format)
-    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
-    wrapped = with_quantized_state(
-        adam.transformation(),
-        moments={"mu": mu, "nu": Moment(format=nu_format, squares=True)},
-        quantize_mask=quantize_mask,
-        granularity=granularity,
-        rounding=rounding,
-    )
+    moments = {"mu": mu, "nu": Moment(format=nu_format, squares=True)}
+    wrapped = with_quantized_state(adam.transformation(), moments=moments, **options)
 
     def update_fn(updates, state, params=None):
         del params
@@ -160,13 +175,10 @@ def fp8_adamw(
       >>> updates, state = tx.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
     """
+    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     chain = optax.chain(
-        scale_by_fp8_adam(
-            b1,
-            b2,
-            eps,
-            eps_root,
-            nesterov=nesterov,
+        _quantized_adam(
+            adam,
             quantize_mask=quantize_mask,
             normalize_mu=normalize_mu,
             mu_format=mu_format,
@@ -177,7 +189,6 @@ def fp8_adamw(
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
-    adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
 
     def update_fn(updates, state, params=None, *, coat_fused=None, **extra_args):
         if coat_fused is None:

@@ -17,14 +17,9 @@ from flax import nnx, serialization
 from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
+from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.quantized_state import (
-    VERSION,
-    Layout,
-    QuantizedState,
-    dequantized,
-    quantized,
-)
+from coat_jax.optimizers.state import VERSION, Layout, QuantizedState
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized
 from coat_jax.quantized import E4M3, QuantizedArray
 

@@ -14,12 +14,7 @@ from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
 from coat_jax import expansion
-from coat_jax.optimizers.quantized_state import (
-    Layout,
-    QuantizedState,
-    Rounding,
-    moments_of,
-)
+from coat_jax.optimizers.state import Layout, QuantizedState, Rounding, moments_of
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantized import Format, QuantizedArray
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, UInt32
 
 from coat_jax.devices import has_kernel
 from coat_jax.optimizers.batch import batches, join, part, starts
+from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.noise import (
     on_explicit_mesh,
     random_bits,
@@ -25,15 +26,13 @@ from coat_jax.optimizers.noise import (
     seed_of,
     stream_of,
 )
-from coat_jax.optimizers.quantized_state import (
+from coat_jax.optimizers.sharding import partitioned_adam
+from coat_jax.optimizers.state import (
     QuantizedState,
     check_gradients,
     check_state,
-    dequantized,
     next_state,
-    quantized,
 )
-from coat_jax.optimizers.sharding import partitioned_adam
 from coat_jax.optimizers.trees import boxed, is_quantized
 from coat_jax.quantized import E4M3, UE4M4, PerGroup
 from pallas_kernels import AdamScalars, Moments

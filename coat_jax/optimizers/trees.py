@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from coat_jax.quantized import QuantizedArray
@@ -28,9 +29,35 @@ def boxed(tree: Any, like: Any) -> Any:
     )
 
 
+def in_variables(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
+    """Puts the arrays of a state that belong to a variable into such a variable.
+
+    Args:
+      inner_state: The state.
+      boxes: Parameters, or gradients, by their paths.
+    """
+    if not any(map(is_variable, boxes.values())):
+        return inner_state
+    leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
+
+    def put(path, leaf):
+        for start in range(1, len(path) + 1):
+            found = boxes.get(path[start:])
+            if is_variable(found) and jnp.shape(found.get_value()) == leaf.shape:
+                return jax.tree.map(found.replace, leaf)
+        return leaf
+
+    return treedef.unflatten([put(path, leaf) for path, leaf in leaves])
+
+
 def is_variable(x: Any) -> bool:
     """Whether a node is an NNX variable; the `is_leaf` of trees of them."""
     return isinstance(x, nnx.Variable)
+
+
+def by_path(tree: Any, is_leaf: Callable | None = None) -> dict[tuple, Any]:
+    """The leaves of a tree by their paths."""
+    return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
 
 
 def check_structure(

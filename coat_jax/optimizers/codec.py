@@ -1,0 +1,104 @@
+"""Moving averages of a state in float32, and in 8 bits again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr
+from jaxtyping import Array
+
+from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_words
+from coat_jax.optimizers.state import Layout
+from coat_jax.optimizers.trees import is_quantized
+from coat_jax.quantized import PerGroup, QuantizedArray, quantize_moment
+from pallas_kernels.reference.adam import LARGEST_NU
+from pallas_kernels.reference.quantize import TINY
+
+
+def dequantized(inner_state: Any, layout: Layout) -> Any:
+    """Returns what a state stands for, with all averages themselves in float32.
+
+    Raises:
+      ValueError: If an average is stored without range expansion, which no optimizer
+        does: a checkpoint without exponents was read as one with them.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
+    stored = {path: leaf for path, leaf in leaves if is_quantized(leaf)}
+    for path, q in stored.items():
+        if q.exponent is None and q.power == 1:
+            raise ValueError(
+                f"the 8-bit moment {keystr(path)} of shape {q.shape} has no exponents: "
+                "was its checkpoint saved with other options?"
+            )
+    values = {path: q.dequantize() for path, q in stored.items()}
+    wide = []
+    for path, leaf in leaves:
+        value = values.get(path, leaf)
+        second = layout.second_moment(path)
+        if path in values and second is not None:
+            value = value * jnp.sqrt(values[second])
+        wide.append(value)
+    return treedef.unflatten(wide)
+
+
+def quantized(
+    inner_state: Any, like: Any, layout: Layout, step: Array | None = None
+) -> Any:
+    """Undoes `dequantized`, with averages in 8 bits where `like` has them.
+
+    Args:
+      inner_state: A state of the inner transformation, in float32.
+      like: The same with quantized averages, of which values do not matter.
+      layout: What the fields hold.
+      step: The number of the step, by which codes are rounded stochastically if the
+        layout says so; None rounds to nearest.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(like, is_leaf=is_quantized)
+    wide = treedef.flatten_up_to(inner_state)
+    values = {path: x for (path, _), x in zip(leaves, wide, strict=True)}
+    stored = []
+    for path, q in leaves:
+        x = values[path]
+        if not is_quantized(q):
+            same = hasattr(q, "dtype") and hasattr(x, "astype")
+            stored.append(x.astype(q.dtype) if same else x)
+            continue
+        second = layout.second_moment(path)
+        over = None if second is None else values[second]
+        _, moment, place = layout.split(path)
+
+        def encoded(x, over, place=place, moment=moment, q=q):
+            noise = None
+            if step is not None and layout.rounding == "stochastic":
+                words = random_words(step, place, q.codes, q.shape)
+                noise = random_bits(words, q.shape)
+            return _encoded(x, over, moment, q.granularity, noise)
+
+        stored.append(on_explicit_mesh(encoded, q.codes, q)(x, over))
+    return treedef.unflatten(stored)
+
+
+def _encoded(
+    x: Array,
+    over: Array | None,
+    moment: Moment,
+    granularity: PerGroup,
+    noise: Array | None,
+) -> QuantizedArray:
+    """An average, in float32, as its moment is stored."""
+    x = x.astype(jnp.float32)
+    if over is not None:
+        # Where the second moment overflowed updates are zero, as in optax.
+        finite = over <= jnp.finfo(jnp.float32).max
+        root = jax.lax.rsqrt(jnp.maximum(over.astype(jnp.float32), TINY))
+        x = x * jnp.where(finite, root, 0.0)
+    elif moment.squares:
+        x = jnp.minimum(x, LARGEST_NU)  # An infinite one would spoil its group.
+    return quantize_moment(
+        x,
+        format=moment.format,
+        granularity=granularity,
+        power=moment.power,
+        noise=noise,
+    )

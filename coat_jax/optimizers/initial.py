@@ -1,0 +1,184 @@
+"""The first state of a transformation: which of its fields are moving averages."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+
+from coat_jax.optimizers.moment import KNOWN, Moment
+from coat_jax.optimizers.sharding import zeros_like
+from coat_jax.optimizers.state import (
+    VERSION,
+    Layout,
+    Path,
+    QuantizedState,
+    Rounding,
+)
+from coat_jax.optimizers.trees import by_path, in_variables, is_variable
+from coat_jax.quantized import PerGroup
+
+# Below this many elements a parameter's moments stay in float32: together such
+# parameters, norms and biases, are a fraction of a percent of a model, and they are its
+# most sensitive. XLA does the steps of all of them in one kernel.
+MIN_QUANTIZED_SIZE = 8192
+
+
+class Choices(NamedTuple):
+    """What the caller chose; see `with_quantized_state`."""
+
+    moments: Mapping[str, Moment | None]
+    quantize_mask: Any
+    granularity: PerGroup
+    rounding: Rounding
+
+    def of(self, record: str, field: str) -> Moment | str | None:
+        """How a field of a kind of state is kept; "unknown" where nobody says."""
+        if field in self.moments:
+            return self.moments[field]
+        return KNOWN.get(record, {}).get(field, "unknown")
+
+
+def initial_state(
+    inner: optax.GradientTransformation, params: optax.Params, choices: Choices
+) -> QuantizedState:
+    """The state of `inner` before the first step, with averages in 8 bits."""
+    arrays = nnx.as_pure(params)
+    for path, x in tree_leaves_with_path(arrays):
+        if jnp.iscomplexobj(x):
+            raise ValueError(
+                f"parameters must be real, got {x.dtype} at parameter{keystr(path)}"
+            )
+    arrays_by_path = by_path(arrays)
+    allowed = by_path(nnx.as_pure(_resolved_mask(choices.quantize_mask, params)))
+    abstract = jax.eval_shape(inner.init, jax.tree.map(_float32, arrays))
+    leaves, treedef = jax.tree.flatten_with_path(abstract)
+    fields = dict(_fields(abstract))
+    moments = {
+        path: choice
+        for path, record in fields.items()
+        if isinstance(choice := choices.of(record, path[-1].name), Moment)
+    }
+    _check_names(choices.moments, fields)
+    layout = Layout(tuple(moments.items()), choices.rounding)
+    chosen, unknown, named = {}, set(), []
+    for path, leaf in leaves:
+        field, place = _field(path, leaf, arrays_by_path)
+        if field is None or field not in fields:
+            continue
+        record, name = fields[field], field[-1].name
+        if field in moments:
+            chosen[path] = place, moments[field] if allowed[place] else None
+            named += [path] if name not in KNOWN.get(record, {}) else []
+        elif choices.of(record, name) == "unknown" and allowed[place]:
+            unknown.add((record, name))
+    _check_zero(inner, arrays, named)
+    _warn_of(unknown)
+    rest = [path for path, _ in leaves if path not in chosen]
+    values = dict(zip(rest, _initial(inner, arrays, rest), strict=True))
+    for path, (place, moment) in chosen.items():
+        values[path] = zeros_like(arrays_by_path[place], moment, choices.granularity)
+    state = treedef.unflatten([values[path] for path, _ in leaves])
+    state = in_variables(state, by_path(params, is_leaf=is_variable))
+    zero = jnp.zeros([], jnp.int32)
+    return QuantizedState(state, zero, zero + VERSION, layout)
+
+
+def _float32(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+
+
+def _field(path: Path, leaf: Any, params: dict) -> tuple[Path | None, Path]:
+    """The field of a state that a leaf is in, if the rest of its path is a parameter's.
+
+    The longest name of a parameter comes first.
+    """
+    for end in range(1, len(path) + 1):
+        place = path[end:]
+        if isinstance(path[end - 1], GetAttrKey) and place in params:
+            same = jnp.shape(params[place]) == leaf.shape
+            if same and jnp.issubdtype(leaf.dtype, jnp.floating):
+                return path[:end], place
+    return None, ()
+
+
+def _fields(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """The paths of the fields of all named tuples in a tree, and the tuples' names."""
+    children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    for key, child in children:
+        if child is not tree:
+            if hasattr(tree, "_fields"):
+                yield (*path, *key), type(tree).__name__
+            yield from _fields(child, (*path, *key))
+
+
+def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
+    """Raises ValueError unless the state has a field of every name."""
+    names = {path[-1].name for path in fields}
+    for field in moments:
+        if field not in names:
+            raise ValueError(
+                f"moments names the field {field!r}, but the state has {sorted(names)}"
+            )
+
+
+def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
+    """Raises ValueError unless averages of unknown states start at zero."""
+    if not paths:
+        return
+    with jax.ensure_compile_time_eval():
+        small = jax.tree.map(lambda p: jnp.ones((1,) * np.ndim(p)), params)
+        values = by_path(inner.init(small))
+        other = [path for path in paths if jnp.any(values[path] != 0)]
+    if other:
+        raise ValueError(
+            f"moments names {keystr(other[0])}, which does not start at zero: only "
+            "moving averages can be kept in 8 bits"
+        )
+
+
+def _warn_of(unknown: set[tuple[str, str]]) -> None:
+    """Warns of fields that may be averages and stay as they are."""
+    if not unknown:
+        return
+    names = ", ".join(f"{record}.{field}" for record, field in sorted(unknown))
+    fields = sorted({field for _, field in unknown})
+    warnings.warn(
+        f"{names} has the parameters' shapes, and is not known to be a moving average: "
+        f"it stays as it is. Name what it is, moments={{{fields[0]!r}: "
+        f"coat.Moment(...)}}, or None if it is none",
+        stacklevel=4,
+    )
+
+
+def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
+    """The initial values at these paths, without the memory that all others take."""
+    known = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)]
+
+    def pick(params):
+        wide = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
+        values = by_path(inner.init(wide))
+        return [values[path] for path in paths]
+
+    if any(known):
+        return jax.jit(
+            lambda: pick(jax.tree.map(lambda p: jnp.zeros(p.shape), params))
+        )()
+    return jax.jit(pick)(params)
+
+
+def _resolved_mask(mask: Any, params: optax.Params) -> Any:
+    """One bool a parameter: whether the mask allows 8 bits and the size deserves it."""
+    mask = True if mask is None else mask(params) if callable(mask) else mask
+    return jax.tree.map(
+        lambda allowed, subtree: jax.tree.map(
+            lambda p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE, subtree
+        ),
+        mask,
+        params,
+    )

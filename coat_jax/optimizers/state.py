@@ -1,0 +1,128 @@
+"""The state of a transformation whose moving averages are in 8 bits."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+
+from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.trees import by_path, in_variables, is_quantized, is_variable
+
+# The version of `QuantizedState`. The states of version 0 had BF16 scales.
+VERSION = 1
+Rounding = Literal["stochastic", "nearest"]
+Path = tuple[Any, ...]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How the fields of a state are kept; a leafless part of it.
+
+    Attributes:
+      moments: The paths of the fields with quantized averages, and how these are kept.
+      rounding: How codes are rounded.
+    """
+
+    moments: tuple[tuple[Path, Moment], ...]
+    rounding: Rounding
+
+    def split(self, path: Path) -> tuple[Path, Moment | None, Path]:
+        """Cuts a leaf's path into its field's, how that is kept, and the parameter's.
+
+        The latter two are None and empty where the leaf is in no field of averages.
+        """
+        moments = dict(self.moments)
+        for end in range(1, len(path) + 1):
+            if path[:end] in moments:
+                return path[:end], moments[path[:end]], path[end:]
+        return path, None, ()
+
+    def second_moment(self, path: Path) -> Path | None:
+        """Where the second moment is over whose root the leaf at `path` is stored."""
+        field, moment, place = self.split(path)
+        if moment is None or moment.over_root_of is None:
+            return None
+        return (*field[:-1], GetAttrKey(moment.over_root_of), *place)
+
+
+class QuantizedState(NamedTuple):
+    """State of `with_quantized_state`; `state.mu` is short for `inner_state.mu`.
+
+    Attributes:
+      inner_state: The state of the inner transformation, in which averages are
+        `QuantizedArray`s, or float32 arrays where they are small or masked out.
+      rounding_step: The number of updates so far, int32, on which the random bits of
+        the rounding depend.
+      version: The version of this form, int32.
+      layout: What the fields hold.
+    """
+
+    inner_state: Any
+    rounding_step: chex.Array
+    version: chex.Array
+    layout: Layout
+
+    @property
+    def count(self) -> Any:
+        """The inner transformation's, as of any of its fields; tuples have another."""
+        return self.inner_state.count
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.inner_state, name)
+
+
+def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
+    """The state after a step; its averages are variables where gradients are."""
+    boxes = by_path(given, is_leaf=is_variable)
+    inner_state = in_variables(inner_state, boxes)
+    step = state.rounding_step + 1
+    return state._replace(inner_state=inner_state, rounding_step=step)
+
+
+def check_state(state: Any) -> None:
+    """Raises ValueError unless `state` is a `QuantizedState` of this version."""
+    if not isinstance(state, QuantizedState):
+        kind = type(state).__name__
+        raise ValueError(
+            f"the state must be a coat.QuantizedState, got {kind}. Go on from a state "
+            "of optax with coat.from_optax_state(state, tx.init(params)), and from a "
+            "ScaleByFP8AdamState, which earlier versions had, with "
+            "coat.from_optax_state(coat.to_optax_state(state), tx.init(params))"
+        )
+
+
+def check_gradients(grads: Any, state: QuantizedState) -> None:
+    """Raises ValueError unless gradients go together with the moments, by name."""
+    found = by_path(grads)
+    for path, grad in found.items():
+        if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
+            raise ValueError(
+                f"gradient{keystr(path)} must be floating, got {jnp.result_type(grad)}"
+            )
+    for field, path, moment in moments_of(state):
+        if path not in found:
+            raise ValueError(
+                f"there is no gradient{keystr(path)}, but the state has its "
+                f"{field[-1].name}"
+            )
+        if (shape := jnp.shape(found[path])) != moment.shape:
+            raise ValueError(
+                f"gradient{keystr(path)} must have the shape {moment.shape} of its "
+                f"{field[-1].name}, got {shape}"
+            )
+
+
+def moments_of(state: QuantizedState) -> Iterator[tuple[Path, Path, Any]]:
+    """The field's path, the parameter's path and the average, of all averages."""
+    leaves = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
+    for path, leaf in leaves:
+        field, moment, place = state.layout.split(path)
+        if moment is not None:
+            yield field, place, leaf
