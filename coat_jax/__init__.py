@@ -4,8 +4,7 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
-from coat_jax.linear import fp8_dot_general
-from coat_jax.memory import memory_report, residual_report
+from coat_jax.layers.matmul import fp8_dot_general
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,
@@ -18,7 +17,7 @@ from coat_jax.optimizers.report import moment_report
 from coat_jax.optimizers.sharding import opt_state_sharding
 from coat_jax.optimizers.state import QuantizedState
 from coat_jax.optimizers.wrapper import with_quantized_state
-from coat_jax.quantized import (
+from coat_jax.quantization.array import (
     DE8,
     E4M3,
     E5M2,
@@ -32,8 +31,9 @@ from coat_jax.quantized import (
     dequantize,
     quantize,
 )
-from coat_jax.remat import fp8_remat
-from coat_jax.scaling import OverwriteWithGradient
+from coat_jax.quantization.delayed import OverwriteWithGradient
+from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.report import memory_report, residual_report
 
 __all__ = [
     "DE8",

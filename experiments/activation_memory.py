@@ -20,8 +20,8 @@ from jax import lax
 from rich.console import Console
 
 import coat_jax as coat
-from coat_jax.memory import ResidualReport
 from coat_jax.models import llama
+from coat_jax.remat.report import ResidualReport
 from experiments import activation_operations as operations
 from experiments.layer_cases import CASES, Shape
 from experiments.results import Bar, write_results

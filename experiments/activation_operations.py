@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from coat_jax.memory import Residual, ResidualReport
+from coat_jax.remat.report import Residual, ResidualReport
 from experiments.layer_cases import Shape
 
 Operation = Literal["norm", "gate", "rope", "attention", "linear"]

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from coat_jax.blocks import RECIPES
+from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from experiments import arguments, timing, trained
 from experiments.results import write_results

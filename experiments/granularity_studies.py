@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import coat_jax as coat
-from coat_jax.quantized import Granularity
+from coat_jax.quantization.array import Granularity
 from experiments import layer_flow
 from experiments.layer_flow import OPERATORS, SITES
 from experiments.trained import Trained, structure

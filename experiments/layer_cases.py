@@ -15,16 +15,16 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import coat_jax as coat
-from coat_jax.blocks import RecipeName
-from coat_jax.modules import DecoderLayer, Scaling
-from coat_jax.policies import products_saveable
+from coat_jax.layers.decoder import DecoderLayer, Scaling
+from coat_jax.layers.recipes import RecipeName
+from coat_jax.remat.policies import products_saveable
 
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]
 _policies = jax.checkpoint_policies
 
 
 def _products(primitive, *_, **__) -> bool:
-    # Saved itself a product would run twice in a loop: see `coat_jax.linear.once`.
+    # Saved itself a product would run twice in a loop: see `layers.matmul.once`.
     return primitive.name == "optimization_barrier"
 
 

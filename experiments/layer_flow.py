@@ -1,7 +1,7 @@
 """A decoder layer, operator by operator, with what each reads stored as one likes.
 
-It computes what `coat_jax.modules.DecoderLayer` does, in the dtype of its input, and
-shows the activations in between, which the layer itself does not.
+It computes what `coat_jax.layers.decoder.DecoderLayer` does, in the dtype of its input,
+and shows the activations in between, which the layer itself does not.
 """
 
 from collections.abc import Callable
@@ -12,8 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax import blocks
-from coat_jax.modules import DecoderLayer
+from coat_jax.layers import recipes as blocks
+from coat_jax.layers.decoder import DecoderLayer
 
 Reader = Literal["non-linear", "linear", "attention"]
 # What is read, by whom, in the order of the forward pass.

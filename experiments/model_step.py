@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Float32, Int32
 
 import coat_jax as coat
-from coat_jax.memory import peak_bytes
 from coat_jax.models import llama
+from coat_jax.remat.report import peak_bytes
 from experiments.bench_optimizer import chain_step, fused_step, optax_adamw
 from experiments.layer_cases import (
     CASES,

@@ -18,8 +18,8 @@ from jax import lax
 from jaxtyping import Array, Float32, UInt8
 
 import coat_jax as coat
-from coat_jax import expansion
-from coat_jax.quantized import quantize_moment
+from coat_jax.quantization import expansion
+from coat_jax.quantization.array import quantize_moment
 from experiments.moments import GROUP
 
 Groups = Float32[Array, "groups 128"]

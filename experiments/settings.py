@@ -5,10 +5,10 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from coat_jax.blocks import RECIPES
-from coat_jax.blocks import RecipeName as Recipe
+from coat_jax.layers.decoder import Scaling
+from coat_jax.layers.recipes import RECIPES
+from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
-from coat_jax.modules import Scaling
 from experiments.data import TokenDtype, Tokenizer
 from experiments.text import BYTES_VOCAB_SIZE
 

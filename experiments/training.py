@@ -23,8 +23,8 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 import coat_jax as coat
-from coat_jax.memory import peak_bytes
 from coat_jax.models import llama
+from coat_jax.remat.report import peak_bytes
 from experiments.settings import COAT_RECIPES, Recipe, Settings
 from experiments.timing import OPTIONS
 

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 from models import normal
 from sharded import COLLECTIVES
 
-import coat_jax.copies
-from coat_jax.remat import fp8_remat
+import coat_jax.remat.copies
+from coat_jax.remat.api import fp8_remat
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # An MLP of which hidden columns are the devices' along "model", rows along "data".
@@ -29,7 +29,7 @@ SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
 def either(request, monkeypatch):
     """Copies by jnp behind custom_partitioning, as kernels are, or by itself."""
     monkeypatch.setattr(
-        coat_jax.copies, "has_kernel", lambda: request.param == "kernel"
+        coat_jax.remat.copies, "has_kernel", lambda: request.param == "kernel"
     )
     yield request.param
     jax.clear_caches()
@@ -82,7 +82,7 @@ def plain_program(axis_type):
 @functools.cache
 def of_one_device(how: str, policy=None, hidden: int = 256):
     """What one device computes, with copies made as `either` says."""
-    assert coat_jax.copies.has_kernel() == (how == "kernel")
+    assert coat_jax.remat.copies.has_kernel() == (how == "kernel")
     return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
 
 

@@ -6,7 +6,7 @@ from flax import linen as nn
 from flax import nnx
 from gradients import compiled
 
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 
 
 class Mlp(nnx.Module):

@@ -1,6 +1,6 @@
 """Segments of the FP8 flow between plain arrays."""
 
-from coat_jax import flow
+from coat_jax.layers import flow
 
 
 def attention_in(params, x, norm, heads, keep_copies=False):

@@ -5,7 +5,7 @@ import json
 import jax.numpy as jnp
 import pytest
 
-from coat_jax.memory import residual_report
+from coat_jax.remat.report import residual_report
 from experiments import activation_memory, activation_operations
 from experiments.layer_cases import CASES, Shape
 

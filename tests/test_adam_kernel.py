@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 import coat_jax as coat
 import pallas_kernels
 from coat_jax.optimizers.noise import seed_of, stream_of
-from coat_jax.quantized import quantize_moment
+from coat_jax.quantization.array import quantize_moment
 from pallas_kernels import AdamScalars, Moments, mosaic
 from pallas_kernels.adam_kernel import Tuning
 

@@ -15,10 +15,10 @@ from jax.extend.core import jaxprs_in_params
 from models import normal, parameters
 
 import pallas_kernels
-from coat_jax import blocks
-from coat_jax.attention import causal_attention
+from coat_jax.layers import recipes as blocks
+from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from coat_jax.modules import DecoderLayer
 
 RECIPES = ["bf16", "te", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]

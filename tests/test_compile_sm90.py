@@ -13,7 +13,7 @@ import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-from coat_jax import attention
+from coat_jax.layers import attention
 from experiments import kernel_cases, layer_cases, sm90
 from experiments.kernel_resources import FAMILIES, RESULTS
 from experiments.timing import OPTIONS

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from models import normal
 
 import pallas_kernels
-from coat_jax import flow
+from coat_jax.layers import flow
 from pallas_kernels import dispatch
 
 TOKENS = (2, 24)

@@ -23,7 +23,7 @@ from kernels import (
 )
 
 import pallas_kernels as pk
-from coat_jax import blocks
+from coat_jax.layers import recipes as blocks
 
 # Of float32 arithmetic with a GPU's exponentials and logarithms.
 ERROR = 4e-5

@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 from sharded import LAYOUT, chained, check_steps, collectives, fused
 
 import coat_jax as coat
-from coat_jax.modules import DecoderLayer
+from coat_jax.layers.decoder import DecoderLayer
 
 pytestmark = pytest.mark.gpu
 

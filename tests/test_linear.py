@@ -20,7 +20,7 @@ from gradients import (
 from models import normal
 
 import coat_jax as coat
-from coat_jax.linear import fp8_dot_general, linear
+from coat_jax.layers.matmul import fp8_dot_general, linear
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 

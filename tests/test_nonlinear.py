@@ -17,7 +17,7 @@ from gradients import (
 from models import normal
 
 import coat_jax as coat
-from coat_jax import nonlinear
+from coat_jax.layers import functional as nonlinear
 
 EPS = 1e-5
 

@@ -37,7 +37,7 @@ from models import (
 
 import coat_jax as coat
 from coat_jax.models import llama
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,8 +15,8 @@ from models import normal
 
 import coat_jax as coat
 import pallas_kernels
-from coat_jax.copies import fp8_copy, read_copy
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
+from coat_jax.remat.copies import fp8_copy, read_copy
 from pallas_kernels import dispatch
 
 SHAPES = [(24, 128), (2, 9, 160), (17, 256), (40, 8), (5, 200), (3, 2, 7, 48)]

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from models import normal
 
 import coat_jax as coat
-from coat_jax.nonlinear import geglu, layer_norm, rms_norm, swiglu
-from coat_jax.remat import fp8_remat
+from coat_jax.layers.functional import geglu, layer_norm, rms_norm, swiglu
+from coat_jax.remat.api import fp8_remat
 
 FORMATS = {coat.E4M3: oracle.E4M3, coat.E5M2: oracle.E5M2, coat.DE8: oracle.DE8}
 

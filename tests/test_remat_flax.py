@@ -16,7 +16,7 @@ from gradients import (
 )
 from models import LinenNet, Stateful, normal
 
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 
 
 def same(actual, expected):

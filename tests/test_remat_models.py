@@ -18,7 +18,7 @@ from flax import nnx
 from gradients import compiled, cosine, flat, saved, saved_bytes
 from models import normal, parameters
 
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 
 
 class EncoderBlock(nn.Module):

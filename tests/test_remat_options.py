@@ -23,8 +23,8 @@ from jax.experimental import pallas as pl
 from models import LinenNet, Mlp, normal, two_product_arguments, two_products
 
 import coat_jax as coat
-from coat_jax.policies import products_saveable
-from coat_jax.remat import fp8_inputs, fp8_remat
+from coat_jax.remat.api import fp8_inputs, fp8_remat
+from coat_jax.remat.policies import products_saveable
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
 

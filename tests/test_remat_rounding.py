@@ -10,7 +10,7 @@ from gradients import FP8, assert_close, compiled, cosine, flat
 from models import Mlp, normal, two_product_arguments, two_products
 
 import coat_jax as coat
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 
 
 def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:

@@ -21,8 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 from models import closing, normal, scanned, two_product_arguments, two_products
 
-from coat_jax.linear import fp8_dot_general
-from coat_jax.remat import fp8_remat
+from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax.remat.api import fp8_remat
 
 
 def gradients(fn):

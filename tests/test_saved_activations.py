@@ -11,8 +11,8 @@ from gradients import saved
 from models import parameters
 
 import coat_jax as coat
+from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from coat_jax.modules import DecoderLayer
 from pallas_kernels import dispatch
 
 RECIPES = ["bf16", "te", "coat", "coat_max"]

@@ -15,10 +15,10 @@ from models import normal, parameters
 
 import coat_jax as coat
 import pallas_kernels as kernels
-from coat_jax import flow
+from coat_jax.layers import flow
+from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from coat_jax.modules import DecoderLayer
-from coat_jax.scaling import LENGTH, new_history, recorded, scale_of
+from coat_jax.quantization.delayed import LENGTH, new_history, recorded, scale_of
 
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16

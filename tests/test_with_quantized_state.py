@@ -11,7 +11,7 @@ import pytest
 from kernels import OPTIMIZED
 
 import coat_jax as coat
-from coat_jax.quantized import QuantizedArray
+from coat_jax.quantization.array import QuantizedArray
 
 SHAPE = (64, 256)
 PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}

@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from coat_jax import blocks
-from coat_jax.modules import DecoderLayer, Scaling
+from coat_jax.layers import recipes as blocks
+from coat_jax.layers.decoder import DecoderLayer, Scaling
 from pallas_kernels.checks import check_positive
 
 # Logits of a chunk of `cross_entropy`: 256 MiB in float32.

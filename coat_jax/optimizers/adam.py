@@ -10,7 +10,7 @@ from coat_jax.optimizers.moment import Moment, over_root
 from coat_jax.optimizers.state import Rounding
 from coat_jax.optimizers.step import Adam, adam_step
 from coat_jax.optimizers.wrapper import with_quantized_state
-from coat_jax.quantized import E4M3, UE4M4, Format, PerGroup
+from coat_jax.quantization.array import E4M3, UE4M4, Format, PerGroup
 
 
 def scale_by_fp8_adam(

@@ -6,6 +6,7 @@ read the codes otherwise than they were written.
 """
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
 import chex
@@ -21,9 +22,13 @@ from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized
-from coat_jax.quantized import E4M3, QuantizedArray
+from coat_jax.quantization import array
+from coat_jax.quantization.array import E4M3, QuantizedArray
 
 _ARRAYS = ("codes", "scale", "exponent")
+# Pickles name the modules in which classes were when they were written.
+sys.modules["coat_jax.state"] = sys.modules[__name__]
+sys.modules["coat_jax.quantized"] = array
 
 
 @jax.tree_util.register_static

@@ -11,7 +11,7 @@ from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_words
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
-from coat_jax.quantized import PerGroup, QuantizedArray, quantize_moment
+from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
 from pallas_kernels.reference.adam import LARGEST_NU
 from pallas_kernels.reference.quantize import TINY
 

@@ -21,7 +21,7 @@ from coat_jax.optimizers.state import (
     Rounding,
 )
 from coat_jax.optimizers.trees import by_path, in_variables, is_variable
-from coat_jax.quantized import PerGroup
+from coat_jax.quantization.array import PerGroup
 
 # Below this many elements a parameter's moments stay in float32: together such
 # parameters, norms and biases, are a fraction of a percent of a model, and they are its

@@ -10,7 +10,7 @@ rounds to nearest; that is `rounding="nearest"`.
 import dataclasses
 from collections.abc import Mapping
 
-from coat_jax.quantized import E4M3, UE4M4, Format
+from coat_jax.quantization.array import E4M3, UE4M4, Format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,10 @@ from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
-from coat_jax import expansion
 from coat_jax.optimizers.state import Layout, QuantizedState, Rounding, moments_of
 from coat_jax.optimizers.trees import is_quantized
-from coat_jax.quantized import Format, QuantizedArray
+from coat_jax.quantization import expansion
+from coat_jax.quantization.array import Format, QuantizedArray
 
 _BINS = 16
 _TINY = float(np.finfo(np.float32).tiny)

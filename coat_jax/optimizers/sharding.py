@@ -25,7 +25,7 @@ import pallas_kernels
 from coat_jax.devices import has_kernel
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.trees import boxed, is_quantized
-from coat_jax.quantized import PerGroup, quantize_moment
+from coat_jax.quantization.array import PerGroup, quantize_moment
 from pallas_kernels import AdamScalars, Moments, dispatch
 from pallas_kernels.reference.adam import GROUP
 from pallas_kernels.reference.rounding import row_major

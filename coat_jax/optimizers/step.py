@@ -34,7 +34,7 @@ from coat_jax.optimizers.state import (
     next_state,
 )
 from coat_jax.optimizers.trees import boxed, is_quantized
-from coat_jax.quantized import E4M3, UE4M4, PerGroup
+from coat_jax.quantization.array import E4M3, UE4M4, PerGroup
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.reference import adam as reference
 from pallas_kernels.reference.adam import GROUP

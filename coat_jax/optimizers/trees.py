@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from coat_jax.quantized import QuantizedArray
+from coat_jax.quantization.array import QuantizedArray
 
 
 def is_quantized(leaf: Any) -> bool:

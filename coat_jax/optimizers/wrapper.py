@@ -13,7 +13,7 @@ from coat_jax.optimizers.initial import Choices, initial_state
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
 from coat_jax.optimizers.trees import boxed
-from coat_jax.quantized import PerGroup
+from coat_jax.quantization.array import PerGroup
 
 
 def with_quantized_state(

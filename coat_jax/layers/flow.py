@@ -28,7 +28,8 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.linear import (
+from coat_jax.layers.functional import angles, rotary
+from coat_jax.layers.matmul import (
     Codes,
     Rows,
     Weight,
@@ -38,9 +39,8 @@ from coat_jax.linear import (
     tensor_scales,
     weight_gradient,
 )
-from coat_jax.nonlinear import angles, rotary
-from coat_jax.quantized import E4M3, E5M2
-from coat_jax.scaling import recorded, scale_of
+from coat_jax.quantization.array import E4M3, E5M2
+from coat_jax.quantization.delayed import recorded, scale_of
 from pallas_kernels.reference.heads import split_heads
 
 GateName = Literal["silu", "gelu", "gelu_exact"]

@@ -17,7 +17,7 @@ from jax.dtypes import float0
 from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
-from coat_jax import quantized
+from coat_jax.quantization import array
 
 # What moves or converts values without computing: readers are looked for behind it.
 _LAYOUT = frozenset(
@@ -39,15 +39,14 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
-_HERE = ("copies.py", "derived.py", "plan.py", "remat.py", "residuals.py")
 # Frames that say how an operation was traced rather than whose it is.
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
     os.path.dirname(flax.__file__) + os.sep,
     functools.__file__,
     contextlib.__file__,
-    quantized.__file__,
-    *(os.path.join(os.path.dirname(__file__), name) for name in _HERE),
+    array.__file__,
+    os.path.dirname(__file__) + os.sep,
 )
 # Opens the name scope in which `fp8_remat` quantizes, before what it is for.
 FP8_SCOPE = "FP8 "

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from coat_jax import expansion
-from coat_jax.rounding import stochastic_round
+from coat_jax.quantization import expansion
+from coat_jax.quantization.rounding import stochastic_round
 from pallas_kernels.reference.adam import OCTAVES
 from pallas_kernels.reference.quantize import (
     TINY,

@@ -21,8 +21,8 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.quantized import E4M3, E5M2, Format, undifferentiated
-from coat_jax.scaling import scale_of
+from coat_jax.quantization.array import E4M3, E5M2, Format, undifferentiated
+from coat_jax.quantization.delayed import scale_of
 
 # Of a weight that is contracted along its first axis, or its last.
 _LAYOUTS = ("transposed", "row")
@@ -45,7 +45,7 @@ def linear(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.linear import linear
+      >>> from coat_jax.layers.matmul import linear
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4))).dtype
       dtype(bfloat16)
     """

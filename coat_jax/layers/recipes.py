@@ -1,7 +1,8 @@
 """A transformer layer in three segments, and the recipes that say what each saves.
 
-The FP8 precision flow of COAT (arXiv 2410.19313, section 5) is that of `coat_jax.flow`;
-the other recipes compute the same from plain functions, for comparison.
+The FP8 precision flow of COAT (arXiv 2410.19313, section 5) is that of
+`coat_jax.layers.flow`; the other recipes compute the same from plain functions, for
+comparison.
 """
 
 import dataclasses
@@ -13,9 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax import flow, linear, nonlinear
-from coat_jax.attention import causal_attention
-from coat_jax.flow import (
+from coat_jax.layers import flow
+from coat_jax.layers import functional as nonlinear
+from coat_jax.layers import matmul as linear
+from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.flow import (
     GateName,
     Heads,
     Norm,
@@ -25,7 +28,7 @@ from coat_jax.flow import (
     biased,
     joined,
 )
-from coat_jax.remat import fp8_remat
+from coat_jax.remat.api import fp8_remat
 from pallas_kernels.checks import WIDE, check_dtype
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.derived import Derivation, variables, written_out
-from coat_jax.quantized import Format, PerGroup
-from coat_jax.residuals import (
+from coat_jax.quantization.array import Format, PerGroup
+from coat_jax.remat.recompute import Derivation, variables, written_out
+from coat_jax.remat.trace import (
     PRODUCTS,
     Linearized,
     Residual,

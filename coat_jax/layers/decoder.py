@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coat_jax import blocks
-from coat_jax.linear import Fp8Weight, Rows, Weight
-from coat_jax.scaling import OverwriteWithGradient, new_history
+from coat_jax.layers import recipes as blocks
+from coat_jax.layers.matmul import Fp8Weight, Rows, Weight
+from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels.checks import check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
@@ -52,7 +52,7 @@ class DecoderLayer(nnx.Module):
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.modules import DecoderLayer
+      >>> from coat_jax.layers.decoder import DecoderLayer
       >>> from flax import nnx
       >>> layer = DecoderLayer(64, 128, 4, 2, 16, recipe="coat", rngs=nnx.Rngs(0))
       >>> forward = nnx.jit(DecoderLayer.__call__)

@@ -32,7 +32,7 @@ def stochastic_round(
 
     Example:
       >>> import jax, jax.numpy as jnp
-      >>> from coat_jax.rounding import stochastic_round
+      >>> from coat_jax.quantization.rounding import stochastic_round
       >>> noise = jax.random.bits(jax.random.key(0), 1000)
       >>> y = stochastic_round(jnp.full(1000, 9.25), noise, jnp.float8_e4m3fn)
       >>> sorted(set(y.tolist()))

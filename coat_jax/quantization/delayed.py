@@ -15,7 +15,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.quantized import Format, tensor_scale
+from coat_jax.quantization.array import Format, tensor_scale
 from pallas_kernels.reference.quantize import magnitude
 
 # Steps that a history remembers.
@@ -32,7 +32,7 @@ class OverwriteWithGradient(nnx.Variable):
     Example:
       >>> import jax, jax.numpy as jnp
       >>> import coat_jax as coat
-      >>> from coat_jax.modules import DecoderLayer
+      >>> from coat_jax.layers.decoder import DecoderLayer
       >>> from flax import nnx
       >>> layer = DecoderLayer(64, 128, 4, 2, 16, scaling="delayed", rngs=nnx.Rngs(0))
       >>> x = jnp.ones((2, 8, 64), jnp.bfloat16)

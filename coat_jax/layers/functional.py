@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.quantized import Format
-from coat_jax.remat import fp8_inputs
+from coat_jax.quantization.array import Format
+from coat_jax.remat.api import fp8_inputs
 from pallas_kernels.reference.heads import turned
 
 
@@ -30,7 +30,7 @@ def rms_norm(
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> from coat_jax.nonlinear import rms_norm
+      >>> from coat_jax.layers.functional import rms_norm
       >>> rms_norm(jnp.array([[3.0, -3.0]]), eps=0.0, residual_format=coat.E4M3)
       Array([[ 1., -1.]], dtype=float32)
     """
@@ -55,7 +55,7 @@ def layer_norm(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.nonlinear import layer_norm
+      >>> from coat_jax.layers.functional import layer_norm
       >>> layer_norm(jnp.array([[1.0, 3.0]]), eps=0.0)
       Array([[-1.,  1.]], dtype=float32)
     """
@@ -80,7 +80,7 @@ def swiglu(
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> from coat_jax.nonlinear import swiglu
+      >>> from coat_jax.layers.functional import swiglu
       >>> swiglu(jnp.zeros(2), jnp.ones(2), residual_format=coat.E4M3)
       Array([0., 0.], dtype=float32)
     """
@@ -98,7 +98,7 @@ def geglu(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.nonlinear import geglu
+      >>> from coat_jax.layers.functional import geglu
       >>> geglu(jnp.zeros(2), jnp.ones(2))
       Array([0., 0.], dtype=float32)
     """
@@ -128,7 +128,7 @@ def rotary(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.nonlinear import rotary
+      >>> from coat_jax.layers.functional import rotary
       >>> rotary(jnp.ones((1, 1, 1, 4)))[0, 0, 0]
       Array([1., 1., 1., 1.], dtype=float32)
     """

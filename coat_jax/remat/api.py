@@ -13,8 +13,9 @@ and who reads it in the backward program:
                                    backward takes the exponential of or divides by
 
 So a norm has a copy of its input, beside its statistics, and a gate one of what its
-product returned, of which it and what it multiplies are parts. `coat_jax.derived` says
-which arithmetic is repeated: none that makes the errors of copies grow.
+product returned, of which it and what it multiplies are parts.
+`coat_jax.remat.recompute` says which arithmetic is repeated: none that makes the errors
+of copies grow.
 
 In the paper what products read has one scale a tensor, for FP8 products. These products
 are not in FP8, and groups need no maximum over an array that devices share.
@@ -37,11 +38,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.copies import fp8_copy, read_copy
-from coat_jax.plan import Copy, Options, Wide, plan
-from coat_jax.quantized import E4M3, Format, QuantizedArray, undifferentiated
-from coat_jax.residuals import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
-from coat_jax.rounding import random_bits
+from coat_jax.quantization.array import E4M3, Format, QuantizedArray, undifferentiated
+from coat_jax.quantization.rounding import random_bits
+from coat_jax.remat.copies import fp8_copy, read_copy
+from coat_jax.remat.plan import Copy, Options, Wide, plan
+from coat_jax.remat.trace import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
 
 
 def fp8_remat(

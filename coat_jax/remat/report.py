@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from coat_jax.residuals import Residual, forward_backward, linearize
+from coat_jax.remat.trace import Residual, forward_backward, linearize
 from pallas_kernels import dispatch
 
 

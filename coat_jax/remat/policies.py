@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.residuals import PRODUCTS, is_foreign
+from coat_jax.remat.trace import PRODUCTS, is_foreign
 
 # Numbers that an element of attention's scores is a product of, at most.
 _LARGEST_HEAD = 256
@@ -26,7 +26,7 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> from coat_jax.policies import products_saveable
+      >>> from coat_jax.remat.policies import products_saveable
       >>> def mlp(params, x):
       ...     return jnp.tanh(jnp.sin(x @ params["up"])) @ params["down"]
       >>> params = {"up": jnp.ones((64, 256)), "down": jnp.ones((256, 64))}

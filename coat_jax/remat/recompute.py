@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.residuals import all_eqns, does_work
+from coat_jax.remat.trace import all_eqns, does_work
 
 # What is written out where it is called.
 _CALLS = frozenset(

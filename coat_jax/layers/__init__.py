@@ -1,0 +1,1 @@
+"""Transformer layers by recipe: FP8 matmuls, segments and the decoder layer."""

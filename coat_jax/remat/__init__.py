@@ -1,0 +1,1 @@
+"""`fp8_remat`: any function or module with its residuals in FP8."""
