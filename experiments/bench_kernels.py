@@ -26,8 +26,8 @@ from tqdm import tqdm
 import pallas_kernels
 from experiments import kernel_cases, profiling, results, timing
 from experiments.results import Bar
-from pallas_kernels import tuning
-from pallas_kernels.reference.heads import split_heads
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.rope.reference import split_heads
 
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)

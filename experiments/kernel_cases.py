@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 import pallas_kernels
-from pallas_kernels.matmul_plan import Heads, Product
+from pallas_kernels.ops.matmul.plan import Heads, Product
 
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))

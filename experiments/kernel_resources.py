@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from experiments import kernel_cases, sm90
 from experiments.results import write_results
-from pallas_kernels import tuning
-from pallas_kernels.matmul_plan import Product
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.matmul.plan import Product
 
 RESULTS = Path(__file__).parent / "results" / "kernel_resources.json"
 _BF16, _F32 = jnp.bfloat16, jnp.float32

@@ -2,18 +2,10 @@
 
     uv run python -m experiments.tune
 
-times what `pallas_kernels.tuning.candidates` lists on the shapes of Llamas, beside
-cuBLASLt through XLA, and writes `pallas_kernels/tuning.json`. Shapes that are there are
-left as they are unless `--again` is given, so an interrupted run goes on. Several
-processes compile; one at a time has the GPU.
-
-What is nearly fastest in short turns has long ones as well. A training step draws all
-the power that a GPU may draw, and there the tiles win that take the least energy; in
-short turns all of them run at the clock that the others leave. XLA has to be faster by
-2%, and by 3% where a loop over layers may stack the product: XLA's FP8 products cannot
-write there, and are copied.
-Small operands are drawn several times, so that they are not in the cache: in a step, a
-whole layer has passed since weights were read.
+times what `pallas_kernels.ops.matmul.tuning.candidates` lists on the shapes of Llamas,
+beside cuBLASLt through XLA, and writes `tuning.json` beside that module. Shapes that
+are there are left as they are unless `--again` is given, so an interrupted run goes on.
+Several processes compile; one at a time has the GPU.
 """
 
 import argparse
@@ -34,7 +26,7 @@ from tqdm import tqdm
 from experiments import kernel_cases, timing
 from experiments.kernel_cases import PRODUCTS, run_product
 from experiments.results import device, versions, write_json
-from pallas_kernels import tuning
+from pallas_kernels.ops.matmul import tuning
 
 _alone: AbstractContextManager = nullcontext()  # With the GPU.
 _NEARLY = 1.08  # Times the least time in short turns.

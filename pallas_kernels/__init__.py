@@ -1,13 +1,17 @@
 """Pallas kernels for NVIDIA Hopper GPUs. Raw arrays in, raw arrays out."""
 
-from pallas_kernels.adam_step import adam
 from pallas_kernels.dispatch import Choice, Explanation, explain
-from pallas_kernels.gate import gated, gated_grad
-from pallas_kernels.heads import join_heads
-from pallas_kernels.norm import norm, norm_grad
-from pallas_kernels.norm_rows import Tuning as NormTuning
-from pallas_kernels.products import matmul, matmul_groups, matmul_heads
-from pallas_kernels.quantize import (
+from pallas_kernels.mosaic.rows import Tuning as NormTuning
+from pallas_kernels.mosaic.strips import Tuning as ElementwiseTuning
+from pallas_kernels.numerics import Copies, Groups
+from pallas_kernels.ops.adam.api import adam
+from pallas_kernels.ops.adam.reference import AdamScalars, Moments
+from pallas_kernels.ops.gate.api import gated, gated_grad
+from pallas_kernels.ops.gate.reference import Gated
+from pallas_kernels.ops.matmul.api import matmul, matmul_groups, matmul_heads
+from pallas_kernels.ops.norm.api import norm, norm_grad
+from pallas_kernels.ops.norm.reference import Normed, NormGrads
+from pallas_kernels.ops.quantize.api import (
     dequantize_groups,
     dequantize_tensor,
     maxima,
@@ -16,14 +20,10 @@ from pallas_kernels.quantize import (
     quantize_tensor,
     transpose,
 )
-from pallas_kernels.reference.adam import AdamScalars, Moments
-from pallas_kernels.reference.gate import Gated
-from pallas_kernels.reference.norm import Normed, NormGrads
-from pallas_kernels.reference.quantize import Copies, Groups
-from pallas_kernels.reference.residual import Summed
-from pallas_kernels.residual import add_quantize_groups, add_quantize_tensor
-from pallas_kernels.scales import Bound, tensor_scales
-from pallas_kernels.strips import Tuning as ElementwiseTuning
+from pallas_kernels.ops.quantize.scales import Bound, tensor_scales
+from pallas_kernels.ops.residual.api import add_quantize_groups, add_quantize_tensor
+from pallas_kernels.ops.residual.reference import Summed
+from pallas_kernels.ops.rope.api import join_heads
 
 __all__ = [
     "AdamScalars",

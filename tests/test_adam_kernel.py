@@ -14,8 +14,9 @@ import coat_jax as coat
 import pallas_kernels
 from coat_jax.optimizers.noise import seed_of, stream_of
 from coat_jax.quantization.array import quantize_moment
-from pallas_kernels import AdamScalars, Moments, mosaic
-from pallas_kernels.adam_kernel import Tuning
+from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.ops.adam.kernel import Tuning
 
 B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
 STEP = 3

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from experiments import bench_kernels, kernel_cases, timing, tune
-from pallas_kernels.matmul_plan import Tuning
+from pallas_kernels.ops.matmul.plan import Tuning
 
 
 def test_every_case_can_be_called():

@@ -17,8 +17,9 @@ from kernels import BF16, E4M3, E5M2, F32, assert_identical, every_implementatio
 
 import pallas_kernels
 from experiments import kernel_cases
-from pallas_kernels import dispatch, tuning
-from pallas_kernels.matmul_plan import Tuning
+from pallas_kernels import dispatch
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.matmul.plan import Tuning
 
 SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)

@@ -20,7 +20,7 @@ from fused_steps import (
 from optimizers import assert_same_bits
 
 import coat_jax as coat
-from pallas_kernels.reference.rounding import element_bits, hash32
+from pallas_kernels.rounding import element_bits, hash32
 
 
 def stochastic(key, tx=WITHOUT_DECAY):

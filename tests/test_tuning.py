@@ -9,8 +9,8 @@ from kernels import BF16
 
 import pallas_kernels
 from experiments import kernel_cases
-from pallas_kernels import tuning
-from pallas_kernels.matmul_plan import Product, Tuning
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.matmul.plan import Product, Tuning
 
 
 def test_the_table_says_what_runs(monkeypatch):

@@ -41,7 +41,7 @@ from coat_jax.layers.matmul import (
 )
 from coat_jax.quantization.array import E4M3, E5M2
 from coat_jax.quantization.delayed import recorded, scale_of
-from pallas_kernels.reference.heads import split_heads
+from pallas_kernels.ops.rope.reference import split_heads
 
 GateName = Literal["silu", "gelu", "gelu_exact"]
 NormName = Literal["rms", "layer"]

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.quantization.array import Format
 from coat_jax.remat.api import fp8_inputs
-from pallas_kernels.reference.heads import turned
+from pallas_kernels.ops.rope.reference import turned
 
 
 def rms_norm(

@@ -12,8 +12,8 @@ from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_word
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
-from pallas_kernels.reference.adam import LARGEST_NU
-from pallas_kernels.reference.quantize import TINY
+from pallas_kernels.numerics import TINY
+from pallas_kernels.ops.adam.reference import LARGEST_NU
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:

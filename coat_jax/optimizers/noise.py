@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt32
 
-from pallas_kernels.reference import rounding
-from pallas_kernels.reference.adam import GROUP, bits_of_elements
-from pallas_kernels.reference.rounding import hash32
+from pallas_kernels import rounding
+from pallas_kernels.ops.adam.reference import GROUP, bits_of_elements
+from pallas_kernels.rounding import hash32
 
 
 def random_words(

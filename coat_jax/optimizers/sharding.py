@@ -27,8 +27,8 @@ from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.trees import boxed, is_quantized
 from coat_jax.quantization.array import PerGroup, quantize_moment
 from pallas_kernels import AdamScalars, Moments, dispatch
-from pallas_kernels.reference.adam import GROUP
-from pallas_kernels.reference.rounding import row_major
+from pallas_kernels.ops.adam.reference import GROUP
+from pallas_kernels.rounding import row_major
 
 
 def opt_state_sharding(

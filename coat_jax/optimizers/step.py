@@ -36,9 +36,9 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import boxed, is_quantized
 from coat_jax.quantization.array import E4M3, UE4M4, PerGroup
 from pallas_kernels import AdamScalars, Moments
-from pallas_kernels.reference import adam as reference
-from pallas_kernels.reference.adam import GROUP
-from pallas_kernels.reference.rounding import hash32, stochastic_bfloat16
+from pallas_kernels.ops.adam import reference
+from pallas_kernels.ops.adam.reference import GROUP
+from pallas_kernels.rounding import hash32, stochastic_bfloat16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -21,8 +21,7 @@ from jaxtyping import Array, Float, UInt32
 
 from coat_jax.quantization import expansion
 from coat_jax.quantization.rounding import stochastic_round
-from pallas_kernels.reference.adam import OCTAVES
-from pallas_kernels.reference.quantize import (
+from pallas_kernels.numerics import (
     TINY,
     group_scale,
     magnitude,
@@ -30,7 +29,8 @@ from pallas_kernels.reference.quantize import (
     power_of_two_scale,
     reciprocal,
 )
-from pallas_kernels.reference.rounding import (
+from pallas_kernels.ops.adam.reference import OCTAVES
+from pallas_kernels.rounding import (
     UE4M4_SMALLEST,
     pack_ue4m4,
     stochastic_float8,

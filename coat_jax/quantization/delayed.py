@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.quantization.array import Format, tensor_scale
-from pallas_kernels.reference.quantize import magnitude
+from pallas_kernels.numerics import magnitude
 
 # Steps that a history remembers.
 LENGTH = 16

@@ -6,7 +6,7 @@ import ml_dtypes
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, UInt32
 
-from pallas_kernels.reference.rounding import bend_of, stochastic_float8
+from pallas_kernels.rounding import bend_of, stochastic_float8
 
 
 def stochastic_round(

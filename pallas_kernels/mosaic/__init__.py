@@ -1,0 +1,1 @@
+"""The toolkit of Mosaic GPU that kernels share."""

@@ -1,0 +1,1 @@
+"""The operations, one folder each: api, reference in jnp, kernel."""

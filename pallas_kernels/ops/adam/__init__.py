@@ -1,0 +1,1 @@
+"""A step of Adam on 8-bit moments."""

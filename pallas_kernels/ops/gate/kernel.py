@@ -1,0 +1,154 @@
+"""The kernel of gated products with a scale for each row.
+
+A thread block has a row. Until its scale is known shared memory holds the products, of
+which each lane reads its own again.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.mosaic.codec import (
+    LANES,
+    decode,
+    encode_groups,
+    floats,
+    strip_layout,
+    total_max,
+)
+from pallas_kernels.numerics import GROUP, Groups, magnitude_bits, reciprocal, row_scale
+from pallas_kernels.ops.gate.reference import Gated
+
+_STRIPS = 8  # Of a row, at most.
+_QUAD = 4  # Numbers that a lane stores at once.
+_QUADS = GROUP // _QUAD
+
+
+def obstacle(tokens: int, n: int) -> str | None:
+    """Why so many rows of `n` are not for the kernel, if so."""
+    if not tokens:
+        return "there are no rows"
+    if n % GROUP:
+        return f"the last axis must be a multiple of {GROUP}, got {n}"
+    if not 1 <= n / (GROUP * LANES) <= _STRIPS:
+        least, most = GROUP * LANES, GROUP * LANES * _STRIPS
+        return f"with a scale a row it takes rows of {least} to {most}, got {n}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("fn", "dtype", "keep_groups"))
+def run(
+    fn: Callable,
+    gate_up: Groups | Float[Array, "tokens 2 n"],
+    *,
+    dtype: DTypeLike,
+    keep_groups: bool = False,
+) -> Gated:
+    """The codes of fn(gate, up) and their scales, and gate and up in groups."""
+    tokens, parts, n = jax.tree.leaves(gate_up)[0].shape
+    groups = n // GROUP
+    strips = -(-groups // LANES)
+    layout = strip_layout((LANES, GROUP))
+    quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
+
+    def kernel(gate_up, out, held):
+        row = lax.axis_index("row")
+
+        def place(strip, part):  # The last ones overlap.
+            start = jnp.minimum(strip * LANES, groups - LANES)
+            return row, part, pl.ds(start, LANES)
+
+        def load(strip, part):
+            def load(ref):
+                of_strip = layout if len(ref.shape) == 4 else layout.reduce(1)
+                x = ref.at[place(strip, part)]
+                return plgpu.load(x, layout=of_strip, optimized=False)
+
+            return jax.tree.map(load, gate_up)
+
+        def hold(strip, carry):
+            largest, most, loaded = carry
+            following = jnp.minimum(strip + 1, strips - 1)
+            later = [load(following, part) for part in range(parts)]
+            for part, x in enumerate(loaded if keep_groups else ()):
+                kept = encode_groups(decode(x), jnp.float8_e4m3fn)
+                for ref, value in zip(out.groups, kept, strict=True):
+                    mosaic.store(ref.at[place(strip, part)], value)
+                most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
+            (value,) = fn(*loaded)
+            x = plgpu.layout_cast(value, quads)
+            for j in range(_QUADS):
+                quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
+                mosaic.store(held.at[strip, j], quad)
+                largest = jnp.maximum(largest, jnp.abs(quad))
+            return largest, most, later
+
+        def write(strip, _):
+            x = [
+                plgpu.load(held.at[strip, j], layout=quads, optimized=False) * inverse
+                for j in range(_QUADS)
+            ]
+            value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
+            to = out.values.at[row, place(strip, 0)[-1]]
+            mosaic.store(to, value.astype(dtype))  # Nothing is beyond the largest.
+
+        zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
+        largest = plgpu.layout_cast(zeros, quads)
+        most = plgpu.layout_cast(jnp.zeros(LANES, jnp.uint32), layout.reduce(1))
+        first = [load(0, part) for part in range(parts)]
+        largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, first))
+        # Bits of arrays, not of scalars, are taken for floats.
+        bits = total_max(magnitude_bits(largest))
+        scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
+        inverse = reciprocal(scale)
+        lax.fori_loop(0, strips, write, None)
+        mosaic.store(out.scale.at[pl.ds(row, 1)], scale[:1, 0])
+        if keep_groups:
+            out.largest_scale[row] = floats(total_max(most))
+
+    def like(dtype, *shape):
+        return jax.ShapeDtypeStruct((tokens, *shape), dtype)
+
+    kept = Groups(
+        like(jnp.float8_e4m3fn, parts, groups, GROUP),
+        like(jnp.bfloat16, parts, groups),
+    )
+
+    @jax.custom_batching.sequential_vmap
+    def launch(gate_up):
+        (out,) = mosaic.kernel(
+            kernel,
+            out_type=(
+                Gated(
+                    values=like(dtype, groups, GROUP),
+                    scale=like(jnp.float32),
+                    groups=kept if keep_groups else None,
+                    largest_scale=like(jnp.float32) if keep_groups else None,
+                ),
+            ),
+            scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
+            kernel_name="gated",
+            grid=(tokens,),
+            grid_names=("row",),
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True,  # Of `fn`.
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # Nothing is read from where the same kernel writes.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(gate_up)
+        return out
+
+    def view(x):
+        return x.reshape(tokens, parts, groups, GROUP) if x.shape[-1] == n else x
+
+    out = launch(jax.tree.map(view, gate_up))
+    return out

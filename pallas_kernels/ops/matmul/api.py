@@ -1,0 +1,380 @@
+"""FP8 matrix products a @ b.T with scales, as the tensor cores want them: k last."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.checks import check_positive, check_shape
+from pallas_kernels.numerics import Groups
+from pallas_kernels.ops.matmul import kernel as matmul_kernel
+from pallas_kernels.ops.matmul import reference, tuning
+from pallas_kernels.ops.matmul.plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Heads,
+    Product,
+    Tuning,
+)
+from pallas_kernels.ops.quantize.api import maxima, quantize_groups
+from pallas_kernels.ops.rope.reference import split_heads
+
+_ROWS = 8  # That the copy engine swizzles together.
+_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+
+
+def matmul(
+    a: Float[Array, "... k"],
+    b: Float[Array, "n k"],
+    a_scale: Float[Array, "..."] | float = 1.0,
+    b_scale: Float[Array, "..."] | float = 1.0,
+    accumulator: Float[Array, "... n"] | None = None,
+    *,
+    out_dtype: DTypeLike | None = None,
+    promote: Literal[128, 256] | None = None,
+    keep_maxima: bool = False,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
+    """The product a @ b.T of FP8 codes, scaled, and added to `accumulator`.
+
+    Scales come in three kinds. One a tensor: scalars, which have to be powers of two.
+    One a row of `a`, [...], and one a row of `b`, [n], or a scalar for either. Or one
+    for 1 x 128 of `a`, [..., k / 128], and one for 128 x 128 of `b`,
+    [ceil(n / 128), k / 128], as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+
+    Args:
+      a: Codes, e4m3 or e5m2.
+      b: Codes, likewise, but one of the two is e4m3.
+      a_scale: What codes of `a` are multiplied with, float32.
+      b_scale: What codes of `b` are multiplied with, float32.
+      accumulator: What the product is added to, in the result's dtype.
+      out_dtype: bfloat16 or float32; by default the accumulator's dtype, or bfloat16.
+      promote: After so many elements of k sums leave the tensor cores, which keep 14
+        bits or so of what they add, for float32. With blocks it is after 128.
+      keep_maxima: Whether to return the largest magnitudes of parts of the product,
+        float32, as well, as `maxima` finds them.
+      implementation: What to run; None means the kernel where it can run and is faster.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Raises:
+      ValueError: If dtypes or shapes are others than these.
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a, b = (jnp.ones((n, 16), jnp.float8_e4m3fn) for n in (2, 3))
+      >>> pallas_kernels.matmul(a, b, 0.5, 0.25)
+      Array([[2, 2, 2],
+             [2, 2, 2]], dtype=bfloat16)
+    """
+    if out_dtype is None:
+        out_dtype = jnp.bfloat16 if accumulator is None else accumulator.dtype
+    call = _Call.of(a, b, a_scale, b_scale)
+    product = Product(
+        out_dtype=jnp.dtype(out_dtype),
+        promote=BLOCK if call.scaling == "blocks" else promote,
+        scaling=call.scaling,
+        accumulate=accumulator is not None,
+        maxima=keep_maxima,
+    )
+    _check_result(product, call, accumulator)
+    if accumulator is not None:
+        accumulator = accumulator.reshape(call.m, call.n)
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        y = reference.matmul(
+            *call.arrays, accumulator, out_dtype=out_dtype, promote=promote
+        )
+        largest = maxima(y) if keep_maxima else None
+    else:
+        added = () if accumulator is None else (accumulator,)
+        (y,), largest = _run(product, call, tuning, *added)
+    y = y.reshape(*a.shape[:-1], call.n)
+    return (y, largest) if keep_maxima else y
+
+
+def matmul_groups(
+    a: Float[Array, "... k"],
+    b: Float[Array, "n k"],
+    a_scale: Float[Array, "..."] | float = 1.0,
+    b_scale: Float[Array, "..."] | float = 1.0,
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    group: Literal[16, 32] = 16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Groups:
+    """The product a @ b.T, quantized with one scale a group of the last axis.
+
+    What `quantize_groups(matmul(..., out_dtype=float32))` is, but the product is never
+    in memory. See `matmul` for other arguments and errors.
+
+    Args:
+      a: Codes, as for `matmul`.
+      b: Likewise.
+      a_scale: A scalar, or one a row of `a`.
+      b_scale: A scalar, or one a row of `b`.
+      dtype: e4m3 or e5m2.
+      group: Neighbours that share a scale.
+      implementation: What to run; None means the kernel where it can run and is faster.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Returns:
+      Codes [..., n] and bfloat16 scales [..., n / group].
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a = jnp.ones((16, 16), jnp.float8_e4m3fn)
+      >>> codes, scale = pallas_kernels.matmul_groups(a, a)
+      >>> codes.dtype, scale.shape
+      (dtype(float8_e4m3fn), (16, 1))
+    """
+    call = _Call.without_blocks(a, b, a_scale, b_scale)
+    if group not in (16, 32) or call.n % group:
+        raise ValueError(
+            f"group must be 16 or 32 and divide the last axis of {call.n}, got {group}"
+        )
+    if dtype not in _FP8:
+        raise ValueError(f"dtype must be e4m3 or e5m2, got {dtype}")
+    product = Product(out_dtype=jnp.dtype(dtype), scaling=call.scaling, group=group)
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        codes, scale = quantize_groups(
+            call.wide(), dtype=dtype, group=group, implementation=implementation
+        )
+    else:
+        (codes, scale), _ = _run(product, call, tuning)
+    leading = a.shape[:-1]
+    scale = scale.reshape(*leading, call.n // group)
+    return Groups(codes.reshape(*leading, call.n), scale)
+
+
+def matmul_heads(
+    a: Float[Array, "b s k"],
+    b: Float[Array, "columns k"],
+    a_scale: Float[Array, "..."],
+    b_scale: Float[Array, "..."],
+    cos: Float[Array, "s h"],
+    sin: Float[Array, "s h"],
+    *,
+    num_kv_heads: int,
+    out_dtype: DTypeLike = jnp.bfloat16,
+    copies: int = 1,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> tuple[Float[Array, "b s _ d"], ...]:
+    """The product a @ b.T as attention's queries, keys and values.
+
+    For every key head the product has its queries, then its key, then its value, of
+    which `join_heads` computes the gradient. Queries and keys are turned in float32:
+    with angles' cosines and sines what was [x, y], a head's halves, becomes
+    [x cos - y sin, y cos + x sin]. The product itself is never in memory. See `matmul`
+    for other arguments and errors.
+
+    Args:
+      a: Codes, as for `matmul`.
+      b: Likewise, columns = (n + 2 m) d.
+      a_scale: A scalar, or one a row of `a`.
+      b_scale: A scalar, or one a row of `b`.
+      cos: Cosines of the positions' angles, float32, h = d / 2.
+      sin: Their sines, float32.
+      num_kv_heads: Number of key heads, m.
+      out_dtype: bfloat16 or float32.
+      copies: How often they are written, each time to arrays of their own. In a loop
+        that stacks what backward reads, a copy for that is written where it belongs.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU; None means as measured.
+
+    Returns:
+      Queries [b, s, n, d], keys and values [b, s, m, d]; then their copies.
+
+    Example:
+      >>> import jax.numpy as jnp, pallas_kernels
+      >>> a, b = (jnp.ones(n, jnp.float8_e4m3fn) for n in ((1, 3, 16), (64, 16)))
+      >>> angle = jnp.zeros((3, 4))
+      >>> q, k, v = pallas_kernels.matmul_heads(
+      ...     a, b, 1.0, 1.0, jnp.cos(angle), jnp.sin(angle), num_kv_heads=2
+      ... )
+      >>> q.shape, k.shape, v.shape
+      ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
+    """
+    call = _Call.without_blocks(a, b, a_scale, b_scale)
+    check_positive(copies=copies)
+    if a.ndim != 3:
+        raise ValueError(f"a must be [b, s, k], got {a.shape}")
+    _, s, _ = a.shape
+    half = cos.shape[-1]
+    heads, rest = divmod(call.n, max(2 * half, 1))
+    check_shape("cos", cos, (s, half))
+    check_shape("sin", sin, (s, half))
+    if num_kv_heads < 1 or rest or heads % num_kv_heads or heads < 3 * num_kv_heads:
+        raise ValueError(
+            f"b must have (n + 2 m) d rows, got {call.n} with m = {num_kv_heads} and "
+            f"d = {2 * half}"
+        )
+    product = Product(
+        out_dtype=jnp.dtype(out_dtype),
+        scaling=call.scaling,
+        heads=Heads(size=2 * half, queries=heads // num_kv_heads - 2),
+        copies=copies,
+    )
+    _check_result(product, call, None)
+    angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
+    tuning = _choose(implementation, tuning, product, call)
+    if tuning is None:
+        y = call.wide().reshape(*a.shape[:-1], call.n)
+        how = {"num_kv_heads": num_kv_heads, "dtype": out_dtype}
+        return copies * split_heads(y, *angles, **how)
+    out, _ = _run(product, call, tuning, *angles)
+    return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Call:
+    """Operands with one axis of rows, and scales of one kind."""
+
+    arrays: tuple[Array, Array, Array, Array]
+    scaling: Literal["tensor", "rows", "blocks"]
+    leading: tuple[int, ...]
+
+    m = property(lambda self: self.arrays[0].shape[0])
+    k = property(lambda self: self.arrays[0].shape[1])
+    n = property(lambda self: self.arrays[1].shape[0])
+
+    @classmethod
+    def of(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
+        """Checks operands and scales.
+
+        Raises:
+          ValueError: If they do not go together.
+        """
+        dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
+        if not dtypes <= set(_FP8) or _FP8[0] not in dtypes:
+            raise ValueError(
+                "a and b must be e4m3, or one of them e5m2, got "
+                f"{a.dtype} and {b.dtype}"
+            )
+        if not a.ndim or b.ndim != 2 or a.shape[-1] != b.shape[1]:
+            raise ValueError(
+                f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
+            )
+        a_scale, b_scale = (jnp.asarray(s, jnp.float32) for s in scales)
+        *leading, k = a.shape
+        n, m = b.shape[0], math.prod(leading)
+        blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
+        found = a_scale.shape, b_scale.shape
+        if found == ((), ()):
+            scaling = "tensor"
+        elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
+            scaling = "rows"
+            if not b_scale.ndim:  # Fewer to multiply with later.
+                a_scale, b_scale = a_scale * b_scale, jnp.ones(1)
+            a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
+        elif found == blocks and k % BLOCK == 0:
+            scaling = "blocks"
+            a_scale = a_scale.reshape(m, -1)
+        else:
+            raise ValueError(
+                f"scales of {a.shape} and {b.shape} are scalars, {tuple(leading)} and "
+                f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
+            )
+        arrays = (a.reshape(m, k), b, a_scale, b_scale)
+        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading))
+
+    @classmethod
+    def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
+        """The same where scales are not for blocks."""
+        call = cls.of(a, b, *scales)
+        if call.scaling == "blocks":
+            raise ValueError("scales for blocks are for `matmul` only")
+        return call
+
+    def wide(self) -> Float[Array, "m n"]:
+        """The reference's product, in float32."""
+        how = {"out_dtype": jnp.float32, "promote": None}
+        return reference.matmul(*self.arrays, None, **how)
+
+
+def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:
+    if product.out_dtype not in (jnp.bfloat16, jnp.float32):
+        raise ValueError(
+            f"out_dtype must be bfloat16 or float32, got {product.out_dtype}"
+        )
+    if product.promote not in (None, 128, 256):
+        raise ValueError(f"promote must be 128, 256 or None, got {product.promote}")
+    if accumulator is None:
+        return
+    shape, dtype = (*call.leading, call.n), product.out_dtype
+    if accumulator.shape != shape or accumulator.dtype != dtype:
+        raise ValueError(
+            f"the accumulator must be {dtype}{list(shape)}, got "
+            f"{accumulator.dtype}{list(accumulator.shape)}"
+        )
+
+
+def _choose(
+    implementation: dispatch.Implementation | None,
+    given: Tuning | None,
+    product: Product,
+    call: _Call,
+) -> Tuning | None:
+    """How the kernel runs; None where it does not."""
+    m, n, k = call.m, call.n, call.k
+    measured = given or tuning.choose(product, m, n, k)
+    chosen = measured or tuning.heuristic(product, m, n)
+    if not min(m, n, k):
+        obstacle = f"{m} x {n} x {k} is empty"
+    elif k % TILE_K:
+        obstacle = f"k must be a multiple of {TILE_K}, got {k}"
+    elif m % _ROWS:
+        obstacle = f"rows of a must be a multiple of {_ROWS}, got {m}"
+    elif product.scaling == "blocks" and n % BLOCK:
+        obstacle = f"n must be a multiple of {BLOCK}, got {n}"
+    elif chosen is None:
+        obstacle = f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
+    elif product.heads and call.leading[-1] % PIECE_M:
+        obstacle = f"positions must be a multiple of {PIECE_M}, got {call.leading[-1]}"
+    else:
+        obstacle = tuning.obstacle(product, chosen, m, n)
+    if obstacle is None and measured is None and implementation is None:
+        obstacle = f"XLA is faster for {m} x {n} x {k}"
+    picked = dispatch.choose(
+        implementation, obstacle, operation=product.name, arrays=call.arrays
+    )
+    return chosen if picked == "mosaic" else None
+
+
+def _run(
+    product: Product,
+    call: _Call,
+    tuning: Tuning,
+    *more: Array,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """What `matmul_kernel.run` returns; maxima with one axis, and rounded alike."""
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(a, b, a_scale, b_scale, more):
+        if product.scaling == "tensor":
+            a_scale, b_scale = a_scale[None], b_scale[None]
+        if product.scaling == "blocks":
+            a_scale = a_scale.T
+            b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
+        if tuning.transposed:
+            a, b, a_scale, b_scale = b, a, b_scale, a_scale
+        arrays = (a, b, a_scale, b_scale, more)
+        return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
+
+    out, largest = kernel(*call.arrays, more)
+    if largest is not None:
+        largest = largest.reshape(-1)
+        if product.out_dtype == jnp.bfloat16:
+            largest = lax.reduce_precision(largest, 8, 7)
+    return out, largest

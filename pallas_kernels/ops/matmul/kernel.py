@@ -1,0 +1,190 @@
+"""How the FP8 matrix product goes over a Hopper GPU.
+
+Persistent thread blocks walk over output tiles. One warpgroup keeps the copy engine
+busy, and never stops between tiles; the others multiply. They share a tile's rows, or
+take turns with tiles.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.ops.matmul.plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Product,
+    Tuning,
+)
+from pallas_kernels.ops.matmul.tile import Tile
+from pallas_kernels.ops.matmul.walk import Stages, Walk
+
+
+def run(
+    product: Product,
+    a: Array,
+    b: Array,
+    a_scale: Array,
+    b_scale: Array,
+    more: tuple[Array, ...],
+    tuning: Tuning,
+    sms: int,
+) -> tuple[Array, ...]:
+    """The product of a [m, k] and b [n, k].
+
+    Scales are [1] and [1], [m] and [n], [m] and [1] that is 1, or [k / 128, m] and
+    [k / 128, n / 128], the last axis filled up to a multiple of 32. `more` is what it
+    is added to, or the cosines and sines of heads' angles, [positions, size / 2].
+
+    Returns:
+      The product [m, n], if `tuning` says so transposed, or codes and the scales of
+      their groups, or queries, keys and values; and maxima [tiles along n, m], if they
+      are wanted.
+    """
+    if tuning.stages < (held := tuning.held(product)):
+        raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
+    walk = Walk(tuning, (a.shape[0], b.shape[0], a.shape[1]))
+    blocks = sms // (2 if tuning.cluster else 1)
+    pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
+    return mosaic.kernel(
+        functools.partial(_kernel, product, walk),
+        out_type=_outputs(product, walk),
+        scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
+        compiler_params=plgpu.CompilerParams(
+            # Threads have to meet where results are staged, and do there.
+            unsafe_no_auto_barriers=True
+        ),
+        kernel_name=product.name,
+        grid=(min(walk.total, blocks),),
+        grid_names=("sm",),
+        num_threads=tuning.warpgroups + 1,
+        thread_name="warpgroup",
+        **pair,
+    )(a, b, a_scale, b_scale, more)
+
+
+def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
+    m, n = walk.shape
+    columns = (n,)
+    if product.heads is not None:
+        own = n // (product.heads.queries + 2)
+        columns = (product.heads.queries * own, own, own) * product.copies
+    shapes = [(c, m) if walk.tuning.transposed else (m, c) for c in columns]
+    found = [jax.ShapeDtypeStruct(shape, product.out_dtype) for shape in shapes]
+    if product.group:
+        found.append(jax.ShapeDtypeStruct((m, n // product.group), jnp.bfloat16))
+    tiles = -(-n // walk.tuning.tile_n)
+    maxima = jax.ShapeDtypeStruct((tiles, m), jnp.float32)
+    return tuple(found), maxima if product.maxima else None
+
+
+def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
+    swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
+    store_n = t.store_n(product)
+    store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
+    stored = (
+        plgpu.TilingTransform((8, store_n)),
+        plgpu.SwizzleTransform(store_bytes),
+    )
+    barrier = plgpu.Barrier
+    if t.cluster:
+        barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+    readers = t.warpgroups if t.together else 1
+    scales, copies = {}, 2
+    if product.scaling == "blocks":
+        scales = dict(
+            a_scale_smem=plgpu.SMEM((t.stages, t.tile_m), jnp.float32),
+            b_scale_smem=plgpu.SMEM((t.stages, SCALES), jnp.float32),
+        )
+        copies = 4
+    return scales | dict(
+        a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
+        b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
+        out_smem=plgpu.SMEM(
+            (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
+            product.out_dtype,
+            transforms=stored,
+        ),
+        filled=plgpu.Barrier(num_arrivals=copies, num_barriers=t.warpgroups * t.stages),
+        free=barrier(num_arrivals=readers, num_barriers=t.stages),
+    )
+
+
+def _kernel(
+    product: Product, walk: Walk, a, b, a_scale, b_scale, more, out, maxima,
+    out_smem, **smem
+) -> None:  # fmt: skip
+    t = walk.tuning
+    warpgroup = lax.axis_index("warpgroup")
+    scales = None
+    if product.scaling == "blocks":
+        scales = smem["a_scale_smem"], smem["b_scale_smem"]
+    buffers = (smem[x] for x in ("a_smem", "b_smem", "filled", "free"))
+    stages = Stages(walk, *buffers, scales)
+    load = functools.partial(_load, walk, stages, a, b, a_scale, b_scale)
+    pl.when(warpgroup == t.warpgroups)(load)
+
+    @pl.when(warpgroup < t.warpgroups)
+    def _():
+        _, of_products = mosaic.registers(t.warpgroups)
+        plgpu.set_max_registers(of_products, action="increase")
+        tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
+
+        @walk.tiles
+        def _(number, rows, columns):
+            if t.together:
+                tile.compute(number, rows, columns, part=warpgroup)
+            else:
+                turn = lax.rem(number, t.warpgroups) == warpgroup
+                pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
+    """Fills stages as they become free."""
+    of_loads, _ = mosaic.registers(walk.tuning.warpgroups)
+    plgpu.set_max_registers(of_loads, action="decrease")
+    cluster = walk.tuning.cluster
+
+    @walk.tiles
+    def _(number, rows, columns):
+        @pl.loop(0, walk.steps)
+        def _(step):
+            along = pl.ds(step * TILE_K, TILE_K)
+
+            def copies(stage, filled):
+                for x, where, smem, shared in (
+                    (a, rows, stages.a, cluster == "n"),
+                    (b, columns, stages.b, cluster == "m"),
+                ):
+                    plgpu.copy_gmem_to_smem(
+                        x.at[where, along],
+                        smem.at[stage],
+                        filled,
+                        collective_axes="pair" if shared else None,
+                    )
+
+                if stages.scales is not None:
+                    block = lax.div(columns.start, BLOCK)
+                    blocks = pl.ds(lax.div(block, SCALES) * SCALES, SCALES)
+                    for x, where, smem in (
+                        (a_scale, rows, stages.scales[0]),
+                        (b_scale, blocks, stages.scales[1]),
+                    ):
+                        plgpu.copy_gmem_to_smem(
+                            x.at[step, where], smem.at[stage], filled
+                        )
+
+            stages.fill(number, step, copies)
+
+    # Nothing may arrive at a barrier of a thread block that has ended.
+    stages.drain()

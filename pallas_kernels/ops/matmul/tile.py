@@ -1,0 +1,356 @@
+"""What a warpgroup does with a tile of a matrix product: sums, scales, stores."""
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.mosaic.codec import floats, group_scale
+from pallas_kernels.numerics import magnitude_bits, normal, reciprocal
+from pallas_kernels.ops.matmul.plan import (
+    BLOCK,
+    PIECE_M,
+    SCALES,
+    TILE_K,
+    Product,
+    Tuning,
+)
+from pallas_kernels.ops.matmul.walk import Stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """What a warpgroup does with its rows of a tile."""
+
+    product: Product
+    tuning: Tuning
+    stages: Stages
+    a_scale: Any
+    b_scale: Any
+    more: tuple[Any, ...]
+    out: tuple[Any, ...]
+    maxima: Any
+    out_smem: Any
+
+    def compute(self, number, rows, columns, part) -> None:
+        """Multiplies and stores one of the tile's parts."""
+        own = pl.ds(part * self.tuning.height, self.tuning.height)
+        # What these load is on its way while the tensor cores are busy.
+        scaled = self._scaling(rows, columns, own)
+        added = self._added(rows, columns, own) if self.product.accumulate else None
+        angles = self._angles(rows, own) if self.product.heads else None
+        if self.product.promote is None:
+            sums = (self._sum(number, own),)
+        else:
+            sums = self._promoted_sum(number, columns, own)
+        pieces = self._scaled(sums, scaled)
+        if angles is not None:
+            pieces = self._turned(pieces, angles, columns)
+        self._store(pieces, added, rows, columns, own)
+
+    def _sum(self, number, own):
+        """Sums all of k in the tensor cores' accumulator."""
+        stages, steps = self.stages, self.stages.walk.steps
+
+        def sum_in(acc):
+            @pl.loop(0, steps)
+            def _(step):
+                stages.wait(number, step)
+                at = stages.at(number, step)
+                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
+                plgpu.wgmma_wait(1)
+                pl.when(step > 0)(lambda: stages.release(number, step - 1))
+
+            value = acc[...]
+            stages.release(number, steps - 1)
+            return value
+
+        shape = (self.tuning.height, self.tuning.tile_n)
+        return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
+
+    def _promoted_sum(self, number, columns, own):
+        """Sums `promote` of k at a time there, and these sums in float32.
+
+        While one of them is promoted the next is computed, within a step of the loop.
+        """
+        t, steps = self.tuning, self.stages.walk.steps
+        every = self.product.promote // TILE_K
+        together = every * t.chunks
+
+        def chunks(first, lengths, sums):
+            pieces = []
+            for length in lengths:
+                at = [first + j for j in range(length)]
+                pieces += [_Piece(at, part) for part in range(t.parts)]
+                first = first + length
+            return self._pieces(number, columns, own, pieces, None, sums)
+
+        def body(j, sums):
+            return chunks(j * together, [every] * t.chunks, sums)
+
+        shape = (t.height, t.tile_n // t.parts)
+        zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        sums = lax.fori_loop(0, steps // together, body, (zero,) * t.parts)
+        rest = steps % together
+        lengths = [every] * (rest // every) + [rest % every] * (rest % every > 0)
+        return chunks(steps - rest, lengths, sums) if rest else sums
+
+    def _pieces(self, number, columns, own, todo, running, sums):
+        """Starts the first piece, then promotes the one that runs, then goes on."""
+        t, stages = self.tuning, self.stages
+        width = t.tile_n // t.parts
+
+        def promoted(waiting):
+            piece, acc, scales = running
+            value = plgpu.wgmma_accumulator_load(acc, wait_n=waiting)
+            if piece.part == t.parts - 1:
+                for step in piece.steps:
+                    stages.release(number, step)
+            if scales is not None:
+                value = value * lax.broadcast_in_dim(scales, value.shape, (0,))
+            after = list(sums)
+            after[piece.part] = after[piece.part] + value
+            return tuple(after)
+
+        if not todo:
+            return promoted(0)
+
+        def start(acc):
+            piece, *rest = todo
+            part = pl.ds(piece.part * width, width)
+            for step in piece.steps:
+                if piece.part == 0:
+                    stages.wait(number, step)
+                at = stages.at(number, step)
+                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
+            scales = running[2] if piece.part else None
+            if self.product.scaling == "blocks" and not piece.part:
+                scales = self._block_scales(
+                    stages.at(number, *piece.steps), columns, own
+                )
+            after = promoted(len(piece.steps)) if running else sums
+            started = (piece, acc, scales)
+            return self._pieces(number, columns, own, rest, started, after)
+
+        return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
+
+    def _block_scales(self, stage, columns, own):
+        """What rows of a step's sums are multiplied with."""
+        a_scale, b_scale = self.stages.scales
+        block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
+        return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
+
+    def _store(self, pieces, added, rows, columns, own) -> None:
+        """Converts pieces and hands them to the copy engine."""
+        largest = None
+        transposed = self.tuning.transposed
+        out = [
+            x.at[:, rows].at[:, own] if transposed else x.at[rows].at[own]
+            for x in self.out
+        ]
+        smem = self.out_smem.at[lax.axis_index("warpgroup")]
+        for number, (i, j, value) in enumerate(pieces):
+            where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, value.shape[1])
+            if added is not None:
+                value = value + next(added).astype(jnp.float32)
+            if self.product.maxima:
+                size = jnp.abs(value)
+                largest = size if j == 0 else jnp.maximum(largest, size)
+                if j + value.shape[1] == self.tuning.tile_n:
+                    tile = pl.cdiv(columns.start, self.tuning.tile_n)
+                    to = self.maxima.at[tile, rows].at[own].at[where[0]]
+                    sizes = floats(jnp.max(magnitude_bits(largest), axis=1))
+                    mosaic.store(to, sizes)
+            if self.product.group:
+                value = self._quantized(value, out[1], *where)
+            staged = smem.at[number % smem.shape[0]]
+            plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
+            value = value.astype(self.product.out_dtype)
+            if transposed:  # Pieces are square.
+                turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
+                staged.transpose((1, 0))[...] = turned
+                where = where[::-1]
+            else:
+                staged[...] = value
+            plgpu.commit_smem()
+            self._send(staged, out, *where)
+
+    def _scaled(self, sums, scaled):
+        """Pieces of the tile that are stored at once, each with its row and column."""
+        t = self.tuning
+        width, store_n = t.tile_n // len(sums), t.store_n(self.product)
+        for i in range(0, t.height, PIECE_M):
+            for j in range(0, t.tile_n, store_n):
+                part, at = divmod(j, width)
+                value = sums[part][i : i + PIECE_M, at : at + store_n]
+                yield i, j, scaled(value, i, j)
+
+    def _turned(self, pieces, angles, columns):
+        """The same, of queries and keys turned by the angles of their positions."""
+        size, _ = self.product.heads
+        half, width = size // 2, self._angles_held
+        for i, of_rows in itertools.groupby(pieces, key=operator.itemgetter(0)):
+            _, starts, values = zip(*of_rows, strict=True)
+            row = jnp.concatenate(values, axis=1)
+            heads = range(0, row.shape[1], size)
+            turned = {}
+            # Angles are loaded once for all heads.
+            for at, angle in zip(range(0, half, width), angles, strict=False):
+                for head in heads:
+                    x, y = head + at, head + half + at
+                    both = row[:, x : x + width], row[:, y : y + width]
+                    turned[x], turned[y] = self._turn(columns.start + head, both, angle)
+            row = jnp.concatenate([turned[at] for at in sorted(turned)], axis=1)
+            for at, value in zip(starts, values, strict=True):
+                yield i, at, row[:, at : at + value.shape[1]]
+
+    def _turn(self, column, both, angle):
+        """A part of a head's halves, as a query or key is turned, or a value is not."""
+
+        def turn(x, y, cos, sin):
+            return x * cos - y * sin, y * cos + x * sin
+
+        def stay(x, y, *_):
+            return x, y
+
+        _, index = self._head(column)
+        value = index > self.product.heads.queries
+        return lax.cond(value, stay, turn, *both, *angle)
+
+    @property
+    def _angles_held(self) -> int:
+        """How many angles of a position are in registers together."""
+        return math.gcd(self.product.heads.size // 2, 16)
+
+    def _angles(self, rows, own):
+        """Cosines and sines in the order in which heads are turned by them."""
+        t, size, width = self.tuning, self.product.heads.size, self._angles_held
+
+        def load(place):
+            i, at = place
+            start = lax.rem(rows.start + own.start + i, self.more[0].shape[0])
+            where = pl.ds(start, PIECE_M), pl.ds(at, width)
+            return [_load_tile(angles.at[where]) for angles in self.more]
+
+        starts = range(0, t.height, PIECE_M), range(0, size // 2, width)
+        return _ahead(load, itertools.product(*starts))
+
+    def _head(self, column):
+        """Of which key head a column is, and which of its queries, key and value."""
+        size, queries = self.product.heads
+        head = lax.div(column, size)
+        return lax.div(head, queries + 2), lax.rem(head, queries + 2)
+
+    def _send(self, staged, out, rows, columns) -> None:
+        """Hands a piece to the copy engine."""
+        heads = self.product.heads
+        if heads is None:
+            plgpu.copy_smem_to_gmem(staged, out[0].at[rows, columns])
+            return
+        own, index = self._head(columns.start)
+        within = lax.rem(columns.start, heads.size)
+
+        def send(to, head):
+            place = rows, pl.ds(head * heads.size + within, columns.size)
+            for copy, ref in enumerate(to, 1):
+                last = copy == len(to)
+                plgpu.copy_smem_to_gmem(staged, ref.at[place], commit_group=last)
+
+        q, k, v = (out[i::3] for i in range(3))
+        queries = heads.queries
+        pl.when(index < queries)(lambda: send(q, own * queries + index))
+        pl.when(index == queries)(lambda: send(k, own))
+        pl.when(index > queries)(lambda: send(v, own))
+
+    def _added(self, rows, columns, own):
+        """Pieces of what is added."""
+        (array,), t = self.more, self.tuning
+        array = array.at[rows].at[own].at[:, columns]
+        store_n = t.store_n(self.product)
+
+        def load(place):
+            return _load_tile(
+                array.at[pl.ds(place[0], PIECE_M), pl.ds(place[1], store_n)]
+            )
+
+        starts = range(0, t.height, PIECE_M), range(0, t.tile_n, store_n)
+        return _ahead(load, itertools.product(*starts))
+
+    def _scaling(self, rows, columns, own):
+        """A function that scales what is at row i and column j of the tile."""
+        store_n = self.tuning.store_n(self.product)
+        shape = (PIECE_M, store_n)
+        if self.product.scaling == "tensor":
+            factor = self.a_scale[0] * self.b_scale[0]
+            return lambda value, i, j: value * factor
+        if self.product.scaling == "blocks":
+            return lambda value, i, j: value
+
+        a_scale = self.a_scale.at[rows].at[own]
+        starts = range(0, self.tuning.height, PIECE_M)
+        of_rows = {i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
+
+        def scaled(value, i, j):
+            value = value * lax.broadcast_in_dim(of_rows[i], shape, (0,))
+            if self.b_scale.shape == (1,):
+                return value
+            b_scale = plgpu.load(
+                self.b_scale.at[columns].at[pl.ds(j, store_n)],
+                layout=plgpu.Layout.WGMMA.reduce(0),
+                optimized=False,
+            )
+            return value * lax.broadcast_in_dim(b_scale, shape, (1,))
+
+        return scaled
+
+    def _quantized(self, value, scales, rows, columns):
+        """Stores the scales of groups of neighbours; returns what becomes codes."""
+        group, codes = self.product.group, []
+        for j in range(0, value.shape[1], group):
+            x = value[:, j : j + group]
+            scale = group_scale(x, self.product.out_dtype)
+            at = lax.div(columns.start + j, group)
+            mosaic.store(scales.at[rows, at], scale.astype(jnp.bfloat16))
+            inverse = lax.broadcast_in_dim(reciprocal(scale), x.shape, (0,))
+            codes.append(normal(x) * inverse)
+        return jnp.concatenate(codes, axis=1)
+
+
+class _Piece(NamedTuple):
+    """The sum of some steps in one of the parts of a tile's columns."""
+
+    steps: list[Array]
+    part: int
+
+
+def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
+    """What is at each place: the first loaded now, each when the last is asked for."""
+    first, *others = places
+    held = load(first)
+
+    def pieces(held):
+        for place in others:
+            before, held = held, load(place)
+            yield before
+        yield held
+
+    return pieces(held)
+
+
+def _load_tile(ref: Any) -> Array:
+    """Numbers in the order of sums."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
+
+
+def _load_rows(ref: Any) -> Array:
+    """Numbers a row has one of."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)

@@ -1,0 +1,180 @@
+"""Which tiles a matrix product takes: as measured, or what mostly does well.
+
+`python -m experiments.tune` measures and writes the table beside this file.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from pallas_kernels.ops.matmul.plan import BLOCK, PIECE_M, Product, Tuning
+
+_SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
+TABLE = Path(__file__).with_name("tuning.json")
+_PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
+_TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
+
+
+def candidates(product: Product) -> list[Tuning]:
+    """What is tried, the best first."""
+    narrow = {"tile_n": 128, "stages": 6}
+    if product.scaling == "blocks":
+        triple = [Tuning(**_TRIPLE), Tuning(**_TRIPLE, parts=2)]
+        return [*triple, Tuning(tile_n=128, stages=5, chunks=2)]
+    if product.promote == 128:
+        return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
+    if product.promote:
+        return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
+    # An instruction with more columns takes less energy for each, and a training step
+    # has all the power that a GPU may draw; turns store beside the next tile's sums.
+    turns = functools.partial(Tuning, together=False)
+    wide = {"tile_n": 160, "stages": 5}
+    wider = {"tile_n": 192, "stages": 4}
+    low = {"tile_m": 64, "tile_n": 256, "stages": 4}
+    lows = [turns(**low, cluster="m"), turns(**low, cluster="m", width=16)]
+    if product.group:
+        return [
+            turns(**narrow),
+            turns(**narrow, width=4),
+            turns(**narrow, cluster="m"),
+            turns(**wide, width=4),
+            turns(**wider, cluster="m"),
+            turns(**wider, width=4),
+            *lows,
+        ]
+    tall = {"tile_m": 256, "tile_n": 128}
+    if product.heads:
+        return [
+            *lows,
+            turns(**narrow),
+            turns(**narrow, width=4),
+            turns(**narrow, cluster="m"),
+            Tuning(**tall, cluster="n"),
+        ]
+    large = {"tile_m": 256, "tile_n": 192, "stages": 3}
+    transposed = [
+        Tuning(**large, transposed=True),
+        Tuning(**large, cluster="n", transposed=True),
+        turns(**wider, cluster="m", transposed=True),
+        turns(**wider, width=16, transposed=True),
+    ]
+    return [
+        Tuning(width=16),
+        Tuning(width=4),
+        Tuning(),
+        Tuning(cluster="m"),
+        Tuning(cluster="m", width=4),
+        Tuning(**tall, cluster="n"),
+        turns(**wider, cluster="m"),
+        turns(**wider, width=4),
+        turns(**wider, width=16),
+        Tuning(**large),
+        Tuning(**large, cluster="n"),
+        *lows,
+        turns(**wide),
+        turns(**narrow, cluster="m"),
+        turns(**narrow),
+        Tuning(tile_n=224),
+        *(transposed if _transposable(product) else []),
+    ]
+
+
+def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
+    """Why an output cannot be computed in these tiles; None if it can."""
+    tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
+    if tuning.transposed:
+        if not _transposable(product) or tuning.tile_n % PIECE_M or n % PIECE_M:
+            return f"{tiles} of the transpose: bfloat16, one scale, n by {PIECE_M}"
+        m, n = n, m
+    if m < tuning.span[0] or n < tuning.span[1]:
+        pair = f", two along {tuning.cluster}" if tuning.cluster else ""
+        return f"{m} x {n} is less than {tiles}{pair}"
+    least = _SWIZZLED // jnp.dtype(product.out_dtype).itemsize
+    if (columns := tuning.store_n(product)) < least:
+        return f"tiles need a multiple of {least} columns, got {tuning.tile_n}"
+    if n % columns:
+        return f"n must be a multiple of {columns}, got {n}"
+    if tuning.height % PIECE_M or tuning.tile_n % tuning.parts:
+        return f"{PIECE_M} rows a warpgroup and equal parts are needed, got {tuning}"
+    if product.scaling == "blocks" and tuning.tile_n != BLOCK:
+        return f"tiles need the {BLOCK} columns of a block, got {tuning.tile_n}"
+    if product.heads and (
+        tuning.tile_n % product.heads.size or product.heads.size % columns
+    ):
+        return f"{tiles} are no whole heads of {product.heads.size}"
+    return None
+
+
+def _transposable(product: Product) -> bool:
+    """Whether tiles of its transpose can compute it, which are stored in squares."""
+    plain = dataclasses.replace(product, maxima=False)
+    return plain == Product(out_dtype=jnp.dtype(jnp.bfloat16))
+
+
+def needs(product: Product) -> str:
+    """What an output has to be for any of the candidates."""
+    tried = candidates(product)
+    rows, columns = (min(t.span[i] for t in tried) for i in (0, 1))
+    multiple = min(t.store_n(product) for t in tried)
+    heads = f", heads that divide {columns}" if product.heads else ""
+    return f"{rows} x {columns} or more, n a multiple of {multiple}{heads}"
+
+
+def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
+    """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
+    measured = _table().get(key(product, m, n, k))
+    # With a scale for each row XLA writes the product in float32 first; for maxima it
+    # reads it again.
+    plain = product.scaling != "rows" and not product.maxima
+    if measured and measured["xla"] and plain:
+        return None
+    return tiles(product, m, n, k)
+
+
+def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
+    """The fastest tiles for the shape, or what is taken unmeasured.
+
+    Those that transpose do not do for products of the shape with a scale for each row.
+    """
+    if measured := _table().get(key(product, m, n, k)):
+        fastest = Tuning(**measured["tiles"])
+        if obstacle(product, fastest, m, n) is None:
+            return fastest
+    return heuristic(product, m, n)
+
+
+def heuristic(product: Product, m: int, n: int) -> Tuning | None:
+    """The first candidate that computes little twice; None if none is able to.
+
+    Thread blocks with few tiles each are not paired: they would wait for one another.
+    """
+    tried = (t for t in candidates(product) if not t.transposed)
+    able = [t for t in tried if obstacle(product, t, m, n) is None]
+    found = [t for t in able if t.cluster is None or m * n >= _PAIRED] or able
+    frugal = (t for t in found if _computed(t, m, n) <= 1.03 * m * n)
+    return next(frugal, min(found, key=lambda t: _computed(t, m, n), default=None))
+
+
+def _computed(tuning: Tuning, m: int, n: int) -> int:
+    """Elements of the output that are computed, some of them twice."""
+    rows, columns = tuning.span
+    return -(-m // rows) * rows * -(-n // columns) * columns
+
+
+def key(product: Product, m: int, n: int, k: int) -> str:
+    """The table's name for a product of a shape."""
+    kind = product.scaling if product.scaling == "blocks" else "tensor"
+    kind += f", promote {product.promote}" if product.promote else ""
+    kind += f", groups of {product.group}" if product.group else ""
+    kind += f", heads of {product.heads.size}" if product.heads else ""
+    kind += ", added" if product.accumulate else ""
+    return f"{m} x {n} x {k}, {kind}"
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    return json.loads(TABLE.read_text())["tuning"] if TABLE.exists() else {}

@@ -1,0 +1,271 @@
+"""RMSNorm and LayerNorm between FP8 arrays of any shape."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.checks import check_shape, scalar
+from pallas_kernels.mosaic.rows import Norm, Params, Rows, Tuning, obstacle
+from pallas_kernels.numerics import GROUP, Groups, NormKind
+from pallas_kernels.ops.norm import kernel as norm_kernel
+from pallas_kernels.ops.norm import reference
+from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
+from pallas_kernels.ops.quantize.api import Wanted, transpose, wanted
+
+_PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
+
+
+def norm(
+    x: Float[Array, "... n"] | Groups,
+    weight: Float[Array, " n"] | None = None,
+    bias: Float[Array, " n"] | None = None,
+    *,
+    kind: NormKind = "rms",
+    eps: float = 1e-5,
+    scale: Float[Array, ""] | Literal["row"] | None = None,
+    copies: Wanted = "row",
+    keep_groups: bool = False,
+    add: Float[Array, "... n"] | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Normed:
+    """Norms rows, in float32, and quantizes what comes out, or what came in.
+
+    Args:
+      x: Rows, bfloat16, or as groups of 16: e4m3 codes [..., n] and bfloat16 scales
+        [..., ceil(n / 16)].
+      weight: What the normed rows are multiplied with, bfloat16 or float32.
+      bias: What is added to them then.
+      kind: "rms" divides by the root mean square, "layer" standardizes.
+      eps: What is added to the mean square, or to the variance.
+      scale: None returns bfloat16, and each row's maximum; a float32 scalar e4m3 codes
+        of y / scale; "row" e4m3 codes with a scale for each row, its maximum over 448.
+      copies: Which of y and its transpose [n, tokens] to return, for a scalar `scale`;
+        `transpose` makes it of y.
+      keep_groups: Whether to return x in groups of 16 as well.
+      add: Added to x first, bfloat16; the norm is that of the sum, rounded.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If the arguments contradict each other, or the kernel was named and
+        cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import norm
+      >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)
+      >>> norm(x, eps=0.0).y.tolist()
+      [[1.0, -1.0]]
+      >>> norm(x, eps=0.0, scale="row").y.tolist()
+      [[448.0, -448.0]]
+    """
+    _check(kind, scale, copies)
+    _check_shapes(x, {"weight": weight, "bias": bias}, {"add": add})
+    if isinstance(x, Groups) and (keep_groups or add is not None):
+        raise ValueError("keep_groups and add need a bfloat16 x, got groups")
+    scale = scalar("scale", scale, None, "row")
+    how = {"kind": kind, "eps": float(eps)}
+    chosen = dispatch.choose(
+        implementation,
+        _obstacle(x, weight, bias, add),
+        operation="norm",
+        arrays=(x, weight, bias, add),
+    )
+    if chosen == "reference":
+        out = reference.norm(
+            x, weight, bias, scale=scale, keep_groups=keep_groups, add=add, **how
+        )
+    else:
+        out = _forward(x, weight, bias, scale, keep_groups, add, how, tuning)
+    if copies == "row":
+        return out
+    transposed = _transposed(out.y, chosen)
+    return out._replace(y=out.y if copies == "both" else None, transposed=transposed)
+
+
+def norm_grad(
+    x: Float[Array, "... n"] | Groups,
+    dy: Float[Array, "... n"],
+    weight: Float[Array, " n"] | None = None,
+    *,
+    kind: NormKind = "rms",
+    eps: float = 1e-5,
+    with_bias: bool = False,
+    y_scale: Float[Array, ""] | None = None,
+    add: Float[Array, "... n"] | None = None,
+    keep_maxima: bool = False,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> NormGrads:
+    """The gradients of `norm` from its input, as it was saved.
+
+    Args:
+      x: As for `norm`.
+      dy: The gradient with respect to the norm's output, bfloat16.
+      weight: As for `norm`; None if there was none.
+      kind: As for `norm`.
+      eps: As for `norm`.
+      with_bias: Whether to return a bias' gradient too.
+      y_scale: Returns the norm's output again, of a norm without a bias, as transposed
+        e4m3 codes of y / y_scale, as the weights' gradient wants it.
+      add: Added to dx before it is rounded, bfloat16: the gradient that goes around
+        the norm.
+      keep_maxima: Whether to return the largest magnitudes of parts of dx as well, as
+        `maxima` finds them.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If `kind` is unknown, shapes do not go together, or the kernel was
+        named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import norm_grad
+      >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)
+      >>> norm_grad(x, jnp.ones_like(x), jnp.ones(2), eps=0.0).dweight.tolist()
+      [1.0, -1.0]
+    """
+    _check(kind)
+    _check_shapes(x, {"weight": weight}, {"dy": dy, "add": add})
+    y_scale = scalar("y_scale", y_scale, None)
+    if with_bias and y_scale is not None:
+        raise ValueError("y_scale is for norms without a bias")
+    how = {"kind": kind, "eps": float(eps)}
+    given = {"with_bias": with_bias, "y_scale": y_scale, "add": add}
+    given |= {"keep_maxima": keep_maxima}
+    chosen = dispatch.choose(
+        implementation,
+        _obstacle(x, weight, None, add, dy),
+        operation="norm_grad",
+        arrays=(x, dy, weight, add),
+    )
+    if chosen == "reference":
+        out = reference.norm_grad(x, dy, weight, **given, **how)
+    else:
+        out = _backward(x, dy, weight, **given, how=how, tuning=tuning)
+    return out._replace(y=None if out.y is None else _transposed(out.y, chosen))
+
+
+def _transposed(y: Array, chosen: dispatch.Implementation) -> Array:
+    # The kernel, where it can run, if the norm's does.
+    return transpose(y, implementation=None if chosen == "mosaic" else "reference")
+
+
+def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
+    if kind not in ("rms", "layer"):
+        raise ValueError(f"kinds of norms are 'rms' and 'layer', got {kind!r}")
+    if isinstance(scale, str) and scale != "row":
+        raise ValueError(f"a scale is a scalar, 'row' or None, got {scale!r}")
+    _, transposed = wanted(copies)
+    if transposed and (scale is None or isinstance(scale, str)):
+        raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
+
+
+def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
+    """Raises ValueError unless arrays have the columns or the shape of `x`."""
+    shape = jax.tree.leaves(x)[0].shape
+    if isinstance(x, Groups):
+        check_shape("scales", x.scale, (*shape[:-1], -(-shape[-1] // GROUP)))
+    for name, array in of_columns.items():
+        check_shape(name, array, shape[-1:])
+    for name, array in of_rows.items():
+        check_shape(name, array, shape)
+
+
+def _obstacle(x, weight, bias, *others) -> str | None:
+    """Why the kernel cannot run; None if it can."""
+    codes = jax.tree.leaves(x)[0]
+    if isinstance(x, Groups) and codes.dtype != CODES:
+        return f"codes must be float8_e4m3fn, got {codes.dtype}"
+    for array in others if isinstance(x, Groups) else (x, *others):
+        if array is not None and array.dtype != jnp.bfloat16:
+            return f"rows must be bfloat16, got {array.dtype}"
+    for array in (weight, bias):
+        if array is not None and array.dtype not in _PARAM_DTYPES:
+            return f"parameters must be bfloat16 or float32, got {array.dtype}"
+    return obstacle(codes.shape)
+
+
+def _rows(x, add=None, dy=None) -> Rows:
+    if isinstance(x, Groups):
+        x = Groups(_grouped(x.codes), x.scale.reshape(-1))
+    else:
+        x = _grouped(x)
+    return Rows(x, _grouped(add), _grouped(dy))
+
+
+def _grouped(x: Array | None) -> Array | None:
+    return None if x is None else x.reshape(-1, GROUP)
+
+
+def _forward_tuning(n: int) -> Tuning:
+    # So many thread blocks have registers enough on a multiprocessor.
+    return Tuning(ctas=8 if n <= 2048 else 3, stages=3)
+
+
+def _backward_tuning(kind: NormKind, n: int) -> Tuning:
+    if kind == "rms" and 8192 < n <= 11264:
+        # Registers are for rows, as long as they have room for them, before sums.
+        return Tuning(ctas=2, stages=3, held=n, sums=32)
+    return Tuning(ctas=2, stages=3)
+
+
+def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
+    rows = _rows(x, add)
+    shape = jax.tree.leaves(x)[0].shape
+    scaled_rows = isinstance(scale, str)
+    y_scale = None if scale is None or scaled_rows else scale.reshape(1)
+    out = norm_kernel.forward(
+        Norm(n=shape[-1], **how),
+        rows,
+        Params(_grouped(weight), _grouped(bias)),
+        y_scale,
+        scaled_rows=scaled_rows,
+        keep_groups=keep_groups,
+        tuning=tuning or _forward_tuning(shape[-1]),
+    )
+    largest = out.largest
+    if largest is not None:
+        largest = lax.reduce_precision(largest, 8, 7).reshape(shape[:-1])
+    groups = out.groups
+    if groups is not None:
+        scale = groups.scale.reshape(*shape[:-1], -1)
+        groups = Groups(groups.codes.reshape(shape), scale)
+    return Normed(
+        y=out.y.reshape(shape),
+        largest=largest,
+        scale=None if out.scale is None else out.scale.reshape(shape[:-1]),
+        groups=groups,
+        total=None if out.total is None else out.total.reshape(shape),
+    )
+
+
+def _backward(
+    x, dy, weight, with_bias, y_scale, add, keep_maxima, how, tuning
+) -> NormGrads:
+    n = dy.shape[-1]
+    out = norm_kernel.backward(
+        Norm(n=n, **how),
+        _rows(x, add, dy),
+        Params(_grouped(weight)),
+        None if y_scale is None else y_scale.reshape(1),
+        with_bias=with_bias,
+        keep_maxima=keep_maxima,
+        tuning=tuning or _backward_tuning(how["kind"], n),
+    )
+
+    def total(partial):
+        return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
+
+    return out._replace(
+        dx=out.dx.reshape(dy.shape),
+        dweight=total(out.dweight),
+        dbias=total(out.dbias),
+        y=None if out.y is None else out.y.reshape(dy.shape),
+    )

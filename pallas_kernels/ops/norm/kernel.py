@@ -1,0 +1,259 @@
+"""The norms' kernels: every array is read once, and every result written once."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.mosaic.codec import LANES, encode_groups, largest_of, strip_layout
+from pallas_kernels.mosaic.rows import (
+    Norm,
+    Params,
+    Rows,
+    Share,
+    Tuning,
+    reduced,
+)
+from pallas_kernels.numerics import GROUP, Groups, reciprocal, row_scale
+from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
+
+_MAX = float(jnp.finfo(jnp.float32).max)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("norm", "scaled_rows", "keep_groups", "tuning")
+)
+def forward(
+    norm: Norm,
+    rows: Rows,
+    params: Params,
+    y_scale: Array | None,
+    *,
+    scaled_rows: bool,
+    keep_groups: bool,
+    tuning: Tuning,
+) -> Normed:
+    """Norms `rows`; `y_scale` is that of per-tensor codes, [1]."""
+    share = Share.of(rows, norm.n, tuning)
+    groups = share.steps * share.rows * share.groups
+    tokens = groups // share.groups
+    wide = y_scale is None and not scaled_rows
+
+    def like(dtype, shape=(groups, GROUP)):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    kept = Groups(like(CODES), like(jnp.bfloat16, (groups,)))
+    outputs = Normed(
+        y=like(jnp.bfloat16 if wide else CODES),
+        largest=like(jnp.float32, (tokens,)) if wide else None,
+        scale=like(jnp.float32, (tokens,)) if scaled_rows else None,
+        groups=kept if keep_groups else None,
+        total=None if rows.add is None else like(jnp.bfloat16),
+    )
+
+    def kernel(rows, params, y_scale, out):
+        weight, bias = (norm.loader(ref, tuning.params) for ref in params)
+        inverse = _inverse(norm, y_scale)
+
+        def read(row, index, tile):
+            x = norm.load(row.x, tile)
+            if out.total is not None:
+                x = (x + norm.load(row.add, tile)).astype(jnp.bfloat16)
+                mosaic.store(norm.tile(share.row(out.total, index), tile), x)
+                x = x.astype(jnp.float32)
+            if out.groups is not None:
+                for ref, value in zip(out.groups, encode_groups(x, CODES), strict=True):
+                    mosaic.store(norm.tile(share.row(ref, index), tile), value)
+            return x
+
+        def row(row, index, _):
+            x = [read(row, index, tile) for tile in norm.tiles]
+            mean = norm.mean(x.__getitem__)
+            y = [norm.centered(x, mean) for x in x]
+            factor = norm.rate(norm.average(y * y for y in y))
+            if params.weight is not None:
+                y = [y * weight(tile) for tile, y in enumerate(y)]
+            if params.bias is not None:
+                y = [y * factor + bias(tile) for tile, y in enumerate(y)]
+                factor = 1.0
+            # The factor is left to the end, so that it takes the scale along.
+            if inverse is not None:
+                # Finite, or zeros would not stay zeros.
+                factor = jnp.minimum(factor * inverse, _MAX)
+            elif out.scale is not None:
+                largest = _largest(y)
+                scale = row_scale(largest, CODES)
+                out.scale[index] = scale * factor
+                factor = 1 / scale
+            else:
+                out.largest[index] = _largest(y) * factor
+            for tile in norm.tiles:
+                to = norm.tile(share.row(out.y, index), tile)
+                mosaic.store(to, (y[tile] * factor).astype(out.y.dtype))
+
+        share.over(row, rows)
+
+    return share.launch("norm", kernel, outputs, rows, params, y_scale)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("norm", "with_bias", "keep_maxima", "tuning")
+)
+def backward(
+    norm: Norm,
+    rows: Rows,
+    params: Params,
+    y_scale: Array | None,
+    *,
+    with_bias: bool,
+    keep_maxima: bool,
+    tuning: Tuning,
+) -> NormGrads:
+    """The gradients; those of parameters by thread block, [ctas * n / 16, 16].
+
+    `y_scale` is that of the output's codes, [1], if they are wanted.
+    """
+    n, groups = norm.n, norm.n // GROUP
+    count = (params.weight is not None) + with_bias
+    in_shared = [
+        tile
+        for tile in norm.tiles
+        if count * norm.groups(range(tile + 1)) * GROUP > tuning.sums * LANES
+    ]
+    shape = norm.groups(in_shared), GROUP
+    scratch = (plgpu.SMEM(shape, jnp.float32),) * count if in_shared else ()
+    share = Share.of(rows, n, tuning, other_bytes=len(scratch) * math.prod(shape) * 4)
+    partial = jax.ShapeDtypeStruct((share.ctas * groups, GROUP), jnp.float32)
+    outputs = NormGrads(
+        dx=jax.ShapeDtypeStruct(rows.dy.shape, jnp.bfloat16),
+        dweight=None if params.weight is None else partial,
+        dbias=partial if with_bias else None,
+        y=None if y_scale is None else jax.ShapeDtypeStruct(rows.dy.shape, CODES),
+        largest=jax.ShapeDtypeStruct((share.ctas,), jnp.float32)
+        if keep_maxima
+        else None,
+    )
+
+    def kernel(rows, params, y_scale, out, *scratch):
+        inverse = _inverse(norm, y_scale)
+        sums = _Sums(norm, in_shared, scratch)
+        weight = norm.loader(params.weight, tuning.params)
+
+        # Of long rows tiles are read from shared memory again, lest they fill the
+        # registers.
+        def row(row, index, carry):
+            so_far, largest = carry
+            held = norm.n <= tuning.held
+            load_x, dy = (norm.loader(ref, tuning.held) for ref in (row.x, row.dy))
+            mean = norm.mean(load_x)
+
+            def weighted(tile):
+                return dy(tile) if params.weight is None else dy(tile) * weight(tile)
+
+            def products(tile):
+                x, g = norm.centered(load_x(tile), mean), weighted(tile)
+                return (x * x, x * g, g) if norm.kind == "layer" else (x * x, x * g)
+
+            def standardized(tile):
+                x = load_x(tile) * rate if held else norm.load(row.x, tile, rate)
+                return norm.centered(x, mean * rate)
+
+            square, along, *level = norm.average(map(products, norm.tiles))
+            rate = norm.rate(square)
+            along = along * rate
+            for tile in norm.tiles:
+                x = standardized(tile)
+                dx = weighted(tile) - x * along
+                dx = (dx - level[0] if level else dx) * rate
+                if row.add is not None:
+                    dx = dx + norm.load(row.add, tile)
+                to = norm.tile(share.row(out.dx, index), tile)
+                mosaic.store(to, dx.astype(jnp.bfloat16))
+                if keep_maxima:
+                    so_far_of_shape = largest[dx.shape]
+                    largest |= {dx.shape: jnp.maximum(so_far_of_shape, jnp.abs(dx))}
+                if inverse is not None:
+                    y = x if params.weight is None else x * weight(tile)
+                    to = norm.tile(share.row(out.y, index), tile)
+                    mosaic.store(to, (y * inverse).astype(CODES))
+                more = NormGrads(None, dy(tile) * x, dy(tile))
+                so_far = sums.add(so_far, tile, _present(more, of_params))
+            return so_far, largest
+
+        of_params = out._replace(dx=None, y=None, largest=None)
+        cta = lax.axis_index("cta")
+        own = [share.row(ref, cta) for ref in _present(out, of_params)]
+        shapes = map(norm.shape, norm.tiles if keep_maxima else ())
+        largest = {shape: _zeros(shape) for shape in shapes}
+        so_far, largest = share.over(row, rows, (sums.start(len(own)), largest))
+        sums.write(so_far, own)
+        if keep_maxima:
+            out.largest[cta] = largest_of(largest.values(), jnp.bfloat16)
+
+    arrays = rows, params, y_scale
+    return share.launch("norm_grad", kernel, outputs, *arrays, scratch=scratch)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """Sums of rows: lists of tiles, of which the last are in shared memory."""
+
+    norm: Norm
+    shared: list[int]
+    refs: tuple[Any, ...]
+
+    def start(self, count: int) -> list[list[Array]]:
+        zeros = [_zeros(shape) for shape in map(self.norm.shape, self.norm.tiles)]
+        for ref in self.refs:
+            for tile in self.shared:
+                mosaic.store(self._tile(ref, tile), zeros[tile])
+        return [zeros[: len(zeros) - len(self.shared)]] * count
+
+    def add(self, sums: list[list[Array]], tile: int, more: list[Array]) -> list:
+        if tile not in self.shared:
+            pairs = zip(sums, more, strict=True)
+            return [[*s[:tile], s[tile] + x, *s[tile + 1 :]] for s, x in pairs]
+        for ref, x in zip(self.refs, more, strict=True):
+            mosaic.store(self._tile(ref, tile), self._load(ref, tile) + x)
+        return sums
+
+    def write(self, sums: list[list[Array]], to: list[Any]) -> None:
+        for j, ref in enumerate(to):
+            for tile in self.norm.tiles:
+                shared = tile in self.shared
+                total = self._load(self.refs[j], tile) if shared else sums[j][tile]
+                mosaic.store(self.norm.tile(ref, tile), total)
+
+    def _tile(self, ref: Any, tile: int) -> Any:
+        return self.norm.tile(ref, tile, self.shared[0])
+
+    def _load(self, ref: Any, tile: int) -> Array:
+        return self.norm.load(ref, tile, first=self.shared[0])
+
+
+def _zeros(shape: tuple[int, int]) -> Array:
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), strip_layout(shape))
+
+
+def _present(values: NormGrads, refs: NormGrads) -> list[Any]:
+    """The values that there are refs for."""
+    return [x for x, ref in zip(values, refs, strict=True) if ref is not None]
+
+
+def _inverse(norm: Norm, scale: Any) -> Array | None:
+    """1 / scale, of a ref to one or None."""
+    if scale is None:
+        return None
+    # Bits of arrays, not of scalars, are taken for floats.
+    return reciprocal(jnp.broadcast_to(scale[0], norm.shape(0)))[0, 0]
+
+
+def _largest(x: list[Array]) -> Array:
+    return reduced(jnp.maximum, jnp.max, map(jnp.abs, x))

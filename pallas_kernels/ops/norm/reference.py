@@ -1,0 +1,153 @@
+"""RMSNorm and LayerNorm between FP8 arrays, in jnp."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from pallas_kernels.numerics import (
+    GROUP,
+    Groups,
+    NormKind,
+    code_max,
+    magnitude,
+    reciprocal,
+    row_scale,
+)
+from pallas_kernels.ops.quantize.reference import (
+    dequantize_groups,
+    maxima,
+    quantize_groups,
+)
+
+CODES = jnp.float8_e4m3fn
+
+
+class Normed(NamedTuple):
+    """What `norm` returns; None where it was not asked for.
+
+    Attributes:
+      y: The normed rows [..., n], bfloat16, or float8_e4m3fn where a scale is given.
+      transposed: `y` as [n, tokens], if its copies are "transposed" or "both".
+      largest: The largest magnitude of each row of a bfloat16 `y`, float32 [...].
+      scale: The scale of each row, float32 [...], with scale="row".
+      groups: x quantized in groups of 16: e4m3 codes and bfloat16 scales.
+      total: x + add, bfloat16.
+    """
+
+    y: Array | None
+    transposed: Array | None = None
+    largest: Array | None = None
+    scale: Array | None = None
+    groups: Groups | None = None
+    total: Array | None = None
+
+
+class NormGrads(NamedTuple):
+    """What `norm_grad` returns; None where it was not asked for.
+
+    Attributes:
+      dx: The gradient with respect to the norm's input, bfloat16 [..., n].
+      dweight: That of the weight, float32 [n].
+      dbias: That of the bias, float32 [n].
+      y: The norm's output again, float8_e4m3fn [n, tokens].
+      largest: The largest magnitudes of parts of `dx`, float32 [parts].
+    """
+
+    dx: Array
+    dweight: Array | None
+    dbias: Array | None
+    y: Array | None = None
+    largest: Array | None = None
+
+
+def norm(
+    x: Float[Array, "... n"] | Groups,
+    weight: Float[Array, " n"] | None,
+    bias: Float[Array, " n"] | None,
+    *,
+    kind: NormKind,
+    eps: float,
+    scale: Array | Literal["row"] | None,
+    keep_groups: bool,
+    add: Float[Array, "... n"] | None,
+) -> Normed:
+    """See `pallas_kernels.ops.norm.api`; without the transposed copy."""
+    wide, total = _wide(x), None
+    if add is not None:
+        wide = lax.reduce_precision(wide + add.astype(jnp.float32), 8, 7)
+        total = wide.astype(jnp.bfloat16)
+    standard, _ = standardized(wide, kind, eps)
+    y = standard if weight is None else standard * weight.astype(jnp.float32)
+    y = y if bias is None else y + bias.astype(jnp.float32)
+    result = _encoded(y, scale)
+    groups = quantize_groups(wide, dtype=CODES, group=GROUP) if keep_groups else None
+    return result._replace(groups=groups, total=total)
+
+
+def norm_grad(
+    x: Float[Array, "... n"] | Groups,
+    dy: Float[Array, "... n"],
+    weight: Float[Array, " n"] | None,
+    *,
+    kind: NormKind,
+    eps: float,
+    with_bias: bool,
+    y_scale: Float[Array, ""] | None,
+    add: Float[Array, "... n"] | None,
+    keep_maxima: bool,
+) -> NormGrads:
+    """See `pallas_kernels.norm_grad`; with `y` as its rows."""
+    standard, rate = standardized(_wide(x), kind, eps)
+    dy = dy.astype(jnp.float32)
+    w = 1.0 if weight is None else weight.astype(jnp.float32)
+    g = dy * w
+    along = jnp.mean(g * standard, axis=-1, keepdims=True)
+    dx = g - standard * along
+    if kind == "layer":
+        dx = dx - jnp.mean(g, axis=-1, keepdims=True)
+    dx = dx * rate
+    if add is not None:
+        dx = dx + add.astype(jnp.float32)
+    dx = dx.astype(jnp.bfloat16)
+    tokens = tuple(range(dy.ndim - 1))
+    return NormGrads(
+        dx=dx,
+        dweight=None if weight is None else jnp.sum(dy * standard, axis=tokens),
+        dbias=jnp.sum(dy, axis=tokens) if with_bias else None,
+        y=None if y_scale is None else _encoded(standard * w, y_scale).y,
+        largest=maxima(dx) if keep_maxima else None,
+    )
+
+
+def standardized(
+    x: Float[Array, "... n"], kind: NormKind, eps: float
+) -> tuple[Float[Array, "... n"], Float[Array, "... 1"]]:
+    """Rows over their root mean square, or standard deviation; and what it took."""
+    if kind == "layer":
+        x = x - jnp.mean(x, axis=-1, keepdims=True)
+    rate = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * rate, rate
+
+
+def _wide(x: Array | Groups) -> Array:
+    if isinstance(x, Groups):
+        return dequantize_groups(x, dtype=jnp.float32)
+    return x.astype(jnp.float32)
+
+
+def _encoded(y: Array, scale: Array | str | None) -> Normed:
+    if scale is None:
+        largest = lax.reduce_precision(magnitude(y, axis=-1), 8, 7)
+        return Normed(y.astype(jnp.bfloat16), largest=largest)
+    if not isinstance(scale, str):
+        return Normed(_codes(y * reciprocal(scale)))
+    rows = row_scale(magnitude(y, axis=-1), CODES)
+    return Normed(_codes(y * (1 / rows)[..., None]), scale=rows)
+
+
+def _codes(x: Array) -> Array:
+    codes = jnp.clip(x, -code_max(CODES), code_max(CODES)).astype(CODES)
+    # Without the barrier XLA may cancel a conversion to 8 bits and back.
+    return lax.optimization_barrier(codes)

@@ -1,0 +1,1 @@
+"""Quantization by group, row and tensor, maxima, scales and transposes."""

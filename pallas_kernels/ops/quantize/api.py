@@ -1,0 +1,412 @@
+"""Quantization to FP8 codes and back, of arrays of any shape."""
+
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.checks import (
+    CODES,
+    WIDE,
+    check_dtype,
+    check_group,
+    scalar,
+)
+from pallas_kernels.mosaic import elementwise, strips
+from pallas_kernels.mosaic.codec import decode
+from pallas_kernels.mosaic.rows import Tuning as NormTuning
+from pallas_kernels.mosaic.rows import obstacle as rows_obstacle
+from pallas_kernels.mosaic.strips import Encoding, Tuning
+from pallas_kernels.numerics import Copies, Groups, behind
+from pallas_kernels.ops.quantize import maxima as maxima_kernel
+from pallas_kernels.ops.quantize import reference
+from pallas_kernels.ops.quantize import rows as rows_kernel
+
+_LONGEST_ROW = 24576  # That lanes have registers for.
+# Which of an array and its transpose.
+Wanted = Literal["row", "transposed", "both"]
+
+
+def quantize_groups(
+    x: Float[Array, "... n"],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    group: int = 16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Groups:
+    """Quantizes with one scale for every `group` neighbours on the last axis.
+
+    A group's scale is its largest magnitude over the format's, rounded to bfloat16;
+    codes are rounded to nearest even after multiplication by the stored scale's
+    reciprocal, and saturate. Magnitudes below 1.2e-38 count as zero; a group with a NaN
+    or an infinity is NaN altogether. A last axis that groups do not divide has a short
+    last group.
+
+    Args:
+      x: bfloat16 or float32.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      group: Elements of a group.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantize_groups, quantize_groups
+      >>> groups = quantize_groups(jnp.full((2, 32), 7.0), group=16)
+      >>> groups.codes.dtype, groups.scale.shape
+      (dtype(float8_e4m3fn), (2, 2))
+      >>> float(dequantize_groups(groups).max())
+      7.0
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    group = check_group(group)
+    obstacle = flat_obstacle(x, group)
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="quantize_groups", arrays=(x,)
+    )
+    if chosen == "reference":
+        return reference.quantize_groups(x, dtype=dtype, group=group)
+    (out,) = elementwise.run(
+        _numbers,
+        (flat(x),),
+        name="quantize_groups",
+        encoding=Encoding(groups=dtype),
+        group=group,
+        tuning=tuning,
+    )
+    codes, scale = out.groups
+    return Groups(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+
+
+def quantize_rows(
+    x: Float[Array, "... n"],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    implementation: dispatch.Implementation | None = None,
+    tuning: NormTuning | None = None,
+) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+    """Quantizes with one scale for each row, as `matmul` takes them of activations.
+
+    Codes and scales are those of `quantize_groups` with a group for each row.
+
+    Args:
+      x: bfloat16 or float32.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Returns:
+      Codes, and float32 scales.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantize_rows
+      >>> codes, scale = quantize_rows(jnp.array([[1.0, -2.0], [28.0, 7.0]]))
+      >>> codes.tolist(), scale.shape
+      ([[224.0, -448.0], [448.0, 112.0]], (2,))
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    chosen = dispatch.choose(
+        implementation,
+        rows_obstacle(x.shape, _LONGEST_ROW),
+        operation="quantize_rows",
+        arrays=(x,),
+    )
+    if chosen == "reference":
+        return reference.quantize_rows(x, dtype=dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    # So many thread blocks have registers enough on a multiprocessor.
+    tuning = tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
+    codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
+    return codes.reshape(x.shape), scale.reshape(x.shape[:-1])
+
+
+def dequantize_groups(
+    groups: Groups,
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "... n"]:
+    """The numbers that groups stand for, code * scale in float32, as `dtype`.
+
+    A short last group belongs to groups of a power of two. See `quantize_groups` for
+    an example.
+
+    Raises:
+      ValueError: If a dtype is not what groups or numbers have, or the kernel was named
+        and cannot run.
+    """
+    check_dtype("codes", groups.codes.dtype, CODES)
+    check_dtype("numbers", dtype, WIDE)
+    group, count = groups.group, groups.scale.shape[-1]
+    of_rows = (*groups.codes.shape[:-1], count)
+    groups = groups._replace(scale=jnp.broadcast_to(groups.scale, of_rows))
+    obstacle = flat_obstacle(groups.codes, max(group, 1))
+    if group * count != groups.codes.shape[-1]:
+        obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="dequantize_groups", arrays=groups
+    )
+    if chosen == "reference":
+        return reference.dequantize_groups(groups, dtype=dtype)
+    (out,) = elementwise.run(
+        _numbers,
+        (Groups(flat(groups.codes), flat(groups.scale)),),
+        name="dequantize_groups",
+        encoding=Encoding(wide=dtype),
+        group=group,
+        tuning=tuning,
+    )
+    return out.wide.reshape(groups.codes.shape)
+
+
+def maxima(
+    x: Float[Array, "..."],
+    *more: Float[Array, "..."],
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, " k"]:
+    """The largest magnitudes of parts of all arrays, float32; NaN of one with a NaN.
+
+    Their maximum is that of the arrays.
+
+    Args:
+      x: bfloat16 or float32.
+      *more: Likewise, of any shapes.
+      implementation: What to run; None means the kernel where it can run.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import maxima
+      >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
+      3.0
+    """
+    arrays = (x, *more)
+    for array in arrays:
+        check_dtype("x", array.dtype, WIDE)
+    obstacle = next(filter(None, map(flat_obstacle, arrays)), None)
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="maxima", arrays=arrays
+    )
+    if chosen == "reference":
+        return reference.maxima(*arrays)
+    return maxima_kernel.maxima(*arrays)
+
+
+def quantize_tensor(
+    x: Float[Array, "... n"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    copies: Wanted = "row",
+    keep_maxima: bool = False,
+    after: Array | None = None,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Copies:
+    """Quantizes with one scale, to codes of x / scale, and transposes the codes.
+
+    Codes are rounded to nearest even and saturate. Magnitudes below 1.2e-38 count as
+    zero. A scale that is NaN makes all codes NaN.
+
+    Args:
+      x: bfloat16 or float32.
+      scale: A float32 scalar. Powers of two lose nothing.
+      dtype: `float8_e4m3fn` or `float8_e5m2`.
+      copies: Which of the codes [..., n] and their transpose [n, tokens] to return;
+        tokens are all leading axes.
+      keep_maxima: Whether to return the largest magnitudes of parts of `x` as well, as
+        `maxima` does, for the scale of a later `x`.
+      after: An array that is not read, but computed before. XLA computes early what it
+        can, and may keep it for long.
+      implementation: What to run; None means the kernel where it can run.
+      tuning: How to lay the kernel over the GPU.
+
+    Raises:
+      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import quantize_tensor
+      >>> x = jnp.array([[1.0, 2.0], [3.0, 500.0]])
+      >>> both = quantize_tensor(x, jnp.float32(0.5), copies="both")
+      >>> both.transposed.tolist()
+      [[2.0, 6.0], [4.0, 448.0]]
+    """
+    check_dtype("codes", dtype, CODES)
+    check_dtype("x", x.dtype, WIDE)
+    scale = scalar("scale", scale)
+    row, transposed = wanted(copies)
+    obstacle = copies_obstacle(x.shape, transposed)
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="quantize_tensor", arrays=(x,)
+    )
+    if chosen == "reference":
+        scale = scale if after is None else behind(scale, after)
+        how = {"row": row, "transposed": transposed, "keep_maxima": keep_maxima}
+        return reference.quantize_tensor(x, scale, dtype=dtype, **how)
+    (out,) = elementwise.run(
+        _numbers,
+        (in_tokens(x) if transposed else flat(x),),
+        scale,
+        after=after,
+        name="quantize_tensor",
+        encoding=Encoding(
+            row=dtype if row else None,
+            transposed=dtype if transposed else None,
+            maxima=keep_maxima,
+        ),
+        tuning=tuning,
+    )
+    return copies_of(out, x.shape)
+
+
+def dequantize_tensor(
+    codes: Float[Array, "..."],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "..."]:
+    """The numbers that codes of one scale stand for, as `dtype`.
+
+    Raises:
+      ValueError: If a dtype is not what codes or numbers have, or the kernel was named
+        and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import dequantize_tensor
+      >>> codes = jnp.array([2.0, 448.0], jnp.float8_e4m3fn)
+      >>> dequantize_tensor(codes, jnp.float32(0.5)).tolist()
+      [1.0, 224.0]
+    """
+    check_dtype("codes", codes.dtype, CODES)
+    check_dtype("numbers", dtype, WIDE)
+    scale = scalar("scale", scale)
+    chosen = dispatch.choose(
+        implementation,
+        flat_obstacle(codes),
+        operation="dequantize_tensor",
+        arrays=(codes,),
+    )
+    if chosen == "reference":
+        return reference.dequantize_tensor(codes, scale, dtype=dtype)
+    (out,) = elementwise.run(
+        _scaled,
+        (flat(codes), scale),
+        name="dequantize_tensor",
+        encoding=Encoding(wide=dtype),
+        tuning=tuning,
+    )
+    return out.wide.reshape(codes.shape)
+
+
+def transpose(
+    codes: Float[Array, "... n"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+    tuning: Tuning | None = None,
+) -> Float[Array, "n tokens"]:
+    """FP8 codes with their last axis in front, and all others as one axis of tokens.
+
+    Raises:
+      ValueError: If codes are not `float8_e4m3fn` or `float8_e5m2`, or the kernel was
+        named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import transpose
+      >>> transpose(jnp.ones((2, 3, 4), jnp.float8_e5m2)).shape
+      (4, 6)
+    """
+    check_dtype("codes", codes.dtype, CODES)
+    obstacle = copies_obstacle(codes.shape, transposed=True)
+    chosen = dispatch.choose(
+        implementation, obstacle, operation="transpose", arrays=(codes,)
+    )
+    if chosen == "reference":
+        return reference.transpose(codes)
+    stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
+    (out,) = elementwise.run(
+        _as_stored,
+        (stored,),
+        name="transpose",
+        encoding=Encoding(transposed=stored.dtype),
+        tuning=tuning or Tuning(columns=128),
+    )
+    return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
+
+
+def wanted(copies: Wanted) -> tuple[bool, bool]:
+    """Whether codes are wanted as they are, and transposed."""
+    if copies not in ("row", "transposed", "both"):
+        raise ValueError(
+            f"copies must be 'row', 'transposed' or 'both', got {copies!r}"
+        )
+    return copies != "transposed", copies != "row"
+
+
+def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
+    """The codes of values of one part, whose shape was `shape`."""
+    row, transposed = out.row, out.transposed
+    return Copies(
+        None if row is None else row.reshape(shape),
+        None if transposed is None else transposed[0],
+        out.maxima,
+    )
+
+
+def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
+    """Why the kernels cannot write these copies of an array of `shape`, if so."""
+    size = math.prod(shape)
+    if not transposed:
+        return strips.obstacle(1, 1, size)
+    n = shape[-1]
+    return strips.obstacle(size // max(n, 1), 1, n, transposed=True)
+
+
+def flat_obstacle(x: Array, group: int | None = None) -> str | None:
+    """Why the kernels cannot read an array in any order, or by groups, if so."""
+    if group and x.shape[-1] % group:
+        return f"the last axis must be a multiple of {group}, got {x.shape[-1]}"
+    return strips.obstacle(1, 1, x.size, group=group or 16)
+
+
+def flat(x: Array) -> Array:
+    """All elements as one row, for `elementwise.run`."""
+    return x.reshape(1, 1, -1)
+
+
+def in_tokens(x: Array) -> Array:
+    """All axes but the last as rows, for `elementwise.run`."""
+    return x.reshape(-1, 1, x.shape[-1])
+
+
+def _numbers(x: Array | Groups) -> tuple[Array]:
+    return (decode(x),)
+
+
+def _scaled(x: Array, scale: Array) -> tuple[Array]:
+    return (decode(x) * scale,)
+
+
+def _as_stored(x: Array) -> tuple[Array]:
+    return (x,)

@@ -1,0 +1,101 @@
+"""Quantization by group, row and tensor, maxima and transposes, in jnp."""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels.numerics import (
+    Copies,
+    Groups,
+    code_max,
+    encode,
+    group_scale,
+    magnitude,
+    magnitude_bits,
+    normal,
+)
+
+
+def quantize_groups(
+    x: Float[Array, "... n"], *, dtype: DTypeLike, group: int
+) -> Groups:
+    """See `pallas_kernels.quantize_groups`."""
+    n, count = x.shape[-1], -(-x.shape[-1] // group)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
+    groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
+    codes, scale = _quantized(groups, dtype)
+    codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
+    return Groups(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
+
+
+def quantize_rows(
+    x: Float[Array, "... n"], *, dtype: DTypeLike
+) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+    """See `pallas_kernels.quantize_rows`."""
+    codes, scale = _quantized(x, dtype)
+    return lax.optimization_barrier(codes), scale
+
+
+def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
+    """Codes with a scale for each last axis, and the scales in float32."""
+    x = normal(x.astype(jnp.float32))
+    scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
+    return encode(x, scale[..., None], dtype), scale
+
+
+def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
+    """See `pallas_kernels.dequantize_groups`."""
+    n, count = groups.codes.shape[-1], groups.scale.shape[-1]
+    group = -(-n // max(count, 1))
+    # Of a short last group the length is unknown, but powers of two are meant.
+    group = group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
+    scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
+    return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def maxima(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
+    """See `pallas_kernels.maxima`."""
+    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
+    for x in arrays:
+        bits = magnitude_bits(x.astype(jnp.float32))
+        before = alike.get(x.shape)
+        alike[x.shape] = bits if before is None else jnp.maximum(before, bits)
+    largest = [jnp.max(bits, initial=0) for bits in alike.values()]
+    return lax.bitcast_convert_type(jnp.stack(largest), jnp.float32)
+
+
+def quantize_tensor(
+    x: Float[Array, "... n"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike,
+    row: bool,
+    transposed: bool,
+    keep_maxima: bool = False,
+) -> Copies:
+    """See `pallas_kernels.quantize_tensor`."""
+    x = x.astype(jnp.float32)
+    codes = lax.optimization_barrier(encode(normal(x), scale, dtype))
+    out = copies(codes, row=row, transposed=transposed)
+    return out._replace(largest=maxima(x) if keep_maxima else None)
+
+
+def dequantize_tensor(
+    codes: Float[Array, "..."], scale: Float[Array, ""], *, dtype: DTypeLike
+) -> Float[Array, "..."]:
+    """See `pallas_kernels.dequantize_tensor`."""
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
+    """See `pallas_kernels.transpose`."""
+    n = codes.shape[-1]
+    return codes.reshape(math.prod(codes.shape[:-1]), n).T
+
+
+def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copies:
+    """Those copies of codes that are wanted."""
+    return Copies(codes if row else None, transpose(codes) if transposed else None)

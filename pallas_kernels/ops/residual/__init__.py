@@ -1,0 +1,1 @@
+"""Residual additions that quantize their sum."""

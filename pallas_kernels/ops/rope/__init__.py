@@ -1,0 +1,1 @@
+"""Attention heads side by side again, with rotary embeddings undone."""

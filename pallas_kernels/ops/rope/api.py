@@ -1,0 +1,217 @@
+"""Gradients of attention's heads, rotated back, quantized and joined in one pass."""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from pallas_kernels import dispatch
+from pallas_kernels.checks import CODES, check_dtype, scalar
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
+from pallas_kernels.mosaic.elementwise import (
+    Encoded,
+    Sink,
+    outputs,
+    scratch_of,
+    strips_of,
+    tile_of,
+)
+from pallas_kernels.mosaic.strips import Encoding, Walk
+from pallas_kernels.numerics import GROUP, Copies
+from pallas_kernels.ops.rope import reference
+
+_LARGEST_HEAD = 128
+_STRIPS = 2  # Of both halves of a head that a thread block has.
+
+
+def join_heads(
+    q: Float[Array, "b s n d"],
+    k: Float[Array, "b s m d"],
+    v: Float[Array, "b s m d"],
+    cos: Float[Array, "s h"],
+    sin: Float[Array, "s h"],
+    scale: Float[Array, ""],
+    *,
+    dtype: DTypeLike = jnp.float8_e5m2,
+    keep_maxima: bool = False,
+    implementation: dispatch.Implementation | None = None,
+) -> Copies:
+    """Gradients of queries, keys and values as codes of those of their one product.
+
+    Queries and keys are rotated back, in float32: with angles' cosines and sines what
+    was [a, b], a head's halves, becomes [a cos + b sin, b cos - a sin]. For every key
+    head the result has its queries, then its key, then its value.
+
+    Args:
+      q: Of queries, bfloat16.
+      k: Of keys, bfloat16; m divides n.
+      v: Of values, bfloat16.
+      cos: Cosines of the positions' angles, float32, h = d / 2.
+      sin: Their sines, float32.
+      scale: A float32 scalar, as of `quantize_tensor`.
+      dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      keep_maxima: As of `quantize_tensor`, of what is quantized.
+      implementation: What to run; None means the kernel where it can run.
+
+    Returns:
+      Codes [b, s, (n + 2 m) d] and their transpose [(n + 2 m) d, b s].
+
+    Raises:
+      ValueError: If shapes do not go together, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import join_heads
+      >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
+      >>> angle = jnp.zeros((3, 4))
+      >>> out = join_heads(q, k, k, jnp.cos(angle), jnp.sin(angle), jnp.float32(1))
+      >>> out.row.shape, out.transposed.shape
+      ((1, 3, 64), (64, 3))
+    """
+    check_dtype("codes", dtype, CODES)
+    scale = scalar("scale", scale)
+    b, s, n, d = q.shape
+    m = k.shape[2]
+    if k.shape != (b, s, m, d) or v.shape != k.shape or not m or n % m or d % 2:
+        raise ValueError(
+            "heads must be [b, s, n, d], [b, s, m, d] and [b, s, m, d], d even and n a "
+            f"multiple of m, got {q.shape}, {k.shape} and {v.shape}"
+        )
+    if cos.shape != (s, d // 2) or sin.shape != cos.shape:
+        raise ValueError(
+            f"angles must be {(s, d // 2)}, got {cos.shape} and {sin.shape}"
+        )
+    arrays = (q, k, v, cos, sin)
+    chosen = dispatch.choose(
+        implementation, _obstacle(*arrays), operation="join_heads", arrays=arrays
+    )
+    if chosen == "reference":
+        how = {"dtype": dtype, "keep_maxima": keep_maxima}
+        return reference.join_heads(*arrays, scale, **how)
+    encoding = Encoding(
+        row=jnp.dtype(dtype),
+        transposed=jnp.dtype(dtype),
+        denormals=True,
+        maxima=keep_maxima,
+    )
+    out = _run(*arrays, scale, encoding=encoding)
+    row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
+    return Copies(row, transposed, out.maxima)
+
+
+def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:
+    for array in (q, k, v):
+        if array.dtype != jnp.bfloat16:
+            return f"heads must be bfloat16, got {array.dtype}"
+    for array in (cos, sin):
+        if array.dtype != jnp.float32:
+            return f"angles must be float32, got {array.dtype}"
+    _, s, _, d = q.shape
+    if not q.size or s % LANES:
+        return f"positions must be a multiple of {LANES}, got {s}"
+    if d % (2 * GROUP) or d > _LARGEST_HEAD:
+        return f"heads must be multiples of 32 up to {_LARGEST_HEAD}, got {d}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames="encoding")
+def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
+    b, s, n, d = q.shape
+    m, half = k.shape[2], d // 2
+    queries, tokens = n // m, b * s
+    count = m * (queries + 2)
+    walk = Walk(
+        rows=tokens,
+        groups=half // GROUP,
+        group=GROUP,
+        strip_rows=LANES,
+        strip_groups=1,
+        strips=math.gcd(half // GROUP, _STRIPS),
+    )
+    shares = walk.groups // walk.strips  # Of a head, which a thread block has one of.
+    ctas = walk.ctas * count
+
+    def kernel(heads, tables, scale, out, tiles, halves, barrier):
+        # Neighbours in line have the same positions, and find angles in the cache.
+        cta = lax.axis_index("cta")
+        rest, share = lax.div(cta, shares), lax.rem(cta, shares)
+        block, head = lax.div(rest, count), lax.rem(rest, count)
+        position, sequence = lax.div(block, b) * LANES, lax.rem(block, b)
+        row = sequence * s + position
+        own, index = lax.div(head, queries + 2), lax.rem(head, queries + 2)
+        columns = walk.strips * GROUP
+        first = share * columns
+
+        def copy(source: Any, head: Array) -> None:
+            for part, tile in enumerate(halves):
+                place = (pl.ds(row, LANES), head, pl.ds(part * half + first, columns))
+                plgpu.copy_gmem_to_smem(source.at[place], tile, barrier)
+
+        pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
+        pl.when(index == queries)(lambda: copy(heads[1], own))
+        pl.when(index > queries)(lambda: copy(heads[2], own))
+        rotated = index <= queries  # Values are not, and read the same angles always.
+        factor = rotated.astype(jnp.int32)
+
+        def angles(strip):
+            place = (
+                pl.ds(factor * (first + strip * GROUP), GROUP),
+                pl.ds(factor * position, LANES),
+            )
+            one_by_one = plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
+            loads = (
+                plgpu.load(
+                    table.at[place].transpose((1, 0)),
+                    layout=one_by_one,
+                    optimized=False,
+                )
+                for table in tables
+            )
+            cos, sin = (plgpu.layout_cast(x, strip_layout(x.shape)) for x in loads)
+            return jnp.where(rotated, cos, 1.0), jnp.where(rotated, sin, 0.0)
+
+        ahead = angles(0)
+        plgpu.barrier_wait(barrier)
+        sink = Sink(out, tiles, encoding, scale[0])
+        left, right = (strips_of(tile) for tile in halves)
+        for strip in range(walk.strips):
+            c, n = ahead
+            if strip + 1 < walk.strips:
+                ahead = angles(strip + 1)
+            x, y = decode(left[strip]()), decode(right[strip]())
+            sink.put((x * c + y * n, y * c - x * n), lambda part: None)
+        place = lax.div(row, LANES) * shares + share
+        sink.finish(walk, place, first_part=2 * head)
+
+    @jax.custom_batching.sequential_vmap
+    def launch(heads, tables, scale):
+        (out,) = mosaic.kernel(
+            kernel,
+            out_type=(outputs(encoding, walk, 2 * count, ctas),),
+            kernel_name="join_heads",
+            grid=(ctas,),
+            grid_names=("cta",),
+            scratch_types={
+                "tiles": scratch_of(encoding, walk, 2),
+                "halves": [tile_of(q.dtype, walk)] * 2,
+                "barrier": plgpu.Barrier(num_arrivals=2),
+            },
+            compiler_params=plgpu.CompilerParams(
+                lowering_semantics=plgpu.LoweringSemantics.Lane,
+                # Nothing is read from where the same kernel writes.
+                unsafe_no_auto_barriers=True,
+            ),
+        )(heads, tables, scale)
+        return out
+
+    heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
+    # Lanes have neighbouring positions, and so should memory.
+    return launch(heads, [cos.T, sin.T], scale.reshape(1))

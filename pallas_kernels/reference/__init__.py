@@ -1,1 +1,0 @@
-"""What the kernels compute, in jnp: their meaning, and what runs in their place."""
