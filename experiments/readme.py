@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from experiments.drift_cases import METHODS
-from experiments.results import load
-from experiments.settings import PRESETS
+from experiments.common.results import default_path, load
+from experiments.optimizer.drift_cases import METHODS
+from experiments.pretrain.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
 _CURVES = "optimizer_curves_124m"
@@ -102,12 +102,12 @@ def _layer() -> str:
             saved += f", \\* {max(units):.1f}U"
         lines.append(f"| {case} | {saved} | {times} |")
     note = ["", "\\* Measured at an earlier commit."] if older else []
-    image = "![Saved activations and time](experiments/results/bench_layer.png)"
+    image = _image("Saved activations and time", "bench_layer", "bench_layer")
     return "\n".join([*lines, *note, "", image, ""])
 
 
 def _pretraining() -> str:
-    results = load("pretrain_124m")
+    results = load("pretrain", "pretrain_124m")
     first = results["rows"][0]
     settings = PRESETS[results["preset"]].settings
     tokens = results["steps"] * settings.tokens_per_step
@@ -130,12 +130,12 @@ def _pretraining() -> str:
             f"| {row['saved_activation_bytes'] / 2**30:.2f} GiB "
             f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
         )
-    image = "![Loss curves and their difference](experiments/results/pretrain_124m.png)"
+    image = _image("Loss curves and their difference", "pretrain", "pretrain_124m")
     return "\n".join([*lines, "", image, "", *_seeds()])
 
 
 def _seeds() -> list[str]:
-    summary = load("pretrain_124m_seeds")["summary"]
+    summary = load("pretrain", "pretrain_124m_seeds")["summary"]
     lines = [
         "Over several seeds (`pretrain_124m_seeds`), each beside `bf16` with the same "
         "seed and data:",
@@ -206,12 +206,12 @@ def _drift() -> str:
                 else f"{low:.2f} to {high:,.0f}"
             )
         lines.append(f"| {method} | " + " | ".join(cells) + " |")
-    image = "![Updates over exact ones](experiments/results/drift.png)"
+    image = _image("Updates over exact ones", "drift", "drift")
     return "\n".join([*lines, "", image, ""])
 
 
 def _curves() -> str:
-    results = load(_CURVES)
+    results = load("optimizer_curves", _CURVES)
     settings = results["settings"]
     lines = [
         f"**Training with it** (`{_CURVES}`): the {settings['preset']} preset's "
@@ -232,7 +232,7 @@ def _curves() -> str:
             f"| {row['optimizer']} | {row['val_loss']:.4f} | {row['difference']:+.4f} "
             f"| {error} | {row['percent']:+.2f}% |"
         )
-    image = f"![Loss curves and differences](experiments/results/{_CURVES}.png)"
+    image = _image("Loss curves and differences", "optimizer_curves", _CURVES)
     return "\n".join([*lines, "", image, ""])
 
 
@@ -320,6 +320,11 @@ def _activations() -> str:
         name, mib, units = row["recipe"], row["mib"], row["units"]
         lines.append(f"| `{name}` | {mib:.0f} | {units:.2f} | {paper} |")
     return "\n".join([*lines, ""])
+
+
+def _image(text: str, experiment: str, name: str) -> str:
+    path = default_path(experiment, name).with_suffix(".png")
+    return f"![{text}]({path})"
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from flax import nnx
 from models import parameters
 
 from coat_jax.models import llama
-from experiments.trained import Trained
+from experiments.pretrain.trained import Trained
 
 
 def config(**changes) -> llama.LlamaConfig:

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 import pytest
 
 from coat_jax.remat.report import residual_report
-from experiments import activation_memory, activation_operations
-from experiments.layer_cases import CASES, Shape
+from experiments.activations import memory as activation_memory
+from experiments.activations import operations as activation_operations
+from experiments.common.layer_cases import CASES, Shape
 
 _SHAPE = "--hidden 256 --intermediate 640 --heads 4 --kv-heads 2 --batch 2 --seq 128"
 # Queries, keys and values; the MLP's inside; groups of 16 and their scales over BF16.

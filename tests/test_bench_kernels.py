@@ -7,7 +7,9 @@ import jax
 import pytest
 from rich.console import Console
 
-from experiments import bench_kernels, kernel_cases, timing, tune
+from experiments.bench import kernels as bench_kernels
+from experiments.common import kernel_cases, timing
+from experiments.kernels import tune
 from pallas_kernels.ops.matmul.plan import Tuning
 
 

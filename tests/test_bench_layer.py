@@ -14,16 +14,12 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from experiments import (
-    bench_e2e,
-    bench_kernels,
-    bench_layer,
-    layer_report,
-    model_step,
-    profiling,
-    timing,
-)
-from experiments.layer_cases import Shape, llama_intermediate
+from experiments.bench import e2e as bench_e2e
+from experiments.bench import kernels as bench_kernels
+from experiments.bench import layer as bench_layer
+from experiments.bench import layer_report, model_step
+from experiments.common import profiling, timing
+from experiments.common.layer_cases import Shape, llama_intermediate
 
 _TINY = "--hidden 128 --seq 32 --batch 2 --head-dim 64 --calls 1 --rounds 1 --round-s 0"
 _MODEL = model_step.Model(

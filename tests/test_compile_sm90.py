@@ -14,21 +14,21 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
 from coat_jax.layers import attention
-from experiments import kernel_cases, layer_cases, sm90
-from experiments.kernel_resources import FAMILIES, RESULTS
-from experiments.timing import OPTIONS
+from experiments.common import kernel_cases, layer_cases, sm90
+from experiments.common.timing import OPTIONS
+from experiments.kernels.resources import FAMILIES, RESULTS
 from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parent.parent
 _RECORDED = json.loads(RESULTS.read_text())
 # Of other compilers, which assign registers in other ways.
 _SPILL_BYTES = {"added, 128 x 192, together False, cluster m": 16}
-_HOW = "python -m experiments.kernel_resources records what they take"
+_HOW = "python -m experiments.kernels.resources records what they take"
 
 
 def compiled(family):
     """The rows of a family, compiled by a process of its own: it reads its output."""
-    command = [sys.executable, "-m", "experiments.kernel_resources", family]
+    command = [sys.executable, "-m", "experiments.kernels.resources", family]
     # A GPU that is there is not looked for.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments import data, text
+from experiments.pretrain import data, text
 
 
 def _windows(arrays, length=4, vocab_size=1000):

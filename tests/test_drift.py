@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import drift, drift_cases, drift_report
-from experiments.drift_cases import METHODS, STORIES
+from experiments.optimizer import drift, drift_cases, drift_report
+from experiments.optimizer.drift_cases import METHODS, STORIES
 
 
 @pytest.fixture(scope="module")

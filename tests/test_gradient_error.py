@@ -10,8 +10,8 @@ import small_models
 from flax import nnx
 
 from coat_jax.models import llama
-from experiments import gradient_error
-from experiments.gradient_error import NOISE
+from experiments.activations import gradient_error
+from experiments.activations.gradient_error import NOISE
 
 _BATCHES = 3
 # Every recipe takes a while to compile.

@@ -11,15 +11,15 @@ import small_models
 from gradients import compiled
 
 import pallas_kernels as pk
-from experiments import (
+from experiments.activations import (
     granularity_report,
     granularity_studies,
     granularity_times,
     mixed_granularity,
-    trained,
 )
-from experiments import layer_flow as flow
-from experiments.granularity_studies import FLOWS, GRANULARITIES
+from experiments.activations import layer_flow as flow
+from experiments.activations.granularity_studies import FLOWS, GRANULARITIES
+from experiments.pretrain import trained
 
 _BLOCKS = {"4x4": (4, 4), "1x16": (16,), "per row": (10**6,), "per tensor": None}
 

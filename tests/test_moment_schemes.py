@@ -9,8 +9,8 @@ import optax
 import pytest
 
 import coat_jax as coat
-from experiments import error_studies as studies
-from experiments import moments, schemes
+from experiments.optimizer import error_studies as studies
+from experiments.optimizer import moments, schemes
 from tests import oracle
 
 _FORMATS = {"E4M3": oracle.E4M3, "E5M2": oracle.E5M2, "DE8": oracle.DE8}

@@ -6,7 +6,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-_FOLDER = Path(__file__).parent.parent / "experiments"
+_FOLDER = Path(__file__).parent.parent / "experiments" / "notebooks"
 _SECONDS_A_CELL = 300
 
 each_notebook = pytest.mark.parametrize(

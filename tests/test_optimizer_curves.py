@@ -7,8 +7,9 @@ import numpy as np
 import optax
 import pytest
 
-from experiments import curve_summary, optimizer_curves
-from experiments.settings import PRESETS
+from experiments.optimizer import curve_summary
+from experiments.optimizer import curves as optimizer_curves
+from experiments.pretrain.settings import PRESETS
 
 _FEW = ["--preset", "tiny", "--steps", "6", "--eval-every", "4", "--eval-batches", "1"]
 # They compile fast.

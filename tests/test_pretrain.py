@@ -15,16 +15,10 @@ import optax
 import pytest
 
 import coat_jax as coat
-from experiments import (
-    arguments,
-    moment_plots,
-    plots,
-    pretrain,
-    results,
-    runs,
-    training,
-)
-from experiments.settings import PRESETS, Settings, model_config
+from experiments.common import results
+from experiments.pretrain import arguments, moment_plots, plots, runs, training
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS, Settings, model_config
 
 _STEPS = 30
 _TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]

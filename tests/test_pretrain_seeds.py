@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import pretrain_seeds
+from experiments.pretrain import seeds as pretrain_seeds
 
 BEGINNING = "uv run python -m experiments.pretrain --preset 124m"
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from kernels import BF16, E4M3, E5M2, F32, assert_identical, every_implementation
 
 import pallas_kernels
-from experiments import kernel_cases
+from experiments.common import kernel_cases
 from pallas_kernels import dispatch
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import Tuning

@@ -13,10 +13,11 @@ import pytest
 from flax import nnx
 
 from coat_jax.models import llama
-from experiments import error_studies as studies
-from experiments import error_tables, moments, pretrain, quantization_error, schemes
-from experiments.data import load_corpus
-from experiments.settings import PRESETS, model_config
+from experiments.optimizer import error_studies as studies
+from experiments.optimizer import error_tables, moments, quantization_error, schemes
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.data import load_corpus
+from experiments.pretrain.settings import PRESETS, model_config
 from tests import oracle
 
 _STEPS, _START, _WINDOW = 60, 2, 5

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import runs, training
-from experiments.settings import PRESETS, Settings, model_config
+from experiments.pretrain import runs, training
+from experiments.pretrain.settings import PRESETS, Settings, model_config
 
 _BF16 = {"param_dtype": "bfloat16"}
 

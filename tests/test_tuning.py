@@ -8,7 +8,7 @@ import pytest
 from kernels import BF16
 
 import pallas_kernels
-from experiments import kernel_cases
+from experiments.common import kernel_cases
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import Product, Tuning
 

@@ -1,6 +1,6 @@
 """Which tiles a matrix product takes: as measured, or what mostly does well.
 
-`python -m experiments.tune` measures and writes the table beside this file.
+`python -m experiments.kernels.tune` measures and writes the table beside this file.
 """
 
 import dataclasses

@@ -1,0 +1,1 @@
+"""What is saved for backward, at which granularity, and what gradients lose by it."""

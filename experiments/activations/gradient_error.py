@@ -1,0 +1,239 @@
+"""How far each recipe's gradients are from those in float32, layer by layer.
+
+    uv run python -m experiments.activations.gradient_error
+
+trains the main job's model, and computes the gradients of batches it has not seen: in
+float32, and as each recipe computes them from the same float32 parameters. An error is
+the root mean square of the difference over that of the float32 gradient. Beside it
+stands how far gradients of single batches are from their mean, which training lives
+with anyway. The paper has no such table; its figures 5 to 7 show that losses agree.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+from matplotlib.figure import Figure
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from coat_jax.layers.recipes import RECIPES
+from coat_jax.models import llama
+from experiments.common import timing
+from experiments.common.results import write_results
+from experiments.pretrain import arguments, trained
+from experiments.pretrain.settings import Recipe
+
+Row = dict[str, Any]
+NOISE = "batch to batch"
+# Where a model has parameters that are no layer's.
+OUTSIDE = ("embedding", "norm", "head")
+_COLORS = {
+    "bf16": "#33415c",
+    "te": "#2a9d8f",
+    "coat": "#d1495b",
+    "coat_max": "#edae49",
+    NOISE: "#b8c0cc",
+}
+# By name of a parameter, one entry a layer.
+_Gradient = dict[str, Float[Array, "layers ..."]]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    top = trained.parser("gradient_error", __doc__)
+    top.add_argument("--batches", type=int, help="gradients to compare (4)")
+    given = arguments.read(top, argv)
+    try:
+        batches = given.pop("batches", 4)
+        out = trained.results_file("gradient_error", given)
+        model = trained.train_as(given)
+        rows = error_rows(model, batches)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    Console(width=110).print(table(rows))
+    draw(rows).savefig(out.with_suffix(".png"))
+    about = {"preset": given.get("preset", "cpu"), "recipe": model.config.recipe}
+    write_results(out, rows=rows, batches=batches, val_loss=model.loss, **about)
+    print(f"{out}, and a figure beside it")
+    return 0
+
+
+def error_rows(model: trained.Trained, batches: int) -> list[Row]:
+    """The error of every recipe for each layer and parameter, and for all together.
+
+    Raises:
+      ValueError: If there are not that many batches, or fewer than two are wanted.
+    """
+    if not 2 <= batches <= len(model.batches):
+        raise ValueError(
+            f"batches must be 2 to the {len(model.batches)} there are, got {batches}"
+        )
+    params = model.wide_params()
+    exact = _gradients(model, "bf16", jnp.float32)
+    of_recipes = {name: _gradients(model, name, jnp.bfloat16) for name in RECIPES}
+    sums = {name: _Sums() for name in RECIPES}
+    total = None
+    for batch in tqdm(model.batches[:batches], "gradients", disable=None):
+        with jax.default_matmul_precision("highest"):
+            reference = exact(params, batch)
+        for name, gradients in of_recipes.items():
+            sums[name].add(gradients(params, batch), reference)
+        total = jax.tree.map(jnp.add, total, reference) if total else reference
+    mean = jax.tree.map(lambda g: g / batches, total)
+    rows = [row for name in RECIPES for row in sums[name].rows(name)]
+    return rows + _noise_rows(sums["bf16"], mean, batches)
+
+
+def _gradients(model: trained.Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
+    """From parameters and a batch to the gradient of the loss, by parameters' names."""
+    graph = trained.structure(model.config_as(recipe, dtype))
+
+    def loss(params, batch):
+        whole = nnx.merge(graph, params)
+        return llama.cross_entropy(whole, batch[:, :-1], batch[:, 1:])
+
+    def gradients(params, batch) -> _Gradient:
+        found = nnx.to_pure_dict(jax.grad(loss)(params, batch))
+        layers = found.pop("layers")
+        return layers | {name: g[None] for name, g in found.items()}
+
+    return jax.jit(gradients, compiler_options=timing.OPTIONS)
+
+
+class _Sums:
+    """Over batches, of squares and products of gradients and of float32's."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Float[np.ndarray, "4 layers"]] = {}
+
+    def add(self, found: _Gradient, exact: _Gradient) -> None:
+        """Counts one batch's."""
+        for name, values in jax.device_get(_compare(found, exact)).items():
+            self.values[name] = self.values.get(name, 0) + np.asarray(
+                values, np.float64
+            )
+
+    def rows(self, recipe: str) -> list[Row]:
+        """One a layer and parameter, one a layer, one for all."""
+        rows = []
+        for layer, kind, (lost, product, found, exact) in _entries(self.values):
+            cosine = product / np.sqrt(found * exact)
+            row = {"recipe": recipe, "layer": layer, "kind": kind}
+            error = 100 * np.sqrt(lost / exact)
+            rows.append(row | {"error_percent": float(error), "cosine": float(cosine)})
+        return rows
+
+
+@jax.jit
+def _compare(found: _Gradient, exact: _Gradient) -> _Gradient:
+    def sums(g, r):
+        pairs = ((g - r, g - r), (g, r), (g, g), (r, r))
+        axes = tuple(range(1, r.ndim))
+        return jnp.stack([jnp.sum(a * b, axis=axes) for a, b in pairs])
+
+    return jax.tree.map(sums, found, exact)
+
+
+def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
+    """How far a batch's gradient is from the mean of all, as an error."""
+    of_mean = jax.device_get(_compare(mean, mean))
+    rows = []
+    pairs = {
+        name: np.stack([values[3], batches * of_mean[name][3]])
+        for name, values in sums.values.items()
+    }
+    for layer, kind, (squares, explained) in _entries(pairs):
+        error = 100 * np.sqrt(
+            max(squares - explained, 0.0) * batches / (batches - 1) / squares
+        )
+        rows.append(
+            {
+                "recipe": NOISE,
+                "layer": layer,
+                "kind": kind,
+                "error_percent": float(error),
+                "cosine": None,
+            }
+        )
+    return rows
+
+
+def _entries(values: dict[str, np.ndarray]):
+    """Sums by layer and kind of parameter: single ones, of whole layers, of all."""
+    layers = [name for name in values if name not in OUTSIDE]
+    for name in values:
+        for layer, one in enumerate(values[name].T):
+            yield (None if name in OUTSIDE else layer), name, one
+    whole = sum(values[name] for name in layers)
+    for layer, one in enumerate(whole.T):
+        yield layer, "all", one
+    yield None, "all", sum(v.sum(axis=1) for v in values.values())
+
+
+def table(rows: list[Row]) -> Table:
+    """Errors by kind of parameter, in turn the median and the worst of the layers."""
+    found = Table(
+        title="Error of gradients, % of float32's (worst layer's)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    found.add_column("")
+    names = list(dict.fromkeys(row["recipe"] for row in rows))
+    for name in names:
+        found.add_column(name, justify="right")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        cells = []
+        for name in names:
+            errors = [
+                row["error_percent"]
+                for row in rows
+                if (row["recipe"], row["kind"]) == (name, kind)
+                and (kind != "all" or row["layer"] is None)
+            ]
+            worst = f" ({max(errors):.1f})" if len(errors) > 1 else ""
+            cells.append(f"{np.median(errors):.1f}{worst}")
+        found.add_row(kind, *cells)
+    return found
+
+
+def draw(rows: list[Row]) -> Figure:
+    """A panel a kind of parameter in layers: errors by layer."""
+    of_layers = [r for r in rows if r["layer"] is not None and r["kind"] != "all"]
+    kinds = list(dict.fromkeys(row["kind"] for row in of_layers))
+    figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
+    panels = figure.subplots(2, -(-len(kinds) // 2), sharex=True, sharey=True)
+    for axes, kind in zip(panels.flat, kinds, strict=False):
+        for name in dict.fromkeys(row["recipe"] for row in rows):
+            found = [r for r in of_layers if (r["recipe"], r["kind"]) == (name, kind)]
+            layers = [row["layer"] for row in found]
+            errors = [row["error_percent"] for row in found]
+            style = dict(color=_COLORS[name], marker=".", linewidth=1.4)
+            axes.plot(layers, errors, **style, label=name)
+        axes.set_title(kind, loc="left", fontsize=11)
+        axes.set_yscale("log")
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    for row in panels:
+        row[0].set_ylabel("error, %")
+    for axes in panels[-1]:
+        axes.set_xlabel("layer")
+    handles, labels = panels.flat[0].get_legend_handles_labels()
+    where = dict(loc="outside lower center", ncols=len(labels), fontsize=9)
+    figure.legend(handles, labels, frameon=False, **where)
+    return figure
+
+
+if __name__ == "__main__":
+    sys.exit(main())

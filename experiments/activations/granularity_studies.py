@@ -1,0 +1,165 @@
+"""What FP8 activations lose by granularity, as flat rows of results files.
+
+Errors are the root mean square of what is lost over that of what is stored, in percent;
+everything else is computed in float32. Codes are E4M3.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+import coat_jax as coat
+from coat_jax.quantization.array import Granularity
+from experiments.activations import layer_flow
+from experiments.activations.layer_flow import OPERATORS, SITES
+from experiments.pretrain.trained import Trained, structure
+
+Row = dict[str, Any]
+GRANULARITIES: dict[str, Granularity] = {
+    "4x4": coat.PerBlock(4, 4),
+    "1x16": coat.PerGroup(16),
+    # No row is longer than one group.
+    "per row": coat.PerGroup(2**24),
+    "per tensor": coat.PerTensor(),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Flow:
+    """How activations are stored on their way to an operator.
+
+    Queries, keys and values stay as they are, as in the paper.
+
+    Attributes:
+      nonlinear: Where norms and gates read them; None stores without a loss.
+      linear: Where matrix products read them.
+    """
+
+    nonlinear: Granularity | None
+    linear: Granularity
+
+    def __call__(self, site: str, x: Float[Array, "b s n"]) -> Float[Array, "b s n"]:
+        """What is read of `x` at one of `layer_flow.SITES`."""
+        how = {"non-linear": self.nonlinear, "linear": self.linear}
+        return stored(x, how.get(SITES[site]))
+
+
+def _flow(nonlinear: str, linear: str) -> Flow:
+    return Flow(nonlinear=GRANULARITIES.get(nonlinear), linear=GRANULARITIES[linear])
+
+
+# Those of the paper's figure 4a; one scale a tensor for everything; and mixed
+# granularity with a scale a row for products, as `coat` has behind norms and gates.
+FLOWS: dict[str, Flow] = {
+    "per tensor": _flow("per tensor", "per tensor"),
+    "4x4": _flow("4x4", "4x4"),
+    "1x16": _flow("1x16", "1x16"),
+    "TE": _flow("BF16", "per tensor"),
+    "mixed": _flow("1x16", "per tensor"),
+    "mixed, rows": _flow("1x16", "per row"),
+}
+
+
+def stored(x: Float[Array, "..."], how: Granularity | None) -> Float[Array, "..."]:
+    """What comes back of `x` after it was stored in FP8."""
+    return x if how is None else coat.quantize(x, granularity=how).dequantize()
+
+
+def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
+    """The root mean square of what was lost, over that of what was stored."""
+    return 100 * jnp.linalg.norm(stored - exact) / jnp.linalg.norm(exact)
+
+
+def layer_rows(trained: Trained) -> list[Row]:
+    """All studies of a trained model, layer by layer, on a batch of held-out text.
+
+    - `arrays`: the error of every activation in every granularity; how much of it
+      becomes zero, and how far its largest element stands out.
+    - `operators`: the error of what a product reads behind a norm or a gate, which has
+      read an exact input as a flow stores it: the paper's figure 4a.
+    - `stream`: the error of the residual stream behind each layer, when all up to it
+      follow a flow.
+    """
+    config = trained.config_as("bf16", jnp.float32)
+    model = nnx.merge(structure(config), trained.wide_params())
+    graph, stacked = nnx.split(model.layers)
+
+    @jax.jit
+    def measure(params, x, streams):
+        layer = nnx.merge(graph, params)
+        behind, read = layer_flow.run(layer, x)
+        found = {"arrays": _arrays(read), "operators": _operators(layer, read)}
+        streams = {
+            name: layer_flow.run(layer, streams[name], flow)[0]
+            for name, flow in FLOWS.items()
+        }
+        found["stream"] = {
+            (name,): {"error_percent": percent(stream, behind)}
+            for name, stream in streams.items()
+        }
+        return found, behind, streams
+
+    x = model.embedding[...][trained.batches[0][:, :-1]]
+    streams, rows = dict.fromkeys(FLOWS, x), []
+    with jax.default_matmul_precision("highest"):
+        for layer in range(config.num_layers):
+            params = jax.tree.map(lambda p, i=layer: p[i], stacked)
+            found, x, streams = measure(params, x, streams)
+            rows += _rows(layer, jax.device_get(found))
+    return rows
+
+
+_KEYS = {
+    "arrays": ("site", "granularity"),
+    "operators": ("operator", "flow"),
+    "stream": ("flow",),
+}
+_Measured = dict[tuple[str, ...], dict[str, Array]]
+
+
+def _arrays(read: Mapping[str, Array]) -> _Measured:
+    return {
+        (site, name): {
+            "error_percent": percent(stored(x, how), x),
+            "lost_percent": 100 * jnp.mean((stored(x, how) == 0) & (x != 0)),
+            "peak_over_rms": jnp.max(jnp.abs(x)) / jnp.sqrt(jnp.mean(x * x)),
+        }
+        for site, x in read.items()
+        for name, how in GRANULARITIES.items()
+    }
+
+
+def _operators(layer, read: Mapping[str, Array]) -> _Measured:
+    apply: dict[str, Callable] = layer_flow.operators(layer)
+    found = {}
+    for name, (sites, behind) in OPERATORS.items():
+        for flow_name, flow in FLOWS.items():
+            inputs = [flow(site, read[site]) for site in sites]
+            error = percent(flow(behind, apply[name](*inputs)), read[behind])
+            found[name, flow_name] = {"error_percent": error}
+    return found
+
+
+def _rows(layer: int, found: Mapping[str, _Measured]) -> list[Row]:
+    return [
+        {"study": study, "layer": layer}
+        | dict(zip(_KEYS[study], names, strict=True))
+        | {key: float(value) for key, value in values.items()}
+        for study, measured in found.items()
+        for names, values in measured.items()
+    ]
+
+
+def mean_error(rows: list[Row], study: str, **names: str) -> float:
+    """The root of the mean squared error over layers of the rows with these names."""
+    wanted = {"study": study, **names}
+    errors = [r["error_percent"] for r in rows if wanted.items() <= r.items()]
+    if not errors:
+        raise ValueError(f"no row is of {wanted}")
+    return float(np.sqrt(np.mean(np.square(errors))))

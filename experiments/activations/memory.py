@@ -1,0 +1,142 @@
+"""Saved activations of one Llama layer by operation, beside the paper's table 2.
+
+    uv run python -m experiments.activations.memory
+
+traces the backward pass of two layers under `scan`, computes nothing, and counts what
+is saved for each in U = batch x sequence x hidden x 2 bytes: for every recipe, and for
+BF16 under the usual policies of `jax.checkpoint` and under `fp8_remat`. On a GPU that
+is with flash attention, elsewhere with attention recomputed from queries, keys and
+values.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from rich.console import Console
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.remat.report import ResidualReport
+from experiments.activations import operations
+from experiments.common.layer_cases import CASES, Shape
+from experiments.common.results import Bar, default_path, write_results
+
+Row = dict[str, Any]
+TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
+_LAYERS = 2
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    args = parser().parse_args(argv)
+    shape = shape_of(args)
+    console = Console(width=120)
+    if args.details:
+        for case in CASES:
+            console.print(f"\n{case}, {_LAYERS} layers\n{saved_by_layers(case, shape)}")
+    rows = case_rows(shape)
+    console.print(operations.table(rows))
+    operations.draw(rows).savefig(args.out.with_suffix(".png"))
+    given = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
+    write_results(args.out, rows=rows, bars=bars(rows), shape=given)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line: a layer's shape, by default Llama-2-7B's."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.activations.memory",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for name, default in (
+        ("hidden", 4096),
+        ("intermediate", 11_008),
+        ("heads", 32),
+        ("kv-heads", None),
+        ("batch", 4),
+        ("seq", 2048),
+    ):
+        top.add_argument(f"--{name}", type=int, default=default)
+    top.add_argument("--details", action="store_true", help="list every array")
+    out = default_path("activation_memory")
+    top.add_argument("--out", type=Path, default=out, help="a figure goes beside it")
+    return top
+
+
+def shape_of(args: argparse.Namespace) -> Shape:
+    """The layer and the input that a command line asks for.
+
+    Raises:
+      ValueError: If the heads do not divide the hidden size.
+    """
+    if args.hidden % args.heads:
+        raise ValueError(f"heads must divide {args.hidden}, got {args.heads}")
+    return Shape(
+        hidden=args.hidden,
+        seq=args.seq,
+        batch=args.batch,
+        intermediate=args.intermediate,
+        kv_heads=args.kv_heads or args.heads,
+        head_dim=args.hidden // args.heads,
+    )
+
+
+def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
+    """What two layers of a case save under `scan`, with parameters in BF16."""
+    case = CASES[name]
+    config = llama.LlamaConfig(
+        vocab_size=1,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_layers=_LAYERS,
+        num_heads=shape.hidden // shape.head_dim,
+        num_kv_heads=shape.kv_heads,
+        param_dtype=jnp.bfloat16,
+        recipe=case.recipe,
+        scaling=case.scaling,
+    )
+    model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    graph, layers = nnx.split(model.layers)
+
+    def forward(layers, x):
+        layer = case.wrap(lambda params, x: nnx.merge(graph, params)(x), True)
+        return lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
+
+    return coat.residual_report(forward, layers, shape.input())
+
+
+def case_rows(shape: Shape) -> list[Row]:
+    """What each of `CASES` saves of a layer: all of it, and by operation."""
+    rows = []
+    for case in CASES:
+        report = saved_by_layers(case, shape)
+        units = {
+            f"{name}_units": nbytes / _LAYERS / shape.unit
+            for name, nbytes in operations.split(report, shape).items()
+        }
+        nbytes = report.nbytes / _LAYERS
+        paper = operations.PAPER.get(case, {}).get("total")
+        row = {"recipe": case, "mib": nbytes / 2**20, "units": nbytes / shape.unit}
+        row |= {"paper_units": paper, "target_units": TARGET_UNITS.get(case)}
+        rows.append(row | units)
+    return rows
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What the FP8 flow may save at most, and `fp8_remat` of what it is put around."""
+    units = {row["recipe"]: row["units"] for row in rows}
+    found = [
+        Bar.of(f"{case}, U", "<=", target, units[case])
+        for case, target in TARGET_UNITS.items()
+    ]
+    ratio = units["bf16"] / units["bf16, fp8_remat"]
+    return [*found, Bar.of("bf16 / bf16, fp8_remat", ">=", 1.8, ratio)]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What FP8 activations lose by granularity, and what it costs: the paper's figure 4.
+
+    uv run python -m experiments.activations.mixed_granularity
+
+trains the main job's model and stores the activations of a batch that it has not seen
+in E4M3: in 4x4 blocks, in groups of 16, with a scale a row or a tensor, and at mixed
+granularity, which has groups for norms and gates and wider scales for matrix products.
+It measures every activation, what comes out of each norm and gate, and the residual
+stream (figure 4a). Then it times norms and gates with what quantizes their output
+(figure 4b), on whatever device there is. The paper's figure is a chart: there are no
+numbers to put beside ours, but orders to compare.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import jax
+from rich.console import Console
+
+from experiments.activations import granularity_report, granularity_times
+from experiments.activations.granularity_studies import Row, layer_rows, mean_error
+from experiments.activations.layer_flow import OPERATORS
+from experiments.common.results import Bar, write_results
+from experiments.pretrain import arguments, trained
+
+# Tokens by features: small off the GPU, where times say nothing about one.
+_SHAPES = {"gpu": ((8192, 4096), (8192, 11_008))}
+_SMALL = ((1024, 512),)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    given = arguments.read(parser(), argv)
+    shapes = given.pop("shapes", default_shapes())
+    try:
+        out = trained.results_file("mixed_granularity", given)
+        model = trained.train_as(given)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows = layer_rows(model)
+    rows += [row for shape in shapes for row in granularity_times.time_rows(shape)]
+    console = Console(width=110)
+    for table in ("arrays", "flows", "times"):
+        console.print(getattr(granularity_report, table)(rows))
+    for name in ("flows", "times"):
+        figure = getattr(granularity_report, f"draw_{name}")(rows)
+        figure.savefig(out.with_name(f"{out.stem}_{name}.png"))
+    about = {"preset": given.get("preset", "cpu"), "recipe": model.config.recipe}
+    write_results(out, rows=rows, bars=check(rows), val_loss=model.loss, **about)
+    print(f"{out}, and two figures beside it")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; a setting that is not given is the preset's."""
+    top = trained.parser("mixed_granularity", __doc__)
+    top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
+    return top
+
+
+def default_shapes() -> tuple[tuple[int, int], ...]:
+    """What is timed on this device."""
+    return _SHAPES.get(jax.default_backend(), _SMALL)
+
+
+def check(rows: list[Row]) -> list[Bar]:
+    """The orders that the paper's figure shows; that of times on a GPU alone."""
+    bars = []
+    for better, worse in (("1x16", "4x4"), ("mixed", "per tensor")):
+        for name in OPERATORS:
+            errors = [
+                mean_error(rows, "operators", operator=name, flow=flow)
+                for flow in (better, worse)
+            ]
+            name = f"behind the {name}: error, {better} / {worse}"
+            bars.append(Bar.of(name, "<=", 1.0, errors[0] / errors[1]))
+    if jax.default_backend() != "gpu":
+        return bars
+    times = {
+        (row["operator"], row["shape"], row["method"]): row["ms"]
+        for row in rows
+        if row["study"] == "times"
+    }
+    for operator, shape, method in times:
+        if method == "per tensor, group scaling":
+            slow = times[operator, shape, "per tensor, just in time"]
+            ratio = times[operator, shape, method] / slow
+            name = f"{operator}, {shape}: time, group scaling / just in time"
+            bars.append(Bar.of(name, "<=", 1.0, ratio))
+    return bars
+
+
+def _shape(value: str) -> tuple[int, int]:
+    rows, columns = value.split(",")
+    return int(rows), int(columns)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

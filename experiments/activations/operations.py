@@ -1,0 +1,142 @@
+"""Which operation of a layer a saved array is for: the columns of the paper's table 2.
+
+An array that several operations read is saved once and counted once: for a matrix
+product if one reads it first, else by what it is, which its shape tells.
+"""
+
+import math
+from typing import Any, Literal
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from coat_jax.remat.report import Residual, ResidualReport
+from experiments.common.layer_cases import Shape
+
+Operation = Literal["norm", "gate", "rope", "attention", "linear"]
+TITLES: dict[Operation, str] = {
+    "norm": "RMSNorm",
+    "gate": "Act Func",
+    "rope": "RoPE",
+    "attention": "FlashAttn",
+    "linear": "Linear",
+}
+_COLORS = ("#2a9d8f", "#d1495b", "#8338ec", "#edae49", "#33415c")
+
+
+def _paper(*units: float) -> dict[str, float]:
+    return dict(zip((*TITLES, "total", "ratio"), units, strict=True))
+
+
+# Its table 2; it has no counterpart to `coat_max` and no `jax.checkpoint`.
+PAPER = {
+    "bf16": _paper(4, 8, 2, 3, 5.66, 22.66, 1.0),
+    "te": _paper(2, 8, 2, 3, 3.33, 18.33, 1.23),
+    "coat": _paper(1, 4, 2, 3, 3.33, 13.33, 1.69),
+}
+# Functions whose operands are saved for a matrix product.
+_PRODUCTS = ("_plain_linear", "in linear", "attention_out")
+# The groups of FP8 activations, and of those that only products read.
+_GROUP, _PRODUCT_GROUP = 16, 128
+
+
+def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
+    """Bytes of all saved arrays by operation.
+
+    Raises:
+      ValueError: If there is an array that no operation of a layer saves.
+    """
+    found: dict[Operation, int] = dict.fromkeys(TITLES, 0)
+    for row in report.rows:
+        if not row.is_argument:
+            found[operation(row, shape)] += row.nbytes
+    return found
+
+
+def operation(row: Residual, shape: Shape) -> Operation:
+    """Whom an array that layers under `scan` save is for."""
+    _, *sizes = row.shape
+    if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
+        return "linear"
+    if sizes == [shape.batch, shape.seq]:
+        return "gate"  # The largest scale of each row's gate and up.
+    half = shape.head_dim // 2
+    if "turned" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
+        return "rope"
+    if _is_attentions(sizes, shape):
+        return "attention"
+    for name, size in (
+        ("gate", shape.intermediate),
+        ("norm", shape.hidden),
+        ("norm", 1),  # statistics of rows
+    ):
+        if sizes[-1] in (size, -(-size // _GROUP)):
+            return name
+    raise ValueError(f"no operation of a layer saves {row}")
+
+
+def _is_attentions(sizes: list[int], shape: Shape) -> bool:
+    """Heads, or their product before it is split, or statistics of their rows."""
+    if shape.hidden // shape.head_dim in sizes[1:-1]:
+        return True
+    joined = shape.hidden + 2 * shape.kv_heads * shape.head_dim
+    if sizes[-1] in (joined, -(-joined // _GROUP)):
+        return True
+    *_, columns, last = sizes
+    of_head = [-(-shape.head_dim // size) for size in (1, _GROUP, _PRODUCT_GROUP)]
+    return columns == shape.kv_heads and last in of_head
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Table 2: U by operation, the ratio of BF16's total, and the paper's below."""
+    found = Table(
+        title="Saved activations of a layer in U (paper's below)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    found.add_column("", no_wrap=True)
+    for name in (*TITLES.values(), "Total", "Ratio", "MiB"):
+        found.add_column(name, justify="right")
+    for row in rows:
+        paper = PAPER.get(row["recipe"])
+        units = [row[f"{name}_units"] for name in TITLES] + [row["units"]]
+        units.append(rows[0]["units"] / row["units"])
+        cells = [f"{value:.2f}" for value in units]
+        if paper:
+            printed = zip(cells, paper.values(), strict=True)
+            cells = [f"{cell}\n({value:g})" for cell, value in printed]
+        found.add_row(row["recipe"], *cells, f"{row['mib']:,.0f}")
+    return found
+
+
+def draw(rows: list[dict[str, Any]]) -> Figure:
+    """Bars of what each case saves, the paper's recipes thinner below ours."""
+    figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    places = np.arange(len(rows))[::-1]
+    for place, row in zip(places, rows, strict=True):
+        _bar(axes, place, [row[f"{name}_units"] for name in TITLES], height=0.45)
+        axes.text(row["units"] + 0.2, place, f"{row['units']:.2f}", va="center")
+        if paper := PAPER.get(row["recipe"]):
+            values = [paper[name] for name in TITLES]
+            _bar(axes, place - 0.4, values, height=0.15, alpha=0.55)
+            label = f"paper: {paper['total']:g}"
+            at = (paper["total"] + 0.2, place - 0.4)
+            axes.text(*at, label, va="center", fontsize=7, color="0.4")
+    axes.set_yticks(places, [row["recipe"] for row in rows])
+    axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
+    handles = axes.containers[: len(TITLES)]
+    axes.legend(handles, TITLES.values(), frameon=False, loc="lower right")
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _bar(axes, place: float, values: list[float], **style: Any) -> None:
+    starts = np.cumsum([0.0, *values[:-1]])
+    for start, value, color in zip(starts, values, _COLORS, strict=True):
+        axes.barh(place, value, left=start, color=color, **style)

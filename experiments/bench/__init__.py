@@ -1,0 +1,1 @@
+"""Speed and memory: kernels, optimizer steps, layers and whole models."""

@@ -1,0 +1,214 @@
+"""Training steps of Llama-2-7B on one GPU: tokens a second, and where memory goes.
+
+    uv run python -m experiments.bench.e2e
+    uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
+
+Parameters are BF16, the context is 2048, data are random tokens. BF16 and `te` train
+with `optax.adamw` and float32 moments, `coat` and `coat_max` with `coat.fp8_adamw` in
+one pass (`coat.fused_update`). Each case and batch has a process of its own. What is
+measured joins what the results file has, so that cases can be measured one by one.
+"""
+
+import argparse
+import dataclasses
+import multiprocessing
+import os
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from experiments.bench.model_step import Model, measure_alone
+from experiments.common import results
+from experiments.common.layer_cases import CASES, PLAIN
+from experiments.common.results import Bar, default_path, versions, write_results
+from experiments.common.tables import bars as bars_table
+
+Row = dict[str, Any]
+_DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
+# Table 7, of an H100 with 80 GB: batch 1 on one, where BF16 and TE run out of memory;
+# activations at batch 2 on each of four.
+_PAPER_COAT = {
+    "paper_tokens_per_s": 5906,
+    "paper_optimizer_gib": 13.1,
+    "paper_activations_gib": 8.1,
+    "paper_peak_gib": 79.3,
+}
+PAPER: dict[tuple[str, int], Row] = {
+    ("coat", 1): _PAPER_COAT,
+    ("bf16", 2): {"paper_activations_gib": 25.8},
+    ("te", 2): {"paper_activations_gib": 21.9},
+    ("coat", 2): {"paper_activations_gib": 16.9},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = parser()
+    args = top.parse_args(argv)
+    model = Model(**{name: getattr(args, name) for name in _sizes()})
+    # This process looks at the device, for the results file, and leaves it to others.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    try:
+        rows = known_rows(args.out, model)
+    except ValueError as error:
+        top.error(str(error))
+    console = Console(width=130)
+    chosen = [(case, batch) for case in args.cases for batch in args.batch]
+    for case, batch in tqdm(chosen, unit="case", disable=None):
+        row = measured(case, model, batch, args.steps)
+        rows = with_ratios(joined(rows, row))
+        write_results(args.out, rows=rows, bars=bars(rows))
+        console.print(table([r for r in rows if _key(r) == _key(row)]))
+    console.print(table(rows))
+    console.print(bars_table(bars(rows)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.bench.e2e",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = top.add_argument
+    add("--cases", nargs="+", choices=CASES, default=_DEFAULT, metavar="CASE")
+    add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
+    add("--steps", type=int, default=6, help="timed, behind two that are not")
+    for name, default in _sizes().items():
+        add(f"--{name.replace('_', '-')}", type=int, default=default)
+    out = default_path("bench_e2e")
+    add("--out", type=Path, default=out, help="what is there of this model is kept")
+    return top
+
+
+def _sizes() -> dict[str, int]:
+    return dataclasses.asdict(Model())
+
+
+def known_rows(path: Path, model: Model) -> list[Row]:
+    """What a results file has.
+
+    Raises:
+      ValueError: If it has another model's, or another device's.
+    """
+    rows = results.known_rows(path)
+    for row in rows:
+        if any(row[name] != size for name, size in dataclasses.asdict(model).items()):
+            raise ValueError(f"{path} is of another model; name another --out")
+    return rows
+
+
+def measured(case: str, model: Model, batch: int, steps: int) -> Row:
+    """A row, of a new process; it says so where that ends before its time."""
+    spawn = multiprocessing.get_context("spawn")
+    row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
+    row["commit"] = versions()["commit"]
+    if model == Model():
+        row |= PAPER.get((case, batch), {})
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        try:
+            row |= pool.submit(measure_alone, case, model, batch, steps).result()
+        except BrokenProcessPool:
+            row["error"] = "its process died"
+    return row
+
+
+def joined(rows: list[Row], row: Row) -> list[Row]:
+    """Rows with one more, or with it in the place of what was measured before."""
+    return sorted(results.joined(rows, row, _key), key=_key)
+
+
+def _key(row: Row) -> tuple[int, int]:
+    return list(CASES).index(row["case"]), row["batch"]
+
+
+def with_ratios(rows: list[Row]) -> list[Row]:
+    """Tokens a second over BF16's at the same batch, and over BF16's best.
+
+    The first is of one commit: GPUs of a kind differ by 2%, and what was measured
+    together ran on one. Where `bf16` alone was measured again the ratio stays.
+    """
+    rates = {
+        (row["case"], row["commit"], row["batch"]): row["tokens_per_s"]
+        for row in rows
+        if _ran(row)
+    }
+    best = max((rate for (case, *_), rate in rates.items() if case in PLAIN), default=0)
+    found = []
+    for row in rows:
+        ratios = {}
+        if _ran(row) and best:
+            ratios["ratio_to_best_bf16"] = row["tokens_per_s"] / best
+        beside = "bf16", row["commit"], row["batch"]
+        if _ran(row) and beside in rates:
+            ratios["ratio_to_bf16"] = row["tokens_per_s"] / rates[beside]
+        found.append(row | ratios)
+    return found
+
+
+def _ran(row: Row) -> bool:
+    return "tokens_per_s" in row
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What the 7B model should reach, as far as its cases were measured."""
+    at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
+    found = []
+    if {("coat", 2), ("bf16", 2)} <= at.keys():
+        coat, bf16 = at["coat", 2], at["bf16", 2]
+        peak = coat["peak_gib"] / bf16["peak_gib"]
+        speed = coat["tokens_per_s"] / bf16["tokens_per_s"]
+        found.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
+        found.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
+    best = max((at[k]["tokens_per_s"] for k in at if k[0] == "coat"), default=None)
+    plain = max((at[k]["tokens_per_s"] for k in at if k[0] in PLAIN), default=None)
+    if best:
+        found.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
+    if best and plain:
+        name = "coat, its best / BF16's best"
+        found.append(Bar.of(name, ">=", 1.65, best / plain))
+    return found
+
+
+def table(rows: list[Row]) -> Table:
+    """All rows, with the paper's figures below ours."""
+    columns = {
+        "tokens/s": ("tokens_per_s", ",.0f"),
+        "x bf16": ("ratio_to_bf16", ".2f"),
+        "x its best": ("ratio_to_best_bf16", ".2f"),
+        "optimizer": ("optimizer_gib", ".1f"),
+        "activations": ("activations_gib", ".1f"),
+        "peak, GiB": ("peak_gib", ".1f"),
+        "device's": ("device_peak_gib", ".1f"),
+        "compiled in s": ("compile_s", ".0f"),
+    }
+    found = Table(
+        title="Training steps (the paper's below)",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    found.add_column("", no_wrap=True)
+    for column in ("batch", *columns):
+        found.add_column(column, justify="right")
+    for row in rows:
+        cells = []
+        for key, spec in columns.values():
+            ours, theirs = row.get(key), row.get(f"paper_{key}")
+            cell = "-" if ours is None else format(ours, spec)
+            cells.append(cell if theirs is None else f"{cell}\n({theirs:g})")
+        if "error" in row:
+            cells[0] = row["error"]
+        found.add_row(row["case"], str(row["batch"]), *cells)
+    return found
+
+
+if __name__ == "__main__":
+    main()

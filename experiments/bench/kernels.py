@@ -1,0 +1,278 @@
+"""The kernels' time against XLA's, a device copy's bandwidth and cuBLASLt's rate.
+
+    uv run python -m experiments.bench.kernels
+
+measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
+makes of its reference, and writes `bench_kernels.json`. What is measured joins what is
+there, so that some can be measured again; each row says at which commit. Kernels run
+one after the other, the largest products also on a chip that rests in between.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import pallas_kernels
+from experiments.common import kernel_cases, profiling, results, timing
+from experiments.common.results import Bar, default_path
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.rope.reference import split_heads
+
+Row = dict[str, Any]
+_CUBE = (8192, 8192, 8192)
+_DRAWS = 4
+# In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
+_REST_S = 0.02
+
+
+def main() -> None:
+    """Prints tables and writes the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--only", nargs="+", choices=("elementwise", "products"))
+    add("--named", nargs="+", help="what has one of these in its name")
+    add("--shapes", nargs="+", metavar="ROWS,N", help="of elementwise kernels")
+    add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
+    names = tuple(kernel_cases.MODELS)
+    add("--models", nargs="+", choices=names, default=names)
+    add(
+        "--out",
+        type=Path,
+        default=default_path("bench_kernels"),
+    )
+    args = parser.parse_args()
+    try:
+        rows = results.known_rows(args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    commit = results.versions()["commit"]
+    for row in measured(args):
+        rows = joined(rows, row | {"commit": commit})
+        results.write_results(args.out, rows=rows, bars=bars(rows))
+    Console(width=110).print(table(rows))
+    for bar in bars(rows):
+        verdict = "holds" if bar.holds else "missed"
+        print(f"{bar.name}: {bar.measured:.4g} ({bar.target}: {verdict})")
+
+
+def joined(rows: list[Row], row: Row) -> list[Row]:
+    """Rows with one more, or with it in the place of what was measured before."""
+
+    def key(row: Row) -> tuple[str, str]:
+        return row["kernel"], row.get("name", row["shape"])
+
+    return results.joined(rows, row, key)
+
+
+def measured(args: argparse.Namespace) -> Iterable[Row]:
+    """Rows as they are measured, when all is compiled."""
+    only = args.only or ("elementwise", "products")
+    shapes = kernel_cases.ELEMENTWISE_SHAPES
+    if args.shapes:
+        shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
+    cases: list[kernel_cases.Case | ProductCase] = []
+    if "elementwise" in only:
+        cases += (c for shape in shapes for c in kernel_cases.elementwise(shape))
+    if "products" in only:
+        cases += products(args)
+    cases = [c for c in cases if any(n in c.name for n in args.named or [""])]
+    programs = map(_programs, cases)
+    with ThreadPoolExecutor(8) as pool:
+        compiling = pool.map(lambda call: timing.compile_all(*call), programs)
+        total = len(cases)
+        compiled = list(tqdm(compiling, total=total, unit="case", desc="compiling"))
+    copies: dict[tuple[int, int], float] = {}
+    for case, pair in tqdm(list(zip(cases, compiled, strict=True)), unit="case"):
+        if isinstance(case, ProductCase):
+            yield product_row(case, pair)
+            continue
+        if case.shape not in copies:
+            copies[case.shape] = copy_gb_per_s(case.shape)
+        yield elementwise_row(case, pair, copies[case.shape])
+
+
+def copy_gb_per_s(shape: tuple[int, int]) -> float:
+    """What a device copy of bfloat16 of this shape reaches."""
+    x = jnp.ones(shape, jnp.bfloat16)
+    draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
+    (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
+    return 2 * x.nbytes / time / 1e9
+
+
+class ProductCase(NamedTuple):
+    """A matrix product by one of the kernels."""
+
+    kernel: str
+    product: kernel_cases.MatrixProduct
+
+    @property
+    def name(self) -> str:
+        """The kernel's, and the product's."""
+        return f"{self.kernel}, {self.product.name}"
+
+    @property
+    def chosen(self) -> tuning.Tuning | None:
+        """What the table has for it; None where cuBLASLt runs."""
+        return tuning.choose(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
+
+    @property
+    def tiles(self) -> tuning.Tuning:
+        """What the kernel is timed with."""
+        return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
+
+    def draws(self) -> list[tuple[jax.Array, ...]]:
+        """Random operands."""
+        return kernel_cases.draws(self.kernel, self.product.shape, self.product.dtypes)
+
+
+def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
+    """The kernel's call and XLA's, and what they take."""
+    if isinstance(case, ProductCase):
+        how = {"implementation": "mosaic", "tuning": case.tiles}
+        ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
+        calls = [ours, functools.partial(xla, case.kernel)]
+        return calls, jax.eval_shape(case.draws)
+    calls = [
+        functools.partial(case.call, implementation=name)
+        for name in ("mosaic", "reference")
+    ]
+    return calls, [jax.eval_shape(case.draw, jax.random.key(0))] * _DRAWS
+
+
+def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row:
+    """The kernel's time and XLA's."""
+    row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
+    for error in compiled:
+        if isinstance(error, Exception):
+            return row | {"error": str(error)[:200]}
+    draw = jax.jit(case.draw)
+    draws = [draw(key) for key in jax.random.split(jax.random.key(0), _DRAWS)]
+    ours, xla = timing.seconds(compiled, draws)
+    rate = case.size / ours / 1e9
+    row |= {"ms": ours * 1e3, "xla_ms": xla * 1e3, "ratio_to_xla": xla / ours}
+    return row | {
+        "gb_per_s": rate,
+        "copy_gb_per_s": copy,
+        "share_of_copy": rate / copy,
+    }
+
+
+def products(args: argparse.Namespace) -> Iterable[ProductCase]:
+    """Every kind of product on a large cube, then those of models."""
+    cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
+    for kernel in ("product", "promoted", "blocks"):
+        yield ProductCase(kernel, cube)
+    for product in kernel_cases.model_products(args.tokens, args.models):
+        for kernel in ("product", *kernel_cases.OF_LAYERS):
+            if product.is_of(kernel):
+                yield ProductCase(kernel, product)
+
+
+def product_row(case: ProductCase, compiled: list) -> Row:
+    """The kernel's time, and that of cuBLASLt through XLA."""
+    m, n, k = case.product.shape
+    row: Row = {"kernel": case.kernel, "shape": f"{m} x {n} x {k}"}
+    row["name"] = case.product.name
+    for error in compiled:
+        if isinstance(error, Exception):
+            return row | {"error": str(error)[:200]}
+    draws = case.draws()
+    long = {"calls": 20, "rounds": 3, "round_s": timing.HOT_S}
+    ours, theirs = timing.seconds(compiled, draws, **long)
+    row |= {"ms": ours * 1e3, "xla_ms": theirs * 1e3, "ratio_to_xla": theirs / ours}
+    rate = 2 * m * n * k / 1e12
+    row |= {"tflop_per_s": rate / ours, "xla_tflop_per_s": rate / theirs}
+    runs = "mosaic" if case.chosen else "xla"
+    row |= {"runs": runs, "tiles": str(case.tiles)}
+    if (m, n, k) == _CUBE:
+        call = functools.partial(compiled[0], draws)
+        rested = profiling.kernel_ms(call, rest_s=_REST_S)["products"] / 1e3
+        row["rested_tflop_per_s"] = rate * len(draws) / rested
+    return row
+
+
+def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
+    """The product of cuBLASLt; for groups, with our quantization behind it.
+
+    Through XLA it has one scale a tensor, and gets that where ours has more.
+    """
+    if kernel in ("product", "promoted", "quantized"):
+        y = pallas_kernels.matmul(a, b, *more, implementation="reference")
+        return pallas_kernels.quantize_groups(y) if kernel == "quantized" else y
+    one = jnp.float32(1)
+    y = pallas_kernels.matmul(a, b, one, one, implementation="reference")
+    if kernel == "added":
+        return y + more[-1]
+    if kernel == "heads":
+        how = {"num_kv_heads": kernel_cases.kv_heads(b), "dtype": y.dtype}
+        return split_heads(y, *more[2:], **how)
+    return y
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What the kernels should reach on an H200."""
+    found = []
+    quick = [r for r in rows if "share_of_copy" in r]
+    if quick:
+        ratios = [r["ratio_to_xla"] for r in quick]
+        least = min(r["share_of_copy"] for r in quick)
+        found.append(
+            Bar.of("elementwise, least share of a copy's rate", ">=", 0.8, least)
+        )
+        found.append(Bar.of("elementwise, least ratio to XLA", ">=", 1.0, min(ratios)))
+        found.append(
+            Bar.of("elementwise, mean ratio to XLA", ">=", 1.5, geometric_mean(ratios))
+        )
+    at = {(r["kernel"], r.get("name")): r for r in rows if "tflop_per_s" in r}
+    plain = [_as_it_runs(r) for (k, _), r in at.items() if k == "product"]
+    if plain:
+        name = "products as they run, {} ratio to cuBLASLt"
+        mean = geometric_mean(plain)
+        found.append(Bar.of(name.format("mean"), ">=", 1.0, mean))
+        found.append(Bar.of(name.format("least"), ">=", 0.93, min(plain)))
+    quantized = [r["ratio_to_xla"] for (k, _), r in at.items() if k == "quantized"]
+    if quantized:
+        name = "quantized products, mean ratio to cuBLASLt and our quantization"
+        found.append(Bar.of(name, ">=", 1.15, geometric_mean(quantized)))
+    for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
+        if (kernel, "cube") in at:
+            name = f"{kernel}, 8192^3, TFLOP/s"
+            cube = at[kernel, "cube"]
+            found.append(Bar.of(name, ">=", target, cube["tflop_per_s"]))
+            if rate := cube.get("rested_tflop_per_s"):
+                found.append(Bar.of(f"{name}, rested", ">=", target, rate))
+    return found
+
+
+def _as_it_runs(row: Row) -> float:
+    """How much faster than cuBLASLt a product is, which may be cuBLASLt's."""
+    return 1.0 if row["runs"] == "xla" else row["ratio_to_xla"]
+
+
+def table(rows: list[Row]) -> Table:
+    """All rows, for a terminal."""
+    found = Table("kernel", "shape", "ms", "XLA's", "ratio", "rate", "of a copy")
+    for r in rows:
+        name = r["kernel"] if "share_of_copy" in r else r.get("name", r["kernel"])
+        if "error" in r:
+            found.add_row(r["kernel"], r["shape"], r["error"])
+            continue
+        rate = f"{r.get('tflop_per_s', r.get('gb_per_s')):.0f}"
+        times = (f"{r[k]:.4f}" for k in ("ms", "xla_ms"))
+        share = f"{r['share_of_copy']:.2f}" if "share_of_copy" in r else r["kernel"]
+        found.add_row(name, r["shape"], *times, f"{r['ratio_to_xla']:.2f}", rate, share)
+    return found
+
+
+if __name__ == "__main__":
+    main()

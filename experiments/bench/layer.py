@@ -1,0 +1,334 @@
+"""Time and memory of one Llama layer, forward and backward, by recipe.
+
+    uv run python -m experiments.bench.layer
+
+times a layer with BF16 weights: the BF16 layer as JAX differentiates it, with policies
+of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a shape are
+timed in turns. The paper's table 6 and the total of its table 2 stand beside them. What
+the results file has of other hidden sizes and sequences is kept.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from flax import nnx
+from rich.console import Console
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments.activations.memory import TARGET_UNITS
+from experiments.bench import layer_report
+from experiments.common import profiling
+from experiments.common.layer_cases import (
+    CASES,
+    PLAIN,
+    LayerState,
+    Shape,
+    first_histories,
+    forward_backward,
+    layer,
+    llama_intermediate,
+    normal,
+    random_params,
+)
+from experiments.common.results import (
+    Bar,
+    default_path,
+    known_rows,
+    versions,
+    write_results,
+)
+from experiments.common.tables import bars as bars_table
+from experiments.common.timing import OPTIONS, in_turns
+
+MIB = 2**20
+Row = dict[str, Any]
+# How many times faster than the fastest BF16 layer, by hidden size and sequence.
+SPEED_TARGETS = {
+    (4096, 2048): 1.80,
+    (4096, 4096): 1.70,
+    (2048, 2048): 1.52,
+    (2048, 4096): 1.50,
+}
+# What `--profile` looks into.
+_PROFILED = ("bf16", "coat", "coat, delayed scaling")
+# Of all that autodiff saves, and of what a policy does.
+_REMATS = ("fp8_remat", "fp8_remat of products")
+
+
+class Compiled(NamedTuple):
+    """A case's programs, and what is known of them without running them.
+
+    Attributes:
+      forward: The layer alone.
+      forward_backward: The layer and its gradients.
+      histories: Of delayed scaling, abstract.
+      known: Columns of its row.
+    """
+
+    forward: jax.stages.Compiled
+    forward_backward: jax.stages.Compiled
+    histories: nnx.State
+    known: Row
+
+    def state(self, params: nnx.State) -> LayerState:
+        """What the programs take beside their input."""
+        return LayerState(params, first_histories(self.histories))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = parser()
+    args = top.parse_args(argv)
+    if args.profile and "bf16" not in args.cases:
+        top.error("--profile compares with bf16, which --cases lack")
+    console = Console(width=130)
+    try:
+        known(args.out)  # Of another device it must not be.
+    except ValueError as error:
+        top.error(str(error))
+    compiled = compile_cases(shapes(args), args.cases)
+    for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
+        how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+        own = shape_rows(shape, programs, **how)
+        own_parts = profile_rows(shape, programs) if args.profile else []
+        rows, parts = known(args.out)  # Others may have written meanwhile.
+        rows, parts = replaced(rows, own), replaced(parts, own_parts)
+        write(args.out, rows, parts)
+    for table in layer_report.tables(rows):
+        console.print(table)
+    if parts:
+        console.print(layer_report.parts_table(parts))
+    console.print(bars_table(bars(rows)))
+    layer_report.draw(rows).savefig(args.out.with_suffix(".png"))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; by default the four shapes of the paper's table 6."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.bench.layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = top.add_argument
+    add("--hidden", type=int, nargs="+", default=[4096, 2048], metavar="H")
+    add("--seq", type=int, nargs="+", default=[2048, 4096], metavar="S")
+    add("--batch", type=int, default=4)
+    add("--intermediate", type=int, help="by default Llama's for each hidden size")
+    add("--kv-heads", type=int, help="by default as many as query heads")
+    add("--head-dim", type=int, default=128)
+    add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    add("--calls", type=int, default=10, help="in a row, in each round, or more")
+    add("--rounds", type=int, default=3, help="in which each case has its turn")
+    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+    add("--profile", action="store_true", help="say where time goes; on GPUs")
+    out = default_path("bench_layer")
+    add("--out", type=Path, default=out, help="joined; a figure goes beside it")
+    return top
+
+
+def shapes(args: argparse.Namespace) -> list[Shape]:
+    """Every hidden size with every length."""
+    return [
+        Shape(
+            hidden=hidden,
+            seq=seq,
+            batch=args.batch,
+            intermediate=args.intermediate or llama_intermediate(hidden),
+            kv_heads=args.kv_heads or hidden // args.head_dim,
+            head_dim=args.head_dim,
+        )
+        for hidden, seq in itertools.product(args.hidden, args.seq)
+    ]
+
+
+def compile_cases(
+    shapes: Sequence[Shape], cases: Sequence[str] = tuple(CASES)
+) -> dict[Shape, dict[str, Compiled]]:
+    """Compiles every case for every shape, several at a time."""
+    both = [(case, shape) for shape in shapes for case in cases]
+    found: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        compiled = pool.map(compile_case, *zip(*both, strict=True))
+        for (case, shape), program in zip(
+            both, tqdm(compiled, "compiling", len(both), disable=None), strict=True
+        ):
+            found[shape][case] = program
+    return found
+
+
+def known(path: Path) -> tuple[list[Row], list[Row]]:
+    """Rows of a results file, and those of profiles."""
+    rows, parts = (known_rows(path, of=of) for of in ("rows", "parts"))
+    return rows, parts
+
+
+def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
+    """Rows with those of a shape in the place of what was measured of it before."""
+    others = [row for row in rows if not own or _sizes(row) != _sizes(own[0])]
+    return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
+
+
+def _sizes(row: Row) -> tuple[int, int]:
+    """What tells shapes apart in a results file."""
+    return row["hidden"], row["seq"]
+
+
+def shape_rows(
+    shape: Shape, compiled: Mapping[str, Compiled], **how: float
+) -> list[Row]:
+    """Times the cases of a shape in turns: a row each; `how` is as for `in_turns`.
+
+    Ratios are to the BF16 layer as `jax.vjp` saves it, and to the fastest of those that
+    JAX has without this library.
+    """
+    params, x, dy = arguments(shape)
+    pairs = [(c, c.state(params)) for c in compiled.values()]
+    forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
+    both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
+    ms = {case: 1e3 * seconds for case, seconds in zip(compiled, both, strict=True)}
+    plain = [ms[case] for case in compiled if case in PLAIN]
+    commit = versions()["commit"]
+    return [
+        {"case": case}
+        | dataclasses.asdict(shape)
+        | {"forward_ms": 1e3 * ahead, "backward_ms": ms[case] - 1e3 * ahead}
+        | {"forward_backward_ms": ms[case]}
+        | {"ratio_to_bf16": ms["bf16"] / ms[case] if "bf16" in ms else None}
+        | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
+        | found.known
+        | layer_report.paper(case, shape)
+        | {"commit": commit}
+        for (case, found), ahead in zip(compiled.items(), forward, strict=True)
+    ]
+
+
+def compile_case(name: str, shape: Shape) -> Compiled:
+    """Compiles a case for a shape, and its backward pass alone for what that takes."""
+    apply, state = layer(CASES[name], shape)
+    x = shape.input()
+
+    def compiled(function, *args):
+        return jax.jit(function).lower(*args).compile(OPTIONS)
+
+    both = compiled(forward_backward(apply), state, x, x)
+    _, vjp = jax.eval_shape(lambda state, x: jax.vjp(apply, state, x), state, x)
+    backward = compiled(lambda vjp, dy: vjp(dy), vjp, x)
+    # The input is counted where backward reads it: it is the output of another layer.
+    saved = coat.residual_report(lambda state, x: apply(state, -x), state, x).nbytes
+    known = {
+        "saved_units": saved / shape.unit,
+        "saved_mib": saved / MIB,
+        "backward_temporaries_mib": _temporaries_mib(backward),
+        "temporaries_mib": _temporaries_mib(both),
+    }
+    return Compiled(compiled(apply, state, x), both, state.histories, known)
+
+
+def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
+    return compiled.memory_analysis().temp_size_in_bytes / MIB
+
+
+def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
+    """Parameters, input and cotangent, random."""
+    _, (params, _) = layer(CASES["bf16"], shape)
+    x, dy = (normal(seed, shape.input()) for seed in (1, 2))
+    return random_params(params), x, 1e-3 * dy
+
+
+def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
+    """Where a call's time goes: a row for each kind of kernel, and one for gaps.
+
+    The floor is what is left if quantizing costs nothing: products in half the time
+    that they take in BF16, which has to be among the cases, and attention as there.
+    """
+    params, *arrays = arguments(shape)
+    found = {}
+    for case in _PROFILED:
+        if case in compiled:
+            run, state = compiled[case].forward_backward, compiled[case].state(params)
+            found[case] = profiling.kernel_ms(partial(run, state, *arrays))
+    plain = found["bf16"]
+    floor = {"products": plain["products"] / 2, "attention": plain["attention"]}
+    return [
+        {"case": case}
+        | dataclasses.asdict(shape)
+        | {"part": part, "ms": ms, "floor_ms": floor.get(part, 0.0)}
+        for case, parts in found.items()
+        for part, ms in parts.items()
+    ]
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """What each shape should reach, as far as its cases were measured."""
+    found = []
+    for (hidden, seq), group in itertools.groupby(rows, key=_sizes):
+        at = {row["case"]: row for row in group}
+        found += [
+            bar._replace(name=f"{hidden}, {seq}: {bar.name}")
+            for bar in (*_speed(at, SPEED_TARGETS.get((hidden, seq))), *_memory(at))
+        ]
+    return found
+
+
+def _speed(at: dict[str, Row], target: float | None) -> list[Bar]:
+    ms = {case: row["forward_backward_ms"] for case, row in at.items()}
+    found = []
+    if target and "coat" in at and at["coat"]["ratio_to_fastest_bf16"]:
+        ratio = at["coat"]["ratio_to_fastest_bf16"]
+        found.append(Bar.of("coat, times the fastest BF16", ">=", target, ratio))
+    if {"coat", "coat_max"} <= ms.keys():
+        ratio = ms["coat"] / ms["coat_max"]
+        found.append(Bar.of("coat_max, times coat", ">=", 0.95, ratio))
+    for name in _REMATS:
+        if {"bf16", f"bf16, {name}"} <= ms.keys():
+            ratio = ms[f"bf16, {name}"] / ms["bf16"]
+            found.append(Bar.of(f"{name}, time / bf16", "<=", 1.06, ratio))
+    return found
+
+
+def _memory(at: dict[str, Row]) -> list[Bar]:
+    units = {case: row["saved_units"] for case, row in at.items()}
+    found = [
+        Bar.of(f"{case}, U saved", "<=", target, units[case])
+        for case, target in TARGET_UNITS.items()
+        if case in at
+    ]
+    for name in _REMATS:
+        if {"bf16", f"bf16, {name}"} <= at.keys():
+            ratio = units["bf16"] / units[f"bf16, {name}"]
+            found.append(Bar.of(f"{name}, times smaller than bf16", ">=", 1.8, ratio))
+    if "coat" in at:
+        better = sum(dominates(at[c], at["coat"]) for c in PLAIN if c in at)
+        name = "BF16 policies both smaller and faster than coat"
+        found.append(Bar.of(name, "<=", 0, better))
+    for case in ("coat", "coat_max"):
+        if {case, "bf16"} <= at.keys():
+            key = "backward_temporaries_mib"
+            ratio = at[case][key] / at["bf16"][key]
+            found.append(Bar.of(f"{case}, temporaries / BF16's", "<=", 1.0, ratio))
+    return found
+
+
+def dominates(row: Row, other: Row) -> bool:
+    """Whether a case both saves less and is faster."""
+    keys = ("saved_units", "forward_backward_ms")
+    return all(row[key] < other[key] for key in keys)
+
+
+def write(path: Path, rows: list[Row], parts: list[Row]) -> None:
+    """The results file; what a profile found stands apart from the rows."""
+    extra = {"parts": parts} if parts else {}
+    write_results(path, rows=rows, bars=bars(rows), **extra)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""What `bench_layer` shows: the paper's figures, tables, and the frontier."""
+
+import collections
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from experiments.activations import operations as activation_operations
+from experiments.common.layer_cases import Shape
+
+Row = dict[str, Any]
+# Table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds forward and
+# backward, and MiB of saved activations.
+TABLE_6 = {
+    (2048, 2048): {
+        "bf16": (3.36, 8.47, 1457),
+        "te": (2.96, 5.32, 1210),
+        "coat": (2.88, 5.16, 883),
+    },
+    (2048, 4096): {
+        "bf16": (6.88, 17.24, 2914),
+        "te": (5.94, 11.29, 2420),
+        "coat": (5.89, 10.82, 1766),
+    },
+    (4096, 2048): {
+        "bf16": (7.77, 18.78, 2914),
+        "te": (6.19, 11.79, 2420),
+        "coat": (5.89, 10.96, 1766),
+    },
+    (4096, 4096): {
+        "bf16": (16.37, 38.43, 5828),
+        "te": (12.66, 24.58, 4840),
+        "coat": (12.16, 23.44, 3533),
+    },
+}
+# Cases of a recipe share its color.
+_MARKERS = "osD^vP"
+_COLORS = {"bf16": "#33415c", "te": "#2a9d8f", "coat": "#d1495b", "coat_max": "#edae49"}
+
+
+def paper(case: str, shape: Shape) -> Row:
+    """What the paper has for a case: tables 6 and 2, with None where it has nothing."""
+    table = TABLE_6.get((shape.hidden, shape.seq), {}) if shape.batch == 4 else {}
+    forward, backward, mib = table.get(case, (None, None, None))
+    ms = forward and forward + backward
+    return {
+        "paper_forward_ms": forward,
+        "paper_backward_ms": backward,
+        "paper_forward_backward_ms": ms,
+        "paper_ratio_to_bf16": ms and sum(table["bf16"][:2]) / ms,
+        "paper_saved_mib": mib,
+        "paper_saved_units": activation_operations.PAPER.get(case, {}).get("total"),
+    }
+
+
+def tables(rows: list[Row]) -> Iterator[Table]:
+    """Table 6 of each shape, with the paper's figures below ours."""
+    columns = {
+        "fwd, ms": ("forward_ms", ".2f"),
+        "bwd, ms": ("backward_ms", ".2f"),
+        "both, ms": ("forward_backward_ms", ".2f"),
+        "x bf16": ("ratio_to_bf16", ".2f"),
+        "x fastest": ("ratio_to_fastest_bf16", ".2f"),
+        "saved, U": ("saved_units", ".2f"),
+        "MiB": ("saved_mib", ",.0f"),
+        "temp. MiB": ("backward_temporaries_mib", ",.0f"),
+    }
+    for title, group in _by_shape(rows):
+        found = _table(f"{title} (the paper's below)", "", *columns)
+        for row in group:
+            cells = []
+            for key, spec in columns.values():
+                theirs = row.get(f"paper_{key}")
+                cell = "-" if row[key] is None else format(row[key], spec)
+                cells.append(cell if theirs is None else f"{cell}\n({theirs:{spec}})")
+            found.add_row(row["case"], *cells)
+        yield found
+
+
+def parts_table(parts: list[Row]) -> Table:
+    """Where time goes, against the floor."""
+    found = _table("Where time goes, ms", "", "case", "part", "ms", "floor")
+    for title, group in _by_shape(parts):
+        for row in group:
+            floor = f"{row['floor_ms']:.2f}" if row["floor_ms"] else ""
+            found.add_row(title, row["case"], row["part"], f"{row['ms']:.3f}", floor)
+    return found
+
+
+def draw(rows: list[Row]) -> Figure:
+    """Saved activations against time; nothing lies left of the frontier and below."""
+    groups = list(_by_shape(rows))
+    columns = min(2, len(groups))
+    lines = -(-len(groups) // columns)
+    figure = Figure(figsize=(6 * columns, 4.5 * lines), layout="constrained", dpi=150)
+    for axes, (title, group) in zip(
+        figure.subplots(lines, columns, squeeze=False).flat, groups, strict=False
+    ):
+        _frontier(axes, group)
+        axes.set_title(title, loc="left", fontsize=10)
+    handles, cases = figure.axes[0].get_legend_handles_labels()
+    figure.legend(
+        handles, cases, loc="outside lower center", ncols=3, frameon=False, fontsize=9
+    )
+    return figure
+
+
+def _frontier(axes: Axes, rows: list[Row]) -> None:
+    points = {
+        row["case"]: (row["saved_units"], row["forward_backward_ms"]) for row in rows
+    }
+    markers: collections.Counter[str] = collections.Counter()
+    for case, point in points.items():
+        recipe = case.split(",")[0]
+        marker = _MARKERS[markers[recipe]]
+        size = 6 if markers[recipe] else 10  # Of a recipe's cases the first lies below.
+        markers[recipe] += 1
+        style = {"color": _COLORS[recipe], "markersize": size}
+        style |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
+        axes.plot(*point, marker, label=case, linestyle="none", **style)
+    best = [
+        (units, ms)
+        for units, ms in sorted(points.values())
+        if not any(u <= units and m < ms for u, m in points.values())
+    ]
+    line = {"color": "0.6", "linewidth": 1, "zorder": 1}
+    axes.step(*zip(*best, strict=True), where="post", **line)
+    axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
+    axes.set_ylabel("forward and backward, ms")
+    axes.set_xlim(0, 1.25 * max(units for units, _ in points.values()))
+    axes.set_ylim(0, 1.15 * max(ms for _, ms in points.values()))
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _by_shape(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows of one shape follow one another."""
+    for (hidden, seq, batch), group in itertools.groupby(
+        rows, key=lambda row: (row["hidden"], row["seq"], row["batch"])
+    ):
+        yield f"hidden {hidden}, sequence {seq}, batch {batch}", list(group)
+
+
+def _table(title: str, first: str, *columns: str) -> Table:
+    found = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    found.add_column(first, no_wrap=True)
+    for column in columns:
+        found.add_column(column, justify="right")
+    return found

@@ -1,0 +1,170 @@
+"""A training step of a whole Llama in each of the ways that are compared.
+
+`measure` is made for a process of its own, so that what it finds of the device's memory
+is the step's alone, and running out of it ends nothing else.
+"""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int32
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.remat.report import peak_bytes
+from experiments.bench.optimizer import chain_step, fused_step, optax_adamw
+from experiments.common.layer_cases import (
+    CASES,
+    Apply,
+    Case,
+    LayerState,
+    first_histories,
+    random_params,
+)
+from experiments.common.timing import OPTIONS
+from experiments.pretrain.settings import COAT_RECIPES
+from experiments.pretrain.training import tree_bytes
+
+GIB = 2**30
+Row = dict[str, Any]
+_WARM_UP = 2
+# The share of the device's memory that JAX may take; three quarters are its default.
+_MEMORY_SHARE = "0.95"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a model and of its context; Llama-2-7B's by default."""
+
+    hidden: int = 4096
+    intermediate: int = 11_008
+    layers: int = 32
+    heads: int = 32
+    kv_heads: int = 32
+    vocab: int = 32_000
+    seq: int = 2048
+
+    def config(self, case: Case) -> llama.LlamaConfig:
+        """With parameters in BF16."""
+        return llama.LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_layers=self.layers,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            param_dtype=jnp.bfloat16,
+            recipe=case.recipe,
+            scaling=case.scaling,
+        )
+
+
+class _Wrapped(nnx.Module):
+    """Layers that are differentiated as a case says."""
+
+    def __init__(self, layers: nnx.Module, wrap: Callable[[Apply, bool], Apply]):
+        self.layers = layers
+        self.wrap = wrap
+
+    def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+        graph, params = nnx.split(self.layers)
+        apply = self.wrap(lambda params, x: nnx.merge(graph, params)(x), True)
+        return apply(params, x)
+
+
+def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
+    """The loss, of parameters, histories and tokens [b, s + 1]; the first two."""
+
+    def build():
+        found = llama.Llama(model.config(CASES[case]), rngs=nnx.Rngs(0))
+        found.layers = _Wrapped(found.layers, CASES[case].wrap)
+        return found
+
+    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+
+    def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
+        found = nnx.merge(graph, params, histories)
+        return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
+
+    return loss, LayerState(*state)
+
+
+def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
+    """`measure` in a process that has not used JAX yet, with all of the device."""
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # An older name.
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
+    return measure(case, model, batch, steps)
+
+
+def measure(case: str, model: Model, batch: int, steps: int) -> Row:
+    """What a case's step takes; a row that says so where memory does not suffice."""
+    row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
+    loss, (params, histories) = loss_function(case, model)
+    fused = CASES[case].recipe in COAT_RECIPES
+    tx, update = fused_step() if fused else chain_step(optax_adamw())
+
+    def step(carry, tokens):
+        (params, opt_state), histories = carry
+        value, (grads, histories) = jax.value_and_grad(loss, (0, 1))(
+            params, histories, tokens
+        )
+        return (update((params, opt_state), grads), histories), value
+
+    abstract = (params, jax.eval_shape(tx.init, params)), histories
+    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    saved = coat.residual_report(loss, params, histories, tokens)
+    row |= {
+        "parameters_gib": tree_bytes(params) / GIB,
+        "optimizer_gib": tree_bytes(abstract[0][1]) / GIB,
+        "activations_gib": saved.nbytes / GIB,
+    }
+    try:
+        started = time.perf_counter()
+        jitted = jax.jit(step, donate_argnums=0)
+        compiled = jitted.lower(abstract, tokens).compile(OPTIONS)
+        row["compile_s"] = time.perf_counter() - started
+        row["peak_gib"] = peak_bytes(compiled) / GIB
+        params = random_params(params)
+        carry = (params, jax.jit(tx.init)(params)), first_histories(histories)
+        row |= _timed(compiled, carry, _random_tokens(model, batch), steps)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        row["error"] = "out of memory"
+    return row
+
+
+def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> Row:
+    """Steps one after the other on the same tokens."""
+    for _ in range(_WARM_UP):
+        carry, loss = compiled(carry, tokens)
+    first = float(loss)
+    started = time.perf_counter()
+    for _ in range(steps):
+        carry, loss = compiled(carry, tokens)
+    jax.block_until_ready(carry)
+    seconds = (time.perf_counter() - started) / steps
+    if not math.isfinite(first + float(loss)):
+        raise ValueError(f"losses must be finite, got {first} and {loss}")
+    stats = jax.devices()[0].memory_stats() or {}
+    peak = stats.get("peak_bytes_in_use")
+    return {
+        "device_peak_gib": peak and peak / GIB,
+        "ms_per_step": 1e3 * seconds,
+        "tokens_per_s": tokens.shape[0] * (tokens.shape[1] - 1) / seconds,
+        "first_loss": first,
+        "last_loss": float(loss),
+    }
+
+
+def _random_tokens(model: Model, batch: int) -> Int32[Array, "b s+1"]:
+    shape = batch, model.seq + 1
+    return jax.random.randint(jax.random.key(0), shape, 0, model.vocab)

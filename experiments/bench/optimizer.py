@@ -1,0 +1,224 @@
+"""Time and memory of one AdamW step: FP8 moments against optax's in float32.
+
+    uv run python -m experiments.bench.optimizer
+
+times steps in place (parameters and state donated) on an array of a billion
+parameters and on the parameters of Llama 2 7B, each as 291 tensors and as stacks of
+layers. Every row is compared with `optax.adamw` with float32 moments, of the same run.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments.common.results import Bar, default_path, write_results
+from experiments.pretrain.training import in_float32
+
+HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 4096, 11_008, 32, 32_000
+ROUND_S = 1.0
+MIB = 2**20
+Step = Callable[[Any, Any], Any]  # (parameters, state), gradients -> the former.
+
+
+def fp8_adamw() -> optax.GradientTransformation:
+    """What is measured."""
+    return coat.fp8_adamw(1e-4, b2=0.95, weight_decay=0.1)
+
+
+def optax_adamw() -> optax.GradientTransformation:
+    """What it is compared with: float32 moments, whatever the parameters' dtype."""
+    return in_float32(optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
+
+
+def chain_step(
+    tx: optax.GradientTransformation,
+) -> tuple[optax.GradientTransformation, Step]:
+    """`tx.update`, then `optax.apply_updates`."""
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return tx, step
+
+
+def fused_step(stochastic: bool = False) -> tuple[optax.GradientTransformation, Step]:
+    """`coat.fused_update`."""
+    tx = fp8_adamw()
+    key = jax.random.key(0) if stochastic else None
+    return tx, lambda carry, grads: coat.fused_update(tx, grads, *carry[::-1], key=key)
+
+
+def flat(last_axis: int, dtype: jnp.dtype, parameters: int) -> Any:
+    """One matrix of about so many parameters."""
+    rows = max(1, round(parameters / last_axis / 128)) * 128
+    return jax.ShapeDtypeStruct((rows, last_axis), dtype)
+
+
+def llama_7b(stacked: bool) -> Any:
+    """Llama 2 7B's parameters in bfloat16: its 291 tensors, or layers stacked."""
+    h, f = HIDDEN, INTERMEDIATE
+    layer = {"q": (h, h), "k": (h, h), "v": (h, h), "o": (h, h), "gate": (h, f)}
+    layer |= {"up": (h, f), "down": (f, h), "norm_1": (h,), "norm_2": (h,)}
+    shapes = {"embedding": (VOCAB, h), "head": (h, VOCAB), "norm": (h,)}
+    if stacked:
+        shapes |= {name: (LAYERS, *shape) for name, shape in layer.items()}
+    else:
+        layers = range(LAYERS)
+        shapes |= {f"{i}/{name}": s for i in layers for name, s in layer.items()}
+    return {k: jax.ShapeDtypeStruct(v, jnp.bfloat16) for k, v in shapes.items()}
+
+
+def random_tree(abstract: Any, scale: float) -> Any:
+    """Normal numbers; one array at a time, since float32 would not fit twice."""
+    leaves, treedef = jax.tree.flatten(abstract)
+
+    def draw(seed, x):
+        normal = jax.random.normal(jax.random.key(seed), x.shape, x.dtype)
+        return normal * jnp.asarray(scale, x.dtype)
+
+    draw = jax.jit(draw, static_argnums=1)
+    return treedef.unflatten([draw(i, x) for i, x in enumerate(leaves)])
+
+
+def measure(
+    tx: optax.GradientTransformation, step: Step, abstract: Any, repeats: int
+) -> dict[str, float]:
+    """Compiles a step and times `repeats` rounds of steps, in place.
+
+    Each round is a second or so. So every case runs on a GPU as hot as any other's, and
+    it does not count that the first step waits until the host, which then is ahead, has
+    handed over what may be thousands of arrays.
+    """
+    params, grads = random_tree(abstract, 0.02), random_tree(abstract, 1e-3)
+    carry = (params, jax.jit(tx.init)(params))
+    started = time.perf_counter()
+    compiled = jax.jit(step, donate_argnums=0).lower(carry, grads).compile()
+    compile_s = time.perf_counter() - started
+
+    def run(carry, steps):
+        started = time.perf_counter()
+        for _ in range(steps):
+            carry = compiled(carry, grads)
+        carry = jax.block_until_ready(carry)
+        return carry, (time.perf_counter() - started) / steps
+
+    carry, _ = run(carry, 1)
+    carry, seconds = run(carry, 10)
+    steps = max(1, round(ROUND_S / seconds))
+    rounds = []
+    for _ in range(repeats):
+        carry, seconds = run(carry, steps)
+        rounds.append(seconds)
+    size = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract))
+    state = sum(x.nbytes for x in jax.tree.leaves(carry[1]))
+    ms = statistics.median(rounds) * 1e3
+    moved = 2 * sum(x.nbytes for x in jax.tree.leaves(carry))
+    moved += sum(x.nbytes for x in jax.tree.leaves(grads))
+    return {
+        "parameters": size,
+        "ms": ms,
+        "ms_per_1e9": ms / size * 1e9,
+        "fastest_ms_per_1e9": min(rounds) * 1e3 / size * 1e9,
+        "gb_per_s": moved / ms / 1e6,
+        "state_bytes_per_parameter": state / size,
+        "temporaries_mib": compiled.memory_analysis().temp_size_in_bytes / MIB,
+        "compile_s": compile_s,
+    }
+
+
+def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
+    """(parameters, method, shapes, step); optax's first, to compare the next with."""
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    matrix = flat(32_768, bf16, parameters)
+    wide, ragged = flat(32_768, f32, parameters), flat(5_000, bf16, parameters // 4)
+    heads = flat(64, bf16, parameters // 4)
+    trees = {"291 tensors": llama_7b(False), "stacked layers": llama_7b(True)}
+    found = [
+        ("matrix bfloat16", "optax.adamw", matrix, chain_step(optax_adamw())),
+        ("matrix bfloat16", "fused_update", matrix, fused_step()),
+        ("matrix bfloat16", "fused_update, stochastic", matrix, fused_step(True)),
+        ("matrix bfloat16", "tx.update", matrix, chain_step(fp8_adamw())),
+        ("matrix float32", "optax.adamw", wide, chain_step(optax_adamw())),
+        ("matrix float32", "fused_update", wide, fused_step()),
+        ("last axis 5000", "optax.adamw", ragged, chain_step(optax_adamw())),
+        ("last axis 5000", "fused_update", ragged, fused_step()),
+        ("last axis 64", "optax.adamw", heads, chain_step(optax_adamw())),
+        ("last axis 64", "fused_update", heads, fused_step()),
+    ]
+    for name, tree in trees.items():
+        found.append((name, "fused_update", tree, fused_step()))
+    return found
+
+
+def bars(rows: list[dict]) -> list[Bar]:
+    """What a step on an H200 should reach."""
+    at = {(row["what"], row["method"]): row for row in rows}
+    fused = at["matrix bfloat16", "fused_update"]
+    chain = at["matrix bfloat16", "tx.update"]
+    found = [
+        Bar.of("fused_update, ms for 1e9", "<=", 2.75, fused["ms_per_1e9"]),
+        Bar.of("fused_update, times optax", ">=", 1.95, fused["ratio_to_optax"]),
+        Bar.of("fused_update, temporaries, MiB", "<=", 64, fused["temporaries_mib"]),
+        Bar.of("tx.update, times optax", ">=", 1.25, chain["ratio_to_optax"]),
+    ]
+    for what in ("291 tensors", "stacked layers"):
+        row = at[what, "fused_update"]
+        ratio = row["ms_per_1e9"] / fused["ms_per_1e9"]
+        found.append(Bar.of(f"{what}, a parameter's time", "<=", 1.1, ratio))
+        found.append(Bar.of(f"{what}, compilation, s", "<=", 20, row["compile_s"]))
+    return found
+
+
+def main() -> None:
+    """Prints the table and writes the results file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--parameters", type=int, default=1_000_000_000)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds of a second")
+    parser.add_argument("--no-trees", action="store_true", help="leave Llama 2 7B out")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=default_path("bench_optimizer"),
+    )
+    args = parser.parse_args()
+    table = Table("parameters", "step", "ms / 1e9", "GB/s", "x optax", "temp. MiB")
+    rows, optax_ms = [], {}
+    trees = ("291 tensors", "stacked layers")
+    chosen = [
+        c for c in cases(args.parameters) if not args.no_trees or c[0] not in trees
+    ]
+    for what, method, abstract, (tx, step) in tqdm(chosen, unit="case"):
+        row = {"what": what, "method": method}
+        row |= measure(tx, step, abstract, args.repeats)
+        if method == "optax.adamw":
+            optax_ms[what] = row["ms_per_1e9"]
+        base = optax_ms.get(what, optax_ms["matrix bfloat16"])
+        row["ratio_to_optax"] = base / row["ms_per_1e9"]
+        rows.append(row)
+        numbers = ("ms_per_1e9", "gb_per_s", "ratio_to_optax", "temporaries_mib")
+        table.add_row(what, method, *(f"{row[k]:.2f}" for k in numbers))
+        write_results(args.out, rows=rows)
+    Console().print(table)
+    found = [] if args.no_trees else bars(rows)
+    for bar in found:
+        verdict = "holds" if bar.holds else "missed"
+        print(f"{bar.name}: {bar.measured:.3g} ({bar.target}: {verdict})")
+    write_results(args.out, rows=rows, bars=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What programs share: results files, timing, cases, tables, ahead-of-time compiles."""

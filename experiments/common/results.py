@@ -1,0 +1,202 @@
+"""Results files: what every experiment and benchmark leaves behind, in one schema."""
+
+import datetime
+import json
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+_PROJECT = Path(__file__).resolve().parent.parent.parent
+_VERSIONED = ("jax", "jaxlib", "flax", "optax")
+_SCALARS = (str, int, float, bool, type(None))
+
+
+class Bar(NamedTuple):
+    """A claim, what was asked, what came out, and whether it holds.
+
+    Attributes:
+      name: What is measured.
+      target: What was asked for, for instance "<= 1.01".
+      measured: What came out.
+      holds: Whether that is enough.
+    """
+
+    name: str
+    target: str | float
+    measured: float | str | None
+    holds: bool
+
+    @classmethod
+    def of(cls, name: str, relation: str, target: float, measured: float) -> "Bar":
+        """A bar that `measured` has to be "<=" or ">="."""
+        holds = measured <= target if relation == "<=" else measured >= target
+        return cls(name, f"{relation} {target}", measured, holds)
+
+
+def write_results(
+    path: Path | str,
+    *,
+    rows: Sequence[Mapping[str, Any]],
+    bars: Sequence[Bar] = (),
+    command: str | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    """Writes a results file, whole or not at all, and returns what is in it.
+
+    Args:
+      path: Where; its folder must exist.
+      rows: Flat records of strings, numbers, booleans and None; units in the keys.
+      bars: What the experiment was asked to show.
+      command: The command line that repeats it; None means this process's.
+      **extra: Further top-level entries.
+
+    Raises:
+      ValueError: If a row is not flat, or an extra entry has a name of the schema.
+
+    Example:
+      >>> bar = Bar("products / BF16", ">= 1.5", 1.7, True)
+      >>> written = write_results("/tmp/example.json", rows=[{"ms": 3.1}], bars=[bar])
+      >>> list(written)
+      ['command', 'date', 'device', 'versions', 'rows', 'bars']
+    """
+    for row in rows:
+        for key, value in row.items():
+            if not isinstance(key, str) or not isinstance(value, _SCALARS):
+                raise ValueError(
+                    f"a row holds strings, numbers, booleans and None, got {key!r}: "
+                    f"{value!r}"
+                )
+    results = {
+        "command": command or command_line(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": device(),
+        "versions": versions(),
+        "rows": [dict(row) for row in rows],
+        "bars": [bar._asdict() for bar in bars],
+    }
+    if taken := results.keys() & extra.keys():
+        raise ValueError(f"{sorted(taken)} are entries of the schema, not extra ones")
+    results |= extra
+    write_json(Path(path), results)
+    return results
+
+
+def default_path(experiment: str, name: str | None = None) -> Path:
+    """Where an experiment's results go, within the project; of several by name."""
+    return Path("experiments/results") / experiment / f"{name or experiment}.json"
+
+
+def load(experiment: str, name: str | None = None) -> dict[str, Any]:
+    """The committed results of an experiment, such as "drift"; of several by name."""
+    return json.loads((_PROJECT / default_path(experiment, name)).read_text())
+
+
+def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
+    """The rows of a results file, or of another entry; none if there are none.
+
+    Raises:
+      ValueError: If they were measured on another kind of device than this one.
+    """
+    if not path.exists():
+        return []
+    known, name = json.loads(path.read_text()), device()["name"]
+    if (theirs := known["device"]["name"]) != name:
+        raise ValueError(f"{path} is of {theirs}, this is {name}; name another --out")
+    return known.get(of, [])
+
+
+def joined(
+    rows: Sequence[dict[str, Any]], row: dict[str, Any], key: Callable[..., Any]
+) -> list[dict[str, Any]]:
+    """Rows with one more, or with it in the place of one with the same key."""
+    keys = list(map(key, rows))
+    at = keys.index(key(row)) if key(row) in keys else len(rows)
+    return [*rows[:at], row, *rows[at + 1 :]]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces a file by `value` as JSON in one step, durable once this returns."""
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        json.dump(value, file, indent=2, allow_nan=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def command_line() -> str:
+    """The command that started this process, as a user types it."""
+    main = sys.modules["__main__"]
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    name = name and name.removesuffix(".__main__")
+    program = f"python -m {name}" if name else f"python {sys.argv[0]}"
+    return shlex.join(["uv", "run", *program.split(), *sys.argv[1:]])
+
+
+def device() -> dict[str, Any]:
+    """Name, count and driver of the devices that JAX runs on."""
+    devices = jax.devices()
+    if devices[0].platform == "cpu":
+        name = f"{_processor()}, {os.cpu_count()} cores"
+        return {"name": name, "count": len(devices), "driver": None}
+    return {
+        "name": devices[0].device_kind,
+        "count": len(devices),
+        "driver": _nvidia_driver(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of what results depend on, and this project's commit."""
+    found = {"python": platform.python_version()}
+    found |= {package: metadata.version(package) for package in _VERSIONED}
+    return found | {"commit": _commit()}
+
+
+def _processor() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1) if match else platform.machine()
+
+
+def _nvidia_driver() -> str | None:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    match = re.search(r"(\d+\.\d+(?:\.\d+)?)", text)
+    return match.group(1) if match else None
+
+
+def _commit() -> str | None:
+    """The commit of this checkout, "+changes" behind it if files differ from it.
+
+    The variable GIT_COMMIT names it for a copy of the checkout.
+    """
+    if commit := os.environ.get("GIT_COMMIT"):
+        return commit
+    try:
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+        return _git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def _git(*args: str) -> str:
+    command = ["git", "-C", str(_PROJECT), *args]
+    return subprocess.check_output(
+        command, text=True, stderr=subprocess.DEVNULL
+    ).strip()

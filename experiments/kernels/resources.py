@@ -1,0 +1,228 @@
+"""Registers, spills and shared memory of every kernel, compiled for an H200.
+
+`python -m experiments.kernels.resources` compiles them on any machine with the packages
+that `experiments.common.sm90` names, and writes `kernel_resources.json`, which a test
+compares with. A family named instead is compiled alone and printed.
+"""
+
+import argparse
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import pallas_kernels as pk
+from experiments.common import kernel_cases, sm90
+from experiments.common.results import write_results
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.matmul.plan import Product
+
+RESULTS = Path(__file__).resolve().parent.parent / "results/kernel_resources"
+RESULTS /= "kernel_resources.json"
+_BF16, _F32 = jnp.bfloat16, jnp.float32
+_E4M3 = jnp.float8_e4m3fn
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function with one kernel or a few, and abstract arrays to compile it for.
+
+    Attributes:
+      name: What it is called in tables.
+      function: Called with `arrays` and implementation="mosaic".
+      arrays: Its arguments; others are bound to it.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arrays: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the first array."""
+        return jax.tree.leaves(self.arrays)[0].shape
+
+    def resources(self) -> sm90.Resources:
+        """What compiling it says."""
+        call = functools.partial(self.function, implementation="mosaic")
+        return sm90.resources(call, *self.arrays)
+
+
+def _array(*shape: int, dtype: Any = _BF16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _groups(*shape: int) -> pk.Groups:
+    scale = _array(*shape[:-1], shape[-1] // 16)
+    return pk.Groups(_array(*shape, dtype=_E4M3), scale)
+
+
+def _adam() -> Iterator[Case]:
+    def step(*arrays, implementation):
+        # Numbers that are 0 leave arithmetic out.
+        scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
+        return pk.adam(scalars, *arrays, implementation=implementation)
+
+    def case(name, shape, dtype=_BF16, params=True, stochastic=False):
+        count = (*shape[:-1], -(-shape[-1] // 128))
+        codes, scale = _array(*shape, dtype=_E4M3), _array(*count, dtype=_F32)
+        exponent = _array(*count, dtype=jnp.uint8)
+        moments = pk.Moments(codes, scale, codes, scale, exponent)
+        grads = _array(*shape, dtype=dtype)
+        seed = _array(dtype=jnp.uint32)
+        salt = seed if stochastic else None
+        params = grads if params else None
+        return Case(name, step, (grads, moments, seed, seed, params, salt))
+
+    yield case("adam", (4096, 4096))
+    yield case("adam, float32", (4096, 4096), _F32)
+    yield case("adam, stochastic rounding", (4096, 4096), stochastic=True)
+    yield case("adam, update", (4096, 4096), params=False)
+    yield case("adam, a short last group", (4096, 200))
+
+
+def _measured(
+    *beginnings: str, shape: tuple[int, int] = (8192, 4096)
+) -> Iterator[Case]:
+    """What the benchmark measures, of the kernels whose names begin so."""
+    for case in kernel_cases.elementwise(shape):
+        if case.kernel.startswith(beginnings):
+            arrays = jax.eval_shape(case.draw, jax.random.key(0))
+            yield Case(case.kernel, case.call, arrays)
+
+
+def _scales(*maxima, **how):
+    bounds = [pk.Bound((x, maxima[0]), 2.0) for x in maxima]
+    return pk.tensor_scales(*bounds, **how)
+
+
+def _quantize() -> Iterator[Case]:
+    yield from _measured("quantize", "scale", "dequantize", "transpose")
+    of_32 = functools.partial(pk.quantize_groups, group=32)
+    yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
+    yield Case("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
+    rows = [_array(n, dtype=_F32) for n in (8192, 22016, 264)]
+    yield Case("scales of tensors", _scales, tuple(rows))
+
+
+def _gate(activation: str) -> Iterator[Case]:
+    tokens, f = 8192, 11008
+    yield from _measured(f"{activation} gate", shape=(tokens, f))
+
+    def backward(gate_up, dy, scale, **how):
+        return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **how)
+
+    arrays = (_groups(tokens, 2, f), _array(tokens, f), _array(dtype=_F32))
+    yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
+
+
+def _sums() -> Iterator[Case]:
+    yield from _measured("add", "heads")
+    x, add = _array(8192, 4096), functools.partial(pk.add_quantize_tensor, copies="row")
+    yield Case("add, to a tensor, row", add, (x, x, _array(dtype=_F32)))
+
+
+def _norm() -> Iterator[Case]:
+    def backward(x, dy, weight, add, y_scale=None, **how):
+        how |= {"keep_maxima": y_scale is not None}  # As in a layer.
+        return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **how)
+
+    def of_sum(x, weight, add, **how):
+        how |= {"scale": "row", "keep_groups": True}
+        return pk.norm(x, weight, add=add, **how)
+
+    def to_tensor(x, weight, scale, **how):
+        return pk.norm(x, weight, scale=scale, **how)
+
+    layer = functools.partial(pk.norm, kind="layer")
+    layer_backward = functools.partial(backward, kind="layer", with_bias=True)
+    for shape in kernel_cases.ELEMENTWISE_SHAPES:
+        yield from _measured("rms norm", "layer norm", shape=shape)
+        x, weight = _array(*shape), _array(shape[1])
+        arrays = (_groups(*shape), x, weight, x)
+        yield Case("layer norm with a bias", layer, (x, weight, weight))
+        yield Case("rms norm, backward, added", backward, arrays)
+        with_output = (*arrays, _array(dtype=_F32))
+        yield Case("rms norm, backward, added, and the output", backward, with_output)
+        yield Case("layer norm with a bias, backward, added", layer_backward, arrays)
+    x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
+    yield Case("rms norm of a sum", of_sum, (x, weight, x))
+    arrays = (groups, weight, _array(dtype=_F32))
+    yield Case("rms norm from groups to a tensor", to_tensor, arrays)
+
+
+def _tiles(product: Product) -> list[tuning.Tuning]:
+    """The candidates; in which order they are walked over takes no registers."""
+    how = {"width": tuning.Tuning.width}  # By default: names leave it out.
+    candidates = tuning.candidates(product)
+    return list(dict.fromkeys(dataclasses.replace(t, **how) for t in candidates))
+
+
+def _products() -> Iterator[Case]:
+    m, n, k = 8192, 4096, 4096
+    a, b, one = _array(m, k, dtype=_E4M3), _array(n, k, dtype=_E4M3), _array(dtype=_F32)
+    for kernel, product in kernel_cases.PRODUCTS.items():
+        shape = (m, 3 * n if product.heads else n, k)
+        arrays = jax.eval_shape(functools.partial(kernel_cases.operands, kernel, shape))
+        for tiles in _tiles(product):
+            call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
+            yield Case(f"{kernel}, {tiles}", call, arrays)
+            if product.heads:
+                again = functools.partial(call, copies=2)
+                yield Case(f"{kernel} twice, {tiles}", again, arrays)
+    for tiles in _tiles(kernel_cases.PRODUCTS["product"]):
+        call = functools.partial(pk.matmul, keep_maxima=True, tuning=tiles)
+        yield Case(f"product and maxima, {tiles}", call, (a, b, one, one))
+    accumulate = functools.partial(pk.matmul, out_dtype=_F32)
+    sums, rows = (
+        _array(m, n, dtype=_F32),
+        (_array(m, dtype=_F32), _array(n, dtype=_F32)),
+    )
+    yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
+    yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+    "adam": _adam,
+    "quantize": _quantize,
+    "silu": functools.partial(_gate, "silu"),
+    "gelu": functools.partial(_gate, "gelu"),
+    "gelu_exact": functools.partial(_gate, "gelu_exact"),
+    "sums": _sums,
+    "norm": _norm,
+    "products": _products,
+}
+
+
+def rows(family: str) -> list[dict[str, Any]]:
+    """A record for each of a family's cases."""
+    found = []
+    for case in FAMILIES[family]():
+        shape = "x".join(map(str, case.shape))
+        taken = dataclasses.asdict(case.resources())
+        found.append({"family": family, "kernel": case.name, "shape": shape, **taken})
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the results file, or prints the rows of one family."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("family", nargs="?", choices=FAMILIES)
+    family = parser.parse_args(arguments).family
+    if reason := sm90.missing():
+        parser.error(reason)
+    if family is not None:
+        print(json.dumps(rows(family)))
+        return
+    found = [row for name in FAMILIES for row in rows(name)]
+    command = "uv run python -m experiments.kernels.resources"
+    write_results(RESULTS, rows=found, command=command, compiled_by=sm90.versions())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Training curves of several optimizers and seeds: their table, bars and figure.
+
+Rows are those of `experiments.optimizer.curves`. Each optimizer is compared with the
+one that its rows name as `beside`, or else with the first. Differences are between
+trainings with one seed, which share initialization, batches and validation; the
+standard error is that of their mean over seeds.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich import box
+from rich.table import Table
+
+from experiments.common.results import Bar
+
+_COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
+# The 97.5% quantile of Student's t distribution with 1, 2, ... degrees of freedom.
+_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_MOST_PERCENT = 0.5
+
+
+def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
+    """Validation losses by optimizer, of the seeds that all optimizers have."""
+    names = list(dict.fromkeys(row["optimizer"] for row in rows))
+    own = [{row["seed"] for row in rows if row["optimizer"] == name} for name in names]
+    seeds = set.intersection(*own)
+    found = {
+        (name, seed): [
+            row["val_loss"]
+            for row in rows
+            if (row["optimizer"], row["seed"]) == (name, seed)
+        ]
+        for name in names
+        for seed in seeds
+    }
+    return {
+        name: np.array([found[name, seed] for seed in sorted(seeds)]) for name in names
+    }
+
+
+def mean_and_error(
+    x: Float[np.ndarray, "seed *rest"],
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"] | None]:
+    """The mean over seeds and its standard error; None of a single seed."""
+    if len(x) == 1:
+        return x[0], None
+    return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))
+
+
+def compared_with(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The name of the optimizer that each is compared with."""
+    first = rows[0]["optimizer"]
+    return {row["optimizer"]: row.get("beside") or first for row in rows}
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last validation of each optimizer, and its difference to another one's.
+
+    `percent` is the difference over the other's loss, `most_percent` the upper end of
+    its 95% interval by Student's t distribution; of a single seed there is none.
+    """
+    found, beside, summary = losses(rows), compared_with(rows), []
+    for name, curves in found.items():
+        last, reference = curves[:, -1], found[beside[name]][:, -1]
+        mean, error = mean_and_error(last - reference)
+        unit = 100 / reference.mean()
+        row = {
+            "optimizer": name,
+            "beside": beside[name],
+            "seeds": len(last),
+            "val_loss": float(last.mean()),
+            "difference": float(mean),
+            "standard_error": None,
+            "percent": float(unit * mean),
+            "most_percent": None,
+        }
+        if error is not None:
+            row["standard_error"] = float(error)
+            quantile = _T_975[min(len(last) - 1, len(_T_975)) - 1]
+            row["most_percent"] = float(unit * (mean + quantile * error))
+        summary.append(row)
+    return summary
+
+
+def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
+    """What rounds parameters to nearest may fall behind, what does not may not."""
+    found = []
+    for row in summary:
+        name, beside = row["optimizer"], row["beside"]
+        if name != beside and "nearest" not in name:
+            most = row["most_percent"]
+            end = "" if most is None else ", upper end of 95%"
+            measured = row["percent"] if most is None else most
+            name = f"{name}, % of loss above {beside}{end}"
+            found.append(Bar.of(name, "<=", _MOST_PERCENT, measured))
+    return found
+
+
+def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
+    """The summary for a terminal."""
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    found.add_column("optimizer")
+    for name in ("validation loss", "difference", "standard error", "%", "at most"):
+        found.add_column(name, justify="right")
+    for row in summary:
+        error = row["standard_error"]
+        found.add_row(
+            row["optimizer"],
+            f"{row['val_loss']:.4f}",
+            f"{row['difference']:+.4f}",
+            "-" if error is None else f"{error:.4f}",
+            f"{row['percent']:+.2f}",
+            "-" if error is None else f"{row['most_percent']:+.2f}",
+        )
+    return found
+
+
+def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
+    """Validation losses above, differences to what each is compared with below.
+
+    Means over seeds; the bands are a standard error wide to either side.
+    """
+    found, beside = losses(rows), compared_with(rows)
+    steps = sorted({row["step"] for row in rows})
+    drawn = Figure(figsize=(9, 7.5), layout="constrained", dpi=150)
+    above, below = drawn.subplots(2, sharex=True, height_ratios=(5, 4))
+    gaps = {name: curves - found[beside[name]] for name, curves in found.items()}
+    for color, (name, curves) in zip(itertools.cycle(_COLORS), found.items()):
+        style = dict(color=color, linestyle="--" if "BF16" in name else "-")
+        _line(above, steps, curves, **style, label=name)
+        _line(below, steps, gaps[name], **style)
+    _limit(above, np.stack(list(found.values())))
+    _limit(below, np.stack(list(gaps.values())))
+    above.set_title(title, loc="left", fontsize=11)
+    above.set_ylabel("validation loss, nats")
+    above.legend(frameon=False, loc="upper right")
+    others = set(beside.values())
+    name = others.pop() if len(others) == 1 else "its counterpart"
+    below.set_ylabel(f"difference to {name}, nats")
+    below.set_xlabel("step")
+    for axes in (above, below):
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def _line(axes: Axes, steps: list[int], curves: np.ndarray, **style: Any) -> None:
+    mean, error = mean_and_error(curves)
+    axes.plot(steps, mean, linewidth=1.5, marker=".", **style)
+    if error is not None:
+        color = style["color"]
+        axes.fill_between(steps, mean - error, mean + error, color=color, alpha=0.15)
+
+
+def _limit(axes: Axes, curves: Float[np.ndarray, "optimizer seed step"]) -> None:
+    """Leaves out the first quarter, where losses fall steeply."""
+    means = curves.mean(axis=1)[:, curves.shape[-1] // 4 :]
+    low, high = means[np.isfinite(means)].min(), means[np.isfinite(means)].max()
+    margin = 0.1 * (high - low) + 1e-3
+    axes.set_ylim(low - margin, high + margin)

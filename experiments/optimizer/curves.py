@@ -1,0 +1,286 @@
+"""Training curves of optimizers: optax.adamw against FP8 moments and BF16 parameters.
+
+    uv run python -m experiments.optimizer.curves
+
+trains the main job's model, all of it in its `bf16` recipe, with `optax.adamw` and
+float32 parameters, with `coat.fp8_adamw`, with COAT's own scheme for the first moment,
+and with BF16 parameters that are rounded to nearest and stochastically; everything from
+one initialization and on one order of the data for each of several seeds. Results are
+written after every training. Call it again after an interruption, or with more seeds,
+and it does only what is missing.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optax
+from rich.console import Console
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments.common.results import default_path, write_results
+from experiments.optimizer import curve_summary
+from experiments.pretrain import arguments
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import ParamDtype, Rounding, Settings, model_config
+from experiments.pretrain.training import Optimizer, Trainer
+
+Row = dict[str, Any]
+# What differs between trainings, or in no number of theirs.
+_NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
+_NOT_SHARED += ("save_every",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+      name: In tables and results.
+      optimizer: What with.
+      param_dtype: What the parameters are kept in.
+      rounding: How `coat.fp8_adamw` rounds them to BF16.
+      beside: The name of the variant that it is compared with; None means the first.
+    """
+
+    name: str
+    optimizer: Optimizer
+    param_dtype: ParamDtype = "float32"
+    rounding: Rounding = "nearest"
+    beside: str | None = None
+
+
+_OPTAX = Optimizer(optax.adamw, fused=False)
+_FP8 = Optimizer(coat.fp8_adamw, fused=True)
+# COAT's scheme as it was published: codes rounded to nearest, float32 scales.
+_COAT = Optimizer(
+    partial(
+        coat.fp8_adamw, normalize_mu=False, nu_format=coat.E4M3, rounding="nearest"
+    ),
+    fused=True,
+)
+_BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
+VARIANTS = (
+    Variant(name="optax.adamw", optimizer=_OPTAX),
+    Variant(name="fp8_adamw", optimizer=_FP8),
+    Variant(name="COAT as published", optimizer=_COAT),
+    Variant(name="optax.adamw, BF16 nearest", optimizer=_OPTAX, **_BF16),
+    Variant(name="fp8_adamw, BF16 nearest", optimizer=_FP8, **_BF16),
+    Variant(
+        name="fp8_adamw, BF16 stochastic",
+        optimizer=_FP8,
+        rounding="stochastic",
+        **_BF16,
+    ),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    program = "experiments.optimizer.curves"
+    return compare(argv, VARIANTS, program, "optimizer_curves", __doc__)
+
+
+def compare(
+    argv: Sequence[str] | None,
+    variants: Sequence[Variant],
+    program: str,
+    name: str,
+    doc: str,
+) -> int:
+    """The program that trains with some of `variants`; returns an exit code.
+
+    Args:
+      argv: Its command line; None means this process's.
+      variants: What there is to choose from.
+      program: The program's module.
+      name: That of its results, without the preset's.
+      doc: What it says of itself.
+    """
+    given = arguments.read(parser(program, doc), argv)
+    seeds, out = given.pop("seeds", 4), given.pop("out", None)
+    names = given.pop("optimizers", None)
+    try:
+        variants = chosen(names, variants)
+        settings = arguments.settings(given)
+        out = out or default_path(name, f"{name}_{settings.preset}")
+        curves = Curves.open(out, settings, seeds, variants)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        curves.train()
+    except KeyboardInterrupt:
+        print(f"\n{out} keeps what is finished; the same command goes on from there")
+        return pretrain.STOPPED
+    summary = curves.write()
+    title = curves.title(summary[0]["seeds"])
+    figure = curve_summary.figure(curves.rows, title)
+    figure.savefig(out.with_suffix(".png"))
+    Console().print(curve_summary.table(summary, title))
+    print(f"{out}, and a figure beside it")
+    return 0
+
+
+def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...]:
+    """The variants of these names, which semicolons separate; all without names.
+
+    Raises:
+      ValueError: If there is none of a name.
+    """
+    known = {variant.name: variant for variant in variants}
+    wanted = list(known) if names is None else names.split(";")
+    for name in wanted:
+        if name not in known:
+            raise ValueError(f"--optimizers are some of {';'.join(known)}, got {name}")
+    return tuple(known[name] for name in wanted)
+
+
+def parser(program: str, doc: str) -> argparse.ArgumentParser:
+    """The main job's flags, but for what is compared."""
+    top = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    arguments.add_training(top)
+    add = top.add_argument_group("how often, and where").add_argument
+    add("--seeds", type=int, help="trainings of each kind, with seeds 0, 1, ... (4)")
+    add("--optimizers", help="some of the variants, by name", metavar="'A;B'")
+    add("--out", type=Path, help="results file; the figure goes beside it", metavar="F")
+    return top
+
+
+class Curves:
+    """A results file with training curves, and what is missing in it.
+
+    Attributes:
+      rows: One a validation: of which variant and seed, after which step, the mean
+        training loss since the validation before and the validation loss.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        settings: Settings,
+        seeds: int,
+        variants: tuple[Variant, ...],
+        inputs: pretrain.Inputs,
+    ) -> None:
+        self.rows: list[Row] = []
+        self._out = out
+        self._settings = settings
+        self._seeds = seeds
+        self._variants = variants
+        self._inputs = inputs
+        self._shared: dict[str, Any] = {}
+
+    @classmethod
+    def open(
+        cls,
+        out: Path,
+        settings: Settings,
+        seeds: int,
+        variants: tuple[Variant, ...] = VARIANTS,
+    ) -> "Curves":
+        """Reads the data and what is finished.
+
+        Raises:
+          ValueError: If there is no seed or no folder, or the file holds curves of
+            other settings or data.
+        """
+        if seeds < 1:
+            raise ValueError(f"seeds must be positive, got {seeds}")
+        if not out.parent.is_dir():
+            raise ValueError(f"no folder {out.parent} to write {out.name} to")
+        corpus = pretrain.load_corpus(settings, out.parent)
+        inputs = pretrain.select_inputs(corpus, settings)
+        curves = cls(out, settings, seeds, variants, inputs)
+        shared = dataclasses.asdict(settings)
+        shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
+        curves._shared = {"settings": shared, "data": corpus.fingerprint()}
+        if out.exists():
+            found = json.loads(out.read_text())
+            for name, own in curves._shared.items():
+                if found.get(name) != own:
+                    raise ValueError(f"{out} has curves of other {name}; give an --out")
+            curves.rows = found["rows"]
+        return curves
+
+    def train(self) -> None:
+        """Does the trainings that are missing, seed by seed."""
+        missing = list(self._missing())
+        trainers = {}
+        bar = tqdm(total=len(missing) * self._settings.steps, unit="step")
+        with bar:
+            for variant, seed in missing:
+                bar.set_description(f"seed {seed}, {variant.name}")
+                if variant not in trainers:
+                    trainers[variant] = self._trainer(variant)
+                self.rows += self._curve(trainers[variant], variant, seed, bar)
+                self.write()
+
+    def write(self) -> list[Row]:
+        """Writes the results file, and returns the summary in it."""
+        summary = curve_summary.summarize(self.rows)
+        bars = curve_summary.bars(summary)
+        shared = self._shared | {"summary": summary}
+        write_results(self._out, rows=self.rows, bars=bars, **shared)
+        return summary
+
+    def title(self, seeds: int) -> str:
+        """What was trained, with how many seeds."""
+        s = self._settings
+        plural = "" if seeds == 1 else "s"
+        return (
+            f"{s.preset}: {s.steps} steps of {s.batch_size} x {s.seq_len} "
+            f"{self._inputs.token}s, {seeds} seed{plural}"
+        )
+
+    def _missing(self) -> Iterator[tuple[Variant, int]]:
+        done = {(row["optimizer"], row["seed"]) for row in self.rows}
+        for seed in range(self._seeds):
+            for variant in self._variants:
+                if (variant.name, seed) not in done:
+                    yield variant, seed
+
+    def _trainer(self, variant: Variant) -> Trainer:
+        settings = dataclasses.replace(
+            self._settings, param_dtype=variant.param_dtype, rounding=variant.rounding
+        )
+        config = model_config(settings, "bf16", self._inputs.vocab_size)
+        return Trainer(
+            config, settings, steps=settings.steps, optimizer=variant.optimizer
+        )
+
+    def _curve(
+        self, trainer: Trainer, variant: Variant, seed: int, bar: tqdm
+    ) -> list[Row]:
+        """One training."""
+        settings = dataclasses.replace(self._settings, seed=seed)
+        batches = pretrain.train_batches(self._inputs, settings)
+        state, losses, rows = trainer.init(seed), [], []
+        for step in range(1, settings.steps + 1):
+            state, metrics = trainer.step(state, next(batches))
+            losses.append(metrics.loss)
+            if step == settings.steps or step % settings.eval_every == 0:
+                row = {"optimizer": variant.name, "beside": variant.beside}
+                row |= {"seed": seed, "step": step}
+                row["train_loss"] = float(np.mean(losses))
+                row["val_loss"] = trainer.evaluate(state, self._inputs.validation)
+                rows.append(row)
+                losses = []
+            bar.update()
+        return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

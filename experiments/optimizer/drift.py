@@ -1,0 +1,338 @@
+"""How far Adam's moments in few bits drift from float32 ones over many steps.
+
+    uv run python -m experiments.optimizer.drift
+
+feeds gradients that tell a story (stationary, falling, spiking, rare, frozen, ...) to
+Adam with float32 moments and to Adam with moments stored in several ways, with several
+b2, and measures how far the updates of each are from the exact ones. A moving average
+with b2 = 0.999 moves by 0.1% a step, less than half of what lies between two 8-bit
+codes: rounded to nearest it stands still. Results are written after every b2 and
+length; call it again after an interruption, and it does only what is missing.
+"""
+
+import argparse
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.common.results import Bar, default_path, known_rows, write_results
+from experiments.optimizer import drift_report as report
+from experiments.optimizer.drift_cases import METHODS, OURS, STORIES, Time, adam
+from experiments.optimizer.moments import GROUP
+from experiments.optimizer.schemes import EPS, Groups
+
+Row = dict[str, Any]
+# A run is looked at so often; a row is the mean over the last fifth of these.
+_LOOKS = 50
+_DRAWN = ("b2", "steps", "step", "method", "story", "ratio")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    args = parser().parse_args(argv)
+    try:
+        if not args.out.parent.is_dir():
+            raise ValueError(f"no folder {args.out.parent} to write to")
+        for b2 in args.b2:
+            if not 0 < b2 < 1:
+                raise ValueError(f"b2 must be above 0 and below 1, got {b2:g}")
+        for steps in args.steps:
+            if steps < _LOOKS:
+                raise ValueError(f"a run must have {_LOOKS} steps or more, got {steps}")
+        known = known_rows(args.out), known_rows(args.out, of="curves")
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    rows, curves = study(args, *known, out=args.out)
+    bars = check(rows)
+    console = Console(width=104)
+    for b2 in args.b2:
+        console.print(report.table(rows, b2=b2, steps=max(args.steps)))
+    if bars:
+        console.print(report.bars(bars))
+    report.figure(curves).savefig(args.out.with_suffix(".png"))
+    print(f"{args.out}, and a figure beside it")
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.optimizer.drift",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = top.add_argument
+    add(
+        "--b2",
+        type=_numbers(float),
+        default=(0.95, 0.99, 0.999, 0.9999),
+        help="decay rates of the second moment (0.95,0.99,0.999,0.9999)",
+        metavar="B2,...",
+    )
+    add(
+        "--steps",
+        type=_numbers(int),
+        default=(1000, 10_000, 100_000),
+        help="lengths of runs (1000,10000,100000)",
+        metavar="N,...",
+    )
+    add("--groups", type=int, default=64, help="groups of 128 a story (64)")
+    out = default_path("drift")
+    add("--out", type=Path, default=out, help=f"results file ({out})", metavar="FILE")
+    return top
+
+
+def _numbers(kind: type) -> Callable[[str], tuple[Any, ...]]:
+    return lambda value: tuple(map(kind, value.split(",")))
+
+
+def study(
+    args: argparse.Namespace,
+    rows: Sequence[Row] = (),
+    curves: Sequence[Row] = (),
+    out: Path | None = None,
+) -> tuple[list[Row], list[Row]]:
+    """Runs what a command line asks for and `rows` do not have yet.
+
+    Args:
+      args: What `parser` reads.
+      rows: Those of earlier calls.
+      curves: Likewise.
+      out: A results file to write after every run, or None.
+
+    Returns:
+      A row for each length, b2, method and story; and curves, the same for each look at
+      the runs that `report.figure` draws.
+    """
+    rows, curves = list(rows), list(curves)
+    simulation = Simulation(groups=args.groups)
+    runs = [(b2, steps) for steps in sorted(args.steps) for b2 in args.b2]
+    done = {(row["b2"], row["steps"]) for row in rows}
+    with tqdm(total=sum(steps for _, steps in runs), unit="step", disable=None) as bar:
+        for b2, steps in runs:
+            bar.set_description(f"b2 = {b2:g}, {steps:,} steps")
+            if (b2, steps) in done:
+                bar.update(steps)
+                continue
+            looks = list(simulation.looks(b2, steps, bar))
+            rows += means(looks)
+            if (b2, steps) == report.drawn(runs):
+                curves += [{k: row[k] for k in _DRAWN} for row in looks]
+            if out:
+                write_results(out, rows=rows, bars=check(rows), curves=curves)
+    return rows, curves
+
+
+class Carry(NamedTuple):
+    """Where a run is: exact moments, states by method, and when gradients were last."""
+
+    mu: Groups
+    nu: Groups
+    states: dict[str, Any]
+    last: Int32[Array, "groups 128"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """All stories below one another in one parameter, with one b2.
+
+    Attributes:
+      groups: How many groups of 128 each story has.
+    """
+
+    groups: int
+
+    def looks(self, b2: float, steps: int, bar: tqdm) -> Iterable[Row]:
+        """Runs so many steps; rows for each method and story at even intervals."""
+        carry, at = self._start(), np.linspace(0, steps - 1, _LOOKS + 1, dtype=int)
+        for start, end in itertools.pairwise(at):
+            carry = self._advance(carry, b2, start, end, steps)
+            found = jax.device_get(self._measure(carry, b2, end, steps))
+            bar.update(end - start)
+            for method, errors in found.items():
+                for j, story in enumerate(STORIES):
+                    row = {"b2": b2, "steps": steps, "step": int(end)}
+                    row |= {"method": method, "story": story.name}
+                    yield row | {k: _number(v[j]) for k, v in errors.items()}
+        bar.update(1)
+
+    def _start(self) -> Carry:
+        shape = len(STORIES) * self.groups, GROUP
+        zeros = jnp.zeros(shape)
+        states = {name: method.init(zeros) for name, method in METHODS.items()}
+        return Carry(zeros, zeros, states, jnp.full(shape, -(2**30)))
+
+    def _gradients(self, time: Time) -> Groups:
+        """Gradients of a step; each element has a size of its own, lognormal."""
+        shape = self.groups, GROUP
+        sizes = jnp.exp(jax.random.normal(jax.random.key(9), shape))
+        blocks = jax.random.normal(time.key, (len(STORIES), *shape)) * sizes
+        chi = jax.random.normal(jax.random.fold_in(time.key, 2), (3, *shape))
+        heavy = lax.rsqrt(jnp.mean(jnp.square(chi), axis=0))
+        found = []
+        for x, story in zip(blocks, STORIES, strict=True):
+            x = {"normal": x, "heavy": x * heavy, "positive": jnp.abs(x)}[story.kind]
+            found.append(x * story.factor(time, self.groups))
+        return jnp.concatenate(found)
+
+    @partial(jax.jit, static_argnums=0)
+    def _advance(self, carry: Carry, b2, start, end, steps) -> Carry:
+        """Steps from `start` to before `end`, of so many in all."""
+
+        def step(i, carry):
+            grads = self._gradients(_time(i, steps))
+            states = {
+                name: METHODS[name].update(grads, state, b2)
+                for name, state in carry.states.items()
+            }
+            mu, nu = adam(carry.mu, carry.nu, grads, b2)
+            return Carry(mu, nu, states, jnp.where(grads == 0, carry.last, i))
+
+        return lax.fori_loop(start, end, step, carry)
+
+    @partial(jax.jit, static_argnums=0)
+    def _measure(self, carry: Carry, b2, step, steps) -> dict[str, dict[str, Array]]:
+        """How far updates of this step are off, for each method an array of stories."""
+        time = _time(step, steps)
+        grads = self._gradients(time)
+        exact = adam(carry.mu, carry.nu, grads, b2)
+        last = jnp.where(grads == 0, carry.last, step)
+        counted = self._counted(last, b2, time) & (exact[1] > 0)
+        split = partial(jnp.reshape, shape=(len(STORIES), self.groups * GROUP))
+        found = {}
+        for name, state in carry.states.items():
+            read = adam(*METHODS[name].read(state), grads, b2)
+            found[name] = _errors(*map(split, (*exact, *read, counted)))
+        return found
+
+    def _counted(self, last: Array, b2, time: Time) -> Bool[Array, "groups 128"]:
+        """Elements with a gradient in the last 1 / (1 - b2) steps.
+
+        Those that were frozen for longer count again after as many steps.
+        """
+        memory = 1 / (1 - b2)
+        counted = time.step - last <= memory
+        start, end = time.freeze
+        settled = (time.step < start) | (time.step >= end + memory)
+        settled |= end - start <= memory
+        for j, story in enumerate(STORIES):
+            if story.frozen is not None:
+                rows = slice(j * self.groups, (j + 1) * self.groups)
+                frozen = counted[rows, story.frozen] & settled
+                counted = counted.at[rows, story.frozen].set(frozen)
+        return counted
+
+
+def _time(step: Array, steps: Array) -> Time:
+    return Time(step, steps, jax.random.fold_in(jax.random.key(1), step))
+
+
+def _errors(
+    mu: Float32[Array, "stories n"],
+    nu: Float32[Array, "stories n"],
+    read_mu: Float32[Array, "stories n"],
+    read_nu: Float32[Array, "stories n"],
+    counted: Bool[Array, "stories n"],
+) -> dict[str, Float32[Array, " stories"]]:
+    """Errors of updates, over the elements that count.
+
+    `ratio` and its kin are of what the first moment is divided by, exact over read;
+    `update_ratio` is the slope of updates over exact ones, `update_rms` their
+    difference's root mean square over theirs.
+    """
+    below, read_below = jnp.sqrt(nu) + EPS, jnp.sqrt(read_nu) + EPS
+    ratio = below / read_below
+    exact, read = mu / below, read_mu / read_below
+    number = jnp.sum(counted, axis=1)
+
+    def mean(x):
+        return jnp.sum(jnp.where(counted, x, 0.0), axis=1) / number
+
+    return {
+        "ratio": mean(ratio),
+        "rms": jnp.sqrt(mean(jnp.square(ratio - 1))),
+        "largest": jnp.max(jnp.where(counted, ratio, -jnp.inf), axis=1),
+        "least": jnp.min(jnp.where(counted, ratio, jnp.inf), axis=1),
+        "off_by_2_percent": 100 * mean((ratio > 2) | (ratio < 0.5)),
+        "update_ratio": mean(read * exact) / mean(exact * exact),
+        "update_rms": jnp.sqrt(
+            mean(jnp.square(read - exact)) / mean(jnp.square(exact))
+        ),
+        "counted_percent": 100 * number / counted.shape[1],
+    }
+
+
+def _number(x: Array) -> float | None:
+    """None where nothing counted."""
+    return float(x) if np.isfinite(x) else None
+
+
+def means(looks: Sequence[Row]) -> list[Row]:
+    """For each method and story one row: the mean over the last fifth of the looks."""
+    last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in looks:
+        if row["step"] in last:
+            found.setdefault((row["method"], row["story"]), []).append(row)
+    return [
+        {
+            key: _over(key, [row[key] for row in rows])
+            for key in rows[0]
+            if key != "step"
+        }
+        for rows in found.values()
+    ]
+
+
+def _over(key: str, values: list[Any]) -> Any:
+    """What one row says of several looks."""
+    if isinstance(values[0], str) or key in ("b2", "steps"):
+        return values[0]
+    values = [value for value in values if value is not None]
+    over = {"largest": max, "least": min}.get(key, np.mean)
+    return float(over(values)) if values else None
+
+
+def check(rows: Sequence[Row]) -> list[Bar]:
+    """What moments in 8 bits are to keep to, whatever the story."""
+    ours = [r for r in rows if r["method"] == OURS and r["ratio"] is not None]
+    usual = [r for r in ours if r["b2"] <= 0.999 and r["steps"] == 10_000]
+    long = [r for r in ours if r["b2"] == 0.9999 and r["steps"] == 100_000]
+    steady = [r for r in usual if r["b2"] == 0.95 and r["story"] == STORIES[0].name]
+    bars = []
+    for name, target, some, value in (
+        ("b2 to 0.999, 10,000 steps: mean off by", 0.05, usual, _off),
+        ("b2 to 0.999, 10,000 steps: rms", 0.14, usual, lambda r: r["rms"]),
+        ("b2 to 0.999, 10,000 steps: largest", 2.5, usual, lambda r: r["largest"]),
+        ("b2 = 0.9999, 100,000 steps: mean off by", 0.05, long, _off),
+        ("b2 = 0.9999, 100,000 steps: any off by times", 3, long, _times),
+        ("b2 = 0.95, stationary: rms", 0.04, steady, lambda r: r["rms"]),
+    ):
+        if some:
+            bars.append(Bar.of(name, "<=", target, max(map(value, some))))
+    return bars
+
+
+def _off(row: Row) -> float:
+    return abs(row["ratio"] - 1)
+
+
+def _times(row: Row) -> float:
+    return max(row["largest"], 1 / row["least"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

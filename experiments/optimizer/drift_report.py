@@ -1,0 +1,95 @@
+"""What `drift` found: a table for a terminal or a notebook, and a figure."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common.tables import bars, new_table
+from experiments.optimizer.drift_cases import METHODS, OURS, STORIES
+
+__all__ = ["bars", "drawn", "figure", "table"]
+
+Row = dict[str, Any]
+_COLORS = ("#8d99ae", "#edae49", "#b5651d", "#3a86ff", "#8338ec", "#d1495b", "#2a9d8f")
+
+
+def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
+    """Updates over exact ones: the mean and the largest, by story and method.
+
+    Args:
+      rows: Those of `drift.study`.
+      b2: Of the runs to show.
+      steps: Their length.
+    """
+    shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
+    title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
+    found = new_table(title, "", *(name.replace(" ", "\n") for name in METHODS))
+    for column in found.columns:
+        column.no_wrap = True
+    cells = {(row["story"], row["method"]): _cell(row) for row in shown}
+    for story in STORIES:
+        found.add_row(
+            story.name, *(cells.get((story.name, method), "") for method in METHODS)
+        )
+    return found
+
+
+def _cell(row: Row) -> str:
+    if row["ratio"] is None:
+        return "-"
+    return f"{_short(row['ratio'])} {_short(row['largest'])}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 10 else f"{value:.0f}" if value < 1e3 else "many"
+
+
+def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
+    """The run of `figure`: b2 = 0.999 if it is there, and 10,000 steps, or fewer."""
+    usual = [run for run in runs if run[1] <= 10_000] or list(runs)
+    return max(usual, key=lambda run: (run[0] == 0.999, run[1]))
+
+
+def figure(curves: Sequence[Row]) -> Figure:
+    """The mean ratio of updates to exact ones over a run, a panel for each story.
+
+    The line at 1 is Adam with float32 moments. Shaded is the bar of 5%.
+
+    Args:
+      curves: Those of `drift.study`.
+    """
+    columns = 4
+    found = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)
+    panels = found.subplots(-(-len(STORIES) // columns), columns, sharey=True).flat
+    for story, axes in zip(STORIES, panels, strict=False):
+        axes.set_title(story.name, loc="left", fontsize=10)
+        axes.axhspan(0.95, 1.05, color="0.9", zorder=0)
+        for method, color in zip(METHODS, _COLORS, strict=True):
+            points = [
+                (row["step"], np.nan if row["ratio"] is None else row["ratio"])
+                for row in curves
+                if (row["story"], row["method"]) == (story.name, method)
+            ]
+            axes.plot(
+                *np.array(points).T,
+                color=color,
+                linewidth=2.2 if method == OURS else 1.3,
+                zorder=3 if method == OURS else 2,
+                label=method,
+            )
+        axes.set(yscale="log", ylim=(0.1, 10))
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    for axes in list(panels):
+        axes.set_axis_off()
+    first = found.axes[0]
+    first.set_ylabel("updates over exact ones")
+    legend = dict(frameon=False, loc="lower right", bbox_to_anchor=(0.99, 0.04))
+    found.legend(*first.get_legend_handles_labels(), **legend)
+    run = curves[0]
+    title = f"b2 = {run['b2']:g}, {run['steps']:,} steps"
+    found.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return found

@@ -1,0 +1,113 @@
+"""The studies of `error_studies` as tables for a terminal or a notebook."""
+
+import numpy as np
+from rich.table import Table
+
+from experiments.common.tables import new_table
+from experiments.optimizer.error_studies import CODES, REFERENCE_ERROR, Row
+
+# The paper's, by the code of the first moment; columns are the second's, as in CODES.
+TABLE_1 = {
+    "E4M3": (20.10, 18.08, 25.65, 18.16),
+    "E4M3+Expand": (15.13, 12.31, 21.96, 12.43),
+    "E5M2": (37.02, 35.96, 40.30, 36.00),
+    "E5M2+Expand": (17.79, 15.48, 23.84, 15.57),
+}
+TABLE_8 = {
+    "E4M3+Expand": (15.13, 12.31, 21.96, 12.43, 14.01, 18.84),
+    "DE8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
+    "DE8+Expand": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
+}
+
+
+def spread(rows: list[Row]) -> Table:
+    """What was captured: the model's loss, and how wide groups are."""
+    table = new_table(
+        "The captured moments: medians over groups",
+        *("step", "loss", "octaves of m", "octaves of v", "k of m", "k of v"),
+    )
+    for row in _of(rows, "spread"):
+        table.add_row(
+            str(row["step"]),
+            f"{row['loss']:.3f}",
+            *(f"{row[name]:.1f}" for name in ("mu_octaves", "nu_octaves")),
+            *(f"{row[name]:.2f}" for name in ("mu_k", "nu_k")),
+        )
+    return table
+
+
+def pairs(
+    rows: list[Row], paper: dict[str, tuple[float, ...]], *, with_lost: bool
+) -> Table:
+    """Table 1 or 8: the mean over the captured steps, and the paper's in brackets.
+
+    Args:
+      rows: Those of `error_studies.pair_rows`, among others.
+      paper: `TABLE_1` or `TABLE_8`.
+      with_lost: Whether to count elements whose second moment became zero.
+    """
+    title = f"Table {'1' if paper is TABLE_1 else '8'}, "
+    title += "lost v counted" if with_lost else "lost v aside"
+    columns = list(CODES)[: len(paper["E4M3+Expand"])]
+    heads = [column.replace("+", "\n+") for column in columns]
+    table = new_table(f"{title} (paper's below)", "m \\ v", *heads)
+    entry = "error_with_lost" if with_lost else "error"
+    errors = {}
+    for row in _of(rows, "pairs"):
+        errors.setdefault((row["mu"], row["nu"]), []).append(row[entry])
+    for mu, printed in paper.items():
+        cells = [
+            f"{_short(np.mean(errors[mu, nu]))}\n({number:.2f})"
+            for nu, number in zip(columns, printed, strict=True)
+        ]
+        table.add_row(mu, *cells)
+    return table
+
+
+def schemes(rows: list[Row]) -> Table:
+    """What was tried: bytes, and the error after every captured step."""
+    rows = _of(rows, "schemes")
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    names = dict.fromkeys(row["scheme"] for row in rows)
+    table = new_table(
+        f"Error after each captured step, where COAT has {REFERENCE_ERROR}",
+        *("step", "bytes", *map(str, steps), "v lost,\nppm"),
+    )
+    for name in names:
+        found = [row for row in rows if row["scheme"] == name]
+        table.add_row(
+            name,
+            f"{found[0]['bytes_per_parameter']:.3f}",
+            *(_short(row["error"]) for row in found),
+            f"{1e4 * max(row['lost_percent'] for row in found):.0f}",
+        )
+    return table
+
+
+def replays(rows: list[Row]) -> Table:
+    """Replayed gradients: squared errors in thousandths of the exact mean square."""
+    rows = _of(rows, "replays")
+    steps = list(dict.fromkeys(row["step"] for row in rows))
+    shown = sorted({1, 10, steps[-1]} & set(steps))
+    table = new_table(
+        "Adam with stored moments: squared error of the update, thousandths",
+        *("", *(f"step {step}" for step in shown), "summed", "v / exact"),
+    )
+    for b2 in dict.fromkeys(row["b2"] for row in rows):
+        table.add_section()
+        table.add_row(f"b2 = {b2:g}")
+        for name in dict.fromkeys(row["scheme"] for row in rows):
+            found = [r for r in rows if (r["b2"], r["scheme"]) == (b2, name)]
+            errors = [r["update_error"] for r in found if r["step"] in shown]
+            errors.append(found[-1]["sum_error"])
+            cells = [_short(1e3 * error) for error in errors]
+            table.add_row(name, *cells, f"{found[-1]['nu_ratio']:.4f}")
+    return table
+
+
+def _of(rows: list[Row], study: str) -> list[Row]:
+    return [row for row in rows if row["study"] == study]
+
+
+def _short(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.1e}"

@@ -1,0 +1,152 @@
+"""Figures of the quantization error studies, after the paper's figures 2, 3 and 9."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+import coat_jax as coat
+from experiments.optimizer import error_studies as studies
+from experiments.optimizer.error_studies import DEFAULT, REFERENCE_ERROR, Row
+from experiments.optimizer.moments import GROUP, Moments
+from experiments.optimizer.schemes import exact_update
+
+_BEFORE, _AFTER, _OURS = "#33415c", "#d1495b", "#2a9d8f"
+_LINES = ("#8d99ae", _AFTER, _OURS, "#edae49", "#b5651d", "#3a86ff", "#8338ec", "0.2")
+_TITLES = {"mu": "first moment", "nu": "second moment"}
+# E4M3 over its maximum, as powers of two: the smallest normal and the smallest number.
+_NORMAL, _SMALLEST = np.log2([2.0**-6 / 448, 2.0**-9 / 448])
+_FULL = np.log2(coat.E4M3.dynamic_range)
+
+
+def ranges(moments: Moments) -> Figure:
+    """Figures 9 and 2: what groups hold and how wide they are, beside E4M3's range.
+
+    On the left all magnitudes over their group's largest, before and after expansion;
+    E4M3 has three bits of mantissa in the darker shade and fewer in the lighter. On the
+    right the dynamic range of every group.
+    """
+    figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
+    for (left, right), name in zip(figure.subplots(2, 2), _TITLES, strict=True):
+        x = np.asarray(getattr(moments, name), np.float64)
+        x = np.abs(x[np.any(x != 0, axis=1)])
+        k = studies.range_powers(x)
+        with np.errstate(divide="ignore"):
+            log = np.log2(x / x.max(axis=1, keepdims=True))
+        before, after = (y[np.isfinite(y)] for y in (log, log * k[:, None]))
+        _shade(left)
+        _histogram(left, (before, after), np.arange(-25, 0.5, 0.5))
+        left.set_title(f"{_TITLES[name]}, step {moments.step}", loc="left", fontsize=11)
+        widths = [
+            -np.where(np.isfinite(y), y, 0).min(axis=1) for y in (log, log * k[:, None])
+        ]
+        _histogram(right, widths, np.arange(0, 25.5, 0.5))
+        right.axvline(_FULL, color="0.4", linestyle=":", linewidth=1)
+        right.set_title(f"median k = {np.median(k):.2f}", loc="left", fontsize=11)
+    left.set_xlabel("log2 of a magnitude over its group's largest")
+    right.set_xlabel("octaves from a group's smallest to its largest")
+    return figure
+
+
+def codes(moments: Moments) -> Figure:
+    """Figure 3: how often each magnitude of E4M3 is used, before and after expansion.
+
+    The third panel is what `coat.fp8_adamw` stores for the first moment.
+    """
+    figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=150)
+    mu, nu = jnp.asarray(moments.mu), jnp.asarray(moments.nu)
+    counted = np.asarray(nu > 0)
+    update, power = exact_update(mu, nu), coat.E4M3.power
+    panels = zip(
+        figure.subplots(1, 3, sharey=True),
+        (mu, nu, update),
+        (True, True, power),
+        (*_TITLES.values(), f"m / sqrt(v), k = {power:g}"),
+        strict=True,
+    )
+    for axes, x, expand, title in panels:
+        used = [_codes(x, how)[counted] for how in (False, expand)]
+        _histogram(axes, used, np.arange(128) - 0.5)
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.set_xlabel("code of the magnitude, 0 to 126")
+    return figure
+
+
+def schemes(rows: list[Row]) -> Figure:
+    """What was tried: the mean error over the captured steps, and every step's."""
+    rows = [row for row in rows if row["study"] == "schemes"]
+    names = list(dict.fromkeys(row["scheme"] for row in rows))[::-1]
+    figure = Figure(figsize=(9, 7), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    for place, name in enumerate(names):
+        errors = [row["error"] for row in rows if row["scheme"] == name]
+        color = _OURS if name == DEFAULT.name else "#b8c0cc"
+        axes.barh(place, np.mean(errors), color=color, height=0.7)
+        axes.plot(errors, [place] * len(errors), ".", color=_BEFORE, markersize=4)
+    for value in (REFERENCE_ERROR, REFERENCE_ERROR / 2):
+        axes.axvline(value, color=_AFTER, linestyle=":", linewidth=1)
+    axes.set_yticks(range(len(names)), names, fontsize=8)
+    axes.set_xscale("log")
+    axes.set_xlabel("squared error of m / sqrt(v); dotted: COAT's, and half of it")
+    _tidy(axes)
+    return figure
+
+
+def replays(trajectories: studies.Trajectories) -> Figure:
+    """The replayed gradients: errors of updates and of their sum, and v's drift."""
+    figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
+    b2s = sorted({b2 for b2, _ in trajectories})
+    grid = figure.subplots(len(b2s), 3, sharex=True, squeeze=False)
+    for row, b2 in zip(grid, b2s, strict=True):
+        named = {name: t for (b, name), t in trajectories.items() if b == b2}
+        for (name, trajectory), color in zip(named.items(), _LINES, strict=False):
+            for axes, values in zip(row, trajectory, strict=True):
+                steps = np.arange(1, len(values) + 1)
+                style = dict(color=color, linewidth=1.4, label=name)
+                axes.plot(steps, values, **style)
+        row[0].set_ylabel(f"b2 = {b2:g}")
+        for axes in row[:2]:
+            axes.set_yscale("log")
+    for axes in grid.flat:
+        _tidy(axes)
+    titles = ("update: relative squared error", "sum of updates", "v / exact v, median")
+    for axes, title in zip(grid[0], titles, strict=True):
+        axes.set_title(title, loc="left", fontsize=11)
+    for axes in grid[-1]:
+        axes.set_xlabel("step")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    where = dict(loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(handles, labels, frameon=False, **where)
+    return figure
+
+
+def _codes(x: Array, expand: bool | float) -> Float[np.ndarray, "groups 128"]:
+    """The codes of magnitudes: E4M3's are in the order of what they stand for."""
+    q = coat.quantize(x, granularity=coat.PerGroup(GROUP), expand=expand)
+    return np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8)) & 0x7F
+
+
+def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
+    """Shares before and after expansion; what lies outside counts at the ends."""
+    for x, color, label in zip(
+        values, (_BEFORE, _AFTER), ("before", "after"), strict=True
+    ):
+        share, _ = np.histogram(np.clip(x, edges[0], edges[-1]), edges)
+        share = 100 * share / max(np.size(x), 1)
+        axes.stairs(share, edges, color=color, linewidth=1.4, label=label)
+    axes.set_ylabel("%")
+    axes.legend(frameon=False, fontsize=9)
+    _tidy(axes)
+
+
+def _shade(axes: Axes) -> None:
+    axes.axvspan(_NORMAL, 0, color="0.9", zorder=0, linewidth=0)
+    axes.axvspan(_SMALLEST, _NORMAL, color="0.95", zorder=0, linewidth=0)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)

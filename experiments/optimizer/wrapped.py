@@ -1,0 +1,107 @@
+"""Training curves of optimizers other than AdamW, with their averages in 8 bits.
+
+    uv run python -m experiments.optimizer.wrapped --steps 2000
+
+trains the main job's model, all of it in its `bf16` recipe, with Lion, Muon, SGD with
+momentum, AdEMAMix and Adan, each as optax has it and within
+`coat.with_quantized_state`, everything from one initialization and on one order of the
+data. Call it again after an interruption, or with more seeds, and it does only what is
+missing.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import optax
+
+import coat_jax as coat
+from experiments.optimizer.curves import Variant, compare
+from experiments.pretrain.training import Optimizer
+
+Schedule = Callable[[Any], Any]
+
+
+def _scaled(learning_rate: Schedule, factor: float) -> Schedule:
+    return lambda step: factor * learning_rate(step)
+
+
+def _lion(learning_rate, *, b1, b2, weight_decay, mask):
+    del b1, b2  # They mean something else here: optax's are Lion's.
+    rate = _scaled(learning_rate, 0.1)
+    return optax.lion(rate, weight_decay=weight_decay, mask=mask)
+
+
+def _muon(learning_rate, *, b1, b2, weight_decay, mask):
+    """Matrices, also of stacked layers, by Muon, and the rest by AdamW."""
+
+    def dimensions(params):
+        def of(path, x):
+            name = jax.tree_util.keystr(path)
+            if "norm" in name or "embedding" in name or x.ndim < 2:
+                return None
+            return optax.contrib.MuonDimensionNumbers(x.ndim - 2, x.ndim - 1)
+
+        return jax.tree_util.tree_map_with_path(of, params)
+
+    return optax.contrib.muon(
+        learning_rate,
+        weight_decay=weight_decay,
+        weight_decay_mask=mask,
+        adam_b1=b1,
+        adam_b2=b2,
+        muon_weight_dimension_numbers=dimensions,
+        consistent_rms=0.2,
+    )
+
+
+def _momentum(learning_rate, *, b1, b2, weight_decay, mask):
+    del b2, weight_decay, mask
+    return optax.sgd(_scaled(learning_rate, 100.0), momentum=b1, nesterov=True)
+
+
+def _ademamix(learning_rate, *, b1, b2, weight_decay, mask):
+    options = dict(b1=b1, b2=b2, b3=0.999, alpha=2.0)
+    rate = _scaled(learning_rate, 0.5)
+    return optax.contrib.ademamix(rate, **options, weight_decay=weight_decay, mask=mask)
+
+
+def _adan(learning_rate, *, b1, b2, weight_decay, mask):
+    del b1, b2  # Adan's are the weights of new gradients, and three.
+    return optax.adan(learning_rate, weight_decay=weight_decay, mask=mask)
+
+
+def _pair(name: str, make: Callable) -> tuple[Variant, Variant]:
+    """An optimizer, and it with its averages in 8 bits."""
+
+    def wrapped(*args, **kwargs):
+        return coat.with_quantized_state(make(*args, **kwargs))
+
+    return (
+        Variant(name=name, optimizer=Optimizer(make, fused=False), beside=name),
+        Variant(
+            name=f"{name}, 8 bits",
+            optimizer=Optimizer(wrapped, fused=False),
+            beside=name,
+        ),
+    )
+
+
+VARIANTS = (
+    *_pair("lion", _lion),
+    *_pair("muon", _muon),
+    *_pair("momentum", _momentum),
+    *_pair("ademamix", _ademamix),
+    *_pair("adan", _adan),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    program = "experiments.optimizer.wrapped"
+    return compare(argv, VARIANTS, program, "wrapped_optimizers", __doc__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

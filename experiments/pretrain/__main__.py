@@ -1,0 +1,7 @@
+"""`python -m experiments.pretrain`: the main job."""
+
+import sys
+
+from experiments.pretrain.program import main
+
+sys.exit(main())

@@ -1,0 +1,166 @@
+"""The command line of `experiments.pretrain`, and what others share of it."""
+
+import argparse
+import dataclasses
+import datetime
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments.pretrain.data import TokenDtype, Tokenizer
+from experiments.pretrain.runs import check_unused, latest
+from experiments.pretrain.settings import (
+    PRESETS,
+    RECIPES,
+    ParamDtype,
+    Rounding,
+    Scaling,
+    Settings,
+)
+
+_RUNS = Path("runs")
+_EXAMPLES = """\
+examples:
+  uv run python -m experiments.pretrain
+  uv run python -m experiments.pretrain --recipes bf16,te,coat,coat_max --steps 200
+  uv run python -m experiments.pretrain --preset 124m --minutes 10 --data corpus.jsonl
+  uv run python -m experiments.pretrain --resume
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """What a command line asks for.
+
+    Attributes:
+      folder: The run's folder.
+      resume: Whether a run is there already and goes on.
+      given: The settings it names, by name.
+    """
+
+    folder: Path
+    resume: bool
+    given: dict[str, Any]
+
+    def settings(self) -> Settings:
+        """The preset's settings with the given ones in their place."""
+        return settings(self.given)
+
+
+def settings(given: dict[str, Any]) -> Settings:
+    """The preset's settings with the given ones in their place."""
+    preset = PRESETS[given.get("preset", "cpu")].settings
+    return dataclasses.replace(preset, **given)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Flags for settings have no default here: the preset, or a resumed run, has it."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.pretrain",
+        description="Trains one Llama with several recipes, from one initialization "
+        "and on one order of the data, and compares them.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    add_training(top)
+    add = top.add_argument_group("what is compared, and how it is kept").add_argument
+    names = ",".join(RECIPES)
+    add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
+    add("--param-dtype", choices=typing.get_args(ParamDtype))
+    add(
+        "--rounding",
+        choices=typing.get_args(Rounding),
+        help="of BF16 parameters by recipes with FP8 moments (nearest)",
+    )
+    add(
+        "--scaling",
+        choices=typing.get_args(Scaling),
+        help="when coat and coat_max take the scales of tensors (just_in_time)",
+    )
+    add("--seed", type=int, help="of initialization, data's order and rounding (0)")
+    add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
+    add("--save-every", type=int, help="steps between checkpoints")
+    add = top.add_argument_group("where").add_argument
+    add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
+    add(
+        "--resume",
+        nargs="?",
+        type=Path,
+        const=None,
+        metavar="DIR",
+        help="continue the run in DIR, by default the latest in runs/",
+    )
+    return top
+
+
+def add_training(top: argparse.ArgumentParser) -> None:
+    """Adds the flags that any training on any data has."""
+    add = top.add_argument_group("the model and how it is trained").add_argument
+    add("--preset", choices=PRESETS, help="shape and settings (cpu)")
+    add("--lr", type=float, help="peak learning rate")
+    add("--warmup-steps", type=int, help="steps to the peak, a tenth of all at most")
+    add("--weight-decay", type=float)
+    add("--b1", type=float)
+    add("--b2", type=float)
+    add("--clip-norm", type=float)
+    add("--steps", type=int, help="optimizer steps of each training")
+    add("--eval-every", type=int, help="steps between validations")
+    add("--eval-batches", type=int, help="batches a validation")
+
+    add = top.add_argument_group("the data").add_argument
+    add(
+        "--data",
+        type=_paths,
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help=".txt, .py, .jsonl, .npy or .bin files, or folders of them; Python's "
+        "standard library if not given",
+    )
+    add("--tokenizer", choices=typing.get_args(Tokenizer), help="of text (bytes)")
+    add("--vocab-size", type=int, help="of the BPE (16384), or of token files")
+    add("--token-dtype", choices=typing.get_args(TokenDtype), help="(uint16)")
+    add("--batch-size", type=int, help="sequences a step")
+    add("--seq-len", type=int, help="tokens a sequence")
+
+
+def parse(argv: Sequence[str] | None = None) -> Arguments:
+    """Reads a command line; exits with a message where it makes no sense."""
+    top = parser()
+    given = read(top, argv)
+    resume = "resume" in given
+    out, resumed = given.pop("out", None), given.pop("resume", None)
+    try:
+        if resume:
+            folder = _only(out, resumed) or latest(_RUNS)
+            return Arguments(folder=folder, resume=True, given=given)
+        time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+        folder = out or _RUNS / f"{given.get('preset', 'cpu')}-{time}"
+        check_unused(folder)
+        return Arguments(folder=folder, resume=False, given=given)
+    except ValueError as error:
+        top.error(str(error))
+
+
+def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
+    """What a command line gives, by name, as `Settings` and JSON have it."""
+    given = vars(top.parse_args(argv))
+    if "data" in given:
+        given["data"] = tuple(given["data"])
+    return given
+
+
+def _only(out: Path | None, resumed: Path | None) -> Path | None:
+    if out and resumed and out.resolve() != resumed.resolve():
+        raise ValueError(f"--resume {resumed} writes there, not to --out {out}")
+    return resumed or out
+
+
+def _names(value: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in value.split(","))
+
+
+def _paths(value: str) -> str:
+    return str(Path(value).resolve())

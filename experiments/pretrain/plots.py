@@ -1,0 +1,84 @@
+"""loss.png: the training curves of a run's recipes, and how far they are apart."""
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from experiments.pretrain.runs import Run
+
+_COLORS = {
+    "bf16": "#33415c",
+    "te": "#2a9d8f",
+    "coat": "#d1495b",
+    "coat_max": "#edae49",
+}
+_MARKER = dict(marker="o", linestyle="none", markersize=5, markerfacecolor="white")
+
+
+def plot_losses(run: Run, token: str) -> Figure:
+    """Draws loss.png in the run's folder.
+
+    Above, each recipe's training loss as a moving average over the steps before, and
+    its validation losses; below, both in percent of the first recipe's.
+    """
+    figure = Figure(figsize=(9, 6.5), layout="constrained", dpi=150)
+    losses, gaps = figure.subplots(2, sharex=True, height_ratios=(5, 2))
+    metrics = run.metrics()
+    window = max(1, run.steps // 40)
+    first = None
+    for recipe in run.settings.recipes:
+        rows = [row for row in metrics if row["recipe"] == recipe]
+        points = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
+        val_steps, val = np.array(points).T
+        raw = np.array([row["loss"] for row in rows])
+        smooth = trailing_mean(raw, window)
+        first = first or (smooth, val)
+        style = dict(color=_COLORS[recipe])
+        steps = np.arange(1, raw.size + 1)
+        losses.plot(steps, raw, **style, linewidth=0.6, alpha=0.15)
+        losses.plot(steps, smooth, **style, linewidth=1.6, label=recipe)
+        losses.plot(val_steps, val, **style, **_MARKER)
+        gaps.plot(steps, 100 * (smooth / first[0] - 1), **style, linewidth=1.4)
+        gaps.plot(val_steps, 100 * (val / first[1] - 1), **style, **_MARKER)
+    losses.set_ylim(*_interesting(metrics))
+    losses.set_ylabel(f"nats / {token}")
+    _explain(losses, gaps, run)
+    figure.savefig(run.folder / "loss.png")
+    return figure
+
+
+def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
+    """The mean of each value and up to `window - 1` before it."""
+    sums = np.concatenate([[0.0], np.cumsum(x)])
+    ends = np.arange(1, x.size + 1)
+    starts = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def _interesting(metrics: list[dict]) -> tuple[float, float]:
+    """Limits that leave out the fall of the first steps, from chance to frequencies."""
+    values = [row[k] for row in metrics for k in ("loss", "val_loss") if k in row]
+    values = np.array(values)[np.isfinite(values)]
+    low, high = np.quantile(values, (0.0, 0.95)) if values.size else (0.0, 1.0)
+    margin = 0.05 * (high - low) + 1e-3
+    return low - margin, high + 3 * margin
+
+
+def _explain(losses: Axes, gaps: Axes, run: Run) -> None:
+    settings = run.settings
+    losses.set_title(
+        f"{settings.preset}: {settings.batch_size} x {settings.seq_len} tokens a step",
+        loc="left",
+        fontsize=11,
+    )
+    losses.plot([], [], color="0.4", **_MARKER, label="validation")
+    losses.legend(frameon=False, loc="upper right")
+    gaps.set_ylabel(f"% from {settings.recipes[0]}")
+    gaps.set_xlabel("step")
+    gaps.axhspan(-1, 1, color="0.93", zorder=0)
+    gaps.set_ylim(-2.5, 2.5)
+    gaps.set_xlim(0, 1.01 * run.steps)
+    for axes in (losses, gaps):
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,244 @@
+"""The main job: one Llama, trained with several recipes, and what they cost.
+
+    uv run python -m experiments.pretrain
+
+trains a small byte-level model twice on the source of Python's standard library, with
+BF16 and float32 moments (`bf16`) and with COAT's FP8 (`coat`), from one initialization
+and on one order of the data. `--help` lists recipes, presets and the rest. The run's
+folder keeps metrics.jsonl, summary.json, loss.png and checkpoints, and of recipes with
+FP8 moments what becomes of those: moments.jsonl and moments.png. Ctrl-C saves, and
+`--resume` goes on as if nothing had happened.
+"""
+
+import dataclasses
+import logging
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.pretrain import arguments, data, report
+from experiments.pretrain.moment_plots import plot_moments
+from experiments.pretrain.plots import plot_losses
+from experiments.pretrain.runs import Checkpoints, Progress, Run, StopRequest
+from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
+from experiments.pretrain.training import Trainer, TrainState, tree_bytes
+
+STOPPED = 130  # the exit code of a process that Ctrl-C ended
+_BPE_VOCAB_SIZE = 16_384
+_WARM_STEPS, _TIMED_STEPS = 2, 5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    args = arguments.parse(argv)
+    try:
+        run, inputs = prepare(args)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"{run.folder}: {', '.join(run.settings.recipes)}")
+    with StopRequest() as stop:
+        for recipe in run.settings.recipes:
+            train(run, recipe, inputs, stop)
+            if stop.made:
+                print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                return STOPPED
+    summary = report.summarize(run, inputs.token)
+    plot_losses(run, inputs.token)
+    plot_moments(run)
+    Console().print(report.table(summary))
+    print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
+    return 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What every recipe of a run reads.
+
+    Attributes:
+      windows: Sequences to train on.
+      validation: Batches to validate on.
+      vocab_size: How many tokens there are.
+      token: What one is: "byte" or "token".
+    """
+
+    windows: data.Windows
+    validation: list[np.ndarray]
+    vocab_size: int
+    token: str
+
+
+def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
+    """Opens or creates the run and its data; raises before anything is written."""
+    if args.resume:
+        run = Run.resume(args.folder, args.given)
+        corpus = load_corpus(run.settings, args.folder)
+        run.check_data(corpus.fingerprint())
+        return run, select_inputs(corpus, run.settings)
+    settings = args.settings()
+    corpus = load_corpus(settings, args.folder)
+    inputs = select_inputs(corpus, settings)
+    return Run.create(args.folder, settings, corpus.fingerprint()), inputs
+
+
+def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
+    """The run's corpus; a BPE for it is trained once and kept in `folder`."""
+    vocab_size = settings.vocab_size
+    if settings.tokenizer == "bpe":
+        vocab_size = vocab_size or _BPE_VOCAB_SIZE
+    return data.load_corpus(
+        [Path(path) for path in settings.data],
+        tokenizer=settings.tokenizer,
+        vocab_size=vocab_size,
+        token_dtype=settings.token_dtype,
+        cache=folder,
+    )
+
+
+def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
+    """Windows of the corpus; token files do not say how large their vocabulary is."""
+    vocab_size = corpus.vocab_size or settings.vocab_size
+    vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
+    held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
+    return Inputs(
+        windows=data.Windows(corpus.train, settings.seq_len, vocab_size),
+        validation=data.validation_batches(
+            held_out, batch_size=settings.batch_size, count=settings.eval_batches
+        ),
+        vocab_size=vocab_size,
+        token=corpus.token,
+    )
+
+
+def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
+    """Trains a recipe from its latest checkpoint to the last step, or until a stop."""
+    settings = run.settings
+    with (
+        run.checkpoints(recipe) as checkpoints,
+        run.append_metrics() as metrics,
+        run.append_moments() as moments,
+    ):
+        progress = checkpoints.progress()
+        if progress.step == run.steps:
+            return
+        peak_before = device_peak_bytes()
+        trainer = compile_trainer(run, recipe, inputs)
+        state, batches = first_state(run, trainer, inputs, checkpoints, progress)
+        first = progress.step + 1
+        bar = tqdm(desc=recipe, total=run.steps, initial=progress.step, unit="step")
+        for step in range(first, run.steps + 1):
+            started = time.perf_counter()
+            state, measured = trainer.step(state, next(batches))
+            row = {"recipe": recipe, "step": step, "lr": trainer.learning_rate(step)}
+            row |= {name: float(value) for name, value in measured._asdict().items()}
+            if step > first:
+                progress.seconds += time.perf_counter() - started
+                progress.timed_steps += 1
+            stopping, last = stop.made, step == run.steps
+            if last or step % settings.eval_every == 0:
+                row["val_loss"] = trainer.evaluate(state, inputs.validation)
+                for found in trainer.moment_rows(state):
+                    moments.write({"recipe": recipe, "step": step} | found)
+            metrics.write(row)
+            show(bar, row, settings, progress)
+            if last or stopping or step % settings.save_every == 0:
+                metrics.sync()
+                moments.sync()
+                progress.step, progress.batches = step, batches.get_state()
+                progress.note_peak(peak_before, device_peak_bytes())
+                checkpoints.save(state, progress)
+            if stopping:
+                break
+        bar.close()
+
+
+def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
+    """The recipe's compiled step; the first one decides how many there are."""
+    config = model_config(run.settings, recipe, inputs.vocab_size)
+    if run.steps is None:
+        trainer = Trainer(config, run.settings, steps=run.settings.steps)
+        run.fix_steps(steps_within_budget(trainer, run.settings, inputs))
+    return Trainer(config, run.settings, steps=run.steps)
+
+
+def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) -> int:
+    """How many steps, with validations, fit `settings.minutes` after compilation.
+
+    Timed on a state that is thrown away: the schedule, and so every step, depends on
+    the answer.
+    """
+    state, batches = trainer.init(), train_batches(inputs, settings)
+    seconds = []
+    for _ in range(_WARM_STEPS + _TIMED_STEPS):
+        started = time.perf_counter()
+        state, metrics = trainer.step(state, next(batches))
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - started)
+    trainer.evaluate(state, inputs.validation)
+    started = time.perf_counter()
+    trainer.evaluate(state, inputs.validation)
+    validation = time.perf_counter() - started
+    step = float(np.median(seconds[_WARM_STEPS:])) + validation / settings.eval_every
+    budget = 60 * settings.minutes - trainer.compiled[1]
+    return max(1, min(settings.steps, int(budget / step)))
+
+
+def first_state(
+    run: Run,
+    trainer: Trainer,
+    inputs: Inputs,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> tuple[TrainState, data.Batches]:
+    """The state and the batches to go on with, from a checkpoint if there is one."""
+    batches = train_batches(inputs, run.settings)
+    if progress.step:
+        batches.set_state(progress.batches)
+        return checkpoints.state(trainer.abstract_state()), batches
+    state = trainer.init()
+    progress.measured = {
+        "parameters": trainer.parameters,
+        "optimizer_bytes_per_param": tree_bytes(state.opt_state) / trainer.parameters,
+        "saved_activation_bytes": trainer.saved_activation_bytes(),
+        "step_bytes": trainer.step_bytes(),
+        "compile_seconds": trainer.compiled[1],
+    }
+    return state, batches
+
+
+def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
+    """The order of the data, which is every recipe's."""
+    return data.train_batches(
+        inputs.windows, batch_size=settings.batch_size, seed=settings.seed
+    )
+
+
+def show(bar: tqdm, row: dict, settings: Settings, progress: Progress) -> None:
+    """Moves the progress bar on by a step."""
+    shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
+    if speed := progress.tokens_per_s(settings):
+        shown["tokens/s"] = f"{speed:,.0f}"
+    bar.set_postfix(shown, refresh=False)
+    bar.update()
+
+
+def device_peak_bytes() -> int | None:
+    """The most memory this process has used on the device, where it tells."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def resume_command(folder: Path) -> str:
+    """What continues the run in `folder`."""
+    return f"uv run python -m experiments.pretrain --resume {shlex.quote(str(folder))}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

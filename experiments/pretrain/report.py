@@ -1,0 +1,106 @@
+"""What a run found: summary.json, and the table at the end."""
+
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.table import Table
+
+from experiments.common.results import Bar, write_results
+from experiments.pretrain.runs import Progress, Run
+from experiments.pretrain.settings import COAT_RECIPES, Recipe
+
+
+def summarize(run: Run, token: str) -> dict[str, Any]:
+    """Writes summary.json, a results file with one row a recipe, and returns it.
+
+    Args:
+      run: A finished run.
+      token: What a token of its corpus is: "byte" or "token".
+    """
+    metrics = run.metrics()
+    recipes = {}
+    for recipe in run.settings.recipes:
+        with run.checkpoints(recipe) as checkpoints:
+            progress = checkpoints.progress()
+        rows = [row for row in metrics if row["recipe"] == recipe]
+        recipes[recipe] = _recipe_summary(run, rows, progress)
+    first = recipes[run.settings.recipes[0]]
+    for summary in recipes.values():
+        summary["val_gap_percent"] = 100 * (summary["val_loss"] / first["val_loss"] - 1)
+    return write_results(
+        run.folder / "summary.json",
+        rows=[{"recipe": recipe} | summary for recipe, summary in recipes.items()],
+        bars=_bars(run, recipes, token),
+        command=run.command,
+        preset=run.settings.preset,
+        steps=run.steps,
+        nats_per=token,
+        recipes=recipes,
+    )
+
+
+def _recipe_summary(
+    run: Run, rows: list[dict[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    last = rows[-max(1, run.steps // 20) :]
+    return {
+        "train_loss": float(np.mean([row["loss"] for row in last])),
+        "val_loss": rows[-1]["val_loss"],
+        **progress.measured,
+        "device_peak_bytes": progress.device_peak_bytes,
+        "tokens_per_s": progress.tokens_per_s(run.settings),
+        "train_seconds": progress.seconds,
+    }
+
+
+def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
+    """What is expected of the main job, as far as this run shows it."""
+    bars = []
+    for recipe in (r for r in recipes if r in COAT_RECIPES):
+        if "bf16" in recipes:
+            ratio = recipes[recipe]["val_loss"] / recipes["bf16"]["val_loss"]
+            name = f"{recipe} validation loss / bf16"
+            strict = recipe == "coat" and run.settings.preset == "124m"
+            bars.append(Bar.of(name, "<=", 1.005 if strict else 1.01, ratio))
+        if run.settings.preset == "124m":
+            size = recipes[recipe]["optimizer_bytes_per_param"]
+            name = f"{recipe} optimizer bytes a parameter"
+            bars.append(Bar(name, "<= 2.075", size, size <= 2.075))
+    if run.settings.preset == "cpu" and token == "byte":
+        for recipe, summary in recipes.items():
+            loss = summary["val_loss"]
+            name = f"{recipe} validation loss, nats a byte"
+            bars.append(Bar(name, "< 2.4", loss, loss < 2.4))
+    return bars
+
+
+def table(summary: dict[str, Any]) -> Table:
+    """The summary for a terminal: one column a recipe."""
+    title = (
+        f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
+    )
+    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    found.add_column()
+    for recipe in summary["recipes"]:
+        found.add_column(recipe, justify="right")
+    first = next(iter(summary["recipes"]))
+    nats = f"nats a {summary['nats_per']}"
+    for label, key, unit, spec in (
+        (f"training loss, {nats}", "train_loss", 1, ".4f"),
+        (f"validation loss, {nats}", "val_loss", 1, ".4f"),
+        (f"  its gap to {first}, %", "val_gap_percent", 1, "+.2f"),
+        ("optimizer state, bytes a parameter", "optimizer_bytes_per_param", 1, ".3f"),
+        ("saved activations, MiB", "saved_activation_bytes", 2**20, ",.1f"),
+        ("memory of a step as compiled, MiB", "step_bytes", 2**20, ",.1f"),
+        ("device peak, MiB", "device_peak_bytes", 2**20, ",.1f"),
+        ("tokens/s", "tokens_per_s", 1, ",.0f"),
+    ):
+        values = [row[key] for row in summary["recipes"].values()]
+        if any(value is not None for value in values):
+            found.add_row(label, *(_number(value, unit, spec) for value in values))
+    return found
+
+
+def _number(value: float | None, unit: int, spec: str) -> str:
+    return "-" if value is None else format(value / unit, spec)

@@ -1,0 +1,271 @@
+"""A run's folder: settings, metrics and checkpoints, safe against a kill at any time.
+
+run.json         the settings, the data's fingerprint and the number of steps
+metrics.jsonl    one line a step and recipe
+moments.jsonl    one line a validation, recipe, parameter and moment kept in FP8
+checkpoints/     one folder a recipe with the latest state
+"""
+
+import dataclasses
+import json
+import os
+import signal
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from experiments.common.results import command_line, write_json
+from experiments.pretrain.settings import Recipe, Settings
+from experiments.pretrain.training import TrainState
+
+_RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
+
+
+@dataclasses.dataclass(kw_only=True)
+class Progress:
+    """What a checkpoint holds beside the state.
+
+    Attributes:
+      step: Steps done.
+      batches: State of the data iterator.
+      seconds: Time in `timed_steps` steps: all but the first of each process, without
+        validation and checkpoints.
+      timed_steps: How many steps `seconds` counts.
+      device_peak_bytes: The device's peak; None where it does not tell, or where an
+        earlier recipe of the process had a higher one.
+      measured: What was measured before the first step.
+    """
+
+    step: int = 0
+    batches: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    timed_steps: int = 0
+    device_peak_bytes: int | None = None
+    measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
+
+    def tokens_per_s(self, settings: Settings) -> float | None:
+        """Speed of the timed steps; None before there is one."""
+        if not self.seconds:
+            return None
+        return settings.tokens_per_step * self.timed_steps / self.seconds
+
+    def note_peak(self, before: int | None, now: int | None) -> None:
+        """Takes the process's peak for this recipe's if it rose while it ran."""
+        if now is not None and now > (before or 0):
+            self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
+
+
+class Checkpoints:
+    """The latest checkpoint of one recipe; the one before goes when it is complete."""
+
+    def __init__(self, folder: Path) -> None:
+        self._manager = ocp.CheckpointManager(
+            folder.resolve(),
+            item_names=("state", "progress"),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=1,
+                # A step donates the state it is given: it has to be on disk by then.
+                enable_async_checkpointing=False,
+            ),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+    def save(self, state: TrainState, progress: Progress) -> None:
+        """Saves, unless this step already is."""
+        if progress.step != self._manager.latest_step():
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(_not_empty(state)),
+                progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+            )
+            self._manager.save(progress.step, args=items)
+
+    def progress(self) -> Progress:
+        """How far the latest checkpoint is; step 0 if there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return Progress()
+        items = ocp.args.Composite(progress=ocp.args.JsonRestore())
+        return Progress(**self._manager.restore(step, args=items)["progress"])
+
+    def state(self, abstract: TrainState) -> TrainState:
+        """The latest state, bit for bit; `abstract` has its shapes and placement."""
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
+        step = self._manager.latest_step()
+        return TrainState(**self._manager.restore(step, args=items)["state"])
+
+
+class Run:
+    """A run's folder, new or resumed.
+
+    Attributes:
+      folder: Where it is.
+      settings: What it computes.
+      steps: Steps of each recipe; None until the first recipe has decided.
+      command: The command that began it.
+    """
+
+    def __init__(self, folder: Path, record: dict[str, Any]) -> None:
+        self.folder = folder
+        self.settings = Settings.from_json(record["settings"])
+        self.steps: int | None = record["steps"]
+        self.command: str = record["command"]
+        self._record = record
+
+    @classmethod
+    def create(cls, folder: Path, settings: Settings, fingerprint: str) -> Self:
+        """Starts a run in a folder that `check_unused` has passed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        record = {
+            "settings": dataclasses.asdict(settings),
+            "data": fingerprint,
+            "steps": settings.steps if settings.minutes is None else None,
+            "command": command_line(),
+        }
+        write_json(folder / _RUN, record)
+        return cls(folder, record)
+
+    @classmethod
+    def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
+        """Continues a run.
+
+        Args:
+          folder: Its folder.
+          given: Settings of the command line, which may only repeat the run's own.
+
+        Raises:
+          ValueError: If there is no run in `folder`, or it has other settings.
+        """
+        if not (folder / _RUN).exists():
+            raise ValueError(f"--resume needs a run's folder, got {folder} without one")
+        run = cls(folder, json.loads((folder / _RUN).read_text()))
+        for name, value in given.items():
+            if value != (own := getattr(run.settings, name)):
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"a resumed run keeps its settings, but {flag} {value!r} was given "
+                    f"and {folder} has {own!r}"
+                )
+        run._drop_unsaved_rows()
+        return run
+
+    def check_data(self, fingerprint: str) -> None:
+        """Raises ValueError if the data changed since the run began."""
+        if fingerprint != self._record["data"]:
+            raise ValueError(f"the data is not what {self.folder} was started with")
+
+    def fix_steps(self, steps: int) -> None:
+        """Settles the number of steps for all recipes and every resumption."""
+        self.steps = self._record["steps"] = steps
+        write_json(self.folder / _RUN, self._record)
+
+    def checkpoints(self, recipe: Recipe) -> Checkpoints:
+        """The recipe's checkpoints; a context manager."""
+        return Checkpoints(self.folder / "checkpoints" / recipe)
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """Rows of metrics.jsonl; a last line that a kill cut off is left out."""
+        return list(_read_rows(self.folder / _METRICS))
+
+    def append_metrics(self) -> "RowLog":
+        """Opens metrics.jsonl for more rows; a context manager."""
+        return RowLog(self.folder / _METRICS)
+
+    def moments(self) -> list[dict[str, Any]]:
+        """Rows of moments.jsonl, likewise."""
+        return list(_read_rows(self.folder / _MOMENTS))
+
+    def append_moments(self) -> "RowLog":
+        """Opens moments.jsonl for more rows; a context manager."""
+        return RowLog(self.folder / _MOMENTS)
+
+    def _drop_unsaved_rows(self) -> None:
+        """Cuts metrics and moments back to what the checkpoints hold."""
+        saved = {}
+        for recipe in self.settings.recipes:
+            with self.checkpoints(recipe) as checkpoints:
+                saved[recipe] = checkpoints.progress().step
+        for name in (_METRICS, _MOMENTS):
+            rows = _read_rows(self.folder / name)
+            rows = [row for row in rows if row["step"] <= saved[row["recipe"]]]
+            partial = self.folder / f"{name}.partial"
+            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            os.replace(partial, self.folder / name)
+
+
+class RowLog:
+    """A file of JSON rows, open for appending; every row is readable at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row."""
+        self._file.write(json.dumps(row) + "\n")
+
+    def sync(self) -> None:
+        """Returns when all rows are on disk."""
+        os.fsync(self._file.fileno())
+
+
+class StopRequest:
+    """Turns the first SIGINT or SIGTERM into a request; a second one acts at once."""
+
+    def __init__(self) -> None:
+        self.made = False
+
+    def __enter__(self) -> Self:
+        signals = signal.SIGINT, signal.SIGTERM
+        self._handlers = {s: signal.signal(s, self._make) for s in signals}
+        return self
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _make(self, *_) -> None:
+        self.made = True
+        self.__exit__()
+
+
+def _not_empty(state: TrainState) -> dict[str, Any]:
+    """What has arrays: most runs have no histories."""
+    return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}
+
+
+def check_unused(folder: Path) -> None:
+    """Raises ValueError if a new run in `folder` could overwrite something."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(
+            f"--out must be new or an empty folder, but {folder} is not; --resume "
+            "continues a run"
+        )
+
+
+def latest(parent: Path) -> Path:
+    """The folder in `parent` whose run began last."""
+    found = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ValueError(f"--resume found no run in {parent}/")
+    return found[-1].parent
+
+
+def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
+    if not path.exists():
+        return
+    for line in path.read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            yield json.loads(line)

@@ -1,0 +1,153 @@
+"""Joins runs of `experiments.pretrain`: the recipes' losses over several seeds.
+
+    uv run python -m experiments.pretrain.seeds runs/*/summary.json
+
+Each training is compared with `bf16` of its seed, with which it shares initialization,
+the data's order and validation. Runs say by their commands which seed and scaling they
+had; they may be in files that were joined before.
+"""
+
+import argparse
+import json
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from experiments.common.results import Bar, default_path, write_json
+from experiments.optimizer.curve_summary import mean_and_error
+from experiments.pretrain import arguments
+from experiments.pretrain.settings import Settings
+
+Row = dict[str, Any]
+_BETWEEN = " && "  # Commands of a joined file.
+# Percent by which the mean loss may exceed BF16's.
+_TARGETS = {"coat": 0.5, "coat_max": 1.0}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = argparse.ArgumentParser(
+        prog="python -m experiments.pretrain.seeds",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    out = default_path("pretrain", "pretrain_124m_seeds")
+    top.add_argument("runs", nargs="+", type=Path, metavar="JSON")
+    top.add_argument("--out", type=Path, default=out)
+    args = top.parse_args(argv)
+    try:
+        joined = join([json.loads(path.read_text()) for path in args.runs])
+    except (OSError, ValueError) as error:
+        top.error(str(error))
+    write_json(args.out, joined)
+    Console().print(table(joined["summary"]))
+
+
+def join(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A results file of all runs, with the newest one's date, device and versions.
+
+    Raises:
+      ValueError: If a seed has no `bf16`, or trained the same twice.
+    """
+    rows = [row for run in runs for row in trainings(run)]
+    keys = [(row["recipe"], row["scaling"], row["seed"]) for row in rows]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise ValueError(f"each training comes once, but {twice[0]} more often")
+    plain = {row["seed"]: row["val_loss"] for row in rows if row["recipe"] == "bf16"}
+    if lacking := {row["seed"] for row in rows} - plain.keys():
+        raise ValueError(f"each seed needs a bf16 training, {min(lacking)} has none")
+    for row in rows:
+        row["val_gap_percent"] = 100 * (row["val_loss"] / plain[row["seed"]] - 1)
+    summary = summarize(rows)
+    newest = max(runs, key=lambda run: run["date"])
+    head = {key: newest[key] for key in ("date", "device", "versions", "preset")}
+    commands = _BETWEEN.join(run["command"] for run in runs)
+    bars = [bar._asdict() for bar in _bars(summary)]
+    return {"command": commands, **head, "rows": rows, "bars": bars, "summary": summary}
+
+
+def trainings(run: dict[str, Any]) -> Iterator[Row]:
+    """One row for each recipe of a run, or of a joined file."""
+    settings = [_settings(command) for command in run["command"].split(_BETWEEN)]
+    of_recipe = {recipe: each for each in settings for recipe in each.recipes}
+    for row in run["rows"]:
+        own = of_recipe[row["recipe"]]
+        yield {
+            "recipe": row["recipe"],
+            "scaling": own.scaling,
+            "seed": own.seed,
+            "steps": run["steps"],
+            "commit": run["versions"]["commit"],
+            **{key: row[key] for key in ("train_loss", "val_loss", "tokens_per_s")},
+        }
+
+
+def _settings(command: str) -> Settings:
+    """Those of a command line of `experiments.pretrain`."""
+    words = shlex.split(command)
+    own = words[words.index("experiments.pretrain") + 1 :]
+    given = vars(arguments.parser().parse_args(own))
+    return arguments.settings({k: v for k, v in given.items() if k != "out"})
+
+
+def summarize(rows: Iterable[Row]) -> list[Row]:
+    """The mean gap to BF16 of each recipe and scaling, and its standard error."""
+    gaps: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if row["recipe"] != "bf16":
+            own = gaps.setdefault((row["recipe"], row["scaling"]), [])
+            own.append(row["val_gap_percent"])
+    found = []
+    for (recipe, scaling), percent in sorted(gaps.items()):
+        mean, error = mean_and_error(np.array(percent))
+        found.append(
+            {
+                "recipe": recipe,
+                "scaling": scaling,
+                "seeds": len(percent),
+                "val_gap_percent": float(mean),
+                "standard_error_percent": None if error is None else float(error),
+            }
+        )
+    return found
+
+
+def _bars(summary: Iterable[Row]) -> Iterator[Bar]:
+    for row in summary:
+        if row["scaling"] == "just_in_time" and row["recipe"] in _TARGETS:
+            name = f"{row['recipe']}, mean gap of {row['seeds']} seeds, %"
+            target = _TARGETS[row["recipe"]]
+            yield Bar.of(name, "<=", target, row["val_gap_percent"])
+
+
+def table(summary: Iterable[Row]) -> Table:
+    """The summary for a terminal."""
+    found = Table(
+        title="Validation loss, over BF16's of the same seed",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+    )
+    for name in ("recipe", "scaling"):
+        found.add_column(name)
+    for name in ("seeds", "gap, %", "standard error"):
+        found.add_column(name, justify="right")
+    for row in summary:
+        error = row["standard_error_percent"]
+        found.add_row(
+            row["recipe"],
+            row["scaling"],
+            str(row["seeds"]),
+            f"{row['val_gap_percent']:+.2f}",
+            "-" if error is None else f"{error:.2f}",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

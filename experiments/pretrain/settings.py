@@ -1,0 +1,232 @@
+"""What a training run is: its settings, and presets of them with a model's shape."""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax.numpy as jnp
+
+from coat_jax.layers.decoder import Scaling
+from coat_jax.layers.recipes import RECIPES
+from coat_jax.layers.recipes import RecipeName as Recipe
+from coat_jax.models import llama
+from experiments.pretrain.data import TokenDtype, Tokenizer
+from experiments.pretrain.text import BYTES_VOCAB_SIZE
+
+# The recipes whose optimizer is `coat.fp8_adamw`.
+COAT_RECIPES: tuple[Recipe, ...] = ("coat", "coat_max")
+ParamDtype = Literal["float32", "bfloat16"]
+Rounding = Literal["nearest", "stochastic"]
+_POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
+_POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every")
+_NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Everything that decides what a run computes; one JSON object in its folder.
+
+    Attributes:
+      preset: The model's shape, and where these settings came from.
+      recipes: What to train with, one after the other, from one initialization and on
+        one order of the data.
+      data: Files or folders; nothing means Python's standard library.
+      tokenizer: How text becomes tokens.
+      vocab_size: Of a trained BPE or of token files; None means 16,384 for a BPE and
+        the preset's for token files.
+      token_dtype: Of token files without a header.
+      seed: Of the initialization, the data's order and stochastic rounding.
+      param_dtype: What parameters are kept in.
+      rounding: How a step of `coat.fp8_adamw` rounds BF16 parameters; optax's, and so
+        the other recipes', always rounds to nearest.
+      scaling: When recipes of the FP8 flow take the scales of gradients.
+      steps: Optimizer steps, at most.
+      minutes: A budget for the first recipe that may lower `steps`; None sets none.
+      batch_size: Sequences a step.
+      seq_len: Tokens a sequence.
+      lr: The peak learning rate, after `warmup_steps` (at most a tenth of all); from
+        there a cosine leads to a tenth of it.
+      warmup_steps: Steps of the linear rise.
+      weight_decay: Of matrices; norms have none.
+      b1: Decay rate of the first moment.
+      b2: Decay rate of the second moment.
+      clip_norm: Largest global norm of a gradient.
+      eval_every: Steps between validations; one follows the last step in any case.
+      eval_batches: Batches a validation.
+      save_every: Steps between checkpoints; one follows the last step in any case.
+    """
+
+    preset: str
+    recipes: tuple[Recipe, ...] = ("bf16", "coat")
+    data: tuple[str, ...] = ()
+    tokenizer: Tokenizer = "bytes"
+    vocab_size: int | None = None
+    token_dtype: TokenDtype = "uint16"
+    seed: int = 0
+    param_dtype: ParamDtype = "float32"
+    rounding: Rounding = "nearest"
+    scaling: Scaling = "just_in_time"
+    steps: int
+    minutes: float | None = None
+    batch_size: int
+    seq_len: int
+    lr: float
+    warmup_steps: int = 1000
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
+    eval_every: int
+    eval_batches: int
+    save_every: int
+
+    def __post_init__(self):
+        for recipe in self.recipes:
+            if recipe not in RECIPES:
+                raise ValueError(f"recipes are {', '.join(RECIPES)}; got {recipe!r}")
+        if not self.recipes or len(set(self.recipes)) < len(self.recipes):
+            raise ValueError(f"recipes must be one or more, each once: {self.recipes}")
+        for name in _POSITIVE + _NOT_NEGATIVE:
+            value = getattr(self, name)
+            if value is None or value > 0 or (value == 0 and name in _NOT_NEGATIVE):
+                continue
+            rule = "zero or more" if name in _NOT_NEGATIVE else "positive"
+            raise ValueError(f"{name} must be {rule}, got {value}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                rule = "must be at least 0 and below 1"
+                raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+
+        fp8 = set(self.recipes) & set(COAT_RECIPES)
+        if self.rounding == "stochastic" and not (
+            fp8 and self.param_dtype == "bfloat16"
+        ):
+            raise ValueError(
+                "rounding='stochastic' needs param_dtype='bfloat16' and one of the "
+                f"recipes {', '.join(COAT_RECIPES)}; got {self.param_dtype!r} and "
+                f"{', '.join(self.recipes)}"
+            )
+
+        if self.scaling == "delayed" and not fp8:
+            raise ValueError(
+                f"scaling='delayed' needs one of the recipes "
+                f"{', '.join(COAT_RECIPES)}; got {', '.join(self.recipes)}"
+            )
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a batch."""
+        return self.batch_size * self.seq_len
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Settings":
+        """Settings as `dataclasses.asdict` and JSON leave them."""
+        lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
+        return cls(**values | lists)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model's shape and the settings to train it with.
+
+    Attributes:
+      model: The shape; its recipe, vocabulary and parameter dtype are the run's.
+      settings: What a command line changes some of.
+    """
+
+    model: llama.LlamaConfig
+    settings: Settings
+
+
+def _small(**shape: int) -> llama.LlamaConfig:
+    return llama.LlamaConfig(vocab_size=BYTES_VOCAB_SIZE, tie_embeddings=True, **shape)
+
+
+def _large(preset: str, **settings: Any) -> Preset:
+    """A published shape; one device holds a batch of these settings."""
+    defaults = dict(eval_every=500, eval_batches=32, save_every=500, warmup_steps=1000)
+    return Preset(
+        model=llama.CONFIGS[preset],
+        settings=Settings(preset=preset, **defaults | settings),
+    )
+
+
+PRESETS: dict[str, Preset] = {
+    "cpu": Preset(
+        model=_small(
+            hidden_size=128,
+            intermediate_size=384,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+        ),
+        settings=Settings(
+            preset="cpu",
+            steps=600,
+            batch_size=8,
+            seq_len=128,
+            # At 3e-3 runs that differ in their seed alone differ by a percent.
+            lr=2e-3,
+            eval_every=100,
+            eval_batches=16,
+            save_every=100,
+        ),
+    ),
+    "tiny": Preset(
+        model=_small(
+            hidden_size=64,
+            intermediate_size=128,
+            num_layers=2,
+            num_heads=2,
+            num_kv_heads=1,
+        ),
+        settings=Settings(
+            preset="tiny",
+            steps=20,
+            batch_size=4,
+            seq_len=32,
+            lr=3e-3,
+            eval_every=10,
+            eval_batches=2,
+            save_every=5,
+        ),
+    ),
+    "124m": _large("124m", steps=10_000, batch_size=32, seq_len=1024, lr=6e-4),
+    "olmo-1b": _large("olmo-1b", steps=50_000, batch_size=8, seq_len=2048, lr=4e-4),
+    "llama2-7b": _large(
+        "llama2-7b",
+        steps=50_000,
+        batch_size=2,
+        seq_len=2048,
+        lr=3e-4,
+        param_dtype="bfloat16",
+    ),
+    "llama2-13b": _large(
+        "llama2-13b",
+        steps=50_000,
+        batch_size=1,
+        seq_len=2048,
+        lr=3e-4,
+        param_dtype="bfloat16",
+    ),
+    "llama-30b": _large(
+        "llama-30b",
+        steps=50_000,
+        batch_size=1,
+        seq_len=2048,
+        lr=1.5e-4,
+        param_dtype="bfloat16",
+    ),
+}
+
+
+def model_config(
+    settings: Settings, recipe: Recipe, vocab_size: int
+) -> llama.LlamaConfig:
+    """The preset's shape with this run's recipe, vocabulary and parameter dtype."""
+    return dataclasses.replace(
+        PRESETS[settings.preset].model,
+        recipe=recipe,
+        scaling=settings.scaling if recipe in COAT_RECIPES else "just_in_time",
+        vocab_size=-(-vocab_size // 128) * 128,  # whole tiles of a matrix product
+        param_dtype=jnp.dtype(settings.param_dtype),
+    )

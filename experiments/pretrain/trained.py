@@ -1,0 +1,116 @@
+"""A trained model, and text that it has not seen: what errors are measured on.
+
+The experiments on activations and gradients share this and its flags.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Int32
+from tqdm import tqdm
+
+from coat_jax.models import llama
+from experiments.common.results import default_path
+from experiments.pretrain import arguments, data
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import RECIPES, Recipe, Settings, model_config
+from experiments.pretrain.training import Trainer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A model after its last step.
+
+    Attributes:
+      config: Its shape, and the recipe it was trained with.
+      params: Its parameters.
+      batches: Batches of the validation text.
+      loss: Nats a token on them.
+    """
+
+    config: llama.LlamaConfig
+    params: nnx.State
+    batches: Sequence[Int32[np.ndarray, "batch length+1"]]
+    loss: float
+
+    def config_as(self, recipe: Recipe, dtype: DTypeLike) -> llama.LlamaConfig:
+        """Its shape in another recipe and dtype, with parameters in float32."""
+        how = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
+        return dataclasses.replace(self.config, **how)
+
+    def wide_params(self) -> nnx.State:
+        """Its parameters in float32."""
+        return jax.tree.map(lambda p: p.astype(jnp.float32), self.params)
+
+
+def structure(config: llama.LlamaConfig) -> nnx.GraphDef:
+    """What `nnx.merge` makes a model of parameters with."""
+    return nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))[0]
+
+
+def trainer_and_inputs(
+    settings: Settings, recipe: Recipe
+) -> tuple[Trainer, llama.LlamaConfig, pretrain.Inputs]:
+    """The main job's training with one recipe, before its first step."""
+    paths = [Path(path) for path in settings.data]
+    corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
+    inputs = pretrain.select_inputs(corpus, settings)
+    config = model_config(settings, recipe, inputs.vocab_size)
+    return Trainer(config, settings, steps=settings.steps), config, inputs
+
+
+def train(settings: Settings, recipe: Recipe) -> Trained:
+    """Trains the main job's model with one recipe, on its data and in its order."""
+    trainer, config, inputs = trainer_and_inputs(settings, recipe)
+    state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
+    for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
+        state, _ = trainer.step(state, next(batches))
+    return Trained(
+        config=config,
+        params=state.params,
+        batches=inputs.validation,
+        loss=trainer.evaluate(state, inputs.validation),
+    )
+
+
+def parser(name: str, description: str) -> argparse.ArgumentParser:
+    """The main job's flags for one training; what is not given is the preset's."""
+    top = argparse.ArgumentParser(
+        prog=f"python -m experiments.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )
+    arguments.add_training(top)
+    add = top.add_argument_group("what is trained, and where results go").add_argument
+    add("--recipe", choices=RECIPES, help="to train with (bf16)")
+    add("--seed", type=int, help="of the initialization and the data's order (0)")
+    add("--out", type=Path, help="results file; figures go beside it", metavar="FILE")
+    return top
+
+
+def train_as(given: dict[str, Any]) -> Trained:
+    """What flags ask for; takes `recipe` out of them."""
+    recipe = given.pop("recipe", "bf16")
+    return train(arguments.settings(given), recipe)
+
+
+def results_file(name: str, given: dict[str, Any]) -> Path:
+    """Where results go; takes `out` out of the flags.
+
+    Raises:
+      ValueError: If its folder is not there.
+    """
+    out = given.pop("out", None)
+    out = out or default_path(name, f"{name}_{given.get('preset', 'cpu')}")
+    if not out.parent.is_dir():
+        raise ValueError(f"no folder {out.parent} to write {out.name} to")
+    return out

@@ -1,0 +1,258 @@
+"""One recipe's training step: the same model and data, another precision.
+
+| recipe     | linear layers | saved for backward      | Adam's moments |
+|------------|---------------|-------------------------|----------------|
+| `bf16`     | BF16          | as autodiff saves them  | float32        |
+| `te`       | FP8           | FP8 beside BF16         | float32        |
+| `coat`     | FP8           | FP8, BF16 in attention  | FP8, expanded  |
+| `coat_max` | FP8           | FP8                     | FP8, expanded  |
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Float32, Int32
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.remat.report import peak_bytes
+from experiments.common.timing import OPTIONS
+from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
+
+
+class TrainState(NamedTuple):
+    """What a step changes, and a checkpoint holds.
+
+    Attributes:
+      params: The parameters.
+      opt_state: The optimizer's state.
+      seed: Of stochastic rounding; no step changes it.
+      histories: Of delayed scaling; empty without it.
+    """
+
+    params: nnx.State
+    opt_state: optax.OptState
+    seed: Int32[Array, ""]
+    histories: nnx.State = nnx.State({})
+
+
+class Metrics(NamedTuple):
+    """What a step reports: mean nats a token, and the gradient's norm unclipped."""
+
+    loss: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+
+
+def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warmup_steps = min(settings.warmup_steps, steps // 10)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=settings.lr / (warmup_steps + 1),
+        peak_value=settings.lr,
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
+        end_value=0.1 * settings.lr,
+    )
+
+
+class Optimizer(NamedTuple):
+    """AdamW of one kind, with optax's arguments.
+
+    Attributes:
+      adamw: `optax.adamw`, or `coat.fp8_adamw` with any options of its own.
+      fused: Whether it is the latter, and takes whole steps with `coat.fused_update`.
+    """
+
+    adamw: Callable[..., optax.GradientTransformation]
+    fused: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Optimizer":
+        """What a recipe trains with."""
+        fused = recipe in COAT_RECIPES
+        return cls(coat.fp8_adamw if fused else optax.adamw, fused)
+
+    def transformation(
+        self, settings: Settings, steps: int
+    ) -> optax.GradientTransformation:
+        """It behind clipping; for any parameters its moments are FP8 or float32."""
+        tx = optax.chain(
+            optax.clip_by_global_norm(settings.clip_norm),
+            self.adamw(
+                learning_rate(settings, steps),
+                b1=settings.b1,
+                b2=settings.b2,
+                weight_decay=settings.weight_decay,
+                mask=is_matrix,
+            ),
+        )
+        return tx if self.fused else in_float32(tx)
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
+
+    `optax.adamw` alone would keep the moments of BF16 parameters in BF16.
+    """
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None):
+        return tx.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
+
+
+def is_matrix(params: nnx.State) -> Any:
+    """True for what decays: every parameter but the scales of norms."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), params
+    )
+
+
+class Trainer:
+    """A compiled training step and validation of one recipe.
+
+    Args:
+      config: The model, and its recipe.
+      settings: How it is trained.
+      steps: How long, which the learning rate depends on.
+      optimizer: What with; None means the recipe's.
+
+    Attributes:
+      parameters: Numbers in the model.
+    """
+
+    def __init__(
+        self,
+        config: llama.LlamaConfig,
+        settings: Settings,
+        *,
+        steps: int,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        self._config = config
+        self._settings = settings
+        self._optimizer = optimizer or Optimizer.of(config.recipe)
+        self._schedule = learning_rate(settings, steps)
+        self._tx = self._optimizer.transformation(settings, steps)
+        model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+        self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
+        self.parameters = sum(p.size for p in jax.tree.leaves(params))
+        self._options = OPTIONS if jax.default_backend() == "gpu" else None
+        self._evaluate = jax.jit(self._loss, compiler_options=self._options)
+        self._compiled_init = jax.jit(self._init)
+
+    @cached_property
+    def compiled(self) -> tuple[jax.stages.Compiled, float]:
+        """The compiled step, and how many seconds that took."""
+        started = time.perf_counter()
+        step = jax.jit(self._step, donate_argnums=0)
+        lowered = step.lower(self.abstract_state(), self._abstract_batch)
+        compiled = lowered.compile(self._options)
+        return compiled, time.perf_counter() - started
+
+    def init(self, seed: int | None = None) -> TrainState:
+        """The state before the first step.
+
+        The parameters depend on the seed alone, by default the settings': in BF16 they
+        are the float32 ones rounded.
+        """
+        return self._compiled_init(self._settings.seed if seed is None else seed)
+
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and placement of a state."""
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+            jax.eval_shape(self._init, 0),
+        )
+
+    def step(
+        self, state: TrainState, batch: Int32[np.ndarray, "batch length+1"]
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer step; `state` is used up."""
+        compiled, _ = self.compiled
+        return compiled(state, jnp.asarray(batch))
+
+    def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
+        """Mean nats a token over batches of one size."""
+        where = state.params, state.histories
+        losses = [self._evaluate(*where, jnp.asarray(b)) for b in batches]
+        return math.fsum(map(float, losses)) / len(losses)
+
+    def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
+        """`coat.moment_report` of a state; nothing where its moments are float32."""
+        if not self._optimizer.fused:
+            return []
+        return coat.moment_report(state.opt_state).rows()
+
+    def learning_rate(self, step: int) -> float:
+        """What step `step`, counted from 1, uses."""
+        return float(f"{self._schedule(step - 1):.6g}")
+
+    def saved_activation_bytes(self) -> int:
+        """Bytes that the step's forward pass keeps for its backward pass."""
+        state = self.abstract_state()
+        found = coat.residual_report(
+            self._loss, state.params, state.histories, self._abstract_batch
+        )
+        return found.nbytes
+
+    def step_bytes(self) -> int:
+        """Device memory that the compiled step needs, its arguments included."""
+        return peak_bytes(self.compiled[0])
+
+    @property
+    def _abstract_batch(self) -> jax.ShapeDtypeStruct:
+        shape = self._settings.batch_size, self._settings.seq_len + 1
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
+        config = dataclasses.replace(self._config, param_dtype=jnp.float32)
+        rngs = nnx.Rngs(jax.random.key(seed))
+        model = llama.Llama(config, rngs=rngs)
+        _, params, histories = nnx.split(model, nnx.Param, ...)
+        dtype = self._config.param_dtype
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
+
+    def _loss(
+        self,
+        params: nnx.State,
+        histories: nnx.State,
+        batch: Int32[Array, "batch length+1"],
+    ):
+        model = nnx.merge(self._graphdef, params, histories)
+        return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
+
+    def _step(self, state: TrainState, batch: Int32[Array, "batch length+1"]):
+        loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
+            state.params, state.histories, batch
+        )
+        metrics = Metrics(loss, optax.tree.norm(grads))
+        if self._optimizer.fused:
+            stochastic = self._settings.rounding == "stochastic"
+            key = jax.random.key(state.seed) if stochastic else None
+            params, opt_state = coat.fused_update(
+                self._tx, grads, state.opt_state, state.params, key=key
+            )
+        else:
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.seed, histories), metrics
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
