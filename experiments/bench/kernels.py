@@ -5,7 +5,7 @@
 measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
 makes of its reference, and writes `bench_kernels.json`. What is measured joins what is
 there, so that some can be measured again; each row says at which commit. Kernels run
-one after the other, the largest products also on a chip that rests in between.
+one after the other, the largest products also on a chip that rests before each.
 """
 
 import argparse

@@ -1,0 +1,291 @@
+"""Sharded optimizers on eight virtual devices; `test_sharding.py` runs these.
+
+They need a process of their own: how many devices there are is fixed at its start.
+"""
+
+import functools
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from helpers.optimizers import assert_same_bits, is_quantized
+from helpers.sharded import (
+    LAYOUT,
+    chained,
+    check_steps,
+    collectives,
+    fused,
+    placed,
+    random_tree,
+    shardings,
+)
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+import coat_jax.optimizers.sharding
+import coat_jax.optimizers.step
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+
+
+def mesh_of(rows: int, columns: int, axis_type=AUTO):
+    return jax.make_mesh(
+        (rows, columns), ("data", "model"), axis_types=(axis_type,) * 2
+    )
+
+
+@pytest.fixture
+def as_kernel(monkeypatch):
+    """The reference behind custom_partitioning, as the kernel is on several GPUs."""
+    for module in (coat_jax.optimizers.sharding, coat_jax.optimizers.step):
+        monkeypatch.setattr(module, "has_kernel", lambda: True)
+
+
+@pytest.fixture(params=["kernel", "jnp"])
+def either(request):
+    """How quantized moments are stepped: `as_kernel`, or by XLA's own partitioner."""
+    if request.param == "kernel":
+        request.getfixturevalue("as_kernel")
+
+
+def only(*names: str) -> dict:
+    return {name: LAYOUT[name] for name in names}
+
+
+MANY = only("last", "vector", "stacked", "tensor", "whole")
+SOME = only("both", "short")
+
+
+@pytest.mark.parametrize(
+    ("either", "how", "axis_type", "layout"),
+    [
+        ("kernel", fused, AUTO, MANY),
+        ("kernel", fused, EXPLICIT, SOME),
+        ("kernel", chained, EXPLICIT, SOME),
+        ("jnp", fused, EXPLICIT, SOME),
+        ("jnp", chained, AUTO, SOME),
+    ],
+    indirect=["either"],
+)
+def test_sharded_steps_are_one_devices_in_place_and_move_nothing(
+    either, how, axis_type, layout
+):
+    del either
+    tx = coat.fp8_adamw(1e-2, weight_decay=0.1, nesterov=True)
+    program = check_steps(tx, how(tx), mesh_of(4, 2, axis_type), layout)
+    assert not collectives(program)
+
+
+@pytest.mark.usefixtures("as_kernel")
+@pytest.mark.parametrize("how", [fused, chained])
+def test_moments_in_float32_beside_quantized_ones(how):
+    """As written: XLA's simplifier may multiply by 1 / c instead of dividing by c.
+
+    It does so in one of two programs, with another rounding.
+    """
+    tx, layout = coat.fp8_adamw(1e-2, weight_decay=0.1), only("small", "fsdp")
+    options = {"xla_disable_hlo_passes": "algsimp"}
+    program = check_steps(tx, how(tx), mesh_of(4, 2), layout, **options)
+    assert not collectives(program)
+
+
+@pytest.mark.usefixtures("as_kernel")
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [
+        ((8, 1), only("both")),
+        ((1, 8), only("tensor")),
+        ((2, 4), only("stacked")),
+    ],
+)
+def test_meshes(shape, layout):
+    tx = coat.fp8_adamw(optax.constant_schedule(1e-2))
+    assert not collectives(check_steps(tx, fused(tx), mesh_of(*shape), layout))
+
+
+@pytest.mark.parametrize(
+    ("either", "axis_type", "shape", "spec", "scales"),
+    [
+        ("kernel", AUTO, (16, 512), P(None, ("data", "model")), P(None, "data")),
+        ("jnp", EXPLICIT, (16, 512), P(None, ("data", "model")), P(None, "data")),
+        ("kernel", EXPLICIT, (48, 200), P("data", "model"), P("data")),
+        ("jnp", AUTO, (48, 200), P("data", "model"), P("data")),
+    ],
+    indirect=["either"],
+)
+def test_cut_groups_are_announced_and_cost_no_more_than_time(
+    either, axis_type, shape, spec, scales
+):
+    del either
+    layout, key = {"w": (shape, spec)}, jax.random.key(0)
+    tx, mesh = coat.fp8_adamw(1e-2), mesh_of(4, 2, axis_type)
+    with pytest.warns(UserWarning, match=r"cuts the last axis into \d parts that are"):
+        arrays = placed(tx, mesh, layout)
+    expected = NamedSharding(mesh, scales)
+    for name in ("mu", "nu"):
+        moment = getattr(arrays[1][0], name)["w"]
+        assert moment.codes.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
+        assert moment.scale.sharding.is_equivalent_to(expected, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        after = jax.jit(fused(tx))(*arrays, key)
+    alone = jax.jit(fused(tx))(*jax.device_get(arrays), key)
+    assert_same_bits(jax.device_get(after), jax.device_get(alone))
+
+
+@pytest.mark.usefixtures("either")
+def test_parameters_on_every_device_with_sharded_moments():
+    """The moments decide where the step happens: ZeRO's first stage."""
+    tx, mesh, key = coat.fp8_adamw(1e-2), mesh_of(4, 2), jax.random.key(0)
+    layout = {"w": LAYOUT["both"]}
+    grads, state, params = placed(tx, mesh, layout)
+    grads, params = jax.device_put((grads, params), NamedSharding(mesh, P()))
+    program = jax.jit(fused(tx)).lower(grads, state, params, key).compile()
+    # At most the parameter after the step, on CPUs as float32; no codes or exponents.
+    gathered = re.findall(r"(\w+)\[[\d,]*\]\S* all-gather\(", program.as_text())
+    assert set(gathered) <= {"f32"}
+    after = program(grads, state, params, key)
+    assert after[1][0].mu["w"].codes.sharding.spec == P("data", "model")
+    alone = jax.jit(fused(tx))(*jax.device_get((grads, state, params)), key)
+    assert_same_bits(jax.device_get(after), jax.device_get(alone))
+
+
+@pytest.mark.usefixtures("as_kernel")
+@pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}])
+def test_inside_of_shard_map(manual):
+    tx, mesh = coat.fp8_adamw(1e-2), mesh_of(4, 2)
+    spec = P(*(axis if axis in manual else None for axis in ("data", "model")))
+    arrays = placed(tx, mesh, {"w": LAYOUT["both"]})
+    specs = jax.tree.map(lambda x: spec if x.ndim else P(), arrays)
+    step = functools.partial(coat.fused_update, tx)
+    step_there = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=(specs[2], specs[1]),
+        axis_names=manual,
+        check_vma=False,
+    )
+    program = jax.jit(step_there).lower(*arrays).compile()
+    assert not collectives(program.as_text())
+    after = jax.device_get(program(*arrays))
+    # Within shard_map an element has its place in the shard: each is one device's step.
+    grads, state, params = jax.device_get(arrays)
+    rows, columns = (n if a in manual else 1 for a, n in mesh.shape.items())
+
+    def shard(x, i, j):
+        if not x.ndim:
+            return x
+        m, n = x.shape[0] // rows, x.shape[1] // columns
+        return x[i * m : (i + 1) * m, j * n : (j + 1) * n]
+
+    for i in range(rows):
+        for j in range(columns):
+            cut = functools.partial(shard, i=i, j=j)
+            own = jax.jit(step)(*jax.tree.map(cut, (grads, state, params)))
+            assert_same_bits(jax.tree.map(cut, after), jax.device_get(own))
+
+
+@pytest.mark.usefixtures("as_kernel")
+def test_vmap_is_a_loop():
+    tx, rows = coat.fp8_adamw(1e-2), random_tree(0, {"w": ((3, 64, 128), P())})["w"]
+    step = functools.partial(coat.fused_update, tx)
+    states = jax.vmap(tx.init)(rows)
+    together = jax.jit(jax.vmap(step))(rows, states, rows)
+    for i in range(3):
+        alone = jax.jit(step)(
+            rows[i], jax.tree.map(lambda x, i=i: x[i], states), rows[i]
+        )
+        assert_same_bits(jax.tree.map(lambda x, i=i: x[i], together), alone)
+
+
+@pytest.mark.usefixtures("as_kernel")
+def test_outside_of_jit():
+    tx, mesh = coat.fp8_adamw(1e-2), mesh_of(4, 2)
+    arrays = placed(tx, mesh, {"w": LAYOUT["both"]})
+    params, state = coat.fused_update(tx, *arrays)
+    assert params["w"].sharding == arrays[2]["w"].sharding
+    jitted = jax.jit(functools.partial(coat.fused_update, tx))(*arrays)
+    assert_same_bits(jax.device_get((params, state)), jax.device_get(jitted))
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
+def test_moments_made_outside_of_jit_lie_with_their_parameters(axis_type):
+    tx, layout = coat.fp8_adamw(1e-3), only("both", "vector", "small")
+    where = shardings(mesh_of(4, 2, axis_type), layout)
+    params = jax.device_put(random_tree(0, layout), where)
+    state, expected = tx.init(params), coat.opt_state_sharding(tx, params, where)
+    for field in ("mu", "nu"):
+        moments, there = getattr(state[0], field), getattr(expected[0], field)
+        for x, s in zip(jax.tree.leaves(moments), jax.tree.leaves(there), strict=True):
+            assert x.sharding.is_equivalent_to(s, x.ndim)
+    abstract = jax.tree.map(
+        lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
+    )
+    assert tx.init(abstract)[0].nu["both"].scale.sharding.spec == P("data", "model")
+
+
+WRAPPED = {
+    "fp8_adamw": lambda: coat.fp8_adamw(1e-3),
+    "chain": lambda: optax.chain(
+        optax.clip_by_global_norm(1.0), coat.scale_by_fp8_adam(), optax.scale(-1e-3)
+    ),
+    "trace": lambda: optax.chain(coat.fp8_adamw(1e-3), optax.trace(0.9)),
+    "masked": lambda: optax.masked(coat.fp8_adamw(1e-3), dict.fromkeys(LAYOUT, True)),
+    "partition": lambda: optax.partition(
+        {"a": coat.fp8_adamw(1e-3), "b": optax.adam(1e-3)},
+        {name: "b" if name in ("fsdp", "small") else "a" for name in LAYOUT},
+    ),
+    "inject": lambda: optax.inject_hyperparams(coat.fp8_adamw)(1e-3),
+    "multi_steps": lambda: optax.MultiSteps(coat.fp8_adamw(1e-3), 2),
+    "no_exponents": lambda: coat.fp8_adamw(1e-3, normalize_mu=False),
+}
+
+
+@pytest.mark.parametrize("make", WRAPPED.values(), ids=WRAPPED.keys())
+def test_the_state_of_any_optimizer_has_shardings(make):
+    tx, where = make(), shardings(mesh_of(4, 2))
+    params = random_tree(0)
+    abstract = jax.eval_shape(lambda: params)
+    found = coat.opt_state_sharding(tx, abstract, where)
+    state = jax.eval_shape(tx.init, abstract)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    flat = zip(
+        jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized),
+        jax.tree.leaves(found, is_leaf=is_quantized),
+        strict=True,
+    )
+    moments = 0
+    for (path, _), sharding in flat:
+        name = [p.key for p in path if getattr(p, "key", None) in LAYOUT]
+        spec = LAYOUT[name[0]][1] if name else P()
+        moments += bool(name)
+        assert {s.spec for s in jax.tree.leaves(sharding)} == {spec}
+    assert moments >= 2 * len(LAYOUT)
+    jax.jit(tx.init, out_shardings=found).lower(abstract)
+
+
+def test_nnx_states_and_prefixes():
+    mesh = mesh_of(4, 2)
+    model = nnx.Linear(64, 256, rngs=nnx.Rngs(0))
+    params = nnx.state(model, nnx.Param)
+    where = NamedSharding(mesh, P())
+    tree = jax.tree.map(lambda p: NamedSharding(mesh, P("data")), params)
+    tx = coat.fp8_adamw(1e-3)
+    assert coat.opt_state_sharding(tx, params, where)[0].count == where
+    found = coat.opt_state_sharding(tx, params, tree)
+    state = jax.jit(tx.init, out_shardings=found)(params)
+    for leaf in jax.tree.leaves((state[0].mu, state[0].nu)):
+        assert leaf.sharding.spec == P("data")
+
+
+def test_an_array_by_itself():
+    tx, where = coat.fp8_adamw(1e-3), NamedSharding(mesh_of(4, 2), P("data", "model"))
+    found = coat.opt_state_sharding(tx, jnp.zeros((16, 1024)), where)
+    assert found[0].mu.scale.spec == found[0].nu.exponent.spec == P("data", "model")
+    assert found[0].count.spec == P()

@@ -1,0 +1,176 @@
+"""fp8_remat of sharded arrays, on eight virtual devices; `test_remat_sharding.py` runs
+these.
+"""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.gradients import FP8, assert_close
+from helpers.models import normal
+from helpers.sharded import COLLECTIVES
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax.remat.copies
+from coat_jax.remat.api import fp8_remat
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+# An MLP of which hidden columns are the devices' along "model", rows along "data".
+SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
+
+
+@pytest.fixture(params=["kernel", "jnp"])
+def either(request, monkeypatch):
+    """Copies by jnp behind custom_partitioning, as kernels are, or by itself."""
+    monkeypatch.setattr(
+        coat_jax.remat.copies, "has_kernel", lambda: request.param == "kernel"
+    )
+    yield request.param
+    jax.clear_caches()
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(axis_type,) * 2)
+
+
+def mlp(params, x):
+    h = jnp.sin(nnx.gelu(x @ params["up"]))
+    explicit = jax.typeof(h).sharding.mesh.explicit_axes
+    return jnp.dot(h, params["down"], out_sharding=SPECS["x"] if explicit else None)
+
+
+@functools.cache
+def numbers(hidden: int):
+    """Parameters and rows, in the host's memory."""
+    shapes = {"up": (64, hidden), "down": (hidden, 64), "x": (256, 64)}
+    values = {
+        name: np.asarray(normal(seed, *shape))
+        for seed, (name, shape) in enumerate(shapes.items(), 1)
+    }
+    x = values.pop("x")
+    return jax.tree.map(lambda p: np.float32(0.1) * p, values), x
+
+
+def arguments(mesh, hidden: int = 256):
+    params, x = numbers(hidden)
+    there = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = {name: jax.device_put(p, there[name]) for name, p in params.items()}
+    return params, jax.device_put(x, there["x"])
+
+
+def gradients(fn):
+    def loss(params, x):
+        return jnp.sum(jnp.sin(fn(params, x)))
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))
+
+
+@functools.cache
+def plain_program(axis_type):
+    """What autodiff computes, compiled for the mesh."""
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        return gradients(mlp).lower(*arguments(mesh)).compile()
+
+
+@functools.cache
+def of_one_device(how: str, policy=None, hidden: int = 256):
+    """What one device computes, with copies made as `either` says."""
+    assert coat_jax.remat.copies.has_kernel() == (how == "kernel")
+    return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
+
+
+def collectives(program: str) -> Counter:
+    """How many arrays go through each kind."""
+    found = Counter()
+    for arrays, name in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", program):
+        found[name] += arrays.count("[")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("axis_type", "policy"),
+    [(AUTO, None), (AUTO, jax.checkpoint_policies.dots_saveable), (EXPLICIT, None)],
+    ids=["auto", "auto, dots", "explicit"],
+)
+def test_no_collective_is_added(either, axis_type, policy):
+    mesh, plain = mesh_of(axis_type), plain_program(axis_type)
+    with jax.set_mesh(mesh):
+        params, x = arguments(mesh)
+        light = gradients(fp8_remat(mlp, policy=policy)).lower(params, x).compile()
+        assert "f8e4m3fn" in light.as_text()
+        assert collectives(plain.as_text())
+        assert collectives(light.as_text()) <= collectives(plain.as_text())
+        actual = light(params, x)
+    # What one device computes, eight compute.
+    assert_close(jax.device_get(actual), of_one_device(either, policy), 1e-3)
+
+
+@pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_residuals_lie_as_what_they_are_of(axis_type):
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        params, x = arguments(mesh)
+        forward = jax.jit(lambda p, x: jax.vjp(fp8_remat(mlp), p, x)[1])
+        program = forward.lower(params, x).compile()
+        leaves = jax.tree.leaves(program(params, x))
+    assert not collectives(program.as_text())
+    hidden = NamedSharding(mesh, P("data", "model"))
+    rows = NamedSharding(mesh, P("data", None))
+    found = Counter()
+    for leaf in leaves:
+        if leaf.dtype in FP8 or leaf.dtype == jnp.uint16:
+            expected = rows if leaf.dtype in FP8 and leaf.shape[-1] == 64 else hidden
+            if leaf.shape[-1] == 1:
+                expected = rows
+            assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
+            found[leaf.dtype.name] += 1
+    assert found["float8_e4m3fn"] == found["uint16"] >= 4
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_groups_that_devices_cut_are_right_all_the_same(either, axis_type):
+    """Of 48 columns a device has 24: a group and a half."""
+    mesh = mesh_of(axis_type)
+    with jax.set_mesh(mesh):
+        params, x = arguments(mesh, hidden=48)
+        actual = gradients(fp8_remat(mlp))(params, x)
+    assert_close(jax.device_get(actual), of_one_device(either, hidden=48), 1e-3)
+
+
+@pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}], ids=["all", "data"])
+def test_inside_of_shard_map(either, manual):
+    mesh = mesh_of(AUTO)
+
+    def everywhere(fn):
+        return jax.shard_map(
+            fn,
+            mesh=mesh,
+            in_specs=(P(), P("data")),
+            out_specs=P("data"),
+            axis_names=manual,
+        )
+
+    there = gradients(everywhere(fp8_remat(mlp)))(*numbers(256))
+    assert_close(jax.device_get(there), of_one_device(either), 1e-4)
+
+
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+def test_random_bits_are_made_where_they_are_needed(axis_type):
+    mesh, key = mesh_of(axis_type), jax.random.key(0)
+    plain = plain_program(axis_type)
+    with jax.set_mesh(mesh):
+        params, x = arguments(mesh)
+        light = gradients(fp8_remat(mlp, key=key)).lower(params, x).compile()
+        assert collectives(light.as_text()) <= collectives(plain.as_text())
+        actual = light(params, x)
+    alone = gradients(fp8_remat(mlp, key=key))(*jax.device_get((params, x)))
+    assert_close(jax.device_get(actual), jax.device_get(alone), 1e-3)
+    assert not np.array_equal(jax.device_get(actual)[1], plain(params, x)[1])

@@ -1,0 +1,1 @@
+"""Oracles and what tests of several folders share."""

@@ -1,0 +1,38 @@
+"""Small models, as if they had been trained, and their layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from coat_jax.models import llama
+from experiments.pretrain.trained import Trained
+from helpers.models import parameters
+
+
+def config(**changes) -> llama.LlamaConfig:
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
+    heads = {"num_heads": 4, "num_kv_heads": 2}
+    rest = {"vocab_size": 128, "tie_embeddings": True, "recipe": "bf16"}
+    return llama.LlamaConfig(**{**shape, **heads, **rest, **changes})
+
+
+def trained(config: llama.LlamaConfig, *, batches: int, length: int = 16) -> Trained:
+    """Random parameters, large enough for every operator to matter, and tokens."""
+    rng = np.random.default_rng(1)
+    _, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    params = jax.tree.map(
+        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32), params
+    )
+    shape = (batches, 4, length + 1)
+    tokens = list(rng.integers(0, config.vocab_size, shape, np.int32))
+    return Trained(config=config, params=params, batches=tokens, loss=float("nan"))
+
+
+def layer_of(model: Trained, index: int):
+    """One of a model's layers with float32 parameters, computing in BF16's recipe."""
+    config = model.config_as("bf16", jnp.float32)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
+    layers = nnx.merge(graph, model.params).layers
+    graph, stacked = nnx.split(layers)
+    return nnx.merge(graph, jax.tree.map(lambda p: p[index], stacked))

@@ -1,0 +1,326 @@
+"""Gated activations and their gradients, by kernels and references, against float64."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers.kernels import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    FORMATS,
+    assert_identical,
+    encoded_groups,
+    every_implementation,
+    every_kernel,
+    numbers,
+    run,
+)
+
+import pallas_kernels as pk
+from coat_jax.layers import recipes as blocks
+
+# Of float32 arithmetic with a GPU's exponentials and logarithms.
+ERROR = 4e-5
+TINY = 2.0**-110  # What underflows, times what it is multiplied with.
+SCALE = 2.0**-3
+SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
+TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
+ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (3, 2, 4096)]
+ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
+
+
+def inputs(shape, seed=0):
+    """Gate and up in groups of 16, zeros among them, and a gradient."""
+    rng = np.random.default_rng(seed)
+    gate_up = rng.standard_normal(shape) * np.exp2(rng.uniform(-3, 5, shape))
+    gate_up[..., :16] = 0
+    gate_up[..., 16:32] *= 1e-4
+    gate_up[..., 0, 40] = -300.0
+    groups = encoded_groups(gate_up, E4M3, 16)
+    dy = numbers((*shape[:-2], shape[-1]), seed=seed + 1, octaves=2)
+    return pk.Groups(*map(jnp.asarray, groups)), dy
+
+
+def decoded(groups) -> np.ndarray:
+    scale = np.repeat(np.asarray(groups.scale, np.float64), 16, axis=-1)
+    return np.asarray(groups.codes, np.float64) * scale
+
+
+def sigmoid(x):
+    with np.errstate(over="ignore"):
+        return 1 / (1 + np.exp(-x))
+
+
+def exact(groups, activation, dy=None):
+    """The product or the gradients in float64, and what errors are relative to."""
+    both = decoded(groups)
+    gate, up = both[..., 0, :], both[..., 1, :]
+    x, slope = gate, np.ones_like(gate)
+    if activation == "gelu":
+        x = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
+        slope = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * gate**2)
+    factor, density = sigmoid(x), sigmoid(x) * sigmoid(-x) * slope
+    if activation == "gelu_exact":
+        x = gate**2 / 2
+        factor = np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2
+        density = np.exp(-x) / math.sqrt(2 * math.pi)
+    growth = np.maximum(np.abs(x) / 16, 1)  # An exponential's error is its argument's.
+    if dy is None:
+        y = gate * factor * up
+        return y, np.abs(y) * growth
+    dy = np.asarray(dy, np.float64)
+    inner = gate * density
+    grads = [dy * up * (factor + inner), dy * gate * factor]
+    sizes = [np.abs(dy * up) * (factor + np.abs(inner)), np.abs(grads[1])]
+    return np.stack(grads, axis=-2), np.stack([s * growth for s in sizes], axis=-2)
+
+
+def assert_rounded(values, y, size, scale=None):
+    """Values are y rounded, give or take an error of `size` before that."""
+    error = ERROR * size + TINY
+    low, high = y - error, y + error
+    if values.dtype == BF16:
+        low, high = (x.astype(ml_dtypes.bfloat16) for x in (low, high))
+    else:
+        format = FORMATS[values.dtype.type]
+        low, high = (format.round((x / scale).astype(np.float32)) for x in (low, high))
+    actual = np.asarray(values, np.float32)
+    assert np.all((low.astype(np.float32) <= actual) | np.isnan(low))
+    assert np.all((actual <= high.astype(np.float32)) | np.isnan(high))
+    np.testing.assert_array_equal(np.isnan(actual), np.isnan(y))
+
+
+def assert_transposed(out):
+    values = np.asarray(out.values)
+    n = math.prod(values.shape) // out.transposed.shape[1]
+    np.testing.assert_array_equal(
+        np.asarray(out.transposed).view(np.uint8),
+        values.view(np.uint8).reshape(-1, n).T,
+    )
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
+)
+def test_products(implementation, activation, shape):
+    groups, _ = inputs(shape)
+    y, size = exact(groups, activation)
+    gated = functools.partial(pk.gated, activation=activation)
+    out = run(implementation, gated, groups)
+    assert out.values.dtype == BF16
+    assert_rounded(out.values, y, size)
+    largest = np.abs(np.asarray(out.values, np.float32)).max()
+    assert np.max(out.largest) == largest
+    out = run(implementation, with_scale(gated), groups, jnp.float32(SCALE))
+    assert out.values.dtype == E4M3
+    assert_rounded(out.values, y, size, SCALE)
+    np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=ERROR)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
+)
+def test_gradients(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    grads, size = exact(groups, activation, dy)
+    grad = functools.partial(pk.gated_grad, activation=activation)
+    out = run(implementation, grad, groups, dy)
+    assert out.values.dtype == BF16
+    assert_rounded(out.values, grads, size)
+    assert np.max(out.largest) == np.abs(np.asarray(out.values, np.float32)).max()
+    dy = dy.astype(F32)
+    out = run(implementation, with_scale(grad), groups, dy, jnp.float32(SCALE))
+    assert out.values.dtype == E5M2
+    assert_rounded(out.values, grads, size, SCALE)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, TILES, strict=True))
+)
+def test_transposed_copies(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    scale = jnp.float32(SCALE)
+    for function, arrays in ((pk.gated, [groups]), (pk.gated_grad, [groups, dy])):
+        how = {"activation": activation, "dtype": E4M3}
+        both = functools.partial(function, copies="both", **how)
+        out = run(implementation, with_scale(both), *arrays, scale)
+        y, size = exact(groups, activation, *arrays[1:])
+        assert_rounded(out.values, y, size, SCALE)
+        assert_transposed(out)
+        np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=1e-3)
+        alone = functools.partial(function, copies="transposed", **how)
+        alone = run(implementation, with_scale(alone), *arrays, scale)
+        assert alone.values is None
+        assert_transposed(out._replace(transposed=alone.transposed))
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, TILES, strict=True))
+)
+def test_gradients_with_the_product(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    how = {"activation": activation, "product_scale": jnp.float32(0.25)}
+    products = []
+    for copies in ("row", "both"):
+        grad = functools.partial(pk.gated_grad, copies=copies, **how)
+        out = run(implementation, with_scale(grad), groups, dy, jnp.float32(SCALE))
+        grads, size = exact(groups, activation, dy)
+        assert_rounded(out.values, grads, size, SCALE)
+        np.testing.assert_allclose(np.max(out.largest), np.abs(grads).max(), rtol=1e-3)
+        products.append(out.product)
+    assert_transposed(out)
+    y, size = (x.reshape(-1, shape[-1]).T for x in exact(groups, activation))
+    assert out.product.dtype == E4M3
+    assert_rounded(out.product, y, size, 0.25)
+    assert_identical(*products)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, ROWS, strict=True))
+)
+def test_a_scale_for_each_row(implementation, activation, shape):
+    groups, _ = inputs(shape)
+    y, size = exact(groups, activation)
+    gated = functools.partial(pk.gated, activation=activation, scale="row")
+    out = run(implementation, gated, groups)
+    assert out.scale.shape == shape[:-2]
+    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
+    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_wide_gates_are_kept_in_groups(implementation, dtype):
+    groups, _ = inputs((3, 2, 2304))
+    wide = jnp.asarray(decoded(groups), dtype)
+    gated = functools.partial(pk.gated, scale="row", keep_groups=True)
+    out = run(implementation, gated, wide)
+    ones = np.ones((3, 2, 144))
+    y, size = exact(pk.Groups(np.asarray(wide, np.float64), ones), "silu")
+    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
+    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
+    codes, scale = encoded_groups(wide, E4M3, 16)
+    assert_identical(out.groups, [codes, scale])
+    assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
+
+
+@every_implementation
+def test_what_is_not_finite(implementation):
+    groups, dy = inputs((16, 2, 2048))
+    groups = groups._replace(scale=groups.scale.at[3, 0, 5].set(np.nan))
+    y, _ = exact(groups, "silu")
+    assert np.isnan(y).sum() == 16
+    for out in (
+        run(implementation, pk.gated, groups),
+        run(implementation, with_scale(pk.gated), groups, jnp.float32(SCALE)),
+    ):
+        np.testing.assert_array_equal(
+            np.isnan(np.asarray(out.values, F32)), np.isnan(y)
+        )
+        assert np.isnan(out.largest).any()
+    out = run(implementation, functools.partial(pk.gated, scale="row"), groups)
+    rows = np.isnan(np.asarray(out.values, F32)).all(axis=-1)
+    np.testing.assert_array_equal(rows, np.isnan(out.scale))
+    np.testing.assert_array_equal(rows, np.arange(16) == 3)
+    out = run(implementation, pk.gated_grad, groups, dy)
+    nan = np.isnan(np.asarray(out.values, F32))
+    assert nan[3, :, 80:96].all()
+    assert nan.sum() == 32
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_references_are_the_librarys(activation):
+    groups, dy = inputs((16, 2, 64))
+    both = jnp.asarray(decoded(groups), F32)
+    function = blocks.GATES[activation]
+    y, vjp = jax.vjp(lambda both: function(both[:, 0], both[:, 1]), both)
+    out = jax.jit(functools.partial(pk.gated, activation=activation))(groups)
+    np.testing.assert_allclose(np.asarray(out.values, F32), y, rtol=0.01, atol=1e-6)
+    out = jax.jit(functools.partial(pk.gated_grad, activation=activation))(groups, dy)
+    (grads,) = vjp(dy.astype(F32))
+    np.testing.assert_allclose(np.asarray(out.values, F32), grads, rtol=0.01, atol=1e-4)
+
+
+@every_kernel
+def test_vmap_is_a_loop(implementation):
+    groups, dy = inputs((2, 128, 2, 64))
+
+    def grad(groups, dy, implementation):
+        function = functools.partial(
+            pk.gated_grad,
+            scale=jnp.float32(SCALE),
+            copies="both",
+            implementation=implementation,
+        )
+        return jax.vmap(function)(groups, dy)
+
+    out = run(implementation, grad, groups, dy)
+    expected = run("reference", grad, groups, dy)
+    assert out.transposed.shape == (2, 128, 128)
+    for values in ("values", "transposed"):
+        a, b = (np.asarray(getattr(o, values), F32) for o in (out, expected))
+        assert np.mean(a != b) < 1e-3
+
+
+def test_kernels_have_no_races():
+    groups, dy = inputs((128, 2, 64))
+    both = functools.partial(pk.gated_grad, scale=jnp.float32(SCALE), copies="both")
+    run("interpret", both, groups, dy, detect_races=True)
+    groups, dy = inputs((16, 2, 128))
+    run("interpret", pk.gated_grad, groups, dy, detect_races=True)
+    groups, _ = inputs((2, 2, 2048))
+    by_row = functools.partial(pk.gated, scale="row")
+    run("interpret", by_row, groups, detect_races=True)
+
+
+def test_what_kernels_do_not_take_is_left_to_the_reference():
+    for shape in [(0, 2, 128), (3, 2, 16)]:
+        groups, dy = inputs((max(shape[0], 1), *shape[1:2], 128))
+        groups = jax.tree.map(lambda x, m=shape[0]: x[:m], groups)
+        out = jax.jit(pk.gated_grad)(groups, dy[: shape[0]])
+        assert out.values.shape == (shape[0], 2, 128)
+        by_row = jax.jit(functools.partial(pk.gated, scale="row"))
+        assert by_row(groups).scale.shape == shape[:1]
+
+
+def test_what_cannot_run_is_named():
+    groups, dy = inputs((16, 2, 128))
+    with pytest.raises(ValueError, match="8 rows of 128 elements or more, got 4"):
+        run("mosaic", pk.gated, jax.tree.map(lambda x: x[:4], groups))
+    with pytest.raises(ValueError, match="rows of 2048 to 16384, got 128"):
+        run("mosaic", functools.partial(pk.gated, scale="row"), groups)
+    with pytest.raises(ValueError, match="got 'relu'"):
+        pk.gated(groups, activation="relu")
+    with pytest.raises(ValueError, match="needs a scalar scale, got None"):
+        pk.gated(groups, copies="both")
+    with pytest.raises(ValueError, match="product_scale needs a scale, got None"):
+        pk.gated_grad(groups, dy, product_scale=jnp.float32(1))
+    with pytest.raises(ValueError, match="needs wide arrays and scale='row', got"):
+        pk.gated(groups, scale="row", keep_groups=True)
+    with pytest.raises(ValueError, match="a scalar or 'row', got 'column'"):
+        pk.gated(groups, scale="column")
+    with pytest.raises(ValueError, match=r"\[\.\.\., 2, f\], got \(16, 128\)"):
+        pk.gated(jax.tree.map(lambda x: x[:, 0], groups))
+    with pytest.raises(ValueError, match=r"shape \(16, 128\), got \(8, 128\)"):
+        pk.gated_grad(groups, dy[:8])
+
+
+def with_scale(function):
+    """A function whose last array is the scale."""
+
+    def call(*arrays, implementation):
+        *arrays, scale = arrays
+        return function(*arrays, scale=scale, implementation=implementation)
+
+    return call

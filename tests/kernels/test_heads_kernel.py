@@ -1,0 +1,152 @@
+"""Gradients of heads are rotated back, joined and quantized as NumPy has it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.kernels import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    assert_identical,
+    every_implementation,
+    every_kernel,
+    numbers,
+    run,
+)
+
+import pallas_kernels as pk
+
+SCALE = 2.0**-3
+
+
+def angles(length, half, seed=0):
+    angle = np.random.default_rng(seed).uniform(-300, 300, (length, half))
+    return jnp.asarray(np.cos(angle), F32), jnp.asarray(np.sin(angle), F32)
+
+
+def heads(b, s, n, m, d, dtype=BF16):
+    shapes = ((b, s, n, d), (b, s, m, d), (b, s, m, d))
+    return [numbers(shape, dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def joined(q, k, v, cos, sin) -> np.ndarray:
+    """In float64: halves are complex numbers."""
+    turn = np.asarray(cos, np.float64) - 1j * np.asarray(sin, np.float64)
+
+    def turned(x):
+        first, second = np.split(np.asarray(x).astype(np.float64), 2, axis=-1)
+        z = (first + 1j * second) * turn[:, None]
+        return np.concatenate([z.real, z.imag], axis=-1)
+
+    b, s, m, _ = k.shape
+    q, k, v = turned(q), turned(k), np.asarray(v).astype(np.float64)
+    group = q.shape[2] // m
+    every = []
+    for head in range(m):
+        every += [q[:, :, head * group + i] for i in range(group)]
+        every += [k[:, :, head], v[:, :, head]]
+    return np.stack(every, axis=2).reshape(b, s, -1)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 128, 2, 2, 128), E5M2),
+        ((2, 128, 4, 2, 64), E4M3),
+        ((1, 256, 3, 1, 32), E5M2),
+        ((1, 128, 1, 1, 96), E5M2),
+    ],
+)
+def test_heads_are_joined(implementation, shape, dtype):
+    arrays = [*heads(*shape), *angles(shape[1], shape[-1] // 2)]
+    join = functools.partial(pk.join_heads, dtype=dtype)
+    out = run(implementation, join, *arrays, jnp.float32(SCALE))
+    largest = float(jnp.finfo(dtype).max)
+    expected = np.clip(joined(*arrays) / SCALE, -largest, largest)
+    codes = np.asarray(out.row).astype(np.float64)
+    # Half a step, and what float32 adds to it.
+    step = 2.0 ** -jnp.finfo(dtype).nmant
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    np.testing.assert_allclose(
+        codes, expected, rtol=step / 2 * 1.001, atol=smallest * 0.501
+    )
+    assert_identical(out.transposed, np.asarray(out.row).reshape(-1, codes.shape[-1]).T)
+
+
+@every_implementation
+@pytest.mark.parametrize("index", [(0, 5, 1, 3), (1, 127, 0, 40)])
+def test_largest_of_what_is_joined(implementation, index):
+    q, k, v = heads(2, 128, 2, 1, 64)
+    tables = angles(128, 32)
+    join = functools.partial(pk.join_heads, keep_maxima=True)
+    b, s, _, i = index
+    for arrays in ((q.at[index].set(3e4), k, v), (q, k, v.at[b, s, 0, i].set(-3e4))):
+        out = run(implementation, join, *arrays, *tables, jnp.float32(SCALE))
+        expected = np.abs(joined(*arrays, *tables)).max()
+        np.testing.assert_allclose(np.max(out.largest), expected, rtol=1e-6)
+
+
+@every_kernel
+def test_kernel_is_the_reference_but_for_ties(implementation):
+    arrays = [*heads(2, 128, 4, 2, 128), *angles(128, 64), jnp.float32(SCALE)]
+    actual = run(implementation, pk.join_heads, *arrays)
+    expected = run("reference", pk.join_heads, *arrays)
+    same = np.asarray(actual.row).view("u1") == np.asarray(expected.row).view("u1")
+    assert same.mean() > 0.9999
+
+
+@every_kernel
+def test_values_pass_through(implementation):
+    q, k, v = heads(1, 128, 1, 1, 64)
+    out = run(
+        implementation, pk.join_heads, q, k, v, *angles(128, 32), jnp.float32(SCALE)
+    )
+    expected = pk.quantize_tensor(v, jnp.float32(SCALE), dtype=E5M2).row
+    assert_identical(out.row[..., 128:], expected[:, :, 0])
+
+
+def test_no_races():
+    arrays = [*heads(1, 256, 2, 1, 32), *angles(256, 16), jnp.float32(SCALE)]
+    run("interpret", pk.join_heads, *arrays, detect_races=True)
+
+
+@every_kernel
+def test_under_vmap(implementation):
+    arrays = [heads(1, 128, 2, 1, 32), heads(1, 128, 2, 1, 32)]
+    stacked = [jnp.stack(pair) for pair in zip(*arrays, strict=True)]
+    tables = angles(128, 16)
+
+    def join(*heads, implementation):
+        one = functools.partial(pk.join_heads, implementation=implementation)
+        return jax.vmap(lambda q, k, v: one(q, k, v, *tables, jnp.float32(SCALE)))(
+            *heads
+        )
+
+    out = run(implementation, join, *stacked)
+    for i, one in enumerate(arrays):
+        alone = run(implementation, pk.join_heads, *one, *tables, jnp.float32(SCALE))
+        assert_identical(jax.tree.map(lambda x, i=i: x[i], out), alone)
+
+
+def test_what_does_not_fit_is_named():
+    q, k, v = heads(1, 128, 4, 2, 32)
+    cos, sin = angles(128, 16)
+    one = jnp.float32(1)
+    with pytest.raises(ValueError, match=r"n a multiple of m, got .*3, 32"):
+        pk.join_heads(q[:, :, :3], k, v, cos, sin, one)
+    with pytest.raises(ValueError, match=r"angles must be \(128, 16\), got \(64, 16\)"):
+        pk.join_heads(q, k, v, cos[:64], sin[:64], one)
+    with pytest.raises(ValueError, match=r"codes must be .* got bfloat16"):
+        pk.join_heads(q, k, v, cos, sin, one, dtype=BF16)
+    for arrays, reason in (
+        ((q[:, :100], k[:, :100], v[:, :100], cos[:100], sin[:100]), "got 100"),
+        ((q, k.astype(F32), v, cos, sin), "bfloat16, got float32"),
+        ((*(x[..., :24] for x in (q, k, v)), cos[:, :12], sin[:, :12]), "got 24"),
+    ):
+        with pytest.raises(ValueError, match=f"the kernel cannot run: .*{reason}"):
+            pk.join_heads(*arrays, one, implementation="mosaic")

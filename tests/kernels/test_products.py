@@ -1,0 +1,396 @@
+"""Matrix products agree with float64, whatever runs them."""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import kernels, oracle
+from helpers.kernels import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    assert_identical,
+    every_implementation,
+)
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from experiments.common import kernel_cases
+from pallas_kernels import dispatch
+from pallas_kernels.ops.matmul import tuning
+from pallas_kernels.ops.matmul.plan import Tuning
+
+SMALL = Tuning(stages=2)
+NARROW = Tuning(tile_n=128, stages=4)
+TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
+TURNS = Tuning(tile_n=128, stages=2, together=False)
+ODD = Tuning(tile_n=160, stages=2, together=False)  # Stored in parts of swizzled rows.
+LOW = Tuning(tile_m=64, stages=2, together=False, cluster="m")
+WIDE = Tuning(tile_n=192, stages=2, together=False, cluster="m")
+LARGE = Tuning(tile_m=256, tile_n=192, stages=2)
+TURNED = Tuning(stages=2, transposed=True)
+
+
+def run(fn, implementation, *args, **kwargs):
+    """Calls with options, compiled; see `kernels.run`."""
+    return kernels.run(implementation, functools.partial(fn, **kwargs), *args)
+
+
+def operands(shape, dtype=E4M3, seed=0):
+    """Codes a [m, k] and b [n, k], and their float64 values."""
+    m, n, k = shape
+    rng = np.random.default_rng(seed)
+    a = rng.standard_normal((m, k)).astype(dtype)
+    b = rng.standard_normal((n, k)).astype(ml_dtypes.float8_e4m3fn)
+    return jnp.asarray(a), jnp.asarray(b), a.astype(np.float64), b.astype(np.float64)
+
+
+def scales(kind, shape, seed=1):
+    """Scales of a kind, and what the operands are multiplied with in float64."""
+    (m, n, k), rng = shape, np.random.default_rng(seed)
+    if kind == "tensor":
+        return np.float32(0.5), np.float32(2.0**-7), 0.5, 2.0**-7
+    if kind == "rows":
+        a, b = (rng.uniform(0.1, 1, i).astype(np.float32) for i in (m, n))
+        return a, b, a[:, None].astype(np.float64), b[:, None].astype(np.float64)
+    a = rng.uniform(0.1, 1, (m, k // 128)).astype(np.float32)
+    b = rng.uniform(0.1, 1, (-(-n // 128), k // 128)).astype(np.float32)
+    wide_a, wide_b = np.repeat(a, 128, 1), np.repeat(np.repeat(b, 128, 0), 128, 1)
+    return a, b, wide_a.astype(np.float64), wide_b[:n].astype(np.float64)
+
+
+def error(actual, expected):
+    actual = np.asarray(actual).astype(np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+# Of the interpreter's time every tile and step takes a share: few of each, but more
+# steps than stages, and of warpgroups that take turns two tiles each.
+CASES = [
+    ((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
+    ((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
+    ((128, 128, 640), E4M3, "tensor", BF16, 256, NARROW),
+    ((128, 256, 256), E4M3, "rows", F32, 128, Tuning(parts=4, stages=2)),
+    ((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
+    ((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
+    ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
+    ((256, 352, 256), E4M3, "rows", BF16, None, ODD),
+    ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
+    ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
+    ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
+    ((200, 320, 256), E4M3, "rows", BF16, None, SMALL),
+    ((192, 256, 384), E4M3, "rows", BF16, None, LOW),
+    ((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
+    ((256, 384, 256), E5M2, "tensor", BF16, None, TURNED),
+    ((448, 512, 128), E5M2, "tensor", BF16, None, replace(LARGE, transposed=True)),
+    ((384, 320, 128), E5M2, "tensor", BF16, None, replace(WIDE, transposed=True)),
+]
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "a_dtype", "kind", "dtype", "promote", "tuning"), CASES
+)
+def test_products_are_float64s_but_for_rounding(
+    implementation, shape, a_dtype, kind, dtype, promote, tuning
+):
+    a, b, wide_a, wide_b = operands(shape, a_dtype, seed=sum(shape))
+    a_scale, b_scale, by_a, by_b = scales(kind, shape)
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, a_scale, b_scale,
+        out_dtype=dtype, promote=promote, tuning=tuning,
+    )  # fmt: skip
+    assert (y.shape, y.dtype) == (shape[:2], dtype)
+    # The tensor cores keep 13 bits of the terms that they add, unless promoted.
+    within = 2.0**-9 if dtype == BF16 else 2.0**-20
+    if implementation == "mosaic" or jax.default_backend() == "gpu":
+        within += 2e-3 if promote is None and kind != "blocks" else 5e-4
+    assert error(y, (wide_a * by_a) @ (wide_b * by_b).T) < within
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
+def test_all_tiles_that_are_tried_agree(kind):
+    shape = m, n, _ = (1088, 1536, 640)
+    product, draw = kernel_cases.PRODUCTS[kind], kernel_cases.operands(kind, shape)
+
+    def values(**how):
+        y = kernel_cases.run_product(kind, *draw, **how)
+        wide = pallas_kernels.dequantize_groups(y) if kind == "quantized" else y
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(wide)])
+
+    expected = values(implementation="reference").astype(np.float64)
+    for tiles in tuning.candidates(product):
+        assert tuning.obstacle(product, tiles, m, n) is None
+        y = values(implementation="mosaic", tuning=tiles)
+        assert error(y, expected) < (2e-2 if kind == "quantized" else 5e-3), tiles
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
+)
+def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
+    shape = (128, 256, 256)  # Of which odd tiles compute some columns twice.
+    a, b, wide_a, wide_b = operands(shape)
+    before = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0, jnp.asarray(before),
+        tuning=tuning,
+    )  # fmt: skip
+    assert y.dtype == dtype
+    expected = 0.5 * wide_a @ wide_b.T + before.astype(np.float64)
+    assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("dtype", "tuning"), [(BF16, SMALL), (F32, TURNS), (BF16, ODD), (BF16, TURNED)]
+)
+def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
+    a, b, *_ = operands((256, 384, 128), seed=5)
+    y, largest = run(
+        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0,
+        out_dtype=dtype, keep_maxima=True, tuning=tuning,
+    )  # fmt: skip
+    assert (largest.ndim, largest.dtype) == (1, F32)
+    assert float(largest.max()) == np.abs(np.asarray(y, np.float32)).max()
+    y, largest = run(
+        pallas_kernels.matmul, implementation, a.at[200, 7].set(jnp.nan), b,
+        keep_maxima=True, tuning=tuning,
+    )  # fmt: skip
+    assert np.isnan(np.asarray(y, np.float32)).any(), y
+    assert np.isnan(np.asarray(largest).max())
+
+
+def in_heads(y, angles, kv_heads):
+    """Queries, keys and values of [b, s, columns], turned, in float64."""
+    b, s, _ = y.shape
+    half = angles.shape[1]
+    y = y.reshape(b, s, kv_heads, -1, 2, half)
+    phase = np.exp(1j * angles)[:, None, None]
+    turned = (y[..., 0, :] + 1j * y[..., 1, :]) * phase
+    turned = np.concatenate([turned.real, turned.imag], axis=-1)
+    values = np.concatenate([y[..., -1, 0, :], y[..., -1, 1, :]], axis=-1)
+    return turned[..., :-2, :].reshape(b, s, -1, 2 * half), turned[..., -2, :], values
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("heads", "size", "kind", "dtype", "tuning"),
+    [
+        ((1, 1), 128, "tensor", BF16, TURNS),
+        ((2, 1), 64, "rows", BF16, SMALL),
+        ((2, 2), 32, "rows", F32, NARROW),
+    ],
+)
+def test_products_are_turned_heads(implementation, heads, size, kind, dtype, tuning):
+    n, m = heads
+    shape = (256, (n + 2 * m) * size, 256)
+    a, b, wide_a, wide_b = operands(shape, seed=size)
+    a_scale, b_scale, by_a, by_b = scales(kind, shape)
+    angles = np.random.default_rng(3).uniform(0, 6, (64, size // 2))
+    if kind == "rows":
+        a_scale = a_scale.reshape(4, 64)
+    got = run(
+        pallas_kernels.matmul_heads, implementation, a.reshape(4, 64, 256), b,
+        a_scale, b_scale, *(jnp.asarray(f(angles), F32) for f in (np.cos, np.sin)),
+        num_kv_heads=m, out_dtype=dtype, copies=2, tuning=tuning,
+    )  # fmt: skip
+    assert_identical(got[:3], got[3:])
+    y = ((wide_a * by_a) @ (wide_b * by_b).T).reshape(4, 64, -1)
+    within = 2.0**-9 if dtype == BF16 else 2.0**-20
+    if jax.default_backend() == "gpu":
+        within += 2e-3
+    for x, expected in zip(got[:3], in_heads(y, angles, m), strict=True):
+        assert (x.shape, x.dtype) == (expected.shape, dtype)
+        assert error(x, expected) < within
+
+
+def test_heads_that_do_not_go_together_are_named():
+    a, b = jnp.ones((8, 64, 128), E4M3), jnp.ones((384, 128), E4M3)
+    angles = [jnp.ones((64, 64))] * 2
+    call = functools.partial(pallas_kernels.matmul_heads, num_kv_heads=1)
+    with pytest.raises(ValueError, match=r"a must be \[b, s, k\], got \(64, 128\)"):
+        call(a[0], b, 1.0, 1.0, *angles)
+    with pytest.raises(ValueError, match=r"cos must have the shape \(64, 64\)"):
+        call(a, b, 1.0, 1.0, angles[0][:3], angles[1])
+    with pytest.raises(ValueError, match="copies must be positive, got 0"):
+        call(a, b, 1.0, 1.0, *angles, copies=0)
+    with pytest.raises(ValueError, match="got 384 with m = 2 and d = 128"):
+        call(a, b, 1.0, 1.0, *angles, num_kv_heads=2)
+    with pytest.raises(ValueError, match="got 320 with m = 1 and d = 128"):
+        call(a, b[:320], 1.0, 1.0, *angles)
+    named = functools.partial(call, implementation="mosaic")
+    with pytest.raises(ValueError, match="a multiple of 64, got 32"):
+        named(a[:, :32], b, 1.0, 1.0, *(x[:32] for x in angles))
+    of_96 = [x[:, :48] for x in angles]
+    with pytest.raises(ValueError, match="are no whole heads of 96"):
+        named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("dtype", "group", "tuning"),
+    [(E4M3, 16, SMALL), (E5M2, 32, TURNS), (E4M3, 16, ODD)],
+)
+def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
+    shape = (128, 256, 128)
+    a, b, wide_a, wide_b = operands(shape)
+    a, wide_a = a.at[3].set(0), np.where(np.arange(128)[:, None] == 3, 0, wide_a)
+    codes, scale = run(
+        pallas_kernels.matmul_groups, implementation, a, b, 0.5, 1.0,
+        dtype=dtype, group=group, tuning=tuning,
+    )  # fmt: skip
+    expected = (0.5 * wide_a @ wide_b.T).astype(np.float32)
+    fmt = oracle.E4M3 if dtype == E4M3 else oracle.E5M2
+    scales, values = oracle.quantize(expected, fmt, (1, group))
+    want_scale = [[scales[i, j] for j in range(256 // group)] for i in range(128)]
+    assert scale.dtype == BF16
+    # The product itself is rounded, on tensor cores to 14 bits.
+    on_cpu = jax.default_backend() == "cpu"
+    assert np.mean(np.asarray(codes, np.float32) != values) < (1e-3 if on_cpu else 0.05)
+    np.testing.assert_allclose(
+        np.asarray(scale, np.float32), np.array(want_scale, np.float32), rtol=2**-7
+    )
+
+
+@pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
+def test_the_kernel_has_no_races(tuning):
+    """The interpreter raises at the first."""
+    a, b, wide_a, wide_b = operands((256, 256, 256))
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = pallas_kernels.matmul(a, b, implementation="mosaic", tuning=tuning)
+    assert error(y, wide_a @ wide_b.T) < 2.0**-9
+
+
+@every_implementation
+def test_leading_axes_and_vmap(implementation):
+    a, b, wide_a, wide_b = operands((256, 512, 128))
+    matmul = functools.partial(pallas_kernels.matmul, tuning=SMALL)
+    expected = wide_a @ wide_b.T
+    y = run(matmul, implementation, a.reshape(2, 128, 128), b)
+    assert y.shape == (2, 128, 512)
+    assert error(y.reshape(256, 512), expected) < 2.0**-8
+
+    def batched(a, b, implementation):
+        return jax.vmap(functools.partial(matmul, implementation=implementation))(a, b)
+
+    both = run(batched, implementation, a.reshape(2, 128, 128), b.reshape(2, 256, 128))
+    assert error(both[0], expected[:128, :256]) < 2.0**-8
+    assert error(both[1], expected[128:, 256:]) < 2.0**-8
+
+
+def test_no_rows():
+    a, b = jnp.ones((0, 128), E4M3), jnp.ones((32, 128), E4M3)
+    groups = pallas_kernels.matmul_groups(a, b)
+    assert (groups.codes.shape, groups.scale.shape) == ((0, 32), (0, 2))
+
+
+@pytest.mark.parametrize("shape", [(0, 16, 128), (3, 5, 16), (100, 48, 130)])
+def test_what_tiles_do_not_divide_is_right(shape):
+    a, b, wide_a, wide_b = operands(shape)
+    y = jax.jit(pallas_kernels.matmul)(a, b)
+    assert y.shape == shape[:2]
+    np.testing.assert_allclose(
+        np.asarray(y, np.float64), wide_a @ wide_b.T, rtol=2**-7, atol=1e-2
+    )
+
+
+def test_what_does_not_go_together_is_named():
+    a, b, *_ = operands((4, 8, 256))
+    matmul = pallas_kernels.matmul
+    with pytest.raises(ValueError, match="e5m2, got bfloat16 and float8_e4m3fn"):
+        matmul(a.astype(BF16), b)
+    with pytest.raises(ValueError, match=r"got \(4, 256\) and \(8, 128\)"):
+        matmul(a, b[:, :128])
+    with pytest.raises(ValueError, match=r"got \(3,\) and \(\)"):
+        matmul(a, b, jnp.ones(3))
+    with pytest.raises(ValueError, match=r"bfloat16\[4, 8\], got bfloat16\[8, 4\]"):
+        matmul(a, b, 1.0, 1.0, jnp.zeros((8, 4), BF16))
+    with pytest.raises(ValueError, match="128, 256 or None, got 64"):
+        matmul(a, b, promote=64)
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        matmul(a, b, out_dtype=jnp.float16)
+    with pytest.raises(ValueError, match="rows of a must be a multiple of 8, got 4"):
+        matmul(a, b, implementation="mosaic")
+    with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
+        pallas_kernels.matmul_groups(a, b)
+    kernel = functools.partial(
+        matmul, *(jnp.ones((n, 128), E4M3) for n in (128, 272)), implementation="mosaic"
+    )
+    needed = "fit 128 x 272: they need 128 x 128 or more, n a multiple of 32"
+    with pytest.raises(ValueError, match=needed):
+        kernel()
+    with pytest.raises(ValueError, match="a multiple of 16 columns, got 136"):
+        kernel(tuning=Tuning(tile_n=136))
+    with pytest.raises(ValueError, match="n must be a multiple of 64, got 272"):
+        kernel(tuning=Tuning(tile_n=128))
+    with pytest.raises(ValueError, match="64 rows a warpgroup and equal parts"):
+        kernel(tuning=Tuning(tile_n=16, warpgroups=3))
+    a, *scales = jnp.ones((256, 128), E4M3), jnp.ones((256, 1)), jnp.ones((2, 1))
+    with pytest.raises(ValueError, match="the 128 columns of a block, got 256"):
+        matmul(a, a, *scales, implementation="mosaic", tuning=SMALL)
+
+
+def test_the_reference_has_no_kernel_in_it(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    groups = functools.partial(pallas_kernels.matmul_groups, implementation="reference")
+    a = jax.ShapeDtypeStruct((256, 256), E4M3)
+    choices = pallas_kernels.explain(groups, a, a).choices
+    assert {choice.implementation for choice in choices} == {"reference"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096, 4096), (4096, 5504, 2048), (1000, 4160, 640)]
+)
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+def test_errors_are_at_most_twice_cublaslts(shape, dtype):
+    a, b, wide_a, wide_b = operands(shape, dtype, seed=sum(shape))
+    expected = wide_a[:256] @ wide_b.T
+    ours, cublaslt = (
+        run(pallas_kernels.matmul, named, a, b)[:256]
+        for named in ("mosaic", "reference")
+    )
+    assert error(ours, expected) <= 2 * error(cublaslt, expected)
+    promoted = run(pallas_kernels.matmul, "mosaic", a, b, promote=256)[:256]
+    assert error(promoted, expected) < 2.0**-9
+
+
+@pytest.mark.gpu
+def test_runs_repeat_and_write_every_element():
+    a, b, *_ = operands((2048, 4096, 1024))
+    matmul = jax.jit(functools.partial(pallas_kernels.matmul, implementation="mosaic"))
+    expected = np.asarray(matmul(a, b))
+    for _ in range(5):
+        poison = jax.block_until_ready(jnp.full(expected.shape, jnp.nan, BF16))
+        del poison  # What follows is likely put where it was.
+        np.testing.assert_array_equal(np.asarray(matmul(a, b)), expected)
+
+
+@pytest.mark.gpu
+def test_products_of_shards_on_two_gpus():
+    if jax.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    a, b, wide_a, wide_b = operands((512, 1024, 512))
+    mesh = jax.make_mesh((2,), ("data",))
+    a = jax.device_put(a, NamedSharding(mesh, P("data")))
+    b = jax.device_put(b, NamedSharding(mesh, P()))
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
+        check_vma=False,
+    )  # fmt: skip
+    def matmul(a, b):
+        return pallas_kernels.matmul(a, b, implementation="mosaic")
+
+    assert error(matmul(a, b), wide_a @ wide_b.T) < 2.0**-8

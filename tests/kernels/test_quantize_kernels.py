@@ -1,0 +1,334 @@
+"""The kernels of quantization compute what their references and NumPy do."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.kernels import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    adversarial,
+    assert_identical,
+    encoded,
+    encoded_groups,
+    every_implementation,
+    every_kernel,
+    finite,
+    numbers,
+    run,
+)
+
+import coat_jax as coat
+import pallas_kernels as pk
+
+GROUP_CASES = [
+    ((8, 128), BF16, E4M3, 16),
+    ((2, 9, 160), F32, E5M2, 32),
+    ((17, 256), BF16, E4M3, 128),
+    ((9, 512), F32, E4M3, 256),
+    ((257, 16), BF16, E5M2, 16),
+]
+TILE_CASES = [
+    ((128, 64), BF16, E4M3),
+    ((144, 80), F32, E5M2),
+    ((2, 80, 192), BF16, E4M3),
+]
+SCALE = 2.0**-3
+
+
+@every_implementation
+@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
+def test_groups_are_quantized_as_specified(implementation, shape, dtype, codes, group):
+    x = adversarial(shape, dtype, seed=sum(shape), group=16)
+    quantize = functools.partial(pk.quantize_groups, dtype=codes, group=group)
+    actual = run(implementation, quantize, x)
+    assert_identical(actual, encoded_groups(x, codes, group))
+    format = {E4M3: coat.E4M3, E5M2: coat.E5M2}[codes]
+    if implementation == "reference":
+        how = {"format": format, "granularity": coat.PerGroup(group)}
+        library = jax.jit(functools.partial(coat.quantize, **how))(x)
+        assert_identical(actual, (library.codes, library.scale))
+
+
+@every_implementation
+@pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
+def test_groups_are_decoded(implementation, shape, dtype, codes, group):
+    stored = pk.Groups(*encoded_groups(adversarial(shape, dtype), codes, group))
+    decode = functools.partial(pk.dequantize_groups, dtype=dtype)
+    actual = run(implementation, decode, pk.Groups(*map(jnp.asarray, stored)))
+    scale = np.repeat(stored.scale.astype(np.float32), group, axis=-1)
+    with np.errstate(over="ignore"):
+        expected = (stored.codes.astype(np.float32) * scale).astype(dtype)
+    assert_identical(actual, expected)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "dtype", "codes"),
+    [((16, 384), BF16, E4M3), ((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)],
+)
+def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
+    # Of each odd group a row: zeros, outliers, what is not finite, denormals.
+    x = adversarial((math.prod(shape[:-1]), 128), dtype, seed=sum(shape), group=128)
+    x = jnp.concatenate(
+        [
+            numbers(shape, dtype, octaves=0)[..., 128:],
+            x.reshape(*shape[:-1], 128),
+        ],
+        axis=-1,
+    )
+    quantize = functools.partial(pk.quantize_rows, dtype=codes)
+    actual = run(implementation, quantize, x)
+    expected, scale = encoded_groups(x, codes, shape[-1])
+    assert_identical(actual, (expected, scale[..., 0].astype(F32)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "shape", [(8192, 4096), (4099, 8192), (999, 11008), (3, 768), (70, 24576)]
+)
+def test_long_rows_on_a_gpu(shape):
+    x = numbers(shape, seed=shape[0])
+    expected = run("reference", pk.quantize_rows, x)
+    assert_identical(run("mosaic", pk.quantize_rows, x), expected)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
+def test_maxima_keep_nan(implementation, dtype, shape):
+    x = adversarial(shape, dtype)
+    for part, expected in (
+        (x, np.nan),
+        (finite(x), np.abs(np.asarray(finite(x), np.float32)).max()),
+        (jnp.zeros((40, 64), dtype), 0.0),
+    ):
+        actual = run(implementation, pk.maxima, part)
+        assert actual.ndim == 1
+        np.testing.assert_array_equal(np.max(actual), np.float32(expected))
+
+
+@every_implementation
+@pytest.mark.parametrize("at", [(0, 0), (0, -1), (1, 5000), (2, -1)])
+def test_maxima_are_of_all_arrays(implementation, at):
+    shapes = (1040,), (9, 2048), (1040,)
+    arrays = [np.array(numbers(s, seed=i), np.float32) for i, s in enumerate(shapes)]
+    arrays[at[0]].reshape(-1)[at[1]] = -1e4
+    actual = run(implementation, pk.maxima, *(jnp.asarray(x, BF16) for x in arrays))
+    assert float(jnp.max(actual)) == float(jnp.asarray(1e4, BF16))
+
+
+@every_implementation
+def test_maxima_of_batches(implementation):
+    x, y = numbers((2, 3, 9, 2048)), numbers((3, 1040), seed=1)
+
+    def batched(x, y, **how):
+        maxima = jax.vmap(functools.partial(pk.maxima, **how))
+        return jax.vmap(maxima, (0, None))(x, y)
+
+    actual = jnp.max(run(implementation, batched, x, y), axis=-1)
+    x, y = (np.abs(np.asarray(a, np.float32)) for a in (x, y))
+    np.testing.assert_array_equal(actual, np.maximum(x.max((2, 3)), y.max(1)))
+
+
+@every_implementation
+@pytest.mark.parametrize("copies", ["row", "transposed", "both"])
+@pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
+def test_tensors_are_quantized_as_specified(
+    implementation, shape, dtype, codes, copies
+):
+    x = adversarial(shape, dtype, seed=sum(shape))
+    quantize = functools.partial(pk.quantize_tensor, dtype=codes, copies=copies)
+    actual = run(implementation, quantize, x, jnp.float32(SCALE))
+    row = encoded(x, SCALE, codes)
+    transposed = row.reshape(-1, shape[-1]).T
+    assert (actual.row is None, actual.transposed is None) == (
+        copies == "transposed",
+        copies == "row",
+    )
+    expected = {"row": [row], "transposed": [transposed], "both": [row, transposed]}
+    assert_identical(actual, expected[copies])
+
+
+@every_implementation
+@pytest.mark.parametrize("copies", ["row", "both"])
+@pytest.mark.parametrize("last", [3.0, -np.inf, np.nan])
+def test_maxima_beside_codes(implementation, copies, last):
+    x = numbers((256, 192), seed=3).at[-1, -1].set(last)
+    quantize = functools.partial(pk.quantize_tensor, copies=copies, keep_maxima=True)
+    actual = run(implementation, quantize, x, jnp.float32(SCALE))
+    magnitudes = np.abs(np.asarray(x, np.float32))
+    np.testing.assert_array_equal(np.max(actual.largest), magnitudes.max())
+    assert_identical(actual.row, encoded(x, SCALE, E4M3))
+
+
+@every_implementation
+@pytest.mark.parametrize("scale", [np.nan, 2.0**-120, 2.0**100])
+def test_odd_scales(implementation, scale):
+    x = adversarial((16, 128), F32)
+    actual = run(implementation, pk.quantize_tensor, x, jnp.float32(scale))
+    assert_identical(actual, [encoded(x, scale, E4M3)])
+
+
+@every_implementation
+@pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
+def test_codes_of_tensors_are_decoded_and_transposed(
+    implementation, shape, dtype, codes
+):
+    bits = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    every_code = jnp.asarray(bits.view(codes))
+    decode = functools.partial(pk.dequantize_tensor, dtype=dtype)
+    actual = run(implementation, decode, every_code, jnp.float32(SCALE))
+    expected = np.asarray(every_code).astype(np.float32) * np.float32(SCALE)
+    assert_identical(actual, expected.astype(dtype))
+    actual = run(implementation, pk.transpose, every_code)
+    np.testing.assert_array_equal(
+        np.asarray(actual).view(np.uint8), bits.reshape(-1, shape[-1]).T
+    )
+
+
+@every_implementation
+def test_vmap_and_scan(implementation):
+    x, scale = numbers((3, 128, 128)), jnp.float32(SCALE)
+
+    def quantize(x, implementation):
+        named = {"implementation": implementation}
+        return (
+            pk.quantize_groups(x, **named),
+            pk.quantize_rows(x, **named),
+            pk.quantize_tensor(x, scale, copies="both", **named),
+        )
+
+    alone = [run("reference", quantize, row) for row in x]
+    expected = jax.tree.map(lambda *rows: jnp.stack(rows), *alone)
+
+    def mapped(x, implementation):
+        return jax.vmap(functools.partial(quantize, implementation=implementation))(x)
+
+    def scanned(x, implementation):
+        body = functools.partial(quantize, implementation=implementation)
+        return jax.lax.scan(lambda carry, x: (carry, body(x)), None, x)[1]
+
+    assert_identical(run(implementation, mapped, x), expected)
+    assert_identical(run(implementation, scanned, x), expected)
+
+
+@every_kernel
+def test_tuning_changes_nothing(implementation):
+    x, scale = adversarial((128, 144)), jnp.float32(SCALE)
+    for tuning in (
+        pk.ElementwiseTuning(elements=8),
+        pk.ElementwiseTuning(elements=32, columns=128),
+    ):
+        quantize = functools.partial(pk.quantize_groups, tuning=tuning)
+        assert_identical(run(implementation, quantize, x), encoded_groups(x, E4M3, 16))
+        quantize = functools.partial(pk.quantize_tensor, tuning=tuning, copies="both")
+        codes = encoded(x, SCALE, E4M3)
+        actual = run(implementation, quantize, x, scale)
+        assert_identical(actual, [codes, codes.T])
+
+
+def test_kernels_have_no_races():
+    x, scale = numbers((128, 64)), jnp.float32(SCALE)
+    both = functools.partial(pk.quantize_tensor, copies="both")
+    for function, arguments in (
+        (pk.quantize_groups, [x]),
+        (pk.quantize_rows, [numbers((9, 1152))]),
+        (both, [x, scale]),
+    ):
+        run("interpret", function, *arguments, detect_races=True)
+
+
+def test_what_kernels_do_not_take_is_left_to_the_reference():
+    scale = jnp.float32(SCALE)
+    quantize = functools.partial(pk.quantize_tensor, copies="both")
+    for shape in [(0, 32), (3, 0), (2, 3, 21)]:
+        x = numbers(shape)
+        groups = jax.jit(pk.quantize_groups)(x)
+        assert_identical(groups, encoded_groups(x, E4M3, 16))
+        codes, scales = jax.jit(pk.quantize_rows)(x)
+        by_row, expected = encoded_groups(x, E4M3, max(shape[-1], 1))
+        assert_identical(codes, by_row)
+        assert scales.shape == shape[:-1]
+        if x.size:
+            assert_identical(scales, expected[..., 0].astype(F32))
+        assert jax.jit(pk.dequantize_groups)(groups).shape == shape
+        both = jax.jit(quantize)(x, scale)
+        codes = encoded(x, SCALE, E4M3)
+        transposed = codes.reshape(np.prod(shape[:-1], dtype=int), shape[-1]).T
+        assert_identical(both, [codes, transposed])
+        assert_identical(jax.jit(pk.transpose)(both.row), transposed)
+    assert pk.maxima(jnp.zeros((0, 4))).max() == 0
+
+
+@pytest.mark.parametrize("implementation", ["reference", "mosaic"])
+def test_what_does_not_go_together_is_named(implementation):
+    x = numbers((128, 64))
+    how = {"implementation": implementation}
+    for scale in (jnp.ones(64), jnp.ones((1, 1))):
+        for function, arrays in (
+            (pk.quantize_tensor, [x]),
+            (pk.dequantize_tensor, [x.astype(E4M3)]),
+            (pk.add_quantize_tensor, [x, x]),
+            (pk.gated, [x[:, None].repeat(2, axis=1)]),
+        ):
+            with pytest.raises(ValueError, match="scale must be a scalar, got the sh"):
+                function(*arrays, scale=scale, **how)
+    with pytest.raises(ValueError, match="scale must be a scalar, got None"):
+        pk.quantize_tensor(x, None, **how)
+    for group in (0, -16, 1.5):
+        with pytest.raises(ValueError, match=f"positive integer, got {group}"):
+            pk.quantize_groups(x, group=group, **how)
+
+
+@every_implementation
+def test_rows_may_share_the_scales_of_groups(implementation):
+    groups = pk.quantize_groups(numbers((128, 64)))
+    shared = groups._replace(scale=groups.scale[:1])
+    actual = run(implementation, pk.dequantize_groups, shared)
+    alike = groups._replace(scale=jnp.tile(groups.scale[:1], (128, 1)))
+    assert_identical(actual, run("reference", pk.dequantize_groups, alike))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64, BF16])
+def test_scalars_may_have_any_dtype(dtype):
+    x = numbers((16, 64))
+    with jax.enable_x64(True):
+        actual = pk.quantize_tensor(x, jnp.asarray(SCALE, dtype))
+    assert_identical(actual.row, encoded(x, SCALE, E4M3))
+
+
+def test_kernels_are_the_same_where_jax_counts_in_64_bits():
+    x = numbers((128, 64))
+    quantize = functools.partial(pk.quantize_tensor, copies="both")
+    expected = run("interpret", quantize, x, jnp.float32(SCALE))
+    with jax.enable_x64(True):
+        assert_identical(run("interpret", quantize, x, SCALE), expected)
+        assert_identical(run("interpret", pk.quantize_groups, x), encoded_groups(
+            x, E4M3, 16
+        ))  # fmt: skip
+        codes, scales = run("interpret", pk.quantize_rows, numbers((5, 128)))
+        assert (codes.dtype, scales.dtype) == (E4M3, F32)
+
+
+def test_what_cannot_run_is_named():
+    x, scale = numbers((128, 100)), jnp.float32(SCALE)
+    with pytest.raises(ValueError, match="multiple of 16, got 100"):
+        run("mosaic", pk.quantize_groups, x)
+    with pytest.raises(ValueError, match="1024 elements or more, got 96"):
+        run("mosaic", pk.quantize_tensor, x[0, :96], scale)
+    with pytest.raises(ValueError, match="128 rows of 64 elements or more, got 64"):
+        run("mosaic", pk.transpose, x[:64, :80].astype(E4M3))
+    with pytest.raises(ValueError, match="multiple of 16 rows, got 132"):
+        run("mosaic", pk.transpose, jnp.zeros((132, 64), E4M3))
+    with pytest.raises(ValueError, match="64, 128 or 256 elements, got 8"):
+        run("mosaic", functools.partial(pk.quantize_groups, group=8), x[:, :64])
+    with pytest.raises(ValueError, match="codes must be float8_e4m3fn or float8_e5m2"):
+        pk.quantize_groups(x, dtype=jnp.int8)
+    with pytest.raises(ValueError, match="got 'columns'"):
+        pk.quantize_tensor(x, scale, copies="columns")

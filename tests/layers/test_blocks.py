@@ -1,0 +1,415 @@
+"""Layers and Llamas by recipe: what they compute, and how many parameters they have."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers import small_models
+from helpers.gradients import assert_close, compiled, cosine, saved, value_and_vjp
+from helpers.models import normal, parameters
+from jax.extend.core import jaxprs_in_params
+
+import pallas_kernels
+from coat_jax.layers import recipes as blocks
+from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.models import llama
+
+RECIPES = ["bf16", "te", "coat", "coat_max"]
+FP8_RECIPES = RECIPES[1:]
+
+
+def small(**options) -> llama.LlamaConfig:
+    defaults = {"hidden_size": 64, "intermediate_size": 96}
+    defaults |= {"tie_embeddings": False, "recipe": "coat"}
+    return small_models.config(**{**defaults, **options})
+
+
+def wide(tree):
+    return jax.tree.map(lambda a: np.asarray(a).astype(np.float64), tree)
+
+
+@functools.cache
+def split(config: llama.LlamaConfig):
+    """The structure of a model, and its parameters, larger than at initialization."""
+    graph, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
+    return graph, jax.tree.map(lambda p: p * 2 if p.ndim > 1 else p, params)
+
+
+def tokens(length: int = 64) -> jax.Array:
+    return jax.random.randint(jax.random.key(1), (2, length), 0, 128)
+
+
+# Published shapes.
+
+
+def published(vocab: int, hidden: int, intermediate: int, layers: int, *, norms=True):
+    """Untied parameters with full attention, counted by hand."""
+    layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden * norms
+    return 2 * vocab * hidden + layers * layer + hidden * norms
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("124m", published(50_304, 768, 2048, 12) - 50_304 * 768),
+        ("olmo-1b", 1_176_764_416),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-13b", 13_015_864_320),
+        ("llama-30b", 32_528_943_616),
+    ],
+)
+def test_configs_have_the_published_parameters(name, expected):
+    model = nnx.eval_shape(lambda: llama.Llama(llama.CONFIGS[name], rngs=nnx.Rngs(0)))
+    leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert sum(math.prod(p.shape) for p in leaves) == expected
+
+
+def test_counting_by_hand_gives_the_published_numbers():
+    assert published(32_000, 4096, 11_008, 32) == 6_738_415_616
+    assert published(32_000, 5120, 13_824, 40) == 13_015_864_320
+    assert published(32_000, 6656, 17_920, 60) == 32_528_943_616
+    olmo = published(50_304, 2048, 8192, 16, norms=False) - 50_304 * 2048
+    assert olmo == 1_176_764_416
+    assert round(published(50_304, 768, 2048, 12) / 1e6 - 50.304 * 0.768) == 124
+
+
+# Against NumPy in float64.
+
+
+def attention(q, k, v):
+    """Causal softmax attention, query head by query head."""
+    out = np.zeros_like(q)
+    for head in range(q.shape[2]):
+        key = head // (q.shape[2] // k.shape[2])
+        scores = q[:, :, head] @ k[:, :, key].swapaxes(1, 2) / np.sqrt(q.shape[-1])
+        future = np.triu(np.ones(scores.shape[1:], bool), 1)
+        p = np.exp(np.where(future, -np.inf, scores - scores.max(-1, keepdims=True)))
+        out[:, :, head] = p / p.sum(-1, keepdims=True) @ v[:, :, key]
+    return out
+
+
+def rotate(x, theta):
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def normalize(config, x, weight):
+    if config.norm == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config.norm_eps)
+    return y if weight is None else y * weight
+
+
+def reference(config: llama.LlamaConfig, params: dict, tokens) -> np.ndarray:
+    """The logits, layer by layer."""
+    x = params["embedding"][tokens]
+    kv = config.num_kv_heads
+    dim = config.head_dim or config.hidden_size // config.num_heads
+    for i in range(config.num_layers):
+        layer = {name: p[i] for name, p in params["layers"].items()}
+        y = normalize(config, x, layer.get("attention_norm")) @ layer["qkv"].T
+        y = y.reshape(*y.shape[:2], kv, -1, dim)
+        q = y[..., :-2, :].reshape(*y.shape[:2], -1, dim)
+        k, v = y[..., -2, :], y[..., -1, :]
+        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
+        x = x + attention(q, k, v).reshape(*x.shape[:2], -1) @ layer["out"].T
+        y = normalize(config, x, layer.get("mlp_norm"))
+        gate, up = (y @ w.T for w in layer["gate_up"])
+        if config.gate == "silu":
+            gate = gate / (1 + np.exp(-gate))
+        else:
+            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            gate = gate * (1 + np.tanh(inner)) / 2
+        x = x + (gate * up) @ layer["down"].T
+    head = params["embedding"].T if config.tie_embeddings else params["head"]
+    return normalize(config, x, params.get("norm")) @ head
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 1, "head_dim": 32, "rope_theta": 500.0},
+        {"num_kv_heads": 4, "norm": "layer", "tie_embeddings": True},
+        {"gate": "gelu", "norm_eps": 1e-2},
+    ],
+    ids=["grouped queries", "head_dim", "OLMo", "gelu"],
+)
+def test_logits(options):
+    config = small(dtype=jnp.float32, recipe="bf16", **options)
+    graph, params = split(config)
+    logits = compiled(lambda p, t: nnx.merge(graph, p)(t), params, tokens(16))
+    assert logits.dtype == jnp.float32
+    plain = wide(nnx.to_pure_dict(params))
+    assert ("head" in plain) != config.tie_embeddings
+    assert ("norm" in plain) == (config.norm == "rms")
+    assert_close(logits, reference(config, plain, np.asarray(tokens(16))), 1e-5)
+
+
+def test_attention_and_its_gradient():
+    q, k, v = normal(1, 2, 12, 4, 8), normal(2, 2, 12, 2, 8), normal(3, 2, 12, 2, 8)
+    dy = normal(4, *q.shape)
+    y, gradients = value_and_vjp(causal_attention, dy, q, k, v)
+    at = wide([q, k, v])
+    assert_close(y, attention(*at), 1e-5)
+    for i, gradient in enumerate(wide(gradients)):
+        direction = np.random.default_rng(i).standard_normal(gradient.shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
+            ends.append(attention(*moved))
+        slope = np.sum((ends[0] - ends[1]) * wide(dy)) / 2e-5
+        assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def test_copies_are_saved_in_place_of_what_attention_reads():
+    q, k, v = (normal(i, 2, 12, n, 8) for i, n in enumerate((4, 2, 2)))
+    copies = tuple(map(jnp.copy, (q, k, v)))
+    residuals = saved(
+        lambda *given: causal_attention(*given[:3], given[3:]), q, k, v, *copies
+    )
+    assert sorted(r.argument for r in residuals if r.nbytes > 8) == [3, 4, 5]
+    dy = normal(4, *q.shape)
+    _, plain = value_and_vjp(causal_attention, dy, q, k, v)
+    _, of_copies = value_and_vjp(
+        lambda q, k, v: causal_attention(q, k, v, (2 * q, k, v)), dy, q, k, v
+    )
+    _, (*expected, dkept) = value_and_vjp(causal_attention, dy, q, k, v, copies)
+    jax.tree.map(np.testing.assert_array_equal, tuple(expected), plain)
+    assert not any(np.any(x) for x in dkept)
+    assert np.any(of_copies[1] != plain[1])  # What was saved is what is read.
+
+
+def test_later_tokens_leave_earlier_logits():
+    graph, params = split(small(recipe="bf16"))
+    changed = tokens().at[:, 40].add(1)
+    pair = jnp.stack([tokens(), changed % 128])
+    before, after = compiled(
+        lambda p, pair: jax.lax.map(lambda t: nnx.merge(graph, p)(t), pair),
+        params,
+        pair,
+    )
+    np.testing.assert_array_equal(before[:, :40], after[:, :40])
+    assert np.all(np.any(before[:, 40:] != after[:, 40:], axis=-1))
+
+
+# Recipes.
+
+
+def test_recipes_share_initialization_and_structure():
+    first, *others = [split(small(recipe=recipe))[1] for recipe in RECIPES]
+    for other in others:
+        assert jax.tree.structure(other) == jax.tree.structure(first)
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+@functools.cache
+def computed(recipe: str):
+    """A small model's logits, and the value and the gradient of its loss."""
+    graph, params = split(small(recipe=recipe))
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
+
+    logits = compiled(lambda p: nnx.merge(graph, p)(tokens()), params)
+    return logits, *compiled(jax.value_and_grad(loss), params)
+
+
+def test_fp8_recipes_compute_nearly_the_same_logits():
+    """What backward keeps does not matter; `te` has other scales."""
+    te, coat, coat_max = (computed(recipe)[0] for recipe in FP8_RECIPES)
+    np.testing.assert_array_equal(coat, coat_max)
+    wide_logits = computed("bf16")[0]
+    for logits in (te, coat):
+        assert 0.99 < cosine(logits, wide_logits) < 1 - 1e-5
+    assert cosine(te, coat) > 0.99
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
+    """Measured 0.991 to 0.993: the cost of E5M2 gradients, which all share."""
+    te, bf16, mine = (computed(r)[2] for r in ("te", "bf16", recipe))
+    assert 0.98 < cosine(mine, bf16) < 1 - 1e-5
+    assert 1 - cosine(mine, bf16) < 1.35 * (1 - cosine(te, bf16))
+
+
+def test_scanned_layers_equal_a_loop():
+    config = small(dtype=jnp.float32, recipe="coat")
+    graph, params = split(config)
+
+    def scanned(params):
+        return nnx.merge(graph, params).hidden(tokens())
+
+    def looped(params):
+        model = nnx.merge(graph, params)
+        x = model.embedding[...][tokens()]
+        layer_graph, layers = nnx.split(model.layers)
+        for i in range(config.num_layers):
+            one = jax.tree.map(lambda p, i=i: p[i], layers)
+            x = nnx.merge(layer_graph, one)(x)
+        return coat_norm(x, model.norm[...])
+
+    def coat_norm(x, weight):
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * weight
+
+    dy = normal(2, 2, 64, 64)
+    (y, dp), (expected, dp_expected) = (
+        value_and_vjp(f, dy, params) for f in (scanned, looped)
+    )
+    # An FP8 rounding may go the other way.
+    assert cosine(y, expected) > 0.99999
+    assert cosine(dp, dp_expected) > 0.9999
+
+
+def test_cross_entropy_in_any_number_of_chunks(monkeypatch):
+    graph, params = split(small(recipe="bf16", dtype=jnp.float32))
+    read, targets = tokens(61)[:, :-1], tokens(61)[:, 1:]
+
+    def loss(params):
+        return llama.cross_entropy(nnx.merge(graph, params), read, targets)
+
+    def plain(params):
+        logits = nnx.merge(graph, params)(read)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return losses.mean()
+
+    expected = compiled(jax.value_and_grad(plain), params)
+    for logits_per_chunk in (2**26, 128 * 50):
+        monkeypatch.setattr(llama, "_LOGITS_PER_CHUNK", logits_per_chunk)
+        # A new function: jit remembers the one it knows.
+        actual = compiled(jax.value_and_grad(lambda p: loss(p)), params)
+        assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("logits_per_chunk", "chunks"),
+    [(2**26, 1), (128 * 40, 3), (128 * 50, 3), (128, 120)],
+)
+def test_chunks_divide_the_tokens(monkeypatch, logits_per_chunk, chunks):
+    monkeypatch.setattr(llama, "_LOGITS_PER_CHUNK", logits_per_chunk)
+    graph, params = split(small(recipe="bf16", dtype=jnp.float32))
+    jaxpr = jax.make_jaxpr(lambda p, t: llama.cross_entropy(nnx.merge(graph, p), t, t))(
+        params, tokens(60)
+    )
+    eqns = list(jaxpr.eqns)
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "custom_vjp_call":
+            eqns += [e for body in jaxprs_in_params(eqn.params) for e in body.eqns]
+    lengths = [e.params["length"] for e in eqns if e.primitive.name == "scan"]
+    assert lengths == [2, chunks]
+
+
+def test_options_that_do_not_fit_are_named():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(
+        ValueError, match="num_kv_heads must divide num_heads, got 3, 4"
+    ):
+        DecoderLayer(64, 96, 4, 3, 16, rngs=rngs)
+    with pytest.raises(ValueError, match="one of bf16, te, coat, coat_max, got 'fp4'"):
+        DecoderLayer(64, 96, 4, 2, 16, recipe="fp4", rngs=rngs)
+    with pytest.raises(ValueError, match="norm must be one of rms, layer, got 'batch'"):
+        DecoderLayer(64, 96, 4, 2, 16, norm="batch", rngs=rngs)
+    known = "silu, gelu, gelu_exact"
+    with pytest.raises(ValueError, match=f"gate must be one of {known}, got 'relu'"):
+        DecoderLayer(64, 96, 4, 2, 16, gate="relu", rngs=rngs)
+    for sizes, message in (
+        ((64, 0, 4, 2, 16), "intermediate_size must be positive, got 0"),
+        ((64, 96, 4, -2, 16), "num_kv_heads must be positive, got -2"),
+        ((64, 96, 4, 2, 15), "head_dim must be even for rotary embeddings, got 15"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            DecoderLayer(*sizes, rngs=rngs)
+    with pytest.raises(ValueError, match=r"must divide hidden_size .* got 5, 64"):
+        small(num_heads=5)
+    graph, params = split(small())
+    with pytest.raises(
+        ValueError, match=r"the shape \(2, 64\) of tokens, got \(64, 2\)"
+    ):
+        llama.cross_entropy(nnx.merge(graph, params), tokens(), tokens().T)
+    with pytest.raises(ValueError, match="num_layers must be positive, got 0"):
+        small(num_layers=0)
+    with pytest.raises(ValueError, match="dtype must be floating, got int32"):
+        small(dtype=jnp.int32)
+    layer = DecoderLayer(64, 96, 4, 2, 16, rngs=rngs)
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        layer(jnp.ones((1, 8, 64), jnp.float16))
+    assert small(num_heads=5, num_kv_heads=5, head_dim=16).head_dim == 16
+
+
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+def test_weights_quantized_before_give_the_same(recipe):
+    graph, params = split(small(recipe=recipe))
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params, codes):
+        model = nnx.merge(kept, params, codes)
+        return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
+
+    model = nnx.merge(graph, params)
+    nnx.jit(llama.Llama.quantize_weights)(model)
+    kept, same, codes = nnx.split(model, nnx.Param, ...)
+    jax.tree.map(np.testing.assert_array_equal, same, params)
+    layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
+    nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))
+    outputs = 128 + 64 + 2 * 96 + 64  # Of a layer's weights, with a scale each.
+    assert nbytes == 2 * (2 * layer + 4 * outputs + 4 * 4)
+    _, value, expected = computed(recipe)
+    actual_value, actual = loss(params, codes)
+    assert actual_value == value
+    assert_close(actual, expected, 1e-6)
+    # Stale codes are used as they are.
+    doubled = jax.tree.map(lambda p: p * 2 if p.ndim > 2 else p, params)
+    assert loss(doubled, codes)[0] == pytest.approx(value)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "te"])
+def test_plain_recipes_have_no_codes(recipe):
+    layer = DecoderLayer(64, 96, 4, 2, 16, recipe=recipe, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=f"only the FP8 flow takes codes, .*{recipe}"):
+        layer.quantize_weights()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_gradients_go_through_layers_with_their_scales(dtype):
+    recipe = blocks.RECIPES["coat"]
+    layers = [DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(i)) for i in range(2)]
+    x = normal(0, 2, 8, 64, dtype=dtype)
+
+    def loss(layers, x, through):
+        x = blocks.enter(recipe, x) if through else x
+        for layer in layers:
+            x = layer(x)
+        x = blocks.leave(recipe, x) if through else x
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    graph, params = nnx.split(layers)
+    results, passes = [], []
+    for through in (False, True):
+
+        def gradient(params, x, through=through):
+            def of_params(params, x):
+                return loss(nnx.merge(graph, params), x, through)
+
+            return jax.grad(of_params, (0, 1))(params, x)
+
+        results.append(compiled(gradient, params, x))
+        choices = pallas_kernels.explain(gradient, params, x).choices
+        passes.append(sum(choice.operation == "maxima" for choice in choices))
+    jax.tree.map(np.testing.assert_array_equal, *results)
+    assert passes[0] - passes[1] == 1  # Between the layers.
+
+
+def test_layers_take_numpy_arrays():
+    layer = DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(0))
+    x = normal(0, 1, 8, 64)
+    np.testing.assert_array_equal(layer(np.asarray(x)), layer(x))

@@ -1,0 +1,362 @@
+"""Segments of the FP8 flow against autodiff of plain segments, fake-quantized.
+
+A segment's backward pass is a chain of plain functions' vector-Jacobian products, each
+taken at what came back from FP8.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import oracle, segments
+from helpers.gradients import compiled, fake, saved, saved_bytes, value_and_vjp
+from helpers.models import normal
+from jax.sharding import PartitionSpec as P
+
+import pallas_kernels
+from coat_jax.layers import flow
+from pallas_kernels import dispatch
+
+TOKENS = (2, 24)
+HIDDEN, INNER, HEAD_DIM = 64, 96, 16
+BF16 = jnp.bfloat16
+
+
+def float32(x):
+    return jnp.asarray(x, jnp.float32)
+
+
+def tensor(x, format: oracle.Format = oracle.E4M3):
+    """There and back with one scale."""
+    return jnp.asarray(fake(np.asarray(x, np.float32), None, format))
+
+
+def groups(x, size=16):
+    return jnp.asarray(fake(np.asarray(x, np.float32), size))
+
+
+def rows(x):
+    """There and back with a scale for each row."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+    return jnp.asarray(oracle.E4M3.round(x / scale) * scale)
+
+
+def weight_rows(w):
+    """There and back with a scale for each output, rounded as those of groups."""
+    return groups(w, w.shape[-1])
+
+
+def norm(kind, weight, x):
+    x = float32(x)
+    if kind == "layer":
+        x = x - x.mean(-1, keepdims=True)
+    x = x / jnp.sqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5)
+    return x if weight is None else x * float32(weight)
+
+
+def matmul(x, w):
+    return jnp.tensordot(x, w, axes=(-1, -1), precision="highest")
+
+
+def product_grads(x, w, dy):
+    """Of a product whose operands and gradient are quantized per tensor."""
+    _, vjp = jax.vjp(matmul, tensor(x), tensor(w))
+    return vjp(tensor(dy, oracle.E5M2))
+
+
+def assert_near(actual, expected, error: float):
+    """Of each array, the error's norm relative to the expected norm."""
+    actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
+    for a, b in zip(actual, expected, strict=True):
+        a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
+        assert a.shape == b.shape
+        assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+
+
+def weights(*shapes, kind="rms", biases=(), dtype=BF16):
+    """Parameters by name, the norm's too."""
+    params = {
+        name: normal(i, *shape, dtype=dtype, scale=0.1)
+        for i, (name, shape) in enumerate([*shapes, *biases])
+    }
+    norm_weight = 1 + normal(9, HIDDEN, dtype=dtype, scale=0.2)
+    return {"norm": norm_weight if kind == "rms" else None, **params}
+
+
+# A stray FP8 rounding goes the other way where BF16 roundings differ.
+NEAR = 0.01
+
+
+@pytest.mark.parametrize(
+    ("kind", "gate", "biased", "dtype"),
+    [
+        ("rms", "silu", False, jnp.bfloat16),
+        ("rms", "silu", False, jnp.float32),
+        ("layer", "gelu", False, jnp.bfloat16),
+        ("rms", "gelu_exact", True, jnp.float32),
+    ],
+)
+def test_gated_mlp(kind, gate, biased, dtype):
+    biases = [("gate_up_bias", (2, INNER)), ("down_bias", (HIDDEN,))] if biased else []
+    params = weights(
+        ("gate_up", (2, INNER, HIDDEN)),
+        ("down", (HIDDEN, INNER)),
+        kind=kind,
+        biases=biases,
+        dtype=dtype,
+    )
+    x, dy = normal(7, *TOKENS, HIDDEN, dtype=dtype), normal(8, *TOKENS, HIDDEN)
+    dy = (dy * 1e-3).astype(dtype)
+    how = flow.Norm(kind=kind, eps=1e-5)
+    y, (dparams, dx) = value_and_vjp(
+        lambda p, x: segments.gated_mlp(p, x, how, gate), dy, params, x
+    )
+
+    plain = {name: None if p is None else float32(p) for name, p in params.items()}
+    gate_up_bias, down_bias = (plain.get(f"{n}_bias", 0) for n in ("gate_up", "down"))
+    exact = functools.partial(jax.nn.gelu, approximate=False)
+    activations = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": exact}
+    activation = activations[gate]
+
+    def gated(gate_up):
+        return activation(gate_up[..., 0, :]) * gate_up[..., 1, :]
+
+    h = rows(norm(kind, plain["norm"], x))
+    gate_up = matmul(h, weight_rows(plain["gate_up"])).astype(dtype)
+    if biased:
+        gate_up = gate_up + gate_up_bias.astype(dtype)
+    down = matmul(rows(gated(float32(gate_up))), weight_rows(plain["down"]))
+    gate_up = groups(gate_up)
+    assert_near(float32(y), float32(x) + down + down_bias, NEAR)
+    assert_near(float32(y) - float32(x), down + down_bias, 3 * NEAR)
+
+    h, norm_vjp = jax.vjp(functools.partial(norm, kind), plain["norm"], groups(x))
+    a, gate_vjp = jax.vjp(gated, gate_up)
+    da, ddown = product_grads(a, plain["down"], float32(dy))
+    (dgate_up,) = gate_vjp(da.astype(dtype).astype(jnp.float32))
+    flat = dgate_up.reshape(*TOKENS, -1)
+    dh, dw = product_grads(h, plain["gate_up"].reshape(-1, HIDDEN), flat)
+    dnorm, dx_inner = norm_vjp(dh)
+    assert_near(float32(dx) - float32(dy), dx_inner, 3 * NEAR)
+    expected = {
+        "norm": dnorm,
+        "gate_up": dw.reshape(2, INNER, HIDDEN),
+        "down": ddown,
+        "gate_up_bias": dgate_up.sum((0, 1)),
+        "down_bias": float32(dy).sum((0, 1)),
+    }
+    assert dparams.keys() == params.keys()
+    for name, gradient in dparams.items():
+        assert_near(gradient, expected[name], NEAR)
+
+
+def rotated(x, theta):
+    """Pairs of halves as complex numbers, turned by their position."""
+    half = x.shape[-1] // 2
+    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
+    turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle)
+    return jnp.concatenate([turned.real, turned.imag], axis=-1)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "kind", "biased"),
+    [(4, 4, "rms", False), (4, 2, "layer", True)],
+)
+def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
+    columns = (num_heads + 2 * num_kv_heads) * HEAD_DIM
+    params = weights(
+        ("qkv", (columns, HIDDEN)),
+        kind=kind,
+        biases=[("qkv_bias", (columns,))] if biased else [],
+        dtype=dtype,
+    )
+    heads = flow.Heads(num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, theta=100.0)
+    x = normal(7, *TOKENS, HIDDEN, dtype=dtype)
+    dheads = tuple(
+        normal(10 + i, *TOKENS, n, HEAD_DIM, dtype=dtype)
+        for i, n in enumerate((num_heads, num_kv_heads, num_kv_heads))
+    )
+    dx_around = normal(8, *TOKENS, HIDDEN, dtype=dtype)
+    how = flow.Norm(kind=kind, eps=1e-5)
+    out, (dparams, dx) = value_and_vjp(
+        lambda p, x: segments.attention_in(p, x, how, heads),
+        (*dheads, (), dx_around),
+        params,
+        x,
+    )
+    np.testing.assert_array_equal(out[-1], x)
+
+    plain = {name: None if p is None else float32(p) for name, p in params.items()}
+
+    def split(y):
+        y = y.reshape(*TOKENS, num_kv_heads, -1, HEAD_DIM)
+        q = y[..., :-2, :].reshape(*TOKENS, -1, HEAD_DIM)
+        return rotated(q, 100.0), rotated(y[..., -2, :], 100.0), y[..., -1, :]
+
+    y = matmul(rows(norm(kind, plain["norm"], x)), weight_rows(plain["qkv"]))
+    y = y.astype(dtype).astype(jnp.float32) + plain.get("qkv_bias", 0)
+    expected, heads_vjp = jax.vjp(split, y)
+    assert_near(out[:-1], expected, NEAR)
+
+    (dy,) = heads_vjp(jax.tree.map(float32, dheads))
+    h, norm_vjp = jax.vjp(functools.partial(norm, kind), plain["norm"], groups(x))
+    dh, dqkv = product_grads(h, plain["qkv"], dy)
+    dnorm, dx_inner = norm_vjp(dh)
+    assert_near(dx, dx_inner + float32(dx_around), NEAR)
+    expected = {"norm": dnorm, "qkv": dqkv, "qkv_bias": dy.sum((0, 1))}
+    assert dparams.keys() == params.keys()
+    for name, gradient in dparams.items():
+        assert_near(gradient, expected[name], NEAR)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_copies_of_heads_change_nothing(biased):
+    params = weights(("qkv", (128, HIDDEN)), biases=[("qkv_bias", (128,))] * biased)
+    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
+    dheads = [normal(n, *TOKENS, n, HEAD_DIM, dtype=BF16) for n in (4, 2, 2)]
+    results = []
+    for keep in (False, True):
+
+        def call(params, x, keep=keep):
+            return segments.attention_in(params, x, how, heads, keep)
+
+        dkept = tuple(jnp.full_like(d, jnp.nan) for d in dheads) if keep else ()
+        out, grads = value_and_vjp(call, (*dheads, dkept, x), params, x)
+        results.append((*out[:3], out[-1], grads))
+        assert len(out[3]) == 3 * keep
+        for copy, original in zip(out[3], out, strict=False):
+            np.testing.assert_array_equal(copy, original)
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_attention_out(biased):
+    params = {"out": normal(1, HIDDEN, INNER, dtype=BF16, scale=0.1)}
+    if biased:
+        params["out_bias"] = normal(2, HIDDEN, dtype=BF16)
+    o, x, dy = (
+        normal(3, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16),
+        normal(4, *TOKENS, HIDDEN, dtype=BF16),
+        normal(5, *TOKENS, HIDDEN, dtype=BF16),
+    )
+    y, (dparams, do, dx) = value_and_vjp(segments.attention_out, dy, params, o, x)
+    flat = o.reshape(*TOKENS, -1)
+    w, bias = float32(params["out"]), params.get("out_bias", 0)
+    product = matmul(groups(flat, INNER), weight_rows(w))
+    assert_near(y, float32(x) + bias + product, NEAR)
+    np.testing.assert_array_equal(dx, dy)
+    expected_do, dout = product_grads(flat, w, float32(dy))
+    expected_do = expected_do.reshape(o.shape)
+    assert_near([do, dparams["out"]], [expected_do, dout], NEAR)
+    if biased:
+        assert_near(dparams["out_bias"], float32(dy).sum((0, 1)), NEAR)
+
+
+def test_gradients_far_below_the_largest_survive():
+    """The scale of gate and up is from a bound, 2**30 above E5M2's smallest numbers."""
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
+    x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
+    dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)
+    how = flow.Norm(kind="rms", eps=1e-5)
+
+    def dx(dy):
+        _, (_, dx) = value_and_vjp(
+            lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
+        )
+        return float32(dx) - float32(dy)
+
+    alone = dx(dy.at[1].set(0))[0]
+    assert_near(dx(dy)[0], alone, 0.05)
+    assert np.linalg.norm(alone) > 0
+
+
+def test_what_is_saved():
+    """The input and gate and up in groups, and the largest scale of a row of these.
+
+    Of weights references and scales.
+    """
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
+    x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
+    tokens = TOKENS[0] * TOKENS[1]
+    in_groups = tokens * (HIDDEN + 2 * INNER) * (1 + 2 / 16)
+    assert saved_bytes(residuals) == in_groups + 4 * tokens + 4 * 4
+    assert sorted(r.argument for r in residuals if r.argument is not None) == [0, 1, 2]
+
+
+def test_nan_is_not_hidden():
+    params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
+    x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    dy = jnp.ones_like(x).at[0, 3, 5].set(jnp.nan)
+    _, (dparams, _) = value_and_vjp(
+        lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
+    )
+    assert all(np.isnan(g).any() for g in jax.tree.leaves(dparams))
+    y = compiled(
+        lambda x: segments.gated_mlp(params, x, how, "silu"), x.at[1, 2, 3].set(jnp.nan)
+    )
+    assert np.isnan(y[1, 2]).all()
+    assert np.isfinite(y[0]).all()
+
+
+def test_kernels_run_where_arrays_are_on_one_device(monkeypatch):
+    params = weights(("gate_up", (2, 2048, 128)), ("down", (128, 2048)))
+    params["norm"] = jnp.ones(128, BF16)
+    x = jnp.ones((1, 128, 128), BF16)
+    how = flow.Norm(kind="rms", eps=1e-5)
+
+    def gradient(params, x):
+        fn = lambda p, x: segments.gated_mlp(p, x, how, "silu")  # noqa: E731
+        y, vjp = jax.vjp(fn, params, x)
+        return vjp(y)
+
+    def run(fn):
+        found = pallas_kernels.explain(fn, params, x).choices
+        return {c.operation: c.implementation for c in found}, found[0].reason
+
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    alone, _ = run(gradient)
+    assert alone["gated"] == alone["gated_grad"] == alone["norm"] == "mosaic"
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    several, reason = run(gradient)
+    assert set(several.values()) == {"reference"}
+    assert "outside of shard_map" in reason
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    assert run(mapped)[0] == alone
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_the_gradient_of_the_stream_has_its_scale(dtype):
+    x, dy = (normal(i, *TOKENS, HIDDEN, dtype=dtype) for i in (7, 8))
+    dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]
+    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = flow.Norm(kind="rms", eps=1e-5)
+    mlp = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
+    attention = weights(("qkv", (8 * HEAD_DIM, HIDDEN)))
+    out = jax.vjp(flow.leave, flow.Stream.of(x))[1](dy)[0]
+    streams = [out]
+    for fn, params, cotangent in (
+        (lambda p, s: flow.gated_mlp(p, s, how, "silu"), mlp, out),
+        (
+            lambda p, s: flow.attention_in(p, s, how, heads),
+            attention,
+            (*dheads, (), dy),
+        ),
+    ):
+        _, (_, stream) = value_and_vjp(fn, cotangent, params, flow.Stream.of(x))
+        streams.append(stream)
+    for stream in streams:
+        largest = np.abs(np.asarray(stream.x, np.float64)).max()
+        exponent = np.ceil(np.log2(largest / oracle.E5M2.edge))
+        assert float(stream.scale) == 2.0**exponent

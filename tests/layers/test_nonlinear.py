@@ -1,0 +1,170 @@
+"""Norms, gates and rotary embeddings against float64 NumPy, and what they save."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.gradients import (
+    GROUP,
+    assert_close,
+    compiled,
+    fake,
+    fp8_bytes,
+    saved,
+    saved_bytes,
+    value_and_vjp,
+)
+from helpers.models import normal
+
+import coat_jax as coat
+from coat_jax.layers import functional as nonlinear
+
+EPS = 1e-5
+
+
+def wide(*arrays):
+    return [np.asarray(a).astype(np.float64) for a in arrays]
+
+
+def rms_norm(x, weight):
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
+
+
+def layer_norm(x, weight, bias):
+    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(
+        x.var(axis=-1, keepdims=True) + EPS
+    ) * weight + bias
+
+
+def swiglu(gate, up):
+    return gate / (1 + np.exp(-gate)) * up
+
+
+def geglu(gate, up):
+    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    return gate * (1 + np.tanh(inner)) / 2 * up
+
+
+def rotary(x, theta=10_000.0):
+    """As rotations of the complex numbers that the two halves are."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-np.arange(half) / half)
+    angle = np.arange(x.shape[1])[:, None, None] * frequency
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
+    return np.concatenate([turned.real, turned.imag], axis=-1)
+
+
+def inputs(dtype=jnp.float32):
+    """Each function, its reference, and arguments of both; activations come first."""
+    x, up = normal(1, 5, 16, 64, dtype=dtype), normal(2, 5, 16, 64, dtype=dtype)
+    weight, bias = 1 + normal(3, 64, scale=0.3), normal(4, 64)
+    heads = normal(5, 2, 24, 3, 32, dtype=dtype)
+    return {
+        "rms_norm": (nonlinear.rms_norm, rms_norm, (x, weight)),
+        "layer_norm": (nonlinear.layer_norm, layer_norm, (x, weight, bias)),
+        "swiglu": (nonlinear.swiglu, swiglu, (x, up)),
+        "geglu": (nonlinear.geglu, geglu, (x, up)),
+        "rotary": (nonlinear.rotary, rotary, (heads,)),
+    }
+
+
+NAMES = list(inputs())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values(name):
+    fn, reference, args = inputs()[name]
+    assert_close(fn(*args), reference(*wide(*args)), 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16(name):
+    """Norms and rotary embeddings round once, gates after every operation."""
+    fn, reference, args = inputs(jnp.bfloat16)[name]
+    y, expected = fn(*args), reference(*wide(*args))
+    assert y.dtype == jnp.bfloat16
+    error = np.abs(wide(y)[0] - expected)
+    if name in ("swiglu", "geglu"):
+        assert np.mean(error) < 2**-8 * np.mean(np.abs(expected))
+    else:
+        assert np.all(error <= 2**-8 * np.abs(expected) + 1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_the_slopes_of_the_reference(name):
+    """Along random directions, by central differences in float64."""
+    fn, reference, args = inputs()[name]
+    dy = normal(7, *args[0].shape)
+    _, gradients = value_and_vjp(fn, dy, *args)
+    gradients, at, (weights,) = wide(*gradients), wide(*args), wide(dy)
+    for i, gradient in enumerate(gradients):
+        direction = np.random.default_rng(i).standard_normal(gradient.shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
+            ends.append(np.sum(reference(*moved) * weights))
+        slope = (ends[0] - ends[1]) / 2e-5
+        size = np.linalg.norm(gradient) * np.linalg.norm(direction)
+        assert abs(np.sum(gradient * direction) - slope) < 1e-5 * size
+
+
+def test_optional_parameters_default_to_none():
+    x = normal(1, 4, 64)
+    ones, zeros = np.ones(64), np.zeros(64)
+    assert_close(nonlinear.rms_norm(x), rms_norm(*wide(x), ones), 1e-6)
+    assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), ones, zeros), 1e-6)
+    gradient = jax.grad(
+        lambda x: nonlinear.rms_norm(x, residual_format=coat.E4M3)[0, 0]
+    )
+    assert gradient(x).shape == x.shape
+
+
+def test_rotary_pairs_halves_and_takes_a_base():
+    (x,) = inputs()["rotary"][2]
+    y = nonlinear.rotary(x, theta=500.0)
+    assert_close(y, rotary(*wide(x), theta=500.0), 1e-6)
+    np.testing.assert_array_equal(y[:, 0], x[:, 0])
+
+
+def test_rotary_saves_nothing_under_checkpoint():
+    (x,) = inputs()["rotary"][2]
+    assert saved_bytes(saved(jax.checkpoint(nonlinear.rotary), x)) == 0
+    assert not saved(jax.checkpoint(nonlinear.rotary), x)
+
+
+SAVING = ["rms_norm", "layer_norm", "swiglu", "geglu"]
+
+
+def split(name, args):
+    """Activations and parameters among the arguments."""
+    count = 1 if name.endswith("norm") else 2
+    return args[:count], args[count:]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", SAVING)
+def test_residual_format(name, dtype):
+    """Values are unchanged; gradients are autodiff's at the fake-quantized inputs."""
+    fn, _, args = inputs(dtype)[name]
+    activations, parameters = split(name, args)
+
+    def light(*args):
+        return fn(*args, residual_format=coat.E4M3)
+
+    dy = normal(7, *args[0].shape, dtype=dtype)
+    y, gradients = value_and_vjp(light, dy, *args)
+    np.testing.assert_array_equal(y, compiled(fn, *args))
+    quantized = [jnp.asarray(fake(a, GROUP)) for a in activations]
+    _, expected = value_and_vjp(fn, dy, *quantized, *parameters)
+    assert_close(gradients, expected, 1e-5 if dtype == jnp.float32 else 2**-7)
+
+    kept = saved(light, *args)
+    assert saved_bytes(kept) == sum(fp8_bytes(a.shape) for a in activations)
+    references = {r.argument for r in kept if r.argument is not None}
+    assert references <= set(range(len(activations), len(args)))
+
+
+def test_residual_format_may_be_another():
+    fn, _, (x, weight) = inputs()["rms_norm"]
+    kept = saved(lambda x, w: fn(x, w, residual_format=coat.E5M2), x, weight)
+    assert next(r.dtype for r in kept if r.argument is None) == jnp.float8_e5m2

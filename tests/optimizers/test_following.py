@@ -1,0 +1,110 @@
+"""8-bit moments follow float32 ones, whatever b2 is."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.kernels import OPTIMIZED
+
+import coat_jax as coat
+
+SHAPE, COLUMN = (64, 128), 5
+LOUD = {
+    "stationary": lambda i, n: 1.0,
+    "falling 100 times": lambda i, n: 10.0 ** (-2 * i / n),
+    "all spike": lambda i, n: jnp.where(i < 20, 1.0, 1e-2),
+    "one of a group spikes": lambda i, n: jnp.where(
+        (jnp.arange(SHAPE[1]) == COLUMN) & (i < 20), 100.0, 1.0
+    ),
+    "a fourth is frozen and released": lambda i, n: jnp.where(
+        (jnp.arange(SHAPE[1]) % 4 == 0) & (n // 8 < i) & (i < n // 4), 0.0, 1.0
+    ),
+}
+
+
+def ratios(story, b2, steps, **options):
+    """Updates of FP8 Adam over exact ones in the last fifth: mean, rms and largest."""
+    tx, exact = coat.scale_by_fp8_adam(b2=b2, **options), optax.scale_by_adam(b2=b2)
+    size = jnp.exp(jax.random.normal(jax.random.key(9), SHAPE))
+    counted = jnp.arange(SHAPE[1]) != COLUMN
+
+    def step(states, i):
+        key = jax.random.fold_in(jax.random.key(1), i)
+        g = size * LOUD[story](i, steps) * jax.random.normal(key, SHAPE)
+        _, mine = tx.update(g, states[0])
+        _, theirs = exact.update(g, states[1])
+        ratio = jnp.sqrt(theirs.nu / coat.to_optax_state(mine).nu)
+        ratio = jnp.where(counted, ratio, 1.0)
+        found = jnp.mean(ratio), jnp.mean((ratio - 1) ** 2), jnp.max(ratio)
+        return (mine, theirs), jnp.stack(found)
+
+    zeros = jnp.zeros(SHAPE)
+    run = jax.jit(
+        lambda states: jax.lax.scan(step, states, jnp.arange(steps))[1],
+        compiler_options=OPTIMIZED,
+    )
+    found = np.asarray(run((tx.init(zeros), exact.init(zeros))))[-steps // 5 :]
+    return found[:, 0].mean(), np.sqrt(found[:, 1].mean()), found[:, 2].max()
+
+
+@pytest.mark.parametrize("story", LOUD)
+@pytest.mark.parametrize(("b2", "rms"), [(0.95, 0.04), (0.999, 0.14)])
+def test_updates_are_exact_ones_on_average(story, b2, rms):
+    mean, error, largest = ratios(story, b2, steps=2000)
+    assert mean == pytest.approx(1, abs=0.05)
+    assert error < rms
+    assert largest < 2.5
+
+
+def test_nothing_adds_up_over_many_steps():
+    mean, error, largest = ratios("stationary", 0.9999, steps=20_000)
+    assert mean == pytest.approx(1, abs=0.05)
+    assert error < 0.14
+    assert largest < 3
+
+
+@pytest.mark.parametrize("b1", [0.9, 0.99, 0.999])
+@pytest.mark.parametrize("make", [coat.scale_by_fp8_adam, optax.trace])
+def test_first_moments_follow_as_well(b1, make):
+    """Small steady gradients beside large ones that change their sign."""
+    steps, shape = 3000, (64, 128)
+    steady = jnp.arange(shape[1]) % 2 == 0
+    if make is optax.trace:
+        tx, exact = coat.with_quantized_state(optax.trace(b1)), optax.trace(b1)
+        field = "trace"
+    else:
+        tx, exact = make(b1), optax.scale_by_adam(b1)
+        field = "mu"
+
+    def step(states, i):
+        noise = jax.random.normal(jax.random.fold_in(jax.random.key(1), i), shape)
+        g = jnp.where(steady, 0.02, noise)
+        states = tx.update(g, states[0])[1], exact.update(g, states[1])[1]
+        return states, None
+
+    zeros = jnp.zeros(shape)
+    run = jax.jit(
+        lambda states: jax.lax.scan(step, states, jnp.arange(steps))[0],
+        compiler_options=OPTIMIZED,
+    )
+    mine, theirs = run((tx.init(zeros), exact.init(zeros)))
+    found = np.asarray(getattr(coat.to_optax_state(mine), field), np.float64)
+    expected = np.asarray(getattr(theirs, field), np.float64)
+    loud = found[:, 1::2].ravel(), expected[:, 1::2].ravel()
+    assert loud[0] @ loud[1] / (loud[1] @ loud[1]) == pytest.approx(1, abs=0.05)
+    quiet = found[:, ::2].mean() / expected[:, ::2].mean()
+    assert quiet == pytest.approx(1, abs=0.1)
+
+
+def test_log8_is_as_near():
+    mean, error, _ = ratios("stationary", 0.999, steps=2000, nu_format=coat.LOG8)
+    assert mean == pytest.approx(1, abs=0.02)
+    assert error < 0.09
+
+
+def test_to_nearest_moments_stall():
+    """The reason for the default."""
+    options = {"rounding": "nearest", "nu_format": coat.E4M3}
+    mean, _, _ = ratios("one of a group spikes", 0.999, steps=2000, **options)
+    assert mean > 1.05

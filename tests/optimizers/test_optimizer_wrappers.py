@@ -1,0 +1,297 @@
+"""FP8 Adam inside optax's combinators and wrappers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.optimizers import (
+    SHAPE,
+    assert_same_bits,
+    assert_trees_equal,
+    every_optimizer,
+    gradients,
+    is_quantized,
+    run,
+    run_on,
+)
+
+import coat_jax as coat
+
+
+@every_optimizer
+def test_chain_with_clipping_scales_the_gradients_first(make):
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    clip = optax.clip_by_global_norm(0.1)
+    clipped = [clip.update(g, optax.EmptyState())[0] for g in grads]
+    after, updates, state = run(optax.chain(clip, make(1e-2)), params, grads)
+    expected = run(make(1e-2), params, clipped)
+    assert_same_bits((after, updates, state[1]), expected)
+
+
+@every_optimizer
+def test_masked_leaves_the_rest_alone(make):
+    params = {"w": jnp.ones(SHAPE), "frozen": jnp.ones(SHAPE)}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(3)), params)
+    _, expected, _ = run(make(1e-2), params["w"], [grads["w"]])
+    for mask in (
+        {"w": True, "frozen": False},
+        lambda p: {name: name == "w" for name in p},
+    ):
+        _, updates, state = run(optax.masked(make(1e-2), mask), params, [grads])
+        assert_trees_equal(updates, {"w": expected, "frozen": grads["frozen"]})
+        assert isinstance(state.inner_state[0].mu["frozen"], optax.MaskedNode)
+
+
+@pytest.mark.parametrize("quantize_mask", [None, {"w": True, "v": False, "b": True}])
+@pytest.mark.parametrize("partition", [optax.partition, optax.multi_transform])
+def test_partition_gives_each_its_own(partition, quantize_mask):
+    params = {"w": jnp.ones(SHAPE), "v": jnp.ones(SHAPE), "b": jnp.ones((8,))}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(3, p.shape)), params)
+    parts = {
+        "fp8": coat.fp8_adamw(1e-2, quantize_mask=quantize_mask),
+        "plain": optax.sgd(1.0),
+    }
+    tx = partition(parts, {"w": "fp8", "v": "plain", "b": "fp8"})
+    _, updates, state = run(tx, params, [grads])
+    for name in ("w", "b"):
+        _, expected, _ = run(coat.fp8_adamw(1e-2), params[name], [grads[name]])
+        np.testing.assert_allclose(updates[name], expected, rtol=1e-6)
+    assert_trees_equal(updates["v"], -grads["v"])
+    inner = state.inner_states["fp8"].inner_state[0]
+    assert is_quantized(inner.mu["w"])
+    assert isinstance(inner.mu["v"], optax.MaskedNode)
+
+
+def test_injected_hyperparameters_are_read_back_and_used():
+    schedule = optax.linear_schedule(1e-2, 0.0, 4)
+    injected = optax.inject_hyperparams(coat.fp8_adamw)(schedule, weight_decay=0.1)
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    after, _, state = run(injected, params, grads, jit=True)
+    assert state.hyperparams["learning_rate"] == pytest.approx(5e-3)
+    assert state.hyperparams["b1"] == pytest.approx(0.9)
+    # One step, since b1 as an array rounds 1 - b1 otherwise than as a constant does.
+    plain = coat.fp8_adamw(schedule, weight_decay=0.1)
+    first, _, _ = run(injected, params, grads[:1], jit=True)
+    expected, _, _ = run(plain, params, grads[:1], jit=True)
+    np.testing.assert_allclose(first, expected, rtol=1e-5)
+    assert not np.allclose(first, after, rtol=1e-3)
+
+    state.hyperparams["b1"] = jnp.float32(0.5)
+    _, changed = injected.update(grads[0], state, params)
+    assert changed.hyperparams["b1"] == 0.5
+
+
+@every_optimizer
+def test_functions_and_masks_pass_inject_hyperparams(make):
+    """As of any optimizer: a function that is no schedule has to be named."""
+
+    def biases_stay(params):
+        return jax.tree.map(lambda p: p.ndim > 1, params)
+
+    factory = coat.fp8_adamw if make is coat.fp8_adamw else coat.scale_by_fp8_adam
+    options = {"quantize_mask": biases_stay, "b2": 0.95, "mu_format": coat.E5M2}
+    static = ["quantize_mask"]
+    if factory is coat.fp8_adamw:
+        options |= {"mask": biases_stay, "learning_rate": 1e-2, "weight_decay": 0.1}
+        static += ["mask"]
+    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8192,))}
+    grads = jax.tree.map(lambda p: jnp.asarray(gradients(0, p.shape)), params)
+    injected = optax.inject_hyperparams(factory, static_args=static)(**options)
+    _, updates, state = run(injected, params, [grads], jit=True)
+    _, expected, inner = run(factory(**options), params, [grads], jit=True)
+    np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner)
+    assert state.hyperparams["b2"] == pytest.approx(0.95)
+    assert "mask" not in state.hyperparams
+
+
+@every_optimizer
+def test_multi_steps_averages_gradients(make):
+    params, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(4)]
+    tx = optax.MultiSteps(make(1e-2), every_k_schedule=2)
+    after, _, state = run(tx, params, grads, jit=True)
+    means = [(grads[0] + grads[1]) / 2, (grads[2] + grads[3]) / 2]
+    expected, _, inner = run(make(1e-2), params, means, jit=True)
+    assert state.gradient_step == 2
+    np.testing.assert_allclose(after, expected, rtol=1e-5)
+    assert jax.tree.structure(state.inner_opt_state) == jax.tree.structure(inner)
+    # Between updates nothing is read or written: codes and scales stay.
+    update, waiting = tx.update(grads[0], state, after)
+    assert not np.any(update)
+    assert_same_bits(waiting.inner_opt_state, state.inner_opt_state)
+
+
+@every_optimizer
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison):
+    good = [jnp.asarray(gradients(i)) for i in range(4)]
+    bad = good[1].at[3, 7].set(poison)
+    tx = optax.apply_if_finite(make(1e-2), max_consecutive_errors=3)
+    params = jnp.ones(SHAPE)
+    after, _, state = run(tx, params, [*good[:2], bad, *good[2:]], jit=True)
+    expected, _, clean = run(tx, params, good, jit=True)
+    assert state.total_notfinite == 1
+    assert_same_bits((after, state.inner_state), (expected, clean.inner_state))
+
+
+@pytest.mark.parametrize("normalize_mu", [True, False])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
+    """optax.adamw loses the element; from the next step on, FP8 loses its group."""
+    good = [jnp.asarray(gradients(i)) for i in range(3)]
+    bad = good[1].at[3, 7].set(poison)
+    params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
+    grads = [{"w": g, "b": g[0, :8]} for g in (good[0], bad, good[2])]
+    tx = coat.fp8_adamw(1e-2, normalize_mu=normalize_mu)
+    clean, _, clean_state = run(
+        tx, params, [{"w": g, "b": g[0, :8]} for g in good], jit=True
+    )
+    at_once, _, state = run(tx, params, grads[:2], jit=True)
+    theirs, _, their_state = run(optax.adamw(1e-2), params, grads[:2], jit=True)
+    element = np.zeros(SHAPE, bool)
+    element[3, 7] = True
+    np.testing.assert_array_equal(np.isnan(theirs["w"]), element)
+    np.testing.assert_array_equal(np.isnan(at_once["w"]), element)
+
+    later, _, state = run_on(tx, at_once, state, grads[2:], jit=True)
+    theirs, _, _ = run_on(optax.adamw(1e-2), theirs, their_state, grads[2:], jit=True)
+    group = np.zeros(SHAPE, bool)
+    group[3, :128] = True
+    np.testing.assert_array_equal(np.isnan(theirs["w"]), element)
+    np.testing.assert_array_equal(np.isnan(later["w"]), group)
+    # An infinite second moment is stored as a large one: the first carries the loss.
+    for moment in ("nu", "mu") if np.isnan(poison) else ("mu",):
+        found = getattr(state[0], moment)["w"].dequantize()
+        expected = getattr(clean_state[0], moment)["w"].dequantize()
+        np.testing.assert_array_equal(np.isnan(found), group)
+    np.testing.assert_array_equal(found[~group], expected[~group])
+    for name, lost in (("w", group), ("b", np.zeros(8, bool))):
+        np.testing.assert_array_equal(later[name][~lost], clean[name][~lost])
+
+
+@every_optimizer
+@pytest.mark.parametrize("size", [1e19, 1e21, 3e38])
+def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
+    """As in optax: its own update is optax's, and its neighbours go on."""
+    good = [jnp.asarray(gradients(i)) for i in range(4)]
+    grads = [good[0], good[1].at[3, 7].set(size), *good[2:]]
+    params, tx, theirs = jnp.zeros(SHAPE), make(1e-2), optax.adam(1e-2)
+    state, exact = tx.init(params), theirs.init(params)
+    for g in grads:
+        updates, state = jax.jit(tx.update)(g, state, params)
+        expected, exact = theirs.update(g, exact, params)
+        assert np.isfinite(updates).all()
+    neighbours = np.asarray(updates)[3, 8:128] / np.asarray(expected)[3, 8:128]
+    # Of a group of 200 octaves; no code is further from the next than one.
+    assert abs(np.median(neighbours) - 1) < 0.5
+    np.testing.assert_allclose(updates[3, 7], expected[3, 7], rtol=0.1, atol=1e-6)
+    assert size < 1e20 or expected[3, 7] == 0
+
+
+@every_optimizer
+@pytest.mark.parametrize("reset_state", [False, True])
+def test_lookahead(make, reset_state):
+    fast = make(1e-2)
+    tx = optax.lookahead(fast, 2, 0.5, reset_state=reset_state)
+    start, grads = jnp.ones(SHAPE), [jnp.asarray(gradients(i)) for i in range(3)]
+    params = optax.LookaheadParams.init_synced(start)
+    state = tx.init(params)
+    for g in grads[:2]:
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+    ahead, _, inner = run(fast, start, grads[:2])
+    np.testing.assert_allclose(params.slow, (start + ahead) / 2, rtol=1e-6)
+    np.testing.assert_allclose(params.fast, params.slow, rtol=1e-6)
+    expected = fast.init(start) if reset_state else inner
+    assert_same_bits(state.fast_state, expected)
+
+
+def test_schedule_free_evaluates_better_than_it_starts():
+    target = jnp.asarray(gradients(9))
+
+    def loss(w):
+        return jnp.mean(jnp.abs(w - target))
+
+    base = coat.fp8_adamw(1e-2, b1=0.0, weight_decay=0.0)
+    tx = optax.contrib.schedule_free(base, learning_rate=1e-2, b1=0.9)
+    params = jnp.zeros(SHAPE)
+    state = tx.init(params)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(200):
+        params, state = step(params, state)
+    reached = optax.contrib.schedule_free_eval_params(state, params)
+    assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
+
+
+@pytest.mark.parametrize("normalize_mu", [True, False])
+@pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
+def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        coat.fp8_adamw(1e-2, normalize_mu=normalize_mu),
+    )
+    model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    variables = jax.tree.map(jnp.cos, nnx.state(model, nnx.Param))
+    params, grads = nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(variables)
+    state = tx.init(params)
+    step = transform(lambda model, optimizer: optimizer.update(model, variables))
+    update = jax.jit(tx.update) if transform is nnx.jit else tx.update
+    for _ in range(3):
+        step(model, optimizer)
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = nnx.as_pure(optimizer.opt_state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert isinstance(found[1][0].mu["kernel"], coat.QuantizedArray)
+    pairs = (found, state), (nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    for actual, expected in pairs:
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    names = {row["parameter"] for row in coat.moment_report(optimizer.opt_state).rows()}
+    assert names == {"kernel"}
+
+
+def test_states_of_variables_have_the_arrays_of_states_of_values():
+    params = nnx.state(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), nnx.Param)
+    values = nnx.as_pure(params)
+    tx = coat.fp8_adamw(1e-2, weight_decay=0.1)
+    state, expected = tx.init(params), tx.init(values)
+    key = jax.random.key(0)
+    for _ in range(2):
+        params, state = coat.fused_update(tx, params, state, params, key=key)
+        values, expected = coat.fused_update(tx, values, expected, values, key=key)
+    for actual, wanted in ((params, values), (state, expected)):
+        jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(actual), wanted)
+    wide = coat.to_optax_state(state)
+    assert isinstance(wide[0].nu["kernel"], nnx.Param)
+    wanted = coat.to_optax_state(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(wide), wanted)
+    again = coat.from_optax_state(wide, state)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+def test_what_does_not_fit_is_named():
+    params = {"w": jnp.ones((64, 128))}
+    tx = coat.fp8_adamw(1e-2)
+    state, row = tx.init(params), {"w": jnp.ones(128)}
+    needed = r"gradient\['w'\] must have the shape \(64, 128\) of its mu, got"
+    for update in (tx.update, functools.partial(coat.fused_update, tx)):
+        with pytest.raises(ValueError, match=needed):
+            update(row, state, params)
+    with pytest.raises(
+        ValueError, match=r"must be a coat.QuantizedState, got ScaleByAdamS"
+    ):
+        tx.update(params, optax.adamw(1e-2).init(params), params)
+    with pytest.raises(ValueError, match="in FP8 already, and its counterpart is not"):
+        coat.from_optax_state(state, optax.adamw(1e-2).init(params))
+    with pytest.raises(ValueError, match="nu_format must be a coat format, got 'E4M3'"):
+        coat.fp8_adamw(1e-2, nu_format="E4M3")

@@ -1,0 +1,269 @@
+"""FP8 states on disk: every bit comes back, and what does not fit is refused."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import serialization
+from flax.training.train_state import TrainState
+from helpers.optimizers import (
+    SHAPE,
+    assert_same_bits,
+    either_scheme,
+    gradients,
+    run,
+    run_on,
+)
+from jax.sharding import SingleDeviceSharding
+
+import coat_jax as coat
+
+PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,)), "none": None}
+GRADS = [
+    {"w": jnp.asarray(gradients(i)), "b": jnp.full(8, 0.1 * i), "none": None}
+    for i in range(1, 5)
+]
+
+
+def through_pickle(state, like):
+    del like
+    return pickle.loads(pickle.dumps(state))
+
+
+def through_msgpack(state, like):
+    return serialization.from_bytes(like, serialization.to_bytes(state))
+
+
+def through_a_state_dict(state, like):
+    return serialization.from_state_dict(like, serialization.to_state_dict(state))
+
+
+def through_orbax(state, like, folder=None):
+    here = SingleDeviceSharding(jax.devices()[0])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), like
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(folder / "state", like)
+
+
+WAYS = [through_pickle, through_msgpack, through_a_state_dict, through_orbax]
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+
+
+def wrapped(**options) -> optax.GradientTransformation:
+    """A state with masks, schedules, counters and accumulators around FP8."""
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        coat.fp8_adamw(optax.constant_schedule(1e-2), **options),
+    )
+    return optax.apply_if_finite(optax.masked(tx, {"w": True, "b": True}), 3)
+
+
+def with_formats() -> coat.ScaleByFP8AdamState:
+    tx = coat.scale_by_fp8_adam(mu_format=coat.E5M2, nu_format=coat.DE8)
+    return run(tx, PARAMS["w"], [g["w"] for g in GRADS], jit=True)[2]
+
+
+@either_scheme
+@every_way
+def test_every_bit_comes_back(way, normalize_mu, tmp_path):
+    tx = wrapped(normalize_mu=normalize_mu)
+    params = {name: PARAMS[name] for name in ("w", "b")}
+    grads = [{name: g[name] for name in params} for g in GRADS]
+    middle, _, state = run(tx, params, grads[:2], jit=True)
+    options = {"folder": tmp_path} if way is through_orbax else {}
+    like = jax.eval_shape(tx.init, params)
+    restored = way(state, like, **options)
+    assert_same_bits(restored, state)
+    mu = restored.inner_state.inner_state[1][0].mu["w"]
+    assert (mu.codes.dtype, mu.scale.dtype) == (jnp.float8_e4m3fn, jnp.float32)
+    expected = run_on(tx, middle, state, grads[2:], jit=True)
+    assert_same_bits(run_on(tx, middle, restored, grads[2:], jit=True), expected)
+
+
+@every_way
+def test_other_formats_come_back(way, tmp_path):
+    state = with_formats()
+    options = {"folder": tmp_path} if way is through_orbax else {}
+    like = jax.eval_shape(lambda: state)
+    assert_same_bits(way(state, like, **options), state)
+
+
+@pytest.mark.parametrize("expand", [False, True, 2.5])
+def test_quantized_arrays_by_themselves(rng, expand):
+    x = jnp.asarray(rng.standard_normal((8, 200)), jnp.bfloat16)
+    q = coat.quantize(x, expand=expand, granularity=coat.PerBlock(2, 64))
+    for way in (through_pickle, through_msgpack, through_a_state_dict):
+        restored = way({"x": [q]}, {"x": [q]})["x"][0]
+        assert_same_bits(restored, q)
+        assert_same_bits(restored.dequantize(), q.dequantize())
+
+
+def test_a_flax_train_state_comes_back():
+    def create():
+        params = {name: PARAMS[name] for name in ("w", "b")}
+        return TrainState.create(apply_fn=None, params=params, tx=coat.fp8_adamw(1e-2))
+
+    state = create()
+    grads = {name: GRADS[0][name] for name in state.params}
+    state = state.apply_gradients(grads=grads)
+    restored = serialization.from_bytes(create(), serialization.to_bytes(state))
+    assert_same_bits(restored.opt_state, state.opt_state)
+    assert_same_bits(
+        restored.apply_gradients(grads=grads).params,
+        state.apply_gradients(grads=grads).params,
+    )
+
+
+def saved(**options) -> coat.ScaleByFP8AdamState:
+    return coat.scale_by_fp8_adam(**options).init({"w": PARAMS["w"]})
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (
+            lambda: saved(normalize_mu=False),
+            r"/mu/w the target has exponent uint8\[64, 2\], found None",
+        ),
+        (
+            lambda: saved(mu_format=coat.E5M2),
+            "mu/w the target has format E5M2, found E4M3",
+        ),
+        (
+            lambda: saved(granularity=coat.PerGroup(32)),
+            r"mu/w the target has scale float32\[64, 5\], found float32\[64, 2\]",
+        ),
+        (
+            lambda: saved(mu_format=coat.E4M3, nu_format=coat.E4M3),
+            "nu/w the target has format E4M3, found UE4M4",
+        ),
+        (lambda: coat.scale_by_fp8_adam().init({"v": PARAMS["w"]}), "keys"),
+        (lambda: optax.scale_by_adam().init({"w": PARAMS["w"]}), "field names"),
+    ],
+)
+def test_msgpack_refuses_another_target_by_name(target, message):
+    data = serialization.to_bytes(saved())
+    with pytest.raises(ValueError, match=message):
+        serialization.from_bytes(target(), data)
+
+
+def test_another_power_or_scaling_is_refused():
+    """They show in no shape: only their record tells them from the target's."""
+    q = coat.quantize(jnp.ones(200), expand=3.0)
+    other = coat.quantize(jnp.ones(200), expand=2.0)
+    with pytest.raises(ValueError, match=r"the target has power 2.0, found 3.0"):
+        through_msgpack({"x": q}, {"x": other})
+    small = {"b": PARAMS["b"]}
+    state = coat.scale_by_fp8_adam().init(small)
+    target = coat.scale_by_fp8_adam(normalize_mu=False).init(small)
+    with pytest.raises(
+        ValueError, match=r"layout .* own k.*, found .* over the root of nu"
+    ):
+        through_msgpack(state, target)
+
+
+def test_float32_moments_are_no_quantized_ones():
+    plain = saved(quantize_mask=False)
+    with pytest.raises(ValueError, match=r"mu/w the target has .*'codes'.*found"):
+        through_msgpack(plain, saved())
+
+
+def test_orbax_refuses_another_structure(tmp_path):
+    like = jax.eval_shape(lambda: saved(quantize_mask=False))
+    with pytest.raises(ValueError, match=r"structures do not match:\ninner_state.mu.w"):
+        through_orbax(saved(), like, tmp_path)
+
+
+def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_path):
+    """It restores None where the checkpoint has None, whatever is asked for."""
+    tx = coat.scale_by_fp8_adam(normalize_mu=False)
+    like = jax.eval_shape(lambda: saved(normalize_mu=False))
+    state = through_orbax(saved(), like, tmp_path)
+    message = r"shape \(\d+, 160\) has no exponents: was .* with other options"
+    with pytest.raises(ValueError, match=message):
+        tx.update({"w": GRADS[0]["w"]}, state)
+    with pytest.raises(ValueError, match=message):
+        coat.to_optax_state(state)
+
+
+def on_another_mesh(folder: Path) -> None:
+    """Saves from 4 x 2 devices, goes on on 4 x 2, 2 x 4, 8 x 1 and one device."""
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    shape = (64, 1024)
+    tx = optax.chain(optax.clip_by_global_norm(1e3), coat.fp8_adamw(1e-2))
+    abstract = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
+    grads = [{"w": gradients(i, shape)} for i in range(4)]
+
+    def place(rows: int, columns: int) -> dict:
+        devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
+        spec = NamedSharding(Mesh(devices, ("data", "model")), P("data", "model"))
+        params = {"w": spec}
+        opt_state = coat.opt_state_sharding(tx, abstract, params)
+        return {"params": params, "opt_state": opt_state}
+
+    def go_on(state: dict, grads: list) -> dict:
+        for g in grads:
+            updates, opt_state = jax.jit(tx.update)(
+                g, state["opt_state"], state["params"]
+            )
+            params = optax.apply_updates(state["params"], updates)
+            state = {"params": params, "opt_state": opt_state}
+        return state
+
+    def start() -> dict:
+        params = {"w": jnp.ones(shape, jnp.bfloat16)}
+        return {"params": params, "opt_state": tx.init(params)}
+
+    state = go_on(jax.device_put(start(), place(4, 2)), grads[:2])
+    assert len(state["opt_state"][1][0].nu["w"].scale.sharding.device_set) == 8
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "state", state)
+        checkpointer.wait_until_finished()
+        expected = jax.device_get(go_on(state, grads[2:]))
+        for mesh in ((4, 2), (2, 4), (8, 1), (1, 1)):
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                jax.eval_shape(start),
+                place(*mesh),
+            )
+            restored = checkpointer.restore(folder / "state", like)
+            codes = restored["opt_state"][1][0].mu["w"].codes
+            assert codes.sharding.mesh.devices.shape == mesh
+            assert_same_bits(jax.device_get(restored), jax.device_get(state))
+            assert_same_bits(jax.device_get(go_on(restored, grads[2:])), expected)
+
+
+def test_a_run_goes_on_bit_for_bit_on_another_mesh(tmp_path):
+    """In a process of its own: the number of virtual devices is fixed at the start."""
+    program = (
+        "import pathlib, sys, test_serialization\n"
+        "test_serialization.on_another_mesh(pathlib.Path(sys.argv[1]))"
+    )
+    folder, tests, project = Path(__file__).parents[:3]
+    environment = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.pathsep.join(map(str, (folder, tests, project))),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr

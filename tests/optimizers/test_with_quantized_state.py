@@ -1,0 +1,228 @@
+"""Any optax transformation keeps its averages in 8 bits, and nothing else."""
+
+import warnings
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers.kernels import OPTIMIZED
+
+import coat_jax as coat
+from coat_jax.quantization.array import QuantizedArray
+
+SHAPE = (64, 256)
+PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}
+SIZE = SHAPE[0] * SHAPE[1]
+
+# Each with how many of its fields are averages.
+OPTIMIZERS = {
+    "adam": (lambda: optax.adam(1e-2), 2),
+    "adabelief": (lambda: optax.adabelief(1e-2), 2),
+    "adadelta": (lambda: optax.adadelta(1e-2), 2),
+    "adan": (lambda: optax.adan(1e-2), 3),
+    "ademamix": (lambda: optax.contrib.ademamix(1e-2), 3),
+    "amsgrad": (lambda: optax.amsgrad(1e-2), 2),
+    "ema": (lambda: optax.ema(0.9), 1),
+    "lamb": (lambda: optax.lamb(1e-2), 2),
+    "lion": (lambda: optax.lion(1e-3), 1),
+    "momentum": (lambda: optax.sgd(1e-2, momentum=0.9, nesterov=True), 1),
+    "muon": (lambda: optax.contrib.muon(1e-2), 1),
+    "nadam": (lambda: optax.nadam(1e-2), 2),
+    "rmsprop": (lambda: optax.rmsprop(1e-2), 1),
+    "rmsprop, centered": (lambda: optax.rmsprop(1e-2, centered=True), 2),
+    "schedule-free": (lambda: optax.contrib.schedule_free_adamw(1e-2), 1),
+}
+every_optimizer = pytest.mark.parametrize(
+    ("make", "averages"), OPTIMIZERS.values(), ids=OPTIMIZERS
+)
+
+
+def gradients(seed: int) -> dict:
+    rng = np.random.default_rng(seed)
+    size = np.exp(rng.normal(size=SHAPE))
+    draw = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    return {"w": draw(SHAPE) * size, "b": draw((8,))}
+
+
+def quantized_leaves(state) -> list[QuantizedArray]:
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, QuantizedArray))
+    return [leaf for leaf in leaves if isinstance(leaf, QuantizedArray)]
+
+
+def stepped(tx, steps: int, params=PARAMS):
+    update = jax.jit(tx.update, compiler_options=OPTIMIZED)
+    state = tx.init(params)
+    for i in range(steps):
+        updates, state = update(gradients(i), state, params)
+    return updates, state
+
+
+@every_optimizer
+def test_the_first_step_is_the_plain_ones(make, averages):
+    """Zeros are stored exactly, and a step computes in float32."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # All fields are known.
+        tx = coat.with_quantized_state(make())
+        actual, state = stepped(tx, 1)
+    expected, exact = stepped(make(), 1)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-8),
+        actual,
+        expected,
+    )
+    moments = quantized_leaves(state)
+    assert [q.shape for q in moments] == [SHAPE] * averages
+    for q in moments:
+        size = sum(x.nbytes for x in jax.tree.leaves(q))
+        assert size <= 1.04 * SIZE
+    # What is no average, and what belongs to the small parameter, is as it was.
+    wide = coat.to_optax_state(state)
+    assert jax.tree.structure(wide) == jax.tree.structure(exact)
+    for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(exact), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        if a.shape != SHAPE:
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
+
+
+@every_optimizer
+def test_later_steps_stay_beside_the_plain_ones(make, averages):
+    del averages
+    actual, _ = stepped(coat.with_quantized_state(make()), 20)
+    expected, _ = stepped(make(), 20)
+    a, b = (np.asarray(x["w"], np.float64).ravel() for x in (actual, expected))
+    assert a @ b / (b @ b) == pytest.approx(1, abs=0.03)
+    # Lion's updates are signs: some of what is near zero has another.
+    assert np.corrcoef(a, b)[0, 1] > 0.9
+
+
+AROUND = {
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "multi_steps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "partition": lambda tx: optax.partition(
+        {"x": tx, "y": optax.sgd(1e-2)}, {"w": "x", "b": "y"}
+    ),
+    "inject": lambda tx: optax.inject_hyperparams(
+        lambda rate: optax.chain(tx, optax.scale(rate))
+    )(rate=0.5),
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_what_goes_around_goes_inside_too(around):
+    """Either way the same averages are quantized, and the same is computed."""
+    lion = optax.lion(1e-3)
+    expected, _ = stepped(AROUND[around](lion), 2)
+    inside = coat.with_quantized_state(AROUND[around](lion))
+    outside = AROUND[around](coat.with_quantized_state(lion))
+    for tx in (inside, outside):
+        actual, state = stepped(tx, 2)
+        assert [q.shape for q in quantized_leaves(state)] == [SHAPE]
+        same = np.mean(np.asarray(actual["w"]) == np.asarray(expected["w"]))
+        assert same > 0.97
+        np.testing.assert_allclose(actual["b"], expected["b"], rtol=1e-6)
+
+
+class OwnState(NamedTuple):
+    count: jax.Array
+    speed: dict
+    anchor: dict
+
+
+def own(start=0.0):
+    """A user's transformation: a moving average, and a copy of the parameters."""
+
+    def init(params):
+        speed = jax.tree.map(lambda p: jnp.full_like(p, start), params)
+        return OwnState(jnp.zeros([], jnp.int32), speed, params)
+
+    def update(updates, state, params=None):
+        del params
+        speed = jax.tree.map(lambda s, g: 0.9 * s + 0.1 * g, state.speed, updates)
+        return speed, OwnState(state.count + 1, speed, state.anchor)
+
+    return optax.GradientTransformation(init, update)
+
+
+def test_fields_of_other_transformations_are_named():
+    kept = {"speed": coat.Moment(format=coat.E5M2, power=2.0), "anchor": None}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        updates, state = stepped(coat.with_quantized_state(own(), moments=kept), 3)
+    (speed,) = quantized_leaves(state)
+    assert (speed.format, speed.power) == (coat.E5M2, 2.0)
+    assert state.speed["w"] is state.inner_state.speed["w"]
+    expected, _ = stepped(own(), 3)
+    a, b = np.asarray(updates["w"]).ravel(), np.asarray(expected["w"]).ravel()
+    assert a @ b / (b @ b) == pytest.approx(1, abs=0.01)
+
+
+def test_fields_that_nobody_knows_stay_as_they_are_with_a_warning():
+    message = r"OwnState.anchor, OwnState.speed has the parameters' shapes"
+    with pytest.warns(UserWarning, match=message):
+        state = coat.with_quantized_state(own()).init(PARAMS)
+    assert not quantized_leaves(state)
+
+
+def test_one_count_and_one_mu_are_found():
+    state = coat.with_quantized_state(optax.adam(1e-2)).init(PARAMS)
+    assert int(optax.tree.get(state, "count")) == 0
+    assert isinstance(optax.tree.get(state, "mu")["w"], QuantizedArray)
+    assert {state.version.dtype, state.rounding_step.dtype} == {jnp.dtype("int32")}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"granularity": coat.PerTensor()}, r"granularity must be coat.PerGroup\(g\)"),
+        ({"rounding": "up"}, "rounding must be 'stochastic' or 'nearest', got 'up'"),
+        ({"moments": {"mu": 8}}, r"moments\['mu'\] must be a coat.Moment or None"),
+        ({"moments": {"m": coat.Moment()}}, r"names the field 'm', but the state has"),
+    ],
+)
+def test_options_that_are_none_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        coat.with_quantized_state(optax.adam(1e-2), **options).init(PARAMS)
+
+
+def test_an_average_that_does_not_start_at_zero_is_refused():
+    kept = {"speed": coat.Moment(), "anchor": None}
+    with pytest.raises(ValueError, match=r"\.speed.*does not start at zero"):
+        coat.with_quantized_state(own(start=1.0), moments=kept).init(PARAMS)
+
+
+def test_moments_that_are_none_are_named():
+    with pytest.raises(ValueError, match="format must be a coat format, got 'e4m3'"):
+        coat.Moment(format="e4m3")
+    with pytest.raises(ValueError, match=r"power must be positive or None, got -1"):
+        coat.Moment(power=-1)
+
+
+def test_gradients_that_do_not_fit_are_named():
+    tx = coat.with_quantized_state(optax.lion(1e-3))
+    state = tx.init(PARAMS)
+    with pytest.raises(
+        ValueError, match=r"gradient\['w'\] must be floating, got int32"
+    ):
+        tx.update({"w": jnp.ones(SHAPE, jnp.int32), "b": jnp.ones(8)}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"gradient\['w'\] must have the shape"):
+        tx.update({"w": jnp.ones((4, 8)), "b": jnp.ones(8)}, state, PARAMS)
+    with pytest.raises(ValueError, match=r"no gradient\['w'\], but the state has"):
+        tx.update({"b": jnp.ones(8)}, state, {"b": jnp.ones(8)})
+
+
+def test_rounding_to_nearest_needs_no_random_bits():
+    tx = coat.with_quantized_state(optax.ema(0.999, debias=False), rounding="nearest")
+    state = tx.init(PARAMS)
+    ones = {"w": jnp.full(SHAPE, 1.0), "b": jnp.ones(8)}
+    _, state = tx.update(ones, state)
+    later = state._replace(rounding_step=jnp.int32(7))
+    small = jax.tree.map(lambda x: 1.01 * x, ones)
+    for a, b in zip(
+        *(jax.tree.leaves(tx.update(small, s)[1].ema) for s in (state, later)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

@@ -1,0 +1,179 @@
+"""The range expansion against the oracle, and what it promises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import oracle
+from helpers.quantization import (
+    FLOATS,
+    FORMATS,
+    GRANULARITIES,
+    PER_GROUP,
+    assert_same,
+    check_scales,
+    code_values,
+    every_format,
+    every_granularity,
+    inputs,
+    reference,
+    spread,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import coat_jax as coat
+
+
+def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
+    """Every code but those at a rounding boundary, which are counted, as are groups."""
+    library, block = granularity
+    q = coat.quantize(x, format=format, granularity=library, expand=expand)
+    x, of = oracle.flush(x), reference(format)
+    places = list(oracle.groups(x.shape, block))
+    scales = {index: oracle.scale_of(x[at], of, block) for index, at in places}
+    check_scales(q, x, block, scales)
+    values = code_values(q)
+    if expand is True:
+        powers, loose_powers = check_powers(q, x, places, scales)
+    else:
+        assert (q.exponent, q.power) == (None, expand)
+        powers, loose_powers = dict.fromkeys(scales, 16 * float(expand)), 0
+    loose_codes = 0
+    for index, where in places:
+        low, high = oracle.expanded_bounds(x[where], scales[index], powers[index], of)
+        same = np.abs(low) == np.abs(high)
+        assert_same(values[where][same], low[same])
+        size = np.abs(values[where])
+        assert np.all((np.abs(low) <= size) & (size <= np.abs(high)))
+        loose_codes += np.sum(~same)
+    back = oracle.dequantize(values, scales, block, powers, of)
+    rtol = 5e-5 if q.dtype == np.float32 else 2.0**-8
+    np.testing.assert_allclose(oracle.flush(np.asarray(q.dequantize())), back, rtol)
+    return loose_codes, loose_powers
+
+
+def check_powers(q, x, places, scales) -> tuple[dict, int]:
+    """Every group's k by its index, and how many lay at a rounding boundary."""
+    assert q.exponent.shape == q.scale.shape
+    assert q.exponent.dtype == np.uint8
+    found, loose = {}, 0
+    for index, where in places:
+        least, most = oracle.power_bounds(x[where], scales[index], reference(q.format))
+        found[index] = int(np.asarray(q.exponent)[index])
+        assert least <= found[index] <= most
+        loose += least != most
+    return found, loose
+
+
+# Every two of a format, a granularity and a power, which is own or fixed.
+every_pair = pytest.mark.parametrize(
+    ("format", "granularity", "power"),
+    [
+        (format, granularity, [True, 3.0][(i + j) % 2])
+        for i, format in enumerate(FORMATS)
+        for j, granularity in enumerate(GRANULARITIES)
+    ],
+)
+
+
+@every_pair
+@given(data=st.data())
+def test_expanded_codes_are_the_oracles(format, granularity, power, data):
+    check_expanded(data.draw(inputs(granularity)), format, granularity, power)
+
+
+@every_pair
+def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
+    """On ordinary data the tolerance excuses a negligible part of the comparison."""
+    x = spread(rng, (8, 1000))
+    loose_codes, loose_powers = check_expanded(x, format, granularity, power)
+    groups = sum(1 for _ in oracle.groups(x.shape, granularity[1]))
+    assert loose_codes <= 5e-4 * x.size
+    assert loose_powers <= 5e-3 * groups
+
+
+@every_format
+@pytest.mark.parametrize("power", [0.3, 0.5, 2, 7.75])
+def test_any_positive_number_is_the_power_of_all_groups(rng, format, power):
+    check_expanded(spread(rng, (4, 300)), format, PER_GROUP, power)
+
+
+@every_granularity
+@every_format
+@given(data=st.data())
+def test_power_one_is_no_expansion(format, granularity, data):
+    x = data.draw(inputs(granularity))
+    how = {"format": format, "granularity": granularity[0]}
+    linear = coat.quantize(x, **how)
+    for one in (1, 1.0, np.float32(1)):
+        q = coat.quantize(x, **how, expand=one)
+        assert jax.tree.structure(q) == jax.tree.structure(linear)
+        assert_same(code_values(q), code_values(linear))
+        np.testing.assert_array_equal(q.dequantize(), linear.dequantize())
+
+
+@pytest.mark.parametrize("power", [0, 0.0, -1.5, float("inf"), float("nan")])
+def test_other_powers_are_refused(power):
+    with pytest.raises(ValueError, match=f"positive number, got {power}"):
+        coat.quantize(jnp.ones(3), expand=power)
+
+
+@pytest.mark.parametrize(("format", "power"), [(coat.E4M3, 3.0), (coat.E5M2, 5.5)])
+def test_a_fixed_power_gives_the_same_codes_twice(rng, format, power):
+    """Nothing about a group is guessed from its values but their maximum."""
+    x = rng.standard_normal((64, 200)).astype(np.float32)
+    once = coat.quantize(x, format=format, expand=power)
+    again = coat.quantize(once.dequantize(), format=format, expand=power)
+    assert_same(code_values(again), code_values(once))
+    np.testing.assert_array_equal(again.scale, once.scale)
+
+
+@every_format
+def test_the_formats_power_suits_normal_numbers(rng, format):
+    """No power half as large or twice it does better, nor none."""
+    x = rng.standard_normal((64, 256)).astype(np.float32)
+
+    def error(power: float) -> float:
+        back = coat.quantize(x, format=format, expand=power).dequantize()
+        return float(np.mean(np.square(back - x)))
+
+    best = error(format.power)
+    assert best < min(error(format.power / 2), error(format.power * 2))
+    assert best < 0.75 * error(1)
+
+
+@pytest.mark.parametrize("format", FLOATS, ids=repr)
+@given(x=inputs())
+def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
+    """The least t is 2 / max, which lies below the normal codes: hence the 0.22."""
+    x = oracle.flush(x)
+    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    back = np.asarray(q.dequantize()).astype(np.float64)
+    for index, where in oracle.groups(x.shape, (16,)):
+        some = x[where] != 0
+        ratio = np.abs(back[where][some] / x[where][some].astype(np.float64))
+        root = 16 / int(np.asarray(q.exponent)[index])
+        assert np.all(ratio <= 1.22**root * (1 + 2.0**-7))
+        assert np.all(ratio >= 0.78**root * (1 - 2.0**-7))
+
+
+@every_format
+@given(x=inputs())
+def test_expansion_loses_nothing_normal(format, x):
+    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    normal = np.abs(x.astype(np.float32)) >= oracle.TINY
+    assert np.all(code_values(q)[normal] != 0)
+    assert np.all(np.asarray(q.dequantize())[normal] != 0)
+    assert np.all(code_values(q)[~normal] == 0)
+
+
+def test_expansion_reduces_the_error_of_wide_groups(rng):
+    """The reason that it is there: COAT, section 4.2, on second-moment-like data."""
+    x = np.square(spread(rng, (64, 128), 6))
+
+    def error(expand: bool) -> float:
+        back = coat.quantize(x, expand=expand).dequantize()
+        return float(np.sqrt(np.mean(np.square(np.log((back + 1e-30) / x)))))
+
+    assert error(True) < 0.1 * error(False)

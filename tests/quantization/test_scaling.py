@@ -1,0 +1,276 @@
+"""Delayed scaling against scaling just in time, and against the maxima themselves."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from helpers import segments as plain
+from helpers.gradients import compiled, value_and_vjp
+from helpers.models import normal, parameters
+
+import coat_jax as coat
+import pallas_kernels as kernels
+from coat_jax.layers import flow
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.models import llama
+from coat_jax.quantization.delayed import LENGTH, new_history, recorded, scale_of
+
+TOKENS = (2, 24)
+HIDDEN, INNER, HEAD_DIM = 64, 96, 16
+BF16 = jnp.bfloat16
+NORM = flow.Norm(kind="rms", eps=1e-5)
+HEADS = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+
+
+def weights(**shapes):
+    params = {
+        name: normal(i, *shape, dtype=BF16, scale=0.1)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    return {"norm": jnp.ones(HIDDEN, BF16), **params}
+
+
+def segments():
+    """Each segment with its parameters, its arguments and cotangents."""
+    x, dy = normal(7, *TOKENS, HIDDEN, dtype=BF16), normal(8, *TOKENS, HIDDEN)
+    dy = (1e-3 * dy).astype(BF16)
+    o = normal(9, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16)
+    dheads = [
+        1e-3 * normal(i, *TOKENS, n, HEAD_DIM, dtype=BF16)
+        for i, n in ((10, 4), (11, 2), (12, 2))
+    ]
+    return {
+        "attention_in": (
+            functools.partial(plain.attention_in, norm=NORM, heads=HEADS),
+            weights(qkv=(8 * HEAD_DIM, HIDDEN)),
+            (x,),
+            (*dheads, (), dy),
+        ),
+        "attention_out": (
+            plain.attention_out,
+            {"out": normal(1, HIDDEN, INNER, dtype=BF16, scale=0.1)},
+            (o, x),
+            dy,
+        ),
+        "gated_mlp": (
+            functools.partial(plain.gated_mlp, norm=NORM, gate="silu"),
+            weights(gate_up=(2, INNER, HIDDEN), down=(HIDDEN, INNER)),
+            (x,),
+            dy,
+        ),
+    }
+
+
+HISTORIES = {
+    "attention_in": ("qkv_grad",),
+    "attention_out": ("out_grad",),
+    "gated_mlp": ("gate_up_grad", "down_grad"),
+}
+SEGMENTS = list(HISTORIES)
+
+
+def positional(fn):
+    """Keyword arguments that are not differentiated are bound by position there."""
+    if not isinstance(fn, functools.partial):
+        return fn
+    return lambda params, *args: fn.func(params, *args, *fn.keywords.values())
+
+
+def run(segment, amax=None, change=lambda params, args, dy: (params, args, dy)):
+    """The value, and the gradients of parameters and arguments."""
+    fn, params, args, dy = segments()[segment]
+    params, args, dy = change(params, args, dy)
+    if amax is not None:
+        params = params | {"amax": amax}
+    return value_and_vjp(positional(fn), dy, params, *args)
+
+
+@functools.cache
+def maxima(segment):
+    """What a step records when the history before it was long forgotten."""
+    amax = {name: new_history(1.0) for name in HISTORIES[segment]}
+    _, (grads, *_) = run(segment, amax)
+    return {name: float(history[0]) for name, history in grads["amax"].items()}
+
+
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_maxima_of_what_was_quantized_are_recorded(segment):
+    *_, dy = segments()[segment]
+    found = maxima(segment)
+
+    def largest(*arrays):
+        return max(np.abs(np.asarray(x, np.float32)).max() for x in arrays)
+
+    if segment == "attention_in":  # Rotated back, a pair of halves is as long.
+        lengths = [
+            np.hypot(*np.split(np.asarray(x, np.float32), 2, axis=-1)) for x in dy[:2]
+        ]
+        assert largest(dy[2]) <= found["qkv_grad"] <= largest(*lengths, dy[2])
+    elif segment == "attention_out":
+        assert found["out_grad"] == largest(dy)
+    else:
+        assert found["down_grad"] == largest(dy)
+        _, (grads, _) = run(segment)
+        # The sum over 48 tokens of what is multiplied with the normed input.
+        assert 0 < found["gate_up_grad"] < largest(grads["gate_up"]) * 10
+
+
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_with_the_maxima_of_this_step_it_is_scaling_just_in_time(segment):
+    amax = {k: new_history(v) for k, v in maxima(segment).items()}
+    y, (params, *args) = run(segment, amax)
+    just_in_time, (expected_params, *expected_args) = run(segment)
+    np.testing.assert_array_equal(
+        jax.tree.leaves(y)[0], jax.tree.leaves(just_in_time)[0]
+    )
+    del params["amax"]
+    actual = jax.tree.leaves((params, args))
+    expected = jax.tree.leaves((expected_params, expected_args))
+    for a, b in zip(actual, expected, strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        # Bounds take the place of two maxima: of those the smallest codes differ.
+        np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_what_outgrows_its_history_saturates_and_settles(segment):
+    small = {k: new_history(v / 64) for k, v in maxima(segment).items()}
+    _, (grads, *rest) = run(segment, small)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((grads, rest)))
+    again = grads
+    for _ in range(2):  # What is computed from what saturated is too small itself.
+        _, (again, *_) = run(segment, again["amax"])
+    _, (expected, *_) = run(segment)
+    for name in set(expected) - {"norm"}:
+        clipped, settled, right = (
+            np.asarray(g[name], np.float64) for g in (grads, again, expected)
+        )
+        distance = np.linalg.norm(settled - right)
+        assert distance < 0.02 * np.linalg.norm(right)
+        assert distance < 0.1 * np.linalg.norm(clipped - right)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("segment", SEGMENTS)
+def test_what_is_not_finite_is_not_hidden_and_not_remembered(segment, bad):
+    def change(params, args, dy):
+        leaves, treedef = jax.tree.flatten(dy)
+        leaves[0] = leaves[0].at[(0,) * leaves[0].ndim].set(bad)
+        return params, args, treedef.unflatten(leaves)
+
+    amax = {k: new_history(v) for k, v in maxima(segment).items()}
+    _, (grads, *_) = run(segment, amax, change)
+    wide = {k: v for k, v in grads.items() if k not in ("amax", "norm")}
+    assert all(np.isnan(x).any() for x in jax.tree.leaves(wide))
+    for name, history in grads["amax"].items():
+        assert np.isfinite(history).all(), name
+        assert history[0] == np.float32(maxima(segment)[name])
+
+
+def test_histories():
+    history = new_history(3.0)
+    assert (history.shape, float(history.max())) == ((LENGTH,), 3.0)
+    history = recorded(history, jnp.float32(0.5))
+    np.testing.assert_array_equal(history, [0.5] + [0] * (LENGTH - 1))
+    for largest in (0.0, np.inf, np.nan):
+        told = recorded(history, jnp.float32(largest))
+        np.testing.assert_array_equal(told[:2], [0.5, 0.5])
+    np.testing.assert_array_equal(recorded(history, None), history)
+    for step in range(LENGTH):
+        assert float(history.max()) == 0.5
+        history = recorded(history, jnp.float32(0.25))
+        del step
+    assert float(history.max()) == 0.25
+    # The largest code of E5M2 is 57,344.
+    assert scale_of(coat.E5M2, history, pytest.fail) == 2.0**-17
+    bound = kernels.Bound((jnp.float32([0.0625, 0.125]),), 2.0)
+    assert scale_of(coat.E5M2, None, lambda: bound) == 2.0**-17
+
+
+def small_llama(**how):
+    config = llama.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=1,
+        **how,
+    )
+    return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
+
+
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+def test_training_follows_scaling_just_in_time(recipe):
+    tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)
+
+    def losses(scaling):
+        model = small_llama(recipe=recipe, scaling=scaling)
+        graph, params, histories = nnx.split(model, nnx.Param, ...)
+        tx = coat.fp8_adamw(3e-3)
+
+        def loss(params, histories):
+            model = nnx.merge(graph, params, histories)
+            return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+        @jax.jit
+        def step(params, histories, state):
+            value, (grads, histories) = jax.value_and_grad(loss, (0, 1))(
+                params, histories
+            )
+            updates, state = tx.update(grads, state, params)
+            return optax.apply_updates(params, updates), histories, state, value
+
+        state, found = tx.init(params), []
+        for _ in range(15):  # Later the smallest differences grow into large ones.
+            params, histories, state, value = step(params, histories, state)
+            found.append(float(value))
+        return np.array(found)
+
+    delayed, just_in_time = losses("delayed"), losses("just_in_time")
+    assert just_in_time[-1] < 0.8 * just_in_time[0]
+    np.testing.assert_allclose(delayed, just_in_time, rtol=0.01)
+
+
+def test_histories_go_on_where_weights_were_quantized_before():
+    model = small_llama(scaling="delayed")
+    nnx.jit(llama.Llama.quantize_weights)(model)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    histories, codes = nnx.split_state(rest, coat.OverwriteWithGradient, ...)
+
+    def loss(histories):
+        model = nnx.merge(graph, params, histories, codes)
+        return llama.cross_entropy(model, *jnp.zeros((2, 1, 8), jnp.int32))
+
+    after = compiled(jax.grad(loss), histories)["layers"]["amax"]
+    before = histories["layers"]["amax"]
+    for name in before:
+        assert not np.array_equal(after[name][...], before[name][...])
+
+
+def test_in_linen_it_is_the_collection_that_train_states_overwrite():
+    layer = nnx.bridge.to_linen(DecoderLayer, 32, 64, 2, 1, 16, scaling="delayed")
+    x = normal(1, 2, 8, 32, dtype=BF16)
+    variables = compiled(layer.init, jax.random.key(0), x)
+    state = TrainState.create(
+        apply_fn=layer.apply, params=dict(variables), tx=optax.sgd(0.0)
+    )
+    gradient = jax.grad(lambda p: layer.apply(p, x).astype(jnp.float32).sum())
+    grads = compiled(gradient, state.params)
+    params = state.apply_gradients(grads=grads).params
+    history = params["_overwrite_with_gradient"]["amax"]["down_grad"]
+    np.testing.assert_array_equal(history[:2], [1.0, 0.0])
+    np.testing.assert_array_equal(params["params"]["down"], variables["params"]["down"])
+
+
+def test_scaling_is_checked():
+    sizes = (32, 64, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"scaling must be one of .* got 'later'"):
+        DecoderLayer(*sizes, scaling="later", rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"needs the FP8 flow, not 'te'"):
+        DecoderLayer(*sizes, recipe="te", scaling="delayed", rngs=nnx.Rngs(0))

@@ -1,0 +1,447 @@
+"""fp8_remat: gradients, and what is saved how."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.gradients import (
+    FP8,
+    GROUP,
+    ROW,
+    assert_close,
+    compiled,
+    cosine,
+    fake,
+    fp8_bytes,
+    saved,
+    saved_bytes,
+    value_and_vjp,
+)
+from helpers.models import (
+    LinenNet,
+    Mlp,
+    Vit,
+    closing,
+    normal,
+    parameters,
+    scanned,
+    two_product_arguments,
+    two_products,
+)
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.remat.api import fp8_remat
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A function of parameters and one activation, and its FP8 form."""
+
+    plain: Callable
+    light: Callable
+    params: Any
+    x: Any
+
+    def gradient(self, fn: Callable) -> Callable:
+        return jax.grad(lambda p: jnp.mean(jnp.square(fn(p, self.x))))
+
+
+def nnx_case(make, x) -> Case:
+    def function(graph):
+        return lambda params, x: nnx.merge(graph, params)(x)
+
+    graph, params = parameters(make)
+    light, _ = nnx.split(fp8_remat(nnx.merge(graph, params)))
+    return Case(function(graph), function(light), params, x)
+
+
+def mlp() -> Case:
+    return nnx_case(lambda: Mlp(64, rngs=nnx.Rngs(0)), normal(1, 64, 64))
+
+
+def vit() -> Case:
+    return nnx_case(lambda: Vit(64, rngs=nnx.Rngs(0)), normal(1, 2, 32, 32, 3))
+
+
+def linen() -> Case:
+    net, x = LinenNet(64), normal(1, 128, 64)
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = compiled(net.init, keys, x)
+
+    def function(net):
+        def apply(params, x):
+            rngs = {"dropout": jax.random.key(2)}
+            all_of_it = {**variables, "params": params}
+            return net.apply(all_of_it, x, rngs=rngs, mutable=["batch_stats"])[0]
+
+        return apply
+
+    return Case(function(net), function(fp8_remat(net)), variables["params"], x)
+
+
+@functools.cache
+def small_llama():
+    config = llama.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        dtype=jnp.float32,
+        recipe="bf16",
+    )
+    model = nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
+    tokens = jax.random.randint(jax.random.key(1), (2, 65), 0, 256)
+
+    def loss(model):
+        graph, params = nnx.split(model)
+
+        def function(params, tokens):
+            model = nnx.merge(graph, params)
+            return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+        return function, params
+
+    return model, loss, tokens
+
+
+def llama_loss() -> Case:
+    model, loss, tokens = small_llama()
+    plain, params = loss(model)
+    return Case(plain, fp8_remat(plain), params, tokens)
+
+
+def llama_layers() -> Case:
+    model, loss, tokens = small_llama()
+    plain, params = loss(model)
+    light = nnx.merge(*nnx.split(model))
+    light.layers = fp8_remat(light.layers)
+    return Case(plain, loss(light)[0], params, tokens)
+
+
+CASES = [mlp, vit, linen, llama_loss, llama_layers]
+
+
+@pytest.mark.parametrize("make", CASES)
+def test_gradient_is_autodiffs_and_forward_is_unchanged(make):
+    case = make()
+    forward = [compiled(f, case.params, case.x) for f in (case.light, case.plain)]
+    np.testing.assert_array_equal(*forward)
+    assert "f8_e4m3fn" not in str(jax.make_jaxpr(case.light)(case.params, case.x))
+
+    backward = jax.make_jaxpr(case.gradient(case.light))(case.params)
+    assert "f8_e4m3fn" in str(backward)
+    light, plain = (
+        compiled(case.gradient(f), case.params) for f in (case.light, case.plain)
+    )
+    assert 0.999 < cosine(light, plain) < 1 - 1e-6
+
+
+def large(residual) -> bool:
+    size = np.prod(residual.shape)
+    return size >= 4096 and residual.shape[-1] * residual.dtype.itemsize >= 16
+
+
+# Of what copies are kept, and in which groups. Products read what is in rows; what else
+# they read follows from GELUs' inputs, and from what norms have centered. They keep x
+# too: of the mean square they take the square of the mean.
+HEADS = (2, 64, 4, 16)
+COPIES = {
+    mlp: [((64, 64), ROW), *[((64, 128), GROUP)] * 2, ((64, 128), ROW)],
+    vit: [
+        *[((2, 64, 64), GROUP)] * 4,
+        *[(HEADS, ROW)] * 3,
+        ((2, 64, 4, 1, 16), ROW),
+        ((1, 2, 4, 64, 64), GROUP),
+        *[((2, 64, 128), GROUP)] * 2,
+        ((2, 64, 128), ROW),
+    ],
+    linen: [*[((128, 64), GROUP)] * 2, *[((128, 128), GROUP)] * 2],
+}
+
+
+@pytest.mark.parametrize("make", COPIES)
+def test_saved_bytes_are_those_of_the_formats(make):
+    """The fewest copies from which the others follow; else nothing new."""
+    case = make()
+    count = len(jax.tree.leaves(case.params))
+    light = saved(case.light, case.params, case.x)
+    plain = saved(case.plain, case.params, case.x, params=count)
+    floating = [
+        r
+        for r in plain
+        if jnp.issubdtype(r.dtype, jnp.floating)
+        and large(r)
+        and (r.argument >= count if r.argument is not None else r.from_activations)
+    ]
+    assert len(COPIES[make]) <= 0.6 * len(floating)
+    codes = [i for i, r in enumerate(light) if r.dtype in FP8]
+    assert sorted(light[i].shape for i in codes) == sorted(s for s, _ in COPIES[make])
+    # Scales are bfloat16, kept as their bits.
+    assert all(light[i + 1].dtype == jnp.uint16 for i in codes)
+    predicted = sum(fp8_bytes(shape, group) for shape, group in COPIES[make])
+    rest = [r for r in plain if r not in floating and r.argument is None]
+    exact = [r for r in rest if r.from_activations or r.dtype == bool]
+    assert saved_bytes(light) == predicted + saved_bytes(exact)
+
+
+def references(vjp, params) -> int:
+    leaves = jax.tree.leaves(vjp)
+    return sum(any(leaf is p for leaf in leaves) for p in jax.tree.leaves(params))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        fp8_remat(two_products),
+        jax.jit(fp8_remat(two_products)),
+        fp8_remat(jax.jit(two_products)),
+        fp8_remat(fp8_remat(two_products)),
+        closing,
+        jax.jit(closing),
+    ],
+    ids=["eager", "jit", "around jit", "nested", "closure", "jit of closure"],
+)
+def test_parameters_stay_references_and_bytes_are_exact(wrapped):
+    params, x = two_product_arguments(jnp.bfloat16)
+    plain = sorted((r.shape, r.dtype.name) for r in saved(two_products, params, x))
+    assert plain == [
+        ((64, 128), "bfloat16"),
+        ((96, 64), "bfloat16"),  # x: read by a product
+        ((96, 128), "bfloat16"),  # cos(h)
+        ((96, 128), "bfloat16"),  # sin(h): read by a product
+        ((128, 48), "bfloat16"),
+    ]
+    predicted = (
+        fp8_bytes((96, 64), ROW) + fp8_bytes((96, 128)) + fp8_bytes((96, 128), ROW)
+    )
+    _, vjp = jax.vjp(wrapped, params, x)
+    assert references(vjp, params) == 2
+    kept = [r for r in jax.tree.leaves(vjp) if r.shape not in ((64, 128), (48, 128))]
+    assert sum(r.nbytes for r in kept) == predicted
+    assert saved_bytes(saved(wrapped, params, x)) == predicted
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_parameters_stay_references_under_scan(outer):
+    params, x = two_product_arguments()
+    params = jax.tree.map(lambda a: jnp.stack([a, a, a]), params)
+    _, vjp = jax.vjp(outer(scanned(fp8_remat(two_products))), params, x)
+    assert references(vjp, params) == 2
+    others = [r for r in jax.tree.leaves(vjp) if r.dtype == jnp.float32]
+    assert all(r.size < 4096 or any(r is p for p in params.values()) for r in others)
+
+
+def test_params_argnums():
+    def turned(x, params):
+        return two_products(params, x)
+
+    params, x = two_product_arguments()
+    for argnums in (1, -1, (1,)):
+        _, vjp = jax.vjp(fp8_remat(turned, params_argnums=argnums), x, params)
+        assert references(vjp, params) == 2
+        assert references(vjp, x) == 0
+    _, vjp = jax.vjp(fp8_remat(turned, params_argnums=(0, 1)), x, params)
+    assert references(vjp, (x, params)) == 3
+
+
+def test_effects_happen_once_and_keep_nothing():
+    calls = []
+
+    def noisy(params, x):
+        jax.debug.callback(calls.append, jnp.sum(x))
+        return two_products(params, x)
+
+    params, x = two_product_arguments()
+    _, vjp = jax.vjp(fp8_remat(noisy), params, x)
+    assert (references(vjp, params), references(vjp, x)) == (2, 0)
+    vjp(jnp.ones((96, 48)))
+    jax.effects_barrier()
+    assert len(calls) == 1
+
+
+def test_format_is_that_of_the_residuals():
+    params, x = two_product_arguments()
+    light = fp8_remat(two_products, format=coat.E5M2)
+    dtypes = [r.dtype for r in saved(light, params, x)]
+    assert dtypes.count(jnp.float8_e5m2) == 3
+    assert jnp.float8_e4m3fn not in dtypes
+
+
+# A function whose residuals are known because they are written down.
+
+
+@jax.custom_vjp
+def norm(x):
+    return _norm_forward(x)[0]
+
+
+def _norm_forward(x):
+    r = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True))
+    return x * r, (x, r)
+
+
+def _norm_backward(residuals, dy):
+    x, r = residuals
+    y = x * r
+    return (r * (dy - y * jnp.mean(dy * y, axis=-1, keepdims=True)),)
+
+
+norm.defvjp(_norm_forward, _norm_backward)
+
+
+@jax.custom_vjp
+def gelu(x):
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+def gelu_slope(x, exp):
+    s = 1 / (1 + exp(-1.702 * x))
+    return s + 1.702 * x * s * (1 - s)
+
+
+gelu.defvjp(lambda x: (gelu(x), x), lambda x, dy: (dy * gelu_slope(x, jnp.exp),))
+
+
+def test_gradient_by_hand():
+    """Norm, product, GELU, product: what products read follows from copies."""
+    w1, w2 = normal(1, 64, 128, scale=0.1), normal(2, 128, 32, scale=0.1)
+    x, dy = normal(3, 80, 64), normal(4, 80, 32)
+
+    def fn(params, x):
+        w1, w2 = params
+        return gelu(norm(x) @ w1) @ w2
+
+    _, ((dw1, dw2), dx) = value_and_vjp(fp8_remat(fn), dy, (w1, w2), x)
+
+    h, (_, r) = _norm_forward(x)
+    x8, a8 = fake(x, GROUP), fake(h @ w1, GROUP)
+    h8, b8 = x8 * r, gelu(a8)
+    x8, a8, h8, b8, r, w1, w2, dy = (
+        np.asarray(v).astype(np.float64) for v in (x8, a8, h8, b8, r, w1, w2, dy)
+    )
+    da = (dy @ w2.T) * gelu_slope(a8, np.exp)
+    dh = da @ w1.T
+    y = x8 * r
+    expected = (
+        h8.T @ da,
+        b8.T @ dy,
+        r * (dh - y * np.mean(dh * y, axis=-1, keepdims=True)),
+    )
+    assert_close((dw1, dw2, dx), expected, 1e-5)
+
+
+@pytest.mark.parametrize("view", [lambda x: x, jax.jit(lambda x: x[None, ::-1])])
+def test_one_copy_with_groups_serves_products_and_others(view):
+    """Also where the reader that is no product is behind a function under jit."""
+
+    def fn(w, x):
+        return x @ w + jnp.sum(jnp.tanh(view(x)))
+
+    w, x = normal(1, 64, 32), normal(2, 64, 64)
+    light, plain = fp8_remat(jax.checkpoint(fn)), jax.checkpoint(fn)
+    assert saved_bytes(saved(light, w, x)) == fp8_bytes((64, 64))
+    dy = normal(3, 64, 32)
+    expected = jax.vjp(plain, w, jnp.asarray(fake(x, GROUP)))[1](dy)
+    assert_close(jax.vjp(light, w, x)[1](dy), expected, 1e-6)
+
+
+def test_what_feeds_an_exponential_stays_float32():
+    """As in attention: probabilities are recomputed from scores and their statistic."""
+
+    @jax.custom_vjp
+    def attention(q, k):
+        return forward(q, k)[0]
+
+    def forward(q, k):
+        scores = jnp.einsum("hsd,htd->hst", q, k)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return lse, (q, k, lse)
+
+    def backward(residuals, dlse):
+        q, k, lse = residuals
+        scores = jnp.einsum("hsd,htd->hst", q, k)
+        p = jnp.exp(scores - lse[..., None]) * dlse[..., None]
+        return jnp.einsum("hst,htd->hsd", p, k), jnp.einsum("hst,hsd->htd", p, q)
+
+    attention.defvjp(forward, backward)
+    q, k = normal(1, 64, 64, 16), normal(2, 64, 64, 16)
+    light = fp8_remat(attention, params_argnums=())
+    wide = [r for r in saved(light, q, k) if large(r) and r.dtype == jnp.float32]
+    assert [r.shape for r in wide] == [(64, 64)]
+    dy = normal(3, 64, 64)
+    # The statistic is that of the exact q and k, not of the FP8 ones.
+    lse = attention(q, k)
+    expected = backward((fake(q, ROW), fake(k, ROW), lse), dy)
+    assert_close(jax.vjp(light, q, k)[1](dy), expected, 1e-5)
+
+
+def test_tables_and_masks_are_recomputed():
+    def fn(w, x):
+        rows, cols = jnp.arange(64.0)[:, None], jnp.arange(128.0)
+        turned = x * jnp.cos(rows * cols / 7)
+        return jnp.where(rows >= cols, turned, 0.0) @ w
+
+    w, x = normal(1, 128, 16), normal(2, 64, 128)
+    assert saved_bytes(saved(fn, w, x)) > x.nbytes + 64 * 128
+    light = saved(fp8_remat(fn), w, x)
+    assert saved_bytes(light) == fp8_bytes((64, 128), ROW)
+
+
+def test_masks_integers_and_statistics_stay_exact():
+    """Nothing large and floating is saved: the gradient is autodiff's."""
+
+    def fn(w, x, index):
+        kept = jnp.where(x * w > 0, jnp.max(x, axis=-1, keepdims=True) * w, 0.0)
+        return kept[index]
+
+    w, x = normal(1, 128), normal(2, 64, 128)
+    index = jax.random.randint(jax.random.key(0), (32,), 0, 64)
+
+    def gradient(fn):
+        return jax.jit(jax.grad(lambda w: jnp.sum(fn(w, x, index) ** 2)))(w)
+
+    exact = fp8_remat(lambda w, x, index: fn(w, jax.lax.stop_gradient(x), index))
+    kept = saved(lambda w: exact(w, x, index), w)
+    assert {r.dtype.name for r in kept if r.argument is None} >= {"bool", "float32"}
+    assert not any(r.dtype in FP8 for r in kept)
+    # But for the order in which XLA adds up.
+    np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["NumPy", "JAX"])
+def test_constants_are_neither_differentiated_nor_quantized(make):
+    table, w = make(normal(1, 96, 64)), make(normal(2, 64, 128, scale=0.2))
+    x = normal(3, 96, 64)
+    light = fp8_remat(lambda x: (x * table) @ w)
+    y, (dx,) = value_and_vjp(light, jnp.ones((96, 128)), x)
+    # It reads the constants alone, as they are.
+    kept = saved(light, x)
+    assert not any(r.from_activations or r.dtype in FP8 for r in kept)
+    np.testing.assert_allclose(y, (x * table) @ w, rtol=1e-4, atol=1e-4)
+    expected = np.asarray(table) * np.asarray(w).sum(axis=1)
+    np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_constants_and_what_is_differentiated_are_told_apart():
+    """In any order in which a function closes over them."""
+    scale, shift = np.asarray(normal(1, 96, 64)), np.asarray(normal(2, 96, 128))
+    w, bias, x = normal(3, 64, 128, scale=0.2), normal(4, 128), normal(5, 96, 64)
+
+    def plain(w, bias):
+        return lambda x: (x * scale) @ w + bias * shift
+
+    dy = normal(6, 96, 128)
+    _, actual = value_and_vjp(lambda w, b: fp8_remat(plain(w, b))(x), dy, w, bias)
+    _, expected = value_and_vjp(lambda w, b: plain(w, b)(x), dy, w, bias)
+    # The gradient of w alone reads an activation, the product of x and the scale.
+    assert_close(actual, expected, 0.02)
+    np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)

@@ -1,0 +1,349 @@
+"""fp8_remat recomputes what follows from its copies by elementwise arithmetic."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers import oracle
+from helpers.gradients import (
+    FP8,
+    GROUP,
+    ROW,
+    assert_close,
+    compiled,
+    cosine,
+    fake,
+    saved,
+    value_and_vjp,
+)
+from helpers.models import normal
+from jax.ad_checkpoint import checkpoint_name
+
+import coat_jax as coat
+from coat_jax.layers.functional import geglu, layer_norm, rms_norm, swiglu
+from coat_jax.remat.api import fp8_remat
+
+FORMATS = {coat.E4M3: oracle.E4M3, coat.E5M2: oracle.E5M2, coat.DE8: oracle.DE8}
+
+
+def between(pointwise):
+    """An operation between two products, as a function of their weights and x."""
+    return lambda params, x: pointwise(x @ params[0]) @ params[1]
+
+
+def arguments(pointwise, *, inside: int = 128, scale: float = 0.2):
+    """Weights, x and the output's cotangent; `inside` columns go into the operation."""
+    x = normal(3, 96, 64)
+    out = jax.eval_shape(pointwise, jax.ShapeDtypeStruct((96, inside), x.dtype))
+    params = normal(1, 64, inside, scale=scale), normal(2, out.shape[-1], 64, scale=0.2)
+    return params, x, normal(4, 96, 64)
+
+
+def copies(fn, *args) -> list[tuple[int, ...]]:
+    return sorted(r.shape for r in saved(fn, *args) if r.dtype in FP8)
+
+
+def by_hand(params, x, dy, h, slopes):
+    """Gradients for what is kept of x, of the operation's result, and its slopes."""
+    w1, w2 = params
+    da = slopes(dy @ w2.T)
+    return (x.T @ da, h.T @ dy), da @ w1.T
+
+
+def from_inputs(pointwise, params, x, dy, kept):
+    """Gradients if the operation is repeated from `kept`, in place of its input."""
+    h, vjp = jax.vjp(pointwise, jnp.asarray(kept))
+    return by_hand(params, fake(x, ROW), dy, h, lambda dh: vjp(dh)[0])
+
+
+def halves(gate):
+    return lambda a: gate(*jnp.split(a, 2, axis=-1))
+
+
+def masked(a):
+    keep = jax.random.bernoulli(jax.random.key(5), 0.8, a.shape)
+    return jnp.where(keep, jax.nn.silu(a) / 0.8, 0.0)
+
+
+INPUTS = {
+    "gelu": nn.gelu,
+    "silu": nn.silu,
+    "jitted": jax.jit(lambda a: jnp.square(jax.nn.silu(a))),
+    "swiglu": halves(swiglu),
+    "geglu": halves(geglu),
+    "dropout": masked,
+    "bias": lambda a: nn.gelu(a + jnp.linspace(-1, 1, 128)),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+    "squared relu": lambda a: jnp.square(nn.relu(a)),
+    "mish": lambda a: a * jnp.tanh(jnp.tanh(a) + 1),
+}
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_one_copy_of_what_goes_in_is_kept(name):
+    """Of a gate as well: of all that the product returns."""
+    pointwise = INPUTS[name]
+    params, x, dy = arguments(pointwise)
+    light = fp8_remat(between(pointwise))
+    assert copies(light, params, x) == [(96, 64), (96, 128)]
+    a = x @ params[0]
+    # Where the result and the slope follow from the same part of it, that is kept.
+    shift = jnp.linspace(-1, 1, 128) if name == "bias" else 0.0
+    kept = {"bias": a + shift, "squared relu": nn.relu(a)}.get(name, a)
+    _, actual = value_and_vjp(light, dy, params, x)
+    expected = from_inputs(pointwise, params, x, dy, fake(kept, GROUP) - shift)
+    assert_close(actual, expected, 2e-5)
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+@pytest.mark.parametrize("group", [16, 32])
+def test_formats_and_groups_are_those_asked_for(name, format, group):
+    pointwise = INPUTS[name]
+    params, x, dy = arguments(pointwise)
+    light = fp8_remat(between(pointwise), format=format, group=group)
+    _, actual = value_and_vjp(light, dy, params, x)
+    h, vjp = jax.vjp(
+        pointwise, jnp.asarray(fake(x @ params[0], group, FORMATS[format]))
+    )
+    x8 = fake(x, ROW, FORMATS[format])
+    assert_close(actual, by_hand(params, x8, dy, h, lambda dh: vjp(dh)[0]), 2e-5)
+
+
+def test_relu_keeps_its_result_and_an_exact_mask():
+    """The result is what the product reads: one copy either way, with fewer scales."""
+    params, x, dy = arguments(nn.relu)
+    light = fp8_remat(between(nn.relu))
+    assert copies(light, params, x) == [(96, 64), (96, 128)]
+    a = x @ params[0]
+    _, actual = value_and_vjp(light, dy, params, x)
+    h = fake(nn.relu(a), ROW)
+    expected = by_hand(params, fake(x, ROW), dy, h, lambda dh: jnp.where(a > 0, dh, 0))
+    assert_close(actual, expected, 2e-5)
+
+
+def exact_gelu(a):
+    return nn.gelu(a, approximate=False)
+
+
+def test_exact_gelu_keeps_its_input():
+    """The exponential of the negative square is taken again."""
+    args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(exact_gelu))
+    params, x, dy = args
+    light = fp8_remat(between(exact_gelu))
+    assert copies(light, params, x) == [(96, 64), (96, 128)]
+    _, actual = value_and_vjp(light, dy, params, x)
+    kept = fake(x @ params[0], GROUP).astype(jnp.bfloat16)
+    expected = from_inputs(exact_gelu, params, x, dy, kept)
+    assert cosine(actual, expected) > 0.999
+
+
+def test_no_exponential_of_a_copy_is_taken():
+    grow = lambda a: a * jnp.exp(a / 4)  # noqa: E731
+    params, x, dy = arguments(grow)
+    light = fp8_remat(between(grow))
+    assert copies(light, params, x) == [(96, 64), (96, 128), (96, 128)]
+    a = x @ params[0]
+    _, actual = value_and_vjp(light, dy, params, x)
+    a8, e8 = fake(a, GROUP), fake(jnp.exp(a / 4), GROUP)
+    slope = e8 + a8 * e8 / 4
+    expected = by_hand(params, fake(x, ROW), dy, a8 * e8, lambda dh: dh * slope)
+    assert_close(actual, expected, 2e-5)
+
+
+def test_two_products_of_a_gate_have_a_copy_each():
+    def fn(params, x):
+        return (jax.nn.silu(x @ params[0]) * (x @ params[1])) @ params[2]
+
+    params = [normal(i, 64, 64, scale=0.2) for i in range(3)]
+    x, dy = normal(3, 96, 64), normal(4, 96, 64)
+    light = fp8_remat(fn)
+    assert copies(light, params, x) == [(96, 64)] * 3
+    _, (dparams, dx) = value_and_vjp(light, dy, params, x)
+    gate, up = (jnp.asarray(fake(x @ w, GROUP)) for w in params[:2])
+    h, vjp = jax.vjp(swiglu, gate, up)
+    slopes = vjp(dy @ params[2].T)
+    x8 = fake(x, ROW)
+    expected = [*(x8.T @ d for d in slopes), h.T @ dy]
+    assert_close(dparams, expected, 2e-5)
+    assert_close(dx, slopes[0] @ params[0].T + slopes[1] @ params[1].T, 2e-5)
+
+
+def linen_norm(norm):
+    return lambda scale, x: norm.apply({"params": {"scale": scale}}, x)
+
+
+NORMS = {
+    "rms_norm": lambda scale, x: rms_norm(x, scale),
+    "jitted": jax.jit(lambda scale, x: rms_norm(x, scale)),
+    "nn.RMSNorm": linen_norm(nn.RMSNorm(epsilon=1e-5)),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", NORMS)
+def test_rms_norm_keeps_one_copy_and_an_exact_statistic(name, dtype):
+    def fn(params, x):
+        scale, w = params
+        return NORMS[name](scale, x).astype(jnp.float32) @ w
+
+    scale, w = 1 + normal(1, 64, scale=0.1), normal(2, 64, 32, scale=0.2)
+    x, dy = normal(3, 96, 64, dtype=dtype), normal(4, 96, 32)
+    light = fp8_remat(fn)
+    rows = coat.residual_report(light, (scale, w), x).rows
+    assert [r.shape for r in rows if r.dtype in FP8] == [(96, 64)]
+    assert all(r.nbytes <= 96 * 64 for r in rows if not r.is_argument)
+
+    _, ((dscale, dw), dx) = value_and_vjp(light, dy, (scale, w), x)
+    wide = np.asarray(x).astype(np.float32)
+    x8 = fake(wide, GROUP)
+    r = 1 / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    h = (x8 * r * scale).astype(dtype if name != "nn.RMSNorm" else jnp.float32)
+    dh = (dy @ w.T).astype(h.dtype).astype(jnp.float32)
+    dn = dh * scale
+    mean = np.mean(dn * x8, axis=-1, keepdims=True)
+    tolerance = 2e-5 if dtype == jnp.float32 else 1e-2
+    assert_close(dw, h.T.astype(jnp.float32) @ dy, tolerance)
+    assert_close(dscale, (dh * x8 * r).sum(axis=0), tolerance)
+    assert_close(dx, (r * (dn - x8 * r * r * mean)).astype(dtype), tolerance)
+
+
+@pytest.mark.parametrize(
+    ("norm", "count"),
+    [
+        (lambda scale, x: layer_norm(x, scale), 1),
+        (linen_norm(nn.LayerNorm(use_bias=False)), 2),
+    ],
+    ids=["layer_norm", "nn.LayerNorm"],
+)
+def test_layer_norm_keeps_what_it_centered(norm, count):
+    """Of rows far from zero a copy of x less their mean would be rounding alone."""
+
+    def fn(params, x):
+        return jnp.square(norm(params[0], x)) @ params[1]
+
+    params = 1 + normal(1, 64, scale=0.1), normal(2, 64, 32, scale=0.2)
+    x = normal(3, 96, 64) + 100
+    light = fp8_remat(fn)
+    assert copies(light, params, x) == [(96, 64)] * count
+
+    def gradient(fn):
+        return compiled(jax.grad(lambda p: jnp.sum(jnp.sin(fn(p, x)))), params)
+
+    assert cosine(gradient(light), gradient(fn)) > 0.998
+
+
+def test_sums_of_two_arrays_are_kept():
+    """Each rounded by itself, they may cancel."""
+
+    def fn(params, x):
+        a, b = x @ params[0], x @ params[1]
+        return (a - b) @ params[2] + jnp.sum(jnp.square(a)) + jnp.sum(jnp.square(b))
+
+    first = normal(1, 64, 64, scale=0.2)
+    params = first, first + normal(2, 64, 64, scale=1e-3), normal(5, 64, 64)
+    x, dy = normal(3, 96, 64), normal(4, 96, 64)
+    light = fp8_remat(fn)
+    assert copies(light, params, x) == [(96, 64)] * 4
+    _, (dparams, _) = value_and_vjp(light, dy, params, x)
+    difference = fake(x @ params[0] - x @ params[1], ROW)
+    assert_close(dparams[2], difference.T @ dy, 2e-5)
+
+
+def test_a_bias_is_added_again():
+    """What it is added to and the sum are one copy: the bias is a parameter."""
+
+    def fn(params, x):
+        w, bias, out = params
+        y = x @ w
+        return (y + bias) @ out + jnp.sum(jnp.square(y))
+
+    params = normal(1, 64, 128), normal(2, 128), normal(5, 128, 64)
+    x, dy = normal(3, 96, 64), normal(4, 96, 64)
+    light = fp8_remat(fn)
+    assert copies(light, params, x) == [(96, 64), (96, 128)]
+    _, (dparams, _) = value_and_vjp(light, dy, params, x)
+    y8 = fake(x @ params[0], GROUP)
+    assert_close(dparams[2], (y8 + params[1]).T @ dy, 2e-5)
+
+
+@pytest.mark.parametrize(("fn", "count"), [(jnp.exp, 2), (jnp.sin, 3)])
+def test_what_makes_errors_grow_has_a_copy(fn, count):
+    """Besides what goes in: the exponential, or sine and cosine."""
+
+    def pointwise(a):
+        return jnp.square(a) * fn(a)
+
+    params, x, _ = arguments(pointwise)
+    light = fp8_remat(between(pointwise))
+    assert copies(light, params, x) == [(96, 64), *[(96, 128)] * count]
+
+
+def test_logarithms_of_what_is_kept_exactly_are_taken_again():
+    """Backward divides by what they are of, which therefore is no copy."""
+
+    def pointwise(a):
+        return jnp.square(a) * jnp.log(1 + jnp.square(a))
+
+    params, x, dy = arguments(pointwise)
+    light = fp8_remat(between(pointwise))
+    assert copies(light, params, x) == [(96, 64), (96, 128)]
+    a = x @ params[0]
+    a8, denominator = fake(a, GROUP), 1 + a * a
+    h = a8**2 * np.log(denominator)
+    slope = 2 * a8 * np.log(denominator) + a8**2 * 2 * a8 / denominator
+    _, actual = value_and_vjp(light, dy, params, x)
+    expected = by_hand(params, fake(x, ROW), dy, h, lambda dh: dh * slope)
+    assert_close(actual, expected, 2e-5)
+
+
+def test_what_where_leaves_wide_is_computed_from_exactly():
+    def pointwise(a):
+        return nn.gelu(checkpoint_name(a, "inside"))
+
+    params, x, dy = arguments(pointwise)
+    light = fp8_remat(between(pointwise), where=lambda r: r.name != "inside")
+    assert copies(light, params, x) == [(96, 64)]
+    _, actual = value_and_vjp(light, dy, params, x)
+    expected = from_inputs(pointwise, params, x, dy, x @ params[0])
+    assert_close(actual, expected, 2e-5)
+
+
+def test_many_operations_are_not_repeated():
+    def pointwise(a):
+        for _ in range(40):
+            a = a * jnp.tanh(a)
+        return a
+
+    params, x, _ = arguments(pointwise)
+    found = copies(fp8_remat(between(pointwise)), params, x)
+    assert 5 <= len(found) <= 12  # Of some 80 residuals.
+
+
+def test_one_copy_serves_what_is_rounded_stochastically():
+    params, x, dy = arguments(INPUTS["swiglu"])
+    fn = between(INPUTS["swiglu"])
+
+    def gradient(key):
+        return value_and_vjp(fp8_remat(fn, key=key), dy, params, x)[1]
+
+    first, again, other = (gradient(jax.random.key(k)) for k in (0, 0, 1))
+    assert_close(first, again, 0)
+    assert 0.99 < cosine(first, other) < 1 - 1e-6
+    assert copies(fp8_remat(fn, key=jax.random.key(0)), params, x) == [
+        (96, 64),
+        (96, 128),
+    ]
+
+
+def test_saturated_slopes_follow_from_what_goes_in():
+    """From the result, which is close to one, they would be its rounding."""
+    params, x, dy = arguments(jnp.tanh, scale=0.6)
+    light = fp8_remat(between(jnp.tanh))
+
+    def gradient(fn):
+        return value_and_vjp(fn, dy, params, x)[1][0][0]
+
+    assert cosine(gradient(light), gradient(between(jnp.tanh))) > 0.998

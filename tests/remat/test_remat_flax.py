@@ -1,0 +1,297 @@
+"""fp8_remat of Linen and NNX modules: classes, instances, state."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers.gradients import (
+    assert_close,
+    compiled,
+    cosine,
+    flat,
+)
+from helpers.models import LinenNet, Stateful, normal
+
+from coat_jax.remat.api import fp8_remat
+
+
+def same(actual, expected):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+# Linen.
+
+KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+
+
+class InstancesInSetup(nn.Module):
+    light: bool
+
+    def setup(self):
+        wrap = fp8_remat if self.light else lambda module: module
+        self.first = wrap(LinenNet(64))
+        self.others = [wrap(nn.Sequential([nn.Dense(64), nn.relu])), nn.Dense(64)]
+
+    def __call__(self, x, train: bool = True):
+        x = self.first(x, train=train)
+        for part in self.others:
+            x = part(x)
+        return x
+
+
+class InCompact(nn.Module):
+    light: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        net = LinenNet(64)
+        return x + (fp8_remat(net) if self.light else net)(x, train=train)
+
+
+class ClassInCompact(nn.Module):
+    light: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        cls = fp8_remat(LinenNet) if self.light else LinenNet
+        return x + cls(64)(x, train=train)
+
+
+class InSetup(nn.Module):
+    light: bool
+
+    def setup(self):
+        self.net = (fp8_remat(LinenNet) if self.light else LinenNet)(64)
+        self.dense = nn.Dense(64)
+
+    def __call__(self, x, train: bool = True):
+        dense = fp8_remat(self.dense) if self.light else self.dense
+        return dense(self.net(x, train)) + self.dense(x)
+
+
+class ScanBody(nn.Module):
+    @nn.compact
+    def __call__(self, x, train):
+        return x + LinenNet(64)(x, train), None
+
+
+class Scanned(nn.Module):
+    light: bool
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        stacked = nn.scan(
+            fp8_remat(ScanBody) if self.light else ScanBody,
+            variable_axes={"params": 0, "batch_stats": 0},
+            split_rngs={"params": True, "dropout": True},
+            in_axes=nn.broadcast,
+            length=2,
+        )
+        return stacked(name="layers")(x, train)[0]
+
+
+@pytest.mark.parametrize(
+    ("light", "plain"),
+    [
+        (fp8_remat(LinenNet)(64), LinenNet(64)),
+        (fp8_remat(LinenNet(64)), LinenNet(64)),
+        (LinenNet(64, wrap=fp8_remat), LinenNet(64)),
+        (InCompact(True), InCompact(False)),
+        (ClassInCompact(True), ClassInCompact(False)),
+        (InSetup(True), InSetup(False)),
+        (InstancesInSetup(True), InstancesInSetup(False)),
+        (Scanned(True), Scanned(False)),
+    ],
+    ids=[
+        "class",
+        "instance",
+        "submodule",
+        "compact",
+        "compact class",
+        "setup",
+        "setup of instances",
+        "scan",
+    ],
+)
+def test_linen(light, plain):
+    """The same parameter tree, outputs, statistics and dropout; nearly its gradient."""
+    actual, gradient = linen_behaviour(light)
+    expected, plain_gradient = linen_behaviour(plain)
+    assert_close(actual, expected, 1e-5)
+    assert 0.999 < cosine(gradient, plain_gradient) < 1 - 1e-6
+
+
+def test_linen_parameters_that_a_scan_shares():
+    light, plain = nn.RNN(fp8_remat(nn.LSTMCell)(64)), nn.RNN(nn.LSTMCell(64))
+    x = normal(0, 4, 10, 64)
+    variables = light.init(jax.random.key(0), x)
+    same(variables, plain.init(jax.random.key(0), x))
+
+    def gradient(net):
+        return flat(jax.grad(lambda v: jnp.sum(net.apply(v, x) ** 2))(variables))
+
+    assert cosine(gradient(light), gradient(plain)) > 0.999
+
+
+@functools.cache
+def linen_behaviour(net):
+    """Initial variables, outputs in evaluation and training, statistics; gradient."""
+
+    def run(x):
+        variables = net.init(KEYS, x)
+
+        def loss(params):
+            out, state = net.apply(
+                {**variables, "params": params},
+                x,
+                train=True,
+                rngs={"dropout": jax.random.key(2)},
+                mutable=["batch_stats"],
+            )
+            return jnp.mean(out**2), (out, state)
+
+        gradient, trained = jax.grad(loss, has_aux=True)(variables["params"])
+        return (variables, net.apply(variables, x, False), *trained), gradient
+
+    return compiled(run, normal(1, 64, 64))
+
+
+# NNX.
+
+
+def state(module):
+    """All variables as a tree of plain arrays."""
+
+    def plain(x):
+        keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(x) if keys else x
+
+    return jax.tree.map(plain, nnx.to_pure_dict(nnx.state(module)))
+
+
+def squares(module, x):
+    return jnp.mean(jnp.square(module(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "gradient"),
+    [
+        (lambda: fp8_remat(Stateful)(64, rngs=nnx.Rngs(0)), nnx.jit(nnx.grad(squares))),
+        (lambda: fp8_remat(Stateful(64, rngs=nnx.Rngs(0))), nnx.grad(squares)),
+    ],
+    ids=["class under jit", "instance"],
+)
+def test_nnx(make, gradient):
+    """Parameters, outputs, statistics and streams as without; nearly its gradient."""
+    light, plain = make(), Stateful(64, rngs=nnx.Rngs(0))
+    x = normal(1, 64, 64)
+    assert isinstance(light, Stateful)
+    assert type(light).__name__ == "Stateful"
+    before = state(plain)
+    same(state(light), before)
+    same(light(x), plain(x))
+    same(light(x, train=False), plain(x, train=False))
+    actual, expected = (nnx.to_pure_dict(gradient(m, x)) for m in (light, plain))
+    assert 0.999 < cosine(actual, expected) < 1 - 1e-6
+    same(state(light), state(plain))
+    assert not np.array_equal(flat(state(plain)), flat(before))
+
+
+def test_nnx_instance_shares_variables():
+    plain = Stateful(64, rngs=nnx.Rngs(0))
+    light = fp8_remat(plain)
+    x = normal(1, 64, 64)
+    light(x)
+    same(state(plain), state(light))
+    plain.first.kernel[...] = jnp.zeros((64, 128))
+    plain.first.bias[...] = jnp.zeros(128)
+    same(light(x, train=False), light(2 * x, train=False))
+
+
+def test_nnx_layers_stacked_and_scanned():
+    def run(cls, x):
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def stacked(rngs):
+            return cls(64, rngs=rngs)
+
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def forward(x, layer):
+            return x + layer(x)
+
+        layers = stacked(nnx.Rngs(0))
+        gradient = nnx.grad(lambda layers: jnp.mean(forward(x, layers) ** 2))(layers)
+        return nnx.to_pure_dict(gradient), state(layers)
+
+    x = normal(1, 64, 64)
+    (actual, after), (expected, expected_after) = (
+        compiled(functools.partial(run, cls), x)
+        for cls in (fp8_remat(Stateful), Stateful)
+    )
+    assert_close(after, expected_after, 1e-6)
+    assert 0.999 < cosine(actual, expected) < 1 - 1e-6
+
+
+class Noisy(nnx.Module):
+    """Its statistics and its random numbers change with every call."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5)
+        self.norm = nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x, *, rngs):
+        return self.norm(self.dropout(self.linear(x), rngs=rngs))
+
+
+def called_twice(wrap):
+    """The outputs, and what is left of the module's state and the random numbers."""
+    module, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(dropout=1)
+    call, x = wrap(module), normal(0, 96, 64)
+    outputs = [call(x, rngs=rngs) for _ in range(2)]
+    return outputs, nnx.state(module, nnx.BatchStat), nnx.state(rngs, nnx.RngCount)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        fp8_remat,
+        lambda module: functools.partial(
+            fp8_remat(lambda x, module, *, rngs: module(x, rngs=rngs)), module=module
+        ),
+        lambda module: functools.partial(
+            fp8_remat(lambda x, module, *, rngs: fp8_remat(module)(x, rngs=rngs)),
+            module=module,
+        ),
+        lambda module: (
+            lambda x, rngs: fp8_remat(lambda *, x, module, rngs: module(x, rngs=rngs))(
+                x=x, module=module, rngs=rngs
+            )
+        ),
+    ],
+    ids=["module", "argument", "nested", "keywords"],
+)
+def test_what_changes_of_nnx_arguments_is_seen_outside(wrap):
+    actual, expected = called_twice(wrap), called_twice(lambda module: module)
+    same(actual, expected)
+    assert not np.array_equal(*actual[0])
+
+
+def test_nnx_arguments_have_gradients():
+    module, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(dropout=1)
+    x = normal(0, 96, 64)
+
+    def loss(call):
+        run = nnx.grad(lambda module: jnp.sum(call(module, x) ** 2))
+        return run(nnx.clone(module))
+
+    def call(module, x):
+        return module(x, rngs=nnx.clone(rngs))
+
+    actual, expected = (flat(loss(f)) for f in (fp8_remat(call), call))
+    assert cosine(actual, expected) > 0.999

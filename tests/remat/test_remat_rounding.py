@@ -1,0 +1,178 @@
+"""Stochastic rounding of what fp8_remat saves."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers.gradients import FP8, assert_close, compiled, cosine, flat
+from helpers.models import Mlp, normal, two_product_arguments, two_products
+
+import coat_jax as coat
+from coat_jax.remat.api import fp8_remat
+
+
+def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a format next to magnitudes, below or equal and above or equal."""
+    every = np.arange(256, dtype=np.uint8).view(format.dtype).astype(np.float64)
+    values = np.unique(np.abs(every[np.isfinite(every)]))
+    below = np.searchsorted(values, y, side="right") - 1
+    return values[below], values[below + (values[below] < y)]
+
+
+@pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2], ids=repr)
+def test_rounding_is_to_a_neighbour_and_unbiased(format):
+    """Over 2,000 keys the mean is the number, within 5.5 standard errors for each."""
+    x = normal(2, 64, 64) * jnp.exp2(normal(3, 64, 64) * 3)
+    keys = jax.random.split(jax.random.key(0), 2000)
+
+    def magnitudes(key):
+        light = fp8_remat(lambda w, x: x @ w, key=key, format=format)
+        leaves = jax.tree.leaves(jax.vjp(light, jnp.eye(64), x)[1])
+        codes, scale = (
+            next(leaf for leaf in leaves if leaf.dtype == dtype)
+            for dtype in (format.dtype, jnp.uint16)
+        )
+        return jnp.abs(codes.astype(jnp.float32)), scale
+
+    drawn, scale = jax.jit(lambda k: jax.lax.map(magnitudes, k, batch_size=50))(keys)
+    assert np.unique(scale, axis=0).shape[0] == 1
+    scale = np.asarray(scale[0]).view(jnp.bfloat16).astype(np.float64)
+    y = np.abs(np.asarray(x, np.float64)) / scale
+    assert y.max() <= format.max
+    below, above = neighbours(y, format)
+    drawn = np.asarray(drawn, np.float64)
+    assert ((drawn == below) | (drawn == above)).all()
+    step = np.where(above > below, above - below, 1)
+    chance = (y - below) / step
+    deviation = np.sqrt(chance * (1 - chance) / len(keys))
+    error = (drawn.mean(axis=0) - y) / step
+    assert (np.abs(error) <= 5.5 * deviation + 1e-3).all()
+    # All together: no drift either.
+    assert np.abs(np.mean(error)) <= 5 * np.sqrt(np.mean(deviation**2) / error.size)
+
+
+def test_the_least_and_the_most_noise_take_the_codes_below_and_above():
+    x = normal(2, 32, 64) * jnp.exp2(normal(3, 32, 64) * 3)
+    down, up = (
+        coat.quantize(x, granularity=coat.PerGroup(16), noise=noise)
+        for noise in (jnp.zeros(x.shape, jnp.uint32), ~jnp.zeros(x.shape, jnp.uint32))
+    )
+    scale = np.repeat(np.asarray(down.scale, np.float64), 16, axis=-1)
+    below, above = neighbours(np.abs(np.asarray(x, np.float64)) / scale, coat.E4M3)
+    np.testing.assert_array_equal(np.abs(np.asarray(down.codes, np.float64)), below)
+    got = np.abs(np.asarray(up.codes, np.float64))
+    assert (got != above).mean() < 1e-3  # The most noise is not quite one.
+    assert ((got == above) | (got == below)).all()
+    np.testing.assert_array_equal(np.signbit(np.asarray(down.dequantize())), x < 0)
+
+
+def test_what_is_not_finite_stays_so():
+    x = jnp.zeros((2, 16)).at[0, 3].set(jnp.inf).at[1, 5].set(jnp.nan)
+    q = coat.quantize(x, noise=jnp.zeros(x.shape, jnp.uint32))
+    assert np.isnan(q.dequantize()).all()
+
+
+def test_rounding_follows_the_key():
+    params, x = two_product_arguments()
+    dy = normal(5, 96, 48)
+
+    def gradient(key):
+        return flat(jax.vjp(fp8_remat(two_products, key=key), params, x)[1](dy))
+
+    keys = jax.random.split(jax.random.key(0))
+    first, again, other = map(gradient, (keys[0], keys[0], keys[1]))
+    np.testing.assert_array_equal(first, again)
+    exact = flat(jax.vjp(two_products, params, x)[1](dy))
+    default = flat(jax.vjp(fp8_remat(two_products), params, x)[1](dy))
+    assert not np.array_equal(first, default)
+    assert 0.998 < cosine(first, exact) < cosine(default, exact)
+    assert 0.997 < cosine(first, other) < 1 - 1e-6
+
+
+def test_residuals_have_random_bits_of_their_own():
+    """Of two equal arrays, each with its own copy."""
+    x = normal(1, 64, 64)
+
+    def fn(w, x):
+        return x @ w, jnp.flip(x) @ w
+
+    light = fp8_remat(fn, key=jax.random.key(0))
+    values = [np.asarray(r) for r in jax.tree.leaves(jax.vjp(light, jnp.eye(64), x)[1])]
+    first, second = (r.astype(np.float32) for r in values if r.dtype in FP8)
+    assert not np.array_equal(first, second[::-1, ::-1])
+    assert cosine(first, second[::-1, ::-1]) > 0.99
+
+
+def test_keys_may_be_traced_mapped_and_scanned():
+    params, x = two_product_arguments()
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def gradient(key):
+        light = fp8_remat(two_products, key=key)
+        return jax.grad(lambda p: jnp.sum(jnp.sin(light(p, x))))(params)
+
+    one_by_one = [compiled(gradient, key) for key in keys]
+    expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *one_by_one)
+    assert_close(compiled(jax.vmap(gradient), keys), expected, 1e-6)
+    scanned = compiled(lambda keys: jax.lax.map(gradient, keys), keys)
+    assert_close(scanned, expected, 1e-6)
+    assert not np.array_equal(flat(one_by_one[0]), flat(one_by_one[1]))
+
+
+class Rounded(nn.Module):
+    """Takes its key from the module's streams."""
+
+    @nn.compact
+    def __call__(self, x):
+        light = fp8_remat(nn.Dense, key=self.make_rng("rounding"))
+        return light(64)(x)
+
+
+def test_modules_are_rounded_in_a_training_step():
+    x = normal(1, 64, 64)
+    net = Rounded()
+    variables = net.init(
+        {"params": jax.random.key(0), "rounding": jax.random.key(1)}, x
+    )
+
+    @jax.jit
+    def linen_step(key):
+        def loss(variables):
+            return jnp.mean(net.apply(variables, x, rngs={"rounding": key}) ** 2)
+
+        return jax.grad(loss)(variables)
+
+    model = Mlp(64, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def nnx_step(model, key):
+        def loss(model):
+            return jnp.mean(fp8_remat(model, key=key)(x) ** 2)
+
+        return nnx.to_pure_dict(nnx.grad(loss)(model))
+
+    for step in (linen_step, lambda key: nnx_step(model, key)):
+        first, again, other = (step(jax.random.key(k)) for k in (0, 0, 1))
+        np.testing.assert_array_equal(flat(first), flat(again))
+        assert 0.999 < cosine(first, other) < 1 - 1e-7
+
+
+def test_every_copy_has_noise_of_its_own():
+    """Also of arrays that nothing but what is computed from both of them asks for."""
+
+    def gate(params, x):
+        return (jnp.tanh(x @ params[0]) * jnp.tanh(x @ params[1])) @ params[2]
+
+    w = normal(1, 64, 128)
+    light = fp8_remat(gate, key=jax.random.key(0))
+    _, vjp = jax.vjp(light, (w, w, normal(2, 128, 64)), normal(3, 96, 64))
+    codes = [
+        np.asarray(leaf, np.float32)
+        for leaf in jax.tree.leaves(vjp)
+        if leaf.shape == (96, 128) and leaf.dtype == jnp.float8_e4m3fn
+    ]
+    assert len(codes) == 2
+    assert 0.2 < np.mean(codes[0] != codes[1]) < 0.8
+    assert np.corrcoef(*map(np.ravel, codes))[0, 1] > 0.99
