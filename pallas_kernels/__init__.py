@@ -13,7 +13,6 @@ from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
 from pallas_kernels.ops.quantize.api import (
     dequantize_groups,
-    dequantize_tensor,
     maxima,
     quantize_groups,
     quantize_rows,
@@ -21,8 +20,6 @@ from pallas_kernels.ops.quantize.api import (
     transpose,
 )
 from pallas_kernels.ops.quantize.scales import Bound, tensor_scales
-from pallas_kernels.ops.residual.api import add_quantize_groups, add_quantize_tensor
-from pallas_kernels.ops.residual.reference import Summed
 from pallas_kernels.ops.rope.api import join_heads
 
 __all__ = [
@@ -38,12 +35,8 @@ __all__ = [
     "NormGrads",
     "NormTuning",
     "Normed",
-    "Summed",
     "adam",
-    "add_quantize_groups",
-    "add_quantize_tensor",
     "dequantize_groups",
-    "dequantize_tensor",
     "explain",
     "gated",
     "gated_grad",

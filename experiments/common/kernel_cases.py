@@ -110,7 +110,6 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
 
     yield case("scale of a tensor", 2, scale, numbers(BF16))
     yield case("dequantize 1x16", 2 + of_16, k.dequantize_groups, groups)
-    yield case("dequantize a tensor", 3, k.dequantize_tensor, codes(E4M3), scalar)
     yield case("transpose", 2, k.transpose, codes(E5M2))
     for kind in ("rms", "layer"):
         norm = {"kind": kind}
@@ -133,13 +132,6 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             ),
             groups, numbers(BF16), weight,
         )  # fmt: skip
-    yield case(
-        "add, keeping groups", 6 + of_16, k.add_quantize_groups, *2 * [numbers(BF16)]
-    )
-    yield case(
-        "add, to a tensor, both", 8, with_options(k.add_quantize_tensor, copies="both"),
-        numbers(BF16), numbers(BF16), scalar,
-    )  # fmt: skip
 
     def wide_gate_up(key):
         return jax.random.normal(key, (shape[0], 2, shape[1]), BF16)

@@ -121,10 +121,8 @@ def _gate(activation: str) -> Iterator[Case]:
     yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
 
 
-def _sums() -> Iterator[Case]:
-    yield from _measured("add", "heads")
-    x, add = _array(8192, 4096), functools.partial(pk.add_quantize_tensor, copies="row")
-    yield Case("add, to a tensor, row", add, (x, x, _array(dtype=_F32)))
+def _heads() -> Iterator[Case]:
+    yield from _measured("heads")
 
 
 def _norm() -> Iterator[Case]:
@@ -193,7 +191,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "silu": functools.partial(_gate, "silu"),
     "gelu": functools.partial(_gate, "gelu"),
     "gelu_exact": functools.partial(_gate, "gelu_exact"),
-    "sums": _sums,
+    "heads": _heads,
     "norm": _norm,
     "products": _products,
 }

@@ -90,11 +90,6 @@ def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
     return scale + largest * 0.0  # NaN where that is not finite.
 
 
-def round_to_bfloat16(x: Array) -> Array:
-    """Rounds float32; a conversion there and back may be taken for nothing."""
-    return jnp.where(x == x, floats(rounded(_bits(x))), x)
-
-
 def rounded(bits: Array) -> Array:
     """The bits of numbers, not NaN, rounded to nearest even."""
     even = (bits >> jnp.uint32(16)) & jnp.uint32(1)

@@ -277,48 +277,6 @@ def quantize_tensor(
     return copies_of(out, x.shape)
 
 
-def dequantize_tensor(
-    codes: Float[Array, "..."],
-    scale: Float[Array, ""],
-    *,
-    dtype: DTypeLike = jnp.bfloat16,
-    implementation: dispatch.Implementation | None = None,
-    tuning: Tuning | None = None,
-) -> Float[Array, "..."]:
-    """The numbers that codes of one scale stand for, as `dtype`.
-
-    Raises:
-      ValueError: If a dtype is not what codes or numbers have, or the kernel was named
-        and cannot run.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels import dequantize_tensor
-      >>> codes = jnp.array([2.0, 448.0], jnp.float8_e4m3fn)
-      >>> dequantize_tensor(codes, jnp.float32(0.5)).tolist()
-      [1.0, 224.0]
-    """
-    check_dtype("codes", codes.dtype, CODES)
-    check_dtype("numbers", dtype, WIDE)
-    scale = scalar("scale", scale)
-    chosen = dispatch.choose(
-        implementation,
-        flat_obstacle(codes),
-        operation="dequantize_tensor",
-        arrays=(codes,),
-    )
-    if chosen == "reference":
-        return reference.dequantize_tensor(codes, scale, dtype=dtype)
-    (out,) = elementwise.run(
-        _scaled,
-        (flat(codes), scale),
-        name="dequantize_tensor",
-        encoding=Encoding(wide=dtype),
-        tuning=tuning,
-    )
-    return out.wide.reshape(codes.shape)
-
-
 def transpose(
     codes: Float[Array, "... n"],
     *,

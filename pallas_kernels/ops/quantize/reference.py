@@ -83,13 +83,6 @@ def quantize_tensor(
     return out._replace(largest=maxima(x) if keep_maxima else None)
 
 
-def dequantize_tensor(
-    codes: Float[Array, "..."], scale: Float[Array, ""], *, dtype: DTypeLike
-) -> Float[Array, "..."]:
-    """See `pallas_kernels.dequantize_tensor`."""
-    return (codes.astype(jnp.float32) * scale).astype(dtype)
-
-
 def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
     """See `pallas_kernels.transpose`."""
     n = codes.shape[-1]

@@ -1,1 +1,0 @@
-"""Residual additions that quantize their sum."""
