@@ -1,4 +1,4 @@
-"""Renders the README's results from experiments/results/: the only way they change.
+"""Renders the figures of README.md and experiments/README.md from experiments/results/.
 
 uv run python -m experiments.readme
 """
@@ -15,35 +15,73 @@ from experiments.pretrain.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
 _CURVES = "optimizer_curves_124m"
-_BEGIN, _END = "<!-- results: begin -->\n", "<!-- results: end -->\n"
+# The cases of the table at the top of README.md, with their batches.
+_HEADLINE = (
+    ("bf16", 2),
+    ("bf16, products and attention saved", 8),
+    ("te", 2),
+    ("coat", 2),
+    ("coat", 8),
+)
+_BEGIN, _END = "<!-- headline: begin -->\n", "<!-- headline: end -->\n"
+_RESULTS = """\
+# Results
+
+Every figure comes from a file `results/NAME/NAME.json`, which also says by which
+`command`, on which `device` and with which `versions` it was measured. `rows` holds the
+records, with units in their keys, and `bars` says what was asked for and whether it
+holds. `uv run python -m experiments.readme` renders this page from these files. Where a
+command has `--data runs/packages`, that folder held the .py files of the machine's
+installed packages.
+
+"""
 
 
-def render(readme: str) -> str:
-    """`readme` with the section between the markers made anew."""
+def headline(readme: str) -> str:
+    """Returns README.md's text with the table between its markers made anew."""
     before, _, rest = readme.partition(_BEGIN)
     _, _, after = rest.partition(_END)
-    sections = "\n".join(
-        [
-            _end_to_end(),
-            _layer(),
-            _activations(),
-            _pretraining(),
-            _optimizer(),
-            _drift(),
-            _curves(),
-            _kernels(),
-        ]
+    return before + _BEGIN + _headline() + _END + after
+
+
+def results() -> str:
+    """Returns the text of experiments/README.md."""
+    sections = (
+        _end_to_end(),
+        _layer(),
+        _activations(),
+        _pretraining(),
+        _optimizer(),
+        _drift(),
+        _curves(),
+        _kernels(),
     )
-    return before + _BEGIN + sections + _END + after
+    return _RESULTS + "\n".join(sections)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Rewrites README.md."""
+    """Rewrites both files."""
     argparse.ArgumentParser(
         prog="python -m experiments.readme", description=__doc__
     ).parse_args(argv)
-    path = PROJECT / "README.md"
-    path.write_text(render(path.read_text()))
+    readme = PROJECT / "README.md"
+    readme.write_text(headline(readme.read_text()))
+    (PROJECT / "experiments" / "README.md").write_text(results())
+
+
+def _headline() -> str:
+    rows = {(row["case"], row["batch"]): row for row in load("bench_e2e")["rows"]}
+    lines = [
+        "| Recipe, batch | tokens/s | peak memory | of which optimizer |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case, batch in _HEADLINE:
+        row = rows[case, batch]
+        lines.append(
+            f"| {case}, {batch} | {row['tokens_per_s']:,.0f} "
+            f"| {row['peak_gib']:.0f} GiB | {row['optimizer_gib']:.0f} GiB |"
+        )
+    return "\n".join([*lines, ""])
 
 
 def _end_to_end() -> str:
@@ -324,7 +362,7 @@ def _activations() -> str:
 
 def _image(text: str, experiment: str, name: str) -> str:
     path = default_path(experiment, name).with_suffix(".png")
-    return f"![{text}]({path})"
+    return f"![{text}]({path.relative_to('experiments')})"
 
 
 if __name__ == "__main__":
