@@ -4,6 +4,8 @@ The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dy
 range expansion, and what the backward pass needs in FP8 at mixed granularity.
 """
 
+from importlib.metadata import version
+
 from coat_jax.layers.matmul import fp8_dot_general
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
@@ -35,6 +37,7 @@ from coat_jax.quantization.delayed import OverwriteWithGradient
 from coat_jax.remat.api import fp8_remat
 from coat_jax.remat.report import memory_report, residual_report
 
+__version__ = version("coat-jax")
 __all__ = [
     "DE8",
     "E4M3",

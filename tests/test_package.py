@@ -1,7 +1,6 @@
 """What gets installed, what it needs, and who may import whom."""
 
 import ast
-import itertools
 import os
 import re
 import subprocess
@@ -69,23 +68,45 @@ def test_public_names_exist():
     assert [name for name in coat_jax.__all__ if not hasattr(coat_jax, name)] == []
 
 
+def _blocks():
+    """Yields the Python code of the README and of each guide, by page and number."""
+    for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
+        code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
+        for number, block in enumerate(code):
+            yield pytest.param(block, id=f"{page.stem}-{number}")
+
+
+@pytest.mark.parametrize("block", _blocks())
+def test_examples_of_readme_and_guides_run(block):
+    exec(block, {"__name__": "example"})
+
+
+def test_results_on_pages_are_those_of_the_results_files():
+    assert readme.headline(_README) == _README
+    results = (_ROOT / "experiments" / "README.md").read_text()
+    assert readme.results() == results
+
+
+def test_the_readme_is_short():
+    assert len(_README.splitlines()) <= 200
+
+
 @pytest.mark.parametrize(
-    "block",
-    re.findall(r"^```python\n(.*?)^```", _README, re.DOTALL | re.MULTILINE),
-    ids=itertools.count(),
+    "page",
+    [
+        *_ROOT.glob("*.md"),
+        _ROOT / "experiments" / "README.md",
+        *(_ROOT / "docs" / "pages").glob("*.md"),
+    ],
+    ids=lambda page: str(page.relative_to(_ROOT)),
 )
-def test_readme_examples_run(block):
-    exec(block, {"__name__": "readme"})
+def test_links_lead_somewhere(page):
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_readme_results_are_those_of_the_results_files():
-    assert readme.render(_README) == _README
-
-
-def test_readme_links_lead_somewhere():
-    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", _README)
-    assert links
-    assert [link for link in links if not (_ROOT / link).exists()] == []
+def test_the_version_is_the_projects():
+    assert coat_jax.__version__ == _PROJECT["version"]
 
 
 @pytest.fixture(scope="module")
