@@ -76,7 +76,7 @@ def _blocks():
             yield pytest.param(block, id=f"{page.stem}-{number}")
 
 
-@pytest.mark.parametrize("block", _blocks())
+@pytest.mark.parametrize("block", list(_blocks()))
 def test_examples_of_readme_and_guides_run(block):
     exec(block, {"__name__": "example"})
 
@@ -91,15 +91,14 @@ def test_the_readme_is_short():
     assert len(_README.splitlines()) <= 200
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *_ROOT.glob("*.md"),
-        _ROOT / "experiments" / "README.md",
-        *(_ROOT / "docs" / "pages").glob("*.md"),
-    ],
-    ids=lambda page: str(page.relative_to(_ROOT)),
+_PAGES = (
+    *_ROOT.glob("*.md"),
+    _ROOT / "experiments" / "README.md",
+    *(_ROOT / "docs" / "pages").glob("*.md"),
 )
+
+
+@pytest.mark.parametrize("page", _PAGES, ids=lambda page: str(page.relative_to(_ROOT)))
 def test_links_lead_somewhere(page):
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text())
     assert [link for link in links if not (page.parent / link).exists()] == []
