@@ -2,5 +2,6 @@
 
 import os
 
-# XLA warns of what its tuning tries and drops; errors still show. Read when JAX loads.
+# XLA's autotuner warns of every candidate that it drops. Level 2 hides warnings and
+# still shows errors. JAX reads the variable when it loads, so it is set first.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

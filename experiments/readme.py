@@ -1,4 +1,6 @@
-"""Renders the figures of README.md and experiments/README.md from experiments/results/.
+"""Renders README.md's headline table and experiments/README.md.
+
+The figures come from the results files in experiments/results/.
 
 uv run python -m experiments.readme
 """
@@ -15,7 +17,7 @@ from experiments.pretrain.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
 _CURVES = "optimizer_curves_124m"
-# The cases of the table at the top of README.md, with their batches.
+# Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
     ("bf16", 2),
     ("bf16, products and attention saved", 8),
@@ -38,7 +40,7 @@ installed packages.
 
 
 def headline(readme: str) -> str:
-    """Returns README.md's text with the table between its markers made anew."""
+    """Returns README.md's text with a new table between the two headline markers."""
     before, _, rest = readme.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return before + _BEGIN + _headline() + _END + after
@@ -60,7 +62,7 @@ def results() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Rewrites both files."""
+    """Rewrites README.md's headline table and experiments/README.md."""
     argparse.ArgumentParser(
         prog="python -m experiments.readme", description=__doc__
     ).parse_args(argv)
@@ -317,7 +319,7 @@ def _kernels() -> str:
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:
-    """The rates on a chip that rests before each call."""
+    """Returns a clause with the TFLOP/s measured with a pause before each call."""
     rates = {
         row["kernel"]: f"{row['rested_tflop_per_s']:,.0f}"
         for row in rows
@@ -330,7 +332,10 @@ def _rested(rows: list[dict[str, Any]]) -> str:
 
 
 def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Rows of products by kind, and plain ones by the layers' pass too."""
+    """Groups the matmul rows by kernel and by the last part of the row's name.
+
+    The last part is the pass of a layer's matmul, or the cube of 8192^3.
+    """
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if "tflop_per_s" not in row:

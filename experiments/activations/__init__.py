@@ -1,1 +1,1 @@
-"""What is saved for backward, at which granularity, and what gradients lose by it."""
+"""Experiments on saved activations: memory, granularity and errors of gradients."""

@@ -1,12 +1,13 @@
-"""How far each recipe's gradients are from those in float32, layer by layer.
+"""Measures the error of each recipe's gradients against float32, layer by layer.
 
     uv run python -m experiments.activations.gradient_error
 
-trains the main job's model, and computes the gradients of batches it has not seen: in
-float32, and as each recipe computes them from the same float32 parameters. An error is
-the root mean square of the difference over that of the float32 gradient. Beside it
-stands how far gradients of single batches are from their mean, which training lives
-with anyway. The paper has no such table; its figures 5 to 7 show that losses agree.
+The command trains the main job's model and computes gradients of batches that it has
+not seen: in float32, and with each recipe from the same float32 parameters. An error is
+the root mean square of the difference over the root mean square of the float32
+gradient. The column "batch to batch" shows the distance of a single batch's gradient
+from the mean over batches, a noise that training tolerates anyway. The paper has no
+such table; its figures 5 to 7 show that losses agree.
 """
 
 import sys
@@ -34,7 +35,7 @@ from experiments.pretrain.settings import Recipe
 
 Row = dict[str, Any]
 NOISE = "batch to batch"
-# Where a model has parameters that are no layer's.
+# Names of a model's parameters outside its layers.
 OUTSIDE = ("embedding", "norm", "head")
 _COLORS = {
     "bf16": "#33415c",
@@ -43,7 +44,7 @@ _COLORS = {
     "coat_max": "#edae49",
     NOISE: "#b8c0cc",
 }
-# By name of a parameter, one entry a layer.
+# Gradients by parameter name. The first axis is the layer.
 _Gradient = dict[str, Float[Array, "layers ..."]]
 
 
@@ -69,10 +70,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def error_rows(model: trained.Trained, batches: int) -> list[Row]:
-    """The error of every recipe for each layer and parameter, and for all together.
+    """Returns each recipe's errors, by layer and parameter and for all together.
+
+    Args:
+      model: The trained model.
+      batches: Number of validation batches whose gradients are compared.
 
     Raises:
-      ValueError: If there are not that many batches, or fewer than two are wanted.
+      ValueError: If `batches` is below 2 or above the number of batches of `model`.
     """
     if not 2 <= batches <= len(model.batches):
         raise ValueError(
@@ -95,7 +100,10 @@ def error_rows(model: trained.Trained, batches: int) -> list[Row]:
 
 
 def _gradients(model: trained.Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
-    """From parameters and a batch to the gradient of the loss, by parameters' names."""
+    """Returns a function of parameters and a batch that computes the loss gradient.
+
+    The function returns a dictionary from parameter names to gradients.
+    """
     graph = trained.structure(model.config_as(recipe, dtype))
 
     def loss(params, batch):
@@ -111,20 +119,24 @@ def _gradients(model: trained.Trained, recipe: Recipe, dtype: DTypeLike) -> Call
 
 
 class _Sums:
-    """Over batches, of squares and products of gradients and of float32's."""
+    """Sums over batches of four scalar products of gradients.
+
+    With a recipe's gradient g and float32's gradient r they are |g - r|^2, g . r, |g|^2
+    and |r|^2, by parameter name and layer.
+    """
 
     def __init__(self) -> None:
         self.values: dict[str, Float[np.ndarray, "4 layers"]] = {}
 
     def add(self, found: _Gradient, exact: _Gradient) -> None:
-        """Counts one batch's."""
+        """Adds the sums of one batch."""
         for name, values in jax.device_get(_compare(found, exact)).items():
             self.values[name] = self.values.get(name, 0) + np.asarray(
                 values, np.float64
             )
 
     def rows(self, recipe: str) -> list[Row]:
-        """One a layer and parameter, one a layer, one for all."""
+        """Returns one row per layer and parameter, one per layer, and one for all."""
         rows = []
         for layer, kind, (lost, product, found, exact) in _entries(self.values):
             cosine = product / np.sqrt(found * exact)
@@ -145,7 +157,11 @@ def _compare(found: _Gradient, exact: _Gradient) -> _Gradient:
 
 
 def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
-    """How far a batch's gradient is from the mean of all, as an error."""
+    """Returns the distance of a batch's gradient from the mean gradient, as errors.
+
+    The error is sqrt(n / (n - 1) (S - n |mean|^2) / S), where n is the number of
+    batches and S the sum of squared float32 gradients over batches.
+    """
     of_mean = jax.device_get(_compare(mean, mean))
     rows = []
     pairs = {
@@ -169,7 +185,11 @@ def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
 
 
 def _entries(values: dict[str, np.ndarray]):
-    """Sums by layer and kind of parameter: single ones, of whole layers, of all."""
+    """Yields the layer, the kind of parameter, and the sums.
+
+    There is one entry per layer and parameter, one per whole layer, and one for all. A
+    layer of None means outside the layers, or all of them.
+    """
     layers = [name for name in values if name not in OUTSIDE]
     for name in values:
         for layer, one in enumerate(values[name].T):
@@ -181,7 +201,10 @@ def _entries(values: dict[str, np.ndarray]):
 
 
 def table(rows: list[Row]) -> Table:
-    """Errors by kind of parameter, in turn the median and the worst of the layers."""
+    """Returns a table of errors by kind of parameter.
+
+    A cell holds the median over layers, and the worst layer's error in brackets.
+    """
     found = Table(
         title="Error of gradients, % of float32's (worst layer's)",
         title_justify="left",
@@ -208,7 +231,7 @@ def table(rows: list[Row]) -> Table:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """A panel a kind of parameter in layers: errors by layer."""
+    """Draws errors by layer, with one panel per kind of layer parameter."""
     of_layers = [r for r in rows if r["layer"] is not None and r["kind"] != "all"]
     kinds = list(dict.fromkeys(row["kind"] for row in of_layers))
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)

@@ -1,4 +1,4 @@
-"""The studies of granularity as tables and figures, for a terminal or a notebook."""
+"""Tables and figures of the granularity studies, for a terminal or a notebook."""
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ _COLORS = ("#b8c0cc", "#edae49", "#2a9d8f", "#33415c", "#d1495b", "#8338ec")
 
 
 def arrays(rows: list[Row]) -> Table:
-    """Every activation's error in every granularity: means over layers."""
+    """Returns a table of activation errors by granularity, averaged over layers."""
     table = _table(
         "What is lost of an activation, %",
         *("read by", *GRANULARITIES, "largest / rms"),
@@ -34,7 +34,10 @@ def arrays(rows: list[Row]) -> Table:
 
 
 def flows(rows: list[Row]) -> Table:
-    """Figure 4a in numbers: means over layers, and the last layer's residual stream."""
+    """Returns figure 4a in numbers: operator errors averaged over layers.
+
+    The last column is the error of the residual stream behind the last layer.
+    """
     table = _table("What is lost behind an operator, %", *OPERATORS, "residual stream")
     last = max(row["layer"] for row in rows if "layer" in row)
     for flow in FLOWS:
@@ -49,7 +52,7 @@ def flows(rows: list[Row]) -> Table:
 
 
 def times(rows: list[Row]) -> Table:
-    """Figure 4b in numbers."""
+    """Returns figure 4b in numbers: times of each operator with each method."""
     rows = [row for row in rows if row["study"] == "times"]
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]
@@ -67,7 +70,7 @@ def times(rows: list[Row]) -> Table:
 
 
 def draw_flows(rows: list[Row]) -> Figure:
-    """Figure 4a: the error behind norms and gates by layer, and of the stream."""
+    """Draws figure 4a: errors behind norms and gates, and of the stream, by layer."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     panels = figure.subplots(2, 2, sharex=True)
     titles = [f"behind the {name}" for name in OPERATORS]
@@ -90,7 +93,7 @@ def draw_flows(rows: list[Row]) -> Figure:
 
 
 def draw_times(rows: list[Row]) -> Figure:
-    """Figure 4b: what quantizing costs, over the operator alone in BF16."""
+    """Draws figure 4b: the time of each operator, in BF16 and with quantization."""
     rows = [row for row in rows if row["study"] == "times"]
     shown = list(dict.fromkeys((row["operator"], row["shape"]) for row in rows))
     figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=150)

@@ -1,7 +1,7 @@
-"""What FP8 activations lose by granularity, as flat rows of results files.
+"""Studies of FP8 activation errors by granularity, as flat rows of results files.
 
-Errors are the root mean square of what is lost over that of what is stored, in percent;
-everything else is computed in float32. Codes are E4M3.
+An error is 100 |stored - exact| / |exact| in the 2-norm, in percent. Activations are
+stored in E4M3, and everything else is computed in float32.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 GRANULARITIES: dict[str, Granularity] = {
     "4x4": coat.PerBlock(4, 4),
     "1x16": coat.PerGroup(16),
-    # No row is longer than one group.
+    # No row is longer than 2**24, so the whole row is one group.
     "per row": coat.PerGroup(2**24),
     "per tensor": coat.PerTensor(),
 }
@@ -32,20 +32,20 @@ GRANULARITIES: dict[str, Granularity] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flow:
-    """How activations are stored on their way to an operator.
+    """The granularities in which activations are stored for the operators.
 
-    Queries, keys and values stay as they are, as in the paper.
+    Queries, keys and values stay unquantized, as in the paper.
 
     Attributes:
-      nonlinear: Where norms and gates read them; None stores without a loss.
-      linear: Where matrix products read them.
+      nonlinear: Granularity of inputs of norms and gates; None leaves them unquantized.
+      linear: Granularity of inputs of matmuls.
     """
 
     nonlinear: Granularity | None
     linear: Granularity
 
     def __call__(self, site: str, x: Float[Array, "b s n"]) -> Float[Array, "b s n"]:
-        """What is read of `x` at one of `layer_flow.SITES`."""
+        """Returns `x` as it is read at `site`, one of `layer_flow.SITES`."""
         how = {"non-linear": self.nonlinear, "linear": self.linear}
         return stored(x, how.get(SITES[site]))
 
@@ -54,8 +54,9 @@ def _flow(nonlinear: str, linear: str) -> Flow:
     return Flow(nonlinear=GRANULARITIES.get(nonlinear), linear=GRANULARITIES[linear])
 
 
-# Those of the paper's figure 4a; one scale a tensor for everything; and mixed
-# granularity with a scale a row for products, as `coat` has behind norms and gates.
+# The flows of the paper's figure 4a, and two more: per-tensor scales everywhere, and
+# mixed granularity with per-token scales for matmuls, which is what the recipe `coat`
+# has behind norms and gates.
 FLOWS: dict[str, Flow] = {
     "per tensor": _flow("per tensor", "per tensor"),
     "4x4": _flow("4x4", "4x4"),
@@ -67,24 +68,25 @@ FLOWS: dict[str, Flow] = {
 
 
 def stored(x: Float[Array, "..."], how: Granularity | None) -> Float[Array, "..."]:
-    """What comes back of `x` after it was stored in FP8."""
+    """Returns `x` after it was quantized to FP8 and dequantized; None returns `x`."""
     return x if how is None else coat.quantize(x, granularity=how).dequantize()
 
 
 def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
-    """The root mean square of what was lost, over that of what was stored."""
+    """Computes 100 |stored - exact| / |exact| in the 2-norm."""
     return 100 * jnp.linalg.norm(stored - exact) / jnp.linalg.norm(exact)
 
 
 def layer_rows(trained: Trained) -> list[Row]:
-    """All studies of a trained model, layer by layer, on a batch of held-out text.
+    """Runs all studies of a trained model, layer by layer, on unseen text.
 
-    - `arrays`: the error of every activation in every granularity; how much of it
-      becomes zero, and how far its largest element stands out.
-    - `operators`: the error of what a product reads behind a norm or a gate, which has
-      read an exact input as a flow stores it: the paper's figure 4a.
-    - `stream`: the error of the residual stream behind each layer, when all up to it
-      follow a flow.
+    - `arrays`: the error of every activation in every granularity, the percentage of
+      elements that become zero, and the ratio of its amax to its root mean square.
+    - `operators`: the error of the array that a matmul reads behind a norm or a gate.
+      The operator's exact input and its output are stored as a flow stores them. This
+      is the paper's figure 4a.
+    - `stream`: the error of the residual stream behind each layer, if this layer and
+      all layers before it follow a flow.
     """
     config = trained.config_as("bf16", jnp.float32)
     model = nnx.merge(structure(config), trained.wide_params())
@@ -157,7 +159,16 @@ def _rows(layer: int, found: Mapping[str, _Measured]) -> list[Row]:
 
 
 def mean_error(rows: list[Row], study: str, **names: str) -> float:
-    """The root of the mean squared error over layers of the rows with these names."""
+    """Returns the root mean square of the errors of the rows with these names.
+
+    Args:
+      rows: Rows of `layer_rows`.
+      study: The study of the rows.
+      **names: Keys and values that the rows must have.
+
+    Raises:
+      ValueError: If there is no such row.
+    """
     wanted = {"study": study, **names}
     errors = [r["error_percent"] for r in rows if wanted.items() <= r.items()]
     if not errors:

@@ -1,10 +1,10 @@
-"""How long it takes to norm or gate, and to quantize what comes out: figure 4b.
+"""Measures the time of a norm or gate and of quantizing its output: figure 4b.
 
-One scale for a whole tensor must be known before the first code is written. *Just in
-time* reads the output once more for its maximum; *group scaling* takes it from the
-maxima that the operator itself leaves; *delayed* scaling uses an older one. Scales of
-rows and groups need no second look. Operators run as they do in training: Pallas
-kernels on a Hopper GPU, XLA elsewhere.
+A per-tensor scale must be known before the first code is written. *Just in time*
+scaling reads the output once more to find its amax. *Group scaling* computes the scale
+from partial amax values that the operator returns with its output. *Delayed* scaling
+uses an older scale. Per-token and per-group scales need no second pass. Operators run
+as they do in training: as Pallas kernels on a Hopper GPU, and with XLA elsewhere.
 """
 
 from collections.abc import Callable
@@ -24,9 +24,10 @@ from experiments.common import timing
 Operator = Literal["norm", "gate"]
 _E4M3_MAX = 448.0
 _DELAYED_SCALE = 0.02
-# In turns with other arguments, so that caches are cold.
+# Number of random inputs. Calls take turns between them, so that caches are cold.
 _DRAWS = 4
-# From an operator and its input; it returns its output and maxima, or scales of rows.
+# A function of an operator and its input. The operator returns its output, and either
+# partial amax values or per-token scales.
 Method = Callable[[Callable[..., tuple[Array, Array]], Any], Any]
 
 
@@ -46,7 +47,7 @@ def _per_tensor(y: Float[Array, "t n"], largest: Array) -> Any:
 
 
 def _just_in_time(operator, x):
-    # Behind the barrier nothing of the operator's own is left to fuse with.
+    # The barrier keeps XLA from fusing the search for the amax into the operator.
     y = lax.optimization_barrier(operator(x)[0])
     return _per_tensor(y, pk.maxima(y))
 
@@ -85,7 +86,8 @@ def _mixed_rows(operator, x):
     return out.y, out.scale, out.groups
 
 
-# Groups of what the norm reads besides, for its backward pass; gates read groups.
+# In mixed granularity, a norm also quantizes its input in groups, which it saves for
+# its backward pass. A gate needs no such method, because its input is in groups.
 _MIXED = {"mixed": _mixed, "mixed, rows": _mixed_rows}
 _OPERATORS: dict[Operator, tuple[Callable, dict[str, Method]]] = {
     "norm": (_norm, METHODS | _MIXED),
@@ -94,9 +96,12 @@ _OPERATORS: dict[Operator, tuple[Callable, dict[str, Method]]] = {
 
 
 def time_rows(shape: tuple[int, int]) -> list[Row]:
-    """The time of each operator with each method, for outputs of `shape` in BF16.
+    """Measures each operator with each method, for outputs of `shape`.
 
-    Ratios are to the operator in BF16, quantizing nothing.
+    Ratios are to the time of the operator that returns BF16 and quantizes nothing.
+
+    Args:
+      shape: Tokens and features of the output.
     """
     rows = []
     for name, (operator, methods) in _OPERATORS.items():

@@ -1,7 +1,7 @@
-"""A decoder layer, operator by operator, with what each reads stored as one likes.
+"""A decoder layer, operator by operator, whose activations can be stored in any way.
 
-It computes what `coat_jax.layers.decoder.DecoderLayer` does, in the dtype of its input,
-and shows the activations in between, which the layer itself does not.
+It computes the same as `coat_jax.layers.decoder.DecoderLayer`, in the dtype of its
+input. It also returns the activations in between, which the layer itself does not.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from coat_jax.layers import recipes as blocks
 from coat_jax.layers.decoder import DecoderLayer
 
 Reader = Literal["non-linear", "linear", "attention"]
-# What is read, by whom, in the order of the forward pass.
+# The kind of operator that reads each activation, in the order of the forward pass.
 SITES: dict[str, Reader] = {
     "attention norm": "non-linear",
     "qkv": "linear",
@@ -30,7 +30,8 @@ SITES: dict[str, Reader] = {
     "up": "non-linear",
     "down": "linear",
 }
-# The non-linear operators: what they read, and the product that reads their output.
+# The non-linear operators: the activations that they read, and the matmul that reads
+# their output.
 OPERATORS = {
     "attention norm": (("attention norm",), "qkv"),
     "mlp norm": (("mlp norm",), "gate_up"),
@@ -40,7 +41,7 @@ Store = Callable[[str, Float[Array, "b s n"]], Float[Array, "b s n"]]
 
 
 def keep(site: str, x: Array) -> Array:
-    """Stores without a loss."""
+    """Returns `x` unchanged: the `store` that loses nothing."""
     del site
     return x
 
@@ -51,12 +52,13 @@ def run(
     """Applies a layer.
 
     Args:
-      layer: One layer.
+      layer: One decoder layer.
       x: The residual stream.
-      store: What becomes of an activation between its operator and its reader.
+      store: Function of a site and its activation that returns the activation as its
+        reader sees it.
 
     Returns:
-      The residual stream behind the layer, and what was read at each of `SITES`.
+      The residual stream behind the layer, and the activation read at each of `SITES`.
     """
     read: dict[str, Array] = {}
 
@@ -76,7 +78,7 @@ def run(
 
 
 def operators(layer: DecoderLayer) -> dict[str, Callable]:
-    """The non-linear operators of a layer, by their names in `OPERATORS`."""
+    """Returns the non-linear operators of a layer, by their names in `OPERATORS`."""
 
     def norm(param):
         weight = None if param is None else param[...]

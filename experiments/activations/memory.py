@@ -1,12 +1,12 @@
-"""Saved activations of one Llama layer by operation, beside the paper's table 2.
+"""Counts a Llama layer's saved activations by operation, beside the paper's table 2.
 
     uv run python -m experiments.activations.memory
 
-traces the backward pass of two layers under `scan`, computes nothing, and counts what
-is saved for each in U = batch x sequence x hidden x 2 bytes: for every recipe, and for
-BF16 under the usual policies of `jax.checkpoint` and under `fp8_remat`. On a GPU that
-is with flash attention, elsewhere with attention recomputed from queries, keys and
-values.
+The command traces the backward pass of two layers under `scan` and computes nothing. It
+counts the bytes that one layer saves in units of U = batch x sequence x hidden x 2
+bytes. It does so for every recipe, and for BF16 under the usual policies of
+`jax.checkpoint` and under `fp8_remat`. On a GPU attention is flash attention; elsewhere
+attention is recomputed from queries, keys and values.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line: a layer's shape, by default Llama-2-7B's."""
+    """Returns the command line parser; the default shape is a layer of Llama-2-7B."""
     top = argparse.ArgumentParser(
         prog="python -m experiments.activations.memory",
         description=__doc__,
@@ -69,10 +69,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shape_of(args: argparse.Namespace) -> Shape:
-    """The layer and the input that a command line asks for.
+    """Returns the shape of the layer and its input that a command line gives.
 
     Raises:
-      ValueError: If the heads do not divide the hidden size.
+      ValueError: If the number of heads does not divide the hidden size.
     """
     if args.hidden % args.heads:
         raise ValueError(f"heads must divide {args.hidden}, got {args.heads}")
@@ -87,7 +87,10 @@ def shape_of(args: argparse.Namespace) -> Shape:
 
 
 def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
-    """What two layers of a case save under `scan`, with parameters in BF16."""
+    """Returns the residuals that two layers of case `name` save under `scan`.
+
+    Parameters are BF16.
+    """
     case = CASES[name]
     config = llama.LlamaConfig(
         vocab_size=1,
@@ -111,7 +114,7 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
 
 
 def case_rows(shape: Shape) -> list[Row]:
-    """What each of `CASES` saves of a layer: all of it, and by operation."""
+    """Returns the bytes that a layer saves in each of `CASES`: in all, by operation."""
     rows = []
     for case in CASES:
         report = saved_by_layers(case, shape)
@@ -128,7 +131,7 @@ def case_rows(shape: Shape) -> list[Row]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """What the FP8 flow may save at most, and `fp8_remat` of what it is put around."""
+    """Returns bars for the activations saved by the FP8 flow and by `fp8_remat`."""
     units = {row["recipe"]: row["units"] for row in rows}
     found = [
         Bar.of(f"{case}, U", "<=", target, units[case])

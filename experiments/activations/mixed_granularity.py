@@ -1,14 +1,14 @@
-"""What FP8 activations lose by granularity, and what it costs: the paper's figure 4.
+"""Measures the error and the time of FP8 activations by granularity: figure 4.
 
     uv run python -m experiments.activations.mixed_granularity
 
-trains the main job's model and stores the activations of a batch that it has not seen
-in E4M3: in 4x4 blocks, in groups of 16, with a scale a row or a tensor, and at mixed
-granularity, which has groups for norms and gates and wider scales for matrix products.
-It measures every activation, what comes out of each norm and gate, and the residual
-stream (figure 4a). Then it times norms and gates with what quantizes their output
-(figure 4b), on whatever device there is. The paper's figure is a chart: there are no
-numbers to put beside ours, but orders to compare.
+The command trains the main job's model and stores the activations of an unseen batch in
+E4M3: with per-block (4x4), per-group (16), per-token or per-tensor scales, and at mixed
+granularity, which has per-group scales for norms and gates and per-token or per-tensor
+scales for matmuls. It measures the errors of every activation, of the output of each
+norm and gate, and of the residual stream (the paper's figure 4a). Then it times norms
+and gates that quantize their output (figure 4b), on the device at hand. The paper's
+figure is a chart without numbers, so only the order of the methods is compared.
 """
 
 import argparse
@@ -24,7 +24,8 @@ from experiments.activations.layer_flow import OPERATORS
 from experiments.common.results import Bar, write_results
 from experiments.pretrain import arguments, trained
 
-# Tokens by features: small off the GPU, where times say nothing about one.
+# Tokens and features of the timed arrays. They are small on other devices, whose times
+# say nothing about a GPU.
 _SHAPES = {"gpu": ((8192, 4096), (8192, 11_008))}
 _SMALL = ((1024, 512),)
 
@@ -54,19 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; a setting that is not given is the preset's."""
+    """Returns the command line parser; the preset gives the settings left out."""
     top = trained.parser("mixed_granularity", __doc__)
     top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
     return top
 
 
 def default_shapes() -> tuple[tuple[int, int], ...]:
-    """What is timed on this device."""
+    """Returns the default shapes to time on this device."""
     return _SHAPES.get(jax.default_backend(), _SMALL)
 
 
 def check(rows: list[Row]) -> list[Bar]:
-    """The orders that the paper's figure shows; that of times on a GPU alone."""
+    """Returns bars for the orders in the paper's figure; times only on a GPU."""
     bars = []
     for better, worse in (("1x16", "4x4"), ("mixed", "per tensor")):
         for name in OPERATORS:

@@ -1,7 +1,7 @@
-"""Which operation of a layer a saved array is for: the columns of the paper's table 2.
+"""Assigns saved arrays to a layer's operations, the columns of the paper's table 2.
 
-An array that several operations read is saved once and counted once: for a matrix
-product if one reads it first, else by what it is, which its shape tells.
+An array that several operations read is saved once and counted once. It counts for a
+matmul if it was saved for one. Otherwise its shape decides.
 """
 
 import math
@@ -30,20 +30,20 @@ def _paper(*units: float) -> dict[str, float]:
     return dict(zip((*TITLES, "total", "ratio"), units, strict=True))
 
 
-# Its table 2; it has no counterpart to `coat_max` and no `jax.checkpoint`.
+# The paper's table 2, in U. It has no counterpart of `coat_max` or `jax.checkpoint`.
 PAPER = {
     "bf16": _paper(4, 8, 2, 3, 5.66, 22.66, 1.0),
     "te": _paper(2, 8, 2, 3, 3.33, 18.33, 1.23),
     "coat": _paper(1, 4, 2, 3, 3.33, 13.33, 1.69),
 }
-# Functions whose operands are saved for a matrix product.
+# Functions whose saved operands count for a matmul.
 _PRODUCTS = ("_plain_linear", "in linear", "attention_out")
-# The groups of FP8 activations, and of those that only products read.
+# Group sizes of FP8 activations, and of FP8 activations that only matmuls read.
 _GROUP, _PRODUCT_GROUP = 16, 128
 
 
 def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
-    """Bytes of all saved arrays by operation.
+    """Returns the bytes of all saved arrays by operation, arguments not counted.
 
     Raises:
       ValueError: If there is an array that no operation of a layer saves.
@@ -56,12 +56,20 @@ def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
 
 
 def operation(row: Residual, shape: Shape) -> Operation:
-    """Whom an array that layers under `scan` save is for."""
+    """Returns the operation that a saved array is for.
+
+    Args:
+      row: An array that layers under `scan` save; its first axis is the layer.
+      shape: The layer's shape.
+
+    Raises:
+      ValueError: If no operation of a layer saves such an array.
+    """
     _, *sizes = row.shape
     if math.prod(sizes) == 1 or any(name in row.asked_by for name in _PRODUCTS):
         return "linear"
     if sizes == [shape.batch, shape.seq]:
-        return "gate"  # The largest scale of each row's gate and up.
+        return "gate"  # Each token's largest group scale of gate and up.
     half = shape.head_dim // 2
     if "turned" in row.asked_by and sizes[-1] in (half, -(-half // _GROUP)):
         return "rope"
@@ -70,7 +78,7 @@ def operation(row: Residual, shape: Shape) -> Operation:
     for name, size in (
         ("gate", shape.intermediate),
         ("norm", shape.hidden),
-        ("norm", 1),  # statistics of rows
+        ("norm", 1),  # Statistics of tokens.
     ):
         if sizes[-1] in (size, -(-size // _GROUP)):
             return name
@@ -78,7 +86,11 @@ def operation(row: Residual, shape: Shape) -> Operation:
 
 
 def _is_attentions(sizes: list[int], shape: Shape) -> bool:
-    """Heads, or their product before it is split, or statistics of their rows."""
+    """Returns whether an array of `sizes` belongs to attention.
+
+    These arrays are the heads, the qkv output before it is split into heads, the scales
+    of both, and the statistics of attention's rows.
+    """
     if shape.hidden // shape.head_dim in sizes[1:-1]:
         return True
     joined = shape.hidden + 2 * shape.kv_heads * shape.head_dim
@@ -90,7 +102,10 @@ def _is_attentions(sizes: list[int], shape: Shape) -> bool:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Table 2: U by operation, the ratio of BF16's total, and the paper's below."""
+    """Returns table 2: U by operation, and the ratio of the first row's total.
+
+    The paper's figures stand below ours in brackets.
+    """
     found = Table(
         title="Saved activations of a layer in U (paper's below)",
         title_justify="left",
@@ -113,7 +128,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
-    """Bars of what each case saves, the paper's recipes thinner below ours."""
+    """Draws a bar of the saved U per case, with the paper's thinner bars below."""
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]

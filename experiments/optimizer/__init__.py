@@ -1,1 +1,1 @@
-"""What 8 bits do to an optimizer: errors, drift over many steps, training curves."""
+"""Experiments on 8-bit optimizer states: errors, drift and training curves."""

@@ -1,9 +1,10 @@
 """Training curves of several optimizers and seeds: their table, bars and figure.
 
-Rows are those of `experiments.optimizer.curves`. Each optimizer is compared with the
-one that its rows name as `beside`, or else with the first. Differences are between
-trainings with one seed, which share initialization, batches and validation; the
-standard error is that of their mean over seeds.
+The rows come from `experiments.optimizer.curves`. Each optimizer is compared with the
+optimizer that its rows name as `beside`, or with the first one if they name none. A
+difference is taken between two trainings with the same seed, which share the
+initialization, the batches and the validation. The standard error is that of the mean
+difference over seeds.
 """
 
 import itertools
@@ -26,7 +27,7 @@ _MOST_PERCENT = 0.5
 
 
 def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
-    """Validation losses by optimizer, of the seeds that all optimizers have."""
+    """Returns validation losses by optimizer, for the seeds that all of them have."""
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
     own = [{row["seed"] for row in rows if row["optimizer"] == name} for name in names]
     seeds = set.intersection(*own)
@@ -47,23 +48,24 @@ def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed 
 def mean_and_error(
     x: Float[np.ndarray, "seed *rest"],
 ) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"] | None]:
-    """The mean over seeds and its standard error; None of a single seed."""
+    """Returns the mean over seeds and its standard error, None for a single seed."""
     if len(x) == 1:
         return x[0], None
     return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))
 
 
 def compared_with(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """The name of the optimizer that each is compared with."""
+    """Returns, for each optimizer, the name of the optimizer it is compared with."""
     first = rows[0]["optimizer"]
     return {row["optimizer"]: row.get("beside") or first for row in rows}
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last validation of each optimizer, and its difference to another one's.
+    """Returns each optimizer's last validation loss and its difference to `beside`.
 
-    `percent` is the difference over the other's loss, `most_percent` the upper end of
-    its 95% interval by Student's t distribution; of a single seed there is none.
+    `percent` is the mean difference over the mean loss of `beside`. `most_percent` is
+    the upper end of its 95% interval by Student's t distribution, or None for a single
+    seed.
     """
     found, beside, summary = losses(rows), compared_with(rows), []
     for name, curves in found.items():
@@ -89,7 +91,10 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
-    """What rounds parameters to nearest may fall behind, what does not may not."""
+    """Returns a bar for each optimizer that does not round parameters to nearest.
+
+    Rounding BF16 parameters to nearest is expected to cost loss, so it has no bar.
+    """
     found = []
     for row in summary:
         name, beside = row["optimizer"], row["beside"]
@@ -103,7 +108,7 @@ def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
 
 
 def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
-    """The summary for a terminal."""
+    """Returns the summary as a table for a terminal."""
     found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     found.add_column("optimizer")
     for name in ("validation loss", "difference", "standard error", "%", "at most"):
@@ -122,9 +127,9 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
 
 
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
-    """Validation losses above, differences to what each is compared with below.
+    """Draws validation losses above and differences to the compared optimizer below.
 
-    Means over seeds; the bands are a standard error wide to either side.
+    Lines are means over seeds. Bands reach one standard error to either side.
     """
     found, beside = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})
@@ -159,7 +164,7 @@ def _line(axes: Axes, steps: list[int], curves: np.ndarray, **style: Any) -> Non
 
 
 def _limit(axes: Axes, curves: Float[np.ndarray, "optimizer seed step"]) -> None:
-    """Leaves out the first quarter, where losses fall steeply."""
+    """Sets y limits that ignore the first quarter, where losses fall steeply."""
     means = curves.mean(axis=1)[:, curves.shape[-1] // 4 :]
     low, high = means[np.isfinite(means)].min(), means[np.isfinite(means)].max()
     margin = 0.1 * (high - low) + 1e-3

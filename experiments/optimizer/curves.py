@@ -2,12 +2,13 @@
 
     uv run python -m experiments.optimizer.curves
 
-trains the main job's model, all of it in its `bf16` recipe, with `optax.adamw` and
-float32 parameters, with `coat.fp8_adamw`, with COAT's own scheme for the first moment,
-and with BF16 parameters that are rounded to nearest and stochastically; everything from
-one initialization and on one order of the data for each of several seeds. Results are
-written after every training. Call it again after an interruption, or with more seeds,
-and it does only what is missing.
+The command trains the main job's model in its `bf16` recipe with several optimizers:
+`optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's scheme as it was
+published, and both optimizers with BF16 parameters, rounded to nearest or (only
+`coat.fp8_adamw`) stochastically. For each of several seeds, all trainings start from
+one initialization and read the data in one order. Results are written after every
+training. Call the command again after an interruption, or with more seeds, and it runs
+only the missing trainings.
 """
 
 import argparse
@@ -33,21 +34,22 @@ from experiments.pretrain.settings import ParamDtype, Rounding, Settings, model_
 from experiments.pretrain.training import Optimizer, Trainer
 
 Row = dict[str, Any]
-# What differs between trainings, or in no number of theirs.
+# Settings that differ between trainings, or that change no result. A results file may
+# be continued with other values of these.
 _NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
 _NOT_SHARED += ("save_every",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One way to train.
+    """An optimizer and a parameter dtype to train with.
 
     Attributes:
-      name: In tables and results.
-      optimizer: What with.
-      param_dtype: What the parameters are kept in.
-      rounding: How `coat.fp8_adamw` rounds them to BF16.
-      beside: The name of the variant that it is compared with; None means the first.
+      name: The name in tables and results.
+      optimizer: The optimizer.
+      param_dtype: Dtype in which parameters are stored.
+      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
+      beside: Name of the variant that this one is compared with; None means the first.
     """
 
     name: str
@@ -59,7 +61,8 @@ class Variant:
 
 _OPTAX = Optimizer(optax.adamw, fused=False)
 _FP8 = Optimizer(coat.fp8_adamw, fused=True)
-# COAT's scheme as it was published: codes rounded to nearest, float32 scales.
+# COAT's scheme as it was published: the first moment itself instead of m / sqrt(v),
+# E4M3 for both moments, codes rounded to nearest, float32 scales.
 _COAT = Optimizer(
     partial(
         coat.fp8_adamw, normalize_mu=False, nu_format=coat.E4M3, rounding="nearest"
@@ -95,14 +98,14 @@ def compare(
     name: str,
     doc: str,
 ) -> int:
-    """The program that trains with some of `variants`; returns an exit code.
+    """Runs a program that trains with some of `variants`; returns an exit code.
 
     Args:
-      argv: Its command line; None means this process's.
-      variants: What there is to choose from.
+      argv: The program's command line; None means this process's.
+      variants: The variants that `--optimizers` chooses from.
       program: The program's module.
-      name: That of its results, without the preset's.
-      doc: What it says of itself.
+      name: Name of the results, without the preset's name.
+      doc: The program's description, which `--help` prints.
     """
     given = arguments.read(parser(program, doc), argv)
     seeds, out = given.pop("seeds", 4), given.pop("out", None)
@@ -130,10 +133,10 @@ def compare(
 
 
 def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...]:
-    """The variants of these names, which semicolons separate; all without names.
+    """Returns the variants named in `names`, separated by semicolons; None means all.
 
     Raises:
-      ValueError: If there is none of a name.
+      ValueError: If no variant has one of the names.
     """
     known = {variant.name: variant for variant in variants}
     wanted = list(known) if names is None else names.split(";")
@@ -144,7 +147,12 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """The main job's flags, but for what is compared."""
+    """Returns a parser with the training flags and `--seeds`, `--optimizers`, `--out`.
+
+    Args:
+      program: The program's module.
+      doc: The program's description, which `--help` prints.
+    """
     top = argparse.ArgumentParser(
         prog=f"python -m {program}",
         description=doc,
@@ -160,11 +168,11 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
 
 
 class Curves:
-    """A results file with training curves, and what is missing in it.
+    """A results file with training curves, and the trainings that it lacks.
 
     Attributes:
-      rows: One a validation: of which variant and seed, after which step, the mean
-        training loss since the validation before and the validation loss.
+      rows: One row per validation. It holds the variant, the seed, the step, the mean
+        training loss since the previous validation, and the validation loss.
     """
 
     def __init__(
@@ -191,11 +199,11 @@ class Curves:
         seeds: int,
         variants: tuple[Variant, ...] = VARIANTS,
     ) -> "Curves":
-        """Reads the data and what is finished.
+        """Reads the data, and the finished trainings if `out` exists.
 
         Raises:
-          ValueError: If there is no seed or no folder, or the file holds curves of
-            other settings or data.
+          ValueError: If `seeds` is below 1, the folder of `out` does not exist, or
+            `out` holds curves of other settings or data.
         """
         if seeds < 1:
             raise ValueError(f"seeds must be positive, got {seeds}")
@@ -216,7 +224,7 @@ class Curves:
         return curves
 
     def train(self) -> None:
-        """Does the trainings that are missing, seed by seed."""
+        """Runs the missing trainings, seed by seed; writes results after each."""
         missing = list(self._missing())
         trainers = {}
         bar = tqdm(total=len(missing) * self._settings.steps, unit="step")
@@ -229,7 +237,7 @@ class Curves:
                 self.write()
 
     def write(self) -> list[Row]:
-        """Writes the results file, and returns the summary in it."""
+        """Writes the results file and returns its summary."""
         summary = curve_summary.summarize(self.rows)
         bars = curve_summary.bars(summary)
         shared = self._shared | {"summary": summary}
@@ -237,7 +245,7 @@ class Curves:
         return summary
 
     def title(self, seeds: int) -> str:
-        """What was trained, with how many seeds."""
+        """Returns a title: the preset, the training's size and the number of seeds."""
         s = self._settings
         plural = "" if seeds == 1 else "s"
         return (
@@ -264,7 +272,7 @@ class Curves:
     def _curve(
         self, trainer: Trainer, variant: Variant, seed: int, bar: tqdm
     ) -> list[Row]:
-        """One training."""
+        """Trains one variant with one seed and returns its rows."""
         settings = dataclasses.replace(self._settings, seed=seed)
         batches = pretrain.train_batches(self._inputs, settings)
         state, losses, rows = trainer.init(seed), [], []

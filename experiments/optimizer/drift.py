@@ -1,13 +1,14 @@
-"""How far Adam's moments in few bits drift from float32 ones over many steps.
+"""Measures how far low-bit Adam moments drift from float32 ones over many steps.
 
     uv run python -m experiments.optimizer.drift
 
-feeds gradients that tell a story (stationary, falling, spiking, rare, frozen, ...) to
-Adam with float32 moments and to Adam with moments stored in several ways, with several
-b2, and measures how far the updates of each are from the exact ones. A moving average
-with b2 = 0.999 moves by 0.1% a step, less than half of what lies between two 8-bit
-codes: rounded to nearest it stands still. Results are written after every b2 and
-length; call it again after an interruption, and it does only what is missing.
+The command feeds several sequences of gradients, called stories (stationary, falling,
+spiking, rare, frozen, ...), to Adam with float32 moments and to Adam with moments
+stored in other formats, with several b2. It measures how far the updates of each method
+are from the exact ones. A moving average with b2 = 0.999 moves by 0.1% per step. This
+is less than half the distance between two 8-bit codes, so an average that is rounded to
+nearest stands still. Results are written after every b2 and length. Call the command
+again after an interruption, and it runs only the missing cases.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from experiments.optimizer.moments import GROUP
 from experiments.optimizer.schemes import EPS, Groups
 
 Row = dict[str, Any]
-# A run is looked at so often; a row is the mean over the last fifth of these.
+# Number of measurements ("looks") in a run. A row averages the last fifth of them.
 _LOOKS = 50
 _DRAWN = ("b2", "steps", "step", "method", "story", "ratio")
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the command line parser."""
     top = argparse.ArgumentParser(
         prog="python -m experiments.optimizer.drift",
         description=__doc__,
@@ -105,17 +106,17 @@ def study(
     curves: Sequence[Row] = (),
     out: Path | None = None,
 ) -> tuple[list[Row], list[Row]]:
-    """Runs what a command line asks for and `rows` do not have yet.
+    """Simulates the runs that a command line asks for and that `rows` lack.
 
     Args:
-      args: What `parser` reads.
-      rows: Those of earlier calls.
-      curves: Likewise.
+      args: The parsed command line of `parser`.
+      rows: Rows of earlier calls.
+      curves: Curves of earlier calls.
       out: A results file to write after every run, or None.
 
     Returns:
-      A row for each length, b2, method and story; and curves, the same for each look at
-      the runs that `report.figure` draws.
+      Rows, one for each length, b2, method and story; and curves, one row for each look
+      at the run that `report.figure` draws, each method and each story.
     """
     rows, curves = list(rows), list(curves)
     simulation = Simulation(groups=args.groups)
@@ -137,7 +138,14 @@ def study(
 
 
 class Carry(NamedTuple):
-    """Where a run is: exact moments, states by method, and when gradients were last."""
+    """The state of a simulated run.
+
+    Attributes:
+      mu: Exact first moments.
+      nu: Exact second moments.
+      states: State of each method, by its name.
+      last: The last step in which each element had a gradient other than zero.
+    """
 
     mu: Groups
     nu: Groups
@@ -147,16 +155,20 @@ class Carry(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Simulation:
-    """All stories below one another in one parameter, with one b2.
+    """A simulation of all stories at once, as the rows of a single parameter.
 
     Attributes:
-      groups: How many groups of 128 each story has.
+      groups: Number of groups of 128 elements in each story.
     """
 
     groups: int
 
     def looks(self, b2: float, steps: int, bar: tqdm) -> Iterable[Row]:
-        """Runs so many steps; rows for each method and story at even intervals."""
+        """Runs `steps` steps and measures at even intervals.
+
+        Yields:
+          One row for each look, method and story.
+        """
         carry, at = self._start(), np.linspace(0, steps - 1, _LOOKS + 1, dtype=int)
         for start, end in itertools.pairwise(at):
             carry = self._advance(carry, b2, start, end, steps)
@@ -176,7 +188,7 @@ class Simulation:
         return Carry(zeros, zeros, states, jnp.full(shape, -(2**30)))
 
     def _gradients(self, time: Time) -> Groups:
-        """Gradients of a step; each element has a size of its own, lognormal."""
+        """Draws a step's gradients; each element has its own lognormal size."""
         shape = self.groups, GROUP
         sizes = jnp.exp(jax.random.normal(jax.random.key(9), shape))
         blocks = jax.random.normal(time.key, (len(STORIES), *shape)) * sizes
@@ -190,7 +202,7 @@ class Simulation:
 
     @partial(jax.jit, static_argnums=0)
     def _advance(self, carry: Carry, b2, start, end, steps) -> Carry:
-        """Steps from `start` to before `end`, of so many in all."""
+        """Runs steps `start` to `end - 1` of a run of `steps` steps."""
 
         def step(i, carry):
             grads = self._gradients(_time(i, steps))
@@ -205,7 +217,7 @@ class Simulation:
 
     @partial(jax.jit, static_argnums=0)
     def _measure(self, carry: Carry, b2, step, steps) -> dict[str, dict[str, Array]]:
-        """How far updates of this step are off, for each method an array of stories."""
+        """Returns the update errors of a step: by method and name, one per story."""
         time = _time(step, steps)
         grads = self._gradients(time)
         exact = adam(carry.mu, carry.nu, grads, b2)
@@ -219,9 +231,10 @@ class Simulation:
         return found
 
     def _counted(self, last: Array, b2, time: Time) -> Bool[Array, "groups 128"]:
-        """Elements with a gradient in the last 1 / (1 - b2) steps.
+        """Returns a mask of elements with a gradient in the last 1 / (1 - b2) steps.
 
-        Those that were frozen for longer count again after as many steps.
+        Elements that were frozen for longer than 1 / (1 - b2) steps count again only
+        1 / (1 - b2) steps after the end of the freeze.
         """
         memory = 1 / (1 - b2)
         counted = time.step - last <= memory
@@ -247,11 +260,14 @@ def _errors(
     read_nu: Float32[Array, "stories n"],
     counted: Bool[Array, "stories n"],
 ) -> dict[str, Float32[Array, " stories"]]:
-    """Errors of updates, over the elements that count.
+    """Returns errors of updates, over the elements that `counted` marks.
 
-    `ratio` and its kin are of what the first moment is divided by, exact over read;
-    `update_ratio` is the slope of updates over exact ones, `update_rms` their
-    difference's root mean square over theirs.
+    An update is u = mu / (sqrt(nu) + eps). `ratio`, `rms`, `largest`, `least` and
+    `off_by_2_percent` are statistics of the exact denominator sqrt(nu) + eps over the
+    one read back: the mean, the root mean square of ratio - 1, the maximum, the
+    minimum, and the percentage above 2 or below 1/2. `update_ratio` is
+    mean(u_read * u) / mean(u^2), the slope of the updates over the exact ones.
+    `update_rms` is sqrt(mean((u_read - u)^2) / mean(u^2)).
     """
     below, read_below = jnp.sqrt(nu) + EPS, jnp.sqrt(read_nu) + EPS
     ratio = below / read_below
@@ -276,12 +292,12 @@ def _errors(
 
 
 def _number(x: Array) -> float | None:
-    """None where nothing counted."""
+    """Returns a float; None if `x` is not finite, because no element counted."""
     return float(x) if np.isfinite(x) else None
 
 
 def means(looks: Sequence[Row]) -> list[Row]:
-    """For each method and story one row: the mean over the last fifth of the looks."""
+    """Averages the last fifth of the looks into one row per method and story."""
     last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
     found: dict[tuple[str, str], list[Row]] = {}
     for row in looks:
@@ -298,7 +314,7 @@ def means(looks: Sequence[Row]) -> list[Row]:
 
 
 def _over(key: str, values: list[Any]) -> Any:
-    """What one row says of several looks."""
+    """Reduces a key's values over looks: their mean, largest or least."""
     if isinstance(values[0], str) or key in ("b2", "steps"):
         return values[0]
     values = [value for value in values if value is not None]
@@ -307,7 +323,7 @@ def _over(key: str, values: list[Any]) -> Any:
 
 
 def check(rows: Sequence[Row]) -> list[Bar]:
-    """What moments in 8 bits are to keep to, whatever the story."""
+    """Returns the bars that `coat`'s 8-bit moments must hold in every story."""
     ours = [r for r in rows if r["method"] == OURS and r["ratio"] is not None]
     usual = [r for r in ours if r["b2"] <= 0.999 and r["steps"] == 10_000]
     long = [r for r in ours if r["b2"] == 0.9999 and r["steps"] == 100_000]

@@ -1,4 +1,4 @@
-"""Stories that gradients tell, and ways to store Adam's moments, for `drift`."""
+"""Gradient sequences, called stories, and ways to store Adam's moments, for `drift`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -13,11 +13,17 @@ from experiments.optimizer.moments import GROUP
 from experiments.optimizer.schemes import INT8, Code, Groups, Scheme
 
 B1 = 0.9
-FREEZE = 10_000  # Steps that frozen elements are frozen for, at most half of a run.
+FREEZE = 10_000  # Steps that a freeze lasts; at most half of a run.
 
 
 class Time(NamedTuple):
-    """A step of a run: its number, from 0, the run's length, and a key of its own."""
+    """A step of a run.
+
+    Attributes:
+      step: The step's number, counted from 0.
+      steps: Number of steps of the run.
+      key: The step's own random key.
+    """
 
     step: Array
     steps: Array
@@ -25,22 +31,26 @@ class Time(NamedTuple):
 
     @property
     def freeze(self) -> tuple[Array, Array]:
-        """The first step in which frozen elements have no gradient, and the end."""
+        """The first step of the freeze, and the first step after it.
+
+        Frozen elements have gradients of zero in between.
+        """
         start = self.steps // 5
         return start, start + jnp.minimum(FREEZE, self.steps // 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Story:
-    """What happens to gradients over a run.
+    """A sequence of gradients over a run.
 
     Attributes:
-      name: In tables and results.
-      factor: Gives, for a step's `Time` and a number of groups, what normally
-        distributed gradients [groups, 128] are multiplied with.
-      kind: "normal"; "heavy", which has Student's t distribution with three degrees of
-        freedom; or "positive", magnitudes alone.
-      frozen: The elements of each group that are frozen for a while, if any are.
+      name: The name in tables and results.
+      factor: Function of a step's `Time` and the number of groups. It returns the
+        factor of the random gradients, broadcast to [groups, 128].
+      kind: Distribution of the random gradients: "normal"; "heavy", Student's t
+        distribution with three degrees of freedom; or "positive", absolute values of
+        normal numbers.
+      frozen: The elements of each group that `factor` freezes for a while, or None.
     """
 
     name: str
@@ -56,7 +66,13 @@ def _falling(times: float) -> Callable[[Time, int], Array]:
 def _factor_of(
     elements: slice, factor: float, when: Callable[[Time], Array]
 ) -> Callable[[Time, int], Array]:
-    """A factor for some elements of each group at some time, else 1."""
+    """Returns a factor for some elements of each group at some times, and 1 elsewhere.
+
+    Args:
+      elements: The elements of each group that are multiplied.
+      factor: Their factor.
+      when: Returns whether the factor applies at a `Time`.
+    """
 
     def found(time, groups):
         ones = jnp.ones((groups, GROUP))
@@ -105,12 +121,12 @@ STORIES = (
 
 
 class Method(NamedTuple):
-    """Adam with its moments stored in some way.
+    """Adam with one way to store its moments.
 
     Attributes:
-      init: Gives the state for moments of zero, from such an array [groups, 128].
-      update: Gives the state after a step, from gradients, the state before and b2.
-      read: Gives the moments in float32 that a state stands for.
+      init: Returns the initial state, given moments of zero [groups, 128].
+      update: Returns the state after a step, given gradients, the state before and b2.
+      read: Returns the float32 moments mu and nu that a state represents.
     """
 
     init: Callable[[Groups], Any]
@@ -119,12 +135,12 @@ class Method(NamedTuple):
 
 
 def adam(mu: Groups, nu: Groups, grads: Groups, b2: Array) -> tuple[Groups, Groups]:
-    """Both moments after a step."""
+    """Computes mu' = B1 mu + (1 - B1) g and nu' = b2 nu + (1 - b2) g^2."""
     return B1 * mu + (1 - B1) * grads, b2 * nu + (1 - b2) * grads * grads
 
 
 def _stored(store: Callable, read: Callable) -> Method:
-    """Adam in float32 whose moments are stored and read in between."""
+    """Returns float32 Adam whose moments are stored and read back at every step."""
     return Method(
         init=lambda zeros: store(zeros, zeros),
         update=lambda grads, state, b2: store(*adam(*read(state), grads, b2)),
@@ -146,7 +162,7 @@ def _in_bfloat16() -> Method:
 
 
 def _in_coat(**options: Any) -> Method:
-    """The library's own optimizer, on a GPU with its kernel."""
+    """Returns the library's own optimizer, which uses its kernel on a GPU."""
 
     def update(grads, state, b2):
         return coat.scale_by_fp8_adam(B1, b2, **options).update(grads, state)[1]
@@ -158,7 +174,8 @@ def _in_coat(**options: Any) -> Method:
     return Method(coat.scale_by_fp8_adam(B1, **options).init, update, read)
 
 
-# 8-bit Adam's code for numbers without a sign has one more bit of fraction than DE8.
+# 8-bit Adam's code of unsigned numbers has one more fraction bit than DE8, because it
+# needs no sign bit.
 _FRACTIONS = [
     10.0**-exponent * (0.1 + 0.9 * (part + 0.5) / 2 ** (7 - exponent))
     for exponent in range(7)
@@ -179,21 +196,23 @@ UINT8 = dataclasses.replace(
     signed=False,
 )
 OURS = "coat"
-# Moments in float32 are what all others are compared with.
+# Adam with float32 moments is the reference of all methods, so it is not listed.
 METHODS: Mapping[str, Method] = {
     "BF16": _in_bfloat16(),
-    # As the paper describes it: an own k in each group, float32 scales, to nearest.
+    # The paper's scheme: each group has its own k and a float32 scale, and codes are
+    # rounded to nearest.
     "COAT": _in_coat(normalize_mu=False, nu_format=coat.E4M3, rounding="nearest"),
-    # Dynamic exponents (DE8) in groups, without expansion.
+    # 8-bit Adam's dynamic exponents (DE8) in groups of 128, without expansion.
     "8-bit Adam": _by_scheme(
         mu=Code(format=coat.DE8, expand=1.0),
         nu=Code(format=UNSIGNED_DE8, expand=1.0),
     ),
-    # Equal steps of the square root, which narrows a group's range.
+    # Linear codes of the square root. The root halves a group's range in octaves.
     "int8 roots": _by_scheme(
         mu=Code(format=INT8, expand=0.5), nu=Code(format=UINT8, expand=0.5)
     ),
-    # E4M3 for both, mu over the root of nu, BF16 scales: what `OURS` once was.
+    # An earlier form of `OURS`: E4M3 for both moments, mu / sqrt(nu), BF16 scales,
+    # rounded to nearest.
     "coat nearest": _by_scheme(
         mu=Code(expand=3.0, bfloat16_scale=True),
         nu=Code(expand=True, bfloat16_scale=True),

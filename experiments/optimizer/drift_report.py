@@ -1,4 +1,4 @@
-"""What `drift` found: a table for a terminal or a notebook, and a figure."""
+"""Reports of `drift`: a table for a terminal or a notebook, and a figure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,12 +17,14 @@ _COLORS = ("#8d99ae", "#edae49", "#b5651d", "#3a86ff", "#8338ec", "#d1495b", "#2
 
 
 def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
-    """Updates over exact ones: the mean and the largest, by story and method.
+    """Returns a table of updates over exact ones, by story and method.
+
+    A cell holds the mean and the largest ratio.
 
     Args:
-      rows: Those of `drift.study`.
-      b2: Of the runs to show.
-      steps: Their length.
+      rows: Rows of `drift.study`.
+      b2: The b2 of the runs to show.
+      steps: Number of steps of the runs to show.
     """
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
@@ -48,18 +50,21 @@ def _short(value: float) -> str:
 
 
 def drawn(runs: Sequence[tuple[float, int]]) -> tuple[float, int]:
-    """The run of `figure`: b2 = 0.999 if it is there, and 10,000 steps, or fewer."""
+    """Returns the b2 and length of the run that `figure` draws.
+
+    Runs of up to 10,000 steps come first, then runs with b2 = 0.999, then longer runs.
+    """
     usual = [run for run in runs if run[1] <= 10_000] or list(runs)
     return max(usual, key=lambda run: (run[0] == 0.999, run[1]))
 
 
 def figure(curves: Sequence[Row]) -> Figure:
-    """The mean ratio of updates to exact ones over a run, a panel for each story.
+    """Draws the mean ratio of updates to exact ones over a run, one panel per story.
 
-    The line at 1 is Adam with float32 moments. Shaded is the bar of 5%.
+    A ratio of 1 is Adam with float32 moments. The shaded band is the bar of 5%.
 
     Args:
-      curves: Those of `drift.study`.
+      curves: Curves of `drift.study`.
     """
     columns = 4
     found = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)

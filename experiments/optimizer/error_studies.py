@@ -1,7 +1,8 @@
-"""Three studies of what storing Adam's moments costs, as flat rows of results files.
+"""Studies of the error of storing Adam's moments, as flat rows of results files.
 
-Errors are mean squared errors of m / sqrt(v), scaled so that E4M3 with expansion for
-both moments, COAT's scheme, has the paper's 12.31; the paper's own scale is arbitrary.
+Errors are mean squared errors of m / sqrt(v). They are scaled such that COAT's scheme,
+E4M3 with range expansion for both moments, has the paper's error of 12.31, because the
+paper's own unit is arbitrary.
 """
 
 import dataclasses
@@ -31,7 +32,7 @@ from experiments.optimizer.schemes import (
 Row = dict[str, Any]
 REFERENCE = "E4M3+Expand"
 REFERENCE_ERROR = 12.31
-# The codes of tables 1 and 8, in the order of their columns.
+# The codes of the paper's tables 1 and 8, in the order of their columns.
 CODES = {
     format.name + ("+Expand" if expand else ""): Code(format=format, expand=expand)
     for format in (coat.E4M3, coat.E5M2, coat.DE8)
@@ -56,9 +57,9 @@ def _of_format(format: coat.Format) -> Scheme:
 
 PLAIN = Scheme(name="plain E4M3", mu=Code(), nu=Code())
 COAT = Scheme(name="COAT (E4M3+Expand)", mu=_RANGE, nu=_RANGE)
-# What `coat.fp8_adamw` does.
+# The scheme of `coat.fp8_adamw`, but with E4M3 for v and with rounding to nearest.
 DEFAULT = _over_root("k = 3", _CUBE)
-# No floating format, for orientation.
+# A linear code for comparison: all others are floating-point or dynamic formats.
 LINEAR = _over_root("INT8", Code(format=INT8))
 STOCHASTIC = (
     Scheme(name="COAT, v stochastic", mu=_RANGE, nu=_RANGE_RANDOM),
@@ -96,7 +97,10 @@ Trajectories = dict[tuple[float, str], Trajectory]
 
 
 def spread_rows(capture: Capture) -> list[Row]:
-    """How wide groups are, and the k that follows: the paper's figure 2 in numbers."""
+    """Returns the dynamic range of groups and their k: the paper's figure 2 in numbers.
+
+    Both are medians over groups, after each captured step.
+    """
     rows = []
     for moments in capture.moments:
         row = {"study": "spread", "step": moments.step, "loss": moments.loss}
@@ -109,7 +113,7 @@ def spread_rows(capture: Capture) -> list[Row]:
 
 
 def pair_rows(capture: Capture) -> list[Row]:
-    """The error of every pair of codes after every captured step: tables 1 and 8."""
+    """Returns the error of every pair of codes and captured step: tables 1 and 8."""
     rows = []
     for moments in capture.moments:
         errors = _pair_errors(moments)
@@ -133,7 +137,10 @@ def _pair_errors(moments: Moments) -> dict[tuple[str, str], UpdateError]:
 
 
 def scheme_rows(capture: Capture) -> list[Row]:
-    """The error of each of `SCHEMES` on a sample of each step, and its bytes."""
+    """Returns the error and the bytes per parameter of each of `SCHEMES`.
+
+    Errors are measured after each captured step, on a sample of its groups.
+    """
     rows, sizes = [], {scheme: scheme.bytes_per_parameter for scheme in SCHEMES}
     for moments in capture.moments:
         moments = moments.sample(len(capture.start.mu))
@@ -151,21 +158,25 @@ def scheme_rows(capture: Capture) -> list[Row]:
 
 
 def octaves(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
-    """The dynamic range of each group that has one: log2 of largest over smallest."""
+    """Computes log2(amax / amin) of each group.
+
+    amin is the smallest magnitude above zero. Groups with fewer than two elements other
+    than zero have no range and are left out.
+    """
     x = np.abs(np.asarray(x, np.float64))
     x = x[np.count_nonzero(x, axis=1) > 1]
     return np.log2(x.max(axis=1) / np.where(x > 0, x, np.inf).min(axis=1))
 
 
 def range_powers(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
-    """The k that range expansion gives each group which is not all zeros."""
+    """Returns the k that range expansion gives each group that is not all zeros."""
     x = x[np.any(x != 0, axis=1)]
     how = {"granularity": coat.PerGroup(GROUP), "expand": True}
     return np.asarray(coat.quantize(jnp.asarray(x), **how).exponent).ravel() / 16
 
 
 def replays(capture: Capture) -> Trajectories:
-    """Replays the captured gradients with each of `REPLAYED`, by b2 and name."""
+    """Replays the captured gradients with each scheme of `REPLAYED` and each b2."""
     return {
         (b2, scheme.name): jax.device_get(
             replay(
@@ -184,7 +195,7 @@ def replays(capture: Capture) -> Trajectories:
 
 
 def replay_rows(trajectories: Trajectories) -> list[Row]:
-    """The replays after some of their steps, the last among them."""
+    """Returns rows of the replays after some steps, including the last step."""
     steps = len(next(iter(trajectories.values())).update_error)
     shown = sorted({step for step in _REPORTED_STEPS if step < steps} | {steps})
     return [

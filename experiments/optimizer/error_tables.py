@@ -1,4 +1,4 @@
-"""The studies of `error_studies` as tables for a terminal or a notebook."""
+"""Tables of the studies in `error_studies`, for a terminal or a notebook."""
 
 import numpy as np
 from rich.table import Table
@@ -6,7 +6,8 @@ from rich.table import Table
 from experiments.common.tables import new_table
 from experiments.optimizer.error_studies import CODES, REFERENCE_ERROR, Row
 
-# The paper's, by the code of the first moment; columns are the second's, as in CODES.
+# The paper's errors. Keys are codes of the first moment; columns are codes of the
+# second moment, in the order of CODES.
 TABLE_1 = {
     "E4M3": (20.10, 18.08, 25.65, 18.16),
     "E4M3+Expand": (15.13, 12.31, 21.96, 12.43),
@@ -21,7 +22,7 @@ TABLE_8 = {
 
 
 def spread(rows: list[Row]) -> Table:
-    """What was captured: the model's loss, and how wide groups are."""
+    """Returns a table of the captured steps: loss, dynamic range of groups, and k."""
     table = new_table(
         "The captured moments: medians over groups",
         *("step", "loss", "octaves of m", "octaves of v", "k of m", "k of v"),
@@ -39,12 +40,12 @@ def spread(rows: list[Row]) -> Table:
 def pairs(
     rows: list[Row], paper: dict[str, tuple[float, ...]], *, with_lost: bool
 ) -> Table:
-    """Table 1 or 8: the mean over the captured steps, and the paper's in brackets.
+    """Returns table 1 or 8: means over the captured steps, the paper's in brackets.
 
     Args:
-      rows: Those of `error_studies.pair_rows`, among others.
+      rows: Rows of `error_studies.pair_rows`, possibly among others.
       paper: `TABLE_1` or `TABLE_8`.
-      with_lost: Whether to count elements whose second moment became zero.
+      with_lost: Whether to count elements whose stored second moment became zero.
     """
     title = f"Table {'1' if paper is TABLE_1 else '8'}, "
     title += "lost v counted" if with_lost else "lost v aside"
@@ -65,7 +66,7 @@ def pairs(
 
 
 def schemes(rows: list[Row]) -> Table:
-    """What was tried: bytes, and the error after every captured step."""
+    """Returns a table of the schemes: bytes, and the error after each captured step."""
     rows = _of(rows, "schemes")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     names = dict.fromkeys(row["scheme"] for row in rows)
@@ -85,7 +86,10 @@ def schemes(rows: list[Row]) -> Table:
 
 
 def replays(rows: list[Row]) -> Table:
-    """Replayed gradients: squared errors in thousandths of the exact mean square."""
+    """Returns a table of the replays.
+
+    Squared errors are in thousandths of the exact update's mean square.
+    """
     rows = _of(rows, "replays")
     steps = list(dict.fromkeys(row["step"] for row in rows))
     shown = sorted({1, 10, steps[-1]} & set(steps))

@@ -1,8 +1,8 @@
 """Adam's moments and gradients, captured while the main job's model trains.
 
-Arrays here are groups: rows of 128 neighbours on a parameter's last axis, as
-`coat.fp8_adamw` groups them. A short last group is padded with zeros; a second moment
-of zero is counted nowhere.
+Arrays here are groups, [groups, 128]: 128 neighbours on a parameter's last axis, as
+`coat.fp8_adamw` groups them. A short last group is padded with zeros. No study counts
+elements whose second moment is zero, which excludes the padding.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class Moments:
     """Adam's state after a step, for a sample of groups.
 
     Attributes:
-      step: Steps done.
-      loss: Nats a token in the last of them.
+      step: Number of steps done.
+      loss: Training loss of the last of these steps, in nats per token.
       mu: First moments.
       nu: Second moments.
     """
@@ -43,22 +43,22 @@ class Moments:
     nu: Float32[np.ndarray, "groups 128"]
 
     def sample(self, groups: int) -> "Moments":
-        """A random sample of `groups` groups, or all if there are no more."""
+        """Returns a random sample of `groups` groups, or all if there are no more."""
         chosen = _choose(len(self.mu), groups)
         return dataclasses.replace(self, mu=self.mu[chosen], nu=self.nu[chosen])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What a run leaves for the studies of quantization error.
+    """Data of a run, captured for the studies of quantization error.
 
     Attributes:
-      moments: Adam's state after each of the steps asked for.
-      start: The state before `gradients`, for their groups.
-      gradients: Gradients in a row, as the optimizer saw them: clipped.
-      b1: The first moment's decay rate.
-      parameters: How many parameters the groups were drawn from: those whose moments
-        `coat.fp8_adamw` quantizes.
+      moments: Adam's state after each captured step.
+      start: Adam's state before `gradients`, for the same groups.
+      gradients: Gradients of consecutive steps, as the optimizer saw them: clipped.
+      b1: Decay rate of the first moment.
+      parameters: Number of parameters from which the groups were drawn. These are the
+        parameters whose moments `coat.fp8_adamw` quantizes.
     """
 
     moments: tuple[Moments, ...]
@@ -71,19 +71,19 @@ class Capture:
 def capture(
     settings: Settings, *, at: Sequence[int], window: int, groups: int, sample: int
 ) -> Capture:
-    """Trains with the `bf16` recipe and float32 moments, and keeps samples of them.
+    """Trains with the `bf16` recipe and float32 moments, and captures samples of them.
 
     Args:
-      settings: The main job's.
-      at: The steps, counted from 1, after which to keep moments.
-      window: How many gradients to keep. They follow the latest of `at` that leaves
-        time for them.
-      groups: How many groups' moments to keep, at most.
-      sample: How many groups' gradients to keep, at most.
+      settings: Settings of the main job.
+      at: The steps, counted from 1, after which moments are captured.
+      window: Number of gradients to capture. They follow the latest step of `at` that
+        leaves `window` steps in the run.
+      groups: Largest number of groups of which moments are captured.
+      sample: Largest number of groups of which gradients are captured.
 
     Raises:
-      ValueError: If a number is not positive, a step is not of the run, or none of `at`
-        leaves `window` steps.
+      ValueError: If a number is not positive, a step is outside the run, or no step of
+        `at` leaves `window` steps.
     """
     for name, value in (("window", window), ("groups", groups), ("sample", sample)):
         if value < 1:
@@ -114,7 +114,11 @@ def capture(
 
 
 def window_start(steps: int, at: Sequence[int], window: int) -> int:
-    """The latest of `at` that `window` steps of a run of `steps` follow."""
+    """Returns the latest step of `at` that at least `window` of `steps` steps follow.
+
+    Raises:
+      ValueError: If a step is outside the run, or none leaves `window` steps.
+    """
     for step in at:
         if not 1 <= step <= steps:
             raise ValueError(f"a step must be from 1 to the run's {steps}, got {step}")
@@ -128,9 +132,11 @@ def window_start(steps: int, at: Sequence[int], window: int) -> int:
 
 
 def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
-    """The main job's states with the `bf16` recipe: the first, then after each step.
+    """Trains with the `bf16` recipe; yields the initial state, then that of each step.
 
-    A state is used up by asking for the next. The loss is that of the step before.
+    Yields:
+      A state and the loss of the step that led to it, NaN for the initial state. Asking
+      for the next state donates the current one.
     """
     trainer, _, inputs = trainer_and_inputs(settings, "bf16")
     state, loss = trainer.init(), float("nan")
@@ -143,10 +149,12 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
 
 
 class Sampler:
-    """Draws the same random groups of the quantized parameters from any tree like them.
+    """Draws the same random groups from any tree that is shaped like the parameters.
+
+    Only parameters whose moments `coat.fp8_adamw` quantizes are drawn from.
 
     Attributes:
-      parameters: How many parameters they are drawn from.
+      parameters: Number of parameters from which the groups are drawn.
     """
 
     def __init__(self, params: Any, groups: int) -> None:
@@ -164,12 +172,12 @@ class Sampler:
         self._draw = jax.jit(self._concatenated)
 
     def __call__(self, tree: Any) -> Float32[np.ndarray, "groups 128"]:
-        """The sample's groups of `tree`, whose leaves are shaped like parameters."""
+        """Returns the sampled groups of `tree`, whose leaves have parameter shapes."""
         leaves = zip(jax.tree.leaves(tree), self._quantized, strict=True)
         return np.asarray(self._draw([leaf for leaf, quantized in leaves if quantized]))
 
     def moments(self, state: TrainState, step: int, loss: float) -> Moments:
-        """The sample's moments in the state of a run."""
+        """Returns the sampled groups of the moments in a training state."""
         mu, nu = (optax.tree.get(state.opt_state, name) for name in ("mu", "nu"))
         return Moments(step=step, loss=loss, mu=self(mu), nu=self(nu))
 
@@ -183,22 +191,23 @@ def _is_quantized(leaf: Any) -> bool:
 
 
 def _groups(x: Float32[Array, "..."]) -> Float32[Array, "groups 128"]:
-    """Rows of 128 neighbours on the last axis, which zeros fill up."""
+    """Splits the last axis into groups of 128, padded with zeros."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
     return jnp.pad(x, padding).reshape(-1, GROUP)
 
 
 def _choose(count: int, wanted: int) -> np.ndarray:
-    """`wanted` of `count` indices, in ascending order; all if there are no more."""
+    """Draws `wanted` of `count` indices, ascending; all if there are no more."""
     if wanted >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, wanted, replace=False))
 
 
 def _gradient(before: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
-    """The gradient between two first moments: what after = b1 before + (1 - b1) g says.
+    """Computes g = (after - b1 before) / (1 - b1) from two consecutive first moments.
 
-    The optimizer's own, whatever clipped it, up to the rounding of a moment.
+    This is the gradient that the optimizer saw, after clipping, up to the rounding of
+    the moments.
     """
     gradient = (after.astype(np.float64) - b1 * before.astype(np.float64)) / (1 - b1)
     return gradient.astype(np.float32)

@@ -1,13 +1,14 @@
-"""What 8 bits do to Adam's moments: the paper's tables 1 and 8, and what beats them.
+"""Measures the error of 8-bit Adam moments: the paper's tables 1 and 8, and more.
 
     uv run python -m experiments.optimizer.quantization_error
 
-trains the main job's model with float32 moments, captures them after several steps, and
-measures the mean squared error of m / sqrt(v) after storing both in 8 bits: for every
-pair of E4M3, E5M2 and DE8 with and without range expansion, beside the paper's figures,
-then for other schemes. Last, it replays captured gradients through Adam with stored
-moments. Errors are scaled so that E4M3 with expansion for both, COAT's scheme, has the
-paper's 12.31; the paper's own scale is arbitrary.
+The command trains the main job's model with float32 moments and captures them after
+several steps. It then measures the mean squared error of m / sqrt(v) after both moments
+were stored in 8 bits: first for every pair of E4M3, E5M2 and DE8, with and without
+range expansion, beside the paper's figures; then for other schemes. At the end it
+replays captured gradients through Adam with stored moments. Errors are scaled such that
+COAT's scheme, E4M3 with expansion for both moments, has the paper's 12.31, because the
+paper's own unit is arbitrary.
 """
 
 import argparse
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; a setting that is not given is the preset's."""
+    """Returns the command line parser; the preset gives the settings left out."""
     top = argparse.ArgumentParser(
         prog="python -m experiments.optimizer.quantization_error",
         description=__doc__,
@@ -94,7 +95,11 @@ def _steps(value: str) -> tuple[int, ...]:
 
 
 def capture_by(args: argparse.Namespace) -> Capture:
-    """What a command line asks for; ValueError where it makes no sense."""
+    """Trains and captures as a command line says.
+
+    Raises:
+      ValueError: If a setting, a step or the window is invalid.
+    """
     given = {name: getattr(args, name) for name in ("steps", "batch_size", "seed")}
     given["data"] = tuple(args.data) if args.data else None
     given = {name: value for name, value in given.items() if value is not None}
@@ -110,18 +115,18 @@ def capture_by(args: argparse.Namespace) -> Capture:
 
 
 def default_steps(settings: Settings) -> tuple[int, ...]:
-    """Early, later, in the middle and last."""
+    """Returns the steps to capture: steps / 30, steps / 6, steps / 2 and the last."""
     steps = settings.steps
     return tuple(sorted({min(steps, max(2, steps // n)) for n in (30, 6, 2, 1)}))
 
 
 def default_window(settings: Settings) -> int:
-    """A hundred steps, or what the middle of a short run leaves."""
+    """Returns 100 steps, or half the steps of a short run."""
     return max(1, min(_WINDOW, settings.steps // 2))
 
 
 def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
-    """All studies; prints the tables of each as soon as there are any."""
+    """Runs all studies and prints the tables of each when it is done."""
     console = Console()
     rows = studies.spread_rows(captured)
     console.print(tables.spread(rows))
@@ -138,7 +143,7 @@ def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
 
 
 def check(rows: list[Row]) -> list[Bar]:
-    """What the paper's tables lead to expect, and what was asked beyond them."""
+    """Returns the bars: the paper's claims, and the targets of the default scheme."""
     pairs = {(r["step"], r["mu"], r["nu"]): r["error"] for r in rows if "mu" in r}
     steps = sorted({step for step, _, _ in pairs})
     schemes = {(r["step"], r["scheme"]): r for r in rows if r["study"] == "schemes"}
@@ -159,15 +164,17 @@ def check(rows: list[Row]) -> list[Bar]:
 def order_bars(
     pairs: dict[tuple[int, str, str], float], steps: Sequence[int]
 ) -> list[Bar]:
-    """Whether codes come in the paper's order, whatever the other moment's code.
+    """Checks that codes have the paper's order, for every code of the other moment.
 
-    Measured is the least ratio between neighbours in an order: above 1 it holds. The
-    paper's two expanded second moments, 1% apart, are in no order here. DE8 is better
-    for the first moment only once groups have become narrow enough.
+    A bar's measured value is the smallest ratio of the errors of two neighbours in the
+    order. The order holds if it is above 1. The paper's errors of E4M3+Expand and
+    E5M2+Expand for the second moment differ by only 1%, so their order is not checked.
+    DE8 is better for the first moment only after groups have become narrow enough.
 
     Args:
-      pairs: The error by step, the first moment's code and the second's.
-      steps: Those to look at; of DE8 for the first moment the last.
+      pairs: Errors by step, code of the first moment and code of the second moment.
+      steps: The steps to check. Only the last one is used for DE8 as the first moment's
+        code.
     """
     four, last = tuple(tables.TABLE_1), steps[-1:]
     orders = (

@@ -16,17 +16,18 @@ from experiments.optimizer.schemes import exact_update
 _BEFORE, _AFTER, _OURS = "#33415c", "#d1495b", "#2a9d8f"
 _LINES = ("#8d99ae", _AFTER, _OURS, "#edae49", "#b5651d", "#3a86ff", "#8338ec", "0.2")
 _TITLES = {"mu": "first moment", "nu": "second moment"}
-# E4M3 over its maximum, as powers of two: the smallest normal and the smallest number.
+# log2 of E4M3's smallest normal and smallest subnormal number over its maximum, 448.
 _NORMAL, _SMALLEST = np.log2([2.0**-6 / 448, 2.0**-9 / 448])
 _FULL = np.log2(coat.E4M3.dynamic_range)
 
 
 def ranges(moments: Moments) -> Figure:
-    """Figures 9 and 2: what groups hold and how wide they are, beside E4M3's range.
+    """Draws figures 9 and 2: magnitudes and dynamic ranges of groups.
 
-    On the left all magnitudes over their group's largest, before and after expansion;
-    E4M3 has three bits of mantissa in the darker shade and fewer in the lighter. On the
-    right the dynamic range of every group.
+    The left panels show all magnitudes over their group's amax, before and after range
+    expansion. E4M3 has three mantissa bits in the darker shade and fewer in the lighter
+    shade. The right panels show the dynamic range of every group; the dotted line is
+    E4M3's.
     """
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     for (left, right), name in zip(figure.subplots(2, 2), _TITLES, strict=True):
@@ -51,9 +52,10 @@ def ranges(moments: Moments) -> Figure:
 
 
 def codes(moments: Moments) -> Figure:
-    """Figure 3: how often each magnitude of E4M3 is used, before and after expansion.
+    """Draws figure 3: the use of each E4M3 magnitude before and after range expansion.
 
-    The third panel is what `coat.fp8_adamw` stores for the first moment.
+    The third panel shows m / sqrt(v), which `coat.fp8_adamw` stores for the first
+    moment.
     """
     figure = Figure(figsize=(9, 3.2), layout="constrained", dpi=150)
     mu, nu = jnp.asarray(moments.mu), jnp.asarray(moments.nu)
@@ -75,7 +77,7 @@ def codes(moments: Moments) -> Figure:
 
 
 def schemes(rows: list[Row]) -> Figure:
-    """What was tried: the mean error over the captured steps, and every step's."""
+    """Draws each scheme's mean error over the captured steps, and each step's error."""
     rows = [row for row in rows if row["study"] == "schemes"]
     names = list(dict.fromkeys(row["scheme"] for row in rows))[::-1]
     figure = Figure(figsize=(9, 7), layout="constrained", dpi=150)
@@ -95,7 +97,7 @@ def schemes(rows: list[Row]) -> Figure:
 
 
 def replays(trajectories: studies.Trajectories) -> Figure:
-    """The replayed gradients: errors of updates and of their sum, and v's drift."""
+    """Draws the replays: errors of updates and of their sum, and the drift of v."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     b2s = sorted({b2 for b2, _ in trajectories})
     grid = figure.subplots(len(b2s), 3, sharex=True, squeeze=False)
@@ -123,13 +125,13 @@ def replays(trajectories: studies.Trajectories) -> Figure:
 
 
 def _codes(x: Array, expand: bool | float) -> Float[np.ndarray, "groups 128"]:
-    """The codes of magnitudes: E4M3's are in the order of what they stand for."""
+    """Returns the E4M3 codes of |x|, whose order is the order of the magnitudes."""
     q = coat.quantize(x, granularity=coat.PerGroup(GROUP), expand=expand)
     return np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8)) & 0x7F
 
 
 def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
-    """Shares before and after expansion; what lies outside counts at the ends."""
+    """Draws shares before and after expansion; the end bins count what is outside."""
     for x, color, label in zip(
         values, (_BEFORE, _AFTER), ("before", "after"), strict=True
     ):

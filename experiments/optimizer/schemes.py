@@ -1,9 +1,8 @@
-"""Ways to store Adam's moments in 8 bits, and what the update reads back.
+"""Schemes that store Adam's moments in 8 bits, and the error of the update.
 
-Moments are groups, arrays [groups, 128]; the update reads m / sqrt(v). Storing and
-reading are the library's `coat.quantize` and `coat.dequantize`; here are only the
-choices that the library does not make: other rules for a group's k, and stochastic
-rounding.
+Moments are groups, arrays [groups, 128], and the update is m / sqrt(v). The library
+stores and reads them, with `coat.quantize`, `quantize_moment` and `dequantize`. This
+module adds only other rules for a group's k, and stochastic rounding with any of them.
 """
 
 import dataclasses
@@ -23,14 +22,15 @@ from coat_jax.quantization.array import quantize_moment
 from experiments.optimizer.moments import GROUP
 
 Groups = Float32[Array, "groups 128"]
-# Gives each group's k, in sixteenths, from its elements and their sensitivities.
+# A function that returns each group's k in sixteenths, given the elements, their
+# sensitivities and the format.
 PowerRule = Callable[[Groups, Groups, coat.Format], UInt8[Array, "groups 1"]]
-# What Adam adds to the root of a second moment, and so divides by where that is 0.
+# Adam's epsilon: the update divides by sqrt(v) + EPS, so by EPS where v is 0.
 EPS = 1e-8
 _TINY = float(jnp.finfo(jnp.float32).tiny)
-_CANDIDATES = np.arange(1, 161, dtype=np.uint8)  # k up to 10
+_CANDIDATES = np.arange(1, 161, dtype=np.uint8)  # In sixteenths: k from 1/16 to 10.
 
-# The linear 8-bit code, for orientation: 255 levels.
+# A linear 8-bit code with 255 levels, for comparison.
 INT8 = coat.Format(
     name="INT8",
     dtype=jnp.dtype(jnp.uint8),
@@ -43,15 +43,15 @@ INT8 = coat.Format(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Code:
-    """How one moment is stored.
+    """A way to store one moment.
 
     Attributes:
-      format: The 8-bit code.
-      expand: As in `coat.quantize`, or a rule for each group's k.
-      weighted: Whether such a rule weighs errors as the update feels them.
-      stochastic: Whether to round at random to either neighbour, such that the mean
-        is the number itself, instead of to the nearest.
-      bfloat16_scale: Whether scales are rounded to bfloat16, as those of arrays are.
+      format: The 8-bit format.
+      expand: The `expand` argument of `coat.quantize`, or a rule for each group's k.
+      weighted: Whether a rule weighs an error by its effect on the update.
+      stochastic: Whether to round at random to one of the two neighbours, such that the
+        mean is the number itself, instead of to the nearest.
+      bfloat16_scale: Whether scales are rounded to bfloat16, as `coat.quantize` does.
     """
 
     format: coat.Format = coat.E4M3
@@ -61,7 +61,13 @@ class Code:
     bfloat16_scale: bool = False
 
     def store(self, x: Groups, sensitivity: Groups, key: Array) -> coat.QuantizedArray:
-        """Quantizes groups whose errors the update feels times `sensitivity`."""
+        """Quantizes groups.
+
+        Args:
+          x: The moment's groups.
+          sensitivity: The factor between an error of `x` and the update's error.
+          key: Random key of stochastic rounding.
+        """
         if callable(self.expand):
             weight = sensitivity if self.weighted else jnp.ones_like(x)
             steps = self.expand(x, weight, self.format)
@@ -71,7 +77,11 @@ class Code:
         return round_stochastically(x, q, key) if self.stochastic else q
 
     def _library(self, x: Groups) -> coat.QuantizedArray:
-        """Groups as optimizers store them, to nearest; linear ones as arrays are."""
+        """Quantizes to nearest with the library.
+
+        Codes with range expansion and float32 scales are stored as the optimizers do,
+        and all others as `coat.quantize` does.
+        """
         granularity = coat.PerGroup(GROUP)
         if self.expand is False or self.bfloat16_scale:
             return coat.quantize(
@@ -84,7 +94,7 @@ class Code:
 
 
 class Stored(NamedTuple):
-    """Both moments as a scheme keeps them."""
+    """The two moments as a scheme stores them."""
 
     mu: coat.QuantizedArray | Groups
     nu: coat.QuantizedArray | Groups
@@ -92,13 +102,13 @@ class Stored(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How both moments are stored; None is in float32.
+    """A way to store both moments.
 
     Attributes:
-      name: What it is called in tables.
-      mu: Of the first moment.
-      nu: Of the second.
-      normalized: Whether the first moment is stored over the root of the second.
+      name: The name in tables.
+      mu: Code of the first moment; None stores it in float32.
+      nu: Code of the second moment; None stores it in float32.
+      normalized: Whether m / sqrt(v) is stored instead of the first moment m.
     """
 
     name: str
@@ -107,7 +117,11 @@ class Scheme:
     normalized: bool = False
 
     def store(self, mu: Groups, nu: Groups, key: Array) -> Stored:
-        """What is kept of moments."""
+        """Stores both moments.
+
+        The sensitivities are the derivatives of the update u = m / sqrt(v):
+        du/dm = 1 / sqrt(v), and |du/dv| = |u| / (2 v). Where v counts as 0 they are 0.
+        """
         update = exact_update(mu, nu)
         root = lax.rsqrt(jnp.maximum(nu, _TINY))
         counted = (nu >= _TINY).astype(jnp.float32)
@@ -121,7 +135,7 @@ class Scheme:
         )
 
     def read(self, stored: Stored) -> tuple[Groups, Groups]:
-        """The moments that the next update finds."""
+        """Returns the moments m and v that the next update reads."""
         mu, nu = (
             part.dequantize() if isinstance(part, coat.QuantizedArray) else part
             for part in stored
@@ -130,7 +144,7 @@ class Scheme:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Bytes of both moments and of what belongs to their groups."""
+        """Bytes per parameter of both moments, including their groups' scales and k."""
         x = jax.ShapeDtypeStruct((1, GROUP), jnp.float32)
         stored = jax.eval_shape(self.store, x, x, jax.random.key(0))
         leaves = jax.tree.leaves(stored)
@@ -138,22 +152,22 @@ class Scheme:
 
 
 def exact_update(mu: Groups, nu: Groups) -> Groups:
-    """Computes m / sqrt(v), which is 0 where v counts as 0."""
+    """Computes m / sqrt(v); 0 where v is below the smallest normal float32."""
     return jnp.where(nu < _TINY, 0.0, mu * lax.rsqrt(jnp.maximum(nu, _TINY)))
 
 
 def read_update(mu: Groups, nu: Groups) -> Groups:
-    """Computes m / sqrt(v) of moments as read; where v is lost Adam divides by eps."""
+    """Computes m / sqrt(v) of the moments read back, and m / EPS where v became 0."""
     return mu / jnp.where(nu == 0, EPS, jnp.sqrt(nu))
 
 
 class UpdateError(NamedTuple):
-    """How far m / sqrt(v) is off, over elements whose v is not zero.
+    """The error of m / sqrt(v), over elements whose exact v is not zero.
 
     Attributes:
-      mse: Mean squared error where the stored v is not zero either.
-      mse_with_lost: Mean squared error of all.
-      lost: The share whose stored v is zero.
+      mse: Mean squared error over elements whose stored v is not zero either.
+      mse_with_lost: Mean squared error over all these elements.
+      lost: Share of elements whose stored v is zero.
     """
 
     mse: Float32[Array, ""]
@@ -162,7 +176,7 @@ class UpdateError(NamedTuple):
 
 
 def update_error(mu: Groups, nu: Groups, read_mu: Groups, read_nu: Groups):
-    """The `UpdateError` of reading `read_mu` and `read_nu` for `mu` and `nu`."""
+    """Returns the `UpdateError` of `read_mu` and `read_nu` against `mu` and `nu`."""
     counted = nu >= _TINY
     lost = counted & (read_nu == 0)
     error = read_update(read_mu, read_nu) - exact_update(mu, nu)
@@ -179,18 +193,25 @@ def update_error(mu: Groups, nu: Groups, read_mu: Groups, read_nu: Groups):
 def read_back(
     scheme: Scheme, mu: Groups, nu: Groups, key: Array
 ) -> tuple[Groups, Groups]:
-    """Moments after having been stored once."""
+    """Returns the moments read back after a scheme stored them once."""
     return scheme.read(scheme.store(mu, nu, key))
 
 
 def quantize_by(
     x: Groups, steps: UInt8[Array, "groups 1"], format: coat.Format
 ) -> coat.QuantizedArray:
-    """`coat.quantize` with range expansion, but with these k, in sixteenths."""
+    """Quantizes like `coat.quantize` with range expansion, but with the given k.
+
+    Args:
+      x: The groups.
+      steps: Each group's k in sixteenths.
+      format: Format of the codes.
+    """
     q = coat.quantize(x, format=format, granularity=coat.PerGroup(GROUP))
     top = q.scale.astype(jnp.float32) * format.max
     stretched = expansion.expand(x, top, expansion.power(steps)) * format.max
-    # As in `coat.quantize`: XLA may cancel a conversion to 8 bits and back.
+    # The barrier is needed because XLA may cancel a conversion to 8 bits and back, as
+    # in `coat.quantize`.
     codes = lax.optimization_barrier(format.encode(jnp.copysign(stretched, x)))
     return dataclasses.replace(q, codes=codes, exponent=steps)
 
@@ -199,7 +220,10 @@ def quantize_by(
 def best_power(
     x: Groups, sensitivity: Groups, format: coat.Format
 ) -> UInt8[Array, "groups 1"]:
-    """The k of the least squared error times sensitivity, found by trying them all."""
+    """Returns each group's k with the least sum of (error * sensitivity)^2.
+
+    All k from 1/16 to 10 are tried, in sixteenths.
+    """
 
     def attempt(best, candidate):
         steps = jnp.full((len(x), 1), candidate)
@@ -215,10 +239,10 @@ def best_power(
 
 @dataclasses.dataclass(frozen=True)
 class PeakOverRms:
-    """The closed form k = c / log2(peak / rms): flat groups are stretched further.
+    """The rule k = c / log2(amax / rms), which expands flat groups more.
 
     Attributes:
-      c: The octaves that a peak of its group stands above the mean after expansion.
+      c: Octaves between the group's amax and its root mean square after expansion.
     """
 
     c: float
@@ -226,7 +250,7 @@ class PeakOverRms:
     def __call__(
         self, x: Groups, sensitivity: Groups, format: coat.Format
     ) -> UInt8[Array, "groups 1"]:
-        """Each group's k, in sixteenths and between 1/16 and 6."""
+        """Returns each group's k in sixteenths, between 1/16 and 6."""
         peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
         rms = jnp.sqrt(jnp.mean(x * x, axis=1, keepdims=True))
         octaves = jnp.log2(jnp.maximum(peak / jnp.maximum(rms, _TINY), 1.01))
@@ -236,10 +260,11 @@ class PeakOverRms:
 def round_stochastically(
     x: Groups, q: coat.QuantizedArray, key: Array
 ) -> coat.QuantizedArray:
-    """`q` with its codes rounded at random to a neighbour of `x`, with mean `x`.
+    """Returns `q` with each code rounded at random to one of the neighbours of `x`.
 
-    The mean is that of the numbers read, not of the expanded ones. It is less than `x`
-    only above the group's largest code, which a rounded scale can put 0.4% too low.
+    The probabilities are such that the mean of the numbers read back, not of the
+    expanded numbers, is `x`. The mean is below `x` only if `x` exceeds the group's
+    largest code, which a rounded scale can put 0.4% too low.
     """
     magnitudes, top = _magnitudes(q.format), q.scale.astype(jnp.float32) * q.format.max
     k = q.power if q.exponent is None else expansion.power(q.exponent)
@@ -257,19 +282,20 @@ def round_stochastically(
 
 
 def _magnitudes(format: coat.Format) -> Float32[Array, " n"]:
-    """What the codes of a format can be in magnitude, in ascending order."""
+    """Returns the distinct finite magnitudes of a format's codes, ascending."""
     values = format.table or np.arange(256, dtype=np.uint8).view(format.dtype)
     values = np.abs(np.asarray(values, np.float32))
     return jnp.asarray(np.unique(values[np.isfinite(values)]))
 
 
 class Trajectory(NamedTuple):
-    """Adam with stored moments beside exact Adam, step by step.
+    """Errors of Adam with stored moments against exact Adam, step by step.
 
     Attributes:
-      update_error: Mean squared error of the update, over its mean square.
-      sum_error: The same of all updates so far, summed.
-      nu_ratio: Median of v over the exact v, before it is stored.
+      update_error: Mean squared error of the update, over the exact update's mean
+        square.
+      sum_error: The same ratio for the sum of all updates so far.
+      nu_ratio: Median of v over the exact v, before v is stored.
     """
 
     update_error: Float32[Array, " steps"]
@@ -288,10 +314,10 @@ def replay(
     b1: float,
     b2: float,
 ) -> Trajectory:
-    """Feeds gradients to exact Adam and to one that stores its moments by a scheme.
+    """Feeds gradients to exact Adam and to Adam that stores its moments by a scheme.
 
-    Both start from `mu` and `nu`, and divide by the root of v alone: corrections of the
-    bias and the learning rate are the same for both.
+    Both start from `mu` and `nu`. The update is m / sqrt(v), without bias correction
+    and learning rate, because these are the same for both.
     """
 
     def step(carry, inputs):
@@ -303,7 +329,7 @@ def replay(
         updates = exact_update(*exact), jnp.where(counted, read_update(*moments), 0.0)
         sums = sums[0] + updates[0], sums[1] + updates[1]
         ratio = jnp.where(counted, moments[1] / exact[1], jnp.nan)
-        # A sixteenth of the elements is enough for a median, which is slow to find.
+        # A median is slow to compute, and a sixteenth of the elements is enough for it.
         found = Trajectory(
             update_error=_relative_error(*updates),
             sum_error=_relative_error(*sums),

@@ -1,12 +1,12 @@
-"""Training curves of optimizers other than AdamW, with their averages in 8 bits.
+"""Training curves of optimizers other than AdamW, with 8-bit moving averages.
 
     uv run python -m experiments.optimizer.wrapped --steps 2000
 
-trains the main job's model, all of it in its `bf16` recipe, with Lion, Muon, SGD with
-momentum, AdEMAMix and Adan, each as optax has it and within
-`coat.with_quantized_state`, everything from one initialization and on one order of the
-data. Call it again after an interruption, or with more seeds, and it does only what is
-missing.
+The command trains the main job's model in its `bf16` recipe with Lion, Muon, SGD with
+momentum, AdEMAMix and Adan. Each runs as optax provides it and wrapped in
+`coat.with_quantized_state`. For each seed, all trainings start from one initialization
+and read the data in one order. Call the command again after an interruption, or with
+more seeds, and it runs only the missing trainings.
 """
 
 import sys
@@ -28,13 +28,17 @@ def _scaled(learning_rate: Schedule, factor: float) -> Schedule:
 
 
 def _lion(learning_rate, *, b1, b2, weight_decay, mask):
-    del b1, b2  # They mean something else here: optax's are Lion's.
+    # Lion's b1 and b2 have another meaning than Adam's, so optax's defaults are used.
+    del b1, b2
     rate = _scaled(learning_rate, 0.1)
     return optax.lion(rate, weight_decay=weight_decay, mask=mask)
 
 
 def _muon(learning_rate, *, b1, b2, weight_decay, mask):
-    """Matrices, also of stacked layers, by Muon, and the rest by AdamW."""
+    """Returns Muon for matrices, stacked layers included, and AdamW for the rest.
+
+    The embedding counts as the rest.
+    """
 
     def dimensions(params):
         def of(path, x):
@@ -68,12 +72,14 @@ def _ademamix(learning_rate, *, b1, b2, weight_decay, mask):
 
 
 def _adan(learning_rate, *, b1, b2, weight_decay, mask):
-    del b1, b2  # Adan's are the weights of new gradients, and three.
+    # Adan has three rates, which are weights of new gradients: optax's defaults are
+    # used.
+    del b1, b2
     return optax.adan(learning_rate, weight_decay=weight_decay, mask=mask)
 
 
 def _pair(name: str, make: Callable) -> tuple[Variant, Variant]:
-    """An optimizer, and it with its averages in 8 bits."""
+    """Returns an optimizer, and the same one with its moving averages in 8 bits."""
 
     def wrapped(*args, **kwargs):
         return coat.with_quantized_state(make(*args, **kwargs))

@@ -1,1 +1,1 @@
-"""The main job: recipes beside each other on one model, one order of the data."""
+"""The main job: compares recipes on one model and one order of the data."""

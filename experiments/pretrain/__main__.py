@@ -1,4 +1,4 @@
-"""`python -m experiments.pretrain`: the main job."""
+"""Entry point of `python -m experiments.pretrain`, the main job."""
 
 import sys
 

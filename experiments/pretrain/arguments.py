@@ -1,4 +1,4 @@
-"""The command line of `experiments.pretrain`, and what others share of it."""
+"""The command line of `experiments.pretrain`, and the flags that others share."""
 
 import argparse
 import dataclasses
@@ -31,12 +31,12 @@ examples:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What a command line asks for.
+    """A parsed command line.
 
     Attributes:
       folder: The run's folder.
-      resume: Whether a run is there already and goes on.
-      given: The settings it names, by name.
+      resume: Whether to continue the run that is already in `folder`.
+      given: The settings that the command line gives, by name.
     """
 
     folder: Path
@@ -44,18 +44,21 @@ class Arguments:
     given: dict[str, Any]
 
     def settings(self) -> Settings:
-        """The preset's settings with the given ones in their place."""
+        """Returns the preset's settings, overridden by the given ones."""
         return settings(self.given)
 
 
 def settings(given: dict[str, Any]) -> Settings:
-    """The preset's settings with the given ones in their place."""
+    """Returns the preset's settings, overridden by the given ones."""
     preset = PRESETS[given.get("preset", "cpu")].settings
     return dataclasses.replace(preset, **given)
 
 
 def parser() -> argparse.ArgumentParser:
-    """Flags for settings have no default here: the preset, or a resumed run, has it."""
+    """Returns the main job's parser.
+
+    Flags for settings have no default here: the preset, or a resumed run, has it.
+    """
     top = argparse.ArgumentParser(
         prog="python -m experiments.pretrain",
         description="Trains one Llama with several recipes, from one initialization "
@@ -96,7 +99,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def add_training(top: argparse.ArgumentParser) -> None:
-    """Adds the flags that any training on any data has."""
+    """Adds the flags of the model, its training and its data to `top`."""
     add = top.add_argument_group("the model and how it is trained").add_argument
     add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
@@ -127,7 +130,7 @@ def add_training(top: argparse.ArgumentParser) -> None:
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
-    """Reads a command line; exits with a message where it makes no sense."""
+    """Parses a command line; exits with a message if it is invalid."""
     top = parser()
     given = read(top, argv)
     resume = "resume" in given
@@ -145,7 +148,10 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
 
 
 def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, Any]:
-    """What a command line gives, by name, as `Settings` and JSON have it."""
+    """Returns the flags that a command line gives, by name.
+
+    The values have the types that `Settings` has: `data` is a tuple of strings.
+    """
     given = vars(top.parse_args(argv))
     if "data" in given:
         given["data"] = tuple(given["data"])

@@ -1,8 +1,8 @@
 """Corpora as token arrays, and batches of them in a fixed, resumable order.
 
-A corpus is text (see `experiments.pretrain.text`), or token arrays mapped from disk as
-OLMo's preprocessed data are. grain shuffles windows of it and remembers where it
-stopped.
+A corpus is either text (see `experiments.pretrain.text`) or token arrays that are
+memory-mapped from disk, such as OLMo's preprocessed data. grain shuffles windows of the
+corpus and remembers where it stopped.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ class Corpus:
     """Tokens to train on and tokens to validate on.
 
     Attributes:
-      train: One-dimensional arrays of uint16 or uint32, in memory or mapped.
-      validation: Likewise, no part of `train`.
-      vocab_size: How many tokens there are; None for token arrays, which do not
-        say.
-      token: What a token is: "byte" or "token".
+      train: One-dimensional arrays of uint16 or uint32, in memory or memory-mapped.
+      validation: The same kind of arrays, disjoint from `train`.
+      vocab_size: Number of distinct tokens; None for token arrays, which do not state
+        it.
+      token: The unit of the tokens: "byte" or "token".
     """
 
     train: Sequence[np.ndarray]
@@ -43,7 +43,11 @@ class Corpus:
     token: Literal["byte", "token"]
 
     def fingerprint(self) -> str:
-        """A hash of the tokens: all of them up to 256 MiB an array, then a sample."""
+        """Returns a hash of the tokens.
+
+        All tokens of an array enter the hash up to 2**27 tokens (256 MiB of uint16),
+        and a sample of chunks of a longer array.
+        """
         digest = hashlib.blake2b(digest_size=16)
         for array in (*self.train, *self.validation):
             digest.update(f"{array.dtype} {array.size}\n".encode())
@@ -63,15 +67,15 @@ def load_corpus(
     token_dtype: TokenDtype = "uint16",
     cache: Path | None = None,
 ) -> Corpus:
-    """Reads a corpus and splits it.
+    """Reads a corpus and splits it into training and validation tokens.
 
     Args:
-      paths: Files, or folders that are searched for them: .txt, .py and .jsonl, or .npy
-        and .bin. Nothing means the source of Python's standard library.
-      tokenizer: "bytes", or "bpe" to train one on the training text.
-      vocab_size: Of the BPE.
-      token_dtype: Of token files without a header.
-      cache: Where the trained BPE is kept as tokenizer.json; needed for "bpe".
+      paths: Files, or folders that are searched for files: either .txt, .py and .jsonl,
+        or .npy and .bin. Empty means the source of Python's standard library.
+      tokenizer: "bytes", or "bpe" to train a BPE on the training text.
+      vocab_size: Vocabulary size of the BPE.
+      token_dtype: Dtype of token files without a NumPy header.
+      cache: Folder that stores the trained BPE as tokenizer.json; needed for "bpe".
 
     Raises:
       FileNotFoundError: If there is no file at a path.
@@ -108,8 +112,9 @@ def load_corpus(
 class Windows:
     """Token arrays as a random-access sequence of windows of `length + 1` tokens.
 
-    Neighbours share one token, so that every token but an array's first is predicted
-    once. Windows do not cross arrays.
+    Neighbouring windows share one token, so that every token of the windows except an
+    array's first is predicted exactly once. No window crosses from one array into
+    another.
     """
 
     def __init__(
@@ -131,7 +136,11 @@ class Windows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length+1"]:
-        """Window `index`, int32; ValueError if a token is not of the vocabulary."""
+        """Returns window `index` as int32.
+
+        Raises:
+          ValueError: If the window has a token outside the vocabulary.
+        """
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         start = (index - before) * self._length
@@ -145,7 +154,7 @@ class Windows:
 
 
 def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
-    """Batches without end, every epoch in another order that `seed` decides.
+    """Returns an endless iterator of batches; `seed` decides the order of each epoch.
 
     The iterator's `get_state()` is a small dictionary; `set_state` continues from it.
     """
@@ -156,9 +165,10 @@ def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
 def validation_batches(
     windows: Windows, *, batch_size: int, count: int
 ) -> list[Int32[np.ndarray, "batch length+1"]]:
-    """The same `count` batches for every run: windows drawn once from all over.
+    """Returns the same `count` batches for every run, drawn from the whole array.
 
-    Fewer windows than that make fewer batches, and fewer than one batch a smaller one.
+    With too few windows there are fewer batches. With fewer windows than `batch_size`
+    there is one smaller batch.
     """
     batch_size = min(batch_size, len(windows))
     count = min(count, len(windows) // batch_size)
@@ -185,7 +195,7 @@ def _find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def _token_corpus(files: Sequence[Path], dtype: TokenDtype) -> Corpus:
-    """Maps token files; the last twentieth of each is for validation."""
+    """Memory-maps token files; the last twentieth of each is for validation."""
     arrays = [_map_tokens(path, dtype) for path in files]
     cuts = [int(array.size * (1 - text.VALIDATION_SHARE)) for array in arrays]
     return Corpus(
@@ -197,7 +207,7 @@ def _token_corpus(files: Sequence[Path], dtype: TokenDtype) -> Corpus:
 
 
 def _map_tokens(path: Path, dtype: TokenDtype) -> np.ndarray:
-    """A token file, mapped; .npy files with and without NumPy's header exist."""
+    """Memory-maps a token file; .npy files may or may not have NumPy's header."""
     with path.open("rb") as file:
         has_header = file.read(6) == b"\x93NUMPY"
     if not has_header:

@@ -1,4 +1,4 @@
-"""moments.png: what becomes of FP8 moments while a run's recipes train."""
+"""Plots moments.png: statistics of the FP8 moments during a run."""
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,12 @@ _BINS = 16
 
 
 def plot_moments(run: Run) -> Figure | None:
-    """Draws moments.png in the run's folder; nothing if no recipe has FP8 moments.
+    """Draws moments.png in the run's folder; returns None without FP8 moments.
 
-    A column a recipe. Above, the powers k of all groups that have their own; in the
-    middle, the share of codes at zero and at the format's maximum; below, the error
-    that rounding causes in updates, with the range over parameters.
+    There is one column per recipe. The top row shows the powers k, as a map where each
+    group has its own k. The middle row shows the share of codes at zero and at the
+    format's maximum. The bottom row shows the error that rounding causes in updates,
+    with its range over parameters.
     """
     rows = run.moments()
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
@@ -43,16 +44,17 @@ def plot_moments(run: Run) -> Figure | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """One moment of all parameters over a run.
+    """Statistics of one moment of all parameters over a run.
 
     Attributes:
-      steps: Where it was looked at.
-      power: The k of all groups, where they share one.
-      powers: Share of groups with k in [0, 1), [1, 2), ...; zeros where they share one.
+      steps: The steps at which the moment was measured.
+      power: The k that all groups share, or None if each group has its own.
+      powers: Share of groups with k in [0, 1), [1, 2), ... [15, 16); all zeros if
+        groups share one k.
       zero_share: Share of codes that are zero, over all parameters.
-      max_share: Share of codes at the format's maximum.
-      error: Mean square error over elements, its root.
-      error_range: The smallest and the largest of a parameter.
+      max_share: Share of codes at the format's maximum, over all parameters.
+      error: Root mean square of the update error, over all elements.
+      error_range: The smallest and the largest error of a single parameter.
     """
 
     steps: Int[np.ndarray, " n"]
@@ -65,7 +67,10 @@ class History:
 
     @classmethod
     def of(cls, rows: list[dict[str, Any]]) -> "History":
-        """From rows of moments.jsonl of one recipe and moment."""
+        """Builds the history from the rows of moments.jsonl of one recipe and moment.
+
+        Means over parameters are weighted by the parameters' sizes.
+        """
         steps = sorted({row["step"] for row in rows})
         at_step = [[row for row in rows if row["step"] == step] for step in steps]
 
@@ -98,7 +103,7 @@ class History:
 
 
 def _draw_powers(axes: Axes, history: History, moment: str) -> None:
-    """A map of the groups' own k, or a line for the one that all share."""
+    """Draws a map of the groups' own k, or a line for the k that all groups share."""
     if history.power is not None:
         style = dict(color=_COLORS[moment], linewidth=1.4)
         axes.axhline(

@@ -1,4 +1,4 @@
-"""loss.png: the training curves of a run's recipes, and how far they are apart."""
+"""Plots loss.png: the training curves of a run's recipes, and their differences."""
 
 import numpy as np
 from jaxtyping import Float
@@ -19,8 +19,13 @@ _MARKER = dict(marker="o", linestyle="none", markersize=5, markerfacecolor="whit
 def plot_losses(run: Run, token: str) -> Figure:
     """Draws loss.png in the run's folder.
 
-    Above, each recipe's training loss as a moving average over the steps before, and
-    its validation losses; below, both in percent of the first recipe's.
+    The upper panel shows each recipe's training loss, as a trailing moving average, and
+    its validation losses. The lower panel shows the difference of both to the first
+    recipe's losses, in percent.
+
+    Args:
+      run: A finished run.
+      token: The unit of the tokens: "byte" or "token".
     """
     figure = Figure(figsize=(9, 6.5), layout="constrained", dpi=150)
     losses, gaps = figure.subplots(2, sharex=True, height_ratios=(5, 2))
@@ -49,7 +54,7 @@ def plot_losses(run: Run, token: str) -> Figure:
 
 
 def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
-    """The mean of each value and up to `window - 1` before it."""
+    """Returns the mean of each value and up to `window - 1` values before it."""
     sums = np.concatenate([[0.0], np.cumsum(x)])
     ends = np.arange(1, x.size + 1)
     starts = np.maximum(ends - window, 0)
@@ -57,7 +62,7 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
 
 
 def _interesting(metrics: list[dict]) -> tuple[float, float]:
-    """Limits that leave out the fall of the first steps, from chance to frequencies."""
+    """Returns y limits that cut off the steep fall of the loss in the first steps."""
     values = [row[k] for row in metrics for k in ("loss", "val_loss") if k in row]
     values = np.array(values)[np.isfinite(values)]
     low, high = np.quantile(values, (0.0, 0.95)) if values.size else (0.0, 1.0)

@@ -1,13 +1,14 @@
-"""The main job: one Llama, trained with several recipes, and what they cost.
+"""The main job: trains one Llama with several recipes and compares their cost.
 
     uv run python -m experiments.pretrain
 
-trains a small byte-level model twice on the source of Python's standard library, with
-BF16 and float32 moments (`bf16`) and with COAT's FP8 (`coat`), from one initialization
-and on one order of the data. `--help` lists recipes, presets and the rest. The run's
-folder keeps metrics.jsonl, summary.json, loss.png and checkpoints, and of recipes with
-FP8 moments what becomes of those: moments.jsonl and moments.png. Ctrl-C saves, and
-`--resume` goes on as if nothing had happened.
+The command trains a small byte-level model twice on the source of Python's standard
+library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Both start
+from one initialization and read the data in one order. `--help` lists the recipes,
+presets and other flags. The run's folder holds metrics.jsonl, summary.json, loss.png
+and checkpoints. For recipes with FP8 moments it also holds moments.jsonl and
+moments.png, the statistics of these moments. Ctrl-C saves a checkpoint, and `--resume`
+continues from it with the same results as an uninterrupted run.
 """
 
 import dataclasses
@@ -30,7 +31,7 @@ from experiments.pretrain.runs import Checkpoints, Progress, Run, StopRequest
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 
-STOPPED = 130  # the exit code of a process that Ctrl-C ended
+STOPPED = 130  # The exit code of a process that Ctrl-C ended.
 _BPE_VOCAB_SIZE = 16_384
 _WARM_STEPS, _TIMED_STEPS = 2, 5
 
@@ -61,13 +62,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Inputs:
-    """What every recipe of a run reads.
+    """The data that every recipe of a run reads.
 
     Attributes:
       windows: Sequences to train on.
       validation: Batches to validate on.
-      vocab_size: How many tokens there are.
-      token: What one is: "byte" or "token".
+      vocab_size: Number of distinct tokens.
+      token: The unit of the tokens: "byte" or "token".
     """
 
     windows: data.Windows
@@ -77,7 +78,10 @@ class Inputs:
 
 
 def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
-    """Opens or creates the run and its data; raises before anything is written."""
+    """Opens or creates the run and its data.
+
+    Invalid settings or data raise before run.json is written.
+    """
     if args.resume:
         run = Run.resume(args.folder, args.given)
         corpus = load_corpus(run.settings, args.folder)
@@ -90,7 +94,7 @@ def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
 
 
 def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
-    """The run's corpus; a BPE for it is trained once and kept in `folder`."""
+    """Loads the run's corpus; a BPE for it is trained once and saved in `folder`."""
     vocab_size = settings.vocab_size
     if settings.tokenizer == "bpe":
         vocab_size = vocab_size or _BPE_VOCAB_SIZE
@@ -104,7 +108,10 @@ def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
 
 
 def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
-    """Windows of the corpus; token files do not say how large their vocabulary is."""
+    """Returns the corpus as training windows and validation batches.
+
+    Token files do not state their vocabulary size. The settings or the preset give it.
+    """
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
     held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
@@ -119,7 +126,10 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
 
 
 def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
-    """Trains a recipe from its latest checkpoint to the last step, or until a stop."""
+    """Trains a recipe from its latest checkpoint to the last step, or until a stop.
+
+    Every stop and every `save_every` steps write a checkpoint.
+    """
     settings = run.settings
     with (
         run.checkpoints(recipe) as checkpoints,
@@ -161,7 +171,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
 
 
 def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
-    """The recipe's compiled step; the first one decides how many there are."""
+    """Returns the recipe's trainer; the first recipe settles the number of steps."""
     config = model_config(run.settings, recipe, inputs.vocab_size)
     if run.steps is None:
         trainer = Trainer(config, run.settings, steps=run.settings.steps)
@@ -170,10 +180,11 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
 
 
 def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) -> int:
-    """How many steps, with validations, fit `settings.minutes` after compilation.
+    """Returns how many steps, with validations, fit in `settings.minutes`.
 
-    Timed on a state that is thrown away: the schedule, and so every step, depends on
-    the answer.
+    The budget includes the compile time. Steps are timed on a state that is thrown
+    away, because the learning rate schedule, and so every step, depends on the number
+    of steps.
     """
     state, batches = trainer.init(), train_batches(inputs, settings)
     seconds = []
@@ -198,7 +209,7 @@ def first_state(
     checkpoints: Checkpoints,
     progress: Progress,
 ) -> tuple[TrainState, data.Batches]:
-    """The state and the batches to go on with, from a checkpoint if there is one."""
+    """Returns the state and the batches to start from: a checkpoint's or new ones."""
     batches = train_batches(inputs, run.settings)
     if progress.step:
         batches.set_state(progress.batches)
@@ -215,14 +226,14 @@ def first_state(
 
 
 def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
-    """The order of the data, which is every recipe's."""
+    """Returns the training batches, in the order that all recipes share."""
     return data.train_batches(
         inputs.windows, batch_size=settings.batch_size, seed=settings.seed
     )
 
 
 def show(bar: tqdm, row: dict, settings: Settings, progress: Progress) -> None:
-    """Moves the progress bar on by a step."""
+    """Advances the progress bar by one step."""
     shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
     if speed := progress.tokens_per_s(settings):
         shown["tokens/s"] = f"{speed:,.0f}"
@@ -231,12 +242,12 @@ def show(bar: tqdm, row: dict, settings: Settings, progress: Progress) -> None:
 
 
 def device_peak_bytes() -> int | None:
-    """The most memory this process has used on the device, where it tells."""
+    """Returns this process's peak device memory, or None if the device reports none."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def resume_command(folder: Path) -> str:
-    """What continues the run in `folder`."""
+    """Returns the command that continues the run in `folder`."""
     return f"uv run python -m experiments.pretrain --resume {shlex.quote(str(folder))}"
 
 

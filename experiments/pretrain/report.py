@@ -1,4 +1,4 @@
-"""What a run found: summary.json, and the table at the end."""
+"""Reports of a run: summary.json, and the table at the end."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from experiments.pretrain.settings import COAT_RECIPES, Recipe
 
 
 def summarize(run: Run, token: str) -> dict[str, Any]:
-    """Writes summary.json, a results file with one row a recipe, and returns it.
+    """Writes summary.json, a results file with one row per recipe, and returns it.
 
     Args:
       run: A finished run.
-      token: What a token of its corpus is: "byte" or "token".
+      token: The unit of its corpus's tokens: "byte" or "token".
     """
     metrics = run.metrics()
     recipes = {}
@@ -55,7 +55,7 @@ def _recipe_summary(
 
 
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
-    """What is expected of the main job, as far as this run shows it."""
+    """Returns the main job's bars that this run's recipes and preset can check."""
     bars = []
     for recipe in (r for r in recipes if r in COAT_RECIPES):
         if "bf16" in recipes:
@@ -76,7 +76,7 @@ def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[B
 
 
 def table(summary: dict[str, Any]) -> Table:
-    """The summary for a terminal: one column a recipe."""
+    """Returns the summary as a table for a terminal, with one column per recipe."""
     title = (
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )

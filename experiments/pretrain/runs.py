@@ -1,9 +1,9 @@
 """A run's folder: settings, metrics and checkpoints, safe against a kill at any time.
 
 run.json         the settings, the data's fingerprint and the number of steps
-metrics.jsonl    one line a step and recipe
-moments.jsonl    one line a validation, recipe, parameter and moment kept in FP8
-checkpoints/     one folder a recipe with the latest state
+metrics.jsonl    one line per step and recipe
+moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
+checkpoints/     one folder per recipe with the latest state
 """
 
 import dataclasses
@@ -26,17 +26,17 @@ _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 
 @dataclasses.dataclass(kw_only=True)
 class Progress:
-    """What a checkpoint holds beside the state.
+    """The part of a checkpoint that is not the training state.
 
     Attributes:
-      step: Steps done.
+      step: Number of steps done.
       batches: State of the data iterator.
-      seconds: Time in `timed_steps` steps: all but the first of each process, without
-        validation and checkpoints.
-      timed_steps: How many steps `seconds` counts.
-      device_peak_bytes: The device's peak; None where it does not tell, or where an
-        earlier recipe of the process had a higher one.
-      measured: What was measured before the first step.
+      seconds: Total time of `timed_steps` steps, without validation and checkpoints.
+      timed_steps: Number of steps that `seconds` counts: all but the first of each
+        process.
+      device_peak_bytes: Peak memory of the device. It is None if the device does not
+        report it, or if an earlier recipe of the process had a higher peak.
+      measured: Sizes and the compile time, measured before the first step.
     """
 
     step: int = 0
@@ -47,19 +47,27 @@ class Progress:
     measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
 
     def tokens_per_s(self, settings: Settings) -> float | None:
-        """Speed of the timed steps; None before there is one."""
+        """Returns the speed of the timed steps, or None before the first one."""
         if not self.seconds:
             return None
         return settings.tokens_per_step * self.timed_steps / self.seconds
 
     def note_peak(self, before: int | None, now: int | None) -> None:
-        """Takes the process's peak for this recipe's if it rose while it ran."""
+        """Records the process's peak if it rose while this recipe ran.
+
+        Args:
+          before: The process's peak before this recipe, in bytes.
+          now: The process's peak now, in bytes.
+        """
         if now is not None and now > (before or 0):
             self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
 
 
 class Checkpoints:
-    """The latest checkpoint of one recipe; the one before goes when it is complete."""
+    """The latest checkpoint of one recipe.
+
+    A new checkpoint replaces the old one only when it is complete.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._manager = ocp.CheckpointManager(
@@ -67,7 +75,7 @@ class Checkpoints:
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=1,
-                # A step donates the state it is given: it has to be on disk by then.
+                # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
         )
@@ -79,7 +87,7 @@ class Checkpoints:
         self._manager.close()
 
     def save(self, state: TrainState, progress: Progress) -> None:
-        """Saves, unless this step already is."""
+        """Saves a checkpoint, unless there is one of this step."""
         if progress.step != self._manager.latest_step():
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_not_empty(state)),
@@ -88,7 +96,7 @@ class Checkpoints:
             self._manager.save(progress.step, args=items)
 
     def progress(self) -> Progress:
-        """How far the latest checkpoint is; step 0 if there is none."""
+        """Returns the latest checkpoint's progress; its step is 0 if there is none."""
         step = self._manager.latest_step()
         if step is None:
             return Progress()
@@ -96,7 +104,11 @@ class Checkpoints:
         return Progress(**self._manager.restore(step, args=items)["progress"])
 
     def state(self, abstract: TrainState) -> TrainState:
-        """The latest state, bit for bit; `abstract` has its shapes and placement."""
+        """Returns the latest state, bit for bit.
+
+        Args:
+          abstract: The shapes, dtypes and placement of the state.
+        """
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         step = self._manager.latest_step()
         return TrainState(**self._manager.restore(step, args=items)["state"])
@@ -106,10 +118,10 @@ class Run:
     """A run's folder, new or resumed.
 
     Attributes:
-      folder: Where it is.
-      settings: What it computes.
-      steps: Steps of each recipe; None until the first recipe has decided.
-      command: The command that began it.
+      folder: The path of the folder.
+      settings: The run's settings.
+      steps: Steps of each recipe; None until the first recipe has settled it.
+      command: The command line that started the run.
     """
 
     def __init__(self, folder: Path, record: dict[str, Any]) -> None:
@@ -121,7 +133,7 @@ class Run:
 
     @classmethod
     def create(cls, folder: Path, settings: Settings, fingerprint: str) -> Self:
-        """Starts a run in a folder that `check_unused` has passed."""
+        """Starts a run in a folder that passed `check_unused`."""
         folder.mkdir(parents=True, exist_ok=True)
         record = {
             "settings": dataclasses.asdict(settings),
@@ -137,8 +149,8 @@ class Run:
         """Continues a run.
 
         Args:
-          folder: Its folder.
-          given: Settings of the command line, which may only repeat the run's own.
+          folder: The run's folder.
+          given: Settings of the command line. They must equal the run's own.
 
         Raises:
           ValueError: If there is no run in `folder`, or it has other settings.
@@ -162,16 +174,16 @@ class Run:
             raise ValueError(f"the data is not what {self.folder} was started with")
 
     def fix_steps(self, steps: int) -> None:
-        """Settles the number of steps for all recipes and every resumption."""
+        """Records the number of steps, for all recipes and for a resumed run."""
         self.steps = self._record["steps"] = steps
         write_json(self.folder / _RUN, self._record)
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """The recipe's checkpoints; a context manager."""
+        """Returns the recipe's checkpoints, a context manager."""
         return Checkpoints(self.folder / "checkpoints" / recipe)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Rows of metrics.jsonl; a last line that a kill cut off is left out."""
+        """Returns the rows of metrics.jsonl, without an incomplete last line."""
         return list(_read_rows(self.folder / _METRICS))
 
     def append_metrics(self) -> "RowLog":
@@ -179,7 +191,7 @@ class Run:
         return RowLog(self.folder / _METRICS)
 
     def moments(self) -> list[dict[str, Any]]:
-        """Rows of moments.jsonl, likewise."""
+        """Returns the rows of moments.jsonl, without an incomplete last line."""
         return list(_read_rows(self.folder / _MOMENTS))
 
     def append_moments(self) -> "RowLog":
@@ -187,7 +199,7 @@ class Run:
         return RowLog(self.folder / _MOMENTS)
 
     def _drop_unsaved_rows(self) -> None:
-        """Cuts metrics and moments back to what the checkpoints hold."""
+        """Drops the rows of metrics and moments after each recipe's checkpoint."""
         saved = {}
         for recipe in self.settings.recipes:
             with self.checkpoints(recipe) as checkpoints:
@@ -201,7 +213,7 @@ class Run:
 
 
 class RowLog:
-    """A file of JSON rows, open for appending; every row is readable at once."""
+    """A file of JSON rows, open for appending; a written row is readable at once."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", buffering=1)
@@ -217,12 +229,12 @@ class RowLog:
         self._file.write(json.dumps(row) + "\n")
 
     def sync(self) -> None:
-        """Returns when all rows are on disk."""
+        """Blocks until all rows are on disk."""
         os.fsync(self._file.fileno())
 
 
 class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request; a second one acts at once."""
+    """Turns the first SIGINT or SIGTERM into a request; the second acts as usual."""
 
     def __init__(self) -> None:
         self.made = False
@@ -242,7 +254,7 @@ class StopRequest:
 
 
 def _not_empty(state: TrainState) -> dict[str, Any]:
-    """What has arrays: most runs have no histories."""
+    """Returns the fields that have arrays, because most runs have no histories."""
     return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}
 
 
@@ -256,7 +268,7 @@ def check_unused(folder: Path) -> None:
 
 
 def latest(parent: Path) -> Path:
-    """The folder in `parent` whose run began last."""
+    """Returns the folder in `parent` whose run.json was written last."""
     found = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
     if not found:
         raise ValueError(f"--resume found no run in {parent}/")

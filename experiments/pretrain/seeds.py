@@ -2,9 +2,10 @@
 
     uv run python -m experiments.pretrain.seeds runs/*/summary.json
 
-Each training is compared with `bf16` of its seed, with which it shares initialization,
-the data's order and validation. Runs say by their commands which seed and scaling they
-had; they may be in files that were joined before.
+Each training is compared with the `bf16` training of the same seed. Both share the
+initialization, the order of the data and the validation batches. The seed and the
+scaling of a run are read from the command line that it recorded. The files may
+themselves be results of this program.
 """
 
 import argparse
@@ -25,8 +26,8 @@ from experiments.pretrain import arguments
 from experiments.pretrain.settings import Settings
 
 Row = dict[str, Any]
-_BETWEEN = " && "  # Commands of a joined file.
-# Percent by which the mean loss may exceed BF16's.
+_BETWEEN = " && "  # Separator of the commands of a joined file.
+# Largest percentage by which the mean loss may exceed that of BF16.
 _TARGETS = {"coat": 0.5, "coat_max": 1.0}
 
 
@@ -50,10 +51,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def join(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A results file of all runs, with the newest one's date, device and versions.
+    """Returns a results file of all runs, with the newest's date, device and versions.
 
     Raises:
-      ValueError: If a seed has no `bf16`, or trained the same twice.
+      ValueError: If a seed has no `bf16` training, or has one training twice.
     """
     rows = [row for run in runs for row in trainings(run)]
     keys = [(row["recipe"], row["scaling"], row["seed"]) for row in rows]
@@ -73,7 +74,7 @@ def join(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def trainings(run: dict[str, Any]) -> Iterator[Row]:
-    """One row for each recipe of a run, or of a joined file."""
+    """Yields one row for each recipe of a run, or each training of a joined file."""
     settings = [_settings(command) for command in run["command"].split(_BETWEEN)]
     of_recipe = {recipe: each for each in settings for recipe in each.recipes}
     for row in run["rows"]:
@@ -89,7 +90,7 @@ def trainings(run: dict[str, Any]) -> Iterator[Row]:
 
 
 def _settings(command: str) -> Settings:
-    """Those of a command line of `experiments.pretrain`."""
+    """Returns the settings that a command line of `experiments.pretrain` gives."""
     words = shlex.split(command)
     own = words[words.index("experiments.pretrain") + 1 :]
     given = vars(arguments.parser().parse_args(own))
@@ -97,7 +98,7 @@ def _settings(command: str) -> Settings:
 
 
 def summarize(rows: Iterable[Row]) -> list[Row]:
-    """The mean gap to BF16 of each recipe and scaling, and its standard error."""
+    """Returns each recipe and scaling's mean gap to BF16 and its standard error."""
     gaps: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["recipe"] != "bf16":
@@ -127,7 +128,7 @@ def _bars(summary: Iterable[Row]) -> Iterator[Bar]:
 
 
 def table(summary: Iterable[Row]) -> Table:
-    """The summary for a terminal."""
+    """Returns the summary as a table for a terminal."""
     found = Table(
         title="Validation loss, over BF16's of the same seed",
         title_justify="left",

@@ -1,4 +1,4 @@
-"""What a training run is: its settings, and presets of them with a model's shape."""
+"""Settings of a training run, and presets of settings with a model's shape."""
 
 import dataclasses
 from typing import Any, Literal
@@ -23,36 +23,38 @@ _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that decides what a run computes; one JSON object in its folder.
+    """All settings that decide what a run computes; one JSON object in its folder.
 
     Attributes:
-      preset: The model's shape, and where these settings came from.
-      recipes: What to train with, one after the other, from one initialization and on
-        one order of the data.
-      data: Files or folders; nothing means Python's standard library.
-      tokenizer: How text becomes tokens.
-      vocab_size: Of a trained BPE or of token files; None means 16,384 for a BPE and
-        the preset's for token files.
-      token_dtype: Of token files without a header.
-      seed: Of the initialization, the data's order and stochastic rounding.
-      param_dtype: What parameters are kept in.
-      rounding: How a step of `coat.fp8_adamw` rounds BF16 parameters; optax's, and so
-        the other recipes', always rounds to nearest.
-      scaling: When recipes of the FP8 flow take the scales of gradients.
-      steps: Optimizer steps, at most.
-      minutes: A budget for the first recipe that may lower `steps`; None sets none.
-      batch_size: Sequences a step.
-      seq_len: Tokens a sequence.
-      lr: The peak learning rate, after `warmup_steps` (at most a tenth of all); from
-        there a cosine leads to a tenth of it.
-      warmup_steps: Steps of the linear rise.
-      weight_decay: Of matrices; norms have none.
+      preset: Name of the preset that gives the model's shape and default settings.
+      recipes: Recipes to train with, one after the other. All start from one
+        initialization and read the data in one order.
+      data: Files or folders; empty means Python's standard library.
+      tokenizer: Tokenizer of text: "bytes" or "bpe".
+      vocab_size: Vocabulary size of a trained BPE or of token files; None means 16,384
+        for a BPE and the preset's size for token files.
+      token_dtype: Dtype of token files without a header.
+      seed: Seed of the initialization, the data's order and stochastic rounding.
+      param_dtype: Dtype in which parameters are stored.
+      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`. The other recipes use
+        `optax.adamw`, which always rounds to nearest.
+      scaling: "just_in_time" or "delayed" scales of gradients, for recipes of the FP8
+        flow.
+      steps: Largest number of optimizer steps.
+      minutes: Time budget of the first recipe, which may lower `steps`; None means no
+        budget.
+      batch_size: Sequences per step.
+      seq_len: Tokens per sequence.
+      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it to a
+        tenth of the peak.
+      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
+      weight_decay: Weight decay of matrices; the scales of norms do not decay.
       b1: Decay rate of the first moment.
       b2: Decay rate of the second moment.
-      clip_norm: Largest global norm of a gradient.
-      eval_every: Steps between validations; one follows the last step in any case.
-      eval_batches: Batches a validation.
-      save_every: Steps between checkpoints; one follows the last step in any case.
+      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
+      eval_every: Steps between validations; the last step always has one.
+      eval_batches: Batches per validation.
+      save_every: Steps between checkpoints; the last step always has one.
     """
 
     preset: str
@@ -114,12 +116,12 @@ class Settings:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of a batch."""
+        """Number of tokens of a batch."""
         return self.batch_size * self.seq_len
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Settings":
-        """Settings as `dataclasses.asdict` and JSON leave them."""
+        """Returns settings from their JSON object, where tuples became lists."""
         lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
         return cls(**values | lists)
 
@@ -129,8 +131,9 @@ class Preset:
     """A model's shape and the settings to train it with.
 
     Attributes:
-      model: The shape; its recipe, vocabulary and parameter dtype are the run's.
-      settings: What a command line changes some of.
+      model: The model's shape. `model_config` sets its recipe, scaling, vocabulary and
+        parameter dtype.
+      settings: Default settings, which a command line may override.
     """
 
     model: llama.LlamaConfig
@@ -142,7 +145,7 @@ def _small(**shape: int) -> llama.LlamaConfig:
 
 
 def _large(preset: str, **settings: Any) -> Preset:
-    """A published shape; one device holds a batch of these settings."""
+    """Returns a preset of a published shape, with a batch that fits on one device."""
     defaults = dict(eval_every=500, eval_batches=32, save_every=500, warmup_steps=1000)
     return Preset(
         model=llama.CONFIGS[preset],
@@ -164,7 +167,8 @@ PRESETS: dict[str, Preset] = {
             steps=600,
             batch_size=8,
             seq_len=128,
-            # At 3e-3 runs that differ in their seed alone differ by a percent.
+            # At 3e-3 the losses of two seeds differ by a percent, which hides the gaps
+            # between recipes.
             lr=2e-3,
             eval_every=100,
             eval_batches=16,
@@ -222,11 +226,14 @@ PRESETS: dict[str, Preset] = {
 def model_config(
     settings: Settings, recipe: Recipe, vocab_size: int
 ) -> llama.LlamaConfig:
-    """The preset's shape with this run's recipe, vocabulary and parameter dtype."""
+    """Returns the preset's shape with this run's recipe, vocabulary and dtype.
+
+    The vocabulary is rounded up to a multiple of 128.
+    """
     return dataclasses.replace(
         PRESETS[settings.preset].model,
         recipe=recipe,
         scaling=settings.scaling if recipe in COAT_RECIPES else "just_in_time",
-        vocab_size=-(-vocab_size // 128) * 128,  # whole tiles of a matrix product
+        vocab_size=-(-vocab_size // 128) * 128,  # Whole tiles of a matmul.
         param_dtype=jnp.dtype(settings.param_dtype),
     )

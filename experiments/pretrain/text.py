@@ -1,8 +1,8 @@
-"""Text as documents, and documents as tokens.
+"""Splits text into documents, and documents into tokens.
 
-The default corpus is real text that every machine with Python has: the source of its
-standard library. A document is bytes, tokenized as bytes or by a trained BPE, and
-followed by a separator token.
+The default corpus is real text that every machine with Python has: the source of
+Python's standard library. A document is a byte string. It is tokenized as bytes or by a
+trained BPE, and a separator token follows it.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 VALIDATION_SHARE = 0.05
-BYTES_VOCAB_SIZE = 257  # 256 bytes and the separator
+BYTES_VOCAB_SIZE = 257  # 256 bytes and the separator.
 _SEPARATOR = "<|document|>"
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -24,7 +24,10 @@ Encoder = Callable[[Iterable[bytes]], np.ndarray]
 
 
 def standard_library() -> Iterator[bytes]:
-    """The Python files of this interpreter's standard library, in order of path."""
+    """Yields the Python files of this interpreter's standard library, sorted by path.
+
+    Installed packages are left out.
+    """
     paths = []
     for folder, subfolders, names in os.walk(sysconfig.get_path("stdlib")):
         subfolders[:] = [name for name in subfolders if name not in _SKIPPED_FOLDERS]
@@ -34,7 +37,7 @@ def standard_library() -> Iterator[bytes]:
 
 
 def read_documents(files: Iterable[Path]) -> Iterator[bytes]:
-    """Documents of .jsonl files (one a line) and other text files (one each).
+    """Yields one document per line of .jsonl files, and one per other text file.
 
     Raises:
       ValueError: If a line of a .jsonl file is no object with a string "text".
@@ -47,10 +50,11 @@ def read_documents(files: Iterable[Path]) -> Iterator[bytes]:
 
 
 def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Documents for training and for validation: one in twenty, by its hash.
+    """Returns documents for training and for validation.
 
-    Equal documents fall on one side, wherever they come from. Too few to have one on
-    either side are cut in two instead, the last twentieth of each for validation.
+    A document's hash decides its side, and about one in twenty is for validation.
+    Equal documents are therefore on the same side. If one side would be empty, each
+    document is cut instead, and its last twentieth is for validation.
     """
     train, validation = [], []
     for document in filter(None, documents):
@@ -67,7 +71,7 @@ def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes
 
 
 def encode_bytes(texts: Iterable[bytes]) -> np.ndarray:
-    """Tokens of `texts`, uint16: their bytes, and 256 after each."""
+    """Returns the tokens of `texts` as uint16: the bytes of each, followed by 256."""
     separator = np.array([256], np.uint16)
     pieces = [
         piece
@@ -78,8 +82,13 @@ def encode_bytes(texts: Iterable[bytes]) -> np.ndarray:
 
 
 def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder:
-    """A byte-level BPE trained on `texts`, or read from `cache` if it is there."""
-    import tokenizers  # a second to load, and only this option needs it
+    """Returns the encoder of a byte-level BPE.
+
+    The BPE is read from the file `cache` if it exists. Otherwise it is trained on
+    `texts` and saved there.
+    """
+    # This import takes a second, and only "bpe" needs it.
+    import tokenizers
 
     if cache.exists():
         tokenizer = tokenizers.Tokenizer.from_file(str(cache))

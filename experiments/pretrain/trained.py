@@ -1,6 +1,6 @@
-"""A trained model, and text that it has not seen: what errors are measured on.
+"""A trained model and unseen text, on which errors are measured.
 
-The experiments on activations and gradients share this and its flags.
+The experiments on activations and gradients share this module and its flags.
 """
 
 import argparse
@@ -30,10 +30,10 @@ class Trained:
     """A model after its last step.
 
     Attributes:
-      config: Its shape, and the recipe it was trained with.
-      params: Its parameters.
+      config: The model's shape, and the recipe it was trained with.
+      params: The model's parameters.
       batches: Batches of the validation text.
-      loss: Nats a token on them.
+      loss: Validation loss on `batches`, in nats per token.
     """
 
     config: llama.LlamaConfig
@@ -42,24 +42,24 @@ class Trained:
     loss: float
 
     def config_as(self, recipe: Recipe, dtype: DTypeLike) -> llama.LlamaConfig:
-        """Its shape in another recipe and dtype, with parameters in float32."""
+        """Returns its config in another recipe and dtype, with float32 parameters."""
         how = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
         return dataclasses.replace(self.config, **how)
 
     def wide_params(self) -> nnx.State:
-        """Its parameters in float32."""
+        """Returns its parameters in float32."""
         return jax.tree.map(lambda p: p.astype(jnp.float32), self.params)
 
 
 def structure(config: llama.LlamaConfig) -> nnx.GraphDef:
-    """What `nnx.merge` makes a model of parameters with."""
+    """Returns the graph definition with which `nnx.merge` builds a model."""
     return nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))[0]
 
 
 def trainer_and_inputs(
     settings: Settings, recipe: Recipe
 ) -> tuple[Trainer, llama.LlamaConfig, pretrain.Inputs]:
-    """The main job's training with one recipe, before its first step."""
+    """Returns the main job's trainer, config and data for one recipe, before step 1."""
     paths = [Path(path) for path in settings.data]
     corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
     inputs = pretrain.select_inputs(corpus, settings)
@@ -68,7 +68,7 @@ def trainer_and_inputs(
 
 
 def train(settings: Settings, recipe: Recipe) -> Trained:
-    """Trains the main job's model with one recipe, on its data and in its order."""
+    """Trains the main job's model with one recipe, on the same data and order."""
     trainer, config, inputs = trainer_and_inputs(settings, recipe)
     state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
     for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
@@ -82,7 +82,14 @@ def train(settings: Settings, recipe: Recipe) -> Trained:
 
 
 def parser(name: str, description: str) -> argparse.ArgumentParser:
-    """The main job's flags for one training; what is not given is the preset's."""
+    """Returns a parser with the main job's flags for one training.
+
+    The preset gives the settings that a command line does not give.
+
+    Args:
+      name: The program's name, which `--help` shows after "experiments.".
+      description: The text that `--help` prints.
+    """
     top = argparse.ArgumentParser(
         prog=f"python -m experiments.{name}",
         description=description,
@@ -98,16 +105,16 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
 
 
 def train_as(given: dict[str, Any]) -> Trained:
-    """What flags ask for; takes `recipe` out of them."""
+    """Trains as the flags say; removes `recipe` from `given`."""
     recipe = given.pop("recipe", "bf16")
     return train(arguments.settings(given), recipe)
 
 
 def results_file(name: str, given: dict[str, Any]) -> Path:
-    """Where results go; takes `out` out of the flags.
+    """Returns the path of the results file; removes `out` from `given`.
 
     Raises:
-      ValueError: If its folder is not there.
+      ValueError: If the file's folder does not exist.
     """
     out = given.pop("out", None)
     out = out or default_path(name, f"{name}_{given.get('preset', 'cpu')}")

@@ -1,4 +1,6 @@
-"""One recipe's training step: the same model and data, another precision.
+"""The training step of one recipe.
+
+All recipes train the same model on the same data. They differ in precision:
 
 | recipe     | linear layers | saved for backward      | Adam's moments |
 |------------|---------------|-------------------------|----------------|
@@ -30,13 +32,13 @@ from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
 
 
 class TrainState(NamedTuple):
-    """What a step changes, and a checkpoint holds.
+    """The training state that a step updates and a checkpoint stores.
 
     Attributes:
       params: The parameters.
       opt_state: The optimizer's state.
-      seed: Of stochastic rounding; no step changes it.
-      histories: Of delayed scaling; empty without it.
+      seed: Seed of stochastic rounding; no step changes it.
+      histories: Amax histories of delayed scaling; empty without it.
     """
 
     params: nnx.State
@@ -46,14 +48,19 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """What a step reports: mean nats a token, and the gradient's norm unclipped."""
+    """Metrics of a step.
+
+    Attributes:
+      loss: Mean training loss, in nats per token.
+      grad_norm: Global norm of the gradient before clipping.
+    """
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Returns a linear warm-up, followed by a cosine down to a tenth of the peak."""
     warmup_steps = min(settings.warmup_steps, steps // 10)
     return optax.warmup_cosine_decay_schedule(
         init_value=settings.lr / (warmup_steps + 1),
@@ -68,8 +75,9 @@ class Optimizer(NamedTuple):
     """AdamW of one kind, with optax's arguments.
 
     Attributes:
-      adamw: `optax.adamw`, or `coat.fp8_adamw` with any options of its own.
-      fused: Whether it is the latter, and takes whole steps with `coat.fused_update`.
+      adamw: `optax.adamw`, `coat.fp8_adamw` with any options of its own, or another
+        function with the same arguments.
+      fused: Whether it is `coat.fp8_adamw`, whose steps run in `coat.fused_update`.
     """
 
     adamw: Callable[..., optax.GradientTransformation]
@@ -77,14 +85,17 @@ class Optimizer(NamedTuple):
 
     @classmethod
     def of(cls, recipe: Recipe) -> "Optimizer":
-        """What a recipe trains with."""
+        """Returns the optimizer of a recipe."""
         fused = recipe in COAT_RECIPES
         return cls(coat.fp8_adamw if fused else optax.adamw, fused)
 
     def transformation(
         self, settings: Settings, steps: int
     ) -> optax.GradientTransformation:
-        """It behind clipping; for any parameters its moments are FP8 or float32."""
+        """Returns gradient clipping followed by the optimizer.
+
+        The moments are FP8 if `fused` and float32 otherwise, for any parameter dtype.
+        """
         tx = optax.chain(
             optax.clip_by_global_norm(settings.clip_norm),
             self.adamw(
@@ -101,7 +112,7 @@ class Optimizer(NamedTuple):
 def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
     """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
 
-    `optax.adamw` alone would keep the moments of BF16 parameters in BF16.
+    Without it `optax.adamw` stores the moments of BF16 parameters in BF16.
     """
 
     def wide(tree):
@@ -114,7 +125,10 @@ def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def is_matrix(params: nnx.State) -> Any:
-    """True for what decays: every parameter but the scales of norms."""
+    """Returns True for each parameter with weight decay: all but the scales of norms.
+
+    A parameter belongs to a norm if its path contains "norm".
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: "norm" not in jax.tree_util.keystr(path), params
     )
@@ -124,13 +138,13 @@ class Trainer:
     """A compiled training step and validation of one recipe.
 
     Args:
-      config: The model, and its recipe.
-      settings: How it is trained.
-      steps: How long, which the learning rate depends on.
-      optimizer: What with; None means the recipe's.
+      config: Config of the model, with its recipe.
+      settings: Settings of the training.
+      steps: Length of the training, which sets the learning rate schedule.
+      optimizer: The optimizer; None means the recipe's.
 
     Attributes:
-      parameters: Numbers in the model.
+      parameters: Number of parameters of the model.
     """
 
     def __init__(
@@ -155,7 +169,7 @@ class Trainer:
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
-        """The compiled step, and how many seconds that took."""
+        """The compiled step, and the compile time in seconds."""
         started = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
         lowered = step.lower(self.abstract_state(), self._abstract_batch)
@@ -163,15 +177,15 @@ class Trainer:
         return compiled, time.perf_counter() - started
 
     def init(self, seed: int | None = None) -> TrainState:
-        """The state before the first step.
+        """Returns the state before the first step.
 
-        The parameters depend on the seed alone, by default the settings': in BF16 they
-        are the float32 ones rounded.
+        The parameters depend on the seed alone, by default the settings' seed. BF16
+        parameters are the float32 ones, rounded.
         """
         return self._compiled_init(self._settings.seed if seed is None else seed)
 
     def abstract_state(self) -> TrainState:
-        """Shapes, dtypes and placement of a state."""
+        """Returns the shapes, dtypes and placement of a state."""
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
@@ -181,28 +195,28 @@ class Trainer:
     def step(
         self, state: TrainState, batch: Int32[np.ndarray, "batch length+1"]
     ) -> tuple[TrainState, Metrics]:
-        """One optimizer step; `state` is used up."""
+        """Runs one optimizer step; `state` is donated."""
         compiled, _ = self.compiled
         return compiled(state, jnp.asarray(batch))
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
-        """Mean nats a token over batches of one size."""
+        """Returns the mean loss in nats per token, over batches of one size."""
         where = state.params, state.histories
         losses = [self._evaluate(*where, jnp.asarray(b)) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
-        """`coat.moment_report` of a state; nothing where its moments are float32."""
+        """Returns the rows of `coat.moment_report`; none if the moments are float32."""
         if not self._optimizer.fused:
             return []
         return coat.moment_report(state.opt_state).rows()
 
     def learning_rate(self, step: int) -> float:
-        """What step `step`, counted from 1, uses."""
+        """Returns the learning rate of step `step`, counted from 1."""
         return float(f"{self._schedule(step - 1):.6g}")
 
     def saved_activation_bytes(self) -> int:
-        """Bytes that the step's forward pass keeps for its backward pass."""
+        """Returns the bytes that the forward pass saves for the backward pass."""
         state = self.abstract_state()
         found = coat.residual_report(
             self._loss, state.params, state.histories, self._abstract_batch
@@ -210,7 +224,7 @@ class Trainer:
         return found.nbytes
 
     def step_bytes(self) -> int:
-        """Device memory that the compiled step needs, its arguments included."""
+        """Returns the device memory of the compiled step, including its arguments."""
         return peak_bytes(self.compiled[0])
 
     @property
@@ -254,5 +268,5 @@ class Trainer:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays."""
+    """Returns the size of a tree's arrays in bytes."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
