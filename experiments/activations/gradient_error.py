@@ -50,7 +50,7 @@ _Gradient = dict[str, Float[Array, "layers ..."]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    top = trained.parser("gradient_error", __doc__)
+    top = trained.parser("activations.gradient_error", __doc__)
     top.add_argument("--batches", type=int, help="gradients to compare (4)")
     given = arguments.read(top, argv)
     try:

@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; the preset gives the settings left out."""
-    top = trained.parser("mixed_granularity", __doc__)
+    top = trained.parser("activations.mixed_granularity", __doc__)
     top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
     return top
 
