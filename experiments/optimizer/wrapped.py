@@ -66,7 +66,9 @@ def _momentum(learning_rate, *, b1, b2, weight_decay, mask):
 
 
 def _ademamix(learning_rate, *, b1, b2, weight_decay, mask):
-    options = dict(b1=b1, b2=b2, b3=0.999, alpha=2.0)
+    # The slow average outlives gradients that b2 = 0.95 has forgotten, and diverges.
+    del b2
+    options = dict(b1=b1, b2=0.999, b3=0.999, alpha=2.0)
     rate = _scaled(learning_rate, 0.5)
     return optax.contrib.ademamix(rate, **options, weight_decay=weight_decay, mask=mask)
 
