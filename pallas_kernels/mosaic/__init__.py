@@ -1,1 +1,1 @@
-"""The toolkit of Mosaic GPU that kernels share."""
+"""Mosaic GPU helpers that the kernels share."""

@@ -1,4 +1,7 @@
-"""Codes and numbers of a strip of elements, in the registers of a warpgroup."""
+"""Quantization and decoding of strips in the registers of a warpgroup.
+
+A strip is the part of an array that the 128 lanes of a warpgroup handle at once.
+"""
 
 import functools
 import math
@@ -21,16 +24,21 @@ from pallas_kernels.numerics import (
     reciprocal,
 )
 
-LANES = 128  # Of a warpgroup.
+LANES = 128  # Lanes of a warpgroup.
 
 
 def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
-    """A lane has neighbours, the next lane the next ones, or those of the next row."""
+    """Returns the register layout of a strip of `shape`.
+
+    Each lane holds a vector of consecutive elements. The next lane holds the next
+    vector, which is in the next row where a vector is a whole row.
+    """
     vector = math.prod(shape) // LANES
     warp = (shape[0] // 4, *shape[1:])
     if shape[-1] == vector and len(shape) == 2:
         return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
-    lanes_of_group = shape[-1] > vector  # Layouts name no axis of one.
+    # The tiling has an axis of lanes within a group only if a group has several.
+    lanes_of_group = shape[-1] > vector
     if warp[0] == 1:
         return plgpu.Layout.TILED(
             plgpu.Tiling((shape, (vector,))),
@@ -48,7 +56,7 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
 
 
 def decode(x: Array | Groups) -> Array:
-    """A strip in float32."""
+    """Returns a strip in float32: `x`, or `codes * scale` of groups."""
     if not isinstance(x, Groups):
         return x.astype(jnp.float32)
     codes = x.codes.astype(jnp.float32)
@@ -56,7 +64,7 @@ def decode(x: Array | Groups) -> Array:
 
 
 def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
-    """Codes of x / scale, rounded to nearest even, and saturated."""
+    """Returns the codes of x / scale, rounded to nearest even and saturated."""
     x = x * reciprocal(jnp.broadcast_to(scale, x.shape))
     if not _saturates():
         x = jnp.clip(x, -code_max(dtype), code_max(dtype))
@@ -64,53 +72,63 @@ def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 
 def _saturates() -> bool:
-    """Whether conversions to codes saturate: on GPUs, not where CPUs interpret them."""
+    """Returns whether casts to FP8 saturate: on GPUs, not in interpret mode on CPUs."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return (device or jax.devices()[0]).platform == "gpu"
 
 
 def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Codes of groups, the last axis, and their scales."""
+    """Quantizes groups, whose elements are on the last axis.
+
+    Returns the codes of x / scale, and the bfloat16 scales.
+    """
     scale = group_scale(x, dtype)
-    # Nothing to saturate: at most a percent is beyond the largest code.
+    # Rounding the scale leaves |x| / scale at most a percent above the largest code,
+    # and such numbers round to that code. Saturation is not needed.
     codes = normal(x) * _spread(reciprocal(scale), x)
     return codes.astype(dtype), scale.astype(jnp.bfloat16)
 
 
 def group_scale(x: Array, dtype: DTypeLike) -> Array:
-    """The reference's scales of groups, the last axis."""
+    """Returns the scales of groups on the last axis, equal to the reference's."""
     return scale_of_bits(jnp.max(magnitude_bits(x), axis=x.ndim - 1), dtype)
 
 
 def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
-    """The scales of the largest magnitudes, given as bits, from what Mosaic has."""
+    """Returns the scales of groups from the bits of their amax, in float32.
+
+    scale = amax / code_max, rounded to bfloat16. It is clipped so that it and its
+    reciprocal are normal and scale * code_max fits bfloat16. The function uses only
+    operations that Mosaic has.
+    """
     largest = floats(bits)
     scale = _bits(largest * (1 / code_max(dtype)))
     scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(code_max(dtype)))
-    return scale + largest * 0.0  # NaN where that is not finite.
+    return scale + largest * 0.0  # NaN where the amax is not finite.
 
 
 def rounded(bits: Array) -> Array:
-    """The bits of numbers, not NaN, rounded to nearest even."""
+    """Rounds float32 bits to bfloat16, to nearest even; the numbers are not NaN."""
     even = (bits >> jnp.uint32(16)) & jnp.uint32(1)
     return (bits + (jnp.uint32(0x7FFF) + even)) & jnp.uint32(0xFFFF0000)
 
 
 def total_max(x: Array) -> Array:
-    """The maximum of all, a scalar."""
+    """Returns the maximum of all elements, a scalar."""
     return functools.reduce(lambda x, _: jnp.max(x, axis=x.ndim - 1), x.shape, x)
 
 
 def largest_of(arrays: Iterable[Array], dtype: DTypeLike) -> Array:
-    """The largest magnitude in float32, a scalar, of numbers rounded to `dtype`."""
+    """Returns the amax of arrays, rounded to `dtype`, as a float32 scalar."""
     bits = functools.reduce(jnp.maximum, (total_max(magnitude_bits(x)) for x in arrays))
     if dtype == jnp.bfloat16:
-        bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))  # Or NaN.
+        # The cap is a NaN that `rounded` does not change.
+        bits = rounded(jnp.minimum(bits, jnp.uint32(0x7FC00000)))
     return floats(bits)
 
 
 def _spread(x: Array, like: Array) -> Array:
-    """One number a group to its elements."""
+    """Broadcasts one number per group to the elements of the group."""
     wide = lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
     return plgpu.layout_cast(wide, strip_layout(like.shape))
 
@@ -120,5 +138,5 @@ def _bits(x: Array) -> Array:
 
 
 def floats(x: Array) -> Array:
-    """Bits as float32."""
+    """Reinterprets bits as float32."""
     return lax.bitcast_convert_type(x, jnp.float32)

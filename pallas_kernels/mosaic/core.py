@@ -1,4 +1,4 @@
-"""Kernels as Mosaic takes them."""
+"""Kernel launch, stores and register counts for Mosaic GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic.codec import LANES
 
-_REGISTERS = 2**16  # Of a multiprocessor.
-_LOADING_REGISTERS = 24
+_REGISTERS = 2**16  # Registers of a multiprocessor.
+_LOADING_REGISTERS = 24  # Registers of a lane that only issues copies.
 
 
 def kernel(body: Callable, **how: Any) -> Callable:
-    """`plgpu.kernel`, whose indices have 32 bits also where JAX's default is 64."""
+    """Wraps `plgpu.kernel` so that indices have 32 bits even if JAX defaults to 64."""
     launch = plgpu.kernel(body, **how)
 
     def run(*operands):
@@ -24,18 +24,19 @@ def kernel(body: Callable, **how: Any) -> Callable:
 
 
 def store(ref: Any, value: jax.Array) -> None:
-    """Writes to memory that is not swizzled, in any way that a layout asks for."""
+    """Stores a value of any layout to memory that is not swizzled."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
-    else:  # JAX 0.11 has no other way there.
+    else:  # JAX 0.11 has no `plgpu.store`.
         ref[...] = value
 
 
 def registers(computing: int) -> tuple[int, int]:
-    """Registers of a lane that loads, and of one that computes.
+    """Returns the registers of a loading lane and of a computing lane.
 
-    In a thread block one warpgroup loads, and `computing` others compute. They share
-    what all lanes start with; to ask for more is to wait for ever.
+    In a thread block one warpgroup loads and `computing` warpgroups compute. Together
+    they may use the registers with which all lanes start. A kernel that asks for more
+    waits forever.
     """
     warpgroups = computing + 1
     start = _REGISTERS // (LANES * warpgroups) // 8 * 8

@@ -1,11 +1,13 @@
 """The engine of elementwise kernels: every array is read once and written once.
 
-Arrays are seen as [rows, parts, groups, group]. A thread block reads a few strips of
-them, 8 neighbours a lane, applies a function to each, in float32 registers, and
-encodes what it returns. All but transposed copies goes between registers and global
-memory directly, and many thread blocks a multiprocessor hide its latency. For
-transposed copies the copy engine brings tiles into shared memory, of which a lane has a
-row, and stores its codes byte by byte; then it writes them out.
+Arrays are viewed as [rows, parts, groups, group]. A thread block reads a few strips of
+them, applies a function to each strip in float32 registers, and encodes the results.
+
+Without a transposed copy, a lane has 8 neighbours of a strip. Data goes directly
+between registers and global memory, and many thread blocks per multiprocessor hide the
+latency. With a transposed copy, the copy engine (TMA) brings tiles into shared memory
+and each lane has one row of a tile. The lane stores its codes byte by byte into a
+transposed tile, which the copy engine writes out.
 """
 
 import dataclasses
@@ -35,10 +37,10 @@ from pallas_kernels.numerics import GROUP, Groups, normal
 
 
 class Encoded(NamedTuple):
-    """What was written: arrays, or refs; None where not wanted."""
+    """Outputs of a kernel: arrays or refs, None for an output that is not wanted."""
 
     wide: Any = None  # [rows, parts, n]
-    groups: Any = None  # Of [rows, parts, n] and [rows, parts, n / group].
+    groups: Any = None  # Codes [rows, parts, n], scales [rows, parts, n / group].
     row: Any = None  # [rows, parts, n]
     transposed: Any = None  # [parts, n, rows]
     maxima: Any = None  # [thread blocks]
@@ -62,30 +64,30 @@ def run(
     parts: int = 1,
     tuning: Tuning | None = None,
 ) -> list[Encoded]:
-    """Applies `fn` to operands and encodes its values.
+    """Computes the values `fn(*operands)` and encodes them.
 
     Args:
-      fn: Takes strips of the parts of all operands as they are stored, `Groups` where
-        they are, and returns a float32 strip for each part of the values, and one more
-        where that is wanted. Where codes are wanted and there is no scale it returns
-        codes.
-      operands: Arrays [rows, parts, n], groups of such, and scalars.
-      scale: What `row` and `transposed` codes multiply with on the way back.
-      more_scale: The same for `more`.
-      after: What has to be there before, and is not read.
-      name: The kernel's, in profiles.
-      encoding: What is wanted of the parts.
-      more: What is wanted of one more value, if there is one.
-      group: Elements of a group, in operands and values.
-      parts: Parts of the values.
-      tuning: How to lay the kernel over the GPU.
+      fn: A function of strips. Its arguments are one strip per part of each operand, as
+        stored: an array, or `Groups`. It returns one float32 strip per part of the
+        values, and an additional strip if `more` is given. If codes are wanted without
+        a scale, it returns the codes themselves.
+      operands: Arrays [rows, parts, n], `Groups` of such arrays, and scalars.
+      scale: The per-tensor scale of `row` and `transposed` codes, `value / scale`.
+      more_scale: The same scale for `more`.
+      after: An array that must be computed before the kernel runs. It is not read.
+      name: The kernel's name in profiles.
+      encoding: The outputs to write for the parts.
+      more: The outputs to write for the additional value, if there is one.
+      group: The number of elements of a group, in operands and values.
+      parts: The number of parts of the values.
+      tuning: Tile sizes; None means the default.
 
     Returns:
-      The parts as `encoding` has it, then what more there is.
+      The outputs for the parts, then the outputs for the additional value, if any.
     """
     rows, _, n = jax.tree.leaves(operands)[0].shape
     tuning = tuning or Tuning()
-    if more is not None:  # All leave in tiles if some do.
+    if more is not None:  # The parts use tiles if the additional value does.
         encoding = dataclasses.replace(encoding, tiles=encoding.tiles or more.tiles)
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
     wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
@@ -108,6 +110,8 @@ def run(
         if staged:
             load, ahead = stages.strips(operands, walk, cta), 1
         else:
+            # All strips are loaded before the first one is computed, so that their
+            # latencies overlap.
             load = [functools.partial(_loaded, operands, place) for place in places]
             ahead = walk.strips
         loaded = [list(strips()) for strips in load[:ahead]]
@@ -133,9 +137,10 @@ def run(
             grid_names=("cta",),
             scratch_types=scratch,
             compiler_params=plgpu.CompilerParams(
-                approx_math=True,  # Of `fn`; quantization has no such operations.
+                # This affects only `fn`; quantization has no such operations.
+                approx_math=True,
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Nothing is read from where the same kernel writes.
+                # The kernel loads from no memory that it stores to.
                 unsafe_no_auto_barriers=True,
             ),
         )(operands, scales, after)
@@ -147,7 +152,7 @@ def run(
 
 
 def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:
-    """Arrays without an axis of groups."""
+    """Reshapes outputs to `shape`, [rows, parts, n], without an axis of groups."""
     wide, row = (None if x is None else x.reshape(shape) for x in (out.wide, out.row))
     groups = out.groups
     if groups is not None:
@@ -158,10 +163,13 @@ def _reshaped(out: Encoded, shape: tuple[int, ...]) -> Encoded:
 def outputs(
     encoding: Encoding, walk: Walk, parts: int, ctas: int | None = None
 ) -> Encoded:
-    """The shapes and dtypes of what is written, by `ctas` if not the walk's."""
+    """Returns the outputs' shapes and dtypes.
+
+    `ctas` is the number of thread blocks, if it is not `walk.ctas`.
+    """
     rows, groups, group = walk.rows, walk.groups, walk.group
     shape = (rows, parts, groups, group)
-    if encoding.tiles:  # The copy engine has no use for groups.
+    if encoding.tiles:  # The copy engine writes rows, without an axis of groups.
         shape = (rows, parts, groups * group)
 
     def like(dtype, shape=shape):
@@ -181,7 +189,7 @@ def outputs(
 
 
 def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
-    """For each part the tiles that the copy engine writes out."""
+    """Returns the shared memory tiles that the copy engine writes out, per part."""
     if not encoding.tiles:
         return []
     columns = walk.columns * walk.group
@@ -201,10 +209,12 @@ def scratch_of(encoding: Encoding, walk: Walk, parts: int) -> list[Encoded]:
 
 
 def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
-    """Shared memory of a tile, of which lanes have a row each."""
+    """Returns the shared memory of a tile; each lane has one row of it."""
     columns, size = walk.columns * walk.group, jnp.dtype(dtype).itemsize
     transforms = ()
-    if size > 1:  # Rows of codes are short: few of them share a bank.
+    # Rows of 1-byte codes are so short that few of them share a bank. Other rows are
+    # swizzled against bank conflicts.
+    if size > 1:
         width = math.gcd(128 // size, columns, walk.groups * walk.group)
         transforms = (
             plgpu.TilingTransform((8, width)),
@@ -216,12 +226,12 @@ def tile_of(dtype: DTypeLike, walk: Walk) -> Any:
 class Stages(NamedTuple):
     """Tiles of all operands in shared memory."""
 
-    tiles: Any  # For each operand one for each part, none for scalars.
+    tiles: Any  # A list per operand with a tile per part; empty for scalars.
     barrier: Any
 
     @classmethod
     def of(cls, operands: Any, walk: Walk) -> "Stages":
-        """What shared memory to allocate."""
+        """Returns the shared memory to allocate."""
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
         tiles = [
             [tile_of(x.dtype, walk)] * x.shape[1] if x.ndim > 1 else []
@@ -231,7 +241,10 @@ class Stages(NamedTuple):
         return cls(tiles, barrier)
 
     def strips(self, operands: Any, walk: Walk, cta: Array) -> list[Callable]:
-        """What loads the strips of a thread block, as `_loaded` has each."""
+        """Starts the copies and returns one function per strip that loads it.
+
+        Each function yields what `_loaded` returns.
+        """
         row, group = walk.start(cta)
         rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
@@ -240,7 +253,7 @@ class Stages(NamedTuple):
             for part, tile in enumerate(tiles):
                 place = (rows, part, columns)
                 plgpu.copy_gmem_to_smem(x.at[place], tile, self.barrier)
-        # While these are under way.
+        # The scales are loaded while the copies are in flight.
         scales = [
             [
                 _scales(x.scale.at[rows, part], group, walk)
@@ -265,27 +278,30 @@ class Stages(NamedTuple):
 
 
 def _scales(ref: Any, start: Array, walk: Walk) -> list[Array]:
-    """For each strip of a tile the scales of its rows, of which a lane has one."""
+    """Returns the scales of each strip of a tile: one row's scale per lane."""
     count = walk.columns
-    # As many at once as are aligned: neighbouring lanes read far from each other.
+    # Neighbouring lanes read different rows, far apart in memory. So each lane reads as
+    # many scales at once as alignment allows.
     layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(math.gcd(count, walk.groups))
     of_rows = plgpu.load(ref.at[:, pl.ds(start, count)], layout=layout, optimized=False)
     of_rows = plgpu.layout_cast(
         of_rows.astype(jnp.float32), plgpu.Layout.TCGEN05_TMEM_NATIVE(1)
     )
     columns = [lax.slice(of_rows, (0, j), (LANES, j + 1)) for j in range(count)]
+    # The sum removes an axis of one.
     return [jnp.sum(column, axis=1) for column in columns]
 
 
 def strips_of(tile: Any) -> list[Callable[[], Array]]:
-    """What loads the columns of a tile, in strips of 16."""
+    """Returns functions that load a tile's strips, each of 16 columns."""
     size = jnp.dtype(tile.dtype).itemsize
     starts = range(0, tile.shape[1], GROUP)
     layout = plgpu.Layout.TCGEN05_TMEM_NATIVE(GROUP // size)
     load = functools.partial(plgpu.load, layout=layout, optimized=False)
     if size == 1:
         return [lambda at=j: load(tile.at[:, pl.ds(at, GROUP)]) for j in starts]
-    columns = load(tile)  # Swizzling keeps strips together.
+    # A swizzled tile is loaded whole and cut into strips in registers.
+    columns = load(tile)
 
     def strip(start):
         x = lax.slice(columns, (0, start), (LANES, start + GROUP))
@@ -295,11 +311,11 @@ def strips_of(tile: Any) -> list[Callable[[], Array]]:
 
 
 def _loaded(operands: Any, place: Callable) -> list[Array | Groups]:
-    """A strip of each part of all operands."""
+    """Loads a strip of each part of all operands from global memory."""
 
     def load(ref, part, shape):
         layout = strip_layout(shape)
-        if len(ref.shape) < 4:  # A scale for each group.
+        if len(ref.shape) < 4:  # The ref holds one scale per group.
             layout = layout.reduce(len(shape) - 1)
         return plgpu.load(ref.at[place(part)], layout=layout, optimized=False)
 
@@ -318,14 +334,14 @@ def _loaded(operands: Any, place: Callable) -> list[Array | Groups]:
 
 
 class Sink:
-    """Encodes values strip by strip, and writes them."""
+    """Encodes values strip by strip and writes them."""
 
     def __init__(self, out: Encoded, scratch: Iterable, encoding: Encoding, scale):
         self._out = out
         self._scratch = list(scratch)
         self._encoding = encoding
         self._scale = scale
-        self._tiles = {}  # Strips of a tile, by part, until it is complete.
+        self._tiles = {}  # A tile's strips by (part, name), until it is complete.
         self._largest = None
 
     def put(self, values: Iterable[Array], place: Callable) -> None:
@@ -368,7 +384,7 @@ class Sink:
             mosaic.store(self._scratch[part].row.at[:, columns], strip)
             strip = None
         else:
-            # Vectors of 16 bytes, which swizzling keeps together.
+            # Each lane stores vectors of 16 bytes, which swizzling does not split.
             vector = GROUP // strip.dtype.itemsize
             strip = plgpu.layout_cast(strip, plgpu.Layout.TCGEN05_TMEM_NATIVE(vector))
         strips.append(strip)
@@ -376,12 +392,16 @@ class Sink:
     def _transpose(self, codes, part):
         done = self._tiles.setdefault((part, "transposed"), [])
         to = self._scratch[part].transposed.at[pl.ds(len(done) * GROUP, GROUP)]
+        # A lane holds 16 codes of one row and stores them as a column, byte by byte.
         bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
         mosaic.store(to.transpose((1, 0)), bytes_of_lane)
         done.append(None)
 
     def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:
-        """Writes what thread blocks have one of; its parts start at `first_part`."""
+        """Writes the amax and the tiles of a thread block.
+
+        The first part is part `first_part` of the outputs.
+        """
         if self._largest is not None:
             largest = largest_of([self._largest], self._encoding.wide)
             self._out.maxima[lax.axis_index("cta")] = largest

@@ -1,8 +1,8 @@
-"""How kernels go over rows: a warpgroup holds a row.
+"""Kernels over rows: a warpgroup handles one row at a time.
 
-A row [n] is seen as its groups [n / 16, 16], so that a reduction over axis 1 is one
-within a group. Rows come through shared memory, the next ones' copies ahead, and go
-out from registers.
+A row [n] is viewed as its groups [n / 16, 16], so that a reduction over axis 1 reduces
+each group. Rows are copied to shared memory ahead of their use, in a pipeline. Results
+are stored from registers.
 """
 
 import dataclasses
@@ -22,24 +22,26 @@ from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
 from pallas_kernels.numerics import GROUP, Groups, NormKind
 
-LONGEST = 12288  # Of which two and the sums of two fit in shared memory.
+# The longest row: two rows and two float32 accumulators fit in shared memory.
+LONGEST = 12288
 _SHARED = 227 * 1024  # Bytes of shared memory of a multiprocessor.
-_RESERVED = 3328  # Of which a thread block takes so many besides its arrays.
+_RESERVED = 3328  # Bytes of shared memory of a thread block besides its arrays.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How a kernel is laid over the GPU.
+    """Sizes of a row kernel's pipeline, and limits of what stays in registers.
 
     Attributes:
-      elements: Rows of a pipeline step have so many elements together, or it is one.
-      stages: Pipeline steps in flight; fewer where shared memory is short.
-      ctas: Thread blocks on each multiprocessor; fewer likewise.
-      sms: Multiprocessors.
-      params: Up to which length of rows parameters stay in registers.
-      held: Up to which length backward keeps a row in registers.
-      sums: How many sums of gradients a lane keeps in registers; more go to shared
-        memory.
+      elements: The most elements of a pipeline step, which has at least one row.
+      stages: The most pipeline steps in flight; fewer where shared memory is short.
+      ctas: The most thread blocks on each multiprocessor; fewer where shared memory is
+        short.
+      sms: The number of multiprocessors.
+      params: The longest row for which parameters stay in registers.
+      held: The longest row that backward holds in registers.
+      sums: The most sums of parameter gradients that a lane holds in registers; the
+        others are in shared memory.
     """
 
     elements: int = 4096
@@ -52,15 +54,15 @@ class Tuning:
 
 
 class Rows(NamedTuple):
-    """What is read of rows: arrays of all groups [groups, 16], or refs."""
+    """Inputs that are read row by row: arrays [groups, 16] of all rows, or refs."""
 
-    x: Any  # bfloat16, or `Groups` with scales [groups].
+    x: Any  # bfloat16 or float32, or `Groups` with scales [groups].
     add: Any = None
     dy: Any = None
 
 
 class Params(NamedTuple):
-    """What all rows share: arrays [n / 16, 16], or refs."""
+    """Parameters that all rows share: arrays [n / 16, 16], or refs."""
 
     weight: Any = None
     bias: Any = None
@@ -68,39 +70,39 @@ class Params(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A row of `n` in tiles: so many elements that each lane has a vector of them."""
+    """A row of `n` elements, cut into tiles of one vector per lane."""
 
     n: int
 
     @property
     def tiles(self) -> range:
-        """The tiles of a row."""
+        """The indices of a row's tiles."""
         return range(len(self._vectors))
 
     @functools.cached_property
     def _vectors(self) -> list[int]:
-        """How many neighbours a lane has of each tile: 8 but at the end."""
+        """The vector length of each tile: 8, or less at the end of the row."""
         whole, rest = divmod(self.n // LANES, 8)
         vector = math.gcd(rest, 8)
         return [8] * whole + [vector] * (rest // vector)
 
     def shape(self, tile: int) -> tuple[int, int]:
-        """The shape of a tile."""
+        """Returns the shape of a tile, [groups, 16]."""
         return LANES * self._vectors[tile] // GROUP, GROUP
 
     def groups(self, tiles: Iterable[int]) -> int:
-        """How many groups some tiles have together."""
+        """Returns the number of groups of some tiles together."""
         return sum(self.shape(tile)[0] for tile in tiles)
 
     def tile(self, ref: Any, tile: int, first: int = 0) -> Any:
-        """A tile of a row's ref, which may begin with another than the first tile."""
+        """Returns a tile of a row's `ref`, whose first tile is `first`."""
         start = self.groups(range(first, tile))
         return ref.at[pl.ds(start, self.shape(tile)[0])]
 
     def load(
         self, ref: Any, tile: int, factor: Array | None = None, first: int = 0
     ) -> Array:
-        """A tile, as `tile` finds it, in float32, times a factor."""
+        """Loads a tile, as `tile` finds it, in float32, and multiplies by `factor`."""
 
         def load(ref):
             x, layout = self.tile(ref, tile, first), strip_layout(self.shape(tile))
@@ -110,12 +112,16 @@ class Row:
         x = jax.tree.map(load, ref)
         if factor is None:
             return decode(x)
-        if isinstance(x, Groups):
+        if isinstance(x, Groups):  # A group has fewer scales than elements.
             return decode(x._replace(scale=x.scale.astype(jnp.float32) * factor))
         return decode(x) * factor
 
     def loader(self, ref: Any, longest: int) -> Callable[[int], Array]:
-        """Loads tiles when they are asked for, or all now if rows are no longer."""
+        """Returns a function that takes the index of a tile and returns the tile.
+
+        Rows of at most `longest` elements are loaded to registers now. Tiles of longer
+        rows are loaded at each call.
+        """
         if ref is None or self.n > longest:
             return functools.partial(self.load, ref)
         return [self.load(ref, tile) for tile in self.tiles].__getitem__
@@ -123,32 +129,35 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm(Row):
-    """What is known of a norm when it is compiled."""
+    """Compile-time properties of a norm, and its arithmetic on tiles."""
 
     kind: NormKind
     eps: float
 
     def mean(self, x: Callable[[int], Array]) -> Array | float:
-        """What the norm subtracts from a row."""
+        """Returns the mean that the norm subtracts from a row: 0 for RMSNorm."""
         return self.average(map(x, self.tiles)) if self.kind == "layer" else 0.0
 
     def centered(self, x: Array, mean: Array | float) -> Array:
-        """A tile less the mean."""
+        """Returns `x - mean` for LayerNorm, `x` for RMSNorm."""
         return x - mean if self.kind == "layer" else x
 
     def rate(self, square: Array) -> Array:
-        """What the norm multiplies with what is left, from its mean square."""
+        """Returns the factor of a centered row, 1 / sqrt(square + eps).
+
+        `square` is the mean square of the centered row.
+        """
         return lax.rsqrt(square + self.eps)
 
     def average(self, tiles: Iterable[Any]) -> Any:
-        """The mean of a row, or of each of several, whose tiles are trees."""
+        """Returns the mean of a row, or of each row where tiles are trees of rows."""
         return jax.tree.map(
             lambda x: x * (1 / self.n), reduced(jnp.add, jnp.sum, tiles)
         )
 
 
 def obstacle(shape: tuple[int, ...], longest: int = LONGEST) -> str | None:
-    """Why an array of this shape has no rows for the kernels, if so."""
+    """Returns why the kernels cannot take rows of an array of `shape`, or None."""
     if not math.prod(shape):
         return "there are no rows"
     if shape[-1] % LANES or shape[-1] > longest:
@@ -158,7 +167,11 @@ def obstacle(shape: tuple[int, ...], longest: int = LONGEST) -> str | None:
 
 
 def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:
-    """A row's scalar, or a tree of several rows', from tiles of one shape or more."""
+    """Reduces the tiles of a row to a scalar, or trees of tiles to trees of scalars.
+
+    Tiles of the same shape are combined elementwise first, so that only one tile per
+    shape is reduced across lanes.
+    """
     shapes: dict[tuple[int, ...], Any] = {}
     for tile in tiles:
         shape = jax.tree.leaves(tile)[0].shape
@@ -174,14 +187,14 @@ def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Share:
-    """How rows are shared among thread blocks.
+    """Distribution of rows over thread blocks and pipeline steps.
 
     Attributes:
-      groups: Groups of a row.
-      rows: Rows of a pipeline step.
-      steps: All steps.
-      stages: Steps in flight.
-      ctas: Thread blocks.
+      groups: The number of groups of a row.
+      rows: The number of rows of a pipeline step.
+      steps: The number of steps of all thread blocks together.
+      stages: The number of steps in flight.
+      ctas: The number of thread blocks.
     """
 
     groups: int
@@ -192,12 +205,19 @@ class Share:
 
     @classmethod
     def of(cls, arrays: Rows, n: int, tuning: Tuning, other_bytes: int = 0) -> "Share":
-        """As many rows a step as `tuning` allows, of the powers of two dividing all."""
+        """Chooses the rows of a step, the stages and the thread blocks.
+
+        The rows of a step are the largest power of two that `tuning` allows and that
+        divides the number of rows. `other_bytes` is the shared memory that a thread
+        block needs for other arrays.
+        """
         leaves = jax.tree.leaves(arrays)
         tokens = leaves[0].size // n
         rows = math.gcd(tokens, 1 << (max(tuning.elements // n, 1).bit_length() - 1))
         steps = tokens // rows
         step_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // steps
+        # Copies overlap with computation only if there are two stages. So two stages
+        # come before more thread blocks.
         for ctas in range(tuning.ctas, 0, -1):
             own = _SHARED // ctas - _RESERVED - other_bytes
             stages = min(tuning.stages, own // step_bytes)
@@ -212,11 +232,11 @@ class Share:
         )
 
     def row(self, ref: Any, index: Array | int) -> Any:
-        """A row of several."""
+        """Returns the row at `index` of a ref to several rows."""
         return ref.at[pl.ds(index * self.groups, self.groups)]
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):
-        """Runs kernel(*refs, outputs' refs) by all thread blocks."""
+        """Runs `kernel(*refs of arrays, refs of outputs, *scratch)` in each block."""
         (out,) = mosaic.kernel(
             kernel,
             out_type=(outputs,),
@@ -227,20 +247,25 @@ class Share:
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Copies write shared memory, and `over` waits for its readers.
+                # Only copies overwrite shared memory that other lanes read, and `over`
+                # waits for these reads.
                 unsafe_no_auto_barriers=True,
             ),
         )(*arrays)
         return out
 
     def over(self, row: Callable, rows: Rows, carry: Any = None) -> Any:
-        """Calls carry = row(refs to a row, its index, carry) for this block's rows."""
+        """Runs `carry = row(refs, index, carry)` for each row of this thread block.
+
+        `refs` are the refs of the row in `rows`; `index` is its index among all rows.
+        """
         cta = lax.axis_index("cta")
         refs, tree = jax.tree.flatten(rows)
         block = self.rows * self.groups
 
         def staged(ref):
-            # What copies to shared memory are multiples of.
+            # Copies to shared memory must be a multiple of 128 bytes. Other arrays are
+            # read from global memory.
             return math.prod((block, *ref.shape[1:])) * ref.dtype.itemsize % 128 == 0
 
         def spec(ref):
@@ -249,7 +274,7 @@ class Share:
             return plgpu.BlockSpec(
                 (block, *ref.shape[1:]),
                 lambda j: (cta + j * self.ctas, 0)[: len(ref.shape)],
-                # Which makes it one contiguous copy, of any size.
+                # This promise makes it one contiguous copy of any size.
                 oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
 
@@ -263,7 +288,8 @@ class Share:
                     for ref in staged_refs
                 ]
                 carry = row(jax.tree.unflatten(tree, own), start + j, carry)
-            plgpu.commit_smem()  # All warps have read.
+            # The next copy overwrites these rows, so all warps must have read them.
+            plgpu.commit_smem()
             return carry
 
         return plgpu.emit_pipeline(

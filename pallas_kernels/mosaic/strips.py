@@ -1,4 +1,4 @@
-"""How thread blocks go over arrays in strips, and what they write of them."""
+"""Division of arrays into strips for thread blocks, and the outputs to write."""
 
 import dataclasses
 import functools
@@ -14,20 +14,22 @@ from jaxtyping import Array
 from pallas_kernels.mosaic.codec import LANES
 from pallas_kernels.numerics import GROUP
 
-_VECTOR = 8  # Neighbours of a strip that a lane has: 16 bytes of what is wide.
-STRIP = LANES * _VECTOR  # Elements.
-_ROW_GROUPS = 8  # Of each row of a strip that has several, in groups of 16.
-_ROWS = STRIP // (_ROW_GROUPS * GROUP)  # Of such a strip.
-_COLUMNS = 64  # Of a tile for a transposed copy, at least.
+_VECTOR = 8  # Neighbours of a strip that a lane has: 16 bytes of bfloat16.
+STRIP = LANES * _VECTOR  # Elements of a strip.
+_ROW_GROUPS = 8  # Groups of 16 in each row of a strip with several rows.
+_ROWS = STRIP // (_ROW_GROUPS * GROUP)  # Rows of a strip with several rows.
+_COLUMNS = 64  # The fewest columns of a tile for a transposed copy.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How kernels are laid over the GPU.
+    """Tile sizes of elementwise kernels.
 
     Attributes:
-      elements: Of each array, what a lane reads before it computes.
-      columns: Of a tile of 128 rows, where there are tiles; 64 or 128.
+      elements: The number of elements of each array that a lane reads before it
+        computes.
+      columns: The number of columns of a tile of 128 rows, 64 or 128. It applies only
+        to kernels with tiles.
     """
 
     elements: int = 16
@@ -36,18 +38,19 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Encoding:
-    """What is written of the values of a kernel; any of these.
+    """Outputs that a kernel writes for its values, in any combination.
 
     Attributes:
-      wide: The values, as a dtype of 16 or 32 bits.
-      groups: Codes of this dtype and a bfloat16 scale for each group.
-      row: Codes of this dtype, of the given scale.
-      transposed: The same, transposed.
-      denormals: Whether these codes tell denormal values from zeros.
-      maxima: Whether to write the largest magnitude of each thread block's values, as
-        `wide` has them.
-      tiles: Whether thread blocks handle tiles through shared memory, as they do where
-        there is a transposed copy.
+      wide: The dtype of unquantized values, of 16 or 32 bits.
+      groups: The dtype of per-group codes, which have one bfloat16 scale per group.
+      row: The dtype of per-tensor codes, quantized with the given scale.
+      transposed: The dtype of the transposed copy of per-tensor codes.
+      denormals: Whether per-tensor codes keep denormal values; otherwise these are
+        flushed to zero.
+      maxima: Whether to write the amax of each thread block's values, rounded to
+        `wide`.
+      tiles: Whether thread blocks handle tiles through shared memory. Always true with
+        a transposed copy.
     """
 
     wide: DTypeLike | None = None
@@ -64,17 +67,18 @@ class Encoding:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Walk:
-    """The strips of arrays [rows, parts, groups, group] that thread blocks handle.
+    """Division of arrays [rows, parts, groups, group] into strips and thread blocks.
 
-    Thread blocks at the end overlap, and write the same where they do.
+    The last thread blocks overlap with their neighbours. Both write the same values
+    there.
 
     Attributes:
-      rows: All rows.
-      groups: All groups of a row.
-      group: Elements of a group.
-      strip_rows: Rows of a strip.
-      strip_groups: Groups of each of its rows.
-      strips: Strips of a thread block, side by side.
+      rows: The number of rows of the arrays.
+      groups: The number of groups of a row of the arrays.
+      group: The number of elements of a group.
+      strip_rows: The number of rows of a strip.
+      strip_groups: The number of groups in each row of a strip.
+      strips: The number of strips of a thread block, which lie side by side.
     """
 
     rows: int
@@ -86,11 +90,12 @@ class Walk:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], encoding: Encoding, tuning: Tuning) -> "Walk":
-        """How to go over arrays of `shape`, [rows, parts, groups, group]."""
+        """Chooses the strips for arrays of `shape`, [rows, parts, groups, group]."""
         rows, parts, groups, group = shape
         strips = max(tuning.elements // _VECTOR, 1)
         strip_rows, strip_groups = _ROWS, _ROW_GROUPS
         if encoding.tiles:
+            # A lane has 16 neighbours of one row, so that it can transpose its codes.
             strip_rows, strip_groups = LANES, 1
             columns = tuning.columns if tuning.columns <= groups * group else _COLUMNS
             strips = columns // GROUP
@@ -107,16 +112,16 @@ class Walk:
 
     @property
     def columns(self) -> int:
-        """Groups of a row that a thread block handles."""
+        """The number of groups of a row that a thread block handles."""
         return self.strips * self.strip_groups
 
     @property
     def ctas(self) -> int:
-        """Thread blocks."""
+        """The number of thread blocks."""
         return -(-self.rows // self.strip_rows) * -(-self.groups // self.columns)
 
     def start(self, cta: Array) -> tuple[Array, Array]:
-        """A thread block's first row and group."""
+        """Returns a thread block's first row and first group."""
         across = -(-self.groups // self.columns)
         row = jnp.minimum(
             lax.div(cta, across) * self.strip_rows, self.rows - self.strip_rows
@@ -127,7 +132,7 @@ class Walk:
         return row, group
 
     def indices(self, cta: Array) -> list[Callable]:
-        """For each strip, what takes a part to the strip's place in an array."""
+        """Returns one function per strip, from a part to the strip's array index."""
         row, first = self.start(cta)
 
         def place(part, group):
@@ -144,7 +149,7 @@ def _span(start: Array, size: int) -> Any:
 def obstacle(
     rows: int, parts: int, n: int, *, group: int = GROUP, transposed: bool = False
 ) -> str | None:
-    """Why arrays [rows, parts, n] in groups are not for the kernels, if so."""
+    """Returns why the kernels cannot take arrays [rows, parts, n], or None."""
     if group % GROUP or group & (group - 1) or group > 256:
         return f"groups have 16, 32, 64, 128 or 256 elements, got {group}"
     if rows == parts == 1 and n < STRIP:

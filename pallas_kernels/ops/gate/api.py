@@ -1,4 +1,4 @@
-"""Gated activations between FP8 arrays: SwiGLU, GEGLU and their gradients."""
+"""Gated activations with FP8 inputs and outputs: SwiGLU, GEGLU, their gradients."""
 
 import dataclasses
 import functools
@@ -31,10 +31,10 @@ from pallas_kernels.ops.quantize.api import Wanted, wanted
 _LOG2_E = math.log2(math.e)
 _GELU = -_LOG2_E * GELU
 _SQRT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)  # The normal distribution's at 0.
-# exp(z**2) erfc(z) / 2 = t P(t) with t = 1 / (1 + z _TAIL), for z from 0 to 9.5, beyond
-# which erfc underflows. The coefficients of P from the constant on: fitted to float64,
-# with relative errors of at most 6e-6.
+_DENSITY = 1 / math.sqrt(2 * math.pi)  # The standard normal density at 0.
+# exp(z**2) * erfc(z) / 2 = t * P(t) with t = 1 / (1 + z * _TAIL), for z from 0 to 9.5;
+# beyond 9.5 erfc underflows. _ERFC has the coefficients of the polynomial P, the
+# constant first. They are fitted in float64, with relative errors of at most 6e-6.
 _TAIL = 0.43
 _ERFC = (
     0.12162880,
@@ -58,20 +58,20 @@ def gated(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
-    """The product activation(gate) * up, in float32, rounded once.
+    """Computes `y = activation(gate) * up` in float32 and rounds it once.
 
     Args:
-      gate_up: Gate and up [..., 2, f], codes in groups of 16, or bfloat16 or float32.
-      activation: "silu", "gelu" in its tanh form, or "gelu_exact".
-      scale: None returns bfloat16; a float32 scalar codes of y / scale; "row" codes
-        with a scale for each row, its largest magnitude over the format's.
-      dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
-      copies: Which of the codes [..., f] and their transpose [f, tokens] to return, for
-        a scalar `scale`; tokens are all leading axes.
-      keep_groups: With a scale for each row, whether to return gate and up as e4m3
-        codes in groups of 16 as well, and the largest scale of each row's.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      gate_up: Gate and up [..., 2, f], in groups of 16, or bfloat16 or float32.
+      activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
+      scale: The scale of the output. None returns bfloat16. A float32 scalar returns
+        codes of y / scale. "row" returns codes and per-token scales, amax / code_max.
+      dtype: The dtype of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      copies: The copies to return with a scalar `scale`: codes [..., f], their
+        transpose [f, tokens] or both. All leading axes are tokens.
+      keep_groups: Whether to return gate and up as e4m3 codes in groups of 16 as well,
+        and the largest group scale of each token. It needs scale="row".
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
       ValueError: If the arguments contradict each other, or the kernel was named and
@@ -139,20 +139,24 @@ def gated_grad(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
-    """The gradients of gate and up, in float32, rounded once.
+    """Computes the gradients of gate and up in float32, and rounds them once.
+
+    The gradient of gate is `dy * up * activation'(gate)`, that of up is
+    `dy * activation(gate)`.
 
     Args:
       gate_up: Gate and up, codes [..., 2, f] in groups of 16.
-      dy: The gradient of the product, bfloat16 or float32.
-      activation: "silu", "gelu" in its tanh form, or "gelu_exact".
-      scale: None returns bfloat16, a float32 scalar codes of both gradients / scale.
-      dtype: Of these codes, `float8_e4m3fn` or `float8_e5m2`.
-      copies: Which of the codes [..., 2, f] and their transpose [2 f, tokens] to
-        return; tokens are all leading axes.
-      product_scale: With a scale, returns the product's transposed copy too, its
-        float8_e4m3fn codes for this scale, [f, tokens].
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      dy: The gradient of `gated`'s output, bfloat16 or float32.
+      activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
+      scale: The scale of the gradients. None returns bfloat16. A float32 scalar returns
+        codes of both gradients / scale.
+      dtype: The dtype of these codes, `float8_e4m3fn` or `float8_e5m2`.
+      copies: The copies to return with a scale: codes [..., 2, f], their transpose
+        [2 f, tokens] or both. All leading axes are tokens.
+      product_scale: The per-tensor scale with which `gated`'s output is returned too,
+        as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
       ValueError: If the arguments contradict each other, or the kernel was named and
@@ -205,31 +209,32 @@ def gated_grad(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """The product of strips of gate and up."""
+    """The function activation(gate) * up on strips."""
 
     activation: Activation
 
     def __call__(self, gate: Groups | Array, up: Groups | Array) -> tuple[Array]:
-        """The product, for `elementwise.run`."""
+        """Returns the product, as `elementwise.run` expects it."""
         gate, up = decode(gate), decode(up)
         if self.activation == "gelu_exact":
             share, _ = _normal(gate)
             return (gate * share * up,)
         exponent = gate * -_LOG2_E
-        if self.activation == "gelu":  # However large its cube is.
+        if self.activation == "gelu":
+            # The sigmoid is right even if the cube is infinite: it is 0 or 1.
             exponent = gate * (_GELU + _GELU * GELU_CUBIC * (gate * gate))
         return (gate * _sigmoid(exponent) * up,)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductGrad:
-    """The gradients of gate and up, and maybe their product."""
+    """The gradients of gate and up on strips, and the product if it is wanted."""
 
     activation: Activation
     with_product: bool = False
 
     def __call__(self, gate: Groups, up: Groups, dy: Array) -> tuple[Array, ...]:
-        """What is asked for, for `elementwise.run`."""
+        """Returns the gradients and the product, as `elementwise.run` expects them."""
         gate, up, dy = decode(gate), decode(up), decode(dy)
         if self.activation == "silu":
             s = _sigmoid(gate * -_LOG2_E)
@@ -240,6 +245,7 @@ class ProductGrad:
             y = gate * s
             slope = s + gate * density
         else:
+            # An infinite square times 1 - s = 0 would make the slope NaN.
             square = jnp.minimum(gate * gate, GELU_MAX**2)
             s = _sigmoid(gate * (_GELU + _GELU * GELU_CUBIC * square))
             y = gate * s
@@ -249,20 +255,20 @@ class ProductGrad:
 
 
 def _sigmoid(exponent: Array) -> Array:
-    # 1 / (1 + 2 ** exponent). Not by tanh, whose approximation is poor where a sigmoid
-    # is small.
+    # This is 1 / (1 + 2 ** exponent). The approximation of tanh would be poor where the
+    # sigmoid is small.
     return _reciprocal(1.0 + jnp.exp2(exponent))
 
 
 def _reciprocal(x: Array) -> Array:
-    # A division or a logarithm takes more instructions than a root, and that takes the
-    # fewest of 1 plus a magnitude, which the compiler knows for no denormal.
+    # A root takes fewer instructions than a division or a logarithm. It takes the
+    # fewest if x is 1 plus a magnitude: the compiler knows that x is not denormal.
     root = lax.rsqrt(x)
     return root * root
 
 
 def _normal(x: Array) -> tuple[Array, Array]:
-    """The standard normal distribution and its density."""
+    """Returns the standard normal distribution function of x, and its density."""
     bell = jnp.exp2(x * x * (-_LOG2_E / 2))
     t = _reciprocal(1.0 + jnp.abs(x * (_TAIL * _SQRT_HALF)))
     polynomial = functools.reduce(lambda p, c: p * t + c, _ERFC[::-1])
@@ -271,7 +277,7 @@ def _normal(x: Array) -> tuple[Array, Array]:
 
 
 def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
-    """Whether codes are wanted as they are, and transposed."""
+    """Checks the arguments; returns whether to write codes, and their transpose."""
     if activation not in get_args(Activation):
         names = ", ".join(get_args(Activation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
@@ -302,7 +308,8 @@ def _encoding(scale, dtype, row: bool, transposed: bool) -> Encoding:
     return Encoding(
         row=dtype if row else None,
         transposed=dtype if transposed else None,
-        denormals=True,  # Which have errors of their own.
+        # Denormal values have errors of their own, so flushing them is not worthwhile.
+        denormals=True,
         maxima=True,
     )
 

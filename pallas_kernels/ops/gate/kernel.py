@@ -1,7 +1,7 @@
-"""The kernel of gated products with a scale for each row.
+"""The kernel of gated activations with per-token scales.
 
-A thread block has a row. Until its scale is known shared memory holds the products, of
-which each lane reads its own again.
+A thread block handles one token, a row. Shared memory holds the unquantized values
+until the scale of the row is known; then each lane reads its own values again.
 """
 
 import functools
@@ -27,13 +27,13 @@ from pallas_kernels.mosaic.codec import (
 from pallas_kernels.numerics import GROUP, Groups, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 
-_STRIPS = 8  # Of a row, at most.
+_STRIPS = 8  # The most strips of a row.
 _QUAD = 4  # Numbers that a lane stores at once.
 _QUADS = GROUP // _QUAD
 
 
 def obstacle(tokens: int, n: int) -> str | None:
-    """Why so many rows of `n` are not for the kernel, if so."""
+    """Returns why the kernel cannot take `tokens` rows of `n`, or None."""
     if not tokens:
         return "there are no rows"
     if n % GROUP:
@@ -52,7 +52,10 @@ def run(
     dtype: DTypeLike,
     keep_groups: bool = False,
 ) -> Gated:
-    """The codes of fn(gate, up) and their scales, and gate and up in groups."""
+    """Quantizes y = fn(gate, up) per token: scale = amax / code_max, codes y / scale.
+
+    With `keep_groups` it also returns gate and up in groups of 16.
+    """
     tokens, parts, n = jax.tree.leaves(gate_up)[0].shape
     groups = n // GROUP
     strips = -(-groups // LANES)
@@ -62,7 +65,7 @@ def run(
     def kernel(gate_up, out, held):
         row = lax.axis_index("row")
 
-        def place(strip, part):  # The last ones overlap.
+        def place(strip, part):  # The last two strips may overlap.
             start = jnp.minimum(strip * LANES, groups - LANES)
             return row, part, pl.ds(start, LANES)
 
@@ -76,6 +79,7 @@ def run(
 
         def hold(strip, carry):
             largest, most, loaded = carry
+            # The next strip is loaded before this one is computed, to hide the latency.
             following = jnp.minimum(strip + 1, strips - 1)
             later = [load(following, part) for part in range(parts)]
             for part, x in enumerate(loaded if keep_groups else ()):
@@ -98,14 +102,15 @@ def run(
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
             to = out.values.at[row, place(strip, 0)[-1]]
-            mosaic.store(to, value.astype(dtype))  # Nothing is beyond the largest.
+            # No value exceeds the amax, so the cast need not saturate.
+            mosaic.store(to, value.astype(dtype))
 
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         largest = plgpu.layout_cast(zeros, quads)
         most = plgpu.layout_cast(jnp.zeros(LANES, jnp.uint32), layout.reduce(1))
         first = [load(0, part) for part in range(parts)]
         largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, first))
-        # Bits of arrays, not of scalars, are taken for floats.
+        # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
         bits = total_max(magnitude_bits(largest))
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
         inverse = reciprocal(scale)
@@ -139,9 +144,9 @@ def run(
             grid=(tokens,),
             grid_names=("row",),
             compiler_params=plgpu.CompilerParams(
-                approx_math=True,  # Of `fn`.
+                approx_math=True,  # This affects only `fn`.
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Nothing is read from where the same kernel writes.
+                # Each lane reads only those shared values that it wrote itself.
                 unsafe_no_auto_barriers=True,
             ),
         )(gate_up)

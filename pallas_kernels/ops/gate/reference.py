@@ -1,4 +1,4 @@
-"""Gated activations between FP8 arrays, in jnp."""
+"""Gated activations with FP8 inputs and outputs, in jnp."""
 
 import math
 from typing import Literal, NamedTuple
@@ -16,28 +16,31 @@ from pallas_kernels.ops.quantize.reference import (
     quantize_groups,
 )
 
-# All multiply the gate with a share of it: the first two with a sigmoid, "gelu" being
-# GELU's tanh form, and "gelu_exact" with the normal distribution's.
+# activation(gate) = gate * factor(gate). The factor is sigmoid(gate) for "silu", and
+# sigmoid(GELU * (gate + GELU_CUBIC * gate**3)) for "gelu", which is GELU's tanh form.
+# For "gelu_exact" it is the standard normal distribution function.
 Activation = Literal["silu", "gelu", "gelu_exact"]
 
 GELU = math.sqrt(8 / math.pi)
 GELU_CUBIC = 0.044715
-# What is beyond is 0 or 1 to a sigmoid, while its cube may be infinite.
+# Beyond this gate the sigmoid of "gelu" is 0 or 1, while the cube may be infinite.
 GELU_MAX = 32.0
 
 
 class Gated(NamedTuple):
-    """A gated product [..., f], or the gradients [..., 2, f] of gate and up.
+    """Outputs of `gated` [..., f], or of `gated_grad` [..., 2, f] for gate and up.
 
     Attributes:
-      values: bfloat16, or FP8 codes; None if only the transpose was wanted.
-      transposed: The same codes [f, tokens], or [2 f, tokens] of gradients.
-      scale: With a scale for each row, that of `values`, float32 [...].
-      largest: Otherwise largest magnitudes of parts of the values, float32 [k]; how
-        many there are is the kernel's choice.
-      groups: Gate and up, [..., 2, f], in groups of 16.
-      largest_scale: The largest scale of a row's groups, float32 [...].
-      product: With gradients, float8_e4m3fn codes of the product, [f, tokens].
+      values: The values, bfloat16 or FP8 codes; None if only the transpose was wanted.
+      transposed: The transpose of the codes, [f, tokens], or [2 f, tokens] for
+        gradients.
+      scale: The per-token scales of `values`, float32 [...], with scale="row".
+      largest: The amax of parts of the values, float32 [k], unless scale="row". The
+        kernel chooses k.
+      groups: Gate and up [..., 2, f] in groups of 16.
+      largest_scale: The largest group scale of each token, float32 [...].
+      product: The float8_e4m3fn codes of activation(gate) * up, [f, tokens]; only
+        `gated_grad` returns them.
     """
 
     values: Float[Array, "..."] | None = None
@@ -59,7 +62,7 @@ def gated(
     transposed: bool,
     keep_groups: bool,
 ) -> Gated:
-    """See `pallas_kernels.gated`."""
+    """Computes `pallas_kernels.gated` in jnp."""
     gate, up = _decoded(gate_up)
     factor, _ = _activation(gate, activation)
     y = gate * factor * up
@@ -86,7 +89,7 @@ def gated_grad(
     transposed: bool,
     product_scale: Float[Array, ""] | None,
 ) -> Gated:
-    """See `pallas_kernels.gated_grad`."""
+    """Computes `pallas_kernels.gated_grad` in jnp."""
     gate, up = _decoded(gate_up)
     factor, slope = _activation(gate, activation)
     dy = dy.astype(jnp.float32)
@@ -121,7 +124,7 @@ def _decoded(gate_up: Groups | Array) -> tuple[Array, Array]:
 
 
 def _activation(gate: Array, activation: Activation) -> tuple[Array, Array]:
-    """What the gate is multiplied with, and the product's derivative."""
+    """Returns factor = activation(gate) / gate, and activation'(gate)."""
     if activation == "silu":
         factor = jax.nn.sigmoid(gate)
         return factor, factor + gate * (factor * (1 - factor))

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm between FP8 arrays of any shape."""
+"""RMSNorm and LayerNorm with FP8 inputs and outputs, for arrays of any shape."""
 
 from typing import Literal
 
@@ -33,23 +33,28 @@ def norm(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Normed:
-    """Norms rows, in float32, and quantizes what comes out, or what came in.
+    """Normalizes the last axis in float32; can quantize its output and its input.
+
+    The output is `y = z * weight + bias` with means over the last axis in
+    `z = x / sqrt(mean(x**2) + eps)`. "layer" first replaces x by `x - mean(x)`.
 
     Args:
-      x: Rows, bfloat16, or as groups of 16: e4m3 codes [..., n] and bfloat16 scales
-        [..., ceil(n / 16)].
-      weight: What the normed rows are multiplied with, bfloat16 or float32.
-      bias: What is added to them then.
-      kind: "rms" divides by the root mean square, "layer" standardizes.
-      eps: What is added to the mean square, or to the variance.
-      scale: None returns bfloat16, and each row's maximum; a float32 scalar e4m3 codes
-        of y / scale; "row" e4m3 codes with a scale for each row, its maximum over 448.
-      copies: Which of y and its transpose [n, tokens] to return, for a scalar `scale`;
-        `transpose` makes it of y.
-      keep_groups: Whether to return x in groups of 16 as well.
-      add: Added to x first, bfloat16; the norm is that of the sum, rounded.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      x: The input, bfloat16, or quantized in groups of 16: e4m3 codes [..., n] and
+        bfloat16 scales [..., ceil(n / 16)].
+      weight: The weight that multiplies the normalized input, bfloat16 or float32.
+      bias: The bias that is added after the weight is applied, bfloat16 or float32.
+      kind: The norm, "rms" for RMSNorm or "layer" for LayerNorm.
+      eps: The number that is added to the mean square, or to the variance.
+      scale: The scale of the output. None returns bfloat16 and the amax of each token.
+        A float32 scalar returns e4m3 codes of y / scale. "row" returns e4m3 codes and
+        per-token scales, amax / 448.
+      copies: The copies to return with a scalar `scale`: y [..., n], its transpose
+        [n, tokens] or both. The transpose is made from y, by `transpose`.
+      keep_groups: Whether to return the input (after `add`) in groups of 16 as well.
+      add: A bfloat16 array that is added to x first. The sum is rounded to bfloat16,
+        and normalized in place of x.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Settings of the kernel's pipeline; None means the default.
 
     Raises:
       ValueError: If the arguments contradict each other, or the kernel was named and
@@ -102,23 +107,28 @@ def norm_grad(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> NormGrads:
-    """The gradients of `norm` from its input, as it was saved.
+    """Computes the gradients of `norm` from its saved input.
+
+    Let `rate = 1 / sqrt(mean(x**2) + eps)`, `z = x * rate` and `g = dy * weight`, with
+    `x - mean(x)` in place of x for "layer". Means are over the last axis. Then
+    `dx = rate * (g - z * mean(g * z))`, and "layer" also subtracts `rate * mean(g)`.
+    Sums over tokens give `dweight = sum(dy * z)` and `dbias = sum(dy)`.
 
     Args:
-      x: As for `norm`.
+      x: The input of `norm`, bfloat16 or in groups of 16.
       dy: The gradient with respect to the norm's output, bfloat16.
-      weight: As for `norm`; None if there was none.
-      kind: As for `norm`.
-      eps: As for `norm`.
-      with_bias: Whether to return a bias' gradient too.
-      y_scale: Returns the norm's output again, of a norm without a bias, as transposed
-        e4m3 codes of y / y_scale, as the weights' gradient wants it.
-      add: Added to dx before it is rounded, bfloat16: the gradient that goes around
-        the norm.
-      keep_maxima: Whether to return the largest magnitudes of parts of dx as well, as
-        `maxima` finds them.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      weight: The weight of `norm`; None if there was none.
+      kind: The norm, "rms" or "layer".
+      eps: The `eps` of `norm`.
+      with_bias: Whether to return the gradient of a bias too.
+      y_scale: The per-tensor scale with which the norm's output is returned again:
+        transposed e4m3 codes of y / y_scale, [n, tokens], as the matmul of a weight
+        gradient reads them. The norm must have no bias.
+      add: A bfloat16 array that is added to dx before rounding: the gradient of the
+        residual connection around the norm.
+      keep_maxima: Whether to return the amax of parts of dx as well, like `maxima`.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Settings of the kernel's pipeline; None means the default.
 
     Raises:
       ValueError: If `kind` is unknown, shapes do not go together, or the kernel was
@@ -153,7 +163,7 @@ def norm_grad(
 
 
 def _transposed(y: Array, chosen: dispatch.Implementation) -> Array:
-    # The kernel, where it can run, if the norm's does.
+    # The transpose runs as a kernel, where it can, only if the norm did.
     return transpose(y, implementation=None if chosen == "mosaic" else "reference")
 
 
@@ -168,7 +178,10 @@ def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
 
 
 def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
-    """Raises ValueError unless arrays have the columns or the shape of `x`."""
+    """Raises ValueError if the shapes of arrays do not fit that of `x`.
+
+    Arrays in `of_columns` must be [n]; arrays in `of_rows` must have the shape of `x`.
+    """
     shape = jax.tree.leaves(x)[0].shape
     if isinstance(x, Groups):
         check_shape("scales", x.scale, (*shape[:-1], -(-shape[-1] // GROUP)))
@@ -179,7 +192,7 @@ def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
 
 
 def _obstacle(x, weight, bias, *others) -> str | None:
-    """Why the kernel cannot run; None if it can."""
+    """Returns why the kernel cannot run; None if it can."""
     codes = jax.tree.leaves(x)[0]
     if isinstance(x, Groups) and codes.dtype != CODES:
         return f"codes must be float8_e4m3fn, got {codes.dtype}"
@@ -205,13 +218,14 @@ def _grouped(x: Array | None) -> Array | None:
 
 
 def _forward_tuning(n: int) -> Tuning:
-    # So many thread blocks have registers enough on a multiprocessor.
+    # A multiprocessor has enough registers for this many thread blocks.
     return Tuning(ctas=8 if n <= 2048 else 3, stages=3)
 
 
 def _backward_tuning(kind: NormKind, n: int) -> Tuning:
     if kind == "rms" and 8192 < n <= 11264:
-        # Registers are for rows, as long as they have room for them, before sums.
+        # Registers have room for a row of this length if more sums are in shared
+        # memory.
         return Tuning(ctas=2, stages=3, held=n, sums=32)
     return Tuning(ctas=2, stages=3)
 

@@ -1,4 +1,4 @@
-"""The norms' kernels: every array is read once, and every result written once."""
+"""Kernels of norms: every array is read once and every result is written once."""
 
 import dataclasses
 import functools
@@ -40,7 +40,10 @@ def forward(
     keep_groups: bool,
     tuning: Tuning,
 ) -> Normed:
-    """Norms `rows`; `y_scale` is that of per-tensor codes, [1]."""
+    """Normalizes `rows`; `y_scale` [1] is the scale of per-tensor codes, if any.
+
+    See `pallas_kernels.norm` for the formula.
+    """
     share = Share.of(rows, norm.n, tuning)
     groups = share.steps * share.rows * share.groups
     tokens = groups // share.groups
@@ -83,13 +86,15 @@ def forward(
             if params.bias is not None:
                 y = [y * factor + bias(tile) for tile, y in enumerate(y)]
                 factor = 1.0
-            # The factor is left to the end, so that it takes the scale along.
+            # `factor` multiplies y last, so that one multiplication applies the rate of
+            # the norm and the scale of the codes.
             if inverse is not None:
-                # Finite, or zeros would not stay zeros.
+                # An infinite factor would turn zeros into NaN.
                 factor = jnp.minimum(factor * inverse, _MAX)
             elif out.scale is not None:
                 largest = _largest(y)
                 scale = row_scale(largest, CODES)
+                # Codes do not depend on the rate, which goes into the stored scale.
                 out.scale[index] = scale * factor
                 factor = 1 / scale
             else:
@@ -116,12 +121,14 @@ def backward(
     keep_maxima: bool,
     tuning: Tuning,
 ) -> NormGrads:
-    """The gradients; those of parameters by thread block, [ctas * n / 16, 16].
+    """Computes the gradients of a norm, as `pallas_kernels.norm_grad` defines them.
 
-    `y_scale` is that of the output's codes, [1], if they are wanted.
+    Parameters' gradients are partial sums, one per thread block: [ctas * n / 16, 16].
+    `y_scale` [1] is the scale of the codes of the norm's output, if these are wanted.
     """
     n, groups = norm.n, norm.n // GROUP
     count = (params.weight is not None) + with_bias
+    # Sums of the first tiles fit in registers; the sums of these tiles do not.
     in_shared = [
         tile
         for tile in norm.tiles
@@ -146,8 +153,8 @@ def backward(
         sums = _Sums(norm, in_shared, scratch)
         weight = norm.loader(params.weight, tuning.params)
 
-        # Of long rows tiles are read from shared memory again, lest they fill the
-        # registers.
+        # Tiles of long rows would fill the registers, so they are read again from
+        # shared memory.
         def row(row, index, carry):
             so_far, largest = carry
             held = norm.n <= tuning.held
@@ -165,6 +172,8 @@ def backward(
                 x = load_x(tile) * rate if held else norm.load(row.x, tile, rate)
                 return norm.centered(x, mean * rate)
 
+            # dx = (g - z * mean(z * g) - mean(g)) * rate with z = x * rate, and `level`
+            # is mean(g). RMSNorm has no mean(g).
             square, along, *level = norm.average(map(products, norm.tiles))
             rate = norm.rate(square)
             along = along * rate
@@ -203,7 +212,7 @@ def backward(
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Sums of rows: lists of tiles, of which the last are in shared memory."""
+    """Sums over rows, as lists of tiles; the tiles `shared` are in shared memory."""
 
     norm: Norm
     shared: list[int]
@@ -243,15 +252,15 @@ def _zeros(shape: tuple[int, int]) -> Array:
 
 
 def _present(values: NormGrads, refs: NormGrads) -> list[Any]:
-    """The values that there are refs for."""
+    """Returns the values for which there are refs."""
     return [x for x, ref in zip(values, refs, strict=True) if ref is not None]
 
 
 def _inverse(norm: Norm, scale: Any) -> Array | None:
-    """1 / scale, of a ref to one or None."""
+    """Returns 1 / scale, where `scale` is a ref to one number; None if it is None."""
     if scale is None:
         return None
-    # Bits of arrays, not of scalars, are taken for floats.
+    # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
     return reciprocal(jnp.broadcast_to(scale[0], norm.shape(0)))[0, 0]
 
 

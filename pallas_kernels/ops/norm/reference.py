@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm between FP8 arrays, in jnp."""
+"""RMSNorm and LayerNorm with FP8 inputs and outputs, in jnp."""
 
 from typing import Literal, NamedTuple
 
@@ -25,15 +25,16 @@ CODES = jnp.float8_e4m3fn
 
 
 class Normed(NamedTuple):
-    """What `norm` returns; None where it was not asked for.
+    """Outputs of `norm`, None where an output was not asked for.
 
     Attributes:
-      y: The normed rows [..., n], bfloat16, or float8_e4m3fn where a scale is given.
-      transposed: `y` as [n, tokens], if its copies are "transposed" or "both".
-      largest: The largest magnitude of each row of a bfloat16 `y`, float32 [...].
-      scale: The scale of each row, float32 [...], with scale="row".
-      groups: x quantized in groups of 16: e4m3 codes and bfloat16 scales.
-      total: x + add, bfloat16.
+      y: The output [..., n], bfloat16, or float8_e4m3fn codes if a scale is given.
+      transposed: The transpose of `y`, [n, tokens], if `copies` is "transposed" or
+        "both".
+      largest: The amax of each token of a bfloat16 `y`, float32 [...].
+      scale: The per-token scales, float32 [...], with scale="row".
+      groups: The input (after `add`) in groups of 16: e4m3 codes and bfloat16 scales.
+      total: The sum x + add, bfloat16.
     """
 
     y: Array | None
@@ -45,14 +46,14 @@ class Normed(NamedTuple):
 
 
 class NormGrads(NamedTuple):
-    """What `norm_grad` returns; None where it was not asked for.
+    """Outputs of `norm_grad`, None where an output was not asked for.
 
     Attributes:
       dx: The gradient with respect to the norm's input, bfloat16 [..., n].
-      dweight: That of the weight, float32 [n].
-      dbias: That of the bias, float32 [n].
-      y: The norm's output again, float8_e4m3fn [n, tokens].
-      largest: The largest magnitudes of parts of `dx`, float32 [parts].
+      dweight: The gradient of the weight, float32 [n].
+      dbias: The gradient of the bias, float32 [n].
+      y: The recomputed output of the norm, float8_e4m3fn [n, tokens].
+      largest: The amax of parts of `dx`, float32 [parts].
     """
 
     dx: Array
@@ -73,7 +74,7 @@ def norm(
     keep_groups: bool,
     add: Float[Array, "... n"] | None,
 ) -> Normed:
-    """See `pallas_kernels.ops.norm.api`; without the transposed copy."""
+    """Computes `pallas_kernels.norm` without the transposed copy."""
     wide, total = _wide(x), None
     if add is not None:
         wide = lax.reduce_precision(wide + add.astype(jnp.float32), 8, 7)
@@ -98,7 +99,7 @@ def norm_grad(
     add: Float[Array, "... n"] | None,
     keep_maxima: bool,
 ) -> NormGrads:
-    """See `pallas_kernels.norm_grad`; with `y` as its rows."""
+    """Computes `pallas_kernels.norm_grad`, with `y` not transposed: [..., n]."""
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
     w = 1.0 if weight is None else weight.astype(jnp.float32)
@@ -124,7 +125,10 @@ def norm_grad(
 def standardized(
     x: Float[Array, "... n"], kind: NormKind, eps: float
 ) -> tuple[Float[Array, "... n"], Float[Array, "... 1"]]:
-    """Rows over their root mean square, or standard deviation; and what it took."""
+    """Returns the normalized rows and their rate.
+
+    `rate = 1 / sqrt(mean(x**2) + eps)`; "layer" first subtracts `mean(x)` from x.
+    """
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     rate = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -149,5 +153,5 @@ def _encoded(y: Array, scale: Array | str | None) -> Normed:
 
 def _codes(x: Array) -> Array:
     codes = jnp.clip(x, -code_max(CODES), code_max(CODES)).astype(CODES)
-    # Without the barrier XLA may cancel a conversion to 8 bits and back.
+    # Without the barrier XLA may remove a conversion to 8 bits and back.
     return lax.optimization_barrier(codes)

@@ -1,1 +1,1 @@
-"""Quantization by group, row and tensor, maxima, scales and transposes."""
+"""Quantization per group, token and tensor, amax, scales and transposes."""

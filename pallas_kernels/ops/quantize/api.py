@@ -1,4 +1,4 @@
-"""Quantization to FP8 codes and back, of arrays of any shape."""
+"""Quantization of arrays of any shape to FP8 codes, and dequantization."""
 
 import math
 from typing import Literal
@@ -26,8 +26,8 @@ from pallas_kernels.ops.quantize import maxima as maxima_kernel
 from pallas_kernels.ops.quantize import reference
 from pallas_kernels.ops.quantize import rows as rows_kernel
 
-_LONGEST_ROW = 24576  # That lanes have registers for.
-# Which of an array and its transpose.
+_LONGEST_ROW = 24576  # The longest row that fits in the registers of a warpgroup.
+# The copies to write: an array, its transpose or both.
 Wanted = Literal["row", "transposed", "both"]
 
 
@@ -39,23 +39,22 @@ def quantize_groups(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Groups:
-    """Quantizes with one scale for every `group` neighbours on the last axis.
+    """Quantizes with one scale per group of `group` neighbours on the last axis.
 
-    A group's scale is its largest magnitude over the format's, rounded to bfloat16;
-    codes are rounded to nearest even after multiplication by the stored scale's
-    reciprocal, and saturate. Magnitudes below 1.2e-38 count as zero; a group with a NaN
-    or an infinity is NaN altogether. A last axis that groups do not divide has a short
-    last group.
+    The scale of a group is `amax / code_max`, rounded to bfloat16. Codes are
+    `x * (1 / scale)`, rounded to nearest even and saturated. Magnitudes below 1.2e-38
+    count as zero. If a group contains NaN or infinity, all of it becomes NaN. The last
+    group is shorter if `group` does not divide the last axis.
 
     Args:
-      x: bfloat16 or float32.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
-      group: Elements of a group.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      x: The array to quantize, bfloat16 or float32.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      group: The number of elements of a group.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,21 +93,22 @@ def quantize_rows(
     implementation: dispatch.Implementation | None = None,
     tuning: NormTuning | None = None,
 ) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
-    """Quantizes with one scale for each row, as `matmul` takes them of activations.
+    """Quantizes with per-token scales, which `matmul` takes for activations.
 
-    Codes and scales are those of `quantize_groups` with a group for each row.
+    Codes and scales are those of `quantize_groups` with one group per token: scales are
+    `amax / code_max`, rounded to bfloat16, and codes are `x / scale`.
 
     Args:
-      x: bfloat16 or float32.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      x: The array to quantize, bfloat16 or float32. All axes but the last are tokens.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Settings of the kernel's pipeline; None means the default.
 
     Returns:
-      Codes, and float32 scales.
+      The codes [..., n] and the float32 scales [...].
 
     Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -128,7 +128,7 @@ def quantize_rows(
     if chosen == "reference":
         return reference.quantize_rows(x, dtype=dtype)
     rows = x.reshape(-1, x.shape[-1])
-    # So many thread blocks have registers enough on a multiprocessor.
+    # A multiprocessor has enough registers for this many thread blocks.
     tuning = tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
     codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
     return codes.reshape(x.shape), scale.reshape(x.shape[:-1])
@@ -141,14 +141,14 @@ def dequantize_groups(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"]:
-    """The numbers that groups stand for, code * scale in float32, as `dtype`.
+    """Dequantizes groups: computes `code * scale` in float32, and casts to `dtype`.
 
-    A short last group belongs to groups of a power of two. See `quantize_groups` for
-    an example.
+    If the last group is shorter, the group size is taken to be a power of two. See
+    `quantize_groups` for an example.
 
     Raises:
-      ValueError: If a dtype is not what groups or numbers have, or the kernel was named
-        and cannot run.
+      ValueError: If the dtype of codes or `dtype` is not supported, or the kernel was
+        named and cannot run.
     """
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
@@ -179,17 +179,17 @@ def maxima(
     *more: Float[Array, "..."],
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, " k"]:
-    """The largest magnitudes of parts of all arrays, float32; NaN of one with a NaN.
+    """Computes the amax of parts of all arrays, float32; NaN if a part has a NaN.
 
-    Their maximum is that of the arrays.
+    The maximum of the result is the amax of all arrays together.
 
     Args:
-      x: bfloat16 or float32.
-      *more: Likewise, of any shapes.
-      implementation: What to run; None means the kernel where it can run.
+      x: An array, bfloat16 or float32.
+      *more: More such arrays, of any shapes.
+      implementation: The implementation; None means the kernel where it can run.
 
     Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -220,26 +220,26 @@ def quantize_tensor(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Copies:
-    """Quantizes with one scale, to codes of x / scale, and transposes the codes.
+    """Quantizes with a per-tensor scale; can transpose the codes.
 
-    Codes are rounded to nearest even and saturate. Magnitudes below 1.2e-38 count as
-    zero. A scale that is NaN makes all codes NaN.
+    Codes are `x * (1 / scale)`, rounded to nearest even and saturated. Magnitudes below
+    1.2e-38 count as zero. If the scale is NaN, all codes are NaN.
 
     Args:
-      x: bfloat16 or float32.
-      scale: A float32 scalar. Powers of two lose nothing.
-      dtype: `float8_e4m3fn` or `float8_e5m2`.
-      copies: Which of the codes [..., n] and their transpose [n, tokens] to return;
-        tokens are all leading axes.
-      keep_maxima: Whether to return the largest magnitudes of parts of `x` as well, as
-        `maxima` does, for the scale of a later `x`.
-      after: An array that is not read, but computed before. XLA computes early what it
-        can, and may keep it for long.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      x: The array to quantize, bfloat16 or float32.
+      scale: A float32 scalar. Division by a power of two is exact.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      copies: The copies to return: codes [..., n], their transpose [n, tokens] or both.
+        All leading axes are tokens.
+      keep_maxima: Whether to return the amax of parts of `x` as well, like `maxima`,
+        for the scale of a later `x`.
+      after: An array that must be computed before the codes. It is not read. Without
+        it XLA may quantize early, and the codes occupy memory until they are used.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes of the kernel; None means the default.
 
     Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -283,7 +283,7 @@ def transpose(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "n tokens"]:
-    """FP8 codes with their last axis in front, and all others as one axis of tokens.
+    """Transposes FP8 codes [..., n] to [n, tokens]; all leading axes are tokens.
 
     Raises:
       ValueError: If codes are not `float8_e4m3fn` or `float8_e5m2`, or the kernel was
@@ -302,7 +302,8 @@ def transpose(
     )
     if chosen == "reference":
         return reference.transpose(codes)
-    stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)  # NaNs as they are.
+    # The kernel moves bytes, so that it does not change NaN codes.
+    stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)
     (out,) = elementwise.run(
         _as_stored,
         (stored,),
@@ -314,7 +315,7 @@ def transpose(
 
 
 def wanted(copies: Wanted) -> tuple[bool, bool]:
-    """Whether codes are wanted as they are, and transposed."""
+    """Checks `copies`; returns whether to write codes, and their transpose."""
     if copies not in ("row", "transposed", "both"):
         raise ValueError(
             f"copies must be 'row', 'transposed' or 'both', got {copies!r}"
@@ -323,7 +324,7 @@ def wanted(copies: Wanted) -> tuple[bool, bool]:
 
 
 def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
-    """The codes of values of one part, whose shape was `shape`."""
+    """Returns the outputs for values of one part as `Copies` of an array of `shape`."""
     row, transposed = out.row, out.transposed
     return Copies(
         None if row is None else row.reshape(shape),
@@ -333,7 +334,7 @@ def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
 
 
 def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
-    """Why the kernels cannot write these copies of an array of `shape`, if so."""
+    """Returns why the kernels cannot write copies of an array of `shape`, or None."""
     size = math.prod(shape)
     if not transposed:
         return strips.obstacle(1, 1, size)
@@ -342,19 +343,22 @@ def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
 
 
 def flat_obstacle(x: Array, group: int | None = None) -> str | None:
-    """Why the kernels cannot read an array in any order, or by groups, if so."""
+    """Returns why the kernels cannot read `x` as one row, or None.
+
+    `group` is the number of elements of a group, if the kernel reads or writes groups.
+    """
     if group and x.shape[-1] % group:
         return f"the last axis must be a multiple of {group}, got {x.shape[-1]}"
     return strips.obstacle(1, 1, x.size, group=group or 16)
 
 
 def flat(x: Array) -> Array:
-    """All elements as one row, for `elementwise.run`."""
+    """Reshapes an array to one row [1, 1, size], for `elementwise.run`."""
     return x.reshape(1, 1, -1)
 
 
 def in_tokens(x: Array) -> Array:
-    """All axes but the last as rows, for `elementwise.run`."""
+    """Reshapes an array to [tokens, 1, n], for `elementwise.run`."""
     return x.reshape(-1, 1, x.shape[-1])
 
 

@@ -1,4 +1,4 @@
-"""The kernel of maxima: thread blocks that go over arrays, a chunk at a time each."""
+"""The kernel of `maxima`: each thread block reads arrays one chunk at a time."""
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,14 @@ from pallas_kernels.mosaic.codec import decode, floats, strip_layout, total_max
 from pallas_kernels.mosaic.strips import STRIP
 from pallas_kernels.numerics import GROUP, magnitude_bits
 
-_STRIPS = 8  # Of a chunk, all of which are on their way at a time.
+_STRIPS = 8  # The most strips of a chunk, whose loads are all in flight at once.
 _CTAS = 8  # Thread blocks on each multiprocessor.
-_SHAPE = (STRIP // GROUP, GROUP)  # Of a strip.
+_SHAPE = (STRIP // GROUP, GROUP)  # The shape of a strip.
 
 
 @jax.jit
 def maxima(*arrays: Array) -> Float[Array, " k"]:
-    """The largest magnitudes of what each thread block reads of all arrays."""
+    """Computes the amax of the part of all arrays that each thread block reads."""
     groups = [x.size // GROUP for x in arrays]
     chunks = [min(_STRIPS, count // _SHAPE[0]) * _SHAPE[0] for count in groups]
     counts = [-(-count // chunk) for count, chunk in zip(groups, chunks, strict=True)]
@@ -33,7 +33,7 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
         for ref, chunk, count in zip(refs, chunks, counts, strict=True):
 
             def turn(j, bits, ref=ref, chunk=chunk):
-                # The last chunks overlap.
+                # The last chunks may overlap, which does not change the amax.
                 start = jnp.minimum((cta + j * ctas) * chunk, ref.shape[0] - chunk)
                 starts = range(0, chunk, _SHAPE[0])
                 for strip in [_strip(ref, start + i) for i in starts]:
@@ -54,7 +54,8 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
             grid_names=("batch", "cta"),
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                unsafe_no_auto_barriers=True,  # Nothing is read that is written.
+                # The kernel loads from no memory that it stores to.
+                unsafe_no_auto_barriers=True,
             ),
         )(*arrays)
 

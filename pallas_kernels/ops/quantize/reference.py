@@ -1,4 +1,4 @@
-"""Quantization by group, row and tensor, maxima and transposes, in jnp."""
+"""Quantization per group, token and tensor, amax and transposes, in jnp."""
 
 import math
 
@@ -22,7 +22,7 @@ from pallas_kernels.numerics import (
 def quantize_groups(
     x: Float[Array, "... n"], *, dtype: DTypeLike, group: int
 ) -> Groups:
-    """See `pallas_kernels.quantize_groups`."""
+    """Computes `pallas_kernels.quantize_groups` in jnp."""
     n, count = x.shape[-1], -(-x.shape[-1] // group)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
     groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
@@ -34,31 +34,36 @@ def quantize_groups(
 def quantize_rows(
     x: Float[Array, "... n"], *, dtype: DTypeLike
 ) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
-    """See `pallas_kernels.quantize_rows`."""
+    """Computes `pallas_kernels.quantize_rows` in jnp."""
     codes, scale = _quantized(x, dtype)
     return lax.optimization_barrier(codes), scale
 
 
 def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
-    """Codes with a scale for each last axis, and the scales in float32."""
+    """Quantizes with one scale per index of the leading axes.
+
+    Returns the codes and the float32 scales.
+    """
     x = normal(x.astype(jnp.float32))
     scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
     return encode(x, scale[..., None], dtype), scale
 
 
 def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
-    """See `pallas_kernels.dequantize_groups`."""
+    """Computes `pallas_kernels.dequantize_groups` in jnp."""
     n, count = groups.codes.shape[-1], groups.scale.shape[-1]
     group = -(-n // max(count, 1))
-    # Of a short last group the length is unknown, but powers of two are meant.
+    # Several group sizes are possible if the last group is short. The size is taken to
+    # be a power of two.
     group = group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
     scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
     return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
 
 
 def maxima(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
-    """See `pallas_kernels.maxima`."""
-    alike: dict[tuple[int, ...], Array] = {}  # One pass over arrays of one shape.
+    """Computes `pallas_kernels.maxima` in jnp."""
+    # Arrays of the same shape are combined first, so that one pass reads all of them.
+    alike: dict[tuple[int, ...], Array] = {}
     for x in arrays:
         bits = magnitude_bits(x.astype(jnp.float32))
         before = alike.get(x.shape)
@@ -76,7 +81,7 @@ def quantize_tensor(
     transposed: bool,
     keep_maxima: bool = False,
 ) -> Copies:
-    """See `pallas_kernels.quantize_tensor`."""
+    """Computes `pallas_kernels.quantize_tensor` in jnp."""
     x = x.astype(jnp.float32)
     codes = lax.optimization_barrier(encode(normal(x), scale, dtype))
     out = copies(codes, row=row, transposed=transposed)
@@ -84,11 +89,11 @@ def quantize_tensor(
 
 
 def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
-    """See `pallas_kernels.transpose`."""
+    """Computes `pallas_kernels.transpose` in jnp."""
     n = codes.shape[-1]
     return codes.reshape(math.prod(codes.shape[:-1]), n).T
 
 
 def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copies:
-    """Those copies of codes that are wanted."""
+    """Returns the copies of codes that are wanted."""
     return Copies(codes if row else None, transpose(codes) if transposed else None)

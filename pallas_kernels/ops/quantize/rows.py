@@ -1,4 +1,4 @@
-"""The kernel that quantizes rows, each with a scale of its own, in one pass."""
+"""The kernel that quantizes with per-token scales, in one pass."""
 
 import functools
 
@@ -17,7 +17,10 @@ from pallas_kernels.numerics import GROUP, magnitude_bits, normal, reciprocal
 def run(
     x: Float[Array, "tokens n"], *, dtype: DTypeLike, tuning: Tuning
 ) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"]]:
-    """The codes of rows, and their scales."""
+    """Returns the codes of x / scale and the per-token scales.
+
+    See `quantize_rows` for the scale.
+    """
     tokens, n = x.shape
     tiles = Row(n=n)
     rows = Rows(x.reshape(-1, GROUP))
@@ -29,12 +32,13 @@ def run(
         def row(row, index, _):
             x = [normal(tiles.load(row.x, tile)) for tile in tiles.tiles]
             bits = reduced(jnp.maximum, jnp.max, map(magnitude_bits, x))
-            # Bits of arrays, not of scalars, are taken for floats.
+            # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
             scale = scale_of_bits(jnp.broadcast_to(bits, tiles.shape(0)), dtype)
             inverse = reciprocal(scale)[0, 0]
             scales[index] = scale[0, 0]
             for tile in tiles.tiles:
-                # Nothing to saturate: at most a percent is beyond the largest code.
+                # Rounding the scale leaves values at most a percent above the largest
+                # code. They round to that code, so saturation is not needed.
                 to = tiles.tile(share.row(codes, index), tile)
                 mosaic.store(to, (x[tile] * inverse).astype(dtype))
 

@@ -1,7 +1,7 @@
-"""Scales of tensors from maxima of their parts, several of them in one kernel.
+"""Per-tensor scales from the amax of parts of tensors; one kernel for many tensors.
 
-The last step of COAT's group scaling (arXiv 2410.19313, section 5.2): the maxima of a
-tensor's groups are there, and the largest of them gives the scale of all.
+This is the last step of COAT's group scaling (arXiv 2410.19313, section 5.2): the amax
+of each group of a tensor is known, and the largest of them gives the tensor's scale.
 """
 
 import functools
@@ -21,17 +21,17 @@ from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, floats
 from pallas_kernels.numerics import magnitude, magnitude_bits, power_of_two_scale
 
-_STRIPS = 8  # Of lanes' numbers that are on their way at a time.
-_LONGEST = 2**15  # Of what one thread block reads for a bound.
-_PARTS = 2048  # Whose maxima are found before of what is longer.
+_STRIPS = 8  # The most strips whose loads are in flight at once.
+_LONGEST = 2**15  # The longest array that need not be reduced before the kernel.
+_PARTS = 2048  # The number of parts whose amaxes replace a longer array.
 
 
 class Bound(NamedTuple):
-    """What no number of a tensor exceeds: a product.
+    """An upper bound of a tensor's amax: `factor` times the amax of every array.
 
     Attributes:
-      maxima: Arrays of float32, the largest magnitude in each of which is a factor.
-      factor: Another, a number.
+      maxima: The float32 arrays whose amaxes are multiplied.
+      factor: A number that is multiplied with them.
     """
 
     maxima: tuple[Float[Array, "..."], ...]
@@ -43,18 +43,19 @@ def tensor_scales(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: dispatch.Implementation | None = None,
 ) -> tuple[Float[Array, ""], ...]:
-    """For each bound the scale of a tensor whose largest magnitude that is.
+    """Computes a per-tensor scale from each bound of a tensor's amax.
 
-    It is the smallest power of two at which the bound rounds to the largest code or
-    less, float32, and NaN where the bound is not finite.
+    The scale is the smallest power of two for which `bound / scale` rounds to the
+    largest code or less. It is a float32 scalar, NaN if the bound is not finite.
 
     Args:
-      *bounds: What no magnitude of each tensor exceeds.
-      dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
-      implementation: What to run; None means the kernel where it can run and is faster.
+      *bounds: The upper bound of each tensor's amax.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      implementation: The implementation; None means the kernel where it can run and is
+        faster.
 
     Raises:
-      ValueError: If a dtype is none of these, or the kernel was named and cannot run.
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -81,10 +82,10 @@ def tensor_scales(
 
 
 def _reference(bound: Bound, dtype: DTypeLike) -> Float[Array, ""]:
-    """The definition.
+    """Computes one scale in jnp.
 
-    Scales rise with maxima, so that the largest maximum has the largest scale. This way
-    around XLA computes all scales and finds the largest in one kernel.
+    The scale rises with the amax, so the scale of the amax is the largest scale of all
+    parts. In this order XLA computes the scales and their maximum in one kernel.
     """
     *others, last = bound.maxima
     largest = functools.reduce(jnp.multiply, map(magnitude, others), last)
@@ -105,7 +106,7 @@ def _obstacle(arrays: list[Array]) -> str | None:
 
 
 def _short(x: Float[Array, "..."]) -> Float[Array, " k"]:
-    """The same maxima, or those of parts if there are too many for a thread block."""
+    """Returns an array of the same amax that a thread block can read, as one axis."""
     if x.size <= _LONGEST or x.size % _PARTS:
         return x.reshape(-1)
     return magnitude(x.reshape(_PARTS, -1), axis=-1)
@@ -134,7 +135,8 @@ def _run(
             grid_names=("bound",),
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                unsafe_no_auto_barriers=True,  # Nothing is read that is written.
+                # The kernel loads from no memory that it stores to.
+                unsafe_no_auto_barriers=True,
             ),
         )(arrays)
         return out
@@ -143,7 +145,7 @@ def _run(
 
 
 def _largest(ref) -> Float[Array, " lanes"]:
-    """The largest magnitude of an array, in every place."""
+    """Returns the amax of an array, repeated for all lanes: [128]."""
     (size,) = ref.shape
     vector = 4 if size % 4 == 0 and size >= 4 * LANES else 1
     strip = vector * LANES
@@ -152,7 +154,7 @@ def _largest(ref) -> Float[Array, " lanes"]:
     load = functools.partial(plgpu.load, layout=layout, optimized=False)
 
     def turn(j, bits):
-        # The last strips overlap.
+        # The last strips may overlap, which does not change the amax.
         starts = [(j * strips + i) * strip for i in range(strips)]
         places = [pl.ds(jnp.minimum(at, size - strip), strip) for at in starts]
         loaded = [load(ref.at[place]) for place in places]
@@ -160,5 +162,5 @@ def _largest(ref) -> Float[Array, " lanes"]:
 
     bits = plgpu.layout_cast(jnp.zeros(strip, jnp.uint32), layout)
     bits = lax.fori_loop(0, -(-size // (strips * strip)), turn, bits)
-    # Bits of arrays, not of scalars, are taken for floats.
+    # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
     return floats(jnp.broadcast_to(jnp.max(bits, axis=0), (LANES,)))
