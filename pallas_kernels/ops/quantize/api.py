@@ -366,9 +366,6 @@ def _numbers(x: Array | Groups) -> tuple[Array]:
     return (decode(x),)
 
 
-def _scaled(x: Array, scale: Array) -> tuple[Array]:
-    return (decode(x) * scale,)
-
 
 def _as_stored(x: Array) -> tuple[Array]:
     return (x,)
