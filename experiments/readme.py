@@ -56,6 +56,7 @@ def results() -> str:
         _optimizer(),
         _drift(),
         _curves(),
+        _wrapped(),
         _kernels(),
     )
     return _RESULTS + "\n".join(sections)
@@ -274,6 +275,24 @@ def _curves() -> str:
         )
     image = _image("Loss curves and differences", "optimizer_curves", _CURVES)
     return "\n".join([*lines, "", image, ""])
+
+
+def _wrapped() -> str:
+    results = load("wrapped_optimizers", "wrapped_optimizers_tiny")
+    settings = results["settings"]
+    lines = [
+        "**Other optimizers** (`wrapped_optimizers_tiny`): each of optax's as it is and "
+        "within `coat.with_quantized_state`, on the "
+        f"{settings['preset']} preset's model, {settings['steps']:,} steps of "
+        f"{settings['batch_size']} x {settings['seq_len']} bytes, one seed.",
+        "",
+        "| | validation loss | gap |",
+        "| --- | --- | --- |",
+    ]
+    for row in results["summary"]:
+        gap = f"{row['percent']:+.2f}%" if row["optimizer"] != row["beside"] else ""
+        lines.append(f"| {row['optimizer']} | {row['val_loss']:.4f} | {gap} |")
+    return "\n".join([*lines, ""])
 
 
 def _kernels() -> str:

@@ -366,6 +366,5 @@ def _numbers(x: Array | Groups) -> tuple[Array]:
     return (decode(x),)
 
 
-
 def _as_stored(x: Array) -> tuple[Array]:
     return (x,)
