@@ -281,8 +281,8 @@ def _wrapped() -> str:
     results = load("wrapped_optimizers", "wrapped_optimizers_tiny")
     settings = results["settings"]
     lines = [
-        "**Other optimizers** (`wrapped_optimizers_tiny`): each of optax's as it is and "
-        "within `coat.with_quantized_state`, on the "
+        "**Other optimizers** (`wrapped_optimizers_tiny`): each of optax's as it is "
+        "and within `coat.with_quantized_state`, on the "
         f"{settings['preset']} preset's model, {settings['steps']:,} steps of "
         f"{settings['batch_size']} x {settings['seq_len']} bytes, one seed.",
         "",
