@@ -147,6 +147,7 @@ def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
     return heuristic(product, m, n)
 
 
+@functools.cache
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
     """The first candidate that computes little twice; None if none is able to.
 
