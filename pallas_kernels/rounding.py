@@ -99,7 +99,7 @@ def stochastic_float8(
     Returns:
       Numbers of the format, float32.
     """
-    # With the smallest normal number added, denormal numbers are normal ones, and the
+    # Adding the smallest normal number makes denormal numbers normal, so that the
     # random bits below the mantissa have the same place in all.
     offset = jnp.where(x < smallest_normal, smallest_normal, 0.0)
     raised = _bits(x + offset)

@@ -10,10 +10,14 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent
 _FOLDERS = (
+    "coat_jax/models",
+    "coat_jax/optimizers",
+    "coat_jax/quantization",
     "experiments/activations",
     "experiments/optimizer",
     "experiments/pretrain",
     "pallas_kernels/mosaic",
+    "pallas_kernels/ops/adam",
     "pallas_kernels/ops/gate",
     "pallas_kernels/ops/norm",
     "pallas_kernels/ops/quantize",

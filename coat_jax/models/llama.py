@@ -299,7 +299,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
 
 @jax.custom_vjp
 def _logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
-    """In float32; their gradients are rounded, lest they be multiplied in float32."""
+    """Converts to float32. Gradients are rounded, or XLA would multiply in float32."""
     head = head.astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 

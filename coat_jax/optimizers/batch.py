@@ -40,13 +40,13 @@ def join(arrays: Sequence[Array], group: int) -> Array:
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
         return x.reshape(-1, group)
 
-    # As integers: CPUs, which have no FP8, would convert codes there and back.
+    # The codes move as integers. A CPU has no FP8 and would convert them twice.
     dtype = arrays[0].dtype
     return _as(jnp.concatenate([rows(_as(x, _stored(dtype))) for x in arrays]), dtype)
 
 
 def starts(counts: Sequence[int]) -> list[Array]:
-    """Where each of so many groups starts, in order, for `part`.
+    """Returns the index at which each of these groups starts, in order, for `part`.
 
     Behind a barrier a start is an operand: slices of one shape are one kernel.
     """

@@ -34,7 +34,7 @@ sys.modules["coat_jax.quantized"] = array
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MuScaling:
-    """What first moments of version 0 are stored over; a leafless part of the state."""
+    """The scaling of first moments in version 0; a part of the state without leaves."""
 
     normalized: bool
 

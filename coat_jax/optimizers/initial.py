@@ -30,7 +30,7 @@ MIN_QUANTIZED_SIZE = 8192
 
 
 class Choices(NamedTuple):
-    """What the caller chose; see `with_quantized_state`."""
+    """The caller's choices; see `with_quantized_state`."""
 
     moments: Mapping[str, Moment | None]
     quantize_mask: Any
@@ -38,7 +38,7 @@ class Choices(NamedTuple):
     rounding: Rounding
 
     def of(self, record: str, field: str) -> Moment | str | None:
-        """How a field of a kind of state is kept; "unknown" where nobody says."""
+        """Returns how a field of a state is stored, or "unknown" if nothing says so."""
         if field in self.moments:
             return self.moments[field]
         return KNOWN.get(record, {}).get(field, "unknown")
@@ -173,7 +173,7 @@ def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
 
 
 def _resolved_mask(mask: Any, params: optax.Params) -> Any:
-    """One bool a parameter: whether the mask allows 8 bits and the size deserves it."""
+    """Returns for each parameter whether the mask and its size allow 8 bits."""
     mask = True if mask is None else mask(params) if callable(mask) else mask
     return jax.tree.map(
         lambda allowed, subtree: jax.tree.map(

@@ -1,4 +1,4 @@
-"""How a moving average is stored in 8 bits, and which fields of optax's states are one.
+"""The storage of moving averages in 8 bits, and the averages in optax's states.
 
 An average that is kept in few bits stalls if it is rounded to nearest: with b2 = 0.999
 a step moves the second moment by 0.1%, codes are 3% to 12% apart, and nearest is always
@@ -15,7 +15,7 @@ from coat_jax.quantization.array import E4M3, UE4M4, Format
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Moment:
-    """How one moving average of an optimizer's state is stored.
+    """The storage of one moving average of an optimizer's state.
 
     Attributes:
       format: The format of its codes. One without a sign is for averages that are

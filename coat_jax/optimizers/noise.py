@@ -43,12 +43,12 @@ def random_words(
 
 
 def seed_of(step: Int32[Array, ""]) -> UInt32[Array, ""]:
-    """What makes the random words of a step new."""
+    """Returns the seed of a step's random words."""
     return hash32(step.astype(jnp.uint32))
 
 
 def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
-    """What makes the random words of a parameter its own; see `random_words`."""
+    """Returns the number that tells a parameter's random words from those of others."""
     stream = jnp.asarray(_name(path))
     for axis in sorted(jax.typeof(like).manual_axis_type.varying):
         index = lax.axis_index(axis).astype(jnp.uint32)

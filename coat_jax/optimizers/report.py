@@ -1,4 +1,4 @@
-"""What FP8 does to Adam's moments, from the state alone: cheap enough to log."""
+"""Reports of quantized moments, from the state alone: cheap enough to log."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentStats:
-    """One quantized moment of one parameter; see `moment_report`.
+    """Statistics of a quantized moment of a parameter; see `moment_report`.
 
     Attributes:
       parameter: The parameter's path, joined with slashes.
@@ -78,7 +78,7 @@ class MomentReport:
     moments: tuple[MomentStats, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """One flat record an entry."""
+        """Returns a flat record for each entry."""
         return [stats.row() for stats in jax.device_get(self).moments]
 
     def __str__(self) -> str:
@@ -221,7 +221,7 @@ def _relative_error(
 def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
     """The mean square of what becomes zero in each group, where all have one k."""
     top = q.scale.astype(jnp.float32) * q.format.max
-    if rounding == "stochastic":  # With the chance 1 - x / s, of x up to s.
+    if rounding == "stochastic":  # The chance is 1 - x / s for x up to s.
         return jnp.square(top * (q.format.smallest / q.format.max) ** (1 / q.power)) / 6
     least = q.format.smallest / 2 / q.format.max
     return jnp.square(top * least ** (1 / q.power)) / 3
@@ -243,7 +243,7 @@ def _indices(codes: Array) -> Array:
 
 
 def _values(format: Format) -> Float[np.ndarray, "256"]:
-    """What each of the 256 codes stands for."""
+    """Returns the number that each of the 256 codes stands for."""
     codes = np.arange(256, dtype=np.uint8).view(format.dtype)
     with jax.ensure_compile_time_eval():
         return np.asarray(format.decode(jnp.asarray(codes)), np.float64)

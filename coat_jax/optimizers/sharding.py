@@ -90,7 +90,7 @@ def opt_state_sharding(
 
 
 def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.Mesh]:
-    """What is at each parameter's path, shape and sharding, and the mesh of all."""
+    """Returns each parameter's shape and sharding by its path, and their mesh."""
 
     def spread(sharding, params):
         if not isinstance(sharding, NamedSharding):

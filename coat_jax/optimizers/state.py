@@ -21,7 +21,7 @@ Path = tuple[Any, ...]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How the fields of a state are kept; a leafless part of it.
+    """The storage of the fields of a state; a part of it without leaves.
 
     Attributes:
       moments: The paths of the fields with quantized averages, and how these are kept.
@@ -43,7 +43,7 @@ class Layout:
         return path, None, ()
 
     def second_moment(self, path: Path) -> Path | None:
-        """Where the second moment is over whose root the leaf at `path` is stored."""
+        """Returns the path of the second moment over whose root a leaf is stored."""
         field, moment, place = self.split(path)
         if moment is None or moment.over_root_of is None:
             return None

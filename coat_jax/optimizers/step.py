@@ -1,4 +1,4 @@
-"""One step of Adam for a tree of parameters, whichever way each is computed.
+"""Computes a step of Adam for a tree of parameters.
 
 Where the moments are as the kernel keeps them, `pallas_kernels.adam` does a leaf's
 whole step. The others, together, go through `optax.scale_by_adam` in float32.
@@ -58,7 +58,7 @@ class Adam:
         )
 
     def scalars(self, count: Array) -> AdamScalars:
-        """What the kernel multiplies with in step `count`, the first being 1."""
+        """Returns the kernel's factors in step `count`, the first being 1."""
         correction = 1 / (1 - self.b1**count)
         mu_weight, grad_weight = correction, 0.0
         if self.nesterov:
@@ -78,7 +78,7 @@ class Adam:
 
 
 class Target(NamedTuple):
-    """What an update is applied to: p - learning_rate * (update + decay * p).
+    """A parameter and its update rule: p - learning_rate * (update + decay * p).
 
     Attributes:
       param: The parameter.
@@ -117,7 +117,7 @@ class Target(NamedTuple):
 def adam_step(
     adam: Adam, grads: Any, state: QuantizedState, targets: Any = None
 ) -> tuple[Any, QuantizedState]:
-    """One step for all leaves of `grads`.
+    """Computes one step for all leaves of `grads`.
 
     Args:
       adam: The hyperparameters.
@@ -175,7 +175,7 @@ def adam_step(
 
 
 class _Leaf(NamedTuple):
-    """What belongs to one parameter."""
+    """The arrays of one parameter."""
 
     path: tuple
     grad: Array
@@ -185,7 +185,7 @@ class _Leaf(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether the kernel, or its reference, does this leaf."""
+        """Returns whether the kernel, or its reference, can take this leaf."""
         if not is_quantized(self.mu):
             return False
         arrays = [self.grad] + ([] if self.target is None else [self.target.param])
@@ -222,7 +222,7 @@ def _check_parameter(leaf: _Leaf) -> None:
 
 
 def _fused_leaves(scalars: AdamScalars, rows: list[_Leaf], step: Array) -> dict:
-    """What the kernel, or its reference, makes of those leaves that it takes."""
+    """Computes the step of the leaves that the kernel, or its reference, can take."""
 
     def kind(leaf):
         if leaf.target is None:

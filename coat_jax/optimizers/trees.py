@@ -15,7 +15,7 @@ from coat_jax.quantization.array import QuantizedArray
 
 
 def is_quantized(leaf: Any) -> bool:
-    """Whether a moment is in 8 bits; the `is_leaf` of trees of moments."""
+    """Returns whether a moment is in 8 bits; the `is_leaf` of trees of moments."""
     return isinstance(leaf, QuantizedArray)
 
 
@@ -51,7 +51,7 @@ def in_variables(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
 
 
 def is_variable(x: Any) -> bool:
-    """Whether a node is an NNX variable; the `is_leaf` of trees of them."""
+    """Returns whether a node is an NNX variable; the `is_leaf` of trees of them."""
     return isinstance(x, nnx.Variable)
 
 

@@ -121,7 +121,7 @@ class Format:
             mantissa=4,
             smallest_normal=self.smallest,
         )
-        # Not less than half of the smallest code: what is above zero may be divided by.
+        # Half of the smallest code and more stay above zero: they may be divisors.
         zero = x < (self.smallest / 2 if noise is None else TINY)
         return pack_ue4m4(jnp.where(zero, 0.0, jnp.minimum(rounded, self.max)))
 
@@ -193,7 +193,7 @@ LOG8 = Format(
 
 @dataclasses.dataclass(frozen=True)
 class PerTensor:
-    """One scale for the whole array: a power of two, in float32.
+    """A scale for the whole array: a power of two, in float32.
 
     Products of such scales are exact in any dtype, so matrix products can apply them to
     a BF16 result. It costs at most one of E4M3's 18 octaves, and no precision.
@@ -206,7 +206,7 @@ class PerTensor:
 
 @dataclasses.dataclass(frozen=True)
 class PerGroup:
-    """One scale for every `size` neighbours on the last axis, in bfloat16."""
+    """A scale for every `size` neighbours on the last axis, in bfloat16."""
 
     size: int
 
@@ -220,7 +220,7 @@ class PerGroup:
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock:
-    """One scale for every `rows` x `cols` tile of the last two axes, in bfloat16."""
+    """A scale for every `rows` x `cols` tile of the last two axes, in bfloat16."""
 
     rows: int
     cols: int

@@ -39,7 +39,7 @@ def adam(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """One parameter's Adam step; see `AdamScalars` for the arithmetic, in float32.
+    """Computes Adam's step of a parameter, in float32; `AdamScalars` has the formula.
 
     Args:
       scalars: The step's factors.
@@ -81,7 +81,7 @@ def adam(
 
 
 class _Seeds(NamedTuple):
-    """What random bits depend on; see `adam`."""
+    """The seed, stream, salt and strides of random bits; see `adam`."""
 
     seed: Array
     stream: Array
@@ -89,7 +89,7 @@ class _Seeds(NamedTuple):
     strides: tuple[int, ...]
 
     def of_last_group(self, count: int) -> "_Seeds":
-        """Those of arrays that begin at the last of so many groups."""
+        """Returns the seeds of arrays that begin at the last of `count` groups."""
         first = jnp.uint32((count - 1) * self.strides[-1] & 0xFFFFFFFF)
         return self._replace(stream=self.stream + first)
 
@@ -109,7 +109,7 @@ def _check(grads, moments, params, strides) -> None:
 
 
 def _obstacle(grads: Array, moments: Moments, params: Array | None) -> str | None:
-    """Why the kernel cannot run; None if it can."""
+    """Returns the reason why the kernel cannot run, or None."""
     for name, x in (("gradients", grads), ("parameters", params)):
         if x is not None and x.dtype not in _DTYPES:
             return f"{name} must be bfloat16 or float32, got {x.dtype}"

@@ -1,4 +1,4 @@
-"""How the kernel of Adam's step goes over memory: everything once, in place.
+"""The kernel of Adam's step reads and writes all memory once, in place.
 
 One warpgroup of a thread block keeps the copy engine busy; the others find rows of
 groups in shared memory, and write results directly.
@@ -34,7 +34,7 @@ _SHARED = 223 * 1024  # Bytes of shared memory that a thread block may fill.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How the kernel is laid over the GPU.
+    """The sizes of thread blocks and of the pipeline.
 
     Attributes:
       warpgroups: Of a thread block that compute: 1, 2 or 4; fewer where shared memory
@@ -56,7 +56,7 @@ class Tuning:
 
     @property
     def rows(self) -> int:
-        """Of a step."""
+        """The rows of a pipeline step."""
         return self.warpgroups * TALL
 
 
@@ -114,7 +114,7 @@ def run(
         pipelined = n == GROUP
         tile = TALL if pipelined else TILE
         done = rows // tile * tile
-        # What is left begins a tile earlier if it is less than the smaller one.
+        # The rest begins one tile earlier if it is smaller than the small tile.
         done -= tile if 0 < rows - done < TILE else 0
         if done and pipelined:
             inputs = Inputs.of(*arrays[:2], step.with_params)
@@ -143,7 +143,7 @@ def run(
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
-    """Those of a thread block, and what they share."""
+    """Returns the warpgroups of a thread block and their shared memory."""
     barrier = functools.partial(plgpu.Barrier, num_barriers=tuning.stages)
     scratch = dict(
         smem=_staged(inputs, tuning),
@@ -166,7 +166,7 @@ def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
 
 
 def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
-    """With as many warpgroups as there is shared memory for."""
+    """Returns a tuning with as many warpgroups as shared memory allows."""
     staged = jax.tree.leaves(_staged(inputs, tuning))
     size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in staged)
     if size <= _SHARED or tuning.warpgroups == 1:

@@ -55,7 +55,7 @@ class Moments(NamedTuple):
 
 
 class AdamScalars(NamedTuple):
-    """What a step multiplies with; each a float or a float32 scalar.
+    """The factors of a step; each a float or a float32 scalar.
 
     The update is (mu_weight * mu + grad_weight * g) over
     sqrt(nu_weight * nu + eps_root) + eps, and parameters become
@@ -134,7 +134,7 @@ def _decode_nu(moments: Moments) -> Array:
     codes = unpack_ue4m4(split(moments.nu))
     root = 16 / moments.nu_exponent[..., None].astype(jnp.float32)
     t = jnp.exp2((jnp.log2(codes) - math.log2(NU_MAX)) * root)
-    # What is not zero stays so: it may be divided by.
+    # Numbers above zero stay above zero: they may be divisors.
     top = moments.nu_scale[..., None] * NU_MAX
     return jnp.where(codes == 0, 0.0 * top, jnp.maximum(t * top, TINY))
 

@@ -49,8 +49,8 @@ from pallas_kernels.rounding import (
 
 TILE = 16  # Groups that a warpgroup handles at a time,
 TALL = 32
-UNIT = 32  # Of which groups are so many neighbours, up to 128.
-_LEAST_WEIGHT = 1e-20  # Of the moment, for what is divided by it: next to nothing.
+UNIT = 32  # Narrow groups have a multiple of so many elements, up to 128.
+_LEAST_WEIGHT = 1e-20  # Weights of the moment are divisors, and no less.
 _MU_ROOT = MU_MAX ** (1 / 3)
 _BEND_SHIFT = 10 - round(math.log2(MU_BEND))
 _LOG2_NU_MAX = math.log2(NU_MAX)
@@ -62,7 +62,7 @@ Axes = tuple[tuple[int, int], ...]
 
 
 class State(NamedTuple):
-    """What a step changes: arrays, or refs to them."""
+    """The arrays that a step changes, or refs to them."""
 
     result: Any  # The parameters, or what updates are written to.
     mu: Any
@@ -77,7 +77,7 @@ class State(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a step reads of a tile: refs, or functions that load."""
+    """The inputs of a tile: refs, or functions that load."""
 
     grads: Any
     mu: Any
@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
 
     @classmethod
     def of(cls, refs: State, grads: Any, with_params: bool) -> "Inputs":
-        """What is read beside the gradients is also what changes."""
+        """Returns the inputs; all but the gradients are also outputs."""
         scales = (refs.mu_scale, refs.nu_scale, refs.nu_exponent)
         params = refs.result if with_params else None
         return cls(grads, refs.mu, refs.nu, params, *scales)
@@ -109,16 +109,16 @@ class Inputs(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """What the kernel multiplies with.
+    """The factors of a step, in the kernel's form.
 
     It carries m = mu / (1 - b1) and v = nu / (1 - b2), to which gradients are added as
     they are.
     """
 
-    log2_mu: Array  # From log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
-    log2_root: Array  # From log2(nu) / 2 to log2(sqrt(b2 * v)).
-    log2_nu: Array  # From log2(v) to log2(nu).
-    log2_largest: Array  # Of v, as it is stored.
+    log2_mu: Array  # Leads from log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
+    log2_root: Array  # Leads from log2(nu) / 2 to log2(sqrt(b2 * v)).
+    log2_nu: Array  # Leads from log2(v) to log2(nu).
+    log2_largest: Array  # The largest v that is stored, as log2.
     ratio: Array  # m / sqrt(v) to mu / sqrt(nu).
     numerator: Array  # m to the update times its denominator.
     lookahead: Array  # The gradient's share in it, with Nesterov momentum.
@@ -172,7 +172,7 @@ class Step:
     nesterov: bool
     eps_root: bool
     with_params: bool
-    stochastic: bool  # Whether parameters are rounded stochastically, too.
+    stochastic: bool  # True if parameters, too, are rounded stochastically.
     rows: Axes  # Where the groups of a row are in the whole array,
     column: int  # and by how much their places are apart.
 
@@ -260,7 +260,7 @@ def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
     part = jnp.where(denormal, jnp.uint32(0), part)
     bend = (part * (jnp.uint32(0x8000) - part)) >> jnp.uint32(_BEND_SHIFT)
     raised = raised + bend + (bits >> jnp.uint32(12))
-    # What rounds beyond the largest code saturates when it is converted.
+    # Numbers that round beyond the largest code saturate in the conversion.
     cube = _floats(raised & jnp.uint32(0xFFF00000)) - offset
     return _with_sign(cube, r).astype(jnp.float8_e4m3fn), scale
 
@@ -307,7 +307,7 @@ def load(ref: Any, width: int) -> Array:
 
 def _layout(groups: int, width: int) -> plgpu.Layout:
     """A fourth of the groups each warp; vectors of 8 neighbours a lane, or of 4."""
-    lanes = LANES // groups  # Of a group.
+    lanes = LANES // groups  # The lanes of a group.
     vector = 8 if width % (8 * lanes) == 0 else 4
     several = width > lanes * vector  # Vectors a lane; layouts name no axis of one.
     split = (lanes * vector,)
@@ -321,7 +321,7 @@ def _layout(groups: int, width: int) -> plgpu.Layout:
 
 
 def _spread(x: Array, like: Array) -> Array:
-    """One number a group to its elements."""
+    """Broadcasts one number per group to its elements."""
     wide = lax.broadcast_in_dim(x, like.shape, (0,))
     return plgpu.layout_cast(wide, _layout(*like.shape))
 
