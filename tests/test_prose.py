@@ -13,6 +13,7 @@ _FOLDERS = (
     "coat_jax/models",
     "coat_jax/optimizers",
     "coat_jax/quantization",
+    "coat_jax/remat",
     "experiments/activations",
     "experiments/optimizer",
     "experiments/pretrain",

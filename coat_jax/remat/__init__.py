@@ -1,1 +1,1 @@
-"""`fp8_remat`: any function or module with its residuals in FP8."""
+"""`fp8_remat`: FP8 residuals for any function or module."""

@@ -1,24 +1,28 @@
 """Backward passes that read FP8 copies of what autodiff saved.
 
-COAT's mixed granularity (arXiv 2410.19313, section 5.1) for any function. How a
-residual of `jax.vjp` is kept follows from where it comes from in the forward program
-and who reads it in the backward program:
+This module applies COAT's mixed granularity (arXiv 2410.19313, section 5.1) to any
+function. The format of a residual of `jax.vjp` depends on how the forward program
+computes it and which operations of the backward program read it:
 
-  arguments that are parameters    by reference, never copied
-  what follows from those alone    not at all: recomputed (casts, transposes, tables)
-  large floating activations       FP8 with a scale a group: groups of 16, or where only
-                                   matrix products read it of up to 128
-  what follows from what is kept   not at all: recomputed if elementwise arithmetic does
-  everything else                  as it is: integers, masks, per-row statistics, what
-                                   backward takes the exponential of or divides by
+  parameters among the arguments   saved by reference, never copied
+  arrays computed from parameters  not saved; recomputed if that is cheap (casts,
+    alone                          transposes, tables)
+  large floating activations       saved in FP8 with per-group scales: groups of 16, or
+                                   of up to 128 if only matmuls read the array
+  arrays that follow elementwise   not saved; recomputed from the saved arrays
+    from saved arrays
+  all other arrays                 saved unquantized: integers, masks, per-token
+                                   statistics, arrays of which backward takes the
+                                   exponential or by which it divides
 
-So a norm has a copy of its input, beside its statistics, and a gate one of what its
-product returned, of which it and what it multiplies are parts.
-`coat_jax.remat.recompute` says which arithmetic is repeated: none that makes the errors
-of copies grow.
+A norm therefore saves an FP8 copy of its input, beside its statistics. A gate whose two
+inputs are slices of one matmul's output saves one copy of that output.
+`coat_jax.remat.recompute` defines which arithmetic is repeated. Arithmetic that would
+amplify the rounding errors of the copies is never repeated.
 
-In the paper what products read has one scale a tensor, for FP8 products. These products
-are not in FP8, and groups need no maximum over an array that devices share.
+The paper gives the operands of matmuls one scale per tensor, because its matmuls run in
+FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. They need
+no amax over a whole array, which several devices may share.
 """
 
 import dataclasses
@@ -57,47 +61,52 @@ def fp8_remat(
 ) -> Any:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
-    The forward program is unchanged. What autodiff saves of it is kept in a tenth to a
-    third of the bytes: see the head of this file for which residual is kept how, and
-    `coat.residual_report` for all that is saved. Works under jit, scan, vmap,
-    shard_map and jax.checkpoint, and inside of itself; not under forward-mode
-    differentiation, nor differentiated twice. Residuals of sharded arrays are sharded
-    alike, and nothing moves between devices where each has whole groups of the last
-    axis.
+    The forward program is unchanged. The activations that autodiff saves take a tenth
+    to a third of the bytes. The docstring of this module lists the format of each
+    residual; `coat.residual_report` lists all saved arrays.
+
+    The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
+    `fp8_remat`. Forward-mode differentiation and second derivatives are not supported.
+    Residuals of sharded arrays are sharded in the same way. No data moves between
+    devices if every device has whole groups of the last axis.
 
     Args:
-      target: A function, a Linen or NNX module, or a Linen or NNX module class. A class
-        gives a class of the same name and an unbound module one of the same fields, so
-        that parameters keep their paths; an NNX module shares its variables with the
-        result, and what a call changes of NNX objects is kept, but for their
-        parameters. Variables are parameters, call arguments activations. A Linen module
-        that is already bound, as within `nn.compact`, becomes a function.
-      params_argnums: For functions, the positional arguments that are parameters: kept
-        by reference, neither copied nor quantized. By default the first, as in
-        `f(params, x)`. What a function closes over always counts as parameters, and so
-        do NNX objects. Arguments that are no arrays are static.
-      format: Format of the residuals.
-      group: Elements that share a scale, neighbours on the last axis; at least as many
-        where only matrix products read them. Kernels take 16, 32, 64, 128 and 256.
-      where: Which residuals to quantize of those that can be; by default all. It is
-        called with a `Residual`: its shape, its dtype, its `checkpoint_name`, the
-        operation that asks for it. The others stay wide. A group with an infinity
-        becomes NaN: leave additive masks out, or close over them.
-      policy: What to save, a policy of `jax.checkpoint`; the backward pass recomputes
-        the rest. By default what autodiff saves, and nothing is recomputed but what
-        follows elementwise from that: no product, no kernel, no sum over an axis. With
-        `jax.checkpoint_policies.nothing_saveable` the activations that come in.
-      key: Rounds stochastically: to one of the two codes next to a number, on average
-        to the number itself. All calls of the result share the key, so wrap where there
-        is a fresh one, as in a training step: `fp8_remat(model, key=key)(x)`.
+      target: A function, a Linen or NNX module, or a Linen or NNX module class. The
+        variables of a module are parameters, and the arguments of its call are
+        activations. A class becomes a class of the same name. An unbound Linen module
+        becomes a module with the same fields, so parameters keep their paths. A Linen
+        module that is already bound, as within `nn.compact`, becomes a function. An NNX
+        module shares its variables with the result. Changes that a call makes to NNX
+        objects persist, except changes to their parameters.
+      params_argnums: For functions, the positional arguments that are parameters. They
+        are saved by reference, neither copied nor quantized. The default is the first
+        argument, as in `f(params, x)`. NNX objects and values that a function closes
+        over always count as parameters. Arguments that are not arrays are static.
+      format: The format of the FP8 copies.
+      group: The number of neighbours on the last axis that share a scale. Residuals
+        that only matmuls read may have larger groups. Kernels support 16, 32, 64, 128
+        and 256.
+      where: Selects which of the quantizable residuals are quantized; by default all.
+        It is called with a `Residual`, which has the shape, dtype, `checkpoint_name`
+        and reader of the residual. The other residuals stay unquantized. A group with
+        an infinity becomes NaN, so exclude additive masks, or close over them.
+      policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
+        backward pass recomputes the others. By default the arrays that autodiff saves
+        are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
+        matmul, no kernel, no sum over an axis. With
+        `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
+      key: A key for stochastic rounding. Each number is rounded to one of its two
+        neighbouring codes, and is unchanged on average. All calls of the result share
+        the key. So call `fp8_remat` where there is a fresh key, as in a training step:
+        `fp8_remat(model, key=key)(x)`.
 
     Returns:
-      What `target` is, with the same signature.
+      An object of the same kind as `target`, with the same signature.
 
     Raises:
-      TypeError: If `target` is none of these.
-      ValueError: If an option is not what it should be, or, where it is called, a
-        function has no argument that `params_argnums` names.
+      TypeError: If `target` is not one of the kinds above.
+      ValueError: If an option is invalid, or if a function is called without an
+        argument that `params_argnums` names.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -107,7 +116,7 @@ def fp8_remat(
       >>> params = light.init(jax.random.key(0), jnp.ones((32, 64)))
       >>> grads = jax.grad(lambda p: light.apply(p, jnp.ones((32, 64))).sum())(params)
 
-      Only what the products write, and what is tagged "h" or has no name:
+      Save only the outputs of matmuls, and quantize those without a name or named "h":
 
       >>> light = coat.fp8_remat(
       ...     mlp,
@@ -143,7 +152,7 @@ def fp8_remat(
 def fp8_inputs(
     fn: Callable, *, params_argnums: int | Sequence[int] = 0, format: Format = E4M3
 ) -> Callable:
-    """Saves nothing of `fn` but the activations that go in, in FP8; recomputes it."""
+    """Saves only the incoming activations of `fn`, in FP8, and recomputes the rest."""
     nothing = jax.checkpoint_policies.nothing_saveable
     return fp8_remat(fn, params_argnums=params_argnums, format=format, policy=nothing)
 
@@ -155,15 +164,16 @@ def _nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Stands for one of the NNX objects among the arguments of a call."""
+    """A placeholder for the NNX object `number` among the arguments of a call."""
 
     number: int
 
 
 def _over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """`fp8_remat` of a function that may change NNX objects among its arguments.
+    """Applies `fp8_remat` to a function that may change NNX objects it is called with.
 
-    Their variables are parameters. Of what changes all is seen outside but parameters.
+    The variables of the objects are parameters. Changes to the objects are written back
+    to the caller's objects, except changes to `nnx.Param` variables.
     """
 
     @wraps(fn)
@@ -206,7 +216,7 @@ def _is_node(x: Any) -> bool:
 
 def _linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
     light = nn.transforms.lift_transform(_lifted, cls, options=options)
-    # Submodules are named after their class: parameters keep their paths.
+    # Linen names submodules after their class, so the name keeps parameter paths.
     light.__name__ = cls.__name__
     return light
 
@@ -234,15 +244,18 @@ def _lifted_call(module: nn.Module, options: Options) -> Callable:
 
 
 def _lifted(fn: Callable, *, options: Options) -> Callable:
-    """`fp8_remat` of a function of a Linen scope; its variables are parameters."""
+    """Applies `fp8_remat` to a function of a Linen scope, with variables as parameters.
+
+    Calls that create parameters run `fn` unwrapped.
+    """
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
         def pure(variable_groups, rng_groups, *args, **kwargs):
             scope = scope_fn(variable_groups, rng_groups)
             return fn(scope, *args, **kwargs), repack_fn(scope)
 
-        # Where parameters are made nothing is differentiated, and `nn.scan` wants to
-        # see that those it shares depend on nothing else.
+        # Calls that create parameters are not differentiated. `nn.scan` must also see
+        # that the parameters which its steps share do not depend on other values.
         scopes = jax.tree.leaves(scope_fn(variable_groups, rng_groups))
         if any(scope.is_mutable_collection("params") for scope in scopes):
             return pure(variable_groups, rng_groups, *args, **kwargs)
@@ -255,7 +268,7 @@ def _lifted(fn: Callable, *, options: Options) -> Callable:
 
 
 def _fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """`fp8_remat` of a function; arguments that are no arrays are static."""
+    """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
@@ -277,10 +290,10 @@ def _fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Cal
         marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
         arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
         is_param = [m for m, d in zip(marks, dynamic, strict=True) if d]
-        # What fn closes over becomes an argument: it is differentiated unless it is a
-        # constant, and is kept by reference.
+        # Values that fn closes over become arguments, which are saved by reference.
+        # They are differentiated unless they are constants.
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants first.
+        closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
 
@@ -304,14 +317,14 @@ def _is_traced(x: Any) -> bool:
 def _with_fp8_residuals(
     fn: Callable, is_param: Sequence[bool], options: Options, constants: int
 ) -> Callable:
-    """`fn` from arrays to a list of arrays, with a backward pass that reads FP8.
+    """Gives `fn`, which returns a list of arrays, a backward pass that reads FP8.
 
-    Before its arguments the result takes the key of stochastic rounding, or None. The
-    first `constants` arguments have no gradients.
+    The first argument of the result is the key of stochastic rounding, or None. The
+    arguments of `fn` follow; the first `constants` of them have no gradients.
     """
     if options.policy is not None:
-        # What is recomputed from differs from what was computed, or comes after it
-        # (`_after`): XLA can't merge the two, and need not be kept from it.
+        # Recomputation reads FP8 copies, or arrays behind the barrier of `_after`. XLA
+        # cannot merge it with the forward pass, so prevent_cse is not needed.
         fn = jax.checkpoint(fn, policy=options.policy, prevent_cse=False)
 
     @jax.custom_vjp
@@ -369,21 +382,23 @@ def _save(
     key: jax.Array | None,
     options: Options,
 ) -> Any:
-    """What there is between the passes of residual `index`, or of an extra for it.
+    """Returns what is saved of `x`: residual `index`, or an extra array for it.
 
-    No other array has its `number`.
+    `number` differs for every saved array, so that each has its own random bits.
     """
     if isinstance(kept, Copy):
         if key is not None:
             key = jax.random.fold_in(key, number)
-        # Kernels read what was widened before it was.
+        # If `x` was cast from bfloat16, the cast back is exact, and kernels read half
+        # the bytes.
         narrow = undifferentiated(x).astype(traced.source_dtype(var))
         q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
         return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(kept, Wide):
         return None
     if traced.is_argument(index) or traced.scope(index):
-        return x  # As it is; or an fp8_remat within said why.
+        # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
+        return x
     with jax.named_scope(
         f"{FP8_SCOPE}wide, {kept.reason} for {traced.asked_by(index)};"
     ):
@@ -395,7 +410,7 @@ def _fp8_copy(
 ) -> QuantizedArray:
     noise = None if key is None else random_bits(key, x.shape, like=x)
     size = how.granularity.size
-    # The scopes tell profiles and `residual_report` whom the copy is for.
+    # The scopes tell profiles and `residual_report` which operation reads the copy.
     with jax.named_scope(
         f"{FP8_SCOPE}{options.format}, groups of {size} for {asked_by};"
     ):
@@ -405,7 +420,10 @@ def _fp8_copy(
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
-    """Ties both together, or XLA may widen every layer's copies before backward."""
+    """Puts both behind one optimization barrier.
+
+    Without it XLA may dequantize the copies of all layers before backward starts.
+    """
     leaves, tree = jax.tree.flatten((saved, cotangents))
     given = [i for i, leaf in enumerate(leaves) if leaf.dtype != float0]
     for i, leaf in zip(
@@ -419,6 +437,9 @@ _BITS = {"bfloat16": "uint16", "uint16": "bfloat16"}
 
 
 def _scales_as_bits(q: QuantizedArray) -> QuantizedArray:
-    """Scales as integers, which an fp8_remat around keeps exactly; and back."""
+    """Bitcasts the scales from bfloat16 to uint16, or from uint16 to bfloat16.
+
+    An outer `fp8_remat` saves integers exactly.
+    """
     bits = lax.bitcast_convert_type(q.scale, _BITS[q.scale.dtype.name])
     return dataclasses.replace(q, scale=bits)

@@ -1,8 +1,8 @@
-"""FP8 copies of arrays, made and read by kernels where those can run.
+"""FP8 copies of arrays, quantized and dequantized by kernels where kernels can run.
 
-They are what `coat.quantize` and `coat.dequantize` compute, to the bit. On more than
-one GPU each device runs the kernels on its part of an array: groups run along the last
-axis, and where a part holds whole groups nothing moves between devices.
+The results equal those of `coat.quantize` and `coat.dequantize` bit by bit. With
+several GPUs each device runs the kernels on its part of an array. Groups lie along the
+last axis, so no data moves between devices if every part holds whole groups.
 """
 
 import dataclasses
@@ -33,7 +33,16 @@ def fp8_copy(
     granularity: PerGroup,
     noise: UInt32[Array, "... n"] | None = None,
 ) -> QuantizedArray:
-    """`coat.quantize`, by a kernel where it can run."""
+    """Computes `coat.quantize`, with a kernel where it can run.
+
+    Per group of `granularity.size` neighbours on the last axis:
+
+      scale = amax / format.max, in bfloat16
+      codes = x / scale, in the format
+
+    With `noise`, which rounds stochastically, amax is multiplied by 1 + 2**-8 so that
+    no code saturates. Kernels do not take noise.
+    """
     group = min(granularity.size, x.shape[-1])
     if noise is not None or not _fits(x.shape, x.dtype, format, group):
         return quantize(x, format=format, granularity=granularity, noise=noise)
@@ -49,7 +58,12 @@ def fp8_copy(
 
 
 def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"]:
-    """`coat.dequantize`, by a kernel where it can run and XLA should not fuse it."""
+    """Computes `coat.dequantize`, with a kernel where it can run.
+
+    The result is decode(codes) * scale, computed in float32 and cast to `q.dtype`.
+    With `fused` no kernel runs: XLA dequantizes as part of the operations that read the
+    result.
+    """
     group = min(q.granularity.size, q.shape[-1])
     if not _fits(q.shape, q.dtype, q.format, group):
         return q.dequantize()
@@ -58,13 +72,19 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
 
 
 def _fits(shape: tuple[int, ...], dtype: Any, format: Format, group: int) -> bool:
-    """Whether `pallas_kernels` has the operation, as a kernel or in jnp."""
+    """Returns whether `pallas_kernels` supports the operation, by kernel or in jnp."""
     return format.table is None and dtype in _WIDE and shape[-1] % group == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """What an operation computes: dtype of the result, elements of a group."""
+    """The static parameters of an operation.
+
+    Attributes:
+      dtype: The dtype of the codes, or of the dequantized array.
+      group: The number of elements of a group.
+      implementation: The implementation; None means the kernel where it can run.
+    """
 
     dtype: Any
     group: int
@@ -83,10 +103,10 @@ def _dequantize(codes: Array, scale: Array, spec: _Spec) -> Array:
 
 
 def _placed(operation: Callable, arrays: tuple[Array, ...], spec: _Spec) -> Any:
-    """Runs an operation where its arrays are."""
+    """Runs an operation on the devices that hold its arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and not mesh.are_all_axes_manual:
-        # custom_partitioning is not told the mesh in a partly manual shard_map.
+        # In a partly manual shard_map custom_partitioning does not get the mesh.
         spec = dataclasses.replace(spec, implementation="reference")
     kernel = has_kernel() and spec.implementation is None
     if kernel and jax.device_count() > 1 and not mesh.manual_axes:
@@ -96,7 +116,11 @@ def _placed(operation: Callable, arrays: tuple[Array, ...], spec: _Spec) -> Any:
 
 
 def _of_explicit(step: Callable, group: int) -> Callable:
-    """Leaves explicit mesh axes to the partitioner: results lie as what they are of."""
+    """Makes explicit mesh axes automatic for `step`.
+
+    The results take the sharding of the first array. If that sharding cuts groups, the
+    last axis of the scales is replicated.
+    """
 
     def wrapped(*arrays):
         where = jax.typeof(arrays[0]).sharding
@@ -113,7 +137,7 @@ def _of_explicit(step: Callable, group: int) -> Callable:
 def _of_whole_groups(
     sharding: NamedSharding, shape: tuple[int, ...], group: int
 ) -> NamedSharding:
-    """`sharding` with the last axis on every device if it is cut within groups."""
+    """Returns `sharding`, with the last axis replicated if `sharding` cuts groups."""
     axes = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     sizes = sharding.mesh.shape
     parts = math.prod(sizes[name] for name in jax.tree.leaves((axes[-1],)))
@@ -123,12 +147,15 @@ def _of_whole_groups(
 
 
 def _in_batches(fn: Callable) -> Callable:
-    """`vmap` of the result is `fn` of all batches at once: rows are independent."""
+    """Makes `vmap` of `fn` call `fn` once on the whole batch.
+
+    This is correct because no group crosses a leading axis.
+    """
     batched = jax.custom_batching.custom_vmap(fn)
 
     @batched.def_vmap
     def _(axis_size, in_batched, *arrays):
-        del axis_size, in_batched  # Codes and scales have a batch axis both or none.
+        del axis_size, in_batched  # Codes and scales are always batched together.
         out = batched(*arrays)
         return out, jax.tree.map(lambda _: True, out)
 
@@ -136,11 +163,11 @@ def _in_batches(fn: Callable) -> Callable:
 
 
 def _partition(operation, spec, mesh, args, results):
-    """Each device has whole groups, or the whole of the last axis."""
+    """Gives each device whole groups, or the whole last axis."""
     sharding = _of_whole_groups(args[0].sharding, args[0].shape, spec.group)
 
     def here(*arrays):
-        # Within a device's part there is no mesh.
+        # The arrays are one device's parts, to which no mesh applies.
         with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
             return operation(*arrays, spec)
 
@@ -149,9 +176,12 @@ def _partition(operation, spec, mesh, args, results):
 
 
 def _sharding_rule(spec, mesh, operands, results):
-    """Arrays share all axes, the last by whole groups; within groups all is local."""
+    """Returns the sharding rule: all arrays are cut alike, and never within a group.
+
+    Factor g counts the groups of the last axis and e the elements of a group.
+    """
     n = max(x.shape[-1] for x in (*operands, *results))
-    # Of fewer groups than devices along an axis none can be a device's.
+    # The last axis can be cut only if every mesh axis divides the number of groups.
     several = all(n // spec.group % size == 0 for size in mesh.shape.values())
 
     def axes(array):

@@ -1,4 +1,4 @@
-"""How every residual of a function is kept between its passes, and why."""
+"""Decides how each residual of a function is saved between its passes, and why."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -20,12 +20,13 @@ from coat_jax.remat.trace import (
     is_foreign,
 )
 
-# A smaller residual saves less than the two operations more are worth.
+# Quantizing a smaller residual saves too few bytes to pay for two more operations.
 _MIN_SIZE = 4096
-# Of shorter rows the scales weigh too much, and rows of one are statistics.
+# Scales of shorter rows take too many bytes. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
-# Groups that only products read have at most so many elements, and so many of them, or
-# a multiple, make up a row: devices that share a row have whole ones.
+# Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
+# must then be a multiple of `_SHARES` groups, so that devices can share it without
+# cutting a group.
 _MAX_GROUP = 128
 _SHARES = 8
 _OFFLOADED = "offloaded by the policy"
@@ -33,7 +34,7 @@ _OFFLOADED = "offloaded by the policy"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What `fp8_remat` was asked for; see there."""
+    """The options of `fp8_remat`, which documents them."""
 
     format: Format
     group: int
@@ -69,11 +70,11 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """An FP8 copy.
+    """A residual that is saved as an FP8 copy.
 
     Attributes:
-      granularity: Its groups.
-      fused: Whether nothing but operations that XLA fuses with reads it.
+      granularity: The groups that share a scale.
+      fused: True if XLA fuses the dequantization into every operation that reads it.
     """
 
     granularity: PerGroup
@@ -82,19 +83,19 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """As it is, and why."""
+    """A residual that is saved unquantized, with the reason."""
 
     reason: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Extra:
-    """An array that is no residual but has a copy, from which several follow.
+    """An array that is not a residual, saved as a copy to recompute residuals from.
 
     Attributes:
-      var: What it is in the forward program.
-      copy: Its copy.
-      index: One of these residuals.
+      var: The variable of the forward program.
+      copy: The copy of the array.
+      index: The index of one of the residuals that follow from it.
     """
 
     var: core.Var
@@ -105,15 +106,17 @@ class Extra:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Plan:
-    """How every residual of a function is kept, and how it comes back.
+    """The way in which each residual of a function is saved and restored.
 
     Attributes:
-      kept: Per residual: the argument it is, "recompute", or how it is saved.
-      extras: What is saved besides.
-      needed: Per argument: whether the backward pass reads it by reference.
-      recompute: From the needed arguments and what is saved, residuals and then extras,
-        to the residuals kept as "recompute".
-      vjp_tree: Structure of the function that `jax.vjp` returns.
+      kept: One entry per residual: the index of the argument that it is, "recompute",
+        or `Wide` or `Copy` if it is saved.
+      extras: The arrays that are saved besides residuals.
+      needed: True for each argument that the backward pass reads by reference.
+      recompute: The function that takes the arguments (None if not needed) and the
+        saved arrays, residuals before extras. It returns the residuals that `kept`
+        marks as "recompute".
+      vjp_tree: The tree structure of the function that `jax.vjp` returns.
     """
 
     kept: tuple[int | Literal["recompute"] | Wide | Copy, ...]
@@ -124,7 +127,10 @@ class Plan:
 
 
 def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan:
-    """Decides for every residual; `is_param` tells which arguments are parameters."""
+    """Decides how each residual is saved.
+
+    `is_param` has one entry per argument: True for parameters.
+    """
     program = written_out(traced.forward.jaxpr)
     residuals = program.outvars[traced.num_outputs :]
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
@@ -172,7 +178,10 @@ def _derive(
     derivation: Derivation,
     options: Options,
 ) -> list[Extra]:
-    """Has copies recomputed that follow from others or from extras, and lists these."""
+    """Marks copies that follow from other copies or from extras as recomputed.
+
+    Returns the extras.
+    """
     for var, how in zip(residuals, kept, strict=True):
         if isinstance(how, Wide) and _is_source(how):
             derivation.keep(var)
@@ -187,7 +196,7 @@ def _derive(
     for source in sources:
         ways = {i: derivation.known[residuals[i]] for i in copies}
         behind = [i for i, known in ways.items() if source in known.copies]
-        # No product reads the groups of what is computed with.
+        # The larger groups are for copies that matmuls read without any arithmetic.
         size = min(
             options.group if ways[i].steps else copies[i].granularity.size
             for i in behind
@@ -201,7 +210,7 @@ def _derive(
 
 
 def _is_source(how: Any) -> bool:
-    """Whether backward has it on the device, to compute from."""
+    """Returns whether the array is saved on the device, to recompute others from."""
     return isinstance(how, Copy) or (isinstance(how, Wide) and how.reason != _OFFLOADED)
 
 
@@ -210,14 +219,14 @@ def _restricted(
     wanted: Sequence[core.Var | core.Literal],
     given: Iterable[core.Var] = (),
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """The part of a program behind some variables, and the inputs it uses.
+    """Returns the part of a program that computes `wanted`, and which inputs it uses.
 
-    Besides the program's own these are the variables that are given.
+    The inputs are those of the program, followed by the variables in `given`.
     """
     names = {var: core.Var(var.aval) for var in given}
 
     def renamed(variables):
-        # Literals have no hash.
+        # Literals are not hashable.
         return [names.get(v, v) if isinstance(v, core.Var) else v for v in variables]
 
     eqns = program.eqns
@@ -233,9 +242,9 @@ def _restricted(
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """What certainly follows from other inputs than parameters.
+    """Returns the variables that certainly depend on an input that is no parameter.
 
-    Not what loops return: a part of that may follow from parameters alone.
+    Results of loops are not among them: some may depend on parameters alone.
     """
     found = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
@@ -248,7 +257,7 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
 def _is_cheap(
     restricted: tuple[core.Jaxpr, list[bool]], is_param: Sequence[bool]
 ) -> bool:
-    """Whether a program needs parameters only and does no work to speak of."""
+    """Returns whether a program reads only parameters and does no costly work."""
     program, used = restricted
     from_params = all(p for p, u in zip(is_param, used, strict=True) if u)
     return from_params and not any(map(does_work, all_eqns(program.eqns)))
@@ -260,13 +269,14 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     if reason := _why_wide(traced, index):
         return Wide(reason)
     if aval.dtype == jnp.float32 and any(is_foreign(eqn.primitive) for eqn in readers):
-        # By convention, such as attention's log-sum-exp.
+        # Float32 arrays that a custom kernel reads are statistics by convention, such
+        # as attention's log-sum-exp.
         return Wide("float32 statistics of a kernel")
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
     only_products = bool(readers) and all(map(_is_product, readers))
     group = _group_of_products(aval.shape[-1], options.group)
-    # What cuts it fuses, whoever reads the parts.
+    # XLA fuses dequantization into a slice, so a slice counts as the reader here.
     whole = traced.readers(index, cut=False)
     return Copy(
         PerGroup(group if only_products else options.group),
@@ -279,7 +289,7 @@ def _is_product(eqn: core.JaxprEqn) -> bool:
 
 
 def _why_wide(traced: Linearized, index: int) -> str | None:
-    """Why a residual is never quantized, if so."""
+    """Returns the reason why a residual is never quantized, or None."""
     aval = traced.residuals[index].aval
     if aval.memory_space == jax.memory.Space.Host:
         return _OFFLOADED
@@ -293,7 +303,7 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
 
 
 def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
-    """Why an array of this kind has no copy, if so."""
+    """Returns the reason why an array of this shape and dtype has no copy, or None."""
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return "no floating numbers"
     if aval.dtype.itemsize == 1:
@@ -306,10 +316,11 @@ def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
 
 
 def _group_of_products(row: int, group: int) -> int:
-    """The size of groups that only products read, which are as fine with larger ones.
+    """Returns the group size for rows of `row` elements that only matmuls read.
 
-    Products themselves would take one scale a tensor (COAT, section 5.1). Its maximum
-    is another pass over the array, and over all devices that share it.
+    Matmuls are as accurate with larger groups; even one scale per tensor would do
+    (COAT, section 5.1). But the amax of a tensor takes another pass over the array, and
+    over all devices that share it.
     """
     if row <= _MAX_GROUP:
         return max(_MAX_GROUP, group)

@@ -1,4 +1,4 @@
-"""What to save between a forward and a backward pass, for `jax.checkpoint`."""
+"""Policies of `jax.checkpoint`, which select the arrays to save for backward."""
 
 import math
 from typing import Any
@@ -8,20 +8,20 @@ from jax.extend import core
 
 from coat_jax.remat.trace import PRODUCTS, is_foreign
 
-# Numbers that an element of attention's scores is a product of, at most.
+# Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
 
 
 def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> bool:
-    """Saves what matrix products, convolutions, kernels and barriers return.
+    """Saves the outputs of matmuls, convolutions, kernels and barriers.
 
-    The rest, norms and gates and other cheap operations, is computed again. So are
-    products with batch axes that sum 256 numbers or fewer an element, such as
-    attention's scores, but not those of a layer's experts. It is what COAT's residuals
-    become without FP8 products (arXiv 2410.19313, section 5).
+    Norms, gates and other cheap operations are recomputed. Matmuls with batch axes that
+    contract 256 elements or fewer, such as attention scores, are recomputed, too. The
+    matmuls of a layer's experts contract more elements and are saved. These are the
+    residuals of COAT (arXiv 2410.19313, section 5) for matmuls that are not in FP8.
 
-    A policy of `jax.checkpoint` and `coat.fp8_remat`; unlike
-    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it knows convolutions and
+    This is a policy for `jax.checkpoint` and `coat.fp8_remat`. Unlike
+    `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it saves convolutions and
     kernels such as cuDNN's flash attention, which are costly to repeat.
 
     Example:
@@ -40,9 +40,10 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
         lhs, _ = types
         return not batch or math.prod(lhs.shape[i] for i in summed) > _LARGEST_HEAD
     if primitive.name in PRODUCTS or primitive.name == "optimization_barrier":
-        # Of a product behind a barrier what is read: XLA fuses across no barrier.
+        # XLA does not fuse across a barrier, so the barrier's output is what readers of
+        # a matmul behind it need.
         return True
-    # Random numbers are made again: their operands are keys.
+    # Random numbers are recomputed: the operands of their kernels are keys.
     return is_foreign(primitive) and any(
         jnp.issubdtype(t.dtype, jnp.floating) for t in types
     )

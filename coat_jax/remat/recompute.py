@@ -1,9 +1,9 @@
-"""What follows from kept arrays by layout and elementwise arithmetic alone.
+"""Finds the arrays that follow elementwise, or by layout, from saved arrays.
 
-Backward computes that again, from FP8 copies too: errors stay those of copies, small
-beside the largest of a group. What would make them grow is not computed of copies:
-logarithms, exponentials but that of the negative square, and sums of arrays that were
-each rounded by itself, which may cancel.
+The backward pass recomputes these arrays, also from FP8 copies. Their errors stay as
+small as those of the copies: small beside the amax of a group. Operations that amplify
+errors are not computed from copies. These are logarithms, exponentials other than
+exp(-x**2), and sums of arrays that were rounded separately, which may cancel.
 """
 
 from collections import defaultdict
@@ -16,21 +16,23 @@ from jax.extend import core
 
 from coat_jax.remat.trace import all_eqns, does_work
 
-# What is written out where it is called.
+# Calls that `written_out` inlines.
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit"}
 )
-# Layout: values stay what they are.
+# Layout operations do not change values.
 _CUTS = frozenset({"slice", "split"})
 _MOVES = _CUTS | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _CONVERSIONS = frozenset(
     {"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"}
 )
-# Arithmetic of copies: sums where nothing cancels.
+# Sums are computed from copies only where nothing can cancel.
 _SUMS = frozenset({"add", "add_any", "one_minus_square", "sub"})
+# Functions with bounded results may always be computed from copies.
 _SATURATING = frozenset({"erf", "erfc", "logistic", "tanh"})
+# Arithmetic that does not amplify errors may always be computed from copies.
 _GENTLE = frozenset({"abs", "clamp", "max", "min", "mul", "neg", "square"})
-# Of copies some of these where other operands are exact; see `_stays_close`.
+# Operations that need exact operands, with the exceptions in `_stays_close`.
 _OF_EXACT = frozenset(
     {
         *("div", "integer_pow", "pow", "rsqrt", "select_n", "sqrt"),
@@ -39,18 +41,19 @@ _OF_EXACT = frozenset(
     }
 )
 _CHEAP = _MOVES | _CONVERSIONS | _SUMS | _SATURATING | _GENTLE | _OF_EXACT
-# For one array.
+# Limit on the operations that are repeated for one array.
 _MAX_STEPS = 32
 
 
 class Known(NamedTuple):
-    """How an array follows from what is kept.
+    """The way in which an array follows from saved arrays.
 
     Attributes:
-      steps: Operations on the way, but for those that move or convert.
-      constant: Whether it follows from parameters and constants alone.
-      of: The copies, or what was moved of them, that it is an elementwise function of.
-      copies: The FP8 copies that it depends on; none if it is exact.
+      steps: The number of operations on the way, without layout and conversions.
+      constant: True if the array follows from parameters and constants alone.
+      of: The arrays of which it is an elementwise function: FP8 copies, or the results
+        of layout operations on copies.
+      copies: The FP8 copies that it depends on; empty if it is exact.
     """
 
     steps: int = 0
@@ -60,10 +63,10 @@ class Known(NamedTuple):
 
 
 class Derivation:
-    """What follows in a program from what is kept of it.
+    """The arrays of a program that follow from its saved arrays.
 
     Attributes:
-      known: How each array follows that does.
+      known: The way in which each of these arrays follows.
     """
 
     def __init__(
@@ -72,9 +75,12 @@ class Derivation:
         constants: Iterable[core.Var | core.Literal],
         group: int,
     ):
-        """Of a program without calls, what follows from parameters and constants.
+        """Starts with the arrays that follow from `constants`.
 
-        Groups of `group` elements of copies are not cut.
+        Args:
+          program: A program whose calls are inlined.
+          constants: Parameters, and arrays that are recomputed from parameters.
+          group: The number of elements of a copy's group, which slices must not cut.
         """
         self._group = group
         self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
@@ -91,18 +97,18 @@ class Derivation:
                 self.known |= dict.fromkeys(eqn.outvars, Known())
 
     def keep(self, var: core.Var) -> None:
-        """`var` is kept as it is."""
+        """Adds `var`, which is saved unquantized, and the arrays that follow."""
         if var not in self.known:
             self.known |= self._following(var, Known(constant=False))
 
     def copy(
         self, wanted: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
     ) -> list[core.Var]:
-        """Which FP8 copies to keep so that all of `wanted` follows.
+        """Chooses FP8 copies from which all of `wanted` follow, and returns them.
 
         Args:
-          wanted: Arrays.
-          may_copy: Which others there may be copies of.
+          wanted: The arrays that must follow.
+          may_copy: A function that tells whether another array may be copied.
         """
         copied, wanted = [], sorted(set(wanted), key=self._order.__getitem__)
         for var in wanted:
@@ -114,7 +120,7 @@ class Derivation:
                 for source, found in self._sources(var)
                 if source is var or may_copy(source)
             )
-            # The nearest of those that are as good.
+            # Among equal candidates `max` returns the first, which is nearest to var.
             source, found = max(sources, key=partial(self._use, missing))
             self.known |= found
             copied.append(source)
@@ -123,17 +129,22 @@ class Derivation:
     def _use(
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
     ) -> tuple[int, int, bool]:
-        """What a copy is good for: elements saved, arrays replaced, and precision."""
+        """Rates a copy by elements saved, arrays replaced, and precision."""
         source, found = candidate
         sizes = [var.aval.size for var in missing if var in found]
         maker = self._makers.get(source)
-        # Rounded near its bound, as of tanh, it tells little of the slope there.
+        # Rounding a result near its bound, such as 1 for tanh, loses the slope there.
         saturates = maker is not None and maker.primitive.name in _SATURATING
         precise = len(sizes) == 1 or not saturates
         return sum(sizes) - source.aval.size, len(sizes), precise
 
     def _sources(self, var: core.Var) -> Iterator[tuple[core.Var, dict]]:
-        """`var` and, one after the other, what it follows from; what else does."""
+        """Yields the candidates for a copy from which `var` follows, nearest first.
+
+        The first candidate is `var`. The next is the only unknown operand of the
+        operation that computes it, and so on. Each comes with the arrays that follow
+        from it.
+        """
         source = var
         while True:
             this = frozenset({source})
@@ -148,7 +159,7 @@ class Derivation:
             (source,) = unknown
 
     def _following(self, var: core.Var, how: Known) -> dict[core.Var, Known]:
-        """What follows from a variable and from what is known."""
+        """Returns the arrays that follow from `var` and the known arrays."""
         found, behind = {var: how}, [var]
         for source in behind:
             for eqn in self._readers[source]:
@@ -163,7 +174,7 @@ class Derivation:
     def _result(
         self, eqn: core.JaxprEqn, position: int, found: dict[core.Var, Known]
     ) -> Known | None:
-        """How a result of an operation follows, if it does."""
+        """Returns the way in which a result of an operation follows, or None."""
         name, out = eqn.primitive.name, eqn.outvars[position]
         if name not in _CHEAP:
             return None
@@ -190,9 +201,11 @@ class Derivation:
     def _stays_close(
         self, eqn: core.JaxprEqn, position: int, operands: Sequence[Known]
     ) -> bool:
-        """Whether a result's error is small beside the largest of a group."""
+        """Returns whether a result's error stays small beside the amax of a group."""
         name = eqn.primitive.name
         if name in _SUMS:
+            # A sum is safe with one operand that is not constant, or if all of these
+            # are functions of one and the same array.
             varying = [k.of for k in operands if not k.constant]
             return len(varying) == 1 or len(varying[0]) == len({*varying}) == 1
         if name in _CUTS:
@@ -210,7 +223,7 @@ class Derivation:
         return name not in _OF_EXACT
 
     def _is_bell(self, eqn: core.JaxprEqn) -> bool:
-        """Whether an exponential is that of -x**2, and flat wherever x is large."""
+        """Returns whether an exponential is exp(-x**2), which is flat for large x."""
         for name in ("neg", "square"):
             eqn = self._makers.get(eqn.invars[0])
             if eqn is None or eqn.primitive.name != name:
@@ -219,9 +232,9 @@ class Derivation:
 
 
 def written_out(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """A program with what it calls in it, and without effects.
+    """Returns a program with its calls inlined, and without effects.
 
-    Its own variables have the same names, but for what a call only passes on.
+    Variables of the program keep their names, except those that a call only passes on.
     """
     names: dict[core.Var, Any] = {}
     eqns = list(_written_out(jaxpr, names))
@@ -230,7 +243,7 @@ def written_out(jaxpr: core.Jaxpr) -> core.Jaxpr:
 
 
 def _written_out(jaxpr: core.Jaxpr, names: dict) -> Iterator[core.JaxprEqn]:
-    """The operations of a program, renamed; what is not in `names` keeps its name."""
+    """Yields the operations of a program, with variables renamed as in `names`."""
     for eqn in jaxpr.eqns:
         invars = [_name(names, v) for v in eqn.invars]
         body = _called(eqn)
@@ -250,7 +263,7 @@ def _written_out(jaxpr: core.Jaxpr, names: dict) -> Iterator[core.JaxprEqn]:
 
 
 def _called(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """The program that an operation is a call of, if it is; not one with constants."""
+    """Returns the program that `eqn` calls; None if it is no call or has constants."""
     if eqn.primitive.name not in _CALLS:
         return None
     (body,) = core.jaxprs_in_params(eqn.params)
@@ -262,7 +275,7 @@ def _name(names: dict, var: core.Var | core.Literal) -> core.Var | core.Literal:
 
 
 def variables(operands: Iterable[core.Var | core.Literal]) -> set[core.Var]:
-    """Operands but for literals, which have no hash."""
+    """Returns the operands that are variables; literals are not hashable."""
     return {v for v in operands if isinstance(v, core.Var)}
 
 
@@ -271,7 +284,7 @@ def _does_work(eqn: core.JaxprEqn) -> bool:
 
 
 def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:
-    """Whether groups on the last axis stay together, and all others go."""
+    """Returns whether a slice takes whole groups of the last axis and nothing else."""
     (*_, whole), (*_, part) = eqn.invars[0].aval.shape, eqn.outvars[position].aval.shape
     if whole == part:
         return True

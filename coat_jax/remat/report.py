@@ -1,4 +1,4 @@
-"""What differentiation costs in memory, measured: reports of a function's residuals."""
+"""Reports of the memory that differentiating a function takes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,17 +13,17 @@ from pallas_kernels import dispatch
 
 @dataclasses.dataclass(frozen=True)
 class ResidualReport:
-    """What `jax.vjp` saves of a function, largest first; prints as a table.
+    """The arrays that `jax.vjp` saves of a function; prints as a table.
 
     Attributes:
-      rows: One a saved array.
+      rows: One entry per saved array, the largest first, arguments last.
     """
 
     rows: tuple[Residual, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes saved, arguments not counted."""
+        """The number of bytes saved, not counting arguments."""
         return sum(row.nbytes for row in self.rows if not row.is_argument)
 
     def __str__(self) -> str:
@@ -37,14 +37,15 @@ class ResidualReport:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryReport:
-    """Bytes of a function's compiled forward and backward pass.
+    """The bytes that the compiled forward and backward pass of a function take.
 
     Attributes:
-      argument_bytes: The arguments.
-      output_bytes: The outputs and the gradients of all arguments.
-      temp_bytes: What exists in between at once, at most.
-      peak_bytes: The sum of the three, less what arguments and outputs share.
-      residual_bytes: What autodiff saves between the passes, before XLA fuses.
+      argument_bytes: The size of the arguments.
+      output_bytes: The size of the outputs and of the gradients of all arguments.
+      temp_bytes: The peak size of all temporary arrays.
+      peak_bytes: The sum of the three, minus what arguments and outputs share.
+      residual_bytes: The size of what autodiff saves between the passes, before XLA
+        fuses operations.
     """
 
     argument_bytes: int
@@ -59,11 +60,11 @@ class MemoryReport:
 
 
 def residual_report(fn: Callable, *args: Any) -> ResidualReport:
-    """Lists what `jax.vjp(fn, *args)` saves for the backward pass.
+    """Lists the arrays that `jax.vjp(fn, *args)` saves for the backward pass.
 
-    Traces `fn`, computes nothing. An array that is saved twice is listed once. Of what
-    `fp8_remat` saves within `fn` it says how, and why the rest stayed wide; what is an
-    argument of the wrapped function has no such note unless it is copied.
+    `fn` is traced and nothing is computed. An array that is saved twice is listed once.
+    Arrays that an `fp8_remat` inside `fn` saves have a note: their format, or why they
+    are unquantized. Arguments of the wrapped function have a note only if copied.
 
     Args:
       fn: The function that is differentiated, such as a loss or a layer.
@@ -75,7 +76,7 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
       >>> report.nbytes, len(report.rows)
       (256, 1)
     """
-    with dispatch.traced_anew():  # Or operations stand where they were traced before.
+    with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
     first: dict[core.Var, int] = {}
     for index, var in enumerate(traced.residuals):
@@ -109,7 +110,7 @@ def memory_report(fn: Callable, *args: Any) -> MemoryReport:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Device memory that a compiled program needs, its arguments included."""
+    """Returns the bytes that a compiled program needs on the device, with arguments."""
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes

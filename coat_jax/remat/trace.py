@@ -1,4 +1,4 @@
-"""What `jax.vjp` saves of a function, and who reads it in the backward pass."""
+"""Traces `jax.vjp`: the arrays it saves and the backward operations that read them."""
 
 import contextlib
 import dataclasses
@@ -19,7 +19,7 @@ from jax.extend import core
 
 from coat_jax.quantization import array
 
-# What moves or converts values without computing: readers are looked for behind it.
+# Operations that move or convert values. Searches for readers continue behind them.
 _LAYOUT = frozenset(
     {
         "broadcast_in_dim",
@@ -39,7 +39,7 @@ _LAYOUT = frozenset(
         "transpose",
     }
 )
-# Frames that say how an operation was traced rather than whose it is.
+# Files whose stack frames show how an operation was traced, not which user code it is.
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
     os.path.dirname(flax.__file__) + os.sep,
@@ -48,30 +48,32 @@ _NOT_USERS = (
     array.__file__,
     os.path.dirname(__file__) + os.sep,
 )
-# Opens the name scope in which `fp8_remat` quantizes, before what it is for.
+# Prefix of the name scopes in which `fp8_remat` saves, before "... for <reader>;".
 FP8_SCOPE = "FP8 "
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-# Besides divisors and negative powers.
+# Operations with no finite value at zero, besides division and negative powers.
 _POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
 
 
-# What `fp8_remat` tags with a name is tagged with this one; the scope says more.
+# The `checkpoint_name` that `fp8_remat` gives to arrays that it saves unquantized. The
+# name scope has the reason.
 SAVED_NAME = "fp8_remat"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """One array that the backward pass reads.
+    """An array that the backward pass reads.
 
     Attributes:
-      shape: Its shape.
-      dtype: Its dtype.
-      nbytes: Its size in bytes.
-      is_argument: Whether it is an argument or a constant of the function: it exists
-        anyway, nothing is saved.
-      asked_by: The operation that it was saved for.
+      shape: The shape of the array.
+      dtype: The dtype of the array.
+      nbytes: The size in bytes.
+      is_argument: True if the array is an argument or a constant of the function. It
+        exists anyway, so saving it costs nothing.
+      asked_by: The operation that the array is saved for.
       name: The name that `jax.ad_checkpoint.checkpoint_name` gave it, if any.
-      kept: What `fp8_remat` made of it or why it left it wide; empty elsewhere.
+      kept: The note of `fp8_remat`: the format, or why the array is unquantized. Empty
+        for arrays that `fp8_remat` did not save.
     """
 
     shape: tuple[int, ...]
@@ -85,15 +87,17 @@ class Residual:
 
 @dataclasses.dataclass(frozen=True)
 class Linearized:
-    """`jax.vjp(fn, *args)` as two programs.
+    """The forward and the backward program of `jax.vjp(fn, *args)`.
 
     Attributes:
-      forward: From the arguments' leaves to the outputs and then the residuals.
-      num_outputs: How many of its outputs are the function's.
-      out_tree: Structure of the function's output.
-      vjp_tree: Structure of the function that `jax.vjp` returns; its leaves are the
-        residuals.
-      backward: From the residuals and then the cotangents to the gradients.
+      forward: The program that takes the leaves of the arguments. It returns the
+        outputs of the function, then the residuals.
+      num_outputs: The number of outputs of the function.
+      out_tree: The tree structure of the function's output.
+      vjp_tree: The tree structure of the function that `jax.vjp` returns. Its leaves
+        are the residuals.
+      backward: The program that takes the residuals, then the cotangents. It returns
+        the gradients.
     """
 
     forward: core.ClosedJaxpr
@@ -114,31 +118,31 @@ class Linearized:
         return frozenset((*jaxpr.invars, *made))
 
     def has(self, var: core.Var) -> bool:
-        """Whether the forward program itself has a variable, not only what it calls."""
+        """Returns whether `var` belongs to the forward program, not to a nested one."""
         return var in self._variables
 
     def readers(self, index: int, *, cut: bool = True) -> list[core.JaxprEqn]:
-        """The operations of the backward program that read residual `index`.
+        """Returns the operations of the backward program that read residual `index`.
 
-        Without `cut` what takes parts of it is such an operation, too.
+        With `cut` the readers of a slice count as readers; without it the slice does.
         """
         through = _LAYOUT if cut else _LAYOUT - {"slice"}
         return [read.eqn for read in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
-        """The operation that residual `index` was saved for, and where it stands."""
+        """Returns the operation that residual `index` is saved for, and its line."""
         for read in self._reads(index):
             place = _place((*read.calls, read.eqn))
             return f"{_name(read.eqn)} in {place}" if place else _name(read.eqn)
         return "the output"
 
     def is_argument(self, index: int) -> bool:
-        """Whether residual `index` is an argument or a constant of the function."""
+        """Returns whether residual `index` is an argument or a constant."""
         jaxpr, var = self.forward.jaxpr, self.residuals[index]
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
 
     def scope(self, index: int) -> str | None:
-        """What `fp8_remat` put down about residual `index`, if it saved it."""
+        """Returns the note of `fp8_remat` on residual `index`, if it saved it."""
         for eqn in _producers(self.forward.jaxpr, self.residuals[index]):
             _, marked, scope = str(eqn.source_info.name_stack).rpartition(FP8_SCOPE)
             if marked:
@@ -146,7 +150,7 @@ class Linearized:
         return None
 
     def describe(self, index: int) -> Residual:
-        """Residual `index`, as reports list it."""
+        """Returns residual `index` as reports list it."""
         aval = self.residuals[index].aval
         kept, _, asked_by = (self.scope(index) or "").partition(" for ")
         names = (
@@ -165,7 +169,7 @@ class Linearized:
         )
 
     def with_outputs(self, more: Sequence[core.Var]) -> core.ClosedJaxpr:
-        """The forward program with more of its variables as outputs."""
+        """Returns the forward program with the variables `more` as further outputs."""
         jaxpr = self.forward.jaxpr
         info = jaxpr.debug_info.with_unknown_names()
         outvars = [*jaxpr.outvars, *more]
@@ -174,7 +178,7 @@ class Linearized:
         )
 
     def source_dtype(self, var: core.Var) -> jnp.dtype:
-        """The dtype of a variable before conversions that lose nothing."""
+        """Returns the dtype of `var` before lossless casts: those from bfloat16."""
         for eqn in _producers(self.forward.jaxpr, var):
             before = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
@@ -184,14 +188,18 @@ class Linearized:
         return var.aval.dtype
 
     def feeds_exponential(self, index: int) -> bool:
-        """Whether backward takes an exponential of residual `index` or a difference."""
+        """Returns whether backward takes the exponential of residual `index`.
+
+        The exponential of a difference with the residual counts, too.
+        """
         reads = self._reads(index, _LAYOUT | {"sub"})
         return any(read.eqn.primitive.name in ("exp", "exp2") for read in reads)
 
     def has_pole(self, index: int) -> bool:
-        """Whether backward does with residual `index` what zero has no finite value of.
+        """Returns whether a backward operation has a pole where residual `index` is 0.
 
-        What is small beside its group becomes zero in FP8.
+        Examples are division by the residual and its logarithm. Numbers that are small
+        beside the amax of their group become zero in FP8.
         """
 
         def at_zero(read: _Read) -> bool:
@@ -210,7 +218,10 @@ class Linearized:
 
 
 def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
-    """Traces `jax.vjp(fn, *args)`, but for the first `constants`; computes nothing."""
+    """Traces `jax.vjp(fn, *args)` and computes nothing.
+
+    The first `constants` arguments are not differentiated.
+    """
 
     def differentiated(*args):
         fixed, others = args[:constants], args[constants:]
@@ -223,7 +234,7 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
     def backward(leaves, cotangents):
         return _gradients(jax.tree.unflatten(vjp_tree, leaves), out, cotangents)
 
-    # What shard_map knows of values is in their types alone.
+    # Only the types carry what shard_map knows about the values.
     types = forward.out_avals
     cotangents = [t for t in types[: len(outputs)] if _is_inexact(t)]
     return Linearized(
@@ -236,7 +247,7 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
 
 
 def forward_backward(fn: Callable) -> Callable:
-    """`fn` and its gradients for cotangents of one."""
+    """Returns a function that computes `fn` and its gradients for cotangents of one."""
 
     def run(*args):
         out, vjp = jax.vjp(fn, *args)
@@ -247,19 +258,19 @@ def forward_backward(fn: Callable) -> Callable:
 
 
 def is_foreign(primitive: core.Primitive) -> bool:
-    """Whether an operation is a kernel of somebody's, not one of `jax.lax`."""
+    """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
     name = primitive.name.replace("-", "_")
     known = name in _LAYOUT | PRODUCTS | {"add_any", "custom_jvp_call"}
     return not known and not hasattr(lax, f"{name}_p")
 
 
 def does_work(eqn: core.JaxprEqn) -> bool:
-    """Whether an operation costs more than those that are not worth saving for."""
+    """Returns whether an operation costs enough that its result is worth saving."""
     return eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn.primitive)
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Operations and those of the programs within them."""
+    """Yields the operations that contain no program, at any depth, and while loops."""
     for eqn in eqns:
         bodies = _bodies(eqn)
         for body in bodies:
@@ -273,7 +284,10 @@ def _is_inexact(x: Any) -> bool:
 
 
 def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
-    """Of the differentiable arguments, for cotangents of the differentiable outputs."""
+    """Returns the gradients of the differentiable arguments.
+
+    `cotangents` has one entry per differentiable output.
+    """
     given = iter(cotangents)
     every = jax.tree.map(
         lambda o: next(given) if _is_inexact(o) else np.zeros(o.shape, float0), out
@@ -286,10 +300,11 @@ def _name(eqn: core.JaxprEqn) -> str:
 
 
 def _place(path: Sequence[core.JaxprEqn]) -> str | None:
-    """Where the last of some operations stands, each within the one before.
+    """Returns the function and source line of the last operation of `path`, or None.
 
-    The operations of a backward pass stand where their function was called. What is
-    jitted there is traced once for all calls, and would stand where the first one is.
+    Each operation of `path` contains the next. Operations of a backward pass have the
+    line where their function was called. A jitted function is traced once for all its
+    calls, so its operations have the line of the first call. Such lines are ignored.
     """
     found: list[tuple[str, str, int]] = []
     for eqn in path:
@@ -309,7 +324,13 @@ def _place(path: Sequence[core.JaxprEqn]) -> str | None:
 
 
 class _Read(NamedTuple):
-    """An operation that reads something, as which operand, and what it is within."""
+    """An operation that reads a variable.
+
+    Attributes:
+      eqn: The operation.
+      position: The index of the operand that is the variable.
+      calls: The operations that contain `eqn`, outermost first.
+    """
 
     eqn: core.JaxprEqn
     position: int
@@ -322,9 +343,11 @@ def _readers(
     through: frozenset[str],
     calls: tuple[core.JaxprEqn, ...] = (),
 ) -> Generator[_Read, None, set[int]]:
-    """What reads `var`, also within jit, scan, cond and checkpoint.
+    """Yields the operations that read `var`.
 
-    Returns the outputs of `jaxpr` that are `var`, moved or converted.
+    Operations inside jit, scan, cond and checkpoint are included. The generator's
+    return value is the indices of the outputs of `jaxpr` that are `var`, moved or
+    converted.
     """
     outputs = {i for i, out in enumerate(jaxpr.outvars) if out is var}
     for eqn in jaxpr.eqns:
@@ -336,6 +359,7 @@ def _readers(
             for body, inner in inside:
                 behind |= yield from _readers(body, inner, through, (*calls, eqn))
             if eqn.primitive.name in through:
+                # A barrier returns each operand at the operand's own position.
                 behind = {position if len(eqn.outvars) > 1 else 0}
             elif not inside:
                 yield _Read(eqn, position, calls)
@@ -345,14 +369,16 @@ def _readers(
 
 
 def _maker(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
-    """The operation of a program that makes `var`, if one does."""
+    """Returns the operation of a program that computes `var`, or None."""
     return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
 
 
 def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
-    """What makes `var`, inside out where that is within jit, scan or checkpoint.
+    """Yields the operations that compute `var`.
 
-    Behind what moves or converts values it goes on with what makes those.
+    Operations inside jit, scan or checkpoint come before the operation that contains
+    them. After an operation that moves or converts values come the producers of its
+    operand.
     """
     eqn = _maker(jaxpr, var)
     if eqn is None or isinstance(var, core.Literal):
@@ -367,23 +393,23 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
 
 
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:
-    """Operand `position` as the bodies of an operation name it."""
+    """Yields the bodies of an operation, each with its variable for one operand."""
     if eqn.primitive.name == "while":
         return
     for body in _bodies(eqn):
-        # The index of a cond is no argument of its branches.
+        # The branches of a cond do not take its index.
         at = position - (len(eqn.invars) - len(body.invars))
         if at >= 0:
             yield body, body.invars[at]
 
 
 def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """The programs within an operation; a kernel is one operation."""
+    """Returns the programs inside an operation; a kernel counts as one operation."""
     return [] if _is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
 
 
 def _is_kernel(eqn: core.JaxprEqn) -> bool:
-    """Whether an operation has a program over references to memory."""
+    """Returns whether an operation is a kernel: a program on memory references."""
     return eqn.primitive.name != "run_state" and any(
         isinstance(var.aval, AbstractRef)
         for body in core.jaxprs_in_params(eqn.params)
