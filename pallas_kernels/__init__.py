@@ -1,4 +1,4 @@
-"""Pallas kernels for NVIDIA Hopper GPUs. Raw arrays in, raw arrays out."""
+"""Pallas kernels for NVIDIA Hopper GPUs, which take and return plain arrays."""
 
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.mosaic.rows import Tuning as NormTuning

@@ -1,4 +1,7 @@
-"""What public functions ask of their arguments, with errors that name both."""
+"""Checks of public functions' arguments.
+
+Errors state what is required and what was given.
+"""
 
 import operator
 from typing import Any
@@ -25,14 +28,14 @@ def check_shape(name: str, x: Array | None, shape: tuple[int, ...]) -> None:
 
 
 def check_positive(**sizes: int) -> None:
-    """Raises ValueError unless all are positive."""
+    """Raises ValueError unless all sizes are positive."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be positive, got {size}")
 
 
 def check_group(group: Any) -> int:
-    """A group's size as an integer; raises ValueError unless it is positive."""
+    """Returns a group size as an integer; raises ValueError unless it is positive."""
     try:
         size = operator.index(group)
     except TypeError:
@@ -43,7 +46,7 @@ def check_group(group: Any) -> int:
 
 
 def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | None:
-    """A number as float32, or one of `others`; raises ValueError for anything else."""
+    """Returns a scalar as float32, or one of `others`; else raises ValueError."""
     if (x is None or isinstance(x, str)) and x in others:
         return x
     try:

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs here, and why."""
+"""Choice of the implementation that runs as an operation, and its explanation."""
 
 import contextlib
 import contextvars
@@ -11,18 +11,20 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-# `mosaic` is a kernel for Hopper GPUs, `reference` its meaning in jnp, for any device.
+# `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
+# for any device.
 Implementation = Literal["mosaic", "reference"]
 
 
 def has_hopper() -> bool:
-    """Whether JAX's default device is a GPU with compute capability 9.0."""
+    """Returns whether JAX's default device is a GPU with compute capability 9.0."""
     device = jax.devices()[0]
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
 def multiprocessors() -> int:
-    """How many multiprocessors the GPU has that is compiled for; 132 without one."""
+    """Returns the number of multiprocessors of the target GPU; 132 if it is unknown."""
+    # An abstract device is the target of a compilation without that GPU.
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores
@@ -31,13 +33,13 @@ def multiprocessors() -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What runs as one operation.
+    """The implementation that runs for one call of an operation.
 
     Attributes:
       operation: The operation's name.
-      arrays: Dtypes and shapes of what it takes.
-      implementation: What runs.
-      reason: Why.
+      arrays: The dtypes and shapes of the arrays that it takes.
+      implementation: The implementation that runs.
+      reason: The reason for this choice.
     """
 
     operation: str
@@ -48,7 +50,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What runs as the operations that a function calls, in their order."""
+    """The choices for all operations that a function calls, in the order of calls."""
 
     choices: tuple[Choice, ...]
 
@@ -73,16 +75,16 @@ _traces = itertools.count()
 
 
 def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
-    """What runs as the operations of this package that `fn(*args, **kwargs)` calls.
+    """Lists the implementations of this package that `fn(*args, **kwargs)` runs.
 
-    Nothing is computed: `fn` is traced, also if it was traced before. What a loop or
-    `vmap` repeats counts once.
+    Nothing is computed: `fn` is traced, even if it was traced before. A call that a
+    loop or `vmap` repeats counts once.
 
     Args:
-      fn: Any function that JAX can trace, jitted ones included.
-      *args: Its arguments. Only shapes and dtypes of arrays matter, and
-        `jax.ShapeDtypeStruct`s will do; what is no array stays as it is.
-      **kwargs: Its keyword arguments, likewise.
+      fn: Any function that JAX can trace, including jitted functions.
+      *args: The function's arguments. Only the shapes and dtypes of arrays matter, so
+        arrays may be `jax.ShapeDtypeStruct`s. Other arguments are passed unchanged.
+      **kwargs: The function's keyword arguments, treated in the same way.
 
     Example:
       >>> import jax.numpy as jnp
@@ -111,15 +113,18 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
 
 @contextlib.contextmanager
 def traced_anew() -> Iterator[None]:
-    """Within it functions are traced that were traced before."""
-    # Metadata are part of what traces are looked up by: these find none.
+    """Makes JAX trace functions anew in this context, even if it has traced them."""
+    # JAX looks up an old trace by its metadata, among others. A new number finds none.
     with set_xla_metadata(trace=str(next(_traces))):
         yield
 
 
 @contextlib.contextmanager
 def without_kernels(reason: str) -> Iterator[None]:
-    """Within it kernels run only where they are named, and `explain` says why."""
+    """Allows kernels in this context only where they are named.
+
+    `explain` gives `reason` as the reason.
+    """
     token = _forbidden.set(reason)
     try:
         yield
@@ -134,13 +139,13 @@ def choose(
     operation: str = "unnamed",
     arrays: Any = (),
 ) -> Implementation:
-    """What to run: the one that was named, or the fastest that can run.
+    """Chooses the named implementation, or else the fastest that can run.
 
     Args:
-      implementation: What the caller named, if anything.
-      obstacle: Why the kernel cannot run, whatever the device; None if it can.
+      implementation: The implementation that the caller named, or None.
+      obstacle: The reason why the kernel cannot run on any device; None if it can.
       operation: The operation's name, for `explain`.
-      arrays: What it takes, a tree of arrays, for `explain`.
+      arrays: The arrays that the operation takes, a tree, for `explain`.
 
     Raises:
       ValueError: If the kernel was named and cannot run, or the name is unknown.

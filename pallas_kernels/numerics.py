@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: containers of codes, scales, rounding to codes."""
+"""FP8 numbers: containers of codes, computation of scales, rounding to codes."""
 
 import math
 from typing import Literal, NamedTuple
@@ -9,13 +9,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 NormKind = Literal["rms", "layer"]
-GROUP = 16  # Elements of the smallest group, and the most of a lane.
+# Elements of the smallest group. A lane holds at most this many elements of a group.
+GROUP = 16
 TINY = float(jnp.finfo(jnp.float32).tiny)
 _BF16_MAX = float(jnp.finfo(jnp.bfloat16).max)
 
 
 class Groups(NamedTuple):
-    """Numbers `codes * scale`, with one scale for each group on the last axis.
+    """Numbers `codes * scale`, with one scale per group on the last axis.
 
     Attributes:
       codes: FP8 codes [..., n].
@@ -27,18 +28,18 @@ class Groups(NamedTuple):
 
     @property
     def group(self) -> int:
-        """Elements of a group, if groups divide the last axis."""
+        """The number of elements of a group, if groups divide the last axis."""
         return self.codes.shape[-1] // max(self.scale.shape[-1], 1)
 
 
 class Copies(NamedTuple):
-    """FP8 codes of one scale, as they are and transposed; None where not wanted.
+    """Per-tensor FP8 codes, and their transpose; None for a copy that is not wanted.
 
     Attributes:
       row: Codes [..., n].
-      transposed: The same codes [n, tokens], leading axes being one axis of tokens.
-      largest: Largest magnitudes of parts of what was quantized, float32 [k]; how many
-        there are is the kernel's choice.
+      transposed: The same codes [n, tokens]. All leading axes form one axis of tokens.
+      largest: The amax of parts of the quantized array, float32 [k]. The kernel chooses
+        the number k of parts.
     """
 
     row: Float[Array, "... n"] | None = None
@@ -47,10 +48,11 @@ class Copies(NamedTuple):
 
 
 def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, ""]:
-    """`scale` as something that depends on `after`, which XLA therefore computes first.
+    """Returns `scale`, which now depends on `after`, so XLA computes `after` first.
 
-    A barrier does not bind its schedule.
+    An optimization barrier is not enough, because it does not bind XLA's schedule.
     """
+    # No number is NaN and zero at once, so `never` is False. XLA does not know that.
     first = after.reshape(-1)[:1].astype(jnp.float32)
     never = jnp.any(jnp.isnan(first) & (first == 0))
     return scale + never.astype(scale.dtype)
@@ -59,22 +61,27 @@ def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, 
 def magnitude(
     x: Float[Array, "..."], axis: int | tuple[int, ...] | None = None
 ) -> Array:
-    """The largest magnitude; NaN where there is a NaN.
+    """Computes the amax, max(|x|), of float32 along `axis`; NaN where `x` has a NaN.
 
-    Among integers, since XLA's maximum of floats may overlook a NaN on CPUs.
+    It compares integers, since XLA's maximum of floats may overlook a NaN on CPUs.
     """
     largest = jnp.max(magnitude_bits(x), axis, initial=0)
     return lax.bitcast_convert_type(largest, jnp.float32)
 
 
 def magnitude_bits(x: Float[Array, "..."]) -> Array:
-    """Bits of float32 that compare as magnitudes do, a NaN's above all."""
+    """Returns the bits of |x|; integers that compare like |x|, with NaN the largest."""
     return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
 
 
 def group_scale(largest: Float[Array, "..."], top: float) -> Array:
-    """The scale of groups of codes up to `top`, as bfloat16 stores it, in float32."""
-    # Unlike a conversion, XLA never takes this rounding to bfloat16 away.
+    """Computes the scale of groups, amax / top, rounded to bfloat16, as float32.
+
+    `largest` is the amax of each group, and `top` the largest code. The scale is
+    clipped so that it and its reciprocal are normal, and `top * scale` fits bfloat16.
+    It is NaN where the amax is not finite.
+    """
+    # XLA may remove a conversion to bfloat16 and back, but never this rounding.
     scale = lax.reduce_precision(largest * (1 / top), 8, 7)
     scale = jnp.clip(scale, TINY, largest_scale(top))
     return jnp.where(jnp.isfinite(largest), scale, jnp.nan)
@@ -83,15 +90,17 @@ def group_scale(largest: Float[Array, "..."], top: float) -> Array:
 def power_of_two_scale(
     largest: Float[Array, "..."], top: float, *, step: float = 0.0
 ) -> Array:
-    """The smallest power of two at which `largest` rounds to `top` or less, in float32.
+    """Computes the smallest power of two s for which largest / s rounds to <= `top`.
 
-    NaN where `largest` is not finite. `step` is that of codes around `top`, over the
-    power of two below it: what is half of one above `top` still rounds to it, so that
-    quantizing twice finds the same scale.
+    The scale is float32, and NaN where the amax `largest` is not finite. `step` is the
+    distance between codes around `top`, divided by the power of two below `top`. A
+    number up to half a distance above `top` still rounds to `top`. Therefore quantizing
+    twice finds the same scale.
     """
     mantissa, exponent = math.frexp(top)
-    # In integers: with mantissa(largest) <= mantissa(edge) the exponents' difference is
-    # enough, else one more, which the addition carries over.
+    # Let edge be the largest number that rounds to `top`. In integers: the exponent of
+    # the scale is the difference of the exponents if mantissa(largest) is at most
+    # mantissa(edge). Otherwise it is one more: adding `carry` overflows the mantissa.
     carry = (1 << 23) - 1 - int((2 * (mantissa + step / 4) - 1) * (1 << 23))
     bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
     power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
@@ -100,26 +109,30 @@ def power_of_two_scale(
 
 
 def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
-    """The float32 scale of rows whose largest magnitudes these are."""
+    """Computes per-token scales, amax / code_max, in float32 from each token's amax.
+
+    A scale is at least TINY, and NaN where the amax is not finite.
+    """
     return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
 
 
 def normal(x: Float[Array, "..."]) -> Array:
-    """Float32 with zeros of their sign in the place of denormals."""
+    """Replaces denormal float32 numbers by zeros of the same sign."""
     return jnp.where(jnp.abs(x) < TINY, x * 0.0, x)
 
 
 def encode(x: Float[Array, "..."], scale: Array, dtype: DTypeLike) -> Array:
-    """Codes of x / scale, rounded to nearest even, and saturated."""
+    """Computes the codes of x / scale, rounded to nearest even, and saturated."""
     x = x * reciprocal(scale)
     return jnp.clip(x, -code_max(dtype), code_max(dtype)).astype(dtype)
 
 
 def reciprocal(scale: Float[Array, "..."]) -> Array:
-    """1 / scale, correctly rounded for numbers of 8 bits and so for powers of two.
+    """Computes 1 / scale, correctly rounded for scales of 8 significant bits.
 
-    GPUs divide with an error of a bit. Of a reciprocal's two halves, multiplied by such
-    numbers, the error can be told exactly.
+    These include all bfloat16 numbers, and so powers of two. GPUs divide with an error
+    in the last bit. The error, 1 - scale * guess, can be computed exactly: the guess
+    is split into two halves, whose products with such a scale are exact.
     """
     guess = 1.0 / scale
     bits = lax.bitcast_convert_type(guess, jnp.uint32) & jnp.uint32(0xFFFFFF00)
@@ -129,11 +142,14 @@ def reciprocal(scale: Float[Array, "..."]) -> Array:
 
 
 def code_max(dtype: DTypeLike) -> float:
-    """The largest number that a code stands for."""
+    """Returns the largest number that an FP8 code of `dtype` stands for."""
     return float(jnp.finfo(dtype).max)
 
 
 def largest_scale(top: float, bits: int = 8) -> float:
-    """The largest s such that top * s fits bfloat16, and 1 / s is normal."""
+    """Returns the largest s such that top * s fits bfloat16 and 1 / s is normal.
+
+    The number s has at most `bits` significant bits.
+    """
     mantissa, exponent = math.frexp(min(_BF16_MAX / top, 2.0**125))
     return math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)

@@ -1,9 +1,10 @@
-"""Random bits that are functions of places, and rounding by them, in jnp.
+"""Random bits computed from positions in an array, and stochastic rounding, in jnp.
 
-A group of 128 neighbours has one random word, the hash of its place in the whole array
-and of what is new in every step. Element j of the group has the word plus
-j times an odd number: uniform like the word, anew in every step, and spread evenly over
-the group, so that rounding errors of neighbours cancel rather than add up.
+A group of 128 neighbours has one random word. The word is a hash of the group's
+position in the whole array and of a seed that is new in every step. Element j of the
+group gets the word plus j times an odd number. These bits are uniform like the word and
+new in every step. They are spread evenly over the group, so that rounding errors of
+neighbours cancel rather than add up.
 """
 
 import jax.numpy as jnp
@@ -11,12 +12,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-# 2^32 over the golden ratio: its multiples are spread evenly modulo 2^32.
+# The number is 2^32 / golden ratio. Its multiples are spread evenly modulo 2^32.
 _STRIDE = 0x9E3779B9
 _SIGN = 0x80000000
-# The smallest magnitude of UE4M4, and what its last bit is in float32.
-UE4M4_SMALLEST = 2.0**-6
-_LAST_BIT = 1 << 19
+UE4M4_SMALLEST = 2.0**-6  # The smallest nonzero number of UE4M4.
+_LAST_BIT = 1 << 19  # The last mantissa bit of UE4M4, as a bit of float32.
 
 
 def hash32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
@@ -27,7 +27,7 @@ def hash32(x: UInt32[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns by how much places along each axis of an array are apart."""
+    """Returns the row-major strides of an array of `shape`, in elements."""
     return tuple(int(np.prod(shape[axis + 1 :])) for axis in range(len(shape)))
 
 
@@ -40,12 +40,12 @@ def random_words(
     """Returns one random word for each group of an array, `hash32(seed + stream + i)`.
 
     Args:
-      seed: What is new in every step.
-      stream: What tells one parameter from another.
-      groups: The numbers of groups along each axis.
-      strides: By how much the places i of groups along each axis are apart. None means
-        those of the array itself; a part of an array has those of the whole, and the
-        place of its first group in its `stream`.
+      seed: A number that is new in every step.
+      stream: A number that is different for each parameter.
+      groups: The number of groups along each axis.
+      strides: The distance between the positions i of neighbouring groups along each
+        axis. None means row-major strides. A part of an array takes the strides of the
+        whole array, and its `stream` includes the position of its first group.
     """
     place = seed + stream
     for axis, stride in enumerate(strides or row_major(groups)):
@@ -64,11 +64,11 @@ def element_bits(
 def stochastic_bfloat16(
     x: Float[Array, "..."], bits: UInt32[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Rounds float32 to one of the two neighbours in bfloat16, the nearer the likelier.
+    """Rounds float32 to one of its two neighbours in bfloat16, the nearer more often.
 
     Args:
       x: The numbers, float32.
-      bits: Random bits for each, of which the upper 16 are used.
+      bits: A random word for each number, of which the upper 16 bits are used.
     """
     raised = _bits(x) + (bits >> jnp.uint32(16))
     rounded = _floats(raised & jnp.uint32(0xFFFF0000))
@@ -83,27 +83,29 @@ def stochastic_float8(
     smallest_normal: float,
     bend: Array | float = 0.0,
 ) -> Float[Array, "..."]:
-    """Rounds float32 magnitudes to one of the two next numbers of a smaller format.
+    """Rounds float32 magnitudes to one of the two nearest numbers of a smaller format.
 
-    The mean over random `bits` is `x`, to 2^(mantissa - 23) of the distance between the
-    two. A number of the format stays what it is. Below the smallest normal number steps
-    stay what they are above it, as denormal numbers do.
+    Without `bend`, the mean over random `bits` is `x`, up to 2^(mantissa - 23) of the
+    distance between these two numbers. Numbers of the format do not change. Below the
+    smallest normal number the distance is the same as just above it, as for denormal
+    numbers.
 
     Args:
-      x: Magnitudes, float32, at most the format's largest.
-      bits: 32 random bits for each.
+      x: Magnitudes, float32, at most the format's largest number.
+      bits: 32 random bits for each magnitude.
       mantissa: The number of stored bits of the format's mantissa.
       smallest_normal: The smallest normal number of the format, a power of two.
-      bend: What makes the mean right of a root of `x`; see `bend_of`.
+      bend: A correction that makes the mean of a root of `x` right; see `bend_of`.
 
     Returns:
       Numbers of the format, float32.
     """
-    # Adding the smallest normal number makes denormal numbers normal, so that the
-    # random bits below the mantissa have the same place in all.
+    # Adding the smallest normal number makes denormal numbers normal. The bits below
+    # the mantissa then have the same place in all numbers.
     offset = jnp.where(x < smallest_normal, smallest_normal, 0.0)
     raised = _bits(x + offset)
     if not (isinstance(bend, float) and bend == 0):
+        # Add f * (1 - f) * bend of the distance, where x is at a fraction f of it.
         part = (raised >> jnp.uint32(8 - mantissa)) & jnp.uint32(0x7FFF)
         part = jnp.where(x < smallest_normal, jnp.uint32(0), part)
         square = (part * (jnp.uint32(0x8000) - part)).astype(jnp.float32)
@@ -114,34 +116,35 @@ def stochastic_float8(
 
 
 def bend_of(power: Array | float, mantissa: int) -> Array | float:
-    """Returns what makes the mean of stored numbers right of their roots.
+    """Returns the correction that makes the mean of the numbers that are read right.
 
-    Range expansion stores x^k, and c^(1/k) is read. That is concave: if c is rounded up
-    with the right probability for x^k, what is read is less than x on average, for
-    k = 3 by 0.015% of x in each step, which takes a seventh from an average of 1,000
-    steps. So between two codes, a part f of the way from one to the next, the
-    probability is `f + f * (1 - f) * bend`, which is right of the root to the second
-    order. The mantissa of x, on which that depends too, counts with its mean.
+    Range expansion stores x^k as a code c, and reads c^(1/k). This root is concave: if
+    c is rounded so that its mean is x^k, the number read is less than x on average. For
+    k = 3 it is less by 0.015% of x in each step, which takes a seventh from an average
+    of 1,000 steps. Let x^k be between two codes, at a fraction f of the way from the
+    lower to the upper code. It is then rounded up with the probability
+    `f + f * (1 - f) * bend`, for which the mean of the root is right to second order.
+    The exact correction also depends on the mantissa of x. Its mean is used here.
     """
     return 0.375 * (1 - 1 / power) * 2.0**-mantissa
 
 
 def pack_ue4m4(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the float8_e4m3fn codes of numbers of UE4M4, given as float32.
+    """Returns the float8_e4m3fn codes that store numbers of UE4M4, given as float32.
 
-    UE4M4 is E4M3 for numbers that have no sign: the sign's bit is the fourth and last
-    of the mantissa. The numbers are 0 and 2^-6 to 464, without denormal ones.
+    UE4M4 is E4M3 for numbers without a sign: the sign bit is the fourth and last bit of
+    the mantissa. Its numbers are 0 and 2^-6 to 464. There are no denormal numbers.
     """
     bits = _bits(x)
     sign = (bits << jnp.uint32(12)) & jnp.uint32(_SIGN)
-    # The last bit is zero afterwards, so that the conversion has nothing to round.
+    # The fourth bit moves to the sign, so that the conversion has nothing to round.
     return _floats((bits & jnp.uint32(~_LAST_BIT & 0xFFFFFFFF)) | sign).astype(
         jnp.float8_e4m3fn
     )
 
 
 def unpack_ue4m4(codes: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns the numbers, float32, that codes of `pack_ue4m4` stand for."""
+    """Decodes the codes of `pack_ue4m4` to float32."""
     bits = _bits(codes.astype(jnp.float32))
     last = (bits >> jnp.uint32(12)) & jnp.uint32(_LAST_BIT)
     return _floats((bits & jnp.uint32(~_SIGN & 0xFFFFFFFF)) | last)

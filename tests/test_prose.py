@@ -17,11 +17,7 @@ _FOLDERS = (
     "experiments/activations",
     "experiments/optimizer",
     "experiments/pretrain",
-    "pallas_kernels/mosaic",
-    "pallas_kernels/ops/adam",
-    "pallas_kernels/ops/gate",
-    "pallas_kernels/ops/norm",
-    "pallas_kernels/ops/quantize",
+    "pallas_kernels",
 )
 _FILES = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.py"))
 # No sentence that says what a thing is, or does, begins with one of these.

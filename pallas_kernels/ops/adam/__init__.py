@@ -1,1 +1,1 @@
-"""A step of Adam on 8-bit moments."""
+"""Adam's step on FP8 moments."""

@@ -1,4 +1,4 @@
-"""Adam's step on FP8 moments, of arrays of any shape."""
+"""Adam's step on FP8 moments, for arrays of any shape."""
 
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ _STORED = {
     "nu_scale": jnp.float32,
     "nu_exponent": jnp.uint8,
 }
-_VECTOR = 8  # Elements of a load, whose address is a multiple of its size.
+_VECTOR = 8  # Elements of a vector load. Its address must be a multiple of its size.
 
 
 def adam(
@@ -39,30 +39,30 @@ def adam(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """Computes Adam's step of a parameter, in float32; `AdamScalars` has the formula.
+    """Computes Adam's step of one parameter in float32; `AdamScalars` has the formula.
 
     Args:
-      scalars: The step's factors.
+      scalars: The factors of the step.
       grads: Gradients, bfloat16 or float32.
-      moments: Moments before the step.
-      seed: A random number, new in every step, or averages stall: moments are rounded
-        by the hash of it, of `stream` and of the group's place.
-      stream: A number of the parameter's own.
+      moments: The moments before the step.
+      seed: A random number. It must be new in every step, or averages stall: moments
+        are rounded with a hash of `seed`, `stream` and the group's position.
+      stream: A number that is different for each parameter.
       params: Parameters, bfloat16 or float32; None returns Adam's update instead.
-      salt: Changes the random bits into those by which bfloat16 parameters are rounded
-        stochastically; None rounds parameters to nearest.
-      strides: By how much the places of neighbouring groups along each axis are apart,
-        for a part of an array; see `reference.rounding.random_words`.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU.
+      salt: A number from which the random bits for bfloat16 parameters are made, so
+        that these are rounded stochastically. None rounds parameters to nearest.
+      strides: The distance between the positions of neighbouring groups along each
+        axis, for a part of an array; see `pallas_kernels.rounding.random_words`.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Settings of the kernel; None means the default.
 
     Returns:
-      The parameters after the step, or without `params` the update in the gradients'
+      The parameters after the step, or without `params` the update, in the gradients'
       dtype; and the moments after the step. The kernel's updates have a relative error
       of up to 1.3e-4.
 
     Raises:
-      ValueError: If shapes do not go together, or the kernel was named and cannot run.
+      ValueError: If the shapes do not match, or the kernel was named and cannot run.
     """
     _check(grads, moments, params, strides)
     groups = moments.mu_scale.shape
@@ -89,7 +89,7 @@ class _Seeds(NamedTuple):
     strides: tuple[int, ...]
 
     def of_last_group(self, count: int) -> "_Seeds":
-        """Returns the seeds of arrays that begin at the last of `count` groups."""
+        """Returns the seeds for arrays that begin at the last of `count` groups."""
         first = jnp.uint32((count - 1) * self.strides[-1] & 0xFFFFFFFF)
         return self._replace(stream=self.stream + first)
 
@@ -128,13 +128,15 @@ def _is_zero(x: Array | float) -> bool:
 def _mosaic(scalars, grads, moments, params, seeds, tuning):
     n = grads.shape[-1]
     rows, whole = grads.size // n, n // GROUP * GROUP
+    # If rows end with a short group, the kernel first takes all whole groups.
     if n > whole and whole and n % _VECTOR == 0 and rows >= TILE:
         arguments = scalars, grads, moments, params, seeds, tuning
         result, moments = _whole_groups(*arguments, view=(rows, n))
-        # Parameters are changed in place: their last groups are those of the result.
+        # The step is in place: `result` has the old parameters of the last groups.
         params = None if params is None else result
         arguments = scalars, grads, moments, params, seeds, tuning
         return _with_last_group(*arguments, result=result)
+    # Otherwise the last axis is padded.
     short = -n % (GROUP if whole else UNIT)
     if short:
 
@@ -151,7 +153,7 @@ def _mosaic(scalars, grads, moments, params, seeds, tuning):
 
 
 def _whole_groups(scalars, grads, moments, params, seeds, tuning, view):
-    """The step of all whole groups, on arrays seen as `view`."""
+    """Does the step of all whole groups, on arrays reshaped to `view`."""
     groups, strides = moments.mu_scale.shape, seeds.strides
     per_group = (-1,)
     if view[1] > GROUP:
@@ -186,7 +188,7 @@ def _whole_groups(scalars, grads, moments, params, seeds, tuning, view):
 
 
 def _with_last_group(scalars, grads, moments, params, seeds, tuning, result):
-    """Does the step of the short last group of every row, after that of all others."""
+    """Does the step of the short last group of every row, after all whole groups."""
     start = grads.shape[-1] // GROUP * GROUP
     starts = Moments(start, start // GROUP, start, start // GROUP, start // GROUP)
     last = Moments(*(x[..., j:] for x, j in zip(moments, starts, strict=True)))

@@ -1,7 +1,7 @@
-"""The kernel of Adam's step reads and writes all memory once, in place.
+"""The kernel of Adam's step, which reads and writes every array once, in place.
 
-One warpgroup of a thread block keeps the copy engine busy; the others find rows of
-groups in shared memory, and write results directly.
+One warpgroup of a thread block keeps the copy engine busy. The others read rows of
+groups from shared memory, and write results directly to global memory.
 """
 
 import dataclasses
@@ -29,21 +29,23 @@ from pallas_kernels.ops.adam.tile import (
     load,
 )
 
-_SHARED = 223 * 1024  # Bytes of shared memory that a thread block may fill.
+_SHARED = 223 * 1024  # Bytes of shared memory that a thread block may use.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """The sizes of thread blocks and of the pipeline.
+    """The sizes of thread blocks and of their pipeline.
 
     Attributes:
-      warpgroups: Of a thread block that compute: 1, 2 or 4; fewer where shared memory
-        is short.
-      stages: Steps in flight, in each of which these have a tile each.
-      sms: Multiprocessors, each with one thread block; None for all.
+      warpgroups: The number of computing warpgroups per thread block: 1, 2 or 4. The
+        kernel uses fewer if shared memory is too small.
+      stages: The number of steps in flight. In each step every computing warpgroup has
+        one tile.
+      sms: The number of multiprocessors, each with one thread block; None for all.
 
     Raises:
-      ValueError: If warpgroups are not so many, whose tiles would cut what is copied.
+      ValueError: If `warpgroups` is not 1, 2 or 4. With other numbers a copy to shared
+        memory could end inside a tile.
     """
 
     warpgroups: int = 4
@@ -56,11 +58,11 @@ class Tuning:
 
     @property
     def rows(self) -> int:
-        """The rows of a pipeline step."""
+        """The number of rows, which are groups, of a step."""
         return self.warpgroups * TALL
 
 
-# Jitted, so that a model's many parameters of one shape are compiled once.
+# `jit` compiles the kernel once for all parameters of the same shape.
 @functools.partial(jax.jit, static_argnames=("step", "tuning"))
 def run(
     step: Step,
@@ -71,11 +73,11 @@ def run(
     factors: Array,
     tuning: Tuning,
 ) -> State:
-    """Updates parameters and moments in place: as refs they are the kernel's outputs.
+    """Updates parameters and moments in place; their refs are the kernel's outputs.
 
-    Arrays are [groups, width] with one number a group in [groups], or they are
-    [rows, n] and [rows, ceil(n / 128)]. Of the latter a short last group is left as it
-    is.
+    Arrays are [groups, width], with per-group numbers [groups]. Or they are [rows, n],
+    with per-group numbers [rows, ceil(n / 128)]. In the second case a short last group
+    is left unchanged.
     """
     rows, n = grads.shape
     width = min(n, GROUP)
@@ -103,7 +105,8 @@ def run(
             compiler_params=plgpu.CompilerParams(
                 approx_math=True,
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # A lane writes what it has read itself; `_direct` says where else.
+                # A lane writes only elements that it has read itself. `_direct` has
+                # the only exception.
                 unsafe_no_auto_barriers=True,
             ),
             **how,
@@ -114,7 +117,7 @@ def run(
         pipelined = n == GROUP
         tile = TALL if pipelined else TILE
         done = rows // tile * tile
-        # The rest begins one tile earlier if it is smaller than the small tile.
+        # The rest needs at least TILE rows, so it takes over a tile if it has fewer.
         done -= tile if 0 < rows - done < TILE else 0
         if done and pipelined:
             inputs = Inputs.of(*arrays[:2], step.with_params)
@@ -131,8 +134,9 @@ def run(
 
     @jax.custom_batching.sequential_vmap
     def in_place(*arrays):
-        # Without barriers XLA's fusion of slices with what reads or writes them takes
-        # in a kernel in a loop, and forgets there which operands are its results.
+        # XLA fuses slices with the operations that read or write them. In a loop it
+        # would fuse a kernel, too, and forget which operands alias its results. The
+        # barriers prevent that.
         state, *reads = lax.optimization_barrier(arrays)
         state = pl.run_state(lambda refs: launches(refs, *reads))(state)
         return lax.optimization_barrier(state)
@@ -143,7 +147,7 @@ def run(
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
-    """Returns the warpgroups of a thread block and their shared memory."""
+    """Returns the arguments for a thread block's warpgroups and their shared memory."""
     barrier = functools.partial(plgpu.Barrier, num_barriers=tuning.stages)
     scratch = dict(
         smem=_staged(inputs, tuning),
@@ -155,10 +159,10 @@ def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
 
 
 def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
-    """Shared memory for what is read: [stages, rows, ...] of each array."""
+    """Returns the shared memory for the inputs: [stages, rows, ...] for each array."""
 
     def smem(x):
-        # The copy engine writes 128 bytes or more.
+        # The copy engine writes at least 128 bytes.
         rows = max(tuning.rows, 128 // jnp.dtype(x.dtype).itemsize)
         return plgpu.SMEM((tuning.stages, rows, *x.shape[1:]), x.dtype)
 
@@ -166,7 +170,7 @@ def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
 
 
 def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
-    """Returns a tuning with as many warpgroups as shared memory allows."""
+    """Returns `tuning` with at most as many warpgroups as shared memory allows."""
     staged = jax.tree.leaves(_staged(inputs, tuning))
     size = sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in staged)
     if size <= _SHARED or tuning.warpgroups == 1:
@@ -178,7 +182,7 @@ def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
 def _pipeline(
     inputs: Inputs, update, refs: State, *, rows, steps, tuning, smem, filled, free
 ) -> None:
-    """Strides over steps; each warpgroup that computes has a tile of one."""
+    """Goes over steps; each computing warpgroup has one tile of a step."""
     cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
     own = lax.div(steps - cta + ctas - 1, ctas)
     warpgroup = lax.axis_index("warpgroup")
@@ -203,7 +207,7 @@ def _pipeline(
                 at = pl.ds(lax.div(first, length) * length, length)
                 plgpu.copy_gmem_to_smem(ref.at[at], to.at[stage], filled.at[stage])
 
-        # Nothing may arrive at a barrier of a thread block that has ended.
+        # The thread block must not end before the last arrival at its barriers.
         @pl.loop(lax.max(own - tuning.stages, 0), own)
         def _(step):
             plgpu.barrier_wait(free.at[lax.rem(step, tuning.stages)])
@@ -223,6 +227,7 @@ def _pipeline(
 
             plgpu.barrier_wait(filled.at[stage])
             values = smem.map(loads, loads).loaded()
+            # All inputs are in registers now, so that the stage can be filled again.
             plgpu.barrier_arrive(free.at[stage])
             to = State(*(ref.at[pl.ds(start, TALL)] for ref in refs))
             column = jnp.int32(0)
@@ -230,10 +235,10 @@ def _pipeline(
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:
-    """A thread block for each tile of 16 rows of one group, or of rows from `starts`.
+    """Handles a tile of 16 rows of one group, or tiles of the rows from `starts`.
 
-    Tiles may overlap: all are read before one is written, alike where they are shared,
-    though not by the same lanes.
+    Tiles from `starts` may overlap. Different lanes then write the same values to the
+    shared rows. So all tiles are read before one is written.
     """
     cta = lax.axis_index("cta")
     column = lax.rem(cta, columns)
@@ -255,7 +260,7 @@ def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> Non
 
     loaded = [(start, loads(start)) for start in starts]
     if len(starts) > 1:
-        plgpu.commit_smem()  # All warps have read.
+        plgpu.commit_smem()  # Waits until all warps have read.
     for start, values in loaded:
         at = (functools.partial(f, start=start) for f in (array_at, group_at))
         update(refs.map(*at), values, jnp.int32(start), column)

@@ -20,12 +20,13 @@ from pallas_kernels.rounding import (
 )
 
 GROUP = 128
-MU_MAX = 448.0  # The largest code of E4M3,
-NU_MAX = 464.0  # and of UE4M4.
-# The expansion stretches no group further than this: an element that has had no
-# gradient for long must not cost its neighbours their precision.
+MU_MAX = 448.0  # The largest number of E4M3.
+NU_MAX = 464.0  # The largest number of UE4M4.
+# Range expansion covers at most this many octaves of a group. An element that has had
+# no gradient for long must not cost its neighbours their precision.
 OCTAVES = 40
-# No second moment is stored larger. One whose square overflowed would be infinite.
+# The largest second moment that is stored. Without it a second moment would be infinite
+# where the square of a gradient overflows.
 LARGEST_NU = 2.0**110
 MU_BEND = bend_of(3.0, mantissa=3)
 _MU_ROOT = MU_MAX ** (1 / 3)
@@ -36,15 +37,17 @@ _FINITE = float(jnp.finfo(jnp.float32).max)
 class Moments(NamedTuple):
     """Adam's moments of one parameter [..., n] in groups of 128 on the last axis.
 
-    A group of nu stands for `s * 464 * (c / 464) ** (16 / k)`, one of mu for
-    `sqrt(nu) * s * 448 * cbrt(c / 448)`.
+    A code c of a group with scale s and exponent k stands for these numbers:
+
+    - The second moment is `nu = s * 464 * (c / 464) ** (16 / k)`.
+    - The first moment is `mu = sqrt(nu) * s * 448 * cbrt(c / 448)`.
 
     Attributes:
-      mu: Codes of the first moment over the root of the second, e4m3 [..., n].
-      mu_scale: s, float32 [..., ceil(n / 128)].
-      nu: Codes of the second moment, UE4M4 in e4m3 [..., n].
-      nu_scale: s, float32 [..., ceil(n / 128)].
-      nu_exponent: k, uint8 [..., ceil(n / 128)].
+      mu: Codes c of mu / sqrt(nu), e4m3 [..., n].
+      mu_scale: Scales s of mu / sqrt(nu), float32 [..., ceil(n / 128)].
+      nu: Codes c of nu, UE4M4 stored as e4m3 [..., n].
+      nu_scale: Scales s of nu, float32 [..., ceil(n / 128)].
+      nu_exponent: Exponents k of nu, uint8 [..., ceil(n / 128)].
     """
 
     mu: Float[Array, "... n"]
@@ -55,11 +58,15 @@ class Moments(NamedTuple):
 
 
 class AdamScalars(NamedTuple):
-    """The factors of a step; each a float or a float32 scalar.
+    """The scalars of Adam's step; each is a float or a float32 scalar.
 
-    The update is (mu_weight * mu + grad_weight * g) over
-    sqrt(nu_weight * nu + eps_root) + eps, and parameters become
-    p - learning_rate * (update + decay * p).
+    For a gradient g and a parameter p:
+
+        mu = b1 * mu + (1 - b1) * g
+        nu = b2 * nu + (1 - b2) * g**2
+        numerator = mu_weight * mu + grad_weight * g
+        update = numerator / (sqrt(nu_weight * nu + eps_root) + eps)
+        p = p - learning_rate * (update + decay * p)
     """
 
     b1: Array | float
@@ -81,7 +88,7 @@ def adam(
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """See `pallas_kernels.adam`."""
+    """Computes `pallas_kernels.adam` in jnp, with given random `words`."""
     at = AdamScalars(*(jnp.asarray(s, jnp.float32) for s in scalars))
     shape, g = grads.shape, split(grads).astype(jnp.float32)
     nu = _decode_nu(moments)
@@ -89,7 +96,8 @@ def adam(
     nu = at.b2 * nu + (1 - at.b2) * (g * g)
     denominator = jnp.sqrt(nu * at.nu_weight + at.eps_root) + at.eps
     update = (at.mu_weight * mu + at.grad_weight * g) / denominator
-    # A second moment that overflowed makes the update zero, as in optax.
+    # Where the second moment overflowed, the update is zero, as in optax, and so is the
+    # stored ratio.
     root = jnp.where(nu <= _FINITE, lax.rsqrt(jnp.maximum(nu, TINY)), 0.0)
     bits = bits_of_elements(words)
     after = Moments(
@@ -121,7 +129,7 @@ def _decode_mu(moments: Moments) -> Array:
 def _encode_mu(x: Array, bits: Array, shape: tuple[int, ...]) -> tuple[Array, Array]:
     scale, top = _scale(x, MU_MAX)
     t = jnp.abs(x) * (_MU_ROOT / top)
-    # Below the smallest code, 2^-9, codes are linear in x.
+    # t^3 is replaced by a linear function below the smallest code, 2^-9.
     cube = jnp.minimum(t * jnp.maximum(t * t, 1 / 64), MU_MAX)
     cube = stochastic_float8(
         cube, bits, mantissa=3, smallest_normal=2.0**-6, bend=MU_BEND
@@ -134,7 +142,7 @@ def _decode_nu(moments: Moments) -> Array:
     codes = unpack_ue4m4(split(moments.nu))
     root = 16 / moments.nu_exponent[..., None].astype(jnp.float32)
     t = jnp.exp2((jnp.log2(codes) - math.log2(NU_MAX)) * root)
-    # Numbers above zero stay above zero: they may be divisors.
+    # Nonzero second moments stay nonzero, because the update may divide by them.
     top = moments.nu_scale[..., None] * NU_MAX
     return jnp.where(codes == 0, 0.0 * top, jnp.maximum(t * top, TINY))
 
@@ -145,7 +153,9 @@ def _encode_nu(
     scale, top = _scale(x, NU_MAX)
     smallest = jnp.min(jnp.where(x < TINY, jnp.inf, x), axis=-1, keepdims=True)
     octaves = jnp.minimum(-jnp.log2(smallest / top), OCTAVES)
+    # This k maps the group's smallest number to the smallest code.
     k = jnp.clip(_LOG2_NU_RANGE / jnp.maximum(octaves, 1e-3), 1, 255)
+    # A group of zeros gets 255.
     k = jnp.where(octaves > -jnp.inf, k, 255).astype(jnp.uint8)
     t = jnp.exp2(jnp.log2(x / top) * (k.astype(jnp.float32) / 16)) * NU_MAX
     t = jnp.clip(t, UE4M4_SMALLEST, NU_MAX)
@@ -155,7 +165,7 @@ def _encode_nu(
 
 
 def _scale(x: Array, largest_code: float) -> tuple[Array, Array]:
-    """Returns a group's scale, and what its largest code stands for."""
+    """Returns a group's scale, and the number that its largest code stands for."""
     largest = magnitude(x, axis=-1)
     scale = jnp.maximum(largest * (1 / largest_code), TINY) + largest * 0.0
     return scale, scale[..., None] * largest_code
@@ -167,7 +177,7 @@ def _stored(codes: Array, shape: tuple[int, ...]) -> Array:
 
 
 def split(x: Array) -> Array:
-    """[..., n] to [..., g, 128], with zeros behind a short last group."""
+    """Reshapes [..., n] to [..., g, 128], and pads a short last group with zeros."""
     padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % GROUP)]
     x = jnp.pad(x, padding) if padding[-1][1] else x
     return x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)

@@ -1,18 +1,20 @@
 """Adam's step on a tile of FP8 moments, in registers.
 
-The work is bound by memory, 10 bytes a bfloat16 parameter, as long as the arithmetic
-hides behind it. Behind matrix products, which leave the chip a lower clock, it does not
-quite, and it takes as much of the issue slots as of the special function unit. So:
+The step is limited by memory, 10 bytes per bfloat16 parameter, as long as arithmetic
+hides behind it. After matmuls, which leave the chip at a lower clock, arithmetic does
+not hide completely. It uses issue slots and the special function unit equally. So:
 
-- A group's expansion acts on logarithms, and log2(0) = -inf lets zeros vanish without
-  a select. The second moment is decoded as its root, whose square is free.
-- Moments are carried without the factors of gradients, 1 - b1 and 1 - b2, and all
-  others are folded into numbers of the group.
-- The first moment's expansion is a cube: two multiplications. One reciprocal root
-  serves both the stored ratio and the update, and one logarithm it and the code.
-- Random bits cost one addition an element, and rounding by them is an addition and a
+- Range expansion works on logarithms. As log2(0) = -inf, zeros stay zeros without a
+  select. The second moment is decoded as its root, whose square is free.
+- Moments are carried without the factors of gradients, 1 - b1 and 1 - b2. All other
+  factors are folded into per-group numbers.
+- The expansion of the first moment is a cube, which takes two multiplications. One
+  reciprocal root serves both the stored ratio and the update. One logarithm serves both
+  that root and the code of the second moment.
+- Random bits cost one addition per element. Rounding with them costs an addition and a
   mask.
-- Divisions are a guess by bits and a polynomial, off the special function unit.
+- A division is a guess from the bits and a polynomial. It does not use the special
+  function unit.
 """
 
 import dataclasses
@@ -47,24 +49,25 @@ from pallas_kernels.rounding import (
     unpack_ue4m4,
 )
 
-TILE = 16  # Groups that a warpgroup handles at a time,
-TALL = 32
-UNIT = 32  # Narrow groups have a multiple of so many elements, up to 128.
-_LEAST_WEIGHT = 1e-20  # Weights of the moment are divisors, and no less.
+TILE = 16  # Groups of a tile, which a warpgroup handles at a time.
+TALL = 32  # Groups of a tile in the pipeline.
+UNIT = 32  # A group's length is a multiple of this number, up to 128.
+# The first moment's weight is at least this negligible number, as it is a divisor.
+_LEAST_WEIGHT = 1e-20
 _MU_ROOT = MU_MAX ** (1 / 3)
 _BEND_SHIFT = 10 - round(math.log2(MU_BEND))
 _LOG2_NU_MAX = math.log2(NU_MAX)
 _LOG2_NU_RANGE = 16 * math.log2(NU_MAX / UE4M4_SMALLEST)
 
 
-# Lengths and strides of axes.
+# The length and stride of each axis, the innermost axis first.
 Axes = tuple[tuple[int, int], ...]
 
 
 class State(NamedTuple):
     """The arrays that a step changes, or refs to them."""
 
-    result: Any  # The parameters, or what updates are written to.
+    result: Any  # The parameters, or the array for updates.
     mu: Any
     nu: Any
     mu_scale: Any
@@ -72,7 +75,7 @@ class State(NamedTuple):
     nu_exponent: Any
 
     def map(self, array: Callable, per_group: Callable) -> "State":
-        """Applies one function to arrays and another to what groups have one of."""
+        """Applies `array` to arrays, and `per_group` to per-group numbers."""
         return State(*map(array, self[:3]), *map(per_group, self[3:]))
 
 
@@ -82,25 +85,25 @@ class Inputs(NamedTuple):
     grads: Any
     mu: Any
     nu: Any
-    params: Any  # None where updates are wanted.
+    params: Any  # None if the step returns updates.
     mu_scale: Any
     nu_scale: Any
     nu_exponent: Any
 
     @classmethod
     def of(cls, refs: State, grads: Any, with_params: bool) -> "Inputs":
-        """Returns the inputs; all but the gradients are also outputs."""
+        """Combines gradients with the arrays of `refs`, which a step also reads."""
         scales = (refs.mu_scale, refs.nu_scale, refs.nu_exponent)
         params = refs.result if with_params else None
         return cls(grads, refs.mu, refs.nu, params, *scales)
 
     def map(self, array: Callable, per_group: Callable) -> "Inputs":
-        """Applies one function to arrays and another to what groups have one of."""
+        """Applies `array` to arrays, and `per_group` to per-group numbers."""
         arrays = jax.tree.map(array, self[:4])
         return Inputs(*arrays, *jax.tree.map(per_group, self[4:]))
 
     def loaded(self) -> "Inputs":
-        """Loads at once, for functions that only return what they loaded."""
+        """Loads everything now; returns functions that return the loaded values."""
 
         def now(load):
             return functools.partial(lambda x: x, load())
@@ -109,27 +112,27 @@ class Inputs(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The factors of a step, in the kernel's form.
+    """The factors of a step, in the form that the kernel needs.
 
-    It carries m = mu / (1 - b1) and v = nu / (1 - b2), to which gradients are added as
-    they are.
+    The kernel carries m = mu / (1 - b1) and v = nu / (1 - b2). It adds gradients to
+    them without a factor: m = b1 * m + g and v = b2 * v + g**2.
     """
 
-    log2_mu: Array  # Leads from log2(cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
-    log2_root: Array  # Leads from log2(nu) / 2 to log2(sqrt(b2 * v)).
-    log2_nu: Array  # Leads from log2(v) to log2(nu).
-    log2_largest: Array  # The largest v that is stored, as log2.
-    ratio: Array  # m / sqrt(v) to mu / sqrt(nu).
-    numerator: Array  # m to the update times its denominator.
-    lookahead: Array  # The gradient's share in it, with Nesterov momentum.
-    denominator: Array  # sqrt(v) to the update's denominator.
+    log2_mu: Array  # The offset from log2(s * cbrt(c)) to log2(b1 * m / sqrt(b2 * v)).
+    log2_root: Array  # The offset from log2(nu) / 2 to log2(sqrt(b2 * v)).
+    log2_nu: Array  # The offset from log2(v) to log2(nu).
+    log2_largest: Array  # The largest log2(v) that is stored.
+    ratio: Array  # The factor from m / sqrt(v) to mu / sqrt(nu).
+    numerator: Array  # The factor from m to the update times its denominator.
+    lookahead: Array  # The gradient's weight relative to m, with Nesterov momentum.
+    denominator: Array  # The factor from sqrt(v) to the update's denominator.
     eps_root: Array
     eps: Array
-    keep: Array  # 1 - learning_rate * decay.
+    keep: Array  # The factor of parameters, 1 - learning_rate * decay.
 
 
 def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
-    """`Factors` as one array."""
+    """Computes `Factors` as one array."""
     s = AdamScalars(*(jnp.asarray(x, jnp.float32) for x in s))
     step = s.learning_rate if with_params else 1.0
     mu_weight = jnp.maximum(s.mu_weight, _LEAST_WEIGHT)
@@ -153,31 +156,35 @@ def factors(s: AdamScalars, with_params: bool) -> Float[Array, " factors"]:
 
 
 def merged(lengths: tuple[int, ...], strides: tuple[int, ...]) -> Axes:
-    """Axes as few as possible, the innermost first, whose index is one number."""
+    """Merges axes into as few as possible, the innermost first.
+
+    The kernel finds the indices along all axes from one number.
+    """
     axes: list[tuple[int, int]] = []
     for length, stride in zip(reversed(lengths), reversed(strides), strict=True):
         if axes and axes[-1][0] * axes[-1][1] == stride:
             axes[-1] = (axes[-1][0] * length, axes[-1][1])
         else:
             axes.append((length, stride))
-    # Nothing is taken modulo the outermost length, which would compile anew.
+    # The kernel takes no index modulo the outermost length. It is set to 0, so that
+    # other lengths do not compile the kernel again.
     axes = axes or [(1, 0)]
     return tuple((n, s & 0xFFFFFFFF) for n, s in (*axes[:-1], (0, axes[-1][1])))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """The arithmetic of a tile, for what is known when the kernel is compiled."""
+    """The arithmetic of a tile, with options known when the kernel is compiled."""
 
     nesterov: bool
     eps_root: bool
     with_params: bool
-    stochastic: bool  # True if parameters, too, are rounded stochastically.
-    rows: Axes  # Where the groups of a row are in the whole array,
-    column: int  # and by how much their places are apart.
+    stochastic: bool  # True if parameters are rounded stochastically, too.
+    rows: Axes  # Axes that give the position of a row in the whole array.
+    column: int  # The distance between the positions of neighbouring groups in a row.
 
     def words(self, seed: Array, start: Array, column: Array, like: Any) -> Array:
-        """The random words of a tile's groups, in a column of rows from `start`."""
+        """Returns the random words of a tile: of `column`, in rows from `start`."""
         layout = _layout(*like.shape).reduce(1)
         index = lax.broadcasted_iota(jnp.uint32, like.shape[:1], 0)
         index = plgpu.layout_cast(index, layout) + start.astype(jnp.uint32)
@@ -191,12 +198,12 @@ class Step:
     def tile(
         self, f: Factors, salt: Array, to: State, loads: Inputs, words: Callable
     ) -> None:
-        """Computes a tile from what `loads` and `words` return, and stores it."""
+        """Computes a tile from the results of `loads` and `words`, and stores it."""
         g = loads.grads().astype(jnp.float32)
         ratio, root = _decoded(loads, f)
         m, v = ratio * root + g, root * root + g * g
         log2_v = jnp.log2(v)
-        # The reciprocal root: finite where v is 0, and 0 where v overflowed, so that
+        # q = 1 / sqrt(v) is finite where v is 0. It is 0 where v overflowed, so that
         # the update is 0, as in optax.
         q = jnp.exp2(-0.5 * jnp.maximum(log2_v, -126.0))
         words = words()
@@ -211,10 +218,12 @@ class Step:
         numerator = m
         if self.nesterov:
             numerator = m + g * f.lookahead
-        if self.eps_root:  # Only 0 lets the reciprocal root q serve here.
+        if self.eps_root:
+            # Without eps_root the reciprocal root q would serve.
             square = v * (f.denominator * f.denominator) + f.eps_root
             denominator = jnp.exp2(jnp.log2(square) * 0.5) + f.eps
         else:
+            # Numerator and denominator are both multiplied by q = 1 / sqrt(v).
             numerator, denominator = numerator * q, q * f.eps + f.denominator
         update = numerator * _reciprocal(denominator, terms=2) * f.numerator
         if not self.with_params:
@@ -228,7 +237,7 @@ class Step:
 
 
 def _decoded(loads: Inputs, f: Factors) -> tuple[Array, Array]:
-    """Returns b1 * m over the root of b2 * v, and that root."""
+    """Returns b1 * m / sqrt(b2 * v), and sqrt(b2 * v)."""
     half_root = 8.0 * _reciprocal(_float32(loads.nu_exponent()))
     base = 0.5 * _log2(loads.nu_scale()) + (f.log2_root + 0.5 * _LOG2_NU_MAX)
     base = base - half_root * _LOG2_NU_MAX
@@ -250,12 +259,12 @@ def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
     scale = _scale(largest * (1 / MU_MAX))
     unit = (f.ratio * (_MU_ROOT / MU_MAX)) * _reciprocal(scale)
     t = jnp.abs(r) * _spread(unit, r)
-    # Linear in the moment up to the smallest code; see the reference.
+    # The cube is linear in the moment up to the smallest code; see the reference.
     cube = t * jnp.maximum(t * t, 1 / 64)
     denormal = cube < 2.0**-6
     offset = jnp.where(denormal, 2.0**-6, 0.0)
     raised = _bits(cube + offset)
-    # f * (1 - f) * MU_BEND of a code's step, in integers.
+    # The bend is f * (1 - f) * MU_BEND of a code's step, in integers; see `bend_of`.
     part = (raised >> jnp.uint32(5)) & jnp.uint32(0x7FFF)
     part = jnp.where(denormal, jnp.uint32(0), part)
     bend = (part * (jnp.uint32(0x8000) - part)) >> jnp.uint32(_BEND_SHIFT)
@@ -268,17 +277,18 @@ def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
 def _encoded_nu(log2_v: Array, f: Factors, bits: Array) -> tuple[Array, Array, Array]:
     log2_top = jnp.clip(jnp.max(log2_v, axis=1), -126.0, f.log2_largest)
     scale = _scale(jnp.exp2(log2_top + (f.log2_nu - _LOG2_NU_MAX)))
-    # Logarithms made positive compare as integers do. That of zero, -infinity, is the
-    # largest of them, and never the smallest of a group.
+    # The addition makes logarithms positive, so that their bits compare like integers.
+    # The bits of log2(0) = -inf are the largest integer, so the minimum skips zeros.
     lifted = _floats(jnp.min(_bits(log2_v + 256.0), axis=1)) - 256.0
     octaves = jnp.clip(log2_top - lifted, 1e-3, float(OCTAVES))
     k = jnp.clip(_LOG2_NU_RANGE * _reciprocal(octaves), 1.0, 255.0)
+    # A group of zeros gets 255.
     k = jnp.where(lifted > -1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
     shift = _spread(_LOG2_NU_MAX - power * log2_top, log2_v)
     t = _bits(jnp.exp2(log2_v * _spread(power, log2_v) + shift))
-    # Less one, zero is the largest integer: it alone is not raised to the smallest
-    # code.
+    # A zero minus 1 wraps around to the largest integer. So the maximum raises all
+    # numbers but zero to the smallest code.
     t = jnp.maximum(t - jnp.uint32(1), _bits_of(UE4M4_SMALLEST) - jnp.uint32(1))
     t = t + (bits >> jnp.uint32(13)) + jnp.uint32(1)
     t = jnp.minimum(t, _bits_of(NU_MAX)) & jnp.uint32(0xFFF80000)
@@ -286,19 +296,19 @@ def _encoded_nu(log2_v: Array, f: Factors, bits: Array) -> tuple[Array, Array, A
 
 
 def _scale(x: Array) -> Array:
-    """The stored scale; NaN for infinity too."""
+    """Returns the stored scale, max(x, TINY); NaN if x is infinite."""
     return jnp.maximum(x, TINY) + x * 0.0
 
 
 def _bits_of_elements(words: Array, like: Array) -> Array:
-    """The random bits of a tile's elements from those of its groups."""
+    """Returns the random bits of a tile's elements, from the words of its groups."""
     j = lax.broadcasted_iota(jnp.uint32, like.shape, 1)
     j = plgpu.layout_cast(j, _layout(*like.shape))
     return element_bits(_spread(words, like), j)
 
 
 def load(ref: Any, width: int) -> Array:
-    """Loads a tile of groups of `width`, or what its groups have one of."""
+    """Loads a tile of groups of `width` elements, or one number per group."""
     layout = _layout(ref.shape[0], width)
     if len(ref.shape) == 1:
         layout = layout.reduce(1)
@@ -306,10 +316,14 @@ def load(ref: Any, width: int) -> Array:
 
 
 def _layout(groups: int, width: int) -> plgpu.Layout:
-    """A fourth of the groups each warp; vectors of 8 neighbours a lane, or of 4."""
-    lanes = LANES // groups  # The lanes of a group.
+    """Returns the register layout of a tile.
+
+    Each warp has a quarter of the groups. A lane has vectors of 8 or 4 neighbours.
+    """
+    lanes = LANES // groups  # The number of lanes per group.
     vector = 8 if width % (8 * lanes) == 0 else 4
-    several = width > lanes * vector  # Vectors a lane; layouts name no axis of one.
+    # The layout has an axis for a lane's vectors only if a lane has several.
+    several = width > lanes * vector
     split = (lanes * vector,)
     tiles = ((groups, width), (groups // 4, width), *[split] * several, (vector,))
     return plgpu.Layout.TILED(
@@ -348,10 +362,11 @@ def _float32(x: Array) -> Array:
 
 
 def _reciprocal(x: Array, terms: int = 4) -> Array:
-    """1 / x for positive x to 4e-7, off the special function unit.
+    """Computes 1 / x for positive x, without the special function unit.
 
-    The bits' difference is a first guess to 5%; with its error e, 1 / (1 - e) follows,
-    with two terms of its series to 1.3e-4.
+    A difference of bits gives a guess with an error e = 1 - x * guess of up to 5%. Then
+    1 / x = guess / (1 - e) is computed as a series. Four terms have a relative error of
+    up to 4e-7, two terms of up to 1.3e-4.
     """
     guess = _floats(jnp.uint32(0x7EF31200) - _bits(x))
     e = 1.0 - x * guess
@@ -362,10 +377,11 @@ def _reciprocal(x: Array, terms: int = 4) -> Array:
 
 
 def _log2(x: Array) -> Array:
-    """log2(x) to 4e-7, and for x far from 1 to half its own last bit; NaN of infinity.
+    """Computes log2(x) with an error of up to 4e-7; NaN for infinity.
 
-    The group's largest number is read and written by it in every step, and its error
-    would add up.
+    For x far from 1 the error is half the last bit of the result. Every step reads
+    the largest number of a group through this function, and stores it again. So larger
+    errors would add up.
     """
     bits = _bits(x)
     exponent = (bits >> jnp.uint32(23)).astype(jnp.int32).astype(jnp.float32) - 127.0

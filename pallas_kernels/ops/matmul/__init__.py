@@ -1,1 +1,1 @@
-"""FP8 matrix products, also of groups and of attention heads."""
+"""FP8 matmuls, whose result can be per-group codes or attention heads."""

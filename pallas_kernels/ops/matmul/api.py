@@ -1,4 +1,4 @@
-"""FP8 matrix products a @ b.T with scales, as the tensor cores want them: k last."""
+"""FP8 matmuls a @ b.T with scales; the last axis is k, as the tensor cores need it."""
 
 import dataclasses
 import math
@@ -27,7 +27,7 @@ from pallas_kernels.ops.matmul.plan import (
 from pallas_kernels.ops.quantize.api import maxima, quantize_groups
 from pallas_kernels.ops.rope.reference import split_heads
 
-_ROWS = 8  # That the copy engine swizzles together.
+_ROWS = 8  # Rows that the copy engine swizzles together.
 _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
@@ -44,29 +44,36 @@ def matmul(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
-    """The product a @ b.T of FP8 codes, scaled, and added to `accumulator`.
+    """Computes the matmul (a * a_scale) @ (b * b_scale).T + accumulator of FP8 codes.
 
-    Scales come in three kinds. One a tensor: scalars, which have to be powers of two.
-    One a row of `a`, [...], and one a row of `b`, [n], or a scalar for either. Or one
-    for 1 x 128 of `a`, [..., k / 128], and one for 128 x 128 of `b`,
-    [ceil(n / 128), k / 128], as in DeepSeek-V3 (arXiv 2412.19437, section 3.3.2).
+    There are three kinds of scales:
+
+    - Per-tensor: two scalars, which must be powers of two.
+    - Per-token: one scale per row of `a`, [...], and one per row of `b`, [n]. A scalar
+      can replace either of them.
+    - Per-block: one scale per 1 x 128 elements of `a`, [..., k / 128], and one per
+      128 x 128 elements of `b`, [ceil(n / 128), k / 128], as in DeepSeek-V3 (arXiv
+      2412.19437, section 3.3.2).
 
     Args:
       a: Codes, e4m3 or e5m2.
-      b: Codes, likewise, but one of the two is e4m3.
-      a_scale: What codes of `a` are multiplied with, float32.
-      b_scale: What codes of `b` are multiplied with, float32.
-      accumulator: What the product is added to, in the result's dtype.
+      b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3.
+      a_scale: The scales of `a`, float32.
+      b_scale: The scales of `b`, float32.
+      accumulator: An array to add, in the result's dtype.
       out_dtype: bfloat16 or float32; by default the accumulator's dtype, or bfloat16.
-      promote: After so many elements of k sums leave the tensor cores, which keep 14
-        bits or so of what they add, for float32. With blocks it is after 128.
-      keep_maxima: Whether to return the largest magnitudes of parts of the product,
-        float32, as well, as `maxima` finds them.
-      implementation: What to run; None means the kernel where it can run and is faster.
-      tuning: How to lay the kernel over the GPU; None means as measured.
+      promote: The number of elements of k after which sums move from the tensor cores,
+        which keep about 14 bits of them, to float32. None means never. With per-block
+        scales it is always 128.
+      keep_maxima: Whether to return the amax of parts of the result as well, float32,
+        like `maxima`.
+      implementation: The implementation; None means the kernel where it can run and is
+        faster.
+      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
 
     Raises:
-      ValueError: If dtypes or shapes are others than these.
+      ValueError: If dtypes or shapes are not supported, or the kernel was named and
+        cannot run.
 
     Example:
       >>> import jax.numpy as jnp, pallas_kernels
@@ -112,20 +119,22 @@ def matmul_groups(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Groups:
-    """The product a @ b.T, quantized with one scale a group of the last axis.
+    """Computes a @ b.T, quantized with one scale per group on the last axis.
 
-    What `quantize_groups(matmul(..., out_dtype=float32))` is, but the product is never
-    in memory. See `matmul` for other arguments and errors.
+    The result is that of `quantize_groups(matmul(..., out_dtype=float32))`, but the
+    unquantized matmul is never in memory: scale = amax / code_max, rounded to bfloat16,
+    and codes of y / scale. See `matmul` for other arguments and errors.
 
     Args:
       a: Codes, as for `matmul`.
-      b: Likewise.
-      a_scale: A scalar, or one a row of `a`.
-      b_scale: A scalar, or one a row of `b`.
-      dtype: e4m3 or e5m2.
-      group: Neighbours that share a scale.
-      implementation: What to run; None means the kernel where it can run and is faster.
-      tuning: How to lay the kernel over the GPU; None means as measured.
+      b: Codes, as for `matmul`.
+      a_scale: A scalar, or one scale per row of `a`.
+      b_scale: A scalar, or one scale per row of `b`.
+      dtype: The dtype of the result's codes, e4m3 or e5m2.
+      group: The number of neighbours that share a scale.
+      implementation: The implementation; None means the kernel where it can run and is
+        faster.
+      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
 
     Returns:
       Codes [..., n] and bfloat16 scales [..., n / group].
@@ -171,27 +180,28 @@ def matmul_heads(
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "b s _ d"], ...]:
-    """The product a @ b.T as attention's queries, keys and values.
+    """Computes a @ b.T as attention's queries, keys and values, and applies RoPE.
 
-    For every key head the product has its queries, then its key, then its value, of
-    which `join_heads` computes the gradient. Queries and keys are turned in float32:
-    with angles' cosines and sines what was [x, y], a head's halves, becomes
-    [x cos - y sin, y cos + x sin]. The product itself is never in memory. See `matmul`
-    for other arguments and errors.
+    For every key head the columns of a @ b.T are its queries, then its key, then its
+    value. `join_heads` computes the gradient of these columns. RoPE is applied to
+    queries and keys in float32: the halves [x, y] of a head become
+    [x cos - y sin, y cos + x sin]. The matmul without RoPE is never in memory. See
+    `matmul` for other arguments and errors.
 
     Args:
       a: Codes, as for `matmul`.
-      b: Likewise, columns = (n + 2 m) d.
-      a_scale: A scalar, or one a row of `a`.
-      b_scale: A scalar, or one a row of `b`.
+      b: Codes, as for `matmul`, with columns = (n + 2 m) d.
+      a_scale: A scalar, or one scale per row of `a`.
+      b_scale: A scalar, or one scale per row of `b`.
       cos: Cosines of the positions' angles, float32, h = d / 2.
-      sin: Their sines, float32.
-      num_kv_heads: Number of key heads, m.
-      out_dtype: bfloat16 or float32.
-      copies: How often they are written, each time to arrays of their own. In a loop
-        that stacks what backward reads, a copy for that is written where it belongs.
-      implementation: What to run; None means the kernel where it can run.
-      tuning: How to lay the kernel over the GPU; None means as measured.
+      sin: Sines of the positions' angles, float32.
+      num_kv_heads: The number of key heads, m.
+      out_dtype: The dtype of the results, bfloat16 or float32.
+      copies: The number of times that the results are written, each time to new arrays.
+        In a loop that stacks saved residuals, the kernel can write one copy directly
+        to its place in the stack.
+      implementation: The implementation; None means the kernel where it can run.
+      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
 
     Returns:
       Queries [b, s, n, d], keys and values [b, s, m, d]; then their copies.
@@ -239,7 +249,7 @@ def matmul_heads(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """Operands with one axis of rows, and scales of one kind."""
+    """The operands of a matmul, with one axis of rows, and the kind of their scales."""
 
     arrays: tuple[Array, Array, Array, Array]
     scaling: Literal["tensor", "rows", "blocks"]
@@ -251,10 +261,10 @@ class _Call:
 
     @classmethod
     def of(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
-        """Checks operands and scales.
+        """Checks operands and scales, and merges the leading axes of `a`.
 
         Raises:
-          ValueError: If they do not go together.
+          ValueError: If their dtypes or shapes do not match.
         """
         dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
         if not dtypes <= set(_FP8) or _FP8[0] not in dtypes:
@@ -275,7 +285,8 @@ class _Call:
             scaling = "tensor"
         elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
             scaling = "rows"
-            if not b_scale.ndim:  # Fewer to multiply with later.
+            if not b_scale.ndim:
+                # One scale folded into the other saves a multiplication later.
                 a_scale, b_scale = a_scale * b_scale, jnp.ones(1)
             a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
         elif found == blocks and k % BLOCK == 0:
@@ -291,14 +302,14 @@ class _Call:
 
     @classmethod
     def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
-        """The same where scales are not for blocks."""
+        """Checks operands and scales like `of`, and rejects per-block scales."""
         call = cls.of(a, b, *scales)
         if call.scaling == "blocks":
             raise ValueError("scales for blocks are for `matmul` only")
         return call
 
     def wide(self) -> Float[Array, "m n"]:
-        """The reference's product, in float32."""
+        """Computes the matmul with the reference, in float32."""
         how = {"out_dtype": jnp.float32, "promote": None}
         return reference.matmul(*self.arrays, None, **how)
 
@@ -326,7 +337,7 @@ def _choose(
     product: Product,
     call: _Call,
 ) -> Tuning | None:
-    """How the kernel runs; None where it does not."""
+    """Returns the settings of the kernel; None if the kernel does not run."""
     m, n, k = call.m, call.n, call.k
     measured = given or tuning.choose(product, m, n, k)
     chosen = measured or tuning.heuristic(product, m, n)
@@ -358,7 +369,12 @@ def _run(
     tuning: Tuning,
     *more: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """What `matmul_kernel.run` returns; maxima with one axis, and rounded alike."""
+    """Runs the kernel.
+
+    Returns:
+      The arrays of `matmul_kernel.run`, and the amax of parts of the result, float32
+      [k], rounded like the result; or None.
+    """
 
     @jax.custom_batching.sequential_vmap
     def kernel(a, b, a_scale, b_scale, more):

@@ -1,8 +1,9 @@
-"""How the FP8 matrix product goes over a Hopper GPU.
+"""The FP8 matmul kernel for Hopper GPUs.
 
-Persistent thread blocks walk over output tiles. One warpgroup keeps the copy engine
-busy, and never stops between tiles; the others multiply. They share a tile's rows, or
-take turns with tiles.
+Persistent thread blocks go over the output tiles. In each, one warpgroup keeps the copy
+engine busy, and does not stop between tiles. The other warpgroups multiply. They are
+cooperative and share the rows of a tile, or they are ping-pong and take turns with
+tiles.
 """
 
 import functools
@@ -38,16 +39,22 @@ def run(
     tuning: Tuning,
     sms: int,
 ) -> tuple[Array, ...]:
-    """The product of a [m, k] and b [n, k].
+    """Computes the matmul a @ b.T of a [m, k] and b [n, k].
 
-    Scales are [1] and [1], [m] and [n], [m] and [1] that is 1, or [k / 128, m] and
-    [k / 128, n / 128], the last axis filled up to a multiple of 32. `more` is what it
-    is added to, or the cosines and sines of heads' angles, [positions, size / 2].
+    The scales of a and b have these shapes:
+
+    - Per-tensor: [1] and [1].
+    - Per-token: [m] and [n], or [m] and [1]; in the latter case b's scale is 1.
+    - Per-block: [k / 128, m] and [k / 128, n / 128]. The last axis of b's scales is
+      padded to a multiple of 32.
+
+    `more` has the array to add, or the cosines and sines of RoPE's angles, each
+    [positions, size / 2], or nothing.
 
     Returns:
-      The product [m, n], if `tuning` says so transposed, or codes and the scales of
-      their groups, or queries, keys and values; and maxima [tiles along n, m], if they
-      are wanted.
+      First a tuple: the result [m, n], or [n, m] if `tuning.transposed`; or codes and
+      the scales of their groups; or queries, keys and values. Then the amax of each
+      row of each tile, [tiles along n, m], or None if it is not wanted.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
@@ -59,7 +66,8 @@ def run(
         out_type=_outputs(product, walk),
         scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
         compiler_params=plgpu.CompilerParams(
-            # Threads have to meet where results are staged, and do there.
+            # Threads must wait for one another only where results are staged in
+            # shared memory. `Tile` makes them wait there.
             unsafe_no_auto_barriers=True
         ),
         kernel_name=product.name,
@@ -97,6 +105,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
     barrier = plgpu.Barrier
     if t.cluster:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+    # Cooperative warpgroups all read a stage; of ping-pong warpgroups only one does.
     readers = t.warpgroups if t.together else 1
     scales, copies = {}, 2
     if product.scaling == "blocks":
@@ -150,7 +159,7 @@ def _kernel(
 
 
 def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
-    """Fills stages as they become free."""
+    """Loads steps along k into stages, as these become free."""
     of_loads, _ = mosaic.registers(walk.tuning.warpgroups)
     plgpu.set_max_registers(of_loads, action="decrease")
     cluster = walk.tuning.cluster
@@ -186,5 +195,5 @@ def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
 
             stages.fill(number, step, copies)
 
-    # Nothing may arrive at a barrier of a thread block that has ended.
+    # The thread block must not end before the last arrival at its barriers.
     stages.drain()

@@ -1,4 +1,4 @@
-"""What a matrix product computes, and how it is laid over the GPU."""
+"""The options of a matmul, and the tile sizes and settings of its kernel."""
 
 import dataclasses
 import math
@@ -7,30 +7,35 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-PIECE_M = 64  # Rows that are stored at a time.
-TILE_K = 128  # Bytes of a swizzled row, and elements of it.
-BLOCK = 128  # Of b, that have a scale.
-SCALES = 32  # Of blocks, that are loaded together.
+PIECE_M = 64  # Rows of an epilogue subtile.
+TILE_K = 128  # Elements of a step along k: the 128 bytes of a swizzled row.
+BLOCK = 128  # Rows and columns of a block of b, which has one scale.
+SCALES = 32  # Block scales of b that are loaded together.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How a product is laid over the GPU.
+    """Tile sizes and other settings of the kernel.
 
     Attributes:
-      tile_m: Rows of the output that a thread block computes at a time.
-      tile_n: Columns.
-      stages: Steps of 128 along k in flight.
-      warpgroups: Warpgroups that multiply.
-      together: Whether they share a tile's rows, or take turns: then one stores its
-        tile while the other multiplies.
-      cluster: Two thread blocks load what they share once: tiles that are neighbours
-        along `m` share b, along `n` a.
-      width: Consecutive tiles that are neighbours along m, before the next columns.
-      parts: Parts of `tile_n` that are promoted one by one, which saves registers.
-      chunks: Sums that are promoted in a step of the loop along k.
-      transposed: Whether tiles are of b @ a.T, with its rows and columns, and are
-        transposed when they are stored.
+      tile_m: The number of rows of an output tile, which a thread block computes at a
+        time.
+      tile_n: The number of columns of an output tile.
+      stages: The number of steps along k in flight, of 128 elements each.
+      warpgroups: The number of warpgroups that multiply.
+      together: Whether these are cooperative and share a tile's rows. Otherwise they
+        are ping-pong and take turns with tiles: one stores its tile while the other
+        multiplies.
+      cluster: The axis along which a cluster of two thread blocks has neighbouring
+        tiles. It loads the shared operand once: b along "m", a along "n". None means
+        no clusters.
+      width: The number of neighbouring tiles along m that the tile scheduler visits
+        before it moves on along n.
+      parts: The number of parts of `tile_n` that are promoted one after another, which
+        saves registers.
+      chunks: The number of sums that are promoted in one iteration of the loop along k.
+      transposed: Whether the tiles are those of b @ a.T. Then `tile_m` and `tile_n`
+        count its rows and columns, and tiles are transposed when they are stored.
     """
 
     tile_m: int = 128
@@ -52,24 +57,27 @@ class Tuning:
         return ", ".join([f"{self.tile_m} x {self.tile_n}", *named])
 
     def held(self, product: "Product") -> int:
-        """Stages that a warpgroup holds when it waits for another."""
+        """Returns how many stages a warpgroup holds before it releases the first."""
         if product.promote is None:
             return 2
         return product.promote // TILE_K * min(self.chunks, 2)
 
     def store_n(self, product: "Product") -> int:
-        """Columns that are stored at a time: swizzled rows again, or a part of them."""
+        """Returns the number of columns of an epilogue subtile.
+
+        These fill a swizzled row of 128 bytes, or a part of it that divides `tile_n`.
+        """
         columns = TILE_K // jnp.dtype(product.out_dtype).itemsize
         return math.gcd(self.tile_n, columns)
 
     @property
     def height(self) -> int:
-        """Rows that a warpgroup computes at a time."""
+        """The number of rows that a warpgroup computes at a time."""
         return self.tile_m // self.warpgroups if self.together else self.tile_m
 
     @property
     def span(self) -> tuple[int, int]:
-        """Rows and columns of what a cluster computes."""
+        """The rows and columns that a cluster, or a single thread block, computes."""
         return (
             self.tile_m * (1 + (self.cluster == "m")),
             self.tile_n * (1 + (self.cluster == "n")),
@@ -77,11 +85,11 @@ class Tuning:
 
 
 class Heads(NamedTuple):
-    """Columns of attention's heads: for every key head its queries, key and value.
+    """The columns of attention heads: for every key head its queries, key and value.
 
     Attributes:
-      size: Columns of a head.
-      queries: Query heads for each key head.
+      size: The number of columns of a head.
+      queries: The number of query heads per key head.
     """
 
     size: int
@@ -90,19 +98,20 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """What is computed, known when the kernel is compiled.
+    """The options of a matmul, which are known when the kernel is compiled.
 
     Attributes:
-      out_dtype: Dtype of the result, or of its codes.
-      promote: Elements of k after which sums move from the tensor cores, which round
-        them to 14 bits or so, to float32; None for never.
-      scaling: "tensor": one factor; "rows": one a row of a and one a column of b;
-        "blocks": one for 1 x 128 of a, one for 128 x 128 of b.
-      accumulate: Whether it is added to an array.
-      group: Neighbours of a row that get a scale; None for no quantization.
-      maxima: Whether the largest magnitudes of a tile's rows are kept.
-      heads: What columns of attention's heads are; None where they are none.
-      copies: How often heads are written.
+      out_dtype: The dtype of the result, or of its codes.
+      promote: The number of elements of k after which sums move from the tensor cores,
+        which round them to about 14 bits, to float32; None for never.
+      scaling: The kind of scales. "tensor": one factor. "rows": one scale per row of a
+        and one per row of b. "blocks": one per 1 x 128 of a and one per 128 x 128 of b.
+      accumulate: Whether the result is added to an array.
+      group: The number of neighbours in a row that share a scale; None for a result
+        that is not quantized.
+      maxima: Whether the kernel also writes the amax of each row of a tile.
+      heads: The columns of attention heads; None for a result without heads.
+      copies: The number of times that heads are written.
     """
 
     out_dtype: DTypeLike
@@ -116,5 +125,5 @@ class Product:
 
     @property
     def name(self) -> str:
-        """The operation's and its kernel's."""
+        """The name of the operation and its kernel."""
         return f"matmul{'_groups' if self.group else '_heads' if self.heads else ''}"

@@ -1,4 +1,4 @@
-"""FP8 matrix products, in jnp."""
+"""FP8 matmuls in jnp."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -19,7 +19,10 @@ def matmul(
     out_dtype: DTypeLike,
     promote: int | None,
 ) -> Float[Array, "m n"]:
-    """See `pallas_kernels.matmul`. On GPUs a cuBLASLt call, except with blocks."""
+    """Computes `pallas_kernels.matmul` in jnp.
+
+    On GPUs it becomes a cuBLASLt call, except with per-block scales.
+    """
     wide, precision = jnp.float32, "highest" if promote else None
     if a_scale.ndim == 2:
         a = a.astype(wide) * jnp.repeat(a_scale, BLOCK, axis=1)
@@ -27,8 +30,8 @@ def matmul(
         b = b.astype(wide) * b_scale[: b.shape[0]]
         y = lax.dot_general(a, b, _NT, precision="highest")
     elif a_scale.ndim == b_scale.ndim == 0 and accumulator is None:
-        # Factors are powers of two, so that to scale the rounded product is exact; only
-        # that is folded into the call.
+        # Per-tensor scales are powers of two, so scaling the rounded matmul is exact.
+        # XLA folds scales into the cuBLASLt call only in this order.
         wide = jnp.dtype(out_dtype)
         y = lax.dot_general(a, b, _NT, precision, wide)
         return y * (a_scale * b_scale).astype(wide)

@@ -1,4 +1,4 @@
-"""What a warpgroup does with a tile of a matrix product: sums, scales, stores."""
+"""The work of a warpgroup on a tile of a matmul: main loop, scaling, epilogue."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ from pallas_kernels.ops.matmul.walk import Stages
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """What a warpgroup does with its rows of a tile."""
+    """The work of a warpgroup on its rows of a tile."""
 
     product: Product
     tuning: Tuning
@@ -42,9 +42,9 @@ class Tile:
     out_smem: Any
 
     def compute(self, number, rows, columns, part) -> None:
-        """Multiplies and stores one of the tile's parts."""
+        """Computes and stores the rows of one part of the tile."""
         own = pl.ds(part * self.tuning.height, self.tuning.height)
-        # What these load is on its way while the tensor cores are busy.
+        # Loads start before the main loop, and overlap with it.
         scaled = self._scaling(rows, columns, own)
         added = self._added(rows, columns, own) if self.product.accumulate else None
         angles = self._angles(rows, own) if self.product.heads else None
@@ -58,7 +58,7 @@ class Tile:
         self._store(pieces, added, rows, columns, own)
 
     def _sum(self, number, own):
-        """Sums all of k in the tensor cores' accumulator."""
+        """Sums over all of k in the accumulator of the tensor cores."""
         stages, steps = self.stages, self.stages.walk.steps
 
         def sum_in(acc):
@@ -67,6 +67,7 @@ class Tile:
                 stages.wait(number, step)
                 at = stages.at(number, step)
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
+                # Only the newest wgmma is still running: the stage before is free.
                 plgpu.wgmma_wait(1)
                 pl.when(step > 0)(lambda: stages.release(number, step - 1))
 
@@ -78,9 +79,10 @@ class Tile:
         return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
 
     def _promoted_sum(self, number, columns, own):
-        """Sums `promote` of k at a time there, and these sums in float32.
+        """Sums `promote` elements of k at a time, and adds up these sums in float32.
 
-        While one of them is promoted the next is computed, within a step of the loop.
+        While one sum is promoted, the tensor cores compute the next one, within one
+        iteration of the loop.
         """
         t, steps = self.tuning, self.stages.walk.steps
         every = self.product.promote // TILE_K
@@ -100,12 +102,13 @@ class Tile:
         shape = (t.height, t.tile_n // t.parts)
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
         sums = lax.fori_loop(0, steps // together, body, (zero,) * t.parts)
+        # The remaining steps do not fill an iteration of the loop.
         rest = steps % together
         lengths = [every] * (rest // every) + [rest % every] * (rest % every > 0)
         return chunks(steps - rest, lengths, sums) if rest else sums
 
     def _pieces(self, number, columns, own, todo, running, sums):
-        """Starts the first piece, then promotes the one that runs, then goes on."""
+        """Starts the first piece of `todo`, promotes the running one, then recurses."""
         t, stages = self.tuning, self.stages
         width = t.tile_n // t.parts
 
@@ -132,6 +135,7 @@ class Tile:
                     stages.wait(number, step)
                 at = stages.at(number, step)
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
+            # All parts of a step have the same row scales.
             scales = running[2] if piece.part else None
             if self.product.scaling == "blocks" and not piece.part:
                 scales = self._block_scales(
@@ -144,13 +148,13 @@ class Tile:
         return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
 
     def _block_scales(self, stage, columns, own):
-        """What rows of a step's sums are multiplied with."""
+        """Returns the scales of a step's sums, a_scale * b_scale, one per row."""
         a_scale, b_scale = self.stages.scales
         block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
         return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
     def _store(self, pieces, added, rows, columns, own) -> None:
-        """Converts pieces and hands them to the copy engine."""
+        """Adds, takes the amax, quantizes and stores the epilogue subtiles."""
         largest = None
         transposed = self.tuning.transposed
         out = [
@@ -165,6 +169,7 @@ class Tile:
             if self.product.maxima:
                 size = jnp.abs(value)
                 largest = size if j == 0 else jnp.maximum(largest, size)
+                # The amax of a row is complete with its last subtile.
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
                     to = self.maxima.at[tile, rows].at[own].at[where[0]]
@@ -173,9 +178,11 @@ class Tile:
             if self.product.group:
                 value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
+            # The copy engine must have read the previous subtile of this buffer.
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
             value = value.astype(self.product.out_dtype)
-            if transposed:  # Pieces are square.
+            if transposed:
+                # Subtiles are square here, so that the buffer fits the transpose, too.
                 turned = plgpu.layout_cast(value, plgpu.Layout.WGMMA_TRANSPOSED)
                 staged.transpose((1, 0))[...] = turned
                 where = where[::-1]
@@ -185,7 +192,7 @@ class Tile:
             self._send(staged, out, *where)
 
     def _scaled(self, sums, scaled):
-        """Pieces of the tile that are stored at once, each with its row and column."""
+        """Yields the scaled epilogue subtiles, each after its row and its column."""
         t = self.tuning
         width, store_n = t.tile_n // len(sums), t.store_n(self.product)
         for i in range(0, t.height, PIECE_M):
@@ -195,7 +202,7 @@ class Tile:
                 yield i, j, scaled(value, i, j)
 
     def _turned(self, pieces, angles, columns):
-        """The same, of queries and keys turned by the angles of their positions."""
+        """Yields the same subtiles, with RoPE applied to queries and keys."""
         size, _ = self.product.heads
         half, width = size // 2, self._angles_held
         for i, of_rows in itertools.groupby(pieces, key=operator.itemgetter(0)):
@@ -203,7 +210,7 @@ class Tile:
             row = jnp.concatenate(values, axis=1)
             heads = range(0, row.shape[1], size)
             turned = {}
-            # Angles are loaded once for all heads.
+            # Angles are loaded once, for all heads of the tile.
             for at, angle in zip(range(0, half, width), angles, strict=False):
                 for head in heads:
                     x, y = head + at, head + half + at
@@ -214,7 +221,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """A part of a head's halves, as a query or key is turned, or a value is not."""
+        """Applies RoPE to a part of both halves of a head, unless it is a value."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin
@@ -228,11 +235,11 @@ class Tile:
 
     @property
     def _angles_held(self) -> int:
-        """How many angles of a position are in registers together."""
+        """The number of angles per position that are in registers at a time."""
         return math.gcd(self.product.heads.size // 2, 16)
 
     def _angles(self, rows, own):
-        """Cosines and sines in the order in which heads are turned by them."""
+        """Returns an iterator of cosines and sines, in the order of their use."""
         t, size, width = self.tuning, self.product.heads.size, self._angles_held
 
         def load(place):
@@ -245,13 +252,16 @@ class Tile:
         return _ahead(load, itertools.product(*starts))
 
     def _head(self, column):
-        """Of which key head a column is, and which of its queries, key and value."""
+        """Returns the key head of a column, and the index of the column's head.
+
+        The index counts the key head's queries, then its key, then its value.
+        """
         size, queries = self.product.heads
         head = lax.div(column, size)
         return lax.div(head, queries + 2), lax.rem(head, queries + 2)
 
     def _send(self, staged, out, rows, columns) -> None:
-        """Hands a piece to the copy engine."""
+        """Hands a staged subtile to the copy engine."""
         heads = self.product.heads
         if heads is None:
             plgpu.copy_smem_to_gmem(staged, out[0].at[rows, columns])
@@ -262,6 +272,7 @@ class Tile:
         def send(to, head):
             place = rows, pl.ds(head * heads.size + within, columns.size)
             for copy, ref in enumerate(to, 1):
+                # All copies of a subtile form one commit group.
                 last = copy == len(to)
                 plgpu.copy_smem_to_gmem(staged, ref.at[place], commit_group=last)
 
@@ -272,7 +283,7 @@ class Tile:
         pl.when(index > queries)(lambda: send(v, own))
 
     def _added(self, rows, columns, own):
-        """Pieces of what is added."""
+        """Returns an iterator of the subtiles of the array to add."""
         (array,), t = self.more, self.tuning
         array = array.at[rows].at[own].at[:, columns]
         store_n = t.store_n(self.product)
@@ -286,13 +297,14 @@ class Tile:
         return _ahead(load, itertools.product(*starts))
 
     def _scaling(self, rows, columns, own):
-        """A function that scales what is at row i and column j of the tile."""
+        """Returns a function that scales the subtile at row i, column j of the tile."""
         store_n = self.tuning.store_n(self.product)
         shape = (PIECE_M, store_n)
         if self.product.scaling == "tensor":
             factor = self.a_scale[0] * self.b_scale[0]
             return lambda value, i, j: value * factor
         if self.product.scaling == "blocks":
+            # Sums are scaled when they are promoted.
             return lambda value, i, j: value
 
         a_scale = self.a_scale.at[rows].at[own]
@@ -313,7 +325,7 @@ class Tile:
         return scaled
 
     def _quantized(self, value, scales, rows, columns):
-        """Stores the scales of groups of neighbours; returns what becomes codes."""
+        """Stores the scales of groups; returns value / scale, not yet as codes."""
         group, codes = self.product.group, []
         for j in range(0, value.shape[1], group):
             x = value[:, j : j + group]
@@ -326,14 +338,17 @@ class Tile:
 
 
 class _Piece(NamedTuple):
-    """The sum of some steps in one of the parts of a tile's columns."""
+    """A sum over some steps along k, in one part of a tile's columns."""
 
     steps: list[Array]
     part: int
 
 
 def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
-    """What is at each place: the first loaded now, each when the last is asked for."""
+    """Loads from each place, one place ahead of the iteration.
+
+    The first place is loaded at once. The loads therefore overlap with other work.
+    """
     first, *others = places
     held = load(first)
 
@@ -347,10 +362,10 @@ def _ahead(load: Callable, places: Iterable[Any]) -> Iterator[Any]:
 
 
 def _load_tile(ref: Any) -> Array:
-    """Numbers in the order of sums."""
+    """Loads an array in the register layout of the accumulator."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
 def _load_rows(ref: Any) -> Array:
-    """Numbers a row has one of."""
+    """Loads one number per row, in the layout of the accumulator's rows."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)

@@ -1,4 +1,4 @@
-"""Which tiles a matrix product takes: as measured, or what mostly does well.
+"""Choice of a matmul's tile sizes and settings: from measurements, or a heuristic.
 
 `python -m experiments.kernels.tune` measures and writes the table beside this file.
 """
@@ -13,14 +13,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.ops.matmul.plan import BLOCK, PIECE_M, Product, Tuning
 
-_SWIZZLED = 32  # Bytes of a row, the fewest that the copy engine swizzles.
+_SWIZZLED = 32  # The fewest bytes of a row that the copy engine swizzles.
 TABLE = Path(__file__).with_name("tuning.json")
-_PAIRED = 8 * 132 * 128 * 256  # Elements of the output: eight tiles each.
+_PAIRED = 8 * 132 * 128 * 256  # Output elements: eight tiles per multiprocessor.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
 
 
 def candidates(product: Product) -> list[Tuning]:
-    """What is tried, the best first."""
+    """Returns the settings to try, the best first."""
     narrow = {"tile_n": 128, "stages": 6}
     if product.scaling == "blocks":
         triple = [Tuning(**_TRIPLE), Tuning(**_TRIPLE, parts=2)]
@@ -29,8 +29,9 @@ def candidates(product: Product) -> list[Tuning]:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
         return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
-    # An instruction with more columns takes less energy for each, and a training step
-    # has all the power that a GPU may draw; turns store beside the next tile's sums.
+    # A wgmma instruction with more columns takes less energy per column, and a training
+    # step runs at the GPU's power limit. Ping-pong warpgroups store a tile while the
+    # next tile is computed.
     turns = functools.partial(Tuning, together=False)
     wide = {"tile_n": 160, "stages": 5}
     wider = {"tile_n": 192, "stages": 4}
@@ -84,7 +85,7 @@ def candidates(product: Product) -> list[Tuning]:
 
 
 def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
-    """Why an output cannot be computed in these tiles; None if it can."""
+    """Returns why these settings cannot compute an output [m, n]; None if they can."""
     tiles = f"tiles of {tuning.tile_m} x {tuning.tile_n}"
     if tuning.transposed:
         if not _transposable(product) or tuning.tile_n % PIECE_M or n % PIECE_M:
@@ -110,13 +111,17 @@ def obstacle(product: Product, tuning: Tuning, m: int, n: int) -> str | None:
 
 
 def _transposable(product: Product) -> bool:
-    """Whether tiles of its transpose can compute it, which are stored in squares."""
+    """Returns whether tiles of the transpose can compute the output.
+
+    They are stored as square subtiles, which only plain bfloat16 outputs with
+    per-tensor scales support.
+    """
     plain = dataclasses.replace(product, maxima=False)
     return plain == Product(out_dtype=jnp.dtype(jnp.bfloat16))
 
 
 def needs(product: Product) -> str:
-    """What an output has to be for any of the candidates."""
+    """Describes the outputs that at least one of the candidates can compute."""
     tried = candidates(product)
     rows, columns = (min(t.span[i] for t in tried) for i in (0, 1))
     multiple = min(t.store_n(product) for t in tried)
@@ -125,10 +130,10 @@ def needs(product: Product) -> str:
 
 
 def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
-    """What was fastest for the shape, or is taken unmeasured; None where XLA was."""
+    """Returns the settings for the shape; None where XLA was measured to be faster."""
     measured = _table().get(key(product, m, n, k))
-    # With a scale for each row XLA writes the product in float32 first; for maxima it
-    # reads it again.
+    # XLA first writes the matmul in float32 if scales are per-token. It reads the
+    # result again for the amax. The table has neither cost, so the kernel runs.
     plain = product.scaling != "rows" and not product.maxima
     if measured and measured["xla"] and plain:
         return None
@@ -136,9 +141,10 @@ def choose(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 
 def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
-    """The fastest tiles for the shape, or what is taken unmeasured.
+    """Returns the fastest settings for the shape, or the heuristic's if unmeasured.
 
-    Those that transpose do not do for products of the shape with a scale for each row.
+    Measurements are with per-tensor scales. Settings that transpose do not support
+    per-token scales. In that case the heuristic is used, too.
     """
     if measured := _table().get(key(product, m, n, k)):
         fastest = Tuning(**measured["tiles"])
@@ -149,9 +155,11 @@ def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 @functools.cache
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
-    """The first candidate that computes little twice; None if none is able to.
+    """Returns the first candidate that computes at most 3% of the output twice.
 
-    Thread blocks with few tiles each are not paired: they would wait for one another.
+    If there is none, returns the candidate that computes the fewest elements twice, or
+    None if no candidate can compute the output. Thread blocks with few tiles each are
+    not paired in clusters, because they would wait for one another.
     """
     tried = (t for t in candidates(product) if not t.transposed)
     able = [t for t in tried if obstacle(product, t, m, n) is None]
@@ -161,13 +169,13 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
 
 
 def _computed(tuning: Tuning, m: int, n: int) -> int:
-    """Elements of the output that are computed, some of them twice."""
+    """Returns how many elements are computed; elements of two tiles count twice."""
     rows, columns = tuning.span
     return -(-m // rows) * rows * -(-n // columns) * columns
 
 
 def key(product: Product, m: int, n: int, k: int) -> str:
-    """The table's name for a product of a shape."""
+    """Returns the key of a matmul of a shape in the table."""
     kind = product.scaling if product.scaling == "blocks" else "tensor"
     kind += f", promote {product.promote}" if product.promote else ""
     kind += f", groups of {product.group}" if product.group else ""

@@ -1,4 +1,4 @@
-"""Who computes what of a matrix product when, and what is in shared memory then."""
+"""The tile scheduler of a matmul, and the pipeline of stages in shared memory."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from pallas_kernels.ops.matmul.plan import TILE_K, Tuning
 
 
 class Walk:
-    """The tiles of an output that a thread block computes, and steps along k."""
+    """The tile scheduler: a thread block's output tiles, and their steps along k."""
 
     def __init__(self, tuning: Tuning, shape: tuple[int, int, int]) -> None:
         m, n, k = shape
@@ -24,10 +24,10 @@ class Walk:
         self.total = self.grid[0] * self.grid[1]
 
     def tiles(self, body: Callable) -> None:
-        """Calls `body` with a tile's number, rows and columns.
+        """Calls `body` with the number, rows and columns of each of the tiles.
 
-        The last tiles overlap with others: what they share is computed and written
-        twice, alike.
+        The number counts the tiles of this thread block. The last tiles overlap with
+        others. Shared elements are computed and written twice, with the same values.
         """
         t, (m, n) = self.tuning, self.shape
 
@@ -35,6 +35,7 @@ class Walk:
         def _(info):
             at = list(plgpu.planar_snake(info.index[0], self.grid, 0, t.width))
             if t.cluster:
+                # The two thread blocks of a cluster have neighbouring tiles.
                 axis = "mn".index(t.cluster)
                 at[axis] = 2 * at[axis] + lax.axis_index("pair")
             rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
@@ -43,7 +44,7 @@ class Walk:
             body(info.local_index, rows, columns)
 
     def all_steps(self) -> Array:
-        """Steps along k of all tiles that this thread block computes."""
+        """Returns the number of steps along k in all tiles of this thread block."""
         blocks = lax.axis_size("sm")
         mine = lax.div(self.total - lax.axis_index("sm") + blocks - 1, blocks)
         return mine * self.steps
@@ -51,15 +52,16 @@ class Walk:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """Shared memory, which steps along k of one tile after another pass through.
+    """The pipeline of stages in shared memory, for the steps along k of all tiles.
 
     Attributes:
-      walk: These tiles.
-      a: Rows of a for each stage.
-      b: Rows of b.
-      filled: Barriers that complete when a step is there.
-      free: Barriers that complete when nobody reads a stage any longer.
-      scales: With blocks, those of a's rows and of b's blocks.
+      walk: The tile scheduler.
+      a: The rows of a for each stage, [stages, tile_m, 128].
+      b: The rows of b for each stage, [stages, tile_n, 128].
+      filled: Barriers that complete when a step has arrived in its stage.
+      free: Barriers that complete when no warpgroup reads a stage any longer.
+      scales: The scales of a's rows and of b's blocks for each stage; None without
+        per-block scales.
     """
 
     walk: Walk
@@ -70,7 +72,7 @@ class Stages:
     scales: tuple[Any, Any] | None
 
     def fill(self, number: Array, step: Array, copies: Callable) -> None:
-        """Calls `copies` with the stage and its barrier, once it is free."""
+        """Waits until the stage is free, and calls `copies` with it and its barrier."""
         position = number * self.walk.steps + step
         stage = self.at(number, step)
 
@@ -81,15 +83,15 @@ class Stages:
         copies(stage, self._filled(number, stage))
 
     def wait(self, number: Array, step: Array) -> None:
-        """Waits until a step of a tile is there."""
+        """Waits until a step of a tile has arrived in its stage."""
         plgpu.barrier_wait(self._filled(number, self.at(number, step)))
 
     def release(self, number: Array, step: Array) -> None:
-        """Says that this warpgroup has read it."""
+        """Signals that this warpgroup has read a step of a tile."""
         plgpu.barrier_arrive(self.free.at[self.at(number, step)])
 
     def drain(self) -> None:
-        """Waits until all that was filled is free."""
+        """Waits until all filled stages are free."""
         stages = self.walk.tuning.stages
 
         @pl.loop(0, stages)
@@ -101,14 +103,14 @@ class Stages:
                 plgpu.barrier_wait(self.free.at[lax.rem(position, stages)])
 
     def at(self, number: Array, step: Array) -> Array:
-        """The stage of a step of a tile."""
+        """Returns the stage of a step of a tile."""
         return lax.rem(number * self.walk.steps + step, self.walk.tuning.stages)
 
     def _filled(self, number: Array, stage: Array) -> Any:
-        """The barrier of a stage.
+        """Returns the barrier that completes when a stage is filled.
 
-        Warpgroups that take turns have barriers of their own: who does not wait for a
-        barrier each time it completes cannot tell whether it did.
+        Each ping-pong warpgroup has barriers of its own. A warpgroup that does not wait
+        for every completion of a barrier cannot tell whether the barrier has completed.
         """
         tuning = self.walk.tuning
         turn = 0 if tuning.together else lax.rem(number, tuning.warpgroups)

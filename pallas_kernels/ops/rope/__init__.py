@@ -1,1 +1,1 @@
-"""Attention heads side by side again, with rotary embeddings undone."""
+"""Gradients of attention heads: undoes RoPE and joins the heads."""

@@ -1,4 +1,4 @@
-"""Gradients of attention's heads, rotated back, quantized and joined in one pass."""
+"""Gradients of attention heads: undoes RoPE, quantizes and joins them in one pass."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ from pallas_kernels.numerics import GROUP, Copies
 from pallas_kernels.ops.rope import reference
 
 _LARGEST_HEAD = 128
-_STRIPS = 2  # Of both halves of a head that a thread block has.
+_STRIPS = 2  # The most strips of each half of a head that a thread block handles.
 
 
 def join_heads(
@@ -44,28 +44,30 @@ def join_heads(
     keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
 ) -> Copies:
-    """Gradients of queries, keys and values as codes of those of their one product.
+    """Computes the gradient of the QKV projection's output, as per-tensor codes.
 
-    Queries and keys are rotated back, in float32: with angles' cosines and sines what
-    was [a, b], a head's halves, becomes [a cos + b sin, b cos - a sin]. For every key
-    head the result has its queries, then its key, then its value.
+    It is the gradient of the columns that `matmul_heads` splits into heads. RoPE of
+    queries and keys is undone in float32: the halves [a, b] of a head become
+    [a cos + b sin, b cos - a sin]. For every key head the result has its queries, then
+    its key, then its value. The codes are those of x / scale.
 
     Args:
-      q: Of queries, bfloat16.
-      k: Of keys, bfloat16; m divides n.
-      v: Of values, bfloat16.
+      q: Gradients of queries, bfloat16.
+      k: Gradients of keys, bfloat16; m divides n.
+      v: Gradients of values, bfloat16.
       cos: Cosines of the positions' angles, float32, h = d / 2.
-      sin: Their sines, float32.
-      scale: A float32 scalar, as of `quantize_tensor`.
-      dtype: Of the codes, `float8_e4m3fn` or `float8_e5m2`.
-      keep_maxima: As of `quantize_tensor`, of what is quantized.
-      implementation: What to run; None means the kernel where it can run.
+      sin: Sines of the positions' angles, float32.
+      scale: The per-tensor scale, a float32 scalar, like that of `quantize_tensor`.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      keep_maxima: Whether to return the amax of parts of the unquantized result as
+        well, like `quantize_tensor`.
+      implementation: The implementation; None means the kernel where it can run.
 
     Returns:
       Codes [b, s, (n + 2 m) d] and their transpose [(n + 2 m) d, b s].
 
     Raises:
-      ValueError: If shapes do not go together, or the kernel was named and cannot run.
+      ValueError: If the shapes do not match, or the kernel was named and cannot run.
 
     Example:
       >>> import jax.numpy as jnp
@@ -136,11 +138,11 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         strip_groups=1,
         strips=math.gcd(half // GROUP, _STRIPS),
     )
-    shares = walk.groups // walk.strips  # Of a head, which a thread block has one of.
+    shares = walk.groups // walk.strips  # The shares of a head; a thread block has one.
     ctas = walk.ctas * count
 
     def kernel(heads, tables, scale, out, tiles, halves, barrier):
-        # Neighbours in line have the same positions, and find angles in the cache.
+        # Consecutive thread blocks have the same positions: angles stay in the cache.
         cta = lax.axis_index("cta")
         rest, share = lax.div(cta, shares), lax.rem(cta, shares)
         block, head = lax.div(rest, count), lax.rem(rest, count)
@@ -158,7 +160,8 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
         pl.when(index < queries)(lambda: copy(heads[0], own * queries + index))
         pl.when(index == queries)(lambda: copy(heads[1], own))
         pl.when(index > queries)(lambda: copy(heads[2], own))
-        rotated = index <= queries  # Values are not, and read the same angles always.
+        # Values have no RoPE. They always load the same angles, and do not use them.
+        rotated = index <= queries
         factor = rotated.astype(jnp.int32)
 
         def angles(strip):
@@ -206,12 +209,13 @@ def _run(q, k, v, cos, sin, scale, *, encoding: Encoding) -> Encoded:
             },
             compiler_params=plgpu.CompilerParams(
                 lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Nothing is read from where the same kernel writes.
+                # The kernel loads from no memory that it stores to.
                 unsafe_no_auto_barriers=True,
             ),
         )(heads, tables, scale)
         return out
 
     heads = [x.reshape(tokens, -1, d) for x in (q, k, v)]
-    # Lanes have neighbouring positions, and so should memory.
+    # Neighbouring lanes have neighbouring positions. The transposes make these
+    # neighbours in memory, too.
     return launch(heads, [cos.T, sin.T], scale.reshape(1))

@@ -1,4 +1,4 @@
-"""Gradients of attention's heads as one array, in jnp."""
+"""RoPE of attention heads, and the gradients of heads as one array, in jnp."""
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -16,7 +16,7 @@ def split_heads(
     num_kv_heads: int,
     dtype: DTypeLike,
 ) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
-    """See `pallas_kernels.matmul_heads`."""
+    """Splits `y` into heads and applies RoPE, like `pallas_kernels.matmul_heads`."""
     b, s, _ = y.shape
     y = y.reshape(b, s, num_kv_heads, -1, 2 * cos.shape[-1])
     q, k, v = (
@@ -38,7 +38,7 @@ def join_heads(
     dtype: DTypeLike,
     keep_maxima: bool,
 ) -> Copies:
-    """See `pallas_kernels.join_heads`."""
+    """Computes `pallas_kernels.join_heads` in jnp."""
     b, s, m, d = k.shape
     q = turned(q, cos, -sin).reshape(b, s, m, -1, d)
     k = turned(k, cos, -sin)
@@ -51,7 +51,10 @@ def join_heads(
 def turned(
     x: Float[Array, "b s n d"], cos: Float[Array, "s h"], sin: Float[Array, "s h"]
 ) -> Float[Array, "b s n d"]:
-    """Heads turned by the angles of their positions, halves being pairs; in float32."""
+    """Applies RoPE in float32.
+
+    The halves [x, y] of a head become [x cos - y sin, y cos + x sin].
+    """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     c, n = cos[:, None], sin[:, None]
     return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
