@@ -1,7 +1,8 @@
 """COAT in JAX: FP8 optimizer states and FP8 activations for memory-efficient training.
 
-The method is that of COAT (arXiv 2410.19313): Adam's moments in FP8 behind a dynamic
-range expansion, and what the backward pass needs in FP8 at mixed granularity.
+The method is that of COAT (arXiv 2410.19313). Adam's moments are stored in FP8 with
+dynamic range expansion. Activations that the backward pass needs are saved in FP8, with
+a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
 from importlib.metadata import version

@@ -1,4 +1,4 @@
-"""Where kernels may run."""
+"""Checks of whether Pallas kernels may run on the devices in use."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -9,15 +9,16 @@ from pallas_kernels import dispatch
 
 
 def has_kernel() -> bool:
-    """Whether kernels may run here."""
+    """Returns whether kernels may run on the default device, a Hopper GPU."""
     return dispatch.has_hopper()
 
 
 def on_one_device(fn: Callable) -> Callable:
-    """`fn`, without kernels where arrays may lie on several devices.
+    """Wraps `fn` to run without kernels if arrays may lie on several devices.
 
-    XLA cuts jnp operations as it cuts arrays, but would gather what a kernel takes.
-    Within `shard_map` each device has arrays of its own.
+    XLA partitions jnp operations like their arrays, but would gather the operands of a
+    kernel on every device. Kernels are allowed if there is only one device, and within
+    `shard_map`, where each device has its own part of every array.
     """
 
     @wraps(fn)

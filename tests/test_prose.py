@@ -10,10 +10,7 @@ import pytest
 
 _ROOT = Path(__file__).parent.parent
 _FOLDERS = (
-    "coat_jax/models",
-    "coat_jax/optimizers",
-    "coat_jax/quantization",
-    "coat_jax/remat",
+    "coat_jax",
     "experiments/activations",
     "experiments/optimizer",
     "experiments/pretrain",

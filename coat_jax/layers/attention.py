@@ -53,7 +53,7 @@ def _attention(q, k, v):
 
 
 def _has_flash_attention(q: Array) -> bool:
-    # What cuDNN's kernel takes when it is differentiated.
+    # cuDNN's kernel has a backward pass for these arrays only.
     _, length, _, head_dim = q.shape
     return (
         jax.default_backend() == "gpu"

@@ -14,7 +14,7 @@ from pallas_kernels.checks import check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
-# What histories of gradients start with: E5M2 tells from zero what is 2**-31 of it.
+# The initial amax of a gradient. E5M2 covers 2**-31 of it, so any first gradient fits.
 _GRADIENT = 1.0
 
 
@@ -160,7 +160,7 @@ class DecoderLayer(nnx.Module):
             self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
     def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
-        """Of a segment with these weights."""
+        """Returns the parameters of the segment that has these weights."""
         params = {name: self._weight(name) for name in names}
         params["norm"] = _value(norm)
         if self.amax is not None:

@@ -99,7 +99,7 @@ leave.defvjp(lambda stream: (stream.x, None), on_one_device(_leave_grads))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Heads:
-    """How the columns of the product before attention are heads.
+    """The order of heads in the columns of the matmul before attention.
 
     For every key head there are its queries, then its key, then its value.
 
@@ -357,12 +357,11 @@ def _gate_gradient(
     a_scale: Float[Array, ""],
     history: Array | None,
 ) -> tuple[Codes, Float[Array, "f tokens"]]:
-    """Of gate and up, with one scale; and a's codes again.
+    """Returns the gradient of gate and up as per-tensor codes, and a's codes again.
 
-    Just in time the scale is one that they cannot exceed: the largest magnitude of
-    either is no more than the product of the largest of what is multiplied. E5M2 is as
-    precise below its largest number as at it, for 30 powers of two, so that a bound
-    does where the maximum itself would take another pass.
+    Just-in-time scaling uses an upper bound of the amax: the amax of a product is at
+    most the product of the factors' amaxes. The exact amax would need another pass.
+    E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
     """
 
     def bound():
@@ -373,8 +372,8 @@ def _gate_gradient(
     how = {"activation": gate, "dtype": E5M2.dtype}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
-    # Not by the same kernel: now `da` is gone, and backward takes no more memory at a
-    # time than BF16's.
+    # A kernel of its own transposes: `da` is free by now, so that backward needs no
+    # more memory at a time than BF16.
     transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
     return Codes.found(codes, transposed, scale, maxima), out.product

@@ -24,7 +24,7 @@ from coat_jax.devices import on_one_device
 from coat_jax.quantization.array import E4M3, E5M2, Format, undifferentiated
 from coat_jax.quantization.delayed import scale_of
 
-# Of a weight that is contracted along its first axis, or its last.
+# The layout of a weight that is contracted along its first axis, or along its last.
 _LAYOUTS = ("transposed", "row")
 
 
@@ -95,7 +95,7 @@ def fp8_dot_general(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    # Whose errors name axes that do not go together.
+    # `lax.dot_general` raises errors that name mismatched axes.
     expected = jax.eval_shape(partial(lax.dot_general, lhs, rhs, dimension_numbers))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
@@ -127,7 +127,7 @@ def _product_fwd(x, w, dtype, contract):
     xq = Codes.of(x, E4M3, copies="both")
     wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[contract])
     y = _matmul(xq.row, wq.only, xq.scale, wq.scale, dtype=dtype)
-    # Of the dtype of x nothing but the dtype is kept.
+    # An empty array carries the dtype of x to the backward pass.
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
@@ -228,7 +228,7 @@ class Rows(NamedTuple):
 
     @property
     def bound(self) -> kernels.Bound:
-        """What no magnitude of any row exceeds."""
+        """An upper bound of all magnitudes."""
         return kernels.Bound((self.scale,), E4M3.max)
 
 
@@ -263,7 +263,7 @@ Weight = Float[Array, "... k"] | Fp8Weight
 
 
 def tensor_scales(*rows: Rows | Array) -> tuple[Float[Array, ""], ...]:
-    """For each a scale that does for all rows, or the one that is there already."""
+    """Returns a per-tensor scale for each, which an array already is."""
     bounds = [x.bound for x in rows if isinstance(x, Rows)]
     found = iter(kernels.tensor_scales(*bounds))
     return tuple(next(found) if isinstance(x, Rows) else x for x in rows)
@@ -339,10 +339,10 @@ def weight_gradient(
 
 
 def once(result):
-    """What products return, where it is read and may be saved for backward as well.
+    """Keeps a matmul whose result is read and saved from running twice.
 
-    In a loop XLA fuses a product with what stacks its results, and runs it again for
-    other readers; not behind this barrier.
+    In a loop XLA fuses a matmul with the operation that stacks its results, and runs it
+    again for other readers. XLA does not fuse across this barrier.
     """
     return lax.optimization_barrier(result)
 
@@ -370,7 +370,7 @@ def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
 
 
 def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """What is quantized: bfloat16 or float32, and nothing that is differentiated."""
+    """Returns `x` in bfloat16 or float32, and forbids to differentiate it."""
     x = undifferentiated(x)
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 

@@ -55,7 +55,7 @@ def _identity(fn: Callable) -> Callable:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a layer multiplies with, and what its backward pass keeps.
+    """The matmuls of a layer, and the activations that it saves.
 
     Attributes:
       linear: The matrix product (x, w) -> x @ w.T; None for the FP8 flow, in which
@@ -70,10 +70,10 @@ class Recipe:
 
 
 RECIPES: dict[RecipeName, Recipe] = {
-    # What jax.vjp saves, no more and no less.
+    # This saves exactly the arrays that jax.vjp saves.
     "bf16": Recipe(linear=_plain_linear),
-    # As TransformerEngine: FP8 products with FP8 residuals; norms and gates recompute
-    # from BF16 inputs.
+    # TransformerEngine does the same: FP8 matmuls save FP8 operands. Norms and gates
+    # recompute from BF16 inputs.
     "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
     # Queries, keys, values and outputs of attention stay BF16 ...
     "coat": Recipe(pointwise=jax.checkpoint),

@@ -1,1 +1,1 @@
-"""Numbers in 8 bits: formats, arrays, range expansion, rounding, delayed scaling."""
+"""8-bit numbers: formats, arrays, range expansion, rounding, delayed scaling."""
