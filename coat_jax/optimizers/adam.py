@@ -27,58 +27,62 @@ def scale_by_fp8_adam(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformation:
-    """Rescales updates by Adam, keeping both moments in 8 bits with range expansion.
+    """Rescales updates by Adam, with both moments in 8 bits with range expansion.
 
-    It is `coat.with_quantized_state(optax.scale_by_adam(...))` with a fused step: 2.07
-    bytes a parameter for both moments instead of 8. Parameters of fewer than 8,192
-    elements keep float32 moments and are updated exactly as by optax, as are those that
-    `quantize_mask` leaves out. Updates have the gradients' dtype.
+    It is `coat.with_quantized_state(optax.scale_by_adam(...))` with a fused step. Both
+    moments take 2.07 bytes per parameter instead of 8. Parameters of fewer than 8,192
+    elements have float32 moments and are updated exactly as by optax, and so are
+    parameters that `quantize_mask` excludes. Updates have the gradients' dtype.
 
-    The second moment has COAT's expansion (section 4.2), whose k follows each group's
-    range. It has no sign: the sign's bit of its E4M3 codes is a fourth bit of their
-    mantissa (`coat.UE4M4`). The first moment is stored as mu / sqrt(nu), since that is
-    what updates read: it varies little within a group, so that one k serves all (3 for
-    E4M3, a cube), and an error of nu does not reach the update.
+    The second moment has COAT's expansion (section 4.2), with a k for each group that
+    follows the group's range. It is never negative, so the sign bit of its E4M3 codes
+    serves as a fourth bit of the mantissa (`coat.UE4M4`). The first moment is stored as
+    mu / sqrt(nu), since updates read this ratio. The ratio varies little within a
+    group, so one k serves all groups (3 for E4M3, a cube). Also, an error of nu does
+    not reach the update.
 
-    The moments follow float32 ones, whatever b2 is: scales are float32, and codes are
-    rounded stochastically, by bits that are a function of step, parameter and element,
-    so that an average which moves by less than half a code a step moves on average as
-    it should. To nearest, as COAT has it, it would stand still: with b2 = 0.999 after
-    gradients have become 100 times smaller, or beside an element that was large once.
-    On normal gradients updates are within 1% of optax's on average, with an error of 9%
-    of their size at b2 = 0.999, and of 4% at 0.95.
+    The moments follow float32 moments for every b2. This has two reasons: scales are
+    float32, and codes are rounded stochastically. The random bits are a function of
+    step, parameter and element. So an average that moves by less than half a code per
+    step still moves as it should on average. COAT rounds to nearest, with which such an
+    average would stand still: with b2 = 0.999 this happens after gradients have become
+    100 times smaller, or beside an element that was large once. On normally distributed
+    gradients, updates are within 1% of optax's on average. Their error is 9% of their
+    size at b2 = 0.999, and 4% at 0.95.
 
     As in `optax.scale_by_adam`, a gradient that is not finite spoils its element for
-    good. Here, from the next step on, it spoils the whole group that shares its scale.
-    In `optax.apply_if_finite` a step with a gradient that is not finite leaves no
-    trace. A finite gradient whose square overflows makes its own update zero, as in
-    optax, and leaves its neighbours alone.
+    good. Here, from the next step on, it spoils the whole group that shares the
+    element's scale. `optax.apply_if_finite` skips a step with a gradient that is not
+    finite. A finite gradient whose square overflows makes its own update zero, as in
+    optax, and does not affect its neighbours.
 
     Args:
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      eps: Added to the denominator outside of the square root.
-      eps_root: Added to the denominator inside of the square root.
+      b1: The decay rate of the first moment.
+      b2: The decay rate of the second moment.
+      eps: A number added to the denominator outside of the square root.
+      eps_root: A number added to the denominator inside of the square root.
       nesterov: Whether to use Nesterov momentum.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
-        of it), or a function from parameters to such a tree; False keeps a parameter's
-        moments in float32. None quantizes every parameter that is large enough.
-      normalize_mu: Whether to store the first moment over the square root of the
-        second; False stores it by itself with a k for each group, as COAT does.
-      mu_format: Format of the first moment, one with a sign.
-      nu_format: Format of the second moment.
+        of it), or a function from parameters to such a tree. False means that a
+        parameter's moments stay in float32. None quantizes every parameter that is
+        large enough.
+      normalize_mu: Whether to store the first moment divided by the square root of the
+        second. False stores the first moment itself with a k for each group, as COAT
+        does.
+      mu_format: The format of the first moment, which must have a sign.
+      nu_format: The format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.
-      rounding: "stochastic" or "nearest". With "nearest", `normalize_mu=False` and
-        `nu_format=coat.E4M3` this is COAT's own scheme.
+      rounding: "stochastic" or "nearest". "nearest" with `normalize_mu=False` and
+        `nu_format=coat.E4M3` is COAT's own scheme.
 
     Returns:
-      A `GradientTransformation` whose moments have the parameters' shapes; its state is
+      A `GradientTransformation` whose moments have the parameters' shapes. Its state is
       a `coat.QuantizedState`.
 
     Raises:
-      ValueError: If `granularity` is not `PerGroup`, so that a moment could not be
-        sharded like its parameter, or a format is none. `init` raises it for complex
-        parameters.
+      ValueError: If `granularity` is not `PerGroup`, since a moment could then not be
+        sharded like its parameter; if a format is not a `coat.Format`; or if
+        `mu_format` has no sign. `init` raises it for complex parameters.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -142,24 +146,24 @@ def fp8_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in FP8: `optax.adamw` in a quarter of its memory.
 
-    Takes what `optax.adamw` takes; see `scale_by_fp8_adam` for the rest and for how
-    moments are kept.
+    It takes the arguments of `optax.adamw`. See `scale_by_fp8_adam` for the other
+    arguments and for how moments are stored.
 
     Args:
-      learning_rate: A global scaling factor, fixed or a schedule.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      eps: Added to the denominator outside of the square root.
-      eps_root: Added to the denominator inside of the square root.
-      weight_decay: Strength of the decoupled weight decay.
-      mask: Which parameters decay: a tree of bools (or a prefix of it), or a function
-        from parameters to one. None decays all.
+      learning_rate: A global scaling factor, a number or a schedule.
+      b1: The decay rate of the first moment.
+      b2: The decay rate of the second moment.
+      eps: A number added to the denominator outside of the square root.
+      eps_root: A number added to the denominator inside of the square root.
+      weight_decay: The strength of the decoupled weight decay.
+      mask: The parameters that decay: a tree of bools (or a prefix of it), or a
+        function from parameters to such a tree. None means all.
       nesterov: Whether to use Nesterov momentum.
-      quantize_mask: Which parameters' moments may be quantized; None means all.
-      normalize_mu: Whether to store the first moment over the square root of the
+      quantize_mask: The parameters whose moments may be quantized; None means all.
+      normalize_mu: Whether to store the first moment divided by the square root of the
         second.
-      mu_format: Format of the first moment, one with a sign.
-      nu_format: Format of the second moment.
+      mu_format: The format of the first moment, which must have a sign.
+      nu_format: The format of the second moment.
       granularity: Groups along the last axis that share a scale and an exponent.
       rounding: "stochastic" or "nearest".
 

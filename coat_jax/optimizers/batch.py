@@ -1,7 +1,7 @@
-"""Small arrays, side by side as one: compiled once, and one kernel instead of many.
+"""Small arrays joined into one array: compiled once, and one kernel instead of many.
 
-A step of Adam on quantized moments is two hundred operations. Compiled anew for each
-of a model's parameters they would take a minute, and optax's Adam takes two seconds.
+Adam's step on quantized moments consists of two hundred operations. Compiling them for
+each parameter of a model would take a minute. Compiling optax's Adam takes two seconds.
 """
 
 import itertools
@@ -14,16 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-# Larger arrays are left alone: putting them side by side would copy them.
+# Elements of the largest array that is joined, since joining copies the arrays.
 _LARGEST = 2**22
 
 
 def batches(arrays: Sequence[Any], key: Callable[[int], Hashable]) -> list[list[int]]:
-    """Returns the places of arrays that can be computed together, large ones alone.
+    """Returns lists of indices of arrays to compute together; large ones are alone.
 
     Args:
-      arrays: Arrays; those on a mesh stay alone, since side by side they would move.
-      key: Gives for a place what those have in common that are together.
+      arrays: The arrays. Arrays on a mesh stay alone, since joining would move them.
+      key: A function from an index to a value. Only arrays with equal values are
+        joined.
     """
     found: dict[Hashable, list[int]] = {}
     for j, x in enumerate(arrays):
@@ -33,22 +34,26 @@ def batches(arrays: Sequence[Any], key: Callable[[int], Hashable]) -> list[list[
 
 
 def join(arrays: Sequence[Array], group: int) -> Array:
-    """Arrays [..., n] as one, [groups, group], padded where a last group is short."""
+    """Joins arrays [..., n] into one, [groups, group].
+
+    A last group that is short is padded with zeros.
+    """
 
     def rows(x):
         short = -x.shape[-1] % group
         x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, short)]) if short else x
         return x.reshape(-1, group)
 
-    # The codes move as integers. A CPU has no FP8 and would convert them twice.
+    # Codes are joined as integers, because a CPU has no FP8 and would convert twice.
     dtype = arrays[0].dtype
     return _as(jnp.concatenate([rows(_as(x, _stored(dtype))) for x in arrays]), dtype)
 
 
 def starts(counts: Sequence[int]) -> list[Array]:
-    """Returns the index at which each of these groups starts, in order, for `part`.
+    """Returns the index of each array's first group in the joined array, for `part`.
 
-    Behind a barrier a start is an operand: slices of one shape are one kernel.
+    Behind a barrier a start is an operand and not a constant. So slices of the same
+    shape compile to one kernel.
     """
     first = [0, *itertools.accumulate(counts)][:-1]
     return lax.optimization_barrier([jnp.int32(start) for start in first])
@@ -57,7 +62,7 @@ def starts(counts: Sequence[int]) -> list[Array]:
 def part(
     x: Array, shapes: Sequence[tuple[int, ...]], at: Sequence[Array]
 ) -> list[Array]:
-    """Undoes `join` of arrays of these shapes, which start there."""
+    """Undoes `join` for arrays of the given shapes, whose groups start at `at`."""
     group, dtype = x.shape[-1], x.dtype
     x, zero, parts = _as(x, _stored(dtype)), jnp.int32(0), []
     for (*leading, n), start in zip(shapes, at, strict=True):

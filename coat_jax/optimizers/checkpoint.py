@@ -1,8 +1,9 @@
-"""Quantized states as optax's, and back; on disk; and those of earlier versions.
+"""Conversion of quantized states to optax's and back, and to and from disk.
 
-Importing this registers quantized arrays and states with `flax.serialization`:
-`to_bytes`, `from_bytes` and state dicts keep every bit, and refuse a target that would
-read the codes otherwise than they were written.
+Importing this module registers quantized arrays and states with `flax.serialization`.
+Then `to_bytes`, `from_bytes` and state dicts preserve every bit. They refuse a target
+that would read the codes in another way than they were written. `version_0` restores
+checkpoints of earlier versions.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from coat_jax.quantization import array
 from coat_jax.quantization.array import E4M3, QuantizedArray
 
 _ARRAYS = ("codes", "scale", "exponent")
-# Pickles name the modules in which classes were when they were written.
+# Old pickles name the modules that defined the classes when they were written.
 sys.modules["coat_jax.state"] = sys.modules[__name__]
 sys.modules["coat_jax.quantized"] = array
 
@@ -34,7 +35,7 @@ sys.modules["coat_jax.quantized"] = array
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class MuScaling:
-    """The scaling of first moments in version 0; a part of the state without leaves."""
+    """The scaling of first moments in version 0; a pytree without leaves."""
 
     normalized: bool
 
@@ -43,10 +44,10 @@ class ScaleByFP8AdamState(NamedTuple):
     """The state of `scale_by_fp8_adam` in version 0; see `coat.to_optax_state`.
 
     Attributes:
-      count: Number of updates so far, int32.
-      mu: First moments, over the root of the second where `scaling.normalized`.
+      count: The number of updates so far, int32.
+      mu: First moments, divided by the root of the second if `scaling.normalized`.
       nu: Second moments.
-      scaling: What quantized first moments are stored over.
+      scaling: The scaling of quantized first moments.
     """
 
     count: chex.Array
@@ -59,12 +60,14 @@ def to_optax_state(state: Any) -> Any:
     """Replaces quantized states by optax's, with all averages in float32.
 
     Args:
-      state: A `QuantizedState`, or any tree that holds some: the state of `fp8_adamw`,
-        of a chain, of a whole training run. States of version 0 are taken, too.
+      state: A `QuantizedState`, or any tree that contains some: the state of
+        `fp8_adamw`, of a chain, of a whole training run. States of version 0 are
+        accepted, too.
 
     Returns:
-      The same tree with the inner transformation's state for each: `optax.adamw` goes
-      on from that of `fp8_adamw`. Other leaves stay as they are.
+      The same tree, with each quantized state replaced by the inner transformation's
+      state. For example, `optax.adamw` can continue from the converted state of
+      `fp8_adamw`. Other leaves do not change.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
@@ -80,17 +83,18 @@ def to_optax_state(state: Any) -> Any:
 def from_optax_state(state: Any, like: Any) -> Any:
     """Replaces optax's states by quantized ones; undoes `to_optax_state`.
 
-    Codes are rounded to nearest. Where one k serves all groups, in a floating format,
-    they are those from before. Where each group has its own k it is found anew, from
-    the rounded extremes of the group, and averages are rounded once more.
+    Codes are rounded to nearest. In a floating format with one k for all groups, they
+    are the codes from before `to_optax_state`. With a k for each group, k is computed
+    again from the rounded extremes of the group, and averages are rounded once more.
 
     Args:
-      state: A tree that holds optax's states, such as `optax.adamw`'s.
-      like: The corresponding state with quantized averages, of which only shapes are
-        read: `tx.init(params)` or `jax.eval_shape(tx.init, params)`.
+      state: A tree that contains optax's states, such as `optax.adamw`'s.
+      like: The corresponding state with quantized averages: `tx.init(params)` or
+        `jax.eval_shape(tx.init, params)`. Only its shapes are read.
 
     Raises:
-      ValueError: If the trees differ, or an average's shape; it names the place.
+      ValueError: If the trees or the shapes of an average differ. The message names the
+        place.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
@@ -110,17 +114,18 @@ def from_optax_state(state: Any, like: Any) -> Any:
 
 
 def version_0(like: Any) -> Any:
-    """The form in which earlier versions kept a state; to restore their checkpoints.
+    """Returns the form of a state in version 0, to restore checkpoints of that version.
 
-    They had one state, `ScaleByFP8AdamState`, with scales in bfloat16.
+    In version 0 there was one kind of state, `ScaleByFP8AdamState`, with scales in
+    bfloat16.
 
     Args:
       like: A state of `fp8_adamw` or `scale_by_fp8_adam` with their default formats, or
-        any tree that holds some, of which only shapes are read.
+        any tree that contains some. Only its shapes are read.
 
     Returns:
-      The same with `jax.ShapeDtypeStruct`s of the arrays of version 0. Restore a
-      checkpoint onto it, and then go on from
+      The same tree with `jax.ShapeDtypeStruct`s of the arrays of version 0. Restore a
+      checkpoint onto it. Then continue from
       `coat.from_optax_state(coat.to_optax_state(restored), tx.init(params))`.
 
     Example:
@@ -162,7 +167,10 @@ def _states(tree: Any) -> list[QuantizedState]:
 
 
 def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
-    """The state of the inner transformation, with variables where `state` has them."""
+    """Returns the inner transformation's state in float32.
+
+    Arrays are in NNX variables where those of `state` are.
+    """
     if isinstance(state, ScaleByFP8AdamState):
         inner = optax.ScaleByAdamState(state.count, state.mu, state.nu)
         over = "nu" if state.scaling.normalized else None
@@ -178,7 +186,7 @@ def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
-    """The node at `path` of a state in the form of `like`."""
+    """Converts the node at `path` of a state to the form of `like`."""
     name = f"state{keystr(path)}"
     if not isinstance(like, QuantizedState):
         if _is_state(new):
@@ -212,7 +220,7 @@ def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
 
 
 def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
-    # Arrays that were saved before there were formats of one dtype have no name of one.
+    # Early checkpoints do not name a format: each dtype had only one format then.
     state = (
         {"format": target.format.name, **state} if isinstance(state, dict) else state
     )

@@ -1,4 +1,4 @@
-"""Moving averages of a state in float32, and in 8 bits again."""
+"""Conversion of a state's moving averages from 8 bits to float32 and back."""
 
 from typing import Any
 
@@ -17,11 +17,14 @@ from pallas_kernels.ops.adam.reference import LARGEST_NU
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:
-    """Returns what a state stands for, with all averages themselves in float32.
+    """Returns a state with float32 averages, none divided by a root.
+
+    A moment stored as mu / sqrt(nu) is multiplied by sqrt(nu).
 
     Raises:
-      ValueError: If an average is stored without range expansion, which no optimizer
-        does: a checkpoint without exponents was read as one with them.
+      ValueError: If an average is stored without range expansion. No optimizer does
+        this: it means that a checkpoint without exponents was read as one with
+        exponents.
     """
     leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
     stored = {path: leaf for path, leaf in leaves if is_quantized(leaf)}
@@ -45,14 +48,14 @@ def dequantized(inner_state: Any, layout: Layout) -> Any:
 def quantized(
     inner_state: Any, like: Any, layout: Layout, step: Array | None = None
 ) -> Any:
-    """Undoes `dequantized`, with averages in 8 bits where `like` has them.
+    """Undoes `dequantized`: stores averages in 8 bits where `like` has them in 8 bits.
 
     Args:
       inner_state: A state of the inner transformation, in float32.
-      like: The same with quantized averages, of which values do not matter.
-      layout: What the fields hold.
-      step: The number of the step, by which codes are rounded stochastically if the
-        layout says so; None rounds to nearest.
+      like: The same state with quantized averages, of which values do not matter.
+      layout: The storage of the state's fields.
+      step: The number of the step, on which random bits depend if the layout asks for
+        stochastic rounding. None rounds to nearest.
     """
     leaves, treedef = jax.tree.flatten_with_path(like, is_leaf=is_quantized)
     wide = treedef.flatten_up_to(inner_state)
@@ -86,15 +89,15 @@ def _encoded(
     granularity: PerGroup,
     noise: Array | None,
 ) -> QuantizedArray:
-    """An average, in float32, as its moment is stored."""
+    """Quantizes a float32 average as its `moment` says."""
     x = x.astype(jnp.float32)
     if over is not None:
-        # Where the second moment overflowed updates are zero, as in optax.
+        # Where the second moment overflowed, updates are zero, as in optax.
         finite = over <= jnp.finfo(jnp.float32).max
         root = jax.lax.rsqrt(jnp.maximum(over.astype(jnp.float32), TINY))
         x = x * jnp.where(finite, root, 0.0)
     elif moment.squares:
-        x = jnp.minimum(x, LARGEST_NU)  # An infinite one would spoil its group.
+        x = jnp.minimum(x, LARGEST_NU)  # Infinity would spoil its group.
     return quantize_moment(
         x,
         format=moment.format,

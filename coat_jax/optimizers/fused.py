@@ -1,9 +1,9 @@
 """A whole optimizer step in one pass over the parameters.
 
-An optax chain hands updates from one transformation to the next, each of which reads
-and writes memory. `fused_update` asks the `fp8_adamw` inside of a chain, by an extra
-argument that optax's wrappers hand on, to apply its updates itself, and finds the
-parameters after the step where it would have found updates.
+In an optax chain, each transformation reads updates from memory and writes them back
+for the next one. `fused_update` passes an extra argument, which optax's wrappers hand
+on, to the `fp8_adamw` inside of a chain. It asks `fp8_adamw` to apply its updates
+itself. `fp8_adamw` then returns the parameters after the step in place of updates.
 """
 
 import dataclasses
@@ -27,35 +27,35 @@ def fused_update(
     key: Key[Array, ""] | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """`tx.update` and `optax.apply_updates` in one, where `tx` ends in `fp8_adamw`.
+    """Computes `tx.update` and `optax.apply_updates` in one pass over the parameters.
 
     On a Hopper GPU one kernel reads a parameter, its gradient and its moments once and
-    writes them once, in place where `params` and `state` are donated. Elsewhere, and
-    for what the kernel does not take, the same arithmetic runs in JAX operations.
-    Parameters are rounded once, after arithmetic in float32, where optax's chain rounds
-    each of its updates.
+    writes them once. It writes in place if `params` and `state` are donated. On other
+    devices, and for arrays that the kernel does not support, the same arithmetic runs
+    in JAX operations. Parameters are rounded once, after arithmetic in float32. Optax's
+    chain rounds after each of its updates.
 
-    What comes before `fp8_adamw` in a chain does what it always does, and so do
-    `optax.masked`, `optax.partition` and `optax.inject_hyperparams` around it; updates
-    of other transformations are applied as by optax.
+    Transformations before `fp8_adamw` in a chain work as always, and so do
+    `optax.masked`, `optax.partition` and `optax.inject_hyperparams` around it. Updates
+    of other transformations, in an `optax.partition`, are applied as by optax.
 
     Args:
       tx: An optimizer whose last transformation is `fp8_adamw`.
       grads: Gradients.
       state: The optimizer's state.
       params: Parameters.
-      key: Rounds bfloat16 parameters stochastically: to one of the two neighbours, on
-        average to the exact result. The random bits depend on this key, the step's
-        number, the parameter's path and the element's place, not on the sharding. None
-        rounds to nearest.
-      **extra_args: For `tx.update`.
+      key: A key to round bfloat16 parameters stochastically, to one of the two
+        neighbours; the mean is the exact result. The random bits depend on this key,
+        the step's number, the parameter's path and the element's position, not on the
+        sharding. None rounds to nearest.
+      **extra_args: Further arguments for `tx.update`.
 
     Returns:
       The parameters and the state after the step.
 
     Raises:
-      ValueError: If something after or around `fp8_adamw` needs its updates, or there
-        is none.
+      ValueError: If there is no `fp8_adamw`, or a transformation after or around it
+        needs its updates.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
@@ -86,7 +86,7 @@ def fused_update(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FusedRequest:
-    """Asks `fp8_adamw` to apply its updates; the extra argument `coat_fused`.
+    """The extra argument `coat_fused`, which asks `fp8_adamw` to apply its updates.
 
     Attributes:
       key: The key of stochastic rounding, or None.
@@ -96,7 +96,10 @@ class FusedRequest:
 
 
 class Applied:
-    """A parameter after its step, where optax expects an update; refuses all else."""
+    """A parameter after its step, in the place where optax expects an update.
+
+    It raises an error if anything computes with it.
+    """
 
     def __init__(self, param: Array):
         self.param = param
@@ -117,10 +120,12 @@ def fused_adamw(
     state: tuple[optax.OptState, ...],
     params: optax.Params,
 ) -> tuple[Any, tuple[optax.OptState, ...]]:
-    """The update of `fp8_adamw` with its whole step done.
+    """Computes the update of `fp8_adamw` with parameters already updated.
 
-    Weight decay and learning rate are read off optax's own transformations, by what
-    they make of numbers, so that masks, schedules and their states stay optax's.
+    Weight decay and learning rate come from optax's own transformations, called on
+    numbers: `decay` maps the update 0 for the parameter 1 to the weight decay, and
+    `rate` maps -1 to the learning rate. So masks, schedules and their states stay
+    optax's.
     """
     zeros, ones = (jax.tree.map(lambda _, x=x: x, params) for x in (0.0, 1.0))
     decays, decay_state = decay.update(zeros, state[1], ones)

@@ -1,12 +1,15 @@
-"""Quantized arrays: 8-bit codes with one scale a group.
+"""Quantized arrays: 8-bit codes with one scale per group.
 
-`quantize` and `dequantize` define the library's numerics; everything else, kernels
-included, agrees with them. Formats and granularities are those of COAT
-(arXiv 2410.19313, sections 3 to 5) with these changes. `scale` always multiplies on
-the way back, and codes are taken against the *stored* (rounded) scale, so that a
-group's metadata is two bytes, three with range expansion; a scale for a whole tensor is
-a power of two. Optimizers keep the scales of moments in float32; see
-`coat_jax.optimizers.moment`.
+`quantize` and `dequantize` define the library's numerics. All other code, kernels
+included, agrees with them. Formats and granularities are those of COAT (arXiv
+2410.19313, sections 3 to 5), with these changes:
+
+- Dequantization always multiplies by `scale`.
+- Codes are computed with the *stored* (rounded) scale. So a group needs two bytes of
+  metadata, or three with range expansion.
+- A per-tensor scale is a power of two.
+
+Optimizers store the scales of moments in float32; see `coat_jax.optimizers.moment`.
 """
 
 import dataclasses
@@ -40,19 +43,20 @@ from pallas_kernels.rounding import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """An 8-bit code for numbers in [-max, max], or [0, max] where it has no sign.
+    """An 8-bit format for numbers in [-max, max], or in [0, max] if it has no sign.
 
     Attributes:
-      name: What it is called in reports.
+      name: The name of the format in reports.
       dtype: The dtype of the codes.
-      max: The largest magnitude a code stands for.
-      dynamic_range: The ratio of magnitudes that range expansion fits a group into
-        (COAT, section 4.2: half of max squared for a floating format).
-      power: The k that expands numbers spread like a normal distribution's best.
-      table: The 256 values that the codes stand for in ascending order, or None for a
-        floating dtype, whose codes are their values.
-      signed: Whether there are codes of negative numbers. UE4M4, whose codes are E4M3's
-        with the sign's bit as a fourth bit of the mantissa, has none.
+      max: The largest magnitude that a code stands for.
+      dynamic_range: The ratio of magnitudes onto which range expansion maps a group
+        (COAT, section 4.2: max**2 / 2 for a floating format).
+      power: The exponent k of range expansion that is best for normally distributed
+        numbers.
+      table: The 256 values of the codes in ascending order. None for a floating dtype,
+        whose codes are their own values.
+      signed: Whether the format has negative numbers. UE4M4 has none: its codes are
+        E4M3 codes in which the sign bit is a fourth bit of the mantissa.
     """
 
     name: str
@@ -78,16 +82,19 @@ class Format:
         noise: UInt32[Array, "..."] | None = None,
         power: Array | float = 1.0,
     ) -> Array:
-        """Rounds to a code and saturates; NaN stays NaN in floating formats.
+        """Rounds numbers to codes and saturates; NaN stays NaN in floating formats.
 
         Args:
-          x: The numbers, float32. Without a sign negative ones count as zero.
-          noise: 32 random bits for each number, which is then rounded to one of the two
-            codes next to it, on average to itself. None rounds to the nearest code:
-            ties go to the even code, in a table to the lower value, in UE4M4 up.
-          power: The k of which `x` is a power: with noise the mean of roots is right
-            then, in formats with a sign. Without one it is for averages of squares,
-            which move by little of what lies between codes, and are off by 1%.
+          x: The numbers, float32. Formats without a sign take negative numbers as zero.
+          noise: 32 random bits for each number, for stochastic rounding to one of the
+            two neighbouring codes; the mean is the number itself. None rounds to the
+            nearest code. A tie goes to the even code, in a table to the lower value, in
+            UE4M4 up.
+          power: The k of range expansion, if `x` holds magnitudes to the power k. With
+            `noise`, formats with a sign then make the mean of x ** (1 / k) right.
+            Formats without a sign are for averages of squares. These move by a small
+            part of the distance between codes, so that no correction is made; the means
+            are off by 1%.
         """
         x = jnp.clip(x, -self.max if self.signed else 0.0, self.max)
         if self.table is not None:
@@ -108,6 +115,7 @@ class Format:
         table = jnp.asarray(values)
         low, high = table[below], table[below + 1]
         if self.signed:
+            # This shift makes the mean of x ** (1 / power) right to second order.
             over = jnp.where(jnp.abs(x) < self.smallest, jnp.inf, x)
             x = x + (x - low) * (high - x) / over * ((1 - 1 / power) / 2)
         uniform = (noise >> 8).astype(jnp.float32) * 2.0**-24
@@ -121,12 +129,13 @@ class Format:
             mantissa=4,
             smallest_normal=self.smallest,
         )
-        # Half of the smallest code and more stay above zero: they may be divisors.
+        # Numbers of at least half the smallest code stay above zero, since an update
+        # may divide by them.
         zero = x < (self.smallest / 2 if noise is None else TINY)
         return pack_ue4m4(jnp.where(zero, 0.0, jnp.minimum(rounded, self.max)))
 
     def decode(self, codes: Array) -> Float[Array, "..."]:
-        """The float32 values that codes stand for."""
+        """Returns the float32 values that codes stand for."""
         if self.table is not None:
             return jnp.asarray(self.table, jnp.float32)[codes.astype(jnp.int32)]
         return codes.astype(jnp.float32) if self.signed else unpack_ue4m4(codes)
@@ -147,10 +156,11 @@ def _float_format(name: str, dtype, power: float) -> Format:
 
 
 def _dynamic_exponent_table() -> tuple[float, ...]:
-    """A sign, a unary exponent, the rest a linear fraction (8-bit optimizers, fig. 2).
+    """Returns the values of dynamic exponent codes (8-bit optimizers, fig. 2).
 
-    With e leading zeros the magnitude is 10**-e times the midpoint of one of 2**(6-e)
-    equal parts of [0.1, 1]. The two codes left over are 0 and 1.
+    A code has a sign, a unary exponent, and a linear fraction in the bits that are
+    left. With e leading zeros, the magnitude is 10**-e times the midpoint of one of
+    2**(6-e) equal parts of [0.1, 1]. The two remaining codes are 0 and 1.
     """
     magnitudes = [
         10.0**-exponent * (0.1 + 0.9 * (part + 0.5) / 2 ** (6 - exponent))
@@ -179,7 +189,7 @@ DE8 = Format(
     power=2.75,
     table=_DE8_TABLE,
 )
-# Sixteen codes an octave, which range expansion fits to a group.
+# LOG8 has sixteen codes per octave. Range expansion fits them to each group's range.
 LOG8 = Format(
     name="LOG8",
     dtype=jnp.dtype(jnp.uint8),
@@ -195,18 +205,19 @@ LOG8 = Format(
 class PerTensor:
     """A scale for the whole array: a power of two, in float32.
 
-    Products of such scales are exact in any dtype, so matrix products can apply them to
-    a BF16 result. It costs at most one of E4M3's 18 octaves, and no precision.
+    Products of two such scales are exact in any dtype, so that matmuls can apply them
+    to a BF16 result. A power of two costs at most one of E4M3's 18 octaves, and no
+    precision.
     """
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one group of an array of `shape`."""
+        """Returns the shape of one group of an array of `shape`."""
         return shape
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroup:
-    """A scale for every `size` neighbours on the last axis, in bfloat16."""
+    """A bfloat16 scale for every `size` neighbours on the last axis."""
 
     size: int
 
@@ -214,13 +225,13 @@ class PerGroup:
         _check_positive(self, "size")
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one group of an array of `shape`."""
+        """Returns the shape of one group of an array of `shape`."""
         return (1,) * (len(shape) - 1) + (self.size,) if shape else ()
 
 
 @dataclasses.dataclass(frozen=True)
 class PerBlock:
-    """A scale for every `rows` x `cols` tile of the last two axes, in bfloat16."""
+    """A bfloat16 scale for every `rows` x `cols` tile of the last two axes."""
 
     rows: int
     cols: int
@@ -229,7 +240,7 @@ class PerBlock:
         _check_positive(self, "rows", "cols")
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of one group of an array of `shape`."""
+        """Returns the shape of one group of an array of `shape`."""
         if len(shape) < 2:
             raise ValueError(f"{self} needs an array of two axes or more, got {shape}")
         return (1,) * (len(shape) - 2) + (self.rows, self.cols)
@@ -249,23 +260,24 @@ def _check_positive(granularity, *names: str) -> None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizedArray:
-    """An array as 8-bit codes and one scale a group.
+    """An array stored as 8-bit codes and one scale per group.
 
     It stands for `codes * scale`, or with range expansion for
-    `sign(c) * max * scale * (|c| / max) ** (1 / k)`. A pytree of its arrays, so `jit`,
-    `scan`, `vmap` and checkpoints take it as it is; axes that `vmap` or `scan` puts in
-    front are no part of a group.
+    `sign(c) * max * scale * (|c| / max) ** (1 / k)`, where c is the value of a code and
+    `max` the format's. It is a pytree of its arrays, so `jit`, `scan`, `vmap` and
+    checkpoints take it. Leading axes that `vmap` or `scan` add belong to no group.
 
     Attributes:
-      codes: The codes, in the shape of the array they stand for.
-      scale: One entry a group, of the same rank; bfloat16, float32 for `PerTensor`. A
-        group with a NaN or an infinity has the scale NaN, and is NaN altogether.
-      exponent: k of the range expansion in sixteenths, uint8, shaped like `scale`; None
-        where all groups share `power`.
-      format: What the codes mean.
-      granularity: Which elements share a scale.
+      codes: The codes, in the shape of the array that they stand for.
+      scale: One scale per group, with as many axes as `codes`; bfloat16, or float32 for
+        `PerTensor`. A group that contains NaN or infinity has the scale NaN, so that
+        all its elements are NaN.
+      exponent: The k of range expansion for each group, times sixteen, uint8, shaped
+        like `scale`. None if all groups share `power`.
+      format: The format of the codes.
+      granularity: The elements that share a scale.
       dtype: The dtype that `dequantize` returns.
-      power: k of the range expansion where `exponent` is None; 1 is no expansion.
+      power: The k of range expansion if `exponent` is None; 1 means no expansion.
     """
 
     codes: Array
@@ -282,11 +294,11 @@ class QuantizedArray:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and exponents."""
+        """The number of bytes of codes, scales and exponents."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     def dequantize(self) -> Array:
-        """The array this stands for, in `dtype`; see `coat.dequantize`."""
+        """Returns the array in `dtype`; see `coat.dequantize`."""
         return dequantize(self)
 
 
@@ -298,30 +310,38 @@ def quantize(
     expand: bool | float = False,
     noise: UInt32[Array, "..."] | None = None,
 ) -> QuantizedArray:
-    """Quantizes a floating array to 8-bit codes with one scale a group.
+    """Quantizes a floating array to 8-bit codes with one scale per group.
 
-    A group's scale is its largest magnitude over the format's, rounded to bfloat16, or
-    for `PerTensor` up to a power of two; codes are rounded to nearest even after
-    multiplication by the stored scale's reciprocal, and saturate. A last axis (for
-    `PerBlock`, the last two) that the group does not divide has a short last group.
+    The scale of a group is amax / format.max, rounded to bfloat16, or for `PerTensor`
+    up to a power of two. The codes are those of
+
+        x * (1 / scale)                                      without expansion,
+        sign(x) * max * (|x| / (max * scale)) ** k           with expansion,
+
+    rounded to nearest (ties to even in floating formats with a sign) and saturated. If
+    the group size does not divide the last axis (for `PerBlock`, the last two axes),
+    the last group is shorter.
+
     Magnitudes below the smallest normal float32, 1.2e-38, count as zero on every
     backend. With `expand=True` no other magnitude becomes zero. Floating codes keep the
-    sign of zeros. Quantizing a dequantized array again gives the same codes in a
-    floating format, unless they stand for denormals. What a scale cannot reach
-    saturates: a percent at the end of float32's range, more with `PerTensor`, and with
-    DE8 all beyond 2**125.
+    sign of zeros. In a floating format, quantizing a dequantized array again gives the
+    same codes, unless they stand for denormals. Scales have an upper limit, beyond
+    which numbers saturate: those in the last percent of float32's range, more of them
+    with `PerTensor`, and with DE8 all beyond 2**125.
 
     Args:
       x: A floating array of any shape.
       format: `coat.E4M3`, `coat.E5M2` or `coat.DE8`; for arrays without negative
-        numbers `coat.UE4M4` or `coat.LOG8`, too.
+        numbers also `coat.UE4M4` or `coat.LOG8`.
       granularity: `coat.PerTensor()`, `coat.PerGroup(g)` or
         `coat.PerBlock(rows, cols)`.
-      expand: Whether to apply the dynamic range expansion (COAT, section 4.2), with a
-        k for every group; a number is the k of all groups instead.
-      noise: 32 random bits an element, for stochastic rounding: to one of the two codes
-        next to a number, on average to the number itself (with `expand` to its power
-        k). Scales are then at most a percent larger, so that nothing saturates.
+      expand: Whether to apply dynamic range expansion (COAT, section 4.2) with a k for
+        each group. A number is taken as the k of all groups instead.
+      noise: A uint32 array of random bits in x's shape, such as
+        `jax.random.bits(key, x.shape)`, for stochastic rounding. A number is rounded to
+        one of the two neighbouring codes; the mean is the number itself. With `expand`,
+        formats without a sign have the right mean of x**k instead. Scales are then up
+        to a percent larger, so that nothing saturates.
 
     Raises:
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
@@ -338,13 +358,13 @@ def quantize(
     """
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
-    own_power = expand is True  # Each group has its k; 1.0 and 0.0 are numbers.
+    own_power = expand is True  # The number 1.0 equals True, but is a k.
     power = 1.0 if isinstance(expand, bool) else float(expand)
     if not 0 < power < math.inf:
         raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
     largest, groups = _largest(x, granularity)
     if noise is not None:
-        largest *= 1 + 2.0**-8  # A scale that is rounded down saturates.
+        largest *= 1 + 2.0**-8  # A scale rounded down would saturate.
     scale = _stored_scale(largest, format, granularity)
     return _encoded(x, groups, scale, format, granularity, power, own_power, noise)
 
@@ -357,21 +377,23 @@ def quantize_moment(
     power: float | None,
     noise: UInt32[Array, "..."] | None,
 ) -> QuantizedArray:
-    """Quantizes a moving average with range expansion, so that it can go on moving.
+    """Quantizes a moving average with range expansion, so that it can keep moving.
 
-    Unlike `quantize` it keeps scales in float32: a maximum in bfloat16 has steps of
-    0.4%, and an average that moves by 0.1% a step would stand still. And no group is
-    taken for wider than 40 octaves: an element that fades costs its neighbours no more
-    precision than that. With a k of each group's own nothing above zero becomes zero.
+    There are two differences to `quantize`. First, scales stay in float32: an amax in
+    bfloat16 has steps of 0.4%, so an average that moves by 0.1% per step would stall.
+    Second, expansion covers at most 40 octaves of a group, so an element that fades
+    away costs its neighbours no more precision than that. With a k for each group, no
+    element above zero becomes zero.
 
     Args:
       x: The average, float32.
-      format: Of the codes.
-      granularity: Which elements share a scale.
-      power: The k of all groups, or None for one of each group's own.
-      noise: 32 random bits an element, or None to round to the nearest code.
+      format: The format of the codes.
+      granularity: The elements that share a scale.
+      power: The k of all groups, or None to give each group its own k.
+      noise: 32 random bits for each element, or None to round to the nearest code.
     """
     largest, groups = _largest(x, granularity)
+    # The last term makes the scale NaN where the amax is not finite.
     scale = jnp.maximum(largest * (1 / format.max), TINY) + largest * 0.0
     own_power, power = power is None, power or 1.0
     return _encoded(
@@ -380,7 +402,7 @@ def quantize_moment(
 
 
 def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
-    """The largest magnitude of each group, and the groups, as `_split` has them."""
+    """Returns the amax of each group, and the groups as `_split` shapes them."""
     block = granularity.block(x.shape)
     groups = normal(_split(jnp.asarray(x, jnp.float32), block))
     within = tuple(range(1, groups.ndim, 2))
@@ -390,7 +412,7 @@ def _largest(x: Array, granularity: Granularity) -> tuple[Array, Array]:
 def _encoded(
     x, groups, scale, format, granularity, power, own_power, noise, octaves=math.inf
 ) -> QuantizedArray:
-    """The array of these scales, from groups as `_split` has them."""
+    """Encodes groups, as `_split` shapes them, with the given scales."""
     within = tuple(range(1, groups.ndim, 2))
     if noise is not None:
         noise = _split(noise, granularity.block(x.shape))
@@ -406,9 +428,11 @@ def _encoded(
             exponent = exponent.squeeze(within)
         scaled = expansion.expand(groups, top, k) * format.max
         if own_power:
+            # No number above zero may become zero, since an update may divide by it.
             scaled = jnp.where(groups == 0, 0.0, jnp.maximum(scaled, format.smallest))
         elif noise is not None:
-            # Below the smallest code the mean is to be right of x, not of its power.
+            # A number below the smallest code becomes that code with a probability
+            # linear in x, not in x**k, so that the mean of x is right.
             ratio = (format.smallest / format.max) ** (1 / k)
             linear = jnp.abs(groups) * (format.smallest / ratio / top)
             scaled = jnp.where(scaled < format.smallest, linear, scaled)
@@ -430,9 +454,10 @@ def _encoded(
 
 @jax.custom_jvp
 def undifferentiated(x: Array) -> Array:
-    """`x`, to be quantized where nothing is differentiated: an error if it is.
+    """Returns `x`; raises an error if it is differentiated.
 
-    Within a custom_vjp that is if a gradient is differentiated again.
+    It marks arrays that are quantized where no derivative is taken. Within a custom_vjp
+    the error occurs only if a gradient is differentiated again.
     """
     return x
 
@@ -446,7 +471,10 @@ def _(primals, tangents):
 
 
 def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
-    """The array that `q` stands for, in `q.dtype`; computed in float32.
+    """Returns the array that `q` stands for in `q.dtype`, computed in float32.
+
+    The values are `codes * scale`, or with range expansion
+    `sign(c) * max * scale * (|c| / max) ** (1 / k)`.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -468,15 +496,18 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 
 def tensor_scale(largest: Float[Array, "..."], format: Format) -> Float[Array, "..."]:
-    """The scale that `quantize` gives an array of such a maximum with `PerTensor`.
+    """Computes the scale that `quantize` gives a `PerTensor` array of this amax.
 
-    A power of two, float32; NaN where the maximum is not finite.
+    The scale is a power of two, float32. It is NaN where the amax is not finite.
     """
     return _stored_scale(largest, format, PerTensor())
 
 
 def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> Array:
-    """The scale as stored: normal, and so 1 / scale; max * scale fits bfloat16."""
+    """Computes the scale to store; scale and 1 / scale are normal numbers.
+
+    The scale has an upper limit, so that max * scale fits bfloat16.
+    """
     if isinstance(granularity, PerTensor):
         step = 0.0 if format.table else float(ml_dtypes.finfo(format.dtype).eps)
         return power_of_two_scale(largest, format.max, step=step)
@@ -484,14 +515,18 @@ def _stored_scale(largest: Array, format: Format, granularity: Granularity) -> A
 
 
 def _block(q: QuantizedArray) -> tuple[int, ...]:
-    """The shape of a group; one along the axes that `vmap` or `scan` put in front."""
+    """Returns the shape of a group of `q`.
+
+    It is 1 along leading axes that `vmap` or `scan` added: there `codes` and `scale`
+    have the same length.
+    """
     block = q.granularity.block(q.shape)
     axes = zip(q.shape, q.scale.shape, block, strict=True)
     return tuple(1 if n == groups else size for n, groups, size in axes)
 
 
 def _split(x: Array, block: tuple[int, ...]) -> Array:
-    """[n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
+    """Reshapes [n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
     block = tuple(max(min(n, b), 1) for n, b in zip(x.shape, block, strict=True))
     padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
     if any(after for _, after in padding):
@@ -509,5 +544,5 @@ def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _broadcastable(scale: Array) -> Array:
-    """[g0, g1, ...] to [g0, 1, g1, 1, ...]: what broadcasts against `_split`."""
+    """Reshapes [g0, g1, ...] to [g0, 1, g1, 1, ...], to broadcast against `_split`."""
     return scale.reshape([d for n in scale.shape for d in (n, 1)])

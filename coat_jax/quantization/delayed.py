@@ -1,10 +1,10 @@
-"""Delayed scaling: the scale of a tensor from its largest magnitudes in steps before.
+"""Delayed scaling: the scale of a tensor from its amax in earlier steps.
 
-A scale taken just in time needs a pass over the tensor before it is quantized. From a
-history of maxima a scale is there at once, and the tensor's own maximum is found while
-it is quantized (Micikevicius et al., arXiv 2209.05433; as in TransformerEngine and
-`flax.linen.Fp8DotGeneralOp`). Histories pass through a step as parameters do, and their
-gradients are the histories of the next step.
+A scale computed just in time needs a pass over the tensor before it is quantized. A
+scale from a history of amaxes is known at once, and the tensor's own amax is found
+while it is quantized (Micikevicius et al., arXiv 2209.05433; TransformerEngine and
+`flax.linen.Fp8DotGeneralOp` do the same). Histories pass through a step like
+parameters, and their gradients are the histories of the next step.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,16 @@ import pallas_kernels as kernels
 from coat_jax.quantization.array import Format, tensor_scale
 from pallas_kernels.numerics import magnitude
 
-# Steps that a history remembers.
+# The number of steps whose amax a history holds.
 LENGTH = 16
 
 
 @nnx.register_variable_name(OVERWRITE_WITH_GRADIENT)
 class OverwriteWithGradient(nnx.Variable):
-    """A variable whose gradient is its next value, as of delayed scaling's histories.
+    """A variable whose gradient is its next value, as delayed scaling's histories are.
 
-    As a Linen collection it has the name that `flax.training.train_state` knows. Where
-    a step sums the gradients of several passes, it takes the maximum of these.
+    As a Linen collection it has the name that `flax.training.train_state` knows. A step
+    that sums the gradients of several passes must take the maximum of these instead.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -47,7 +47,10 @@ class OverwriteWithGradient(nnx.Variable):
 
 
 def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
-    """The history before the first step; its guess is forgotten after that."""
+    """Returns the history before the first step, with a guess of the amax.
+
+    The first recorded amax replaces the guess.
+    """
     return jnp.zeros(LENGTH, jnp.float32).at[-1].set(guess)
 
 
@@ -56,10 +59,12 @@ def scale_of(
     history: Float[Array, " length"] | None,
     bound: Callable[[], kernels.Bound],
 ) -> Float[Array, ""]:
-    """A tensor's scale: for all that a history remembers, or just in time for a bound.
+    """Computes a tensor's scale from its history, or without one from `bound`.
 
-    Scales rise with maxima, so that the largest maximum has the largest scale. This way
-    around XLA computes all scales and finds the largest in one kernel.
+    A history gives the scale of its largest amax. Scales rise with the amax, so this is
+    also the largest of the scales of all entries. In this order XLA computes all scales
+    and their maximum in one kernel. Without a history, the scale of the bound is
+    computed just in time.
     """
     if history is not None:
         return magnitude(tensor_scale(history, format))
@@ -70,10 +75,10 @@ def scale_of(
 def recorded(
     history: Float[Array, " length"], largest: Float[Array, ""] | None
 ) -> Float[Array, " length"]:
-    """The history with one more maximum in front, and its last forgotten.
+    """Returns the history with a new amax in front and without its last entry.
 
-    A maximum that is zero or not finite says nothing: the one before stands for it. So
-    does None, of a tensor that was not quantized.
+    An amax that is zero or not finite is replaced by the largest entry of the history.
+    None means that the tensor was not quantized, and leaves the history unchanged.
     """
     if largest is None:
         return history

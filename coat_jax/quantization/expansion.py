@@ -1,9 +1,9 @@
 """Dynamic range expansion (COAT, arXiv 2410.19313, section 4.2).
 
 A group whose magnitudes span a ratio R uses little of a format that spans D. Raising
-magnitudes to the power k = log(D) / log(R) stretches the group over the format before
-it is rounded, and the power 1/k undoes that. A group's own k is kept in sixteenths, as
-one byte.
+the magnitudes to the power k = log(D) / log(R) stretches the group over the format
+before rounding. The power 1/k undoes this. A group's own k is stored as one byte, in
+units of 1/16.
 """
 
 import math
@@ -17,16 +17,17 @@ _STEPS = 16
 def exponent(
     largest: Float[Array, "..."], smallest: Float[Array, "..."], dynamic_range: float
 ) -> UInt8[Array, "..."]:
-    """The k, in sixteenths, that maps a group onto `dynamic_range`.
+    """Computes the k, in sixteenths, that maps a group onto `dynamic_range`.
 
     Args:
-      largest: The group's largest magnitude; 0 for a group of zeros.
-      smallest: Its smallest non-zero magnitude; not below the smallest normal float32.
-      dynamic_range: D, the ratio of magnitudes to fill.
+      largest: The group's amax; 0 for a group of zeros.
+      smallest: The group's smallest nonzero magnitude; at least the smallest normal
+        float32.
+      dynamic_range: The ratio D of magnitudes to fill.
 
     Returns:
-      floor(16 log2(D) / log2(largest / smallest)), between 1 (k = 1/16) and 255 (k just
-      below 16). A group of equal, zero or non-finite magnitudes has 255.
+      floor(16 log2(D) / log2(largest / smallest)), clipped to between 1 (k = 1/16) and
+      255 (k just below 16). A group of equal, zero or non-finite magnitudes has 255.
     """
     octaves = jnp.log2(largest) - jnp.log2(smallest)
     steps = _STEPS * math.log2(dynamic_range) / octaves
@@ -35,7 +36,7 @@ def exponent(
 
 
 def power(steps: UInt8[Array, "..."]) -> Float[Array, "..."]:
-    """The power that k in sixteenths stands for."""
+    """Returns k as a float32 number, for k given in sixteenths."""
     return steps.astype(jnp.float32) * (1 / _STEPS)
 
 
@@ -44,7 +45,7 @@ def expand(
 ) -> Float[Array, "..."]:
     """Computes (|x| / largest) ** k, in [0, 1].
 
-    In logarithms, since the ratio alone may be below the smallest float32.
+    It is computed in logarithms, since the ratio may be below the smallest float32.
     """
     return jnp.exp2(jnp.minimum(jnp.log2(jnp.abs(x)) - jnp.log2(largest), 0.0) * k)
 
@@ -54,11 +55,12 @@ def contract(
 ) -> Float[Array, "..."]:
     """Computes largest * t ** (1 / k), for t in [0, 1].
 
-    For t > 0 it is at least the smallest normal float32, since less may be taken as 0.
+    For t > 0 the result is at least the smallest normal float32, since backends may
+    take smaller numbers as 0.
     """
-    # In logarithms, since t ** (1 / k) alone may be below the smallest float32. That of
-    # float32's largest number rounds to 128, whose power is infinite.
+    # Logarithms are needed, since t ** (1 / k) may be below the smallest float32. The
+    # log2 of float32's largest number rounds to 128, and 2**128 would be infinite.
     exponent = jnp.log2(t) * (1 / k) + jnp.log2(largest)
     x = jnp.exp2(jnp.minimum(exponent, 128 - 2.0**-16))
     x = jnp.maximum(x, jnp.finfo(jnp.float32).tiny)
-    return jnp.where(t == 0, 0.0 * largest, x)  # NaN stays NaN.
+    return jnp.where(t == 0, 0.0 * largest, x)  # The product keeps NaN.

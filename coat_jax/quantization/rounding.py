@@ -1,4 +1,4 @@
-"""Stochastic rounding to 8-bit floating formats, and the random bits of any."""
+"""Stochastic rounding to 8-bit floating formats, and random bits for it."""
 
 import jax
 import jax.numpy as jnp
@@ -15,17 +15,19 @@ def stochastic_round(
     dtype: DTypeLike,
     power: Array | float = 1.0,
 ) -> Float[Array, "..."]:
-    """Rounds float32 numbers to one of the two codes next to them, by chance.
+    """Rounds each float32 number at random to one of the two neighbouring codes.
 
-    The nearer a code the likelier it is: the mean over random `noise` is `x`, to a
-    millionth of the distance between the codes. A number that a code stands for stays
-    what it is. Numbers beyond the largest code are not for this function.
+    The nearer code is more likely: the mean over random `noise` is `x`, up to a
+    millionth of the distance between the codes. A number that a code stands for does
+    not change. Numbers must not exceed the largest code.
 
     Args:
       x: The numbers, float32.
-      noise: 32 random bits for each, of which the upper 20 are used (of E5M2, 21).
-      dtype: The codes' dtype, such as `float8_e4m3fn`.
-      power: The k of which x is a power: the mean of roots is right then.
+      noise: 32 random bits for each number, of which the upper 20 are used (21 for
+        E5M2).
+      dtype: The dtype of the codes, such as `float8_e4m3fn`.
+      power: The k of range expansion, if `x` holds magnitudes to the power k. The mean
+        of x ** (1 / k) is then right instead of that of x.
 
     Returns:
       Numbers that codes stand for, float32.
@@ -50,7 +52,10 @@ def stochastic_round(
 
 
 def random_bits(key: Key[Array, ""], shape: tuple[int, ...], like: Array) -> Array:
-    """32 random bits an element, sharded as `like` is where types say how."""
+    """Returns 32 random bits for each element of `shape`.
+
+    On a mesh with explicit axes they are sharded like `like`.
+    """
     sharding = jax.typeof(like).sharding
     explicit = sharding.mesh.explicit_axes
     return jax.random.bits(
