@@ -1,4 +1,4 @@
-"""Causal attention by what is fastest, and what its backward pass saves."""
+"""Causal attention with the fastest implementation, and its saved residuals."""
 
 from functools import partial
 
@@ -13,16 +13,19 @@ def causal_attention(
     v: Float[Array, "b s k d"],
     kept: tuple[Array, ...] = (),
 ) -> Float[Array, "b s n d"]:
-    """Softmax attention of each position to itself and those before it.
+    """Computes softmax attention of each position to itself and earlier positions.
 
-    Backward saves q, k, v, and on GPUs the output and a statistic a row: cuDNN's flash
-    attention there, elsewhere XLA's, whose probabilities are recomputed.
+    The output is `softmax(q @ k.T / sqrt(d)) @ v` for each head, with later positions
+    masked. cuDNN's flash attention runs where it can: on GPUs, for heads and dtypes
+    that it supports. It saves q, k, v, the output, and one softmax statistic per query
+    and head. XLA's attention runs elsewhere. It saves q, k, v and recomputes the
+    probabilities.
 
     Args:
       q: Queries.
-      k: Keys; their heads divide those of the queries.
+      k: Keys; the number of key heads divides the number of query heads.
       v: Values.
-      kept: Copies of the three, to save in their place. They get no gradients.
+      kept: Copies of q, k and v, which are saved in their place. They get no gradients.
     """
     return _keeping(q, k, v, kept) if kept else _attention(q, k, v)
 
@@ -33,6 +36,7 @@ def _keeping(q, k, v, kept):
 
 
 def _keeping_fwd(q, k, v, kept):
+    # `vjp` is a tree of residuals, in which the copies replace q, k and v.
     o, vjp = jax.vjp(_attention, q, k, v)
     copies = {id(x): copy for x, copy in zip((q, k, v), kept, strict=True)}
     return o, jax.tree.map(lambda x: copies.get(id(x), x), vjp)
@@ -53,7 +57,7 @@ def _attention(q, k, v):
 
 
 def _has_flash_attention(q: Array) -> bool:
-    # cuDNN's kernel has a backward pass for these arrays only.
+    # cuDNN's kernel has a backward pass only for these shapes and dtypes.
     _, length, _, head_dim = q.shape
     return (
         jax.default_backend() == "gpu"

@@ -1,4 +1,4 @@
-"""Flax modules over the library's functions."""
+"""Flax modules of the decoder layer and its FP8 weights."""
 
 from typing import Literal, get_args
 
@@ -14,37 +14,38 @@ from pallas_kernels.checks import check_positive
 
 Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
-# The initial amax of a gradient. E5M2 covers 2**-31 of it, so any first gradient fits.
+# The initial amax of a gradient. E5M2 covers 2**-31 of it, so a first gradient fits.
 _GRADIENT = 1.0
 
 
 class WeightCodes(nnx.Variable):
-    """FP8 codes of a weight and their scales, for more than one pass."""
+    """A variable for FP8 codes of a weight, or their scales, used by several passes."""
 
 
 class DecoderLayer(nnx.Module):
     """A pre-norm decoder layer: grouped-query attention and a gated MLP.
 
-    Weights are [out, in]: a row is an output's, with a scale of its own in FP8.
+    Weights are [out, in]. In forward matmuls of the FP8 flow each output feature has a
+    scale of its own.
 
     Args:
-      hidden_size: Size of the residual stream, h.
-      intermediate_size: Size of the MLP's inside, f.
-      num_heads: Number of query heads.
-      num_kv_heads: Number of key and value heads; divides `num_heads`.
-      head_dim: Size of a head.
-      recipe: What to multiply with and what backward keeps; see `blocks.RECIPES`.
-      scaling: When the scales of gradients are taken: "just_in_time", or "delayed",
-        from histories in variables of the type `OverwriteWithGradient`, whose gradients
-        are their next values; of the recipes "coat" and "coat_max".
+      hidden_size: The size of the residual stream, h.
+      intermediate_size: The size of the MLP's hidden layer, f.
+      num_heads: The number of query heads.
+      num_kv_heads: The number of key and value heads; divides `num_heads`.
+      head_dim: The size of a head.
+      recipe: The kind of matmuls and the saved activations; see `blocks.RECIPES`.
+      scaling: The scaling of gradients, "just_in_time" or "delayed". Delayed scales
+        come from histories in variables of the type `OverwriteWithGradient`, whose
+        gradients are their next values. It needs the recipe "coat" or "coat_max".
       norm: "rms" with a weight, or "layer" without parameters as in OLMo.
-      norm_eps: Epsilon of the norms.
-      gate: Activation of the MLP's gate.
-      rope_theta: Base of the rotary embedding.
-      param_dtype: Dtype of the parameters.
-      output_scale: Factor on the initialization of the two products that write to the
-        residual stream.
-      rngs: Source of the initialization.
+      norm_eps: The number that the norms add to the mean square, or to the variance.
+      gate: The activation of the MLP's gate.
+      rope_theta: The base of RoPE's frequencies.
+      param_dtype: The dtype of the parameters.
+      output_scale: A factor on the initialization of the two weights whose matmuls
+        write to the residual stream.
+      rngs: The random number generators for the initialization.
 
     Raises:
       ValueError: If a size is not positive, `num_kv_heads` does not divide `num_heads`,
@@ -137,14 +138,15 @@ class DecoderLayer(nnx.Module):
             )
 
     def quantize_weights(self) -> None:
-        """Quantizes the weights now, for all passes until it is called again.
+        """Quantizes the weights now, for all passes until the next call.
 
-        Without it each pass quantizes them. It pays where a step has several passes, as
-        in gradient accumulation, and takes 2 bytes a parameter. The codes are variables
-        of the type `WeightCodes`; no gradient is taken of them.
+        Without this call each pass quantizes the weights. The call is worthwhile if a
+        step has several passes, as in gradient accumulation, and takes 2 bytes per
+        parameter. The codes are variables of the type `WeightCodes`, which have no
+        gradients.
 
         Raises:
-          ValueError: If the recipe is none of the FP8 flow.
+          ValueError: If the recipe does not use the FP8 flow.
         """
         if blocks.RECIPES[self.recipe].linear is not None:
             raise ValueError(f"only the FP8 flow takes codes, not {self.recipe!r}")
@@ -160,7 +162,7 @@ class DecoderLayer(nnx.Module):
             self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
     def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
-        """Returns the parameters of the segment that has these weights."""
+        """Returns the parameters of the segment with the weights `names`."""
         params = {name: self._weight(name) for name in names}
         params["norm"] = _value(norm)
         if self.amax is not None:
@@ -179,12 +181,13 @@ class DecoderLayer(nnx.Module):
     def __call__(self, x: blocks.Residual) -> blocks.Residual:
         """Applies the layer to the residual stream [b, s, h].
 
-        Between `blocks.enter` and `blocks.leave` the gradient of a stream goes through
-        layers with its scale, which each layer takes again otherwise.
+        In the FP8 flow `x` may be a `Stream`, which `blocks.enter` returns and
+        `blocks.leave` takes. Its gradient passes from layer to layer with its scale.
+        For a plain array each layer computes this scale again.
 
         Raises:
-          ValueError: If the recipe is one of the FP8 flow, "coat" or "coat_max", and
-            `x` neither bfloat16 nor float32.
+          ValueError: If the recipe uses the FP8 flow ("coat" or "coat_max") and `x` is
+            neither bfloat16 nor float32.
         """
         recipe = blocks.RECIPES[self.recipe]
         if isinstance(x, blocks.Stream):

@@ -1,19 +1,25 @@
 """The FP8 precision flow: segments of a layer whose backward passes read FP8.
 
-COAT (arXiv 2410.19313, section 5). What a norm or a gate reads is quantized once, in
-groups of 16. The backward pass reads that, and computes norm outputs, gated products
-and rotary embeddings again; attention keeps what it reads and writes. Matrix products
-take E4M3 codes, in forward with a scale for each token and for each output of the
-weights, and E5M2 gradients with one scale a tensor. The residual stream stays wide and
-goes through `attention_in`, so that its gradient is added where the norm's is computed.
+The flow is that of COAT (arXiv 2410.19313, section 5). The input of a norm or a gate is
+quantized once, in groups of 16, and saved. The backward pass reads this copy, and
+recomputes the outputs of norms and gates and the angles of RoPE. Attention saves its
+inputs and its output.
 
-Weights are quantized in the layout that a product needs where it needs it: of them
-nothing but a scale lives between the passes. Or they come as `Fp8Weight`s.
+Forward matmuls take E4M3 codes, with per-token scales of activations and one scale per
+output feature of weights. In backward matmuls every operand has a per-tensor scale, and
+gradients are E5M2. The residual stream is not quantized. It passes through
+`attention_in`, so that the kernel of the norm's gradient adds the stream's gradient.
 
-Scales are taken just in time, those of the stream's gradients where these come from:
-between segments it is a `Stream`. Those of gradients are delayed ones if a segment's
-parameters hold `amax`, histories that are called `qkv_grad` where the gradient is that
-of what `qkv` is multiplied to. The gradients of histories are the next histories.
+Each matmul quantizes its weights when it runs, in the layout that it needs. Only one
+scale per weight is saved between the passes. Weights can also be `Fp8Weight`s, which
+are quantized beforehand.
+
+Scales are computed just in time by default. The scale of the stream's gradient is
+computed by the operation that computes the gradient, so between segments the stream is
+a `Stream`, which carries the scale. If the parameters of a segment hold `amax`, the
+scales of gradients are delayed. `amax` has a history per gradient: `qkv_grad` is that
+of the output of the matmul with the weight `qkv`. The gradients of histories are the
+histories of the next step.
 """
 
 import dataclasses
@@ -47,18 +53,20 @@ GateName = Literal["silu", "gelu", "gelu_exact"]
 NormName = Literal["rms", "layer"]
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
-# No slope of these gates is larger.
+# Upper bounds of the slope |activation'(x)|.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 
 
 class Stream(NamedTuple):
     """The residual stream, whose gradient comes with its scale.
 
+    Only one operation may read a stream. Two readers would add their gradients, and the
+    scale would not fit the sum.
+
     Attributes:
       x: The stream [b, s, h].
-      scale: A float32 scalar that says nothing. Its gradient is the scale for codes of
-        that of `x`, or says nothing where scaling is delayed. So nothing else may be
-        added to the gradient of `x`: there is one reader of a stream.
+      scale: A float32 dummy scalar. Its gradient carries the per-tensor scale with
+        which the gradient of `x` is quantized. It is unused if scaling is delayed.
     """
 
     x: Float[Array, "b s h"]
@@ -66,19 +74,19 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Array, "b s h"]) -> "Stream":
-        """The stream before the first segment."""
+        """Returns the stream before the first segment."""
         return cls(x, jnp.zeros((), jnp.float32))
 
     @classmethod
     def gradient(
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
-        """A gradient with its scale, from its `maxima` where these are known."""
+        """Returns a gradient with its scale, from `maxima`, its amaxes, if known."""
         found = kernels.maxima(dx) if maxima is None else maxima
         return cls(dx, scale_of(E5M2, None, lambda: kernels.Bound((found,))))
 
     def codes(self, history: Array | None) -> Codes:
-        """Codes of a gradient, both copies."""
+        """Quantizes a gradient to E5M2 codes and their transpose."""
         scale = self.scale if history is None else None
         how = {"copies": "both", "scale": scale, "history": history}
         return Codes.of(self.x, E5M2, **how)
@@ -86,7 +94,10 @@ class Stream(NamedTuple):
 
 @jax.custom_vjp
 def leave(stream: Stream) -> Float[Array, "b s h"]:
-    """The stream behind the last segment."""
+    """Returns the residual stream [b, s, h] behind the last segment.
+
+    Backward computes the scale of the stream's gradient.
+    """
     return stream.x
 
 
@@ -101,12 +112,12 @@ leave.defvjp(lambda stream: (stream.x, None), on_one_device(_leave_grads))
 class Heads:
     """The order of heads in the columns of the matmul before attention.
 
-    For every key head there are its queries, then its key, then its value.
+    For every key head the columns are its queries, then its key, then its value.
 
     Attributes:
-      num_kv_heads: Number of key heads, k.
-      head_dim: Size of a head, d.
-      theta: Base of the rotary embedding.
+      num_kv_heads: The number of key heads, k.
+      head_dim: The size of a head, d.
+      theta: The base of RoPE's frequencies.
     """
 
     num_kv_heads: int
@@ -114,22 +125,29 @@ class Heads:
     theta: float
 
     def angles(self, length: int) -> tuple[Array, Array]:
-        """Cosines and sines of the angles of so many positions, [length, d / 2]."""
+        """Returns cosines and sines of `length` positions' angles, [length, d / 2]."""
         return angles(length, self.head_dim, self.theta)
 
     def split(self, y: Float[Array, "b s m"]) -> tuple[Array, Array, Array]:
-        """Queries [b, s, n, d], keys and values [b, s, k, d], rotated."""
+        """Splits `y` into heads and applies RoPE to queries and keys.
+
+        Returns:
+          Queries [b, s, n, d], keys and values [b, s, k, d].
+        """
         how = {"num_kv_heads": self.num_kv_heads, "dtype": y.dtype}
         return split_heads(y, *self.angles(y.shape[1]), **how)
 
     def gradient(
         self, q: Array, k: Array, v: Array, history: Array | None = None
     ) -> Codes:
-        """The gradient of what `split` takes, from those of what it returns."""
+        """Computes codes of the gradient of `split`'s input, from those of its outputs.
+
+        RoPE is undone in the same kernel.
+        """
         cos, sin = self.angles(q.shape[1])
 
         def bound():
-            # No rotation makes a number larger than this.
+            # A rotation increases the amax by a factor of sqrt(2) at most.
             return kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
 
         scale = scale_of(E5M2, history, bound)
@@ -138,7 +156,7 @@ class Heads:
         return Codes.found(codes.row, codes.transposed, scale, codes.largest)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
-        """The sum of that gradient over all tokens."""
+        """Returns the gradient of `split`'s input, summed over all tokens."""
         q, k = (rotary(x, theta=self.theta, inverse=True) for x in (q, k))
         q = q.reshape(*k.shape[:3], -1, self.head_dim)
         sums = [_token_sum(q)]
@@ -151,8 +169,8 @@ class Norm:
     """The norm at the beginning of a segment.
 
     Attributes:
-      kind: Its kind.
-      eps: Its epsilon.
+      kind: "rms" for RMSNorm or "layer" for LayerNorm.
+      eps: The number that is added to the mean square, or to the variance.
     """
 
     kind: NormName
@@ -161,7 +179,10 @@ class Norm:
     def forward(
         self, x: Float[Array, "b s h"], weight: Array | None
     ) -> tuple[Rows, kernels.Groups]:
-        """The norm's output, and `x` as backward reads it."""
+        """Returns the norm's output with per-token scales, and `x` in groups of 16.
+
+        Backward reads the groups.
+        """
         how = dataclasses.asdict(self)
         out = kernels.norm(x, weight, scale="row", keep_groups=True, **how)
         return Rows(out.y, out.scale), out.groups
@@ -175,11 +196,14 @@ class Norm:
         add: Array,
         delayed: bool,
     ) -> tuple[Stream, Array | None, Float[Array, "h tokens"]]:
-        """The gradient of `x` plus `add`, that of the weight, and the norm's output.
+        """Computes the gradients of the norm's input and weight, and its output again.
 
-        The first has its scale unless scaling is delayed, and the output comes again as
-        transposed codes.
+        Returns:
+          The gradient of the input plus `add`, with its scale unless scaling is
+          delayed; the gradient of the weight; and the norm's output, recomputed as
+          transposed E4M3 codes with `scale`.
         """
+        # The kernel adds bfloat16 arrays only.
         fused = add.dtype == jnp.bfloat16
         how = {"y_scale": scale, "add": add if fused else None}
         how |= {"keep_maxima": fused and not delayed, **dataclasses.asdict(self)}
@@ -198,12 +222,19 @@ def attention_in(
     heads: Heads,
     keep_copies: bool = False,
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
-    """Queries, keys and values of the normed stream, copies if wanted, and the stream.
+    """Computes queries, keys and values: `norm(x) @ qkv.T + qkv_bias`, then RoPE.
 
-    `params` holds `norm` [h] or None, `qkv` [m, h] and maybe `qkv_bias` [m]. Copies are
-    for backward to save: in a loop over layers the product writes them where they are
-    stacked, while what attention reads would have to be copied. They have no gradients.
+    `params` holds `norm` [h] or None, `qkv` [m, h] and optionally `qkv_bias` [m].
+
+    With `keep_copies` the matmul writes queries, keys and values twice, and attention
+    saves the second copy for backward. In a loop over layers the kernel writes this
+    copy directly to its place in the stack of residuals. The arrays that attention
+    reads would have to be copied there. The copies have no gradients.
+
+    Returns:
+      Queries, keys, values, the tuple of their copies, and the residual stream.
     """
+    # Nothing is saved if nothing is differentiated, so the copies need no arrays.
     (q, k, v, _, x), _ = _attention_in(params, stream, norm, heads, False)
     return q, k, v, (q, k, v) if keep_copies else (), x
 
@@ -229,7 +260,8 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     amax = params.get("amax", {})
     *dheads, _, dx = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
-    # Weights are quantized again not before attention's backward pass is over.
+    # `after` delays the quantization of the weights until attention's backward pass is
+    # over. XLA could quantize them earlier, and their codes would take memory.
     how = {"after": gradient.transposed}
     dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype, **how)
     delayed = "amax" in params
@@ -251,10 +283,10 @@ attention_in.defvjp(_attention_in, _attention_in_grads)
 def attention_out(
     params: Params, o: Float[Array, "b s n d"], x: Float[Array, "b s h"]
 ) -> Stream:
-    """`x` plus the product of attention's output.
+    """Computes `x + o @ out.T + out_bias` for attention's output `o`.
 
-    `params` holds `out` [h, n * d] and maybe `out_bias` [h]. Backward reads `o`, the
-    array that attention's keeps too.
+    `params` holds `out` [h, n * d] and optionally `out_bias` [h]. Backward reads `o`,
+    which attention's backward pass saves anyway.
     """
     return _attention_out(params, o, x)[0]
 
@@ -288,9 +320,10 @@ attention_out.defvjp(_attention_out, _attention_out_grads)
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Stream:
-    """The stream plus the gated MLP of it normed.
+    """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
 
-    `params` holds `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f] and maybe
+    Gate and up are the two halves of `norm(x) @ gate_up.T + gate_up_bias`. `params`
+    holds `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f] and optionally
     `gate_up_bias` [2, f] and `down_bias` [h].
     """
     return _gated_mlp(params, stream, norm, gate)[0]
@@ -324,9 +357,9 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     inner, a = _gate_gradient(
         inner_groups, largest_scale, da, da_maxima, gate, a_scale, history
     )
-    # Weights are quantized again not before `da` is gone and the codes of its gradients
-    # are transposed, so that they go with this product, and the weights' gradient can
-    # be next.
+    # `after` delays the quantization of the weights until `da` is freed and the codes
+    # of the gradient of gate and up are transposed. The codes of the weights then live
+    # for this matmul only, and the matmul of the weight gradient can follow at once.
     how = {"after": inner.transposed}
     dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, **how)
     delayed = "amax" in params
@@ -357,14 +390,19 @@ def _gate_gradient(
     a_scale: Float[Array, ""],
     history: Array | None,
 ) -> tuple[Codes, Float[Array, "f tokens"]]:
-    """Returns the gradient of gate and up as per-tensor codes, and a's codes again.
+    """Computes the gradient of gate and up, and the gate's output a again.
 
-    Just-in-time scaling uses an upper bound of the amax: the amax of a product is at
-    most the product of the factors' amaxes. The exact amax would need another pass.
-    E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
+    Just-in-time scaling uses an upper bound of the amax:
+    `amax(da) * amax(gate_up) * max|activation'|`. The exact amax would need another
+    pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
+
+    Returns:
+      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, and the
+      transposed E4M3 codes of a with `a_scale`.
     """
 
     def bound():
+        # The amax of gate and up is at most the largest group scale times E4M3.max.
         factors = largest_scale, da_maxima
         return kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
 
@@ -372,29 +410,29 @@ def _gate_gradient(
     how = {"activation": gate, "dtype": E5M2.dtype}
     out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
     codes = out.values.reshape(*da.shape[:-1], -1)
-    # A kernel of its own transposes: `da` is free by now, so that backward needs no
-    # more memory at a time than BF16.
+    # A separate kernel transposes the codes. `da` is freed by now, so that backward
+    # needs no more memory at a time than BF16.
     transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
     return Codes.found(codes, transposed, scale, maxima), out.product
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:
-    """The histories of the next step."""
+    """Returns the histories of the next step."""
     return {name: recorded(amax[name], quantized[name].largest) for name in amax}
 
 
 def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
-    """All heads of a position as one vector."""
+    """Merges all heads of a position to one vector of m = n d elements."""
     return o.reshape(*o.shape[:2], -1)
 
 
 def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
-    """The gradient of what is added to every token, in the dtype of `like`."""
+    """Sums `dy` over all tokens, which is a bias gradient, in the dtype of `like`."""
     total = jnp.sum(dy, (0, 1), dtype=jnp.float32)
     return total if like is None else total.astype(like.dtype)
 
 
 def biased(y: Array, bias: Array | None) -> Array:
-    """`y` plus a bias, if there is one, in the dtype of `y`."""
+    """Returns `y` plus a bias, if there is one, in the dtype of `y`."""
     return y if bias is None else y + bias.astype(y.dtype)

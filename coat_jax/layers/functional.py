@@ -1,10 +1,10 @@
-"""Norms, gates and rotary embeddings, in the dtype of their input.
+"""Norms, gates and RoPE, in the dtype of their input.
 
-Norms and rotary embeddings compute in float32, gates in the dtype they are given.
+Norms and RoPE compute in float32, gates in the dtype of their input.
 
-Each norm and gate takes a `residual_format`. Without one, backward reads what autodiff
-saves. With one it saves only the activations that come in, as groups of 16 in that
-format, and recomputes the rest from them (COAT, arXiv 2410.19313, section 5).
+Each norm and gate takes a `residual_format`. Without it, autodiff chooses the residuals
+as usual. With it, only the input activations are saved, in this format and in groups of
+16, and backward recomputes the rest from them (COAT, arXiv 2410.19313, section 5).
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ def rms_norm(
     eps: float = 1e-5,
     residual_format: Format | None = None,
 ) -> Float[Array, "*batch d"]:
-    """Divides each row by its root mean square and scales it by `weight`.
+    """Computes `x / sqrt(mean(x**2) + eps) * weight`, with means over the last axis.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -51,7 +51,7 @@ def layer_norm(
     eps: float = 1e-5,
     residual_format: Format | None = None,
 ) -> Float[Array, "*batch d"]:
-    """Standardizes each row, then scales it by `weight` and shifts it by `bias`.
+    """Computes `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis.
 
     Example:
       >>> import jax.numpy as jnp
@@ -76,7 +76,7 @@ def swiglu(
     *,
     residual_format: Format | None = None,
 ) -> Float[Array, "*s"]:
-    """The gated activation silu(gate) * up.
+    """Computes the gated activation `silu(gate) * up`.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -94,7 +94,9 @@ def geglu(
     approximate: bool = True,
     residual_format: Format | None = None,
 ) -> Float[Array, "*s"]:
-    """The gated activation gelu(gate) * up, with gelu's tanh form if approximate.
+    """Computes the gated activation `gelu(gate) * up`.
+
+    GELU has its tanh form if `approximate` is true.
 
     Example:
       >>> import jax.numpy as jnp
@@ -109,7 +111,10 @@ def geglu(
 def angles(
     length: int, dim: int, theta: float
 ) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
-    """Cosines and sines of the rotary embedding's angles, for heads of size `dim`."""
+    """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
+
+    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`.
+    """
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
@@ -121,10 +126,11 @@ def rotary(
     theta: float = 10_000.0,
     inverse: bool = False,
 ) -> Float[Array, "batch seq heads d"]:
-    """Rotates queries or keys by their positions, pairing halves as Llama does.
+    """Applies RoPE to queries or keys.
 
-    Or back, with `inverse`, which is also what backward does. Linear in `x`: backward
-    saves nothing, and computes the angles again.
+    The halves [x, y] of a head become [x cos - y sin, y cos + x sin], as in Llama.
+    `inverse` undoes the rotation, which is also what the backward pass does. RoPE is
+    linear in `x`, so nothing is saved for backward, and the angles are recomputed.
 
     Example:
       >>> import jax.numpy as jnp

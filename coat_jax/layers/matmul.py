@@ -1,12 +1,12 @@
-"""FP8 matrix products whose residuals are FP8 (COAT, arXiv 2410.19313, section 5).
+"""FP8 matmuls that save FP8 residuals (COAT, arXiv 2410.19313, section 5).
 
-Operands are E4M3 and output gradients E5M2, in `linear` and `fp8_dot_general` each with
-one scale a tensor, taken just in time. The backward pass reads the FP8 activations, as
-the gradient of the weights wants them, and quantizes the weights again: nothing wide is
-saved, and of the weights nothing but a scale lives between the passes.
+Operands are E4M3 and output gradients E5M2. In `linear` and `fp8_dot_general` each has
+a per-tensor scale, computed just in time. The FP8 activations are saved in the layout
+that the matmul of the weight gradient reads. Backward quantizes the weights again, so
+that no unquantized activations are saved, and only a scale per weight.
 
-Weights are [..., k], an output's in a row: forward multiplies with rows, which one pass
-over the weights quantizes with a scale for each.
+In the FP8 flow weights are [..., k], and forward matmuls take one scale per output
+feature. An output feature is one row, so one pass over the weights quantizes them.
 """
 
 import math
@@ -24,21 +24,22 @@ from coat_jax.devices import on_one_device
 from coat_jax.quantization.array import E4M3, E5M2, Format, undifferentiated
 from coat_jax.quantization.delayed import scale_of
 
-# The layout of a weight that is contracted along its first axis, or along its last.
+# The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
+# is contracted, 1 if its last axis is. Backward reads the other copy.
 _LAYOUTS = ("transposed", "row")
 
 
 def linear(
     x: Float[Array, "*batch k"], w: Float[Array, "... k"]
 ) -> Float[Array, "..."]:
-    """The product of `x` and `w` with both in FP8, in the dtype of `x`.
+    """Computes `x @ w.T` with both operands in FP8, in the dtype of `x`.
 
     Saves the transposed E4M3 codes of `x`, and `w` by reference. Gradients have the
     dtypes of `x` and `w`.
 
     Args:
-      x: Activations; BF16 or F32.
-      w: Weights, [out, in] or [..., in]; any floating dtype.
+      x: Activations, bfloat16 or float32.
+      w: Weights, [out, in] or [..., in], of any floating dtype.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -66,21 +67,23 @@ def fp8_dot_general(
     preferred_element_type: DTypeLike | None = None,
     **_,
 ) -> Float[Array, "..."]:
-    """`jax.lax.dot_general` in FP8: pass as `dot_general=` to `nn.Dense`, `nnx.Linear`.
+    """Computes `jax.lax.dot_general` in FP8.
 
-    Takes any dimension numbers; with batch dimensions every batch entry has a scale of
-    its own. `lhs` is saved in FP8 and `rhs`, the weights, by reference.
+    Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
+    numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
+    in FP8, and `rhs`, the weights, by reference.
 
     Args:
-      lhs: Activations.
-      rhs: Weights.
-      dimension_numbers: As in `jax.lax.dot_general`.
-      precision: Ignored: FP8 has one.
-      preferred_element_type: Dtype of the result; the promoted dtype by default.
+      lhs: The activations.
+      rhs: The weights.
+      dimension_numbers: The dimension numbers of `jax.lax.dot_general`.
+      precision: Ignored, because FP8 matmuls have only one precision.
+      preferred_element_type: The dtype of the result; by default the promoted dtype of
+        `lhs` and `rhs`.
 
     Raises:
       ValueError: If an operand is not floating.
-      TypeError: If dimensions do not go together.
+      TypeError: If the dimension numbers do not fit the operands.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -95,7 +98,7 @@ def fp8_dot_general(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    # `lax.dot_general` raises errors that name mismatched axes.
+    # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
     expected = jax.eval_shape(partial(lax.dot_general, lhs, rhs, dimension_numbers))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
@@ -118,7 +121,10 @@ def fp8_dot_general(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _product(x, w, dtype, contract):
-    """[m, k] times [k, n], or [..., k] where `contract` is 1, its outputs as one."""
+    """Multiplies x [m, k] by w, [k, n] if `contract` is 0 or [..., k] if it is 1.
+
+    The result is [m, n]; output axes of w are merged.
+    """
     return _product_fwd(x, w, dtype, contract)[0]
 
 
@@ -146,14 +152,14 @@ _product.defvjp(_product_fwd, _product_bwd)
 
 
 class Codes(NamedTuple):
-    """FP8 codes with one scale, as a product's operands; None where not wanted.
+    """FP8 codes with a per-tensor scale, the operands of matmuls.
 
     Attributes:
-      row: Codes [..., n].
-      transposed: The same codes [n, tokens]; tokens are all leading axes.
-      scale: A power of two, float32; NaN where numbers were not finite.
-      largest: The largest magnitude of the numbers, float32, where the scale is a
-        delayed one.
+      row: The codes [..., n]; None if no matmul needs them.
+      transposed: The same codes as [n, tokens]; None if no matmul needs them. All
+        leading axes are tokens.
+      scale: The scale, a float32 power of two; NaN if the array was not finite.
+      largest: The amax of the array, float32; None unless the scale is delayed.
     """
 
     row: Float[Array, "... n"] | None
@@ -172,9 +178,9 @@ class Codes(NamedTuple):
         history: Float[Array, " length"] | None = None,
         after: Array | None = None,
     ) -> "Codes":
-        """Quantizes `x` with the scale given, a history's, or that of its maximum.
+        """Quantizes `x` with `scale`, the scale of `history`, or that of its own amax.
 
-        Not before there is `after`.
+        `after` is an array that must be computed before the codes.
         """
         x = _numbers(x)
         if scale is None:
@@ -193,29 +199,31 @@ class Codes(NamedTuple):
         scale: Float[Array, ""],
         maxima: Float[Array, " k"] | None,
     ) -> "Codes":
-        """Codes, and with a delayed scale the maxima, which are known only now.
+        """Returns codes with their amax, from `maxima` of parts, if scaling is delayed.
 
-        Infinities saturated then. That they were there the scale says.
+        `maxima` is None if scaling is just in time.
         """
         if maxima is None:
             return cls(row, transposed, scale)
         largest = jnp.max(maxima, initial=0.0)
+        # A delayed scale is chosen before the amax is known, so infinities saturate.
+        # The NaN scale lets the results of matmuls show them.
         scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
         return cls(row, transposed, scale, largest)
 
     @property
     def only(self) -> Float[Array, "..."]:
-        """The one copy that there is."""
+        """The only copy, `row` or `transposed`."""
         (copy,) = (x for x in (self.row, self.transposed) if x is not None)
         return copy
 
 
 class Rows(NamedTuple):
-    """E4M3 codes with a scale for each row.
+    """E4M3 codes with one scale per token, or per output feature of a weight.
 
     Attributes:
-      codes: Codes [..., n].
-      scale: float32 [...].
+      codes: The codes [..., n].
+      scale: The scales, float32 [...].
     """
 
     codes: Float[Array, "... n"]
@@ -223,25 +231,27 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Array, "... n"]) -> "Rows":
-        """Quantizes `x`."""
+        """Quantizes `x` with one scale, amax / 448, per row of the last axis."""
         return cls(*kernels.quantize_rows(_numbers(x)))
 
     @property
     def bound(self) -> kernels.Bound:
-        """An upper bound of all magnitudes."""
+        """An upper bound of the amax: the largest scale times the largest code."""
         return kernels.Bound((self.scale,), E4M3.max)
 
 
 class Fp8Weight(NamedTuple):
-    """A weight that was quantized before, for more than one pass.
+    """A weight that is quantized beforehand, for more than one pass.
 
-    Where a weight is asked for this will do. Gradients are those of `value`.
+    Functions that take a weight also take an `Fp8Weight`. Its gradient is an
+    `Fp8Weight` that holds the gradient of `value`, and None in the other fields.
 
     Attributes:
-      value: The weight [..., k].
-      rows: Its codes for forward [n, k], its output axes as one.
-      transposed: Its codes for backward [k, n].
-      scale: The scale of these.
+      value: The unquantized weight [..., k].
+      rows: The codes for forward [n, k], with one scale per output feature. Output axes
+        are merged.
+      transposed: The codes for backward [k, n].
+      scale: The per-tensor scale of `transposed`.
     """
 
     value: Float[Array, "... k"]
@@ -263,7 +273,7 @@ Weight = Float[Array, "... k"] | Fp8Weight
 
 
 def tensor_scales(*rows: Rows | Array) -> tuple[Float[Array, ""], ...]:
-    """Returns a per-tensor scale for each, which an array already is."""
+    """Returns the per-tensor scale of each argument; arrays are scales already."""
     bounds = [x.bound for x in rows if isinstance(x, Rows)]
     found = iter(kernels.tensor_scales(*bounds))
     return tuple(next(found) if isinstance(x, Rows) else x for x in rows)
@@ -275,13 +285,16 @@ def product(
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
 ) -> tuple[Float[Array, "*batch n"], Rows | Float[Array, ""]]:
-    """Activations times `w`, its output axes as one, and what has its scale.
+    """Computes `x @ w.T + accumulator`, with output axes of `w` merged to n.
 
     Args:
-      x: Codes of activations [*batch, k].
-      w: Weights.
-      dtype: Of the product.
-      accumulator: What it is added to.
+      x: The codes of activations [*batch, k].
+      w: The weight [..., k].
+      dtype: The dtype of the result.
+      accumulator: An array that is added.
+
+    Returns:
+      The result, and an argument of `tensor_scales` for the scale of `w` in backward.
     """
     multiply = partial(_matmul, dtype=dtype)
     y, scaled = _product_by(multiply, x, w, accumulator)
@@ -296,9 +309,10 @@ def product_heads(
     num_kv_heads: int,
     copies: int = 1,
 ) -> tuple[tuple[Array, ...], Rows | Float[Array, ""]]:
-    """`product` as queries, keys and values, which `matmul_heads` describes.
+    """Computes `product` as queries, keys and values with RoPE; see `matmul_heads`.
 
-    Copies are for nothing but to be saved.
+    With `copies` 2 each of them is returned twice. The second copies should only be
+    saved: the barrier of `once` is on the first ones alone.
     """
     how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype, "copies": copies}
     multiply = partial(kernels.matmul_heads, **how)
@@ -319,9 +333,10 @@ def input_gradient(
     after: Array | None = None,
     **how,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
-    """The gradient of a product's activations; `how` is as for `kernels.matmul`.
+    """Computes the gradient of a matmul's activations, `dy @ w`.
 
-    Weights are not quantized before there is `after`.
+    Weights are quantized after the array `after` is computed. Other arguments are those
+    of `kernels.matmul`.
     """
     codes = _backward_codes(w, w_scale, after)
     return _matmul(dy.row, codes, dy.scale, w_scale, dtype=dtype, **how)
@@ -330,7 +345,10 @@ def input_gradient(
 def weight_gradient(
     x: Float[Array, "k tokens"], scale: Float[Array, ""], dy: Codes, w: Weight
 ) -> Weight:
-    """The gradient of a product's weights, from transposed codes of its activations."""
+    """Computes the gradient of a matmul's weights, `dy.T @ x.T`, in their dtype.
+
+    `x` holds the transposed codes of the activations, and `scale` is their scale.
+    """
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)
         return Fp8Weight(dw, None, None, None)
@@ -339,7 +357,7 @@ def weight_gradient(
 
 
 def once(result):
-    """Keeps a matmul whose result is read and saved from running twice.
+    """Prevents a matmul from running twice if its result is both read and saved.
 
     In a loop XLA fuses a matmul with the operation that stacks its results, and runs it
     again for other readers. XLA does not fuse across this barrier.
@@ -348,7 +366,10 @@ def once(result):
 
 
 def _forward_codes(w: Weight) -> tuple[Rows, Rows | Float[Array, ""]]:
-    """Codes of weights for forward, and what has the scale of those for backward."""
+    """Returns codes of weights for forward, and the source of the backward scale.
+
+    The source is an argument of `tensor_scales`.
+    """
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
     rows = Rows.of(_flat(w))
@@ -358,7 +379,7 @@ def _forward_codes(w: Weight) -> tuple[Rows, Rows | Float[Array, ""]]:
 def _backward_codes(
     w: Weight, scale: Array, after: Array | None = None
 ) -> Float[Array, "k n"]:
-    """Codes of weights for the gradient of activations."""
+    """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
     how = {"copies": "transposed", "scale": scale, "after": after}
@@ -370,7 +391,7 @@ def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
 
 
 def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `x` in bfloat16 or float32, and forbids to differentiate it."""
+    """Returns `x` in bfloat16 or float32; differentiating it raises an error."""
     x = undifferentiated(x)
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 

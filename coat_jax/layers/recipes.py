@@ -1,8 +1,8 @@
-"""A transformer layer in three segments, and the recipes that say what each saves.
+"""Three segments of a transformer layer, and recipes for what each segment saves.
 
-The FP8 precision flow of COAT (arXiv 2410.19313, section 5) is that of
-`coat_jax.layers.flow`; the other recipes compute the same from plain functions, for
-comparison.
+The recipes "coat" and "coat_max" run the FP8 precision flow of COAT (arXiv 2410.19313,
+section 5), which is in `coat_jax.layers.flow`. The other recipes compute the same layer
+from plain functions, for comparison.
 """
 
 import dataclasses
@@ -32,7 +32,8 @@ from coat_jax.remat.api import fp8_remat
 from pallas_kernels.checks import WIDE, check_dtype
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
-# Between segments; in the FP8 flow with what brings its gradient's scale.
+# The residual stream between segments. A `Stream`, in the FP8 flow, also carries the
+# scale of its gradient.
 Residual = Float[Array, "b s h"] | Stream
 NORMS: dict[NormName, Callable] = {
     "rms": nonlinear.rms_norm,
@@ -58,10 +59,10 @@ class Recipe:
     """The matmuls of a layer, and the activations that it saves.
 
     Attributes:
-      linear: The matrix product (x, w) -> x @ w.T; None for the FP8 flow, in which
-        every segment keeps its activations in FP8 groups and recomputes the rest.
-      pointwise: Applied to norms, gates and rotary embeddings outside of the flow.
-      attention: Applied to attention and the product that follows.
+      linear: The matmul (x, w) -> x @ w.T; None for the FP8 flow, in which every
+        segment saves its activations in FP8 groups and recomputes the rest.
+      pointwise: The wrapper of norms, gates and RoPE outside of the flow.
+      attention: The wrapper of attention and the output projection behind it.
     """
 
     linear: Callable | None = None
@@ -70,23 +71,23 @@ class Recipe:
 
 
 RECIPES: dict[RecipeName, Recipe] = {
-    # This saves exactly the arrays that jax.vjp saves.
+    # Autodiff chooses the saved arrays.
     "bf16": Recipe(linear=_plain_linear),
-    # TransformerEngine does the same: FP8 matmuls save FP8 operands. Norms and gates
-    # recompute from BF16 inputs.
+    # FP8 matmuls save FP8 operands, as in TransformerEngine. Norms, gates and RoPE are
+    # recomputed from BF16 inputs.
     "te": Recipe(linear=linear.linear, pointwise=jax.checkpoint),
-    # Queries, keys, values and outputs of attention stay BF16 ...
+    # Attention saves queries, keys, values and outputs in BF16.
     "coat": Recipe(pointwise=jax.checkpoint),
-    # ... or are kept in FP8 too.
+    # `fp8_remat` saves these arrays in FP8 as well.
     "coat_max": Recipe(pointwise=jax.checkpoint, attention=fp8_remat),
 }
 
 
 def enter(recipe: Recipe, x: Float[Array, "b s h"]) -> Residual:
-    """The residual stream as the first segment takes it.
+    """Returns the residual stream in the form that the first segment takes.
 
     Raises:
-      ValueError: If the recipe is one of the FP8 flow and `x` neither bfloat16 nor
+      ValueError: If the recipe uses the FP8 flow and `x` is neither bfloat16 nor
         float32.
     """
     if recipe.linear is not None:
@@ -96,7 +97,7 @@ def enter(recipe: Recipe, x: Float[Array, "b s h"]) -> Residual:
 
 
 def leave(recipe: Recipe, x: Residual) -> Float[Array, "b s h"]:
-    """The residual stream that the last segment returns."""
+    """Returns the array of the residual stream, from what the last segment returns."""
     return x if recipe.linear is not None else flow.leave(x)
 
 
@@ -114,21 +115,22 @@ def attention_in(
     tuple[Array, ...],
     Float[Array, "b s h"],
 ]:
-    """Norm, fused query / key / value product, rotary embedding.
+    """Computes queries, keys and values: `norm(x) @ qkv.T + qkv_bias`, then RoPE.
 
     Args:
-      recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, `qkv` [k * (n / k + 2) * d, h] and maybe `qkv_bias`.
+      recipe: The kind of matmuls and the activations to save.
+      params: The parameters: `norm` [h] or None, `qkv` [k * (n / k + 2) * d, h] and
+        optionally `qkv_bias`.
       x: The residual stream.
-      norm: Which norm.
-      heads: How the columns of the product are heads.
+      norm: The norm.
+      heads: The order of heads in the columns of the matmul.
 
     Returns:
-      Queries, keys, values, copies of them for backward to save, if there are any, and
-      `x`, to go on with.
+      Queries, keys, values, a tuple of copies of them to save for backward (may be
+      empty), and `x` for the next segment.
     """
     if recipe.linear is None:
-        # Attention that is wrapped has its own way to save.
+        # A wrapper such as `fp8_remat` saves its own copies of queries, keys and values.
         return flow.attention_in(params, x, norm, heads, recipe.attention is _identity)
     h = norm_of(recipe, norm)(params["norm"], x)
     y = linear.once(recipe.linear(h, params["qkv"]))
@@ -145,10 +147,10 @@ def attention_out(
     kept: tuple[Array, ...],
     x: Float[Array, "b s h"],
 ) -> Residual:
-    """`x` plus causal attention and its output product.
+    """Computes `x + causal_attention(q, k, v) @ out.T + out_bias`.
 
-    `params` holds `out` [h, n * d] and maybe `out_bias` [h]; `kept` are the copies that
-    `attention_in` returns.
+    `params` holds `out` [h, n * d] and optionally `out_bias` [h]; `kept` are the copies
+    that `attention_in` returns.
     """
 
     def segment(params, q, k, v, x):
@@ -169,15 +171,17 @@ def gated_mlp(
     norm: Norm,
     gate: GateName = "silu",
 ) -> Residual:
-    """`x` plus norm, fused gate / up product, gated activation, down product.
+    """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
+
+    Gate and up are the two halves of `norm(x) @ gate_up.T + gate_up_bias`.
 
     Args:
-      recipe: What to multiply with and what to keep.
-      params: `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f], and maybe
-        `gate_up_bias` [2, f] and `down_bias` [h].
+      recipe: The kind of matmuls and the activations to save.
+      params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f],
+        and optionally `gate_up_bias` [2, f] and `down_bias` [h].
       x: The residual stream.
-      norm: Which norm.
-      gate: Activation of the gate.
+      norm: The norm.
+      gate: The activation of the gate.
     """
     if recipe.linear is None:
         return flow.gated_mlp(params, x, norm, gate)
@@ -189,6 +193,6 @@ def gated_mlp(
 
 
 def norm_of(recipe: Recipe, norm: Norm) -> Callable:
-    """The function (weight, x) -> norm of `x`, differentiated as the recipe says."""
+    """Returns the function (weight, x) -> norm(x), with the recipe's residuals."""
     fn = NORMS[norm.kind]
     return recipe.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))

@@ -15,7 +15,7 @@ from coat_jax.layers import recipes as blocks
 from coat_jax.layers.decoder import DecoderLayer, Scaling
 from pallas_kernels.checks import check_positive
 
-# Logits of a chunk of `cross_entropy`: 256 MiB in float32.
+# The number of logits in a chunk of `cross_entropy`, at most: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26
 
 
@@ -24,22 +24,22 @@ class LlamaConfig:
     """Shape and precision of a `Llama`.
 
     Attributes:
-      vocab_size: Number of tokens.
-      hidden_size: Size of the residual stream.
-      intermediate_size: Size of the MLP's inside.
-      num_layers: Number of layers.
-      num_heads: Number of query heads.
-      num_kv_heads: Number of key and value heads.
-      head_dim: Size of a head; None for hidden_size / num_heads.
+      vocab_size: The number of tokens in the vocabulary.
+      hidden_size: The size of the residual stream.
+      intermediate_size: The size of the MLP's hidden layer.
+      num_layers: The number of layers.
+      num_heads: The number of query heads.
+      num_kv_heads: The number of key and value heads.
+      head_dim: The size of a head; None means hidden_size / num_heads.
       norm: "rms", or "layer" without parameters as in OLMo.
-      norm_eps: Epsilon of the norms.
-      gate: Activation of the MLP's gate.
-      rope_theta: Base of the rotary embedding.
-      tie_embeddings: Whether the head is the embedding.
-      dtype: Dtype of the computation.
-      param_dtype: Dtype of the parameters.
-      recipe: What layers multiply with and what backward keeps of them.
-      scaling: When layers take the scales of gradients; see `DecoderLayer`.
+      norm_eps: The number that the norms add to the mean square, or to the variance.
+      gate: The activation of the MLP's gate.
+      rope_theta: The base of RoPE's frequencies.
+      tie_embeddings: Whether the output head is the transpose of the embedding.
+      dtype: The dtype of the computation.
+      param_dtype: The dtype of the parameters.
+      recipe: The precision recipe of the layers: "bf16", "te", "coat" or "coat_max".
+      scaling: The scaling of gradients in the layers; see `DecoderLayer`.
     """
 
     vocab_size: int
@@ -85,7 +85,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
     )
 
 
-# Published shapes; OLMo's and 124m's vocabulary padded to a multiple of 128.
+# Published shapes. The vocabularies of OLMo and 124m are padded to a multiple of 128.
 CONFIGS: dict[str, LlamaConfig] = {
     "124m": _llama(768, 2048, 12, 12, vocab_size=50_304, tie_embeddings=True),
     "olmo-1b": _llama(
@@ -98,11 +98,12 @@ CONFIGS: dict[str, LlamaConfig] = {
 
 
 class Llama(nnx.Module):
-    """A causal language model; `layers` holds every layer's parameters stacked.
+    """A causal language model; `layers` holds the stacked parameters of all layers.
 
     Args:
-      config: Shape and precision.
-      rngs: Source of the initialization, which does not depend on the recipe.
+      config: The shape and precision of the model.
+      rngs: The random number generators for the initialization, which does not depend
+        on the recipe.
 
     Example:
       >>> import jax.numpy as jnp
@@ -135,11 +136,11 @@ class Llama(nnx.Module):
         self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
 
     def __call__(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s vocab"]:
-        """The logits of each position's next token, in float32."""
+        """Computes the logits of each position's next token, in float32."""
         return _logits(self.hidden(tokens), self._head())
 
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
-        """The final norm's output, in `config.dtype`."""
+        """Computes the final norm's output, in `config.dtype`."""
         recipe = blocks.RECIPES[self.config.recipe]
         x = self.embedding[...][tokens].astype(self.config.dtype)
         x = apply_layers(self.layers, blocks.enter(recipe, x))
@@ -149,7 +150,7 @@ class Llama(nnx.Module):
         return blocks.norm_of(recipe, how)(weight, x)
 
     def quantize_weights(self) -> None:
-        """`DecoderLayer.quantize_weights` of every layer.
+        """Quantizes the weights of every layer; see `DecoderLayer.quantize_weights`.
 
         Call it at the beginning of a step that accumulates gradients.
 
@@ -180,7 +181,7 @@ class Llama(nnx.Module):
 
 
 def apply_layers(layers: DecoderLayer, x: blocks.Residual) -> blocks.Residual:
-    """Applies layers whose parameters are stacked, one after the other."""
+    """Applies layers with stacked parameters one after another, under `scan`."""
     graph, stacked = nnx.split(layers)
     return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]
 
@@ -188,18 +189,18 @@ def apply_layers(layers: DecoderLayer, x: blocks.Residual) -> blocks.Residual:
 def cross_entropy(
     model: Llama, tokens: Int[Array, "b s"], targets: Int[Array, "b s"]
 ) -> Float[Array, ""]:
-    """Mean negative log-likelihood of `targets`, in nats a token.
+    """Computes the mean negative log-likelihood of `targets`, in nats per token.
 
-    Logits are computed in chunks of tokens, their gradients with them, so that they
-    never exist as a whole.
+    The loss of a token is `logsumexp(logits) - logits[target]`. Logits and their
+    gradients are computed in chunks of tokens, so that they never exist as a whole.
 
     Args:
       model: The model.
-      tokens: What it reads.
-      targets: The token that follows each.
+      tokens: The input of the model.
+      targets: The token that follows each input token.
 
     Raises:
-      ValueError: If there is not a target for each token.
+      ValueError: If `targets` does not have the shape of `tokens`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -227,10 +228,11 @@ def _mean_loss(
     head: Float[Array, "h vocab"],
     targets: Int[Array, "*t"],
 ) -> Float[Array, ""]:
-    """The mean of all tokens' losses.
+    """Computes the mean of all tokens' losses.
 
-    If it is differentiated a chunk's gradients are computed at once with its loss,
-    while there are logits. They are those of the mean, lest they are multiplied again.
+    If it is differentiated, forward computes the gradients of a chunk together with its
+    loss, while the chunk's logits exist. They are gradients of the mean already, so
+    that no other pass divides them by the number of tokens.
     """
 
     def add(total, chunk):
@@ -264,10 +266,11 @@ _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
 def _chunk_loss(
     hidden: Array, head: Array, targets: Array, count: int
 ) -> Float[Array, ""]:
-    """A chunk's share in the mean of `count` losses."""
+    """Computes the sum of a chunk's losses divided by `count`."""
     logits = _logits(hidden, head)
-    # Picked by comparison, whose gradient fuses with that of the other logits. An
-    # index has a scatter for a gradient, and they are read and written twice more.
+    # A comparison selects the target's logit, because its gradient fuses with that of
+    # the other logits. The gradient of an index is a scatter, which would read and
+    # write arrays of this size twice more.
     is_target = targets[:, None] == jnp.arange(logits.shape[1])
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked) / count
@@ -299,7 +302,11 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
 
 @jax.custom_vjp
 def _logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
-    """Converts to float32. Gradients are rounded, or XLA would multiply in float32."""
+    """Computes `hidden @ head` in the dtype of `hidden`, with a float32 result.
+
+    Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
+    would run the matmuls of backward in float32.
+    """
     head = head.astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
@@ -322,6 +329,6 @@ _logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def _num_chunks(tokens: int, vocab_size: int) -> int:
-    """The smallest divisor of `tokens` that keeps a chunk's logits small."""
+    """Returns the smallest divisor of `tokens` that keeps a chunk's logits small."""
     fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
     return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)

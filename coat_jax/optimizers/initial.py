@@ -1,4 +1,4 @@
-"""The first state of a transformation: which of its fields are moving averages."""
+"""The first state of a transformation, with its moving averages in 8 bits."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -23,9 +23,9 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import by_path, in_variables, is_variable
 from coat_jax.quantization.array import PerGroup
 
-# Below this many elements a parameter's moments stay in float32: together such
-# parameters, norms and biases, are a fraction of a percent of a model, and they are its
-# most sensitive. XLA does the steps of all of them in one kernel.
+# Parameters of fewer elements have float32 moments. They are norms and biases, a
+# fraction of a percent of a model and its most sensitive parameters. XLA computes the
+# steps of all of them in one kernel.
 MIN_QUANTIZED_SIZE = 8192
 
 
@@ -47,7 +47,7 @@ class Choices(NamedTuple):
 def initial_state(
     inner: optax.GradientTransformation, params: optax.Params, choices: Choices
 ) -> QuantizedState:
-    """The state of `inner` before the first step, with averages in 8 bits."""
+    """Returns the state of `inner` before the first step, with averages in 8 bits."""
     arrays = nnx.as_pure(params)
     for path, x in tree_leaves_with_path(arrays):
         if jnp.iscomplexobj(x):
@@ -94,9 +94,11 @@ def _float32(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _field(path: Path, leaf: Any, params: dict) -> tuple[Path | None, Path]:
-    """The field of a state that a leaf is in, if the rest of its path is a parameter's.
+    """Returns the field of a state that a leaf is in, and the parameter's path.
 
-    The longest name of a parameter comes first.
+    The path of a leaf is a field's path followed by the path of a parameter of the
+    leaf's shape. The longest such path of a parameter is taken. If there is none, the
+    field is None.
     """
     for end in range(1, len(path) + 1):
         place = path[end:]
@@ -108,7 +110,7 @@ def _field(path: Path, leaf: Any, params: dict) -> tuple[Path | None, Path]:
 
 
 def _fields(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """The paths of the fields of all named tuples in a tree, and the tuples' names."""
+    """Yields the path of each named tuple's field in a tree, and the tuple's name."""
     children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
     for key, child in children:
         if child is not tree:
@@ -118,7 +120,7 @@ def _fields(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
 
 
 def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
-    """Raises ValueError unless the state has a field of every name."""
+    """Raises ValueError unless the state has a field of every name in `moments`."""
     names = {path[-1].name for path in fields}
     for field in moments:
         if field not in names:
@@ -128,7 +130,10 @@ def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
 
 
 def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
-    """Raises ValueError unless averages of unknown states start at zero."""
+    """Raises ValueError unless the averages at these paths start at zero.
+
+    The paths are those of fields that the caller named and `KNOWN` does not list.
+    """
     if not paths:
         return
     with jax.ensure_compile_time_eval():
@@ -143,7 +148,7 @@ def _check_zero(inner: Any, params: Any, paths: list[Path]) -> None:
 
 
 def _warn_of(unknown: set[tuple[str, str]]) -> None:
-    """Warns of fields that may be averages and stay as they are."""
+    """Warns of fields that may be averages, and that are not quantized."""
     if not unknown:
         return
     names = ", ".join(f"{record}.{field}" for record, field in sorted(unknown))
@@ -157,7 +162,10 @@ def _warn_of(unknown: set[tuple[str, str]]) -> None:
 
 
 def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
-    """The initial values at these paths, without the memory that all others take."""
+    """Returns the initial values at these paths, without memory for all others.
+
+    Under jit XLA does not compute the values that are not returned.
+    """
     known = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)]
 
     def pick(params):
@@ -165,6 +173,7 @@ def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
         values = by_path(inner.init(wide))
         return [values[path] for path in paths]
 
+    # Abstract parameters have no values, and are replaced by zeros.
     if any(known):
         return jax.jit(
             lambda: pick(jax.tree.map(lambda p: jnp.zeros(p.shape), params))
@@ -173,7 +182,7 @@ def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
 
 
 def _resolved_mask(mask: Any, params: optax.Params) -> Any:
-    """Returns for each parameter whether the mask and its size allow 8 bits."""
+    """Returns a tree of bools: whether the mask and a parameter's size allow 8 bits."""
     mask = True if mask is None else mask(params) if callable(mask) else mask
     return jax.tree.map(
         lambda allowed, subtree: jax.tree.map(

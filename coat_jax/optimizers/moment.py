@@ -1,10 +1,10 @@
 """The storage of moving averages in 8 bits, and the averages in optax's states.
 
-An average that is kept in few bits stalls if it is rounded to nearest: with b2 = 0.999
-a step moves the second moment by 0.1%, codes are 3% to 12% apart, and nearest is always
-the old code. So codes are rounded stochastically, by random bits that are new in every
-step, and on average an average moves as far as it should. COAT (arXiv 2410.19313)
-rounds to nearest; that is `rounding="nearest"`.
+An average that is stored in few bits stalls if it is rounded to nearest. With b2 =
+0.999 a step moves the second moment by 0.1%, but codes are 3% to 12% apart, so the
+nearest code is always the old one. Therefore codes are rounded stochastically, with
+random bits that are new in every step: on average, an average moves as far as it
+should. COAT (arXiv 2410.19313) rounds to nearest; use `rounding="nearest"` for that.
 """
 
 import dataclasses
@@ -18,18 +18,18 @@ class Moment:
     """The storage of one moving average of an optimizer's state.
 
     Attributes:
-      format: The format of its codes. One without a sign is for averages that are
+      format: The format of the codes. A format without a sign is for averages that are
         never negative.
-      power: The k of the range expansion for all groups, or None: each group has the
-        one that spreads what it holds over the format.
-      over_root_of: The name of a second moment, a field of the same state, over whose
-        square root this one is stored, because that is what updates read. Its elements
-        differ less within a group, and an error of the second moment does not reach
-        the update. None stores the average itself.
-      squares: Whether it is a mean of squares, whose root is what updates read.
+      power: The k of range expansion for all groups. None gives each group its own k,
+        which spreads the group's numbers over the format.
+      over_root_of: The name of a second moment, a field of the same state. This average
+        is stored divided by the root of that moment, because updates read this ratio.
+        The elements of the ratio differ less within a group, and an error of the second
+        moment does not reach the update. None stores the average itself.
+      squares: Whether the average is a mean of squares, whose root updates read.
 
     Raises:
-      ValueError: If `power` is not positive, or `format` is no format.
+      ValueError: If `power` is not positive, or `format` is not a `Format`.
     """
 
     format: Format = E4M3
@@ -49,21 +49,21 @@ class Moment:
         return f"{self.format}, {power}{over}"
 
 
-# A mean of gradients, which change their sign: small elements need no precision of
-# their own, and one k serves all groups. An element below 1/480 of its group's largest
-# is rounded to that or to zero, on average to itself.
+# A mean of gradients. Gradients change their sign, so that small elements need no
+# precision of their own, and one k serves all groups. An element below 1/480 of the
+# group's amax is rounded to 1/480 of the amax or to zero; the mean is right.
 SIGNED = Moment(format=E4M3, power=2.0)
-# A mean of squares, which is divided by.
+# A mean of squares. Updates divide by its root.
 SQUARES = Moment(format=UE4M4, squares=True)
 
 
 def over_root(field: str, format: Format = E4M3) -> Moment:
-    """A first moment beside a second one."""
+    """Returns the storage of a first moment, divided by the root of a second one."""
     return Moment(format=format, power=format.power, over_root_of=field)
 
 
-# The moving averages of optax's states. Of fields that are None, parameter-shaped but
-# no averages, nothing is said; of others that are not here a warning is given.
+# The moving averages of optax's states. None marks a field that has the parameters'
+# shapes but is no average. Other fields with these shapes give a warning.
 KNOWN: Mapping[str, Mapping[str, Moment | None]] = {
     "EmaState": {"ema": SIGNED},
     "TraceState": {"trace": SIGNED},

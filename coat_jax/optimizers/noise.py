@@ -1,7 +1,7 @@
 """Random bits for rounding that are a function of step, parameter and element.
 
-Nobody passes a key, and nobody keeps one: a step that is replayed after a resume, or
-computed on other devices, rounds as it did before.
+No key has to be passed or stored. A step that is repeated after a resume, or computed
+on other devices, rounds as before.
 """
 
 import itertools
@@ -25,19 +25,21 @@ def random_words(
 ) -> UInt32[Array, "... g"]:
     """Returns one random word for each group of 128 on the last axis of `shape`.
 
-    Under jit a group's word depends on its place in the whole array, however that is
-    sharded. Within `shard_map` it depends on the place in the shard and on the mesh
-    axes over which `like` varies, and on no other: replicas stay equal to the bit.
+    Under jit a group's word depends on the group's position in the whole array, however
+    the array is sharded. Within `shard_map` it depends on the position in the shard and
+    on the mesh axes over which `like` varies, and on no other axis. So replicas stay
+    equal to the bit.
 
     Args:
-      step: The number of the step, which wraps around.
-      path: Where the parameter is in its tree, a JAX key path without NNX variables.
-      like: An array of the parameter's; says which manual mesh axes matter.
+      step: The number of the step, which may wrap around.
+      path: The parameter's position in its tree, a JAX key path without NNX variables.
+      like: An array that belongs to the parameter. Its type tells which manual mesh
+        axes matter.
       shape: The parameter's shape.
     """
     groups = (*shape[:-1], -(-shape[-1] // GROUP)) if shape else (1,)
-    # Behind a barrier the stream is an operand, and not a constant that would make the
-    # code of each parameter another: alike ones are compiled once.
+    # Behind a barrier the stream is an operand. As a constant it would give each
+    # parameter its own code, while similar parameters should share compiled code.
     stream = lax.optimization_barrier(stream_of(path, like))
     return rounding.random_words(seed_of(step), stream, groups)
 
@@ -48,7 +50,11 @@ def seed_of(step: Int32[Array, ""]) -> UInt32[Array, ""]:
 
 
 def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
-    """Returns the number that tells a parameter's random words from those of others."""
+    """Returns a number that is different for each parameter.
+
+    Within `shard_map` it is also different for shards along axes over which `like`
+    varies.
+    """
     stream = jnp.asarray(_name(path))
     for axis in sorted(jax.typeof(like).manual_axis_type.varying):
         index = lax.axis_index(axis).astype(jnp.uint32)
@@ -59,9 +65,9 @@ def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
 def random_words_of_batch(
     step: Int32[Array, ""], paths: Sequence[Any], groups: Sequence[int]
 ) -> UInt32[Array, "g 1"]:
-    """Returns `random_words` of several arrays, so many groups each, as one column.
+    """Returns `random_words` of several arrays, of `groups` groups each, as one column.
 
-    It compiles fastest where arrays of as many groups are side by side.
+    It compiles fastest if arrays with the same number of groups are neighbours.
     """
     names, start, places = seed_of(step) + np.stack(list(map(_name, paths))), 0, []
     for count, same in itertools.groupby(groups):
@@ -77,7 +83,7 @@ def _name(path: Any) -> np.uint32:
 def random_bits(words: UInt32[Array, "... g"], shape: tuple[int, ...]) -> Array:
     """Returns 32 random bits for each element of `shape` from the words of its groups.
 
-    They are those that the kernel of Adam's step has.
+    The kernel of Adam's step computes the same bits.
     """
     bits = bits_of_elements(words)
     bits = bits.reshape(*words.shape[:-1], words.shape[-1] * GROUP)
@@ -85,12 +91,12 @@ def random_bits(words: UInt32[Array, "... g"], shape: tuple[int, ...]) -> Array:
 
 
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
-    """`fn` on a mesh with explicit axes, where it is XLA that cuts what it computes.
+    """Wraps `fn` so that XLA shards what it computes, on a mesh with explicit axes.
 
     Args:
       fn: A function of arrays.
-      like: An array whose type says on which mesh.
-      result: What `fn` returns, or arrays of the same types.
+      like: An array whose type has the mesh.
+      result: The result of `fn`, or arrays of the same types.
     """
     explicit = jax.typeof(like).sharding.mesh.explicit_axes
     if not explicit:

@@ -25,18 +25,19 @@ _TINY = float(np.finfo(np.float32).tiny)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentStats:
-    """Statistics of a quantized moment of a parameter; see `moment_report`.
+    """Statistics of one quantized moment of one parameter; see `moment_report`.
 
     Attributes:
       parameter: The parameter's path, joined with slashes.
-      moment: The name of its field in the state, such as "mu" or "nu".
-      format: What it is stored in.
-      size: Number of elements.
-      power: The k of all groups, if they share one; else None.
-      k_counts: Else the number of groups with k in [0, 1), [1, 2), ... [15, 16).
-      zero_share: Share of codes that stand for zero.
-      max_share: Share of codes at the format's maximum, of either sign.
-      error: Relative error that rounding this moment causes in updates, as expected.
+      moment: The name of the moment's field in the state, such as "mu" or "nu".
+      format: The format in which the moment is stored.
+      size: The number of elements.
+      power: The k of range expansion if all groups share one; else None.
+      k_counts: The number of groups with k in [0, 1), [1, 2), ... [15, 16), if each
+        group has its own k; else None.
+      zero_share: The share of codes that stand for zero.
+      max_share: The share of codes at the format's maximum, of either sign.
+      error: The expected relative error of updates due to rounding this moment.
     """
 
     parameter: str = dataclasses.field(metadata={"static": True})
@@ -50,7 +51,7 @@ class MomentStats:
     error: Float[Array, ""]
 
     def row(self) -> dict[str, Any]:
-        """A flat record of numbers and names; `k0` counts k in [0, 1), and so on."""
+        """Returns a flat record of numbers and names; `k0` counts k in [0, 1), etc."""
         row = {
             "parameter": self.parameter,
             "moment": self.moment,
@@ -72,7 +73,7 @@ class MomentReport:
     """Statistics of a state's quantized moments; a pytree, and prints as a table.
 
     Attributes:
-      moments: One entry a parameter and moment, in the state's order.
+      moments: One entry for each parameter and moment, in the state's order.
     """
 
     moments: tuple[MomentStats, ...]
@@ -98,31 +99,37 @@ class MomentReport:
 
 
 def moment_report(state: Any) -> MomentReport:
-    """Statistics of FP8 moments: the powers k, codes at the ends, quantization error.
+    """Computes statistics of FP8 moments: powers k, shares of codes, rounding errors.
 
-    Reads every code once, and returns a few numbers a parameter: cheap enough for every
-    hundredth step, by itself or within a jitted step. Moments in float32 are left out.
+    It reads every code once and returns a few numbers per parameter. This is cheap
+    enough for every hundredth step, outside or within a jitted step. Moments in float32
+    are not included.
 
-    What rounding to nearest does is known from the spacing of codes: the value t that
-    became code c lay within half steps of it, its logarithm is taken for uniformly
-    distributed there, and an error dt / t becomes dx / x = dt / (k t) behind the
-    expansion. `error` is what that does to u = mu / sqrt(nu), which updates read,
-    relative to u's root mean square, had this moment alone been rounded, and once: for
-    the first moment sqrt(sum((u dx / x)^2) / sum(u^2)), for the second, which u reads
-    by its square root, half of it. Where there is one moment alone, u is that moment.
-    Rounding stochastically makes the square twice as large. The error is within a tenth
-    of the truth in floating formats on moments whose distribution is smooth. A code of
-    zero counts as exact; where one k serves all groups, as anything that rounds to
-    zero. What saturated, and what is left of earlier steps' errors, does not count.
-    Where the first moment is stored over sqrt(nu) (`normalize_mu`), an error of the
-    second does not reach u itself, only how old gradients weigh against new ones.
+    The error of rounding to nearest follows from the spacing of codes. A value t with
+    the code c was within half a step of c. Its logarithm is assumed to be uniformly
+    distributed there. Range expansion turns the error dt / t into dx / x = dt / (k t).
+    `error` is the effect on u = mu / sqrt(nu), which updates read, relative to u's root
+    mean square, if only this moment is rounded, and only once:
+
+        sqrt(sum((u dx / x)^2) / sum(u^2))        for the first moment,
+        half of that                              for the second, read as sqrt(nu).
+
+    If there is only one moment, u is that moment. Stochastic rounding doubles the
+    square of the error. In floating formats the error is within a tenth of the truth
+    for moments with a smooth distribution.
+
+    A code of zero counts as exact if each group has its own k. If all groups share one
+    k, it stands for any number that rounds to zero. Saturation and errors that are left
+    from earlier steps are not counted. If the first moment is stored divided by
+    sqrt(nu) (`normalize_mu`), an error of the second does not reach u itself. It only
+    changes the weights of old gradients against new ones.
 
     Args:
-      state: A `QuantizedState` or any tree that holds some, such as the state of
+      state: A `QuantizedState` or any tree that contains some, such as the state of
         `fp8_adamw`.
 
     Raises:
-      ValueError: If there is no such state in it.
+      ValueError: If the tree contains no `QuantizedState`.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -150,7 +157,7 @@ def _report(states: list[QuantizedState]) -> MomentReport:
 
 
 def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
-    """Statistics of all quantized moments, those of a parameter side by side."""
+    """Yields statistics of all quantized moments, parameter by parameter."""
     by_parameter: dict[Any, dict[Any, QuantizedArray]] = {}
     for field, path, moment in moments_of(state):
         if is_quantized(moment):
@@ -167,7 +174,7 @@ def _of_state(state: QuantizedState) -> Iterator[MomentStats]:
 
 
 def _weights(moments: dict[Any, QuantizedArray], layout: Layout) -> Array | None:
-    """u^2 of u = mu / sqrt(nu), if there is a first moment and a second one."""
+    """Computes u^2 of u = mu / sqrt(nu), or returns None unless there are both."""
     kinds = dict(layout.moments)
     first = [f for f in moments if not kinds[f].squares]
     second = [f for f in moments if kinds[f].squares]
@@ -203,7 +210,7 @@ def _stats(
 def _relative_error(
     q: QuantizedArray, weights: Float[Array, "..."], rounding: Rounding
 ) -> Float[Array, ""]:
-    """sqrt(sum(weights (dx / x)^2) / sum(weights)), from the codes."""
+    """Computes sqrt(sum(weights (dx / x)^2) / sum(weights)) from the codes."""
     errors = jnp.asarray(_rounding_errors(q.format))[_indices(q.codes)]
     if rounding == "stochastic":
         errors = 2 * errors
@@ -219,26 +226,35 @@ def _relative_error(
 
 
 def _lost(q: QuantizedArray, rounding: Rounding) -> Float[Array, "..."]:
-    """The mean square of what becomes zero in each group, where all have one k."""
+    """Computes the mean square of numbers that round to zero, for each group.
+
+    It is for groups that share one k. Let s be the smallest number above zero that the
+    codes of a group stand for. With stochastic rounding, a number x up to s becomes
+    zero with the probability 1 - x / s, so that the mean square is s^2 / 6. With
+    rounding to nearest, all numbers below an edge e become zero, so that it is e^2 / 3.
+    """
     top = q.scale.astype(jnp.float32) * q.format.max
-    if rounding == "stochastic":  # The chance is 1 - x / s for x up to s.
+    if rounding == "stochastic":
         return jnp.square(top * (q.format.smallest / q.format.max) ** (1 / q.power)) / 6
     least = q.format.smallest / 2 / q.format.max
     return jnp.square(top * least ** (1 / q.power)) / 3
 
 
 def _of_elements(groups: Float[Array, "..."], q: QuantizedArray) -> Array:
-    """Each group's number for all of its elements."""
+    """Repeats each group's number for all of the group's elements."""
     return jnp.repeat(groups, q.granularity.size, axis=-1)[..., : q.shape[-1]]
 
 
 def _share(where: Bool[Array, "... n"]) -> Float[Array, ""]:
-    """The share of True; rows are counted in integers, which float32 would not hold."""
+    """Computes the share of True.
+
+    Rows are counted in integers, since float32 cannot count beyond 2**24.
+    """
     return jnp.mean(jnp.sum(where, axis=-1, dtype=jnp.int32) / where.shape[-1])
 
 
 def _indices(codes: Array) -> Array:
-    """Codes as indices of a table of 256."""
+    """Returns codes as indices of a table of 256 entries."""
     return lax.bitcast_convert_type(codes, jnp.uint8).astype(jnp.int32)
 
 
@@ -251,10 +267,11 @@ def _values(format: Format) -> Float[np.ndarray, "256"]:
 
 @cache
 def _rounding_errors(format: Format) -> Float[np.ndarray, "256"]:
-    """E[(log t / c)^2] of every code c: log t is uniform over what rounds to c.
+    """Computes E[log(t / c)^2] over the numbers t that round to c, for every code c.
 
-    Over [a, b] around 0 its mean is (b^3 - a^3) / (3 (b - a)). Beyond the last code
-    nothing is expected; zero and NaN have no error.
+    log t is assumed to be uniformly distributed. Let log(t / c) be between a and b.
+    Then the mean is (b^3 - a^3) / (3 (b - a)). No numbers are assumed beyond the last
+    code. Zero and NaN have no error.
     """
     values = _values(format)
     errors = np.zeros(256, np.float32)
@@ -269,7 +286,7 @@ def _rounding_errors(format: Format) -> Float[np.ndarray, "256"]:
 
 
 def _span(stats: MomentStats) -> str:
-    """The k of most use: the shared one, or the range of the groups' own."""
+    """Returns the k to print: the shared one, or the range of the groups' own."""
     if stats.k_counts is None:
         return f"{stats.power:g}"
     used = np.flatnonzero(stats.k_counts)

@@ -1,9 +1,9 @@
 """FP8 moments on more than one device.
 
 A moment's codes have its parameter's shape and its sharding. Groups run along the last
-axis: where a device's part of it holds whole groups of 128, a step moves nothing
-between devices. XLA's partitioner finds that by itself for plain JAX operations; a
-kernel, which it cannot look into, is told here (`partitioned_adam`).
+axis. If a device's part of this axis consists of whole groups of 128, a step moves
+nothing between devices. XLA's partitioner finds this out for plain JAX operations. It
+cannot look into a kernel, so `partitioned_adam` tells it how to shard the kernel.
 """
 
 import dataclasses
@@ -34,19 +34,20 @@ from pallas_kernels.rounding import row_major
 def opt_state_sharding(
     tx: optax.GradientTransformation, params_abstract: Any, params_sharding: Any
 ) -> Any:
-    """The shardings of an optimizer's state, for a model whose parameters are sharded.
+    """Returns the shardings of an optimizer's state, given those of the parameters.
 
-    What has a parameter's place and shape, such as a moment or an accumulated gradient,
-    has its sharding. So have the scales and exponents of FP8 moments, if each device
-    holds whole groups of the last axis. Everything else is on every device.
+    An array with a parameter's place and shape, such as a moment or an accumulated
+    gradient, has the parameter's sharding. The scales and exponents of FP8 moments have
+    it, too, if each device holds whole groups of the last axis. All other arrays are
+    replicated on every device.
 
-    Give a jitted step these and the parameters' as `out_shardings`, too. Without them
-    XLA pairs donated arrays with results of their shape and dtype, not with the ones
-    they become, and copies what it mixes up.
+    Also pass these shardings and the parameters' to a jitted step as `out_shardings`.
+    Otherwise XLA pairs donated arrays with any results of the same shape and dtype, not
+    with their next values, and must copy the arrays that it mixed up.
 
     Args:
-      tx: Any optimizer; `fp8_adamw` by itself, in a chain, masked, and so on.
-      params_abstract: The parameters or, for each, its shape and dtype.
+      tx: Any optimizer: `fp8_adamw` by itself, in a chain, masked, and so on.
+      params_abstract: The parameters, or the shape and dtype of each.
       params_sharding: A tree of `NamedSharding` with the structure of the parameters,
         or a prefix of it.
 
@@ -54,12 +55,12 @@ def opt_state_sharding(
       A tree of shardings with the structure of `tx.init(params)`.
 
     Raises:
-      ValueError: If a leaf of `params_sharding` is no `NamedSharding`, if there is
-        none, or if they are of several meshes.
+      ValueError: If a leaf of `params_sharding` is not a `NamedSharding`, if there is
+        no leaf, or if the leaves have several meshes.
 
     Warns:
-      UserWarning: If a device's part of a last axis is not made of whole groups, so
-        that each step moves that parameter's moments between devices.
+      UserWarning: If a device's part of a last axis does not consist of whole groups,
+        so that each step moves that parameter's moments between devices.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -76,7 +77,7 @@ def opt_state_sharding(
     by_path, mesh = _shardings_by_path(*trees)
 
     def of(path, leaf):
-        for start in range(len(path) + 1):  # The longest name of a parameter first.
+        for start in range(len(path) + 1):  # Longest paths first.
             param = by_path.get(tuple(path[start:]))
             if param is not None and param.shape == leaf.shape:
                 return moment_sharding(leaf, param.sharding)
@@ -111,9 +112,9 @@ def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.
 
 
 def zeros_like(param: Any, moment: Moment | None, granularity: PerGroup) -> Any:
-    """A moment of zeros for a parameter, on its devices where it has any.
+    """Returns a moment of zeros for a parameter, on the parameter's devices.
 
-    It is in float32 where `moment` is None.
+    The moment is in float32 if `moment` is None.
     """
     if moment is None:
         return jnp.zeros_like(param, jnp.float32)
@@ -142,7 +143,7 @@ def zeros_like(param: Any, moment: Moment | None, granularity: PerGroup) -> Any:
 
 
 def moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
-    """The shardings of a moment's arrays, for a parameter of the given sharding."""
+    """Returns the shardings of a moment's arrays, given its parameter's sharding."""
     if not is_quantized(moment):
         return sharding
     groups = _of_whole_groups(sharding, moment.shape, moment.granularity.size)
@@ -153,7 +154,7 @@ def moment_sharding(moment: Any, sharding: NamedSharding) -> Any:
 def _of_whole_groups(
     sharding: NamedSharding, shape: tuple[int, ...], size: int
 ) -> NamedSharding:
-    """`sharding` without those mesh axes along which it would cut groups."""
+    """Returns `sharding` without the mesh axes that would split groups."""
     spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
     axes = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],) if spec[-1] else ()
     whole = axes
@@ -171,7 +172,7 @@ def _of_whole_groups(
 
 
 def _count(sharding: NamedSharding, axes: Any) -> int:
-    """Into how many parts the mesh axes in a spec, or a part of one, cut an array."""
+    """Returns the number of parts into which the mesh axes in `axes` split an array."""
     return math.prod(sharding.mesh.shape[a] for a in jax.tree.leaves(tuple(axes)))
 
 
@@ -184,21 +185,22 @@ def partitioned_adam(
     params: Float[Array, "... n"] | None = None,
     salt: UInt32[Array, ""] | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
-    """`pallas_kernels.adam` on whatever part of the arrays each device has."""
+    """Computes `pallas_kernels.adam` on each device for its part of the arrays."""
     arrays = grads, moments, seed, stream, params, salt
     if not has_kernel() or jax.device_count() == 1:
         return pallas_kernels.adam(scalars, *arrays)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.manual_axes and not mesh.are_all_axes_manual:
-        # custom_partitioning is not told the mesh in a partly manual shard_map.
+        # custom_partitioning does not get the mesh in a partly manual shard_map.
         with dispatch.without_kernels("the mesh is manual in part"):
             return pallas_kernels.adam(scalars, *arrays)
-    # Factors that are known now, such as a decay of 0, stay known to the kernel.
+    # Python numbers, such as a decay of 0, stay constants that the kernel can use.
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
     groups = moments.mu_scale.shape
     strides = row_major(groups)
-    # The places of a part's groups begin at the sum of its first ones on each axis.
+    # The position of a group is the sum of its entries in `places`, one per axis. They
+    # are sharded like the groups, so a part's first entries give its first position.
     places = tuple(
         jnp.arange(length, dtype=jnp.uint32) * jnp.uint32(stride & 0xFFFFFFFF)
         for length, stride in zip(groups, strides, strict=True)
@@ -223,7 +225,10 @@ def _adam(
 
 
 def _partition(known, strides, mesh, args, results):
-    """Each device computes its part; all arrays are cut like the most cut one."""
+    """Lets each device compute its part of the step.
+
+    All arrays get the sharding of the array that is split into the most parts.
+    """
     _, grads, moments, _, _, params, _, _ = args
     arrays = [moments.mu, moments.nu, grads] + ([] if params is None else [params])
     most = max((x.sharding for x in arrays), key=lambda s: _count(s, s.spec))
@@ -238,9 +243,13 @@ def _partition(known, strides, mesh, args, results):
 
 
 def _sharding_rule(known, strides, mesh, operands, results):
-    """Arrays share all axes, the last by whole groups; within groups all is local."""
+    """Returns the rule by which Shardy shards the kernel's arrays.
+
+    Arrays share all axes. The last axis is split by whole groups: within a group all
+    elements must be on one device.
+    """
     shape = operands[known.count(None)].shape
-    several = shape[-1] > GROUP and shape[-1] % GROUP == 0  # Whole groups.
+    several = shape[-1] > GROUP and shape[-1] % GROUP == 0
     leading = [f"a{axis}" for axis in range(len(shape) - 1)]
 
     def last(array):

@@ -12,7 +12,7 @@ from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.trees import by_path, in_variables, is_quantized, is_variable
 
-# The version of `QuantizedState`. The states of version 0 had BF16 scales.
+# The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
 Rounding = Literal["stochastic", "nearest"]
 Path = tuple[Any, ...]
@@ -21,20 +21,22 @@ Path = tuple[Any, ...]
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """The storage of the fields of a state; a part of it without leaves.
+    """The storage of the fields of a state; a pytree without leaves.
 
     Attributes:
-      moments: The paths of the fields with quantized averages, and how these are kept.
-      rounding: How codes are rounded.
+      moments: The paths of the fields with quantized averages, and their storage.
+      rounding: The rounding of codes, "stochastic" or "nearest".
     """
 
     moments: tuple[tuple[Path, Moment], ...]
     rounding: Rounding
 
     def split(self, path: Path) -> tuple[Path, Moment | None, Path]:
-        """Cuts a leaf's path into its field's, how that is kept, and the parameter's.
+        """Splits a leaf's path into its field's path and the parameter's path.
 
-        The latter two are None and empty where the leaf is in no field of averages.
+        Returns:
+          The field's path, the storage of its averages, and the parameter's path. If
+          the leaf is in no field of averages, these are the leaf's path, None and ().
         """
         moments = dict(self.moments)
         for end in range(1, len(path) + 1):
@@ -43,7 +45,7 @@ class Layout:
         return path, None, ()
 
     def second_moment(self, path: Path) -> Path | None:
-        """Returns the path of the second moment over whose root a leaf is stored."""
+        """Returns the path of the second moment whose root divides a leaf, or None."""
         field, moment, place = self.split(path)
         if moment is None or moment.over_root_of is None:
             return None
@@ -51,15 +53,15 @@ class Layout:
 
 
 class QuantizedState(NamedTuple):
-    """State of `with_quantized_state`; `state.mu` is short for `inner_state.mu`.
+    """The state of `with_quantized_state`; `state.mu` is short for `inner_state.mu`.
 
     Attributes:
-      inner_state: The state of the inner transformation, in which averages are
-        `QuantizedArray`s, or float32 arrays where they are small or masked out.
-      rounding_step: The number of updates so far, int32, on which the random bits of
-        the rounding depend.
+      inner_state: The state of the inner transformation. Its averages are
+        `QuantizedArray`s, or float32 arrays if they are small or masked out.
+      rounding_step: The number of updates so far, int32. The random bits of rounding
+        depend on it.
       version: The version of this form, int32.
-      layout: What the fields hold.
+      layout: The storage of the fields.
     """
 
     inner_state: Any
@@ -69,7 +71,10 @@ class QuantizedState(NamedTuple):
 
     @property
     def count(self) -> Any:
-        """The inner transformation's, as of any of its fields; tuples have another."""
+        """The inner state's `count`.
+
+        `__getattr__` does not forward it, because tuples have a method of that name.
+        """
         return self.inner_state.count
 
     def __getattr__(self, name: str) -> Any:
@@ -79,7 +84,10 @@ class QuantizedState(NamedTuple):
 
 
 def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
-    """The state after a step; its averages are variables where gradients are."""
+    """Returns the state after a step.
+
+    Its averages are in NNX variables if the gradients `given` are.
+    """
     boxes = by_path(given, is_leaf=is_variable)
     inner_state = in_variables(inner_state, boxes)
     step = state.rounding_step + 1
@@ -87,7 +95,7 @@ def next_state(state: QuantizedState, inner_state: Any, given: Any) -> Quantized
 
 
 def check_state(state: Any) -> None:
-    """Raises ValueError unless `state` is a `QuantizedState` of this version."""
+    """Raises ValueError unless `state` is a `QuantizedState`."""
     if not isinstance(state, QuantizedState):
         kind = type(state).__name__
         raise ValueError(
@@ -99,7 +107,7 @@ def check_state(state: Any) -> None:
 
 
 def check_gradients(grads: Any, state: QuantizedState) -> None:
-    """Raises ValueError unless gradients go together with the moments, by name."""
+    """Raises ValueError unless gradients match the moments by path and shape."""
     found = by_path(grads)
     for path, grad in found.items():
         if not jnp.issubdtype(jnp.result_type(grad), jnp.floating):
@@ -120,7 +128,7 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
 
 
 def moments_of(state: QuantizedState) -> Iterator[tuple[Path, Path, Any]]:
-    """The field's path, the parameter's path and the average, of all averages."""
+    """Yields the field's path, the parameter's path and the value of each average."""
     leaves = tree_leaves_with_path(state.inner_state, is_leaf=is_quantized)
     for path, leaf in leaves:
         field, moment, place = state.layout.split(path)

@@ -1,7 +1,8 @@
-"""Computes a step of Adam for a tree of parameters.
+"""Adam's step for a tree of parameters.
 
-Where the moments are as the kernel keeps them, `pallas_kernels.adam` does a leaf's
-whole step. The others, together, go through `optax.scale_by_adam` in float32.
+For a leaf whose moments are stored as the kernel takes them, `pallas_kernels.adam`
+computes the whole step. All other leaves go together through `optax.scale_by_adam` in
+float32.
 """
 
 import dataclasses
@@ -43,7 +44,7 @@ from pallas_kernels.rounding import hash32, stochastic_bfloat16
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam's hyperparameters, as `optax.scale_by_adam` takes them."""
+    """Adam's hyperparameters, the arguments of `optax.scale_by_adam`."""
 
     b1: Array | float
     b2: Array | float
@@ -52,13 +53,13 @@ class Adam:
     nesterov: bool
 
     def transformation(self) -> optax.GradientTransformation:
-        """Optax's Adam."""
+        """Returns optax's Adam."""
         return optax.scale_by_adam(
             self.b1, self.b2, self.eps, self.eps_root, nesterov=self.nesterov
         )
 
     def scalars(self, count: Array) -> AdamScalars:
-        """Returns the kernel's factors in step `count`, the first being 1."""
+        """Returns the kernel's factors in step `count`; the first step is 1."""
         correction = 1 / (1 - self.b1**count)
         mu_weight, grad_weight = correction, 0.0
         if self.nesterov:
@@ -84,8 +85,8 @@ class Target(NamedTuple):
       param: The parameter.
       learning_rate: The factor of the whole step.
       decay: The weight decay.
-      salt: What tells the random bits, by which a bfloat16 parameter is rounded, from
-        those of its moments; None rounds it to nearest.
+      salt: A number from which the random bits to round a bfloat16 parameter are made,
+        so that they differ from those of its moments. None rounds to nearest.
     """
 
     param: Array
@@ -95,13 +96,13 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, param, learning_rate, decay, salt):
-        """Keeps the salt only where something is rounded."""
+        """Returns a target, without the salt unless the parameter is bfloat16."""
         param = jnp.asarray(param)
         salt = salt if param.dtype == jnp.bfloat16 else None
         return cls(param, learning_rate, decay, salt)
 
     def applied(self, update: Array, step: Array, path: tuple) -> Array:
-        """The parameter after an update in float32."""
+        """Returns the parameter after a float32 update."""
         p = self.param.astype(jnp.float32)
         p = p - self.learning_rate * (update + self.decay * p)
         if self.salt is None:
@@ -123,11 +124,11 @@ def adam_step(
       adam: The hyperparameters.
       grads: Gradients.
       state: The state before the step.
-      targets: A tree of a `Target` for each gradient, or None.
+      targets: A tree with a `Target` for each gradient, or None.
 
     Returns:
       The parameters after the step, or without targets the updates in the gradients'
-      dtypes; and the state after it.
+      dtypes; and the state after the step.
     """
     check_state(state)
     given, pure = grads, nnx.as_pure(state)
@@ -193,18 +194,18 @@ class _Leaf(NamedTuple):
             self.mu.format == E4M3
             and self.nu.format == UE4M4
             and self.mu.granularity == self.nu.granularity == PerGroup(GROUP)
-            and self.mu.power == E4M3.power  # 1 where each group has its own.
+            and self.mu.power == E4M3.power  # It is 1 if each group has its k.
             and all(x.dtype in (jnp.bfloat16, jnp.float32) for x in arrays)
         )
 
     @property
     def moments(self) -> Moments:
-        """Its moments as the kernel takes them."""
+        """The leaf's moments as the kernel takes them."""
         mu, nu = self.mu, self.nu
         return Moments(mu.codes, mu.scale, nu.codes, nu.scale, nu.exponent)
 
     def after(self, result: Array, after: Moments) -> tuple:
-        """The result of a step, and the moments as `mu` and `nu` have them."""
+        """Returns the step's result, and new moments in the form of `mu` and `nu`."""
         mu = dataclasses.replace(self.mu, codes=after.mu, scale=after.mu_scale)
         nu = dataclasses.replace(
             self.nu, codes=after.nu, scale=after.nu_scale, exponent=after.nu_exponent
@@ -268,7 +269,7 @@ def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
 
 
 def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
-    """The step of several leaves as of one, where there is no kernel; see `batch`."""
+    """Computes the step of several leaves in one call of the reference; see `batch`."""
     moments = Moments(*zip(*(leaf.moments for leaf in leaves), strict=True))
     width = Moments(mu=GROUP, mu_scale=1, nu=GROUP, nu_scale=1, nu_exponent=1)
     groups = [leaf.mu.scale.size for leaf in leaves]
@@ -278,7 +279,7 @@ def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list
         params = join([leaf.target.param for leaf in leaves], GROUP)
         salt = leaves[0].target.salt
     grads = join([leaf.grad for leaf in leaves], GROUP)
-    # XLA would otherwise compute the whole again for each leaf that is cut from it.
+    # Without the barriers XLA would compute the whole step again for each leaf's slice.
     arguments = grads, Moments(*map(join, moments, width)), words
     arguments = lax.optimization_barrier((*arguments, params))
     results = reference.adam(scalars, *arguments, salt)

@@ -1,7 +1,7 @@
-"""Trees of NNX variables and of moments, and where two trees differ, in words.
+"""Trees of NNX variables and of moments, and messages on where two trees differ.
 
-`nnx.Optimizer` knows arrays of its state by their paths. So a quantized moment of a
-variable is no variable itself, but its codes and scales are.
+`nnx.Optimizer` finds the arrays of its state by their paths. So a quantized moment of a
+variable is not a variable itself, but its codes and scales are.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def is_quantized(leaf: Any) -> bool:
 
 
 def boxed(tree: Any, like: Any) -> Any:
-    """Undoes `nnx.as_pure`: arrays are variables again where `like` has them."""
+    """Undoes `nnx.as_pure`: puts arrays into variables where `like` has variables."""
     return jax.tree.map(
         lambda box, x: jax.tree.map(box.replace, x) if is_variable(box) else x,
         like,
@@ -34,7 +34,7 @@ def in_variables(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
 
     Args:
       inner_state: The state.
-      boxes: Parameters, or gradients, by their paths.
+      boxes: Parameters or gradients by their paths.
     """
     if not any(map(is_variable, boxes.values())):
         return inner_state
@@ -56,7 +56,7 @@ def is_variable(x: Any) -> bool:
 
 
 def by_path(tree: Any, is_leaf: Callable | None = None) -> dict[tuple, Any]:
-    """The leaves of a tree by their paths."""
+    """Returns the leaves of a tree by their paths."""
     return dict(jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf))
 
 

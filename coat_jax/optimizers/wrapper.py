@@ -1,4 +1,4 @@
-"""Any optax transformation, with the moving averages of its state in 8 bits."""
+"""A wrapper that keeps the averages of any optax transformation in 8 bits."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,43 +24,47 @@ def with_quantized_state(
     granularity: PerGroup = PerGroup(128),
     rounding: Rounding = "stochastic",
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the moving averages of any optax transformation in 8 bits.
+    """Stores the moving averages of any optax transformation in 8 bits.
 
-    Each step reads the averages as float32, does what `inner` does, and stores them
-    quantized: 1.04 bytes an element for each instead of 4. What is an average, and how
-    it is stored, is known of optax's own transformations (Adam, AdamW, Lion, Muon, SGD
-    with momentum, RMSProp, AdaBelief, AdEMAMix, Adan, LAMB and what wraps them); of
-    others the fields are named. Counts, keys and copies of parameters are left alone.
+    Each step reads the averages as float32, calls `inner`, and stores the averages
+    quantized: 1.04 bytes per element for each average instead of 4. For optax's own
+    transformations (Adam, AdamW, Lion, Muon, SGD with momentum, RMSProp, AdaBelief,
+    AdEMAMix, Adan, LAMB and wrappers of them), it is known which fields are averages
+    and how to store them. For other transformations, name the fields in `moments`.
+    Counts, keys and copies of parameters are not quantized.
 
-    An average of n steps follows the one that float32 would hold. Its codes are rounded
-    stochastically, by bits that are a function of the step, the parameter's path and
-    the element: nothing stalls, however little a step moves, and each rounding is right
-    on average. The bits are the same on every sharding under jit, and a resumed run
-    repeats them. Within `shard_map` they depend on the place within the shard.
+    An average over n steps follows the one in float32. Its codes are rounded
+    stochastically, so that no average stalls, however little a step moves it, and each
+    rounding is right on average. The random bits are a function of the step, the
+    parameter's path and the element. Under jit they are the same for every sharding,
+    and a resumed run repeats them. Within `shard_map` they depend on the position
+    within the shard.
 
     Args:
-      inner: Any transformation whose state keeps the parameters' structure.
-      moments: A `coat.Moment` for each field of the state, by the field's name, that
-        is to be quantized otherwise than is known; None leaves a field alone.
+      inner: Any transformation whose state has the parameters' structure.
+      moments: A `coat.Moment` for each field of the state that is not to be stored in
+        the known way, by the field's name. None leaves a field unquantized.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
-        of it), or a function from parameters to such a tree; False keeps a parameter's
-        moments in float32. None quantizes those of 8,192 elements or more.
+        of it), or a function from parameters to such a tree. False means that a
+        parameter's moments stay in float32. None quantizes moments of 8,192 elements or
+        more.
       granularity: Groups along the last axis that share a scale and an exponent.
-      rounding: "stochastic", or "nearest" as COAT has it (arXiv 2410.19313), with
-        which averages of 100 steps or more stall.
+      rounding: "stochastic", or "nearest" as in COAT (arXiv 2410.19313). With
+        "nearest", averages over 100 steps or more stall.
 
     Returns:
-      A transformation whose state is a `QuantizedState`, whose updates have the
+      A transformation whose state is a `QuantizedState`, and whose updates have the
       gradients' dtypes.
 
     Raises:
-      ValueError: If an option is none, `moments` names no field of the state, or one
-        that does not start at zero. `init` raises it for complex parameters, `update`
-        for gradients that are not floating or of another shape than their moments.
+      ValueError: If an option is invalid, or `moments` names a field that the state
+        does not have or that does not start at zero. `init` raises it for complex
+        parameters. `update` raises it for gradients that are not floating or whose
+        shape is not that of their moments.
 
     Warns:
-      UserWarning: If a field of the state has the parameters' shapes, and it is neither
-        known nor named what it is: it stays as it is.
+      UserWarning: If a field of the state has the parameters' shapes, but is neither
+        known nor named in `moments`. The field is not quantized.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
