@@ -130,7 +130,7 @@ def attention_in(
       empty), and `x` for the next segment.
     """
     if recipe.linear is None:
-        # A wrapper such as `fp8_remat` saves its own copies of queries, keys and values.
+        # A wrapper such as `fp8_remat` saves its own copies of q, k and v.
         return flow.attention_in(params, x, norm, heads, recipe.attention is _identity)
     h = norm_of(recipe, norm)(params["norm"], x)
     y = linear.once(recipe.linear(h, params["qkv"]))
