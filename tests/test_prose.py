@@ -11,9 +11,7 @@ import pytest
 _ROOT = Path(__file__).parent.parent
 _FOLDERS = (
     "coat_jax",
-    "experiments/activations",
-    "experiments/optimizer",
-    "experiments/pretrain",
+    "experiments",
     "pallas_kernels",
 )
 _FILES = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.py"))

@@ -81,7 +81,7 @@ class Stream(NamedTuple):
     def gradient(
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
-        """Returns a gradient with its scale, from `maxima`, its amaxes, if known."""
+        """Returns a gradient with its scale, from the amax of parts if known."""
         found = kernels.maxima(dx) if maxima is None else maxima
         return cls(dx, scale_of(E5M2, None, lambda: kernels.Bound((found,))))
 
@@ -428,7 +428,7 @@ def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
 
 
 def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
-    """Sums `dy` over all tokens, which is a bias gradient, in the dtype of `like`."""
+    """Computes a bias gradient, the sum of `dy` over tokens, in the dtype of `like`."""
     total = jnp.sum(dy, (0, 1), dtype=jnp.float32)
     return total if like is None else total.astype(like.dtype)
 

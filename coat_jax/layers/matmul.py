@@ -231,7 +231,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Array, "... n"]) -> "Rows":
-        """Quantizes `x` with one scale, amax / 448, per row of the last axis."""
+        """Quantizes `x` with one scale per row, amax / 448."""
         return cls(*kernels.quantize_rows(_numbers(x)))
 
     @property
@@ -345,9 +345,10 @@ def input_gradient(
 def weight_gradient(
     x: Float[Array, "k tokens"], scale: Float[Array, ""], dy: Codes, w: Weight
 ) -> Weight:
-    """Computes the gradient of a matmul's weights, `dy.T @ x.T`, in their dtype.
+    """Computes the gradient of a matmul's weights, `dy.transposed @ x.T`.
 
-    `x` holds the transposed codes of the activations, and `scale` is their scale.
+    `x` holds the transposed codes of the activations, and `scale` is their scale. The
+    gradient has the shape and dtype of `w`.
     """
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)

@@ -71,7 +71,7 @@ class Recipe:
 
 
 RECIPES: dict[RecipeName, Recipe] = {
-    # Autodiff chooses the saved arrays.
+    # This saves exactly the arrays that jax.vjp saves.
     "bf16": Recipe(linear=_plain_linear),
     # FP8 matmuls save FP8 operands, as in TransformerEngine. Norms, gates and RoPE are
     # recomputed from BF16 inputs.

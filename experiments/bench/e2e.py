@@ -1,12 +1,13 @@
-"""Training steps of Llama-2-7B on one GPU: tokens a second, and where memory goes.
+"""Training steps of Llama-2-7B on one GPU: tokens per second and use of memory.
 
     uv run python -m experiments.bench.e2e
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
 
-Parameters are BF16, the context is 2048, data are random tokens. BF16 and `te` train
-with `optax.adamw` and float32 moments, `coat` and `coat_max` with `coat.fp8_adamw` in
-one pass (`coat.fused_update`). Each case and batch has a process of its own. What is
-measured joins what the results file has, so that cases can be measured one by one.
+Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
+train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
+`coat.fp8_adamw` in one pass (`coat.fused_update`). Each case and batch size runs in its
+own process. New rows are added to the rows of the results file, so that cases can be
+measured one by one.
 """
 
 import argparse
@@ -32,8 +33,8 @@ from experiments.common.tables import bars as bars_table
 
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
-# Table 7, of an H100 with 80 GB: batch 1 on one, where BF16 and TE run out of memory;
-# activations at batch 2 on each of four.
+# The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run
+# out of memory. The activations of batch 2 are on each of four GPUs.
 _PAPER_COAT = {
     "paper_tokens_per_s": 5906,
     "paper_optimizer_gib": 13.1,
@@ -53,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = parser()
     args = top.parse_args(argv)
     model = Model(**{name: getattr(args, name) for name in _sizes()})
-    # This process looks at the device, for the results file, and leaves it to others.
+    # This process reads the device's name for the results file, and leaves the memory
+    # to the processes that measure.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         rows = known_rows(args.out, model)
@@ -71,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Returns the parser of the command line."""
     top = argparse.ArgumentParser(
         prog="python -m experiments.bench.e2e",
         description=__doc__,
@@ -93,10 +95,10 @@ def _sizes() -> dict[str, int]:
 
 
 def known_rows(path: Path, model: Model) -> list[Row]:
-    """What a results file has.
+    """Returns the rows of a results file.
 
     Raises:
-      ValueError: If it has another model's, or another device's.
+      ValueError: If the rows are of another model or another device.
     """
     rows = results.known_rows(path)
     for row in rows:
@@ -106,7 +108,7 @@ def known_rows(path: Path, model: Model) -> list[Row]:
 
 
 def measured(case: str, model: Model, batch: int, steps: int) -> Row:
-    """A row, of a new process; it says so where that ends before its time."""
+    """Measures a row in a new process; the row has an error if the process dies."""
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row["commit"] = versions()["commit"]
@@ -121,7 +123,7 @@ def measured(case: str, model: Model, batch: int, steps: int) -> Row:
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Rows with one more, or with it in the place of what was measured before."""
+    """Returns sorted rows with `row`, which replaces one of its case and batch size."""
     return sorted(results.joined(rows, row, _key), key=_key)
 
 
@@ -130,10 +132,11 @@ def _key(row: Row) -> tuple[int, int]:
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Tokens a second over BF16's at the same batch, and over BF16's best.
+    """Adds the ratios of tokens per second to `bf16` and to the fastest BF16 row.
 
-    The first is of one commit: GPUs of a kind differ by 2%, and what was measured
-    together ran on one. Where `bf16` alone was measured again the ratio stays.
+    `ratio_to_bf16` compares rows of the same batch size and commit, because GPUs of one
+    kind differ by 2%, and rows of one commit were measured on one GPU. A row keeps its
+    ratio if only `bf16` was measured again, at another commit.
     """
     rates = {
         (row["case"], row["commit"], row["batch"]): row["tokens_per_s"]
@@ -158,7 +161,7 @@ def _ran(row: Row) -> bool:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """What the 7B model should reach, as far as its cases were measured."""
+    """Returns the targets of the 7B model for the cases that were measured."""
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
     found = []
     if {("coat", 2), ("bf16", 2)} <= at.keys():
@@ -178,7 +181,7 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 def table(rows: list[Row]) -> Table:
-    """All rows, with the paper's figures below ours."""
+    """Returns a table of all rows, with the paper's figures below ours."""
     columns = {
         "tokens/s": ("tokens_per_s", ",.0f"),
         "x bf16": ("ratio_to_bf16", ".2f"),

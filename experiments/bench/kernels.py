@@ -1,11 +1,12 @@
-"""The kernels' time against XLA's, a device copy's bandwidth and cuBLASLt's rate.
+"""Time of the kernels against XLA, a device copy's bandwidth and cuBLASLt's rate.
 
     uv run python -m experiments.bench.kernels
 
-measures every kernel on arrays that do not fit the L2 cache, in turns with what XLA
-makes of its reference, and writes `bench_kernels.json`. What is measured joins what is
-there, so that some can be measured again; each row says at which commit. Kernels run
-one after the other, the largest products also on a chip that rests before each.
+measures every kernel on arrays that do not fit the L2 cache, in turns with XLA's
+version of the kernel's reference, and writes `bench_kernels.json`. New rows are added
+to the rows of this file, so that single kernels can be measured again; each row has its
+commit. Kernels run one after another. The largest matmuls are also measured on a chip
+that rests before each call.
 """
 
 import argparse
@@ -31,7 +32,8 @@ from pallas_kernels.ops.rope.reference import split_heads
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)
 _DRAWS = 4
-# In which a chip cools between calls, as where DeepGEMM's benchmark clears the cache.
+# Seconds in which the chip cools before each call. It also cools between the calls of
+# DeepGEMM's benchmark, which clears the cache there.
 _REST_S = 0.02
 
 
@@ -66,7 +68,7 @@ def main() -> None:
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Rows with one more, or with it in the place of what was measured before."""
+    """Returns `rows` with `row`, which replaces an earlier row of the same case."""
 
     def key(row: Row) -> tuple[str, str]:
         return row["kernel"], row.get("name", row["shape"])
@@ -75,7 +77,7 @@ def joined(rows: list[Row], row: Row) -> list[Row]:
 
 
 def measured(args: argparse.Namespace) -> Iterable[Row]:
-    """Rows as they are measured, when all is compiled."""
+    """Compiles all programs, then yields a row after each measurement."""
     only = args.only or ("elementwise", "products")
     shapes = kernel_cases.ELEMENTWISE_SHAPES
     if args.shapes:
@@ -102,7 +104,7 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
 
 
 def copy_gb_per_s(shape: tuple[int, int]) -> float:
-    """What a device copy of bfloat16 of this shape reaches."""
+    """Measures the bandwidth of a device copy of a bfloat16 array, in GB/s."""
     x = jnp.ones(shape, jnp.bfloat16)
     draws = [(x,)] + [(x + i,) for i in range(1, _DRAWS)]
     (time,) = timing.seconds(timing.compile_all([jnp.copy], draws), draws)
@@ -110,33 +112,38 @@ def copy_gb_per_s(shape: tuple[int, int]) -> float:
 
 
 class ProductCase(NamedTuple):
-    """A matrix product by one of the kernels."""
+    """A matmul and the kernel that computes it.
+
+    Attributes:
+      kernel: The key of the kernel in `PRODUCTS`.
+      product: The matmul.
+    """
 
     kernel: str
     product: kernel_cases.MatrixProduct
 
     @property
     def name(self) -> str:
-        """The kernel's, and the product's."""
+        """The name of the kernel and of the matmul."""
         return f"{self.kernel}, {self.product.name}"
 
     @property
     def chosen(self) -> tuning.Tuning | None:
-        """What the table has for it; None where cuBLASLt runs."""
+        """The settings that the tuning table chooses; None where cuBLASLt runs."""
         return tuning.choose(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
     @property
     def tiles(self) -> tuning.Tuning:
-        """What the kernel is timed with."""
+        """The settings with which the kernel is timed."""
         return tuning.tiles(kernel_cases.PRODUCTS[self.kernel], *self.product.shape)
 
     def draws(self) -> list[tuple[jax.Array, ...]]:
-        """Random operands."""
+        """Draws random operands."""
         return kernel_cases.draws(self.kernel, self.product.shape, self.product.dtypes)
 
 
 def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
-    """The kernel's call and XLA's, and what they take."""
+    """Returns the kernel's and XLA's functions, and their abstract arguments."""
     if isinstance(case, ProductCase):
         how = {"implementation": "mosaic", "tuning": case.tiles}
         ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
@@ -150,7 +157,7 @@ def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], li
 
 
 def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row:
-    """The kernel's time and XLA's."""
+    """Times the kernel and XLA, and compares the bandwidth with that of a copy."""
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
     for error in compiled:
         if isinstance(error, Exception):
@@ -168,7 +175,7 @@ def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row
 
 
 def products(args: argparse.Namespace) -> Iterable[ProductCase]:
-    """Every kind of product on a large cube, then those of models."""
+    """Yields three kinds of matmuls on a large cube, then all matmuls of models."""
     cube = kernel_cases.MatrixProduct(name="cube", shape=_CUBE)
     for kernel in ("product", "promoted", "blocks"):
         yield ProductCase(kernel, cube)
@@ -179,7 +186,7 @@ def products(args: argparse.Namespace) -> Iterable[ProductCase]:
 
 
 def product_row(case: ProductCase, compiled: list) -> Row:
-    """The kernel's time, and that of cuBLASLt through XLA."""
+    """Times the kernel, and cuBLASLt through XLA."""
     m, n, k = case.product.shape
     row: Row = {"kernel": case.kernel, "shape": f"{m} x {n} x {k}"}
     row["name"] = case.product.name
@@ -202,9 +209,14 @@ def product_row(case: ProductCase, compiled: list) -> Row:
 
 
 def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
-    """The product of cuBLASLt; for groups, with our quantization behind it.
+    """Computes the baseline of a kernel: cuBLASLt's matmul, then separate operations.
 
-    Through XLA it has one scale a tensor, and gets that where ours has more.
+    - "quantized": our quantization kernel follows the matmul.
+    - "added": an addition follows.
+    - "heads": XLA splits the heads and applies RoPE.
+
+    XLA's cuBLASLt matmul has per-tensor scales. Kernels with per-token or per-block
+    scales are compared with a matmul whose scales are 1.
     """
     if kernel in ("product", "promoted", "quantized"):
         y = pallas_kernels.matmul(a, b, *more, implementation="reference")
@@ -220,7 +232,7 @@ def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """What the kernels should reach on an H200."""
+    """Returns the kernels' targets on an H200."""
     found = []
     quick = [r for r in rows if "share_of_copy" in r]
     if quick:
@@ -255,12 +267,15 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 
 def _as_it_runs(row: Row) -> float:
-    """How much faster than cuBLASLt a product is, which may be cuBLASLt's."""
+    """Returns the speedup over cuBLASLt of a matmul as `pallas_kernels` runs it.
+
+    It is 1 if the tuning table chooses cuBLASLt.
+    """
     return 1.0 if row["runs"] == "xla" else row["ratio_to_xla"]
 
 
 def table(rows: list[Row]) -> Table:
-    """All rows, for a terminal."""
+    """Returns a table of all rows for a terminal."""
     found = Table("kernel", "shape", "ms", "XLA's", "ratio", "rate", "of a copy")
     for r in rows:
         name = r["kernel"] if "share_of_copy" in r else r.get("name", r["kernel"])

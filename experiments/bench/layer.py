@@ -1,11 +1,12 @@
-"""Time and memory of one Llama layer, forward and backward, by recipe.
+"""Time and memory of a Llama layer, forward and backward, by recipe.
 
     uv run python -m experiments.bench.layer
 
-times a layer with BF16 weights: the BF16 layer as JAX differentiates it, with policies
-of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a shape are
-timed in turns. The paper's table 6 and the total of its table 2 stand beside them. What
-the results file has of other hidden sizes and sequences is kept.
+times a layer with BF16 weights: the BF16 layer as JAX differentiates it, the same with
+policies of `jax.checkpoint` and with `fp8_remat`, and the FP8 recipes. All cases of a
+shape are timed in turns. Figures of the paper, from table 6 and the total of table 2,
+are printed with them. Rows of other hidden sizes and sequences stay in the results
+file.
 """
 
 import argparse
@@ -51,27 +52,27 @@ from experiments.common.timing import OPTIONS, in_turns
 
 MIB = 2**20
 Row = dict[str, Any]
-# How many times faster than the fastest BF16 layer, by hidden size and sequence.
+# Target speedups of "coat" over the fastest BF16 layer, by hidden size and sequence.
 SPEED_TARGETS = {
     (4096, 2048): 1.80,
     (4096, 4096): 1.70,
     (2048, 2048): 1.52,
     (2048, 4096): 1.50,
 }
-# What `--profile` looks into.
+# The cases that `--profile` profiles.
 _PROFILED = ("bf16", "coat", "coat, delayed scaling")
-# Of all that autodiff saves, and of what a policy does.
+# `fp8_remat` of all residuals of autodiff, and of the residuals that a policy saves.
 _REMATS = ("fp8_remat", "fp8_remat of products")
 
 
 class Compiled(NamedTuple):
-    """A case's programs, and what is known of them without running them.
+    """The compiled programs of a case, and their memory.
 
     Attributes:
       forward: The layer alone.
       forward_backward: The layer and its gradients.
-      histories: Of delayed scaling, abstract.
-      known: Columns of its row.
+      histories: The abstract histories of delayed scaling.
+      known: The columns of the case's row that are known without running it.
     """
 
     forward: jax.stages.Compiled
@@ -80,7 +81,7 @@ class Compiled(NamedTuple):
     known: Row
 
     def state(self, params: nnx.State) -> LayerState:
-        """What the programs take beside their input."""
+        """Returns the state that the programs take beside their input."""
         return LayerState(params, first_histories(self.histories))
 
 
@@ -92,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
     try:
-        known(args.out)  # Of another device it must not be.
+        known(args.out)  # Raises ValueError if the file is of another device.
     except ValueError as error:
         top.error(str(error))
     compiled = compile_cases(shapes(args), args.cases)
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
         own = shape_rows(shape, programs, **how)
         own_parts = profile_rows(shape, programs) if args.profile else []
-        rows, parts = known(args.out)  # Others may have written meanwhile.
+        rows, parts = known(args.out)  # Other processes may have written to it.
         rows, parts = replaced(rows, own), replaced(parts, own_parts)
         write(args.out, rows, parts)
     for table in layer_report.tables(rows):
@@ -112,7 +113,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; by default the four shapes of the paper's table 6."""
+    """Returns the parser of the command line.
+
+    The default shapes are the four of the paper's table 6.
+    """
     top = argparse.ArgumentParser(
         prog="python -m experiments.bench.layer",
         description=__doc__,
@@ -136,7 +140,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def shapes(args: argparse.Namespace) -> list[Shape]:
-    """Every hidden size with every length."""
+    """Returns the shapes of all pairs of a hidden size and a sequence length."""
     return [
         Shape(
             hidden=hidden,
@@ -166,29 +170,29 @@ def compile_cases(
 
 
 def known(path: Path) -> tuple[list[Row], list[Row]]:
-    """Rows of a results file, and those of profiles."""
+    """Returns the rows of a results file, and the rows of its profiles."""
     rows, parts = (known_rows(path, of=of) for of in ("rows", "parts"))
     return rows, parts
 
 
 def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
-    """Rows with those of a shape in the place of what was measured of it before."""
+    """Returns `rows` with all rows of one shape replaced by `own`."""
     others = [row for row in rows if not own or _sizes(row) != _sizes(own[0])]
     return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
 
 
 def _sizes(row: Row) -> tuple[int, int]:
-    """What tells shapes apart in a results file."""
+    """Returns the sizes that distinguish shapes in a results file."""
     return row["hidden"], row["seq"]
 
 
 def shape_rows(
     shape: Shape, compiled: Mapping[str, Compiled], **how: float
 ) -> list[Row]:
-    """Times the cases of a shape in turns: a row each; `how` is as for `in_turns`.
+    """Times the cases of a shape in turns, and returns a row per case.
 
-    Ratios are to the BF16 layer as `jax.vjp` saves it, and to the fastest of those that
-    JAX has without this library.
+    Ratios are speedups over the BF16 layer as `jax.vjp` differentiates it, and over the
+    fastest BF16 layer without this library. `how` has the options of `in_turns`.
     """
     params, x, dy = arguments(shape)
     pairs = [(c, c.state(params)) for c in compiled.values()]
@@ -212,7 +216,7 @@ def shape_rows(
 
 
 def compile_case(name: str, shape: Shape) -> Compiled:
-    """Compiles a case for a shape, and its backward pass alone for what that takes."""
+    """Compiles a case for a shape, and its backward pass alone to find its memory."""
     apply, state = layer(CASES[name], shape)
     x = shape.input()
 
@@ -222,7 +226,8 @@ def compile_case(name: str, shape: Shape) -> Compiled:
     both = compiled(forward_backward(apply), state, x, x)
     _, vjp = jax.eval_shape(lambda state, x: jax.vjp(apply, state, x), state, x)
     backward = compiled(lambda vjp, dy: vjp(dy), vjp, x)
-    # The input is counted where backward reads it: it is the output of another layer.
+    # The report does not count arguments. In a model the input is the output of another
+    # layer, so `-x` makes it count if backward reads it.
     saved = coat.residual_report(lambda state, x: apply(state, -x), state, x).nbytes
     known = {
         "saved_units": saved / shape.unit,
@@ -238,17 +243,18 @@ def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
 
 
 def arguments(shape: Shape) -> tuple[nnx.State, jax.Array, jax.Array]:
-    """Parameters, input and cotangent, random."""
+    """Draws random parameters, input and cotangent."""
     _, (params, _) = layer(CASES["bf16"], shape)
     x, dy = (normal(seed, shape.input()) for seed in (1, 2))
     return random_params(params), x, 1e-3 * dy
 
 
 def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
-    """Where a call's time goes: a row for each kind of kernel, and one for gaps.
+    """Profiles a call: returns a row per kind of kernel, and a row for gaps.
 
-    The floor is what is left if quantizing costs nothing: products in half the time
-    that they take in BF16, which has to be among the cases, and attention as there.
+    The floor is the time that would remain if quantization cost nothing: half of BF16's
+    time for matmuls, and all of BF16's time for attention. "bf16" must be among the
+    cases.
     """
     params, *arrays = arguments(shape)
     found = {}
@@ -268,7 +274,7 @@ def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """What each shape should reach, as far as its cases were measured."""
+    """Returns the targets of each shape for the cases that were measured."""
     found = []
     for (hidden, seq), group in itertools.groupby(rows, key=_sizes):
         at = {row["case"]: row for row in group}
@@ -319,13 +325,13 @@ def _memory(at: dict[str, Row]) -> list[Bar]:
 
 
 def dominates(row: Row, other: Row) -> bool:
-    """Whether a case both saves less and is faster."""
+    """Returns whether a case both saves less and is faster than `other`."""
     keys = ("saved_units", "forward_backward_ms")
     return all(row[key] < other[key] for key in keys)
 
 
 def write(path: Path, rows: list[Row], parts: list[Row]) -> None:
-    """The results file; what a profile found stands apart from the rows."""
+    """Writes the results file, with the rows of profiles as an entry of their own."""
     extra = {"parts": parts} if parts else {}
     write_results(path, rows=rows, bars=bars(rows), **extra)
 

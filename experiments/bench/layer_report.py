@@ -1,4 +1,4 @@
-"""What `bench_layer` shows: the paper's figures, tables, and the frontier."""
+"""Output of `bench_layer`: the paper's figures, tables and a plot of the frontier."""
 
 import collections
 import itertools
@@ -14,8 +14,8 @@ from experiments.activations import operations as activation_operations
 from experiments.common.layer_cases import Shape
 
 Row = dict[str, Any]
-# Table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds forward and
-# backward, and MiB of saved activations.
+# The paper's table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds
+# forward, milliseconds backward, and MiB of saved activations.
 TABLE_6 = {
     (2048, 2048): {
         "bf16": (3.36, 8.47, 1457),
@@ -38,13 +38,13 @@ TABLE_6 = {
         "coat": (12.16, 23.44, 3533),
     },
 }
-# Cases of a recipe share its color.
+# All cases of a recipe have its color, and markers in this order.
 _MARKERS = "osD^vP"
 _COLORS = {"bf16": "#33415c", "te": "#2a9d8f", "coat": "#d1495b", "coat_max": "#edae49"}
 
 
 def paper(case: str, shape: Shape) -> Row:
-    """What the paper has for a case: tables 6 and 2, with None where it has nothing."""
+    """Returns the paper's figures for a case, from tables 6 and 2; None if absent."""
     table = TABLE_6.get((shape.hidden, shape.seq), {}) if shape.batch == 4 else {}
     forward, backward, mib = table.get(case, (None, None, None))
     ms = forward and forward + backward
@@ -59,7 +59,7 @@ def paper(case: str, shape: Shape) -> Row:
 
 
 def tables(rows: list[Row]) -> Iterator[Table]:
-    """Table 6 of each shape, with the paper's figures below ours."""
+    """Yields a table like table 6 per shape, with the paper's figures below ours."""
     columns = {
         "fwd, ms": ("forward_ms", ".2f"),
         "bwd, ms": ("backward_ms", ".2f"),
@@ -83,7 +83,7 @@ def tables(rows: list[Row]) -> Iterator[Table]:
 
 
 def parts_table(parts: list[Row]) -> Table:
-    """Where time goes, against the floor."""
+    """Returns a table of the profiled milliseconds per part, with the floor."""
     found = _table("Where time goes, ms", "", "case", "part", "ms", "floor")
     for title, group in _by_shape(parts):
         for row in group:
@@ -93,7 +93,10 @@ def parts_table(parts: list[Row]) -> Table:
 
 
 def draw(rows: list[Row]) -> Figure:
-    """Saved activations against time; nothing lies left of the frontier and below."""
+    """Plots time against saved activations, with the frontier of the best cases.
+
+    No case lies to the left of the frontier and below it.
+    """
     groups = list(_by_shape(rows))
     columns = min(2, len(groups))
     lines = -(-len(groups) // columns)
@@ -118,7 +121,8 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
     for case, point in points.items():
         recipe = case.split(",")[0]
         marker = _MARKERS[markers[recipe]]
-        size = 6 if markers[recipe] else 10  # Of a recipe's cases the first lies below.
+        # The first case of a recipe lies below the others, so its marker is larger.
+        size = 6 if markers[recipe] else 10
         markers[recipe] += 1
         style = {"color": _COLORS[recipe], "markersize": size}
         style |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
@@ -140,7 +144,7 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
 
 
 def _by_shape(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of one shape follow one another."""
+    """Groups rows by shape; rows of one shape must be neighbours."""
     for (hidden, seq, batch), group in itertools.groupby(
         rows, key=lambda row: (row["hidden"], row["seq"], row["batch"])
     ):

@@ -1,7 +1,7 @@
-"""A training step of a whole Llama in each of the ways that are compared.
+"""A training step of a whole Llama, for each of the compared cases.
 
-`measure` is made for a process of its own, so that what it finds of the device's memory
-is the step's alone, and running out of it ends nothing else.
+`measure` should run in its own process. The device memory that it reports is then that
+of the step alone, and running out of memory affects nothing else.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from experiments.pretrain.training import tree_bytes
 GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
-# The share of the device's memory that JAX may take; three quarters are its default.
+# The share of the device's memory that JAX may take; JAX's default is three quarters.
 _MEMORY_SHARE = "0.95"
 
 
@@ -52,7 +52,7 @@ class Model:
     seq: int = 2048
 
     def config(self, case: Case) -> llama.LlamaConfig:
-        """With parameters in BF16."""
+        """Returns the configuration for a case, with parameters in BF16."""
         return llama.LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,
@@ -67,7 +67,7 @@ class Model:
 
 
 class _Wrapped(nnx.Module):
-    """Layers that are differentiated as a case says."""
+    """Layers with the wrapper of a case, which decides how they are differentiated."""
 
     def __init__(self, layers: nnx.Module, wrap: Callable[[Apply, bool], Apply]):
         self.layers = layers
@@ -80,7 +80,10 @@ class _Wrapped(nnx.Module):
 
 
 def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
-    """The loss, of parameters, histories and tokens [b, s + 1]; the first two."""
+    """Returns the loss function, and its abstract parameters and histories.
+
+    The loss function takes parameters, histories and tokens [b, s + 1].
+    """
 
     def build():
         found = llama.Llama(model.config(CASES[case]), rngs=nnx.Rngs(0))
@@ -97,15 +100,22 @@ def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
 
 
 def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
-    """`measure` in a process that has not used JAX yet, with all of the device."""
+    """Runs `measure` with most of the device's memory.
+
+    JAX must not have been used in this process yet.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
-    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)  # An older name.
+    # This is the older name of the variable below.
+    os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
     return measure(case, model, batch, steps)
 
 
 def measure(case: str, model: Model, batch: int, steps: int) -> Row:
-    """What a case's step takes; a row that says so where memory does not suffice."""
+    """Measures the time and memory of a case's training step.
+
+    The row has an error if memory does not suffice.
+    """
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     loss, (params, histories) = loss_function(case, model)
     fused = CASES[case].recipe in COAT_RECIPES
@@ -143,7 +153,7 @@ def measure(case: str, model: Model, batch: int, steps: int) -> Row:
 
 
 def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> Row:
-    """Steps one after the other on the same tokens."""
+    """Times steps that run one after another on the same tokens."""
     for _ in range(_WARM_UP):
         carry, loss = compiled(carry, tokens)
     first = float(loss)

@@ -1,10 +1,10 @@
-"""Time and memory of one AdamW step: FP8 moments against optax's in float32.
+"""Time and memory of an AdamW step: FP8 moments against optax with float32 moments.
 
     uv run python -m experiments.bench.optimizer
 
-times steps in place (parameters and state donated) on an array of a billion
-parameters and on the parameters of Llama 2 7B, each as 291 tensors and as stacks of
-layers. Every row is compared with `optax.adamw` with float32 moments, of the same run.
+times steps in place (parameters and state are donated) on an array of a billion
+parameters and on the parameters of Llama 2 7B, both as 291 tensors and as stacked
+layers. Every row is compared with `optax.adamw` with float32 moments in the same run.
 """
 
 import argparse
@@ -29,23 +29,24 @@ from experiments.pretrain.training import in_float32
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 4096, 11_008, 32, 32_000
 ROUND_S = 1.0
 MIB = 2**20
-Step = Callable[[Any, Any], Any]  # (parameters, state), gradients -> the former.
+# A step maps ((parameters, state), gradients) to the new (parameters, state).
+Step = Callable[[Any, Any], Any]
 
 
 def fp8_adamw() -> optax.GradientTransformation:
-    """What is measured."""
+    """Returns the measured optimizer."""
     return coat.fp8_adamw(1e-4, b2=0.95, weight_decay=0.1)
 
 
 def optax_adamw() -> optax.GradientTransformation:
-    """What it is compared with: float32 moments, whatever the parameters' dtype."""
+    """Returns the baseline: float32 moments for parameters of any dtype."""
     return in_float32(optax.adamw(1e-4, b2=0.95, weight_decay=0.1))
 
 
 def chain_step(
     tx: optax.GradientTransformation,
 ) -> tuple[optax.GradientTransformation, Step]:
-    """`tx.update`, then `optax.apply_updates`."""
+    """Returns `tx` and a step of `tx.update`, then `optax.apply_updates`."""
 
     def step(carry, grads):
         params, state = carry
@@ -56,20 +57,20 @@ def chain_step(
 
 
 def fused_step(stochastic: bool = False) -> tuple[optax.GradientTransformation, Step]:
-    """`coat.fused_update`."""
+    """Returns `fp8_adamw` and a step of `coat.fused_update`."""
     tx = fp8_adamw()
     key = jax.random.key(0) if stochastic else None
     return tx, lambda carry, grads: coat.fused_update(tx, grads, *carry[::-1], key=key)
 
 
 def flat(last_axis: int, dtype: jnp.dtype, parameters: int) -> Any:
-    """One matrix of about so many parameters."""
+    """Returns an abstract matrix of about `parameters` parameters."""
     rows = max(1, round(parameters / last_axis / 128)) * 128
     return jax.ShapeDtypeStruct((rows, last_axis), dtype)
 
 
 def llama_7b(stacked: bool) -> Any:
-    """Llama 2 7B's parameters in bfloat16: its 291 tensors, or layers stacked."""
+    """Returns Llama 2 7B's abstract BF16 parameters: 291 tensors, or stacked layers."""
     h, f = HIDDEN, INTERMEDIATE
     layer = {"q": (h, h), "k": (h, h), "v": (h, h), "o": (h, h), "gate": (h, f)}
     layer |= {"up": (h, f), "down": (f, h), "norm_1": (h,), "norm_2": (h,)}
@@ -83,7 +84,7 @@ def llama_7b(stacked: bool) -> Any:
 
 
 def random_tree(abstract: Any, scale: float) -> Any:
-    """Normal numbers; one array at a time, since float32 would not fit twice."""
+    """Draws normal numbers one array at a time, because float32 would not fit twice."""
     leaves, treedef = jax.tree.flatten(abstract)
 
     def draw(seed, x):
@@ -99,9 +100,9 @@ def measure(
 ) -> dict[str, float]:
     """Compiles a step and times `repeats` rounds of steps, in place.
 
-    Each round is a second or so. So every case runs on a GPU as hot as any other's, and
-    it does not count that the first step waits until the host, which then is ahead, has
-    handed over what may be thousands of arrays.
+    A round takes about a second, for two reasons. Every case then runs on an equally
+    hot GPU. And the first step of a round waits for the host to hand over up to
+    thousands of arrays, which counts for little; in later steps the host is ahead.
     """
     params, grads = random_tree(abstract, 0.02), random_tree(abstract, 1e-3)
     carry = (params, jax.jit(tx.init)(params))
@@ -141,7 +142,10 @@ def measure(
 
 
 def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
-    """(parameters, method, shapes, step); optax's first, to compare the next with."""
+    """Returns the cases: (name of parameters, method, shapes, (optimizer, step)).
+
+    The case of optax comes first, as the baseline of the cases that follow.
+    """
     bf16, f32 = jnp.bfloat16, jnp.float32
     matrix = flat(32_768, bf16, parameters)
     wide, ragged = flat(32_768, f32, parameters), flat(5_000, bf16, parameters // 4)
@@ -165,7 +169,7 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
 
 
 def bars(rows: list[dict]) -> list[Bar]:
-    """What a step on an H200 should reach."""
+    """Returns the targets of a step on an H200."""
     at = {(row["what"], row["method"]): row for row in rows}
     fused = at["matrix bfloat16", "fused_update"]
     chain = at["matrix bfloat16", "tx.update"]

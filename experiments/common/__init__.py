@@ -1,1 +1,1 @@
-"""What programs share: results files, timing, cases, tables, ahead-of-time compiles."""
+"""Shared code of the experiments: results files, timing, cases, tables, compilation."""

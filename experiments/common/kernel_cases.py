@@ -1,4 +1,4 @@
-"""What is measured of the kernels: operations, shapes, the least bytes they move."""
+"""The measured cases of the kernels: operations, shapes, the fewest bytes they move."""
 
 import dataclasses
 import functools
@@ -16,28 +16,28 @@ from pallas_kernels.ops.matmul.plan import Heads, Product
 E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
 ELEMENTWISE_SHAPES = ((8192, 4096), (8192, 11008), (16384, 8192))
 TOKENS = (8192, 16384)
-_CACHE = 2**27  # Bytes, more than an H200's L2 has.
-# Sizes of the residual stream and of the MLP's inside.
+_CACHE = 2**27  # More bytes than the L2 cache of an H200 has.
+# Sizes of the residual stream and of the MLP's hidden layer, by model.
 MODELS = {
     "1B": (2048, 8192),
     "7B": (4096, 11_008),
     "13B": (5120, 13_824),
     "30B": (6656, 17_920),
 }
-# With the smaller layer of `bench_layer`, which no Llama has.
+# The tuned shapes include the smaller layer of `bench_layer`, which no Llama has.
 TUNED = MODELS | {"layer": (2048, 5504)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One operation on arrays of one shape.
+    """An operation on arrays of one shape.
 
     Attributes:
-      kernel: What it is called in tables.
-      shape: Of what.
-      call: The operation, with `implementation` as an argument.
-      draw: Its random arguments.
-      size: The fewest bytes that it moves.
+      kernel: The name of the operation in tables.
+      shape: The shape of the arrays, rows and columns.
+      call: The operation, which takes `implementation` as a keyword.
+      draw: A function from a key to random arguments of `call`.
+      size: The fewest bytes that the operation can move.
     """
 
     kernel: str
@@ -50,7 +50,7 @@ class Case:
 
 
 def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
-    """Everything that reads and writes each element once."""
+    """Yields a case for every kernel that reads and writes each element once."""
     elements = shape[0] * shape[1]
 
     def case(kernel, bytes_each, call, *draws):
@@ -85,6 +85,7 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         )
 
     k = pallas_kernels
+    # Bytes of an FP8 element and its share of a bfloat16 scale, by group size.
     of_16, of_128 = 1 + 2 / 16, 1 + 2 / 128
     yield case("quantize 1x16", 2 + of_16, k.quantize_groups, numbers(BF16))
     yield case(
@@ -187,13 +188,13 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatrixProduct:
-    """One of a model's products.
+    """A matmul of a model.
 
     Attributes:
-      name: Model, layer, tokens and pass.
-      layer: The layer alone; None where it is of none.
-      shape: m, n and k.
-      dtypes: Of a and b; e5m2 for gradients.
+      name: The model, layer, number of tokens and pass.
+      layer: The layer; None if the matmul belongs to no layer.
+      shape: The sizes m, n and k.
+      dtypes: The dtypes of a and b; e5m2 for gradients.
     """
 
     name: str
@@ -202,7 +203,7 @@ class MatrixProduct:
     dtypes: tuple[Any, Any] = (E4M3, E4M3)
 
     def is_of(self, kernel: str) -> bool:
-        """Whether `kernel`, one of `PRODUCTS`, is measured on it."""
+        """Returns whether `kernel`, a key of `PRODUCTS`, is measured on this matmul."""
         forward = self.name.endswith("forward")
         layers = OF_LAYERS.get(kernel, (self.layer,))
         return kernel == "product" or (forward and self.layer in layers)
@@ -211,7 +212,7 @@ class MatrixProduct:
 def model_products(
     tokens: Sequence[int] = TOKENS, models: Sequence[str] = tuple(MODELS)
 ) -> list[MatrixProduct]:
-    """Forward, input gradient and weight gradient of the layers of `models`."""
+    """Lists forward, input gradient and weight gradient of all layers of `models`."""
     found = []
     for model in models:
         h, f = TUNED[model]
@@ -244,7 +245,7 @@ PRODUCTS = {
         out_dtype=jnp.dtype(BF16), scaling="rows", heads=Heads(size=128, queries=1)
     ),
 }
-# The layers' forward products that are none but these.
+# Kernels that are measured only on forward matmuls, with the layers that use them.
 OF_LAYERS = {"quantized": ("gate_up",), "added": ("out", "down"), "heads": ("qkv",)}
 
 
@@ -253,7 +254,7 @@ def operands(
     shape: tuple[int, int, int],
     dtypes: tuple[Any, Any] = (E4M3, E4M3),
 ) -> tuple[Array, ...]:
-    """Random arguments of one of `PRODUCTS`; scales of tensors are powers of two."""
+    """Draws a `PRODUCTS` kernel's arguments; per-tensor scales are powers of two."""
     m, n, k = shape
     product = PRODUCTS[kernel]
     keys = jax.random.split(jax.random.key(m + n + k), 4)
@@ -279,20 +280,23 @@ def operands(
 
 
 def draws(*product: Any) -> list[tuple[Array, ...]]:
-    """So many `operands` of a product that each is out of the cache when it is next."""
+    """Draws `operands` until they exceed the L2 cache.
+
+    Calls that go through all draws in turn never find their operands in the cache.
+    """
     draw = functools.partial(operands, *product)
     size = sum(x.size * x.dtype.itemsize for x in jax.eval_shape(draw))
     return [draw() for _ in range(math.ceil(_CACHE / size))]
 
 
 def kv_heads(b: Array) -> int:
-    """Key heads of the product "heads" with these weights."""
+    """Returns the number of key heads of the matmul "heads" with the weights `b`."""
     size, queries = PRODUCTS["heads"].heads
     return b.shape[0] // (size * (queries + 2))
 
 
 def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
-    """One of `PRODUCTS`; `how` says what runs."""
+    """Runs a kernel in `PRODUCTS`; `how` has its implementation, tuning and copies."""
     if kernel == "quantized":
         return pallas_kernels.matmul_groups(*arguments, **how)
     if kernel == "heads":

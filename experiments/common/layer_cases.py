@@ -1,7 +1,7 @@
-"""One Llama layer in all the ways that are compared: recipes, and BF16 remat policies.
+"""The compared cases of a Llama layer: precision recipes and BF16 remat policies.
 
-A case is a recipe and what the layer is wrapped in; a shape is the layer's and its
-input's. `bench_layer` times layers alone, `bench_e2e` whole models of them.
+A case has a recipe and a wrapper of the layer. A shape has the sizes of the layer and
+of its input. `bench_layer` times single layers, `bench_e2e` whole models.
 """
 
 import dataclasses
@@ -24,12 +24,13 @@ _policies = jax.checkpoint_policies
 
 
 def _products(primitive, *_, **__) -> bool:
-    # Saved itself a product would run twice in a loop: see `layers.matmul.once`.
+    # The barrier behind a matmul is saved. In a loop a matmul that is saved itself
+    # would run twice; see `layers.matmul.once`.
     return primitive.name == "optimization_barrier"
 
 
 def _products_and_attention(primitive, *_, **__) -> bool:
-    # Flash attention is no matrix product to the usual policies, which run it again.
+    # JAX's policies do not count flash attention as a matmul, and run it again.
     return _products(primitive) or "dot_product_attention" in primitive.name
 
 
@@ -41,11 +42,12 @@ def _checkpoint(policy: Callable[..., bool]) -> Callable[[Apply, bool], Apply]:
 
 
 class LayerState(NamedTuple):
-    """What a layer is a function of, besides its input.
+    """The state of a layer, its second argument beside the input.
 
     Attributes:
-      params: Its parameters.
-      histories: Of delayed scaling; empty without it. Their gradients are the next.
+      params: The parameters.
+      histories: The histories of delayed scaling, empty without it. Their gradients are
+        the histories of the next step.
     """
 
     params: nnx.State
@@ -53,12 +55,13 @@ class LayerState(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What is compared.
+    """A layer that is compared with others.
 
     Attributes:
-      recipe: Of the layer.
-      wrap: From the layer, and whether `scan` runs it, to what is differentiated.
-      scaling: Of the layer.
+      recipe: The precision recipe of the layer.
+      wrap: A function from the layer, and whether `scan` runs it, to the function that
+        is differentiated.
+      scaling: The scaling of the layer's gradients.
     """
 
     recipe: RecipeName
@@ -83,7 +86,7 @@ CASES: dict[str, Case] = {
     "coat, delayed scaling": Case("coat", scaling="delayed"),
     "coat_max": Case("coat_max"),
 }
-# What JAX offers for BF16 without this library.
+# The BF16 cases that JAX offers without this library.
 PLAIN = tuple(name for name in CASES if name.startswith("bf16") and "fp8" not in name)
 
 
@@ -92,12 +95,12 @@ class Shape:
     """Sizes of a layer and of its input.
 
     Attributes:
-      hidden: Of the residual stream.
-      seq: Tokens of a sequence.
-      batch: Sequences.
-      intermediate: Of the MLP's inside.
-      kv_heads: Key and value heads.
-      head_dim: Size of a head; `hidden / head_dim` are the query heads.
+      hidden: The size of the residual stream.
+      seq: The number of tokens in a sequence.
+      batch: The number of sequences.
+      intermediate: The size of the MLP's hidden layer.
+      kv_heads: The number of key and value heads.
+      head_dim: The size of a head. There are `hidden / head_dim` query heads.
     """
 
     hidden: int
@@ -109,22 +112,25 @@ class Shape:
 
     @property
     def unit(self) -> int:
-        """U: bytes of the residual stream in BF16."""
+        """The unit U of memory: the bytes of the residual stream in BF16."""
         return self.batch * self.seq * self.hidden * 2
 
     def input(self) -> jax.ShapeDtypeStruct:
-        """The residual stream."""
+        """Returns the abstract input, the residual stream in BF16."""
         shape = self.batch, self.seq, self.hidden
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
 def llama_intermediate(hidden: int) -> int:
-    """The MLP's inside as Llama has it: 8/3 of `hidden`, in multiples of 128."""
+    """Returns Llama's MLP size: 8/3 of `hidden`, rounded up to a multiple of 128."""
     return -(-hidden * 8 // (3 * 128)) * 128
 
 
 def layer(case: Case, shape: Shape) -> tuple[Apply, LayerState]:
-    """A case's layer as a function of its state and input, and its abstract state."""
+    """Returns a case's layer as a function of state and input, and its abstract state.
+
+    Parameters are BF16.
+    """
 
     def module():
         return DecoderLayer(
@@ -145,7 +151,7 @@ def layer(case: Case, shape: Shape) -> tuple[Apply, LayerState]:
 
 
 def forward_backward(apply: Apply) -> Callable:
-    """From state, input and cotangent to the output and both gradients."""
+    """Returns the function (state, input, cotangent) -> output, (both gradients)."""
 
     def run(state, x, dy):
         y, vjp = jax.vjp(apply, state, x)
@@ -155,14 +161,17 @@ def forward_backward(apply: Apply) -> Callable:
 
 
 def first_histories(abstract: nnx.State) -> nnx.State:
-    """Ones, which are enough for weights, and for gradients no more than E5M2 bears."""
+    """Returns histories of ones.
+
+    Gradients are smaller than 1, but within the range of E5M2 codes with this amax.
+    """
     return jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), abstract)
 
 
 def random_params(abstract: Any) -> Any:
-    """Weights as they are initialized: normal numbers, and ones for norms.
+    """Draws parameters as a model initializes them: normal weights, ones for norms.
 
-    One array at a time, so that no more than one exists in a wider dtype.
+    Arrays are drawn one at a time, so that only one exists in a wider dtype at once.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract)
     drawn = [
@@ -176,5 +185,5 @@ def random_params(abstract: Any) -> Any:
 
 @partial(jax.jit, static_argnums=1)
 def normal(seed: int, like: jax.ShapeDtypeStruct) -> Array:
-    """Normal numbers of a shape and dtype."""
+    """Draws normal numbers with the shape and dtype of `like`."""
     return jax.random.normal(jax.random.key(seed), like.shape, like.dtype)

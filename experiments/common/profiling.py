@@ -1,4 +1,4 @@
-"""Where a compiled function's time goes on a GPU, kernel by kernel."""
+"""Profiles of the time that a compiled function spends in each GPU kernel."""
 
 import collections
 import re
@@ -16,12 +16,12 @@ _PALLAS = re.compile(r"(\w+?)_mosaic_gpu_kernel")
 
 
 class Kernel(NamedTuple):
-    """A kernel that ran.
+    """A run of a kernel.
 
     Attributes:
-      name: As the GPU has it.
-      start_ms: When it began.
-      end_ms: When it had ended.
+      name: The name of the kernel on the GPU.
+      start_ms: The time at which it started.
+      end_ms: The time at which it ended.
     """
 
     name: str
@@ -32,18 +32,18 @@ class Kernel(NamedTuple):
 def kernel_ms(
     function: Callable[[], Any], *, calls: int = 20, rest_s: float = 0.0
 ) -> dict[str, float]:
-    """Milliseconds of a call by kind of kernel, largest first, and of gaps between.
+    """Returns milliseconds per call by kind of kernel, largest first, and of gaps.
 
     Args:
-      function: What is called.
-      calls: How many times.
-      rest_s: Seconds before each call in which the chip rests; after some it is as fast
-        as its clocks, and not as what it may draw for long.
+      function: The function to call.
+      calls: The number of calls.
+      rest_s: The seconds that the chip rests before each call. A rested chip is limited
+        by its clocks, a busy chip by its power limit.
 
     Raises:
       ValueError: If no kernel ran on a GPU.
     """
-    for _ in range(calls):  # A cool chip is faster.
+    for _ in range(calls):  # These calls warm the chip, which is faster when cool.
         result = jax.block_until_ready(function())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -72,7 +72,7 @@ def _kernels(data: Any) -> Iterator[Kernel]:
 
 
 def by_part(kernels: Iterable[Kernel]) -> dict[str, float]:
-    """Milliseconds by kind of kernel, largest first, and when none of them ran."""
+    """Sums milliseconds by kind of kernel, largest first, and the gaps between them."""
     found = collections.Counter({"products": 0.0, "attention": 0.0})
     gaps, last = 0.0, None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_ms):

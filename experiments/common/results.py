@@ -1,4 +1,4 @@
-"""Results files: what every experiment and benchmark leaves behind, in one schema."""
+"""Results files of all experiments and benchmarks, in one schema."""
 
 import datetime
 import json
@@ -21,13 +21,13 @@ _SCALARS = (str, int, float, bool, type(None))
 
 
 class Bar(NamedTuple):
-    """A claim, what was asked, what came out, and whether it holds.
+    """A target of an experiment, the measured value, and whether the target holds.
 
     Attributes:
-      name: What is measured.
-      target: What was asked for, for instance "<= 1.01".
-      measured: What came out.
-      holds: Whether that is enough.
+      name: The name of the measured quantity.
+      target: The target, for instance "<= 1.01".
+      measured: The measured value.
+      holds: Whether the measured value reaches the target.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Bar(NamedTuple):
 
     @classmethod
     def of(cls, name: str, relation: str, target: float, measured: float) -> "Bar":
-        """A bar that `measured` has to be "<=" or ">="."""
+        """Returns a bar that holds if `measured` is "<=" or ">=" `target`."""
         holds = measured <= target if relation == "<=" else measured >= target
         return cls(name, f"{relation} {target}", measured, holds)
 
@@ -50,13 +50,14 @@ def write_results(
     command: str | None = None,
     **extra: Any,
 ) -> dict[str, Any]:
-    """Writes a results file, whole or not at all, and returns what is in it.
+    """Writes a results file, whole or not at all, and returns its contents.
 
     Args:
-      path: Where; its folder must exist.
-      rows: Flat records of strings, numbers, booleans and None; units in the keys.
-      bars: What the experiment was asked to show.
-      command: The command line that repeats it; None means this process's.
+      path: The path of the file; its folder must exist.
+      rows: Flat records of strings, numbers, booleans and None. Keys contain the units.
+      bars: The targets of the experiment.
+      command: The command line that repeats the experiment; None means that of this
+        process.
       **extra: Further top-level entries.
 
     Raises:
@@ -91,20 +92,26 @@ def write_results(
 
 
 def default_path(experiment: str, name: str | None = None) -> Path:
-    """Where an experiment's results go, within the project; of several by name."""
+    """Returns the path of an experiment's results file, relative to the project.
+
+    `name` selects a file if the experiment has several.
+    """
     return Path("experiments/results") / experiment / f"{name or experiment}.json"
 
 
 def load(experiment: str, name: str | None = None) -> dict[str, Any]:
-    """The committed results of an experiment, such as "drift"; of several by name."""
+    """Loads the committed results of an experiment, such as "drift".
+
+    `name` selects a file if the experiment has several.
+    """
     return json.loads((_PROJECT / default_path(experiment, name)).read_text())
 
 
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
-    """The rows of a results file, or of another entry; none if there are none.
+    """Returns the rows of a results file, or its entry `of`; no rows without a file.
 
     Raises:
-      ValueError: If they were measured on another kind of device than this one.
+      ValueError: If the file was measured on another kind of device than this one.
     """
     if not path.exists():
         return []
@@ -117,14 +124,14 @@ def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
 def joined(
     rows: Sequence[dict[str, Any]], row: dict[str, Any], key: Callable[..., Any]
 ) -> list[dict[str, Any]]:
-    """Rows with one more, or with it in the place of one with the same key."""
+    """Returns `rows` with `row`, which replaces the row with the same key, if any."""
     keys = list(map(key, rows))
     at = keys.index(key(row)) if key(row) in keys else len(rows)
     return [*rows[:at], row, *rows[at + 1 :]]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a file by `value` as JSON in one step, durable once this returns."""
+    """Replaces a file by `value` as JSON, atomically and durably."""
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
         json.dump(value, file, indent=2, allow_nan=True)
@@ -135,7 +142,7 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def command_line() -> str:
-    """The command that started this process, as a user types it."""
+    """Returns the command that started this process, as a user types it."""
     main = sys.modules["__main__"]
     name = getattr(getattr(main, "__spec__", None), "name", None)
     name = name and name.removesuffix(".__main__")
@@ -144,7 +151,7 @@ def command_line() -> str:
 
 
 def device() -> dict[str, Any]:
-    """Name, count and driver of the devices that JAX runs on."""
+    """Returns name, count and driver of the devices that JAX runs on."""
     devices = jax.devices()
     if devices[0].platform == "cpu":
         name = f"{_processor()}, {os.cpu_count()} cores"
@@ -157,7 +164,7 @@ def device() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python and of what results depend on, and this project's commit."""
+    """Returns the versions of Python and of packages, and this project's commit."""
     found = {"python": platform.python_version()}
     found |= {package: metadata.version(package) for package in _VERSIONED}
     return found | {"commit": _commit()}
@@ -182,9 +189,9 @@ def _nvidia_driver() -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of this checkout, "+changes" behind it if files differ from it.
+    """Returns the commit of this checkout, with "+changes" if tracked files differ.
 
-    The variable GIT_COMMIT names it for a copy of the checkout.
+    The environment variable GIT_COMMIT overrides it, for copies without a repository.
     """
     if commit := os.environ.get("GIT_COMMIT"):
         return commit

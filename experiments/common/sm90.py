@@ -1,7 +1,7 @@
-"""Compiles kernels for an H200 on a machine without one, and says what they take.
+"""Compiles kernels for an H200 without a GPU, and reports the resources they take.
 
-Needs packages beyond the project's: jax-cuda13-plugin and jax-cuda13-pjrt in JAX's
-version, installed without what they depend on, and nvidia-cuda-nvcc.
+This needs packages beyond the project's: nvidia-cuda-nvcc, and jax-cuda13-plugin and
+jax-cuda13-pjrt in JAX's version, installed without their dependencies.
 """
 
 import contextlib
@@ -23,7 +23,8 @@ from jax.sharding import (
     use_abstract_mesh,
 )
 
-# What XLA wants to know of the device, and "a" for instructions of Hopper GPUs alone.
+# XLA's description of the target device. ACCELERATED_FEATURES, the "a" of 9.0a, enables
+# instructions that only Hopper GPUs have.
 _TARGET = """
 gpu_device_info {
   threads_per_block_limit: 1024
@@ -69,19 +70,20 @@ _MESH = AbstractMesh(
 )
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _ASSEMBLER = "nvidia-cuda-nvcc"
-# What makes the kernels' compiler write down what `resources` reads.
+# Environment variables that make Mosaic GPU print the output that `resources` parses.
 _REPORTS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What the kernels of a function take, of several the most.
+    """The resources of a function's kernels.
 
     Attributes:
-      kernels: How many there are.
-      registers: Of each thread.
-      spill_bytes: What threads keep in memory for want of registers, of all kernels.
-      shared_bytes: Shared memory that a thread block asks for.
+      kernels: The number of kernels.
+      registers: The largest number of registers per thread.
+      spill_bytes: The bytes of register spills, stores and loads, summed over all
+        kernels.
+      shared_bytes: The largest shared memory of a thread block, in bytes.
     """
 
     kernels: int
@@ -91,7 +93,7 @@ class Resources:
 
 
 def missing() -> str | None:
-    """Why nothing can be compiled here; None if it can."""
+    """Returns why kernels cannot be compiled here; None if they can."""
     for package in (*_PLUGINS, _ASSEMBLER):
         try:
             version = metadata.version(package)
@@ -103,14 +105,14 @@ def missing() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """What registers depend on besides the kernels."""
+    """Returns the versions of JAX and the assembler, which registers depend on."""
     return {"jax": jax.__version__, _ASSEMBLER: metadata.version(_ASSEMBLER)}
 
 
 def compiled(
     fn: Callable, *args: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
-    """Compiles fn(*args), of abstract arrays, with options of XLA's."""
+    """Compiles fn(*args) for abstract arrays, with compiler options of XLA."""
     topology = topologies.get_topology_desc(
         platform="cuda", topology_name="", topology="1x1x1", target_config=_TARGET
     )
@@ -127,7 +129,7 @@ def compiled(
 
 
 def _put_assembler_first() -> None:
-    """Has the package's assembler found before others, and before the one built in."""
+    """Puts the package's assembler first on PATH, so that no other one is used."""
     folder = str(metadata.distribution(_ASSEMBLER).locate_file("nvidia/cu13/bin"))
     path = os.environ.get("PATH", "").split(os.pathsep)
     if path[0] != folder:
@@ -135,12 +137,13 @@ def _put_assembler_first() -> None:
 
 
 def resources(fn: Callable, *args: Any) -> Resources:
-    """Compiles fn(*args), of abstract arrays, and says what its kernels take.
+    """Compiles fn(*args) for abstract arrays, and returns its kernels' resources.
 
-    Only once a process for each kernel: the compiler says nothing of one that it knows.
+    This works once per process for each kernel: the compiler caches kernels, and prints
+    nothing about a cached one.
 
     Raises:
-      ValueError: If there is no kernel that was not compiled before.
+      ValueError: If all kernels were compiled before, or there is none.
     """
     with _output() as lines:
         compiled(fn, *args)
@@ -162,10 +165,14 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _output() -> Iterator[list[str]]:
-    """What this process writes, native code included, as one string when it is done."""
+    """Captures all output of this process, including that of native code.
+
+    The list receives the output as one string when the context ends.
+    """
     lines: list[str] = []
     os.environ.update(dict.fromkeys(_REPORTS, "1"))
     with tempfile.TemporaryFile("w+") as file:
+        # Native code writes to the file descriptors of stdout and stderr directly.
         own = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)

@@ -9,7 +9,7 @@ from experiments.common.results import Bar
 
 
 def new_table(title: str, first: str, *columns: str) -> Table:
-    """An empty table of numbers, with names in the first column."""
+    """Returns an empty table of numbers, with names in the first column."""
     table = Table(
         title=title,
         title_justify="left",
@@ -24,7 +24,7 @@ def new_table(title: str, first: str, *columns: str) -> Table:
 
 
 def bars(found: Sequence[Bar]) -> Table:
-    """Claims, and whether they hold."""
+    """Returns a table of targets, measured values and whether the targets hold."""
     table = new_table("What was expected", "", "target", "measured", "holds")
     for bar in found:
         holds = "yes" if bar.holds else "NO"

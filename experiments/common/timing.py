@@ -1,4 +1,4 @@
-"""How long compiled functions take, in turns, so that a warm chip is warm for all."""
+"""Timing of compiled functions in turns, so that all of them run on a warm chip."""
 
 import math
 import statistics
@@ -11,22 +11,23 @@ from typing import Any
 import jax
 
 OPTIONS = {
-    # Else XLA tries its own matrix products for a minute; none is cuBLASLt's match.
+    # Otherwise XLA tries its own Triton matmuls for a minute; cuBLASLt beats them all.
     "xla_gpu_enable_triton_gemm": False,
-    # Else what loops over layers fill is zeroed first.
+    # Otherwise XLA zeroes the stacked arrays that loops over layers fill.
     "xla_gpu_enable_dus_accumulator_zero_init_elimination": True,
 }
 
-# Of a turn of one product, so that it is at the clock that its own power leaves.
+# Seconds of a matmul's turn. In this time the GPU reaches the clock that the power of
+# this matmul allows.
 HOT_S = 0.25
 
 
 def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[Any]:
-    """Functions compiled for draws, or the exceptions that they raise.
+    """Compiles each function for `draws`; returns exceptions where that fails.
 
-    Each calls a function for all draws of its arguments, one after the other, so that
-    the time of the call itself is hidden, and no draw is in the cache. Nothing runs,
-    but for what XLA tries out.
+    A compiled program calls the function with every draw of its arguments, one after
+    another. This hides the launch overhead, and no draw is in the L2 cache when its
+    turn comes. Nothing runs here but XLA's autotuning.
     """
 
     def compiled(function):
@@ -52,9 +53,9 @@ def seconds(
     rounds: int = 7,
     round_s: float = 0.02,
 ) -> list[float]:
-    """The median time of each for one draw, in turns as those of `in_turns`.
+    """Returns the median seconds of each program per draw, measured by `in_turns`.
 
-    By default turns are so long that starting and waiting count for little.
+    The default turns are long enough that starting and waiting count for little.
     """
     functions = [partial(c, draws) for c in compiled]
     times = in_turns(functions, calls=calls, rounds=rounds, round_s=round_s)
@@ -68,10 +69,11 @@ def in_turns(
     rounds: int = 5,
     round_s: float = 0.0,
 ) -> list[float]:
-    """The median time of a call of each, over rounds in which each has its turn.
+    """Returns the median seconds per call of each function, over several rounds.
 
-    A turn has so many calls, or more if it takes less than `round_s` seconds: a GPU is
-    slower when it has been at the most power that it may draw for some tenths of one.
+    In each round every function has a turn of `calls` calls, or more if these take less
+    than `round_s` seconds. Turns should be long because a GPU slows down after some
+    tenths of a second at its power limit.
     """
 
     def mean(function, count):

@@ -1,1 +1,1 @@
-"""Tiles of FP8 matmuls, and what kernels take of a GPU."""
+"""Tuning of FP8 matmuls' tiles, and the GPU resources of all kernels."""

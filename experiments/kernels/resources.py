@@ -1,8 +1,9 @@
 """Registers, spills and shared memory of every kernel, compiled for an H200.
 
-`python -m experiments.kernels.resources` compiles them on any machine with the packages
-that `experiments.common.sm90` names, and writes `kernel_resources.json`, which a test
-compares with. A family named instead is compiled alone and printed.
+`python -m experiments.kernels.resources` compiles all kernels and writes
+`kernel_resources.json`, which a test compares with. It runs on any machine with the
+packages that `experiments.common.sm90` names. With the name of a family, it compiles
+and prints this family only.
 """
 
 import argparse
@@ -33,9 +34,10 @@ class Case:
     """A function with one kernel or a few, and abstract arrays to compile it for.
 
     Attributes:
-      name: What it is called in tables.
-      function: Called with `arrays` and implementation="mosaic".
-      arrays: Its arguments; others are bound to it.
+      name: The name in tables.
+      function: The function, which is called with `arrays` and
+        implementation="mosaic".
+      arrays: The arguments of the function; other arguments are bound to it.
     """
 
     name: str
@@ -48,7 +50,7 @@ class Case:
         return jax.tree.leaves(self.arrays)[0].shape
 
     def resources(self) -> sm90.Resources:
-        """What compiling it says."""
+        """Compiles the function and returns the resources of its kernels."""
         call = functools.partial(self.function, implementation="mosaic")
         return sm90.resources(call, *self.arrays)
 
@@ -64,7 +66,7 @@ def _groups(*shape: int) -> pk.Groups:
 
 def _adam() -> Iterator[Case]:
     def step(*arrays, implementation):
-        # Numbers that are 0 leave arithmetic out.
+        # The kernel omits arithmetic with scalars that are the number 0.
         scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
         return pk.adam(scalars, *arrays, implementation=implementation)
 
@@ -89,7 +91,7 @@ def _adam() -> Iterator[Case]:
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
 ) -> Iterator[Case]:
-    """What the benchmark measures, of the kernels whose names begin so."""
+    """Yields the benchmark's cases of kernels whose names start with `beginnings`."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))
@@ -127,7 +129,8 @@ def _heads() -> Iterator[Case]:
 
 def _norm() -> Iterator[Case]:
     def backward(x, dy, weight, add, y_scale=None, **how):
-        how |= {"keep_maxima": y_scale is not None}  # As in a layer.
+        # A layer asks for the amax together with the output.
+        how |= {"keep_maxima": y_scale is not None}
         return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **how)
 
     def of_sum(x, weight, add, **how):
@@ -155,8 +158,12 @@ def _norm() -> Iterator[Case]:
 
 
 def _tiles(product: Product) -> list[tuning.Tuning]:
-    """The candidates; in which order they are walked over takes no registers."""
-    how = {"width": tuning.Tuning.width}  # By default: names leave it out.
+    """Returns the candidates that differ in more than `width`.
+
+    The width only changes the order in which tiles are visited, not the registers.
+    """
+    # The default width does not appear in the names of cases.
+    how = {"width": tuning.Tuning.width}
     candidates = tuning.candidates(product)
     return list(dict.fromkeys(dataclasses.replace(t, **how) for t in candidates))
 
@@ -198,7 +205,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def rows(family: str) -> list[dict[str, Any]]:
-    """A record for each of a family's cases."""
+    """Compiles all cases of a family and returns a record for each."""
     found = []
     for case in FAMILIES[family]():
         shape = "x".join(map(str, case.shape))

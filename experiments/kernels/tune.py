@@ -1,11 +1,12 @@
-"""Finds the fastest tiles of matrix products on this GPU, and where XLA is faster.
+"""Finds the fastest tiles of matmuls on this GPU, and the shapes where XLA is faster.
 
     uv run python -m experiments.kernels.tune
 
-times what `pallas_kernels.ops.matmul.tuning.candidates` lists on the shapes of Llamas,
-beside cuBLASLt through XLA, and writes `tuning.json` beside that module. Shapes that
-are there are left as they are unless `--again` is given, so an interrupted run goes on.
-Several processes compile; one at a time has the GPU.
+times the settings that `pallas_kernels.ops.matmul.tuning.candidates` lists, and
+cuBLASLt through XLA, on the shapes of Llamas. It writes `tuning.json` in the folder of
+that module. Shapes in this file are not measured again unless `--again` is given, so
+that an interrupted run continues. Several processes compile; one at a time uses the
+GPU.
 """
 
 import argparse
@@ -28,15 +29,19 @@ from experiments.common.kernel_cases import PRODUCTS, run_product
 from experiments.common.results import device, versions, write_json
 from pallas_kernels.ops.matmul import tuning
 
-_alone: AbstractContextManager = nullcontext()  # With the GPU.
-_NEARLY = 1.08  # Times the least time in short turns.
-_SHORT_S = 0.01  # Of a turn.
-# Times what the fastest tiles take, at most.
+# The lock under which a worker process has the GPU alone.
+_alone: AbstractContextManager = nullcontext()
+# Long turns time the tiles, and XLA, that take at most this factor of the least time of
+# any tiles in short turns.
+_NEARLY = 1.08
+_SHORT_S = 0.01  # Seconds of a short turn.
+# XLA wins if it takes less than this factor of the time of the fastest tiles. The
+# second factor is for matmuls whose results a loop may stack.
 _XLA_WINS, _XLA_WINS_STACKED = 0.98, 0.97
 
 
 def main() -> None:
-    """Measures what is missing."""
+    """Measures the shapes that are missing in the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     names = tuple(kernel_cases.TUNED)
@@ -77,10 +82,11 @@ def _take_turns(lock: AbstractContextManager) -> None:
 
 
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
-    """Shapes of which a product each is measured, dtypes of a and b, and when XLA wins.
+    """Returns the shapes to measure, with the dtypes of a and b and XLA's factor.
 
-    Of products of one shape what the last one takes, and whether one may be stacked:
-    all but gradients of activations.
+    If several matmuls have one shape, the dtypes are those of the last one. The factor
+    is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of them, as it
+    may for all matmuls but gradients of activations.
     """
     other = (kernel_cases.E4M3, kernel_cases.E4M3), _XLA_WINS_STACKED
     if args.shapes:
@@ -97,14 +103,14 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:
-    """The table's name of a product."""
+    """Returns the key of a matmul in the table."""
     return tuning.key(PRODUCTS[kernel], *shape)
 
 
 def fastest(
     kernel: str, shape: tuple[int, ...], dtypes: tuple[Any, Any], xla_wins: float
 ) -> dict:
-    """Times a product in all tiles that can compute it, and by XLA; see `entry`."""
+    """Times a matmul with all tiles that can compute it, and with XLA; see `entry`."""
     product = PRODUCTS[kernel]
     draw = functools.partial(kernel_cases.draws, kernel, shape, dtypes)
     m, n, _ = shape
@@ -118,7 +124,7 @@ def fastest(
     compiled = timing.compile_all(calls, jax.eval_shape(draw))
     with _alone:
         draws = draw()
-        if kernel != "blocks":  # Of which XLA has none.
+        if kernel != "blocks":  # XLA has no matmul with per-block scales.
             tried.append(None)
             reference = functools.partial(
                 run_product, kernel, implementation="reference"
@@ -129,7 +135,10 @@ def fastest(
 
 
 def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
-    """Seconds in long turns of what is nearly fastest in short ones."""
+    """Returns seconds in long turns of the tiles, and XLA, that are nearly fastest.
+
+    Short turns select them.
+    """
     calls = list(works.values())
     times = timing.seconds(calls, draws, rounds=5, round_s=_SHORT_S)
     short = dict(zip(works, times, strict=True))
@@ -143,9 +152,10 @@ def _hot_times(works: dict, draws: list) -> dict[tuning.Tuning | None, float]:
 def entry(
     times: dict[tuning.Tuning | None, float], xla_wins: float = _XLA_WINS_STACKED
 ) -> dict[str, Any]:
-    """What the table has of a product: its tiles, and whether XLA, at None, wins.
+    """Returns a matmul's entry in the table: the fastest tiles, and whether XLA wins.
 
-    That is if it takes no more than `xla_wins` times as long.
+    `times` has the time of XLA at the key None. XLA wins if it takes less than
+    `xla_wins` times the time of the fastest tiles.
     """
     ours = {tiles: time for tiles, time in times.items() if tiles}
     best = min(ours, key=ours.__getitem__)
