@@ -9,17 +9,18 @@ import hypothesis
 import numpy as np
 import pytest
 
-# On CPUs most of the tests' time is LLVM's; GPUs are tested as they are used.
+# On CPUs LLVM takes most of the tests' time, so its optimizations are off. On GPUs
+# programs are compiled as users compile them.
 if not Path("/dev/nvidia0").exists():
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 # Several processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-# Traces are many small objects that live on.
+# Traces are many small objects that live on, so a collection is costly.
 gc.set_threshold(50_000)
 
-# The same examples in every run; `--hypothesis-profile=fresh` looks for new ones.
+# Every run uses the same examples; `--hypothesis-profile=fresh` looks for new ones.
 hypothesis.settings.register_profile(
     "fixed", derandomize=True, deadline=None, database=None, max_examples=20
 )
@@ -28,12 +29,13 @@ hypothesis.settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config):
-    """What tests compile is compiled once; `pytest --cache-clear` forgets it."""
+    """Caches what tests compile; `pytest --cache-clear` empties the cache."""
     if cache := getattr(config, "cache", None):  # None with -p no:cacheprovider.
         folder = str(cache.mkdir("compiled"))
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
         os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        if sys.dont_write_bytecode:  # Nor does any process import without compiling.
+        # Without cached bytecode every process would compile the modules it imports.
+        if sys.dont_write_bytecode:
             os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
             os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
 
@@ -47,7 +49,7 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """What takes longest begins first, so that no worker is left alone with it."""
+    """Runs the longest files first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 

@@ -1,4 +1,4 @@
-"""The examples in docstrings run."""
+"""Tests that the examples in docstrings run."""
 
 import doctest
 import importlib

@@ -1,4 +1,4 @@
-"""What gets installed, what it needs, and who may import whom."""
+"""Tests the wheel's contents, its requirements and imports between packages."""
 
 import ast
 import os
@@ -20,7 +20,7 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _declared(requirements):
-    """Requirements as import names: "orbax-checkpoint>=0.11" to "orbax"."""
+    """Returns requirements as import names: "orbax" for "orbax-checkpoint>=0.11"."""
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
     return {name.removesuffix("-checkpoint") for name in names}
 
@@ -36,7 +36,7 @@ _MAY_IMPORT = {
 
 
 def _imports(path):
-    """The packages that a file imports anywhere in it, by their first name."""
+    """Yields the top-level names of the packages that a file imports."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -110,7 +110,7 @@ def test_the_version_is_the_projects():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder with what the wheel installs."""
+    """A folder with the files that the wheel installs."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
     subprocess.run(build, cwd=_ROOT, check=True, capture_output=True)

@@ -1,4 +1,4 @@
-"""Docstrings and comments begin as sentences do."""
+"""Tests that docstrings and comments begin as sentences do."""
 
 import ast
 import io
@@ -13,9 +13,10 @@ _FOLDERS = (
     "coat_jax",
     "experiments",
     "pallas_kernels",
+    "tests",
 )
 _FILES = sorted(path for folder in _FOLDERS for path in (_ROOT / folder).rglob("*.py"))
-# No sentence that says what a thing is, or does, begins with one of these.
+# No sentence that says what a thing is or does begins with one of these words.
 _NOT_IN_COMMENTS = """
     Of What Whose Which Who Or Nor Than That Those Not Such Also Likewise Besides Beside
     And By Like So From Whether How Why As For With To

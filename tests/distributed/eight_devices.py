@@ -1,6 +1,7 @@
-"""Sharded optimizers on eight virtual devices; `test_sharding.py` runs these.
+"""Tests of sharded optimizers on eight virtual devices, run by `test_sharding.py`.
 
-They need a process of their own: how many devices there are is fixed at its start.
+The tests need a process of their own, because the number of virtual devices is fixed
+when a process starts.
 """
 
 import functools
@@ -41,14 +42,14 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 
 @pytest.fixture
 def as_kernel(monkeypatch):
-    """The reference behind custom_partitioning, as the kernel is on several GPUs."""
+    """Runs the reference behind custom_partitioning, as several GPUs do the kernel."""
     for module in (coat_jax.optimizers.sharding, coat_jax.optimizers.step):
         monkeypatch.setattr(module, "has_kernel", lambda: True)
 
 
 @pytest.fixture(params=["kernel", "jnp"])
 def either(request):
-    """How quantized moments are stepped: `as_kernel`, or by XLA's own partitioner."""
+    """Steps quantized moments by `as_kernel` or by XLA's own partitioner."""
     if request.param == "kernel":
         request.getfixturevalue("as_kernel")
 
@@ -84,9 +85,10 @@ def test_sharded_steps_are_one_devices_in_place_and_move_nothing(
 @pytest.mark.usefixtures("as_kernel")
 @pytest.mark.parametrize("how", [fused, chained])
 def test_moments_in_float32_beside_quantized_ones(how):
-    """As written: XLA's simplifier may multiply by 1 / c instead of dividing by c.
+    """The bits agree if XLA's algebraic simplifier is off.
 
-    It does so in one of two programs, with another rounding.
+    The simplifier may replace x / c by x * (1 / c), which rounds otherwise. It does so
+    in one of the two programs only.
     """
     tx, layout = coat.fp8_adamw(1e-2, weight_decay=0.1), only("small", "fsdp")
     options = {"xla_disable_hlo_passes": "algsimp"}
@@ -140,13 +142,14 @@ def test_cut_groups_are_announced_and_cost_no_more_than_time(
 
 @pytest.mark.usefixtures("either")
 def test_parameters_on_every_device_with_sharded_moments():
-    """The moments decide where the step happens: ZeRO's first stage."""
+    """The step happens where the moments are, as in ZeRO's first stage."""
     tx, mesh, key = coat.fp8_adamw(1e-2), mesh_of(4, 2), jax.random.key(0)
     layout = {"w": LAYOUT["both"]}
     grads, state, params = placed(tx, mesh, layout)
     grads, params = jax.device_put((grads, params), NamedSharding(mesh, P()))
     program = jax.jit(fused(tx)).lower(grads, state, params, key).compile()
-    # At most the parameter after the step, on CPUs as float32; no codes or exponents.
+    # At most the parameter after the step is gathered (on CPUs as float32), and no
+    # codes or exponents.
     gathered = re.findall(r"(\w+)\[[\d,]*\]\S* all-gather\(", program.as_text())
     assert set(gathered) <= {"f32"}
     after = program(grads, state, params, key)
@@ -174,7 +177,8 @@ def test_inside_of_shard_map(manual):
     program = jax.jit(step_there).lower(*arrays).compile()
     assert not collectives(program.as_text())
     after = jax.device_get(program(*arrays))
-    # Within shard_map an element has its place in the shard: each is one device's step.
+    # Random bits depend on the place of an element in its shard. So every shard's step
+    # is the step of one device on that shard.
     grads, state, params = jax.device_get(arrays)
     rows, columns = (n if a in manual else 1 for a, n in mesh.shape.items())
 

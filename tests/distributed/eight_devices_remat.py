@@ -1,5 +1,6 @@
-"""fp8_remat of sharded arrays, on eight virtual devices; `test_remat_sharding.py` runs
-these.
+"""Tests of fp8_remat on sharded arrays and eight virtual devices.
+
+`test_remat_sharding.py` runs these tests.
 """
 
 import functools
@@ -21,13 +22,13 @@ import coat_jax.remat.copies
 from coat_jax.remat.api import fp8_remat
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-# An MLP of which hidden columns are the devices' along "model", rows along "data".
+# An MLP whose hidden columns are sharded along "model", and its rows along "data".
 SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
 
 
 @pytest.fixture(params=["kernel", "jnp"])
 def either(request, monkeypatch):
-    """Copies by jnp behind custom_partitioning, as kernels are, or by itself."""
+    """Makes copies in jnp, with custom_partitioning (as kernels do) or without."""
     monkeypatch.setattr(
         coat_jax.remat.copies, "has_kernel", lambda: request.param == "kernel"
     )
@@ -73,7 +74,7 @@ def gradients(fn):
 
 @functools.cache
 def plain_program(axis_type):
-    """What autodiff computes, compiled for the mesh."""
+    """The gradient program of plain autodiff, compiled for the mesh."""
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         return gradients(mlp).lower(*arguments(mesh)).compile()
@@ -81,13 +82,13 @@ def plain_program(axis_type):
 
 @functools.cache
 def of_one_device(how: str, policy=None, hidden: int = 256):
-    """What one device computes, with copies made as `either` says."""
+    """Gradients computed on one device, with copies made as `either` says."""
     assert coat_jax.remat.copies.has_kernel() == (how == "kernel")
     return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
 
 
 def collectives(program: str) -> Counter:
-    """How many arrays go through each kind."""
+    """Counts the arrays that go through each kind of collective."""
     found = Counter()
     for arrays, name in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", program):
         found[name] += arrays.count("[")
@@ -108,7 +109,7 @@ def test_no_collective_is_added(either, axis_type, policy):
         assert collectives(plain.as_text())
         assert collectives(light.as_text()) <= collectives(plain.as_text())
         actual = light(params, x)
-    # What one device computes, eight compute.
+    # Eight devices compute the same as one device.
     assert_close(jax.device_get(actual), of_one_device(either, policy), 1e-3)
 
 
@@ -137,7 +138,7 @@ def test_residuals_lie_as_what_they_are_of(axis_type):
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_groups_that_devices_cut_are_right_all_the_same(either, axis_type):
-    """Of 48 columns a device has 24: a group and a half."""
+    """A device has 24 of 48 columns: one and a half groups."""
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh, hidden=48)

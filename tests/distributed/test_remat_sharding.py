@@ -1,4 +1,4 @@
-"""fp8_remat of sharded arrays; what needs devices is in `eight_devices_remat.py`."""
+"""Runs the tests of fp8_remat on sharded arrays, `eight_devices_remat.py`."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def test_on_eight_virtual_devices():
-    """In a process of its own: the number of virtual devices is fixed at the start."""
+    """The tests need a process of their own, which fixes the number of devices."""
     flags = [
         "--xla_force_host_platform_device_count=8",
         "--xla_backend_optimization_level=0",

@@ -1,4 +1,4 @@
-"""Shardings of optimizer states; what needs devices is in `eight_devices.py`."""
+"""Tests of optimizer states' shardings; `eight_devices.py` has those on devices."""
 
 import os
 import subprocess
@@ -19,10 +19,10 @@ ELSEWHERE = NamedSharding(jax.make_mesh((1,), ("model",)), P())
 
 
 def test_on_eight_virtual_devices():
-    """In a process of its own: the number of virtual devices is fixed at the start."""
+    """The tests need a process of their own, which fixes the number of devices."""
     flags = [
         "--xla_force_host_platform_device_count=8",
-        # LLVM contracts a * b + c as shapes suggest, but not at level 0.
+        # LLVM contracts a * b + c depending on shapes, but not at level 0.
         "--xla_backend_optimization_level=0",
     ]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}

@@ -1,4 +1,4 @@
-"""Saved activations by operation, against the sizes that table 2 counts."""
+"""Tests saved activations by operation, against the sizes that table 2 counts."""
 
 import json
 
@@ -11,7 +11,8 @@ from experiments.activations import operations as activation_operations
 from experiments.common.layer_cases import CASES, Shape
 
 _SHAPE = "--hidden 256 --intermediate 640 --heads 4 --kv-heads 2 --batch 2 --seq 128"
-# Queries, keys and values; the MLP's inside; groups of 16 and their scales over BF16.
+# Sizes relative to a BF16 array [b, s, h]: queries, keys and values; the MLP's hidden
+# activation; FP8 groups of 16 with their scales.
 _HEADS, _INSIDE, _GROUPS = 1 + 2 * 2 / 4, 640 / 256, 0.5 * (1 + 2 / 16)
 
 
@@ -59,7 +60,7 @@ def test_operations_save_what_they_read(case, operation, units, rows):
 
 
 def _saved(*shape, dtype=jnp.bfloat16):
-    """The report of a function that saves an array of this shape."""
+    """Returns the report row of a function that saves an array of this shape."""
     (row,) = residual_report(jnp.sin, jnp.zeros(shape, dtype)).rows
     return row
 

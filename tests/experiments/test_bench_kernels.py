@@ -1,4 +1,4 @@
-"""The kernels' benchmark: its cases can be called, its bars say what they should."""
+"""Tests the kernels' benchmark: its cases can be called and its targets are right."""
 
 import argparse
 import functools
@@ -21,7 +21,8 @@ def test_every_case_can_be_called():
         read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
         result = jax.tree.leaves(jax.eval_shape(call, *arguments))
         written = sum(x.size * x.dtype.itemsize for x in result)
-        # What it counts is all that is read and written, but for weights and maxima.
+        # A case counts all bytes that are read and written, except for weights and
+        # amax.
         assert case.size == pytest.approx(read + written, rel=0.05), case.kernel
         names.add(case.kernel)
     assert len(names) == 47
@@ -84,7 +85,8 @@ def test_bars_and_table():
     for kernel, name, ratio, runs in (
         ("product", "cube", 1.0, "mosaic"),
         ("product", "7B out, forward", 0.81, "mosaic"),
-        ("product", "7B out, dx", 0.5, "xla"),  # Nobody waits for ours.
+        # XLA runs this shape, so the time of our kernel does not matter.
+        ("product", "7B out, dx", 0.5, "xla"),
         ("quantized", "7B gate_up, forward", 1.2, "mosaic"),
     ):
         row = {"kernel": kernel, "name": name, "shape": "1 x 1 x 1", "ms": 1.0}
@@ -119,7 +121,7 @@ def test_the_table_gets_the_fastest_tiles_unless_xla_is_clearly_faster():
     assert tune.entry(times) == {"tiles": {"tile_n": 128}, "xla": False}
     assert tune.entry(times | {None: 0.96})["xla"]
     assert not tune.entry(times | {None: 0.96}, 0.95)["xla"]
-    # Of products that XLA does not have there is no time of its.
+    # A matmul that XLA does not have has no XLA time.
     assert tune.entry({plain: 1.0}) == {"tiles": {}, "xla": False}
 
 
@@ -130,5 +132,5 @@ def test_products_that_loops_may_stack_are_xlas_only_where_it_wins_by_more():
     gradient, forward = found[64, h, 2 * f], found[64, 2 * f, h]
     assert gradient[0] == (jax.numpy.float8_e5m2, jax.numpy.float8_e4m3fn)
     assert gradient[1] > forward[1] == found[h, f, 64][1]
-    # Forward's is of the same shape.
+    # The forward matmul has the same shape.
     assert found[64, h, h][1] == forward[1]

@@ -1,4 +1,4 @@
-"""The benchmarks of a layer and of a model: tiny ones run, bars say what holds."""
+"""Tests the benchmarks of a layer and of a model, on tiny ones, and their targets."""
 
 import collections
 import dataclasses
@@ -87,7 +87,7 @@ def test_turns_are_as_long_as_asked():
     short, long = sleeping("short", 0.002), sleeping("long", 0.02)
     found = timing.in_turns([short, long], calls=2, rounds=3, round_s=0.02)
     assert 0.002 <= found[0] < found[1]
-    # One to begin with, two to see how long they take, and three turns.
+    # Calls: one to begin with, two to measure the time of a call, and three rounds.
     assert made["short"] > 3 + 3 * 2
     assert made["long"] == 3 + 3 * 2
 
@@ -107,13 +107,13 @@ def test_a_layer_is_timed_and_measured(run):
         )
         assert row["backward_temporaries_mib"] > 0
         assert row["paper_forward_ms"] is None
-    # Its input, and nothing else.
+    # Only the input is saved.
     assert rows["bf16, nothing saved"]["saved_units"] == 1
-    # Two inputs and gate and up in FP8 groups of 16, a number for each row; queries,
-    # keys, values, attention's output in BF16; nine numbers at most.
+    # Two inputs, gate and up are in FP8 groups of 16, with one number per row. Queries,
+    # keys, values and attention's output are BF16. At most nine scalars are added.
     units = (2 + 2 * 384 / 128) * 0.5 * (1 + 2 / 16) + 4 / (2 * 128) + 4
     assert rows["coat"]["saved_units"] == pytest.approx(units, abs=0.01)
-    # Nine histories of sixteen numbers.
+    # Nine histories of 16 numbers.
     more = rows["coat, delayed scaling"]["saved_mib"] - rows["coat"]["saved_mib"]
     assert 0 <= more * 2**20 <= 9 * 16 * 4
     assert (folder / "layer.png").stat().st_size > 10_000
@@ -218,7 +218,7 @@ def _check_step(row, model, bytes_each):
 
 def test_a_model_steps():
     row = model_step.measure("coat, delayed scaling", _MODEL, 2, 2)
-    # Groups of 128 on a last axis of 64 or 96: nine bytes of scales and k for each.
+    # Groups of 128 on a last axis of 64 or 96 have nine bytes of scales and k each.
     _check_step(row, _MODEL, 2.15)
 
 
@@ -278,7 +278,7 @@ def test_rows_join_and_bars_compare_them():
         "coat, its best / BF16's best": (1.75, True),
     }
     assert "out of memory" in _printed(bench_e2e.table(rows))
-    # What was measured on another day, and maybe another GPU, is not compared with.
+    # Rows of another commit, perhaps of another GPU, are not compared with the new row.
     again = bench_e2e.joined(rows, _step("bf16", 2, 9_000.0, commit="second"))
     again = bench_e2e.with_ratios(again)
     assert [row.get("ratio_to_bf16") for row in again if row["batch"] == 2] == [1, 1.8]

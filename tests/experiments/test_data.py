@@ -1,4 +1,4 @@
-"""Corpora: what becomes training text, in which order, and what is refused."""
+"""Tests of corpora: the training text, its order, and refused files."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""The drift experiment measures what it says, and goes on where it stopped."""
+"""Tests that the drift experiment measures what it says, and that it resumes."""
 
 import json
 
@@ -33,7 +33,8 @@ def test_every_story_is_told_to_every_method(finished):
         for row in rows
         if (row["story"], row["b2"]) == ("all spike early", 0.999)
     }
-    # The gradients that are left are a hundredth; nearest to a BF16 number stays there.
+    # The gradients after the spikes are 100 times smaller. Rounding to the nearest BF16
+    # number then leaves the moment unchanged.
     assert stalled["BF16"] < 0.95 < stalled["coat"]
     curves = results["curves"]
     assert {(row["b2"], row["steps"]) for row in curves} == {(0.999, 300)}

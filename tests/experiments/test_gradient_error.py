@@ -1,4 +1,4 @@
-"""Gradient errors of recipes: against NumPy, and the command line that trains."""
+"""Tests gradient errors of recipes against NumPy, and the command line that trains."""
 
 import json
 
@@ -32,7 +32,7 @@ def rows(model):
 
 
 def _gradients(model, recipe, dtype):
-    """Of every batch, in float64, by path."""
+    """Returns the gradients of every batch, stacked, in float64, by path."""
     graph, _ = nnx.split(
         nnx.eval_shape(
             lambda: llama.Llama(model.config_as(recipe, dtype), rngs=nnx.Rngs(0))

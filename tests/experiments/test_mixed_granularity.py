@@ -1,4 +1,4 @@
-"""Errors of stored activations, against NumPy; what is timed; the command line."""
+"""Tests errors of stored activations, timed methods and the command line."""
 
 import functools
 import json
@@ -24,7 +24,7 @@ _BLOCKS = {"4x4": (4, 4), "1x16": (16,), "per row": (10**6,), "per tensor": None
 
 
 def _stored(x, granularity):
-    """What the oracle reads back."""
+    """Returns `x` as the oracle reads it back."""
     block = _BLOCKS[granularity]
     scales, values = oracle.quantize(x, oracle.E4M3, block)
     return oracle.dequantize(values, scales, block, None, oracle.E4M3)
@@ -35,7 +35,7 @@ def _percent(stored, exact):
 
 
 def _run(layer, x, *store):
-    """`flow.run`, compiled."""
+    """Runs `flow.run`, compiled."""
     return compiled(lambda x: flow.run(layer, x, *store), x)
 
 
@@ -51,7 +51,7 @@ def rows(model):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """What the second layer reads, and the residual stream behind it."""
+    """The residual stream behind the second layer, and the activations it reads."""
     x = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
     x, _ = _run(small_models.layer_of(model, 0), x)
     return _run(small_models.layer_of(model, 1), x)
@@ -145,7 +145,7 @@ def test_mean_errors_need_rows(rows):
 
 
 def _read_back(method, found):
-    """What a timed method's codes stand for."""
+    """Decodes the codes of a timed method."""
     wide = jax.tree.map(lambda x: np.asarray(x, np.float32), found)
     if method == "BF16":
         return wide

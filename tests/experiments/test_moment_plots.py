@@ -1,4 +1,4 @@
-"""What moments.png shows."""
+"""Tests of the figure moments.png."""
 
 import numpy as np
 

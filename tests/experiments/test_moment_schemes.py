@@ -1,4 +1,4 @@
-"""Schemes of storing Adam's moments: against NumPy, and against the library."""
+"""Tests schemes of storing Adam's moments against NumPy and against the library."""
 
 import itertools
 
@@ -43,7 +43,7 @@ _SMALLEST = {
 
 
 def _oracle_read(x, name):
-    """What is read of `x` after storing it by a code's name, in float64."""
+    """Returns `x` in float64 as read after storing it in the format called `name`."""
     format = _FORMATS[name.removesuffix("+Expand")]
     if not name.endswith("+Expand"):
         scales, values = oracle.quantize(x, format, _BLOCK)
@@ -56,7 +56,7 @@ def _oracle_read(x, name):
         powers[index] = bounds[0]
         bounds = oracle.expanded_bounds(x[where], scales[index], powers[index], format)
         low = bounds[0]
-        # Nothing above zero becomes zero.
+        # No nonzero number becomes zero.
         least = np.copysign(np.maximum(np.abs(low), _SMALLEST[name]), low)
         values[where] = np.where(x[where] == 0, low, least)
     return oracle.dequantize(values, scales, _BLOCK, powers, format)
@@ -190,7 +190,7 @@ def test_replays_are_those_of_the_library(rng, normalize):
         rounding="nearest",
         nu_format=coat.E4M3,
     )
-    # After so many steps nothing corrects the bias any more.
+    # After this many steps the bias correction is 1.
     start = optax.ScaleByAdamState(
         jnp.int32(10**6), jnp.asarray(found.mu), jnp.asarray(found.nu)
     )

@@ -1,4 +1,4 @@
-"""Notebooks run from top to bottom, and are committed with what they print."""
+"""Tests that notebooks run from top to bottom and contain their committed output."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Training curves of optimizers: what is trained, kept, compared and drawn."""
+"""Tests of optimizers' training curves: runs, saved rows, comparison, figure."""
 
 import json
 
@@ -12,7 +12,7 @@ from experiments.optimizer import curves as optimizer_curves
 from experiments.pretrain.settings import PRESETS
 
 _FEW = ["--preset", "tiny", "--steps", "6", "--eval-every", "4", "--eval-batches", "1"]
-# They compile fast.
+# These variants compile fast.
 _CHOSEN = [v for v in optimizer_curves.VARIANTS if v.name.startswith("optax")]
 
 
@@ -26,7 +26,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def command(text, tmp_path, monkeypatch):
-    """A command line of two trainings a seed, and where it writes."""
+    """A command line of two trainings per seed, and the file that it writes."""
     monkeypatch.setattr(optimizer_curves, "VARIANTS", _CHOSEN)
     out = tmp_path / "curves.json"
     return [*_FEW, "--data", str(text), "--out", str(out)], out
@@ -94,7 +94,7 @@ def test_mistakes_are_named_and_change_nothing(command, more, message, capsys):
 
 
 def _written(losses):
-    """Rows with the given losses, (optimizer, seed, step)."""
+    """Returns rows with the losses `losses[optimizer][seed][step]`."""
     return [
         {"optimizer": name, "seed": seed, "step": 10 * step + 10, "val_loss": loss}
         for name, seeds in losses.items()
@@ -106,7 +106,8 @@ def _written(losses):
 def test_differences_are_paired_by_seed(rng):
     first, second = rng.normal(2, 0.1, (2, 5, 3))
     rows = _written({"optax.adamw": first, "fp8_adamw": second})
-    rows += _written({"optax.adamw": [[9.0] * 3] * 6})[-3:]  # a seed of one alone
+    # Seed 5 has one optimizer only.
+    rows += _written({"optax.adamw": [[9.0] * 3] * 6})[-3:]
     summary = curve_summary.summarize(rows)
     gaps = second[:, -1] - first[:, -1]
     assert summary[0]["difference"] == summary[0]["standard_error"] == 0
@@ -118,7 +119,7 @@ def test_differences_are_paired_by_seed(rng):
         "difference": pytest.approx(gaps.mean()),
         "standard_error": pytest.approx(np.sqrt(np.var(gaps, ddof=1) / 5)),
         "percent": pytest.approx(100 * gaps.mean() / first[:, -1].mean()),
-        # 2.776 is Student's t of four degrees of freedom, of which 2.5% are above.
+        # 2.776 is the 97.5% quantile of Student's t with four degrees of freedom.
         "most_percent": pytest.approx(
             100
             * (gaps.mean() + 2.776 * np.std(gaps, ddof=1) / np.sqrt(5))

@@ -1,4 +1,4 @@
-"""The main job at a tiny size: what it leaves behind, and that nothing stops it."""
+"""Tests the main job at a tiny size: the files it leaves, and that it resumes."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def compilation_cache(tmp_path_factory):
-    """Programs of these tests alone, since some of them kill what writes there."""
+    """A compilation cache of these tests alone, since some of them kill its writers."""
     options = {
         "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("compiled")),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -53,7 +53,7 @@ def compilation_cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text):
-    """The folder of a run that nothing disturbed."""
+    """The folder of a run that nothing interrupted."""
     folder = tmp_path_factory.mktemp("runs") / "undisturbed"
     assert pretrain.main([*_TINY, "--data", str(text), "--out", str(folder)]) == 0
     return folder
@@ -149,7 +149,7 @@ def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache
     _, code = interrupt(["--resume", str(folder)], "coat", 12, signal.SIGKILL)
     assert code == -signal.SIGKILL
     with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"recipe": "coat", "st')  # as a kill in mid-write leaves it
+        file.write('{"recipe": "coat", "st')  # This is what a kill in mid-write leaves.
 
     assert pretrain.main(["--resume", str(folder)]) == 0
     for name in ("metrics.jsonl", "moments.jsonl"):
@@ -292,7 +292,7 @@ def test_learning_rate_rises_and_falls():
 
 
 def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
-    clock = iter(np.arange(0, 1000, 0.5))  # every step and validation takes 0.5 s
+    clock = iter(np.arange(0, 1000, 0.5))  # Every step and validation takes 0.5 s.
     monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
 
     class Stopwatch:
@@ -331,7 +331,7 @@ def test_checkpoints_keep_every_bit(tmp_path, rng):
 
 @pytest.fixture
 def default_interrupt():
-    """Python's handling of SIGINT, which processes in the background start without."""
+    """Python's handling of SIGINT, which background processes start without."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -378,7 +378,7 @@ def test_trailing_mean(rng):
 
 
 def _refusal(argv, capsys) -> str:
-    """What a refused command line says, on one line."""
+    """Returns the message of a refused command line, on one line."""
     with pytest.raises(SystemExit) as exit_:
         sys.exit(pretrain.main(argv))
     assert exit_.value.code == 2

@@ -1,4 +1,4 @@
-"""Runs of the main job that are joined over seeds."""
+"""Tests of joining runs of the main job over seeds."""
 
 import json
 
@@ -10,7 +10,7 @@ BEGINNING = "uv run python -m experiments.pretrain --preset 124m"
 
 
 def run(options, losses, date="2026-01-01"):
-    """A run's summary, with this validation loss for each recipe."""
+    """Returns a run's summary, with this validation loss for each recipe."""
     rows = [
         {"recipe": recipe, "val_loss": loss, "train_loss": loss, "tokens_per_s": 1.0}
         for recipe, loss in losses.items()
@@ -33,7 +33,7 @@ def test_each_training_is_compared_with_that_of_its_seed(tmp_path):
         run("--seed 2 --scaling delayed", {"coat": 4.04}),
         run("", {"bf16": 1.0, "coat_max": 1.02}),
     ]
-    # Two of them were joined before.
+    # The first file joins two runs.
     runs[0]["command"] += " && " + run("--seed 1", {"te": 2.0})["command"]
     runs[0]["rows"] += run("", {"te": 2.0})["rows"]
     paths = [tmp_path / f"{j}.json" for j in range(len(runs))]
@@ -50,7 +50,7 @@ def test_each_training_is_compared_with_that_of_its_seed(tmp_path):
     }
     assert found == {
         ("coat", "delayed"): [1, pytest.approx(1.0), None],
-        # Of 0.5 and 1.5.
+        # The mean and the standard error of 0.5 and 1.5.
         ("coat", "just_in_time"): [2, pytest.approx(1.0), pytest.approx(0.5)],
         ("coat_max", "just_in_time"): [1, pytest.approx(2.0), None],
         ("te", "just_in_time"): [1, pytest.approx(0.0), None],

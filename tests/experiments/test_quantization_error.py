@@ -1,4 +1,4 @@
-"""Quantization error of Adam's moments: captured, measured and replayed correctly."""
+"""Tests that Adam's moments are captured, measured and replayed correctly."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ from experiments.pretrain.settings import PRESETS, model_config
 
 _STEPS, _START, _WINDOW = 60, 2, 5
 _KEY = jax.random.key(0)
-# What the command line compares here: all of it is the notebook's matter.
+# The command line compares only these here; comparing all is the notebook's task.
 _FEW = (*studies.SCHEMES[:4], studies.DEFAULT, studies.STOCHASTIC[-1])
 
 
@@ -131,7 +131,7 @@ def test_a_replay_in_float32_is_exact(captured):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, text):
-    """The results file of a command line and what it printed."""
+    """The results file of a command line."""
     out = tmp_path_factory.mktemp("results") / "found.json"
     arguments = ["--preset", "cpu", "--data", str(text), "--out", str(out)]
     arguments += ["--steps", str(_STEPS), "--at", f"{_STEPS},20", "--window", "10"]
@@ -196,7 +196,7 @@ def test_bars_say_what_rows_say(finished):
 
 
 def test_the_papers_numbers_keep_the_papers_orders():
-    """The bars hold for tables 1 and 8 as printed."""
+    """The orders hold for tables 1 and 8 as printed."""
     errors = {
         (mu, nu): error
         for table in (error_tables.TABLE_1, error_tables.TABLE_8)

@@ -1,4 +1,4 @@
-"""A training step of BF16 parameters: where they start, and how they are rounded."""
+"""Tests a training step of BF16 parameters: initialization and rounding."""
 
 import dataclasses
 
@@ -18,7 +18,7 @@ def _settings(**changes) -> Settings:
 
 
 def _trainer(**changes) -> training.Trainer:
-    """FP8 moments for a model without FP8, which compiles faster."""
+    """Returns a trainer with FP8 moments and a BF16 model, which compiles faster."""
     settings = _settings(**changes)
     config, fp8 = model_config(settings, "bf16", 257), training.Optimizer.of("coat")
     return training.Trainer(config, settings, steps=10, optimizer=fp8)
@@ -59,7 +59,7 @@ def test_a_seed_of_init_is_the_settings_seed(stochastic):
 def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
     stochastic, batches
 ):
-    """Updates are a fraction of what BF16 resolves, so that nearest loses most."""
+    """Updates are below BF16's resolution, so rounding to nearest loses most."""
     nearest = _trainer(lr=1e-5, **_BF16)
     settings = _settings(lr=1e-5)
     exact = training.Trainer(model_config(settings, "bf16", 257), settings, steps=10)

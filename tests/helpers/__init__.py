@@ -1,1 +1,1 @@
-"""Oracles and what tests of several folders share."""
+"""Oracles and helpers that tests of several folders share."""

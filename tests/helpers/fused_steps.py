@@ -1,4 +1,4 @@
-"""What tests of `coat.fused_update` share: trees, steps and distances."""
+"""Trees, steps and distances that tests of `coat.fused_update` share."""
 
 import functools
 
@@ -28,7 +28,7 @@ def is_shape(node) -> bool:
 
 
 def tree(seed: int, dtype=F32):
-    """Numbers of many magnitudes; those of `wide` stay in float32."""
+    """Returns numbers of many magnitudes; the leaf `wide` stays in float32."""
     rng = np.random.default_rng(seed)
 
     def values(path, shape):
@@ -39,7 +39,7 @@ def tree(seed: int, dtype=F32):
 
 
 def grown(params):
-    """Parameters of sizes between 1 and 2, which no step of the tests makes cancel."""
+    """Returns parameters of magnitude 1 to 2, which no step of the tests cancels."""
     return jax.tree.map(
         lambda p: (jnp.sign(p) + p / (jnp.max(jnp.abs(p)) + 1)).astype(p.dtype), params
     )
@@ -51,7 +51,7 @@ def jitted(tx):
 
 
 def fused(tx, params, grads, state=None, **key):
-    """Parameters and state after all gradients."""
+    """Returns the parameters and the state after all gradients."""
     state = tx.init(params) if state is None else state
     for g in grads:
         params, state = jitted(tx)(g, state, params, **key)
@@ -71,7 +71,7 @@ def chained(tx, params, grads):
 
 
 def steps(x) -> np.ndarray:
-    """Floats as integers in their order, so that neighbours differ by one."""
+    """Maps floats to integers in their order, so that neighbours differ by one."""
     x = np.asarray(x)
     bits = x.view({1: np.int8, 2: np.int16, 4: np.int32}[x.itemsize]).astype(np.int64)
     return np.where(bits < 0, -(bits & ((1 << (8 * x.itemsize - 1)) - 1)), bits)
@@ -83,10 +83,11 @@ def distance(a, b) -> np.ndarray:
 
 
 def assert_close_states(actual, expected):
-    """The same containers; codes at rounding boundaries fall to either side, rarely.
+    """Asserts equal containers and nearly equal leaves.
 
-    The two paths compute a stored ratio in another order, and XLA rounds what they
-    share otherwise in other programs, such as x / c as x * (1 / c).
+    Codes at rounding boundaries may fall to either side, rarely. The two paths compute
+    a stored ratio in another order. XLA also rounds shared operations differently in
+    different programs, for instance x / c as x * (1 / c).
     """
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
@@ -94,7 +95,7 @@ def assert_close_states(actual, expected):
         if a.dtype == F32:
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-30)
         elif a.dtype.itemsize < 4:
-            # Of a group whose scale or exponent is another, all codes may be.
+            # If the scale or the exponent of a group differs, all its codes may differ.
             assert np.mean(steps(a) != steps(b)) < 5e-3
         else:
             np.testing.assert_array_equal(a, b)

@@ -1,7 +1,7 @@
-"""Oracles for backward passes. Nothing here is shared with `coat_jax`.
+"""Oracles for backward passes, which share nothing with `coat_jax`.
 
-`fake` is quantization and back again in NumPy, `saved` lists what `jax.vjp` keeps, from
-the program that computes it.
+`fake` quantizes and dequantizes in NumPy. `saved` lists the residuals of `jax.vjp` from
+the program that computes them.
 """
 
 import dataclasses
@@ -16,24 +16,24 @@ from helpers import oracle
 
 FP8 = (jnp.float8_e4m3fn, jnp.float8_e5m2)
 GROUP = 16
-ROW = 128  # Groups that only products read, where rows are no longer.
+ROW = 128  # The group size of arrays that only matmuls read, where rows are no longer.
 
 
 def flat(tree) -> np.ndarray:
-    """All leaves in one float64 vector."""
+    """Returns all leaves in one float64 vector."""
     leaves = [np.asarray(x).astype(np.float64).ravel() for x in jax.tree.leaves(tree)]
     return np.concatenate(leaves)
 
 
 def cosine(a, b) -> float:
-    """Of the angle between two trees of one structure, as one vector each."""
+    """Returns the cosine between two trees of one structure, each taken as a vector."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     a, b = flat(a), flat(b)
     return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b)))
 
 
 def assert_close(actual, expected, tolerance: float):
-    """Every leaf is within `tolerance` of the expected one's largest magnitude."""
+    """Asserts that every leaf is within `tolerance` times the expected leaf's amax."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.shape == b.shape
@@ -42,7 +42,7 @@ def assert_close(actual, expected, tolerance: float):
 
 
 def compiled(fn, *args):
-    """`fn(*args)` under jit, compiled quickly rather than well."""
+    """Returns `fn(*args)` under jit, compiled quickly rather than well."""
     options = {
         "xla_backend_optimization_level": 0,
         "xla_llvm_disable_expensive_passes": True,
@@ -51,7 +51,7 @@ def compiled(fn, *args):
 
 
 def value_and_vjp(fn, dy, *args):
-    """`fn(*args)` and the gradients of all arguments for the cotangent `dy`."""
+    """Returns `fn(*args)` and the gradients of all arguments for the cotangent `dy`."""
 
     def run(dy, *args):
         y, vjp = jax.vjp(fn, *args)
@@ -61,7 +61,7 @@ def value_and_vjp(fn, dy, *args):
 
 
 def fake(x, group: int | None = None, format: oracle.Format = oracle.E4M3):
-    """What comes back after quantization per group, or per tensor without one."""
+    """Quantizes per group, or per tensor if `group` is None, and dequantizes."""
     x = np.asarray(x)
     if group is None:
         scales, values = oracle.quantize(x, format, None)
@@ -77,7 +77,7 @@ def fake(x, group: int | None = None, format: oracle.Format = oracle.E4M3):
 
 
 def fp8_bytes(shape: tuple[int, ...], group: int | None = GROUP) -> int:
-    """Codes, and two bytes a group or four for the tensor."""
+    """Returns the bytes of codes and scales: 2 per group, or 4 for a tensor."""
     if group is None:
         return math.prod(shape) + 4
     return math.prod(shape) + 2 * math.prod(shape[:-1]) * math.ceil(shape[-1] / group)
@@ -85,7 +85,7 @@ def fp8_bytes(shape: tuple[int, ...], group: int | None = GROUP) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A residual: what it is, whether it is an argument, and what it follows from."""
+    """A residual's shape, dtype, argument index, and dependence on activations."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -98,7 +98,7 @@ class Saved:
 
 
 def saved(fn, *args, params: int | None = None) -> list[Saved]:
-    """What `jax.vjp(fn, *args)` saves, each array once.
+    """Lists the residuals of `jax.vjp(fn, *args)`, each array once.
 
     `params` is the number of leading leaves of `args` that are parameters.
     """
@@ -119,5 +119,5 @@ def saved(fn, *args, params: int | None = None) -> list[Saved]:
 
 
 def saved_bytes(residuals: list[Saved]) -> int:
-    """Bytes of all that is no argument: what exists only for the backward pass."""
+    """Returns the bytes of residuals that are not arguments of the function."""
     return sum(r.nbytes for r in residuals if r.argument is None)

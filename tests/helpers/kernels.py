@@ -12,7 +12,7 @@ from helpers import oracle
 BF16, F32 = jnp.bfloat16, jnp.float32
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 FORMATS = {E4M3: oracle.E4M3, E5M2: oracle.E5M2}
-# As users have it; see `conftest`.
+# Users compile at this level; `conftest` sets level 0 on CPUs.
 OPTIMIZED = {"xla_backend_optimization_level": 3}
 
 on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
@@ -25,7 +25,8 @@ every_kernel = pytest.mark.parametrize("implementation", ["interpret", on_gpu])
 def run(implementation, function, *arrays, detect_races=False):
     """Calls function(*arrays, implementation=...), compiled.
 
-    "interpret" is the kernel without a GPU, the only one that is compiled quickly.
+    "interpret" runs the kernel without a GPU. It is the only one that is compiled
+    quickly.
     """
     interpreted = implementation == "interpret"
     named = "mosaic" if interpreted else implementation
@@ -41,14 +42,14 @@ def run(implementation, function, *arrays, detect_races=False):
 
 
 def numbers(shape, dtype=BF16, seed=0, octaves=6.0) -> jax.Array:
-    """Normal numbers times powers of two."""
+    """Returns normal numbers times powers of two."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.uniform(-octaves, octaves, shape))
     return jnp.asarray(x, dtype)
 
 
 def adversarial(shape, dtype=BF16, seed=0, group=16) -> jax.Array:
-    """Numbers whose first groups have zeros, outliers, NaNs, or odd magnitudes."""
+    """Returns numbers; the first groups hold zeros, outliers, NaNs and denormals."""
     x = np.array(numbers(shape, F32, seed))
     groups = x.reshape(-1, group)
     groups[0] = 0
@@ -71,19 +72,19 @@ def adversarial(shape, dtype=BF16, seed=0, group=16) -> jax.Array:
 
 
 def finite(x: jax.Array) -> jax.Array:
-    """Numbers with zeros where they are not finite."""
+    """Replaces numbers that are not finite by zeros."""
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
 def encoded(x, scale, dtype) -> np.ndarray:
-    """Codes of x / scale, as the specification has it."""
+    """Returns the codes of x / scale that the specification requires."""
     with np.errstate(invalid="ignore", over="ignore"):
         x = oracle.flush(np.asarray(x)) * (np.float32(1) / np.float32(scale))
     return FORMATS[dtype].round(x).astype(ml_dtypes.finfo(dtype).dtype)
 
 
 def encoded_groups(x, dtype, group) -> tuple[np.ndarray, np.ndarray]:
-    """Codes and scales of groups on the last axis, as the specification has it."""
+    """Returns the codes and scales, per group, that the specification requires."""
     x = np.asarray(x)
     with np.errstate(invalid="ignore", over="ignore"):
         scales, values = oracle.quantize(x, FORMATS[dtype], (group,))
@@ -94,7 +95,7 @@ def encoded_groups(x, dtype, group) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_identical(actual, expected):
-    """The same bits, but for those of NaNs."""
+    """Asserts the same bits, except those of NaNs."""
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):

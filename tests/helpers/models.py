@@ -39,7 +39,7 @@ class Vit(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """Attention and an MLP, both behind LayerNorm."""
+    """Attention and an MLP, each behind a LayerNorm."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])
@@ -54,7 +54,7 @@ class VitLayer(nnx.Module):
 
 
 class Stateful(nnx.Module):
-    """Parameters, batch statistics and a dropout stream."""
+    """A module with parameters, batch statistics and a dropout stream."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.first = nnx.Linear(width, 2 * width, rngs=rngs)
@@ -68,7 +68,7 @@ class Stateful(nnx.Module):
 
 
 class LinenNet(nn.Module):
-    """LayerNorm, Dense, BatchNorm, GELU, Dropout, Dense; `wrap` is put on a Dense."""
+    """LayerNorm, Dense, BatchNorm, GELU, Dropout, Dense; `wrap` wraps a Dense."""
 
     width: int
     wrap: object = lambda target: target
@@ -83,18 +83,18 @@ class LinenNet(nn.Module):
 
 
 def parameters(make):
-    """The structure of the module that `make` returns, and its initial state."""
+    """Returns the structure and the initial state of the module that `make` makes."""
     graph, _ = nnx.split(nnx.eval_shape(make))
     return graph, compiled(lambda: nnx.split(make())[1])
 
 
 def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
-    """Fresh normal numbers."""
+    """Returns normal random numbers for this seed."""
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
 
 
 def two_products(params, x):
-    """Its parameters are cast, and one of them transposed."""
+    """Computes `sin(x @ a) @ b.T`; parameters are cast, and `b` is transposed."""
     h = x @ params["a"].astype(x.dtype)
     return jnp.sin(h) @ params["b"].T.astype(x.dtype)
 

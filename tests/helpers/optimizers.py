@@ -1,4 +1,4 @@
-"""What tests of the optimizer share: gradients, runs, comparisons."""
+"""Gradients, runs and comparisons that tests of the optimizer share."""
 
 import jax
 import numpy as np
@@ -15,7 +15,7 @@ either_scheme = pytest.mark.parametrize(
 
 
 def scaled(learning_rate, **options):
-    """What `scale_by_fp8_adam` is for: the first part of a chain."""
+    """Chains `scale_by_fp8_adam` with a learning rate."""
     return optax.chain(
         coat.scale_by_fp8_adam(**options), optax.scale_by_learning_rate(learning_rate)
     )
@@ -32,12 +32,12 @@ def gradients(seed: int, shape=SHAPE) -> np.ndarray:
 
 
 def run(tx, params, grads: list, jit: bool = False):
-    """Parameters, updates of the last step and state after all gradients."""
+    """Returns parameters, updates of the last step and state after all gradients."""
     return run_on(tx, params, tx.init(params), grads, jit)
 
 
 def run_on(tx, params, state, grads: list, jit: bool = False):
-    """The same from a state."""
+    """Runs as `run` does, from a given state."""
     update = jax.jit(tx.update) if jit else tx.update
     for g in grads:
         updates, state = update(g, state, params)
@@ -46,7 +46,7 @@ def run_on(tx, params, state, grads: list, jit: bool = False):
 
 
 def assert_trees_equal(actual, expected):
-    """The same leaves bit for bit; the containers may have other names."""
+    """Asserts equal leaves, bit for bit; the containers may have other names."""
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     for a, b in zip(actual, expected, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -54,7 +54,7 @@ def assert_trees_equal(actual, expected):
 
 
 def assert_same_bits(actual, expected):
-    """The same containers, static parts included, and every bit of the leaves."""
+    """Asserts equal containers, static parts included, and all bits of the leaves."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)

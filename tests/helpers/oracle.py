@@ -1,9 +1,9 @@
-"""Quantization as the specification says it, in NumPy and ml_dtypes, group by group.
+"""Quantization by the specification, in NumPy and ml_dtypes, group by group.
 
-Nothing here is shared with `coat_jax`. The linear part is float32 arithmetic that any
-backend can reproduce, so there is one right answer. The expansion has logarithms and
-powers, which no backend rounds correctly: they are float64 here, and a code is right
-if the float64 value, moved by the error of float32 arithmetic, rounds to it.
+Nothing here is shared with `coat_jax`. Linear quantization is float32 arithmetic that
+any backend can reproduce, so there is one right answer. The expansion has logarithms
+and powers, which no backend rounds correctly. They are float64 here, and a code is
+right if the float64 value, moved by the error of float32 arithmetic, rounds to it.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ BFLOAT16 = BFLOAT16.astype(np.float64)
 
 
 def de8_table() -> np.ndarray:
-    """The dynamic map of 8-bit optimizers: means of neighbours in linspace(0.1, 1)."""
+    """Returns the dynamic map of 8-bit optimizers: midpoints of linspace(0.1, 1)."""
     positive = []
     for i in range(7):
         edges = np.linspace(0.1, 1, 2**i + 1)
@@ -33,7 +33,7 @@ def de8_table() -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Format:
-    """What the specification says of a format."""
+    """The specification of a format."""
 
     max: float
     dynamic_range: float
@@ -43,14 +43,14 @@ class Format:
 
     @property
     def edge(self) -> float:
-        """The largest magnitude that rounds to max rather than beyond it."""
+        """The largest magnitude that rounds to `max` rather than beyond it."""
         if self.dtype is None:
             return self.max
         step = 2.0 ** (math.floor(math.log2(self.max)) - self.mantissa_bits)
         return self.max + step / 2
 
     def round(self, x) -> np.ndarray:
-        """The nearest representable values; half a step goes to even, in DE8 down."""
+        """Rounds to nearest; ties go to even, in DE8 down."""
         x = np.clip(np.asarray(x), -self.max, self.max)
         if self.dtype is not None:
             return x.astype(np.float32).astype(self.dtype).astype(np.float32)
@@ -80,10 +80,10 @@ DE8 = Format(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unsigned(Format):
-    """E4M3 with a fourth bit of mantissa in the sign's place, without denormals."""
+    """E4M3 with a fourth mantissa bit in the sign's place, without denormals."""
 
     def round(self, x) -> np.ndarray:
-        """The nearest number, of two the larger; above zero at least the smallest."""
+        """Rounds to nearest, ties up, and nonzero numbers at least to the smallest."""
         x = np.minimum(np.asarray(x, np.float64), self.max)
         size = np.maximum(np.abs(x), self.smallest_normal)
         step = np.exp2(np.floor(np.log2(size)) - self.mantissa_bits)
@@ -101,14 +101,14 @@ OCTAVES = 40.0
 
 
 def ue4m4_values(codes: np.ndarray) -> np.ndarray:
-    """What codes stand for: E4M3's magnitude and, with the sign set, half a step."""
+    """Decodes UE4M4: E4M3's magnitude, plus half a step if the sign bit is set."""
     size = np.abs(codes.astype(np.float64))
     half = np.exp2(np.floor(np.log2(np.maximum(size, 2.0**-6))) - 4)
     return size + half * np.signbit(codes.astype(np.float32)) * (size > 0)
 
 
 def moment_scale(group: np.ndarray, format: Format) -> np.ndarray:
-    """The scale of a group of a moving average: its largest magnitude, in float32."""
+    """Returns the float32 scale of a moment's group: amax / format.max."""
     amax = np.max(np.abs(group), initial=np.float32(0))
     if not np.isfinite(amax):
         return np.float32(np.nan)
@@ -116,9 +116,9 @@ def moment_scale(group: np.ndarray, format: Format) -> np.ndarray:
 
 
 def groups(shape: tuple[int, ...], block: tuple[int, ...] | None) -> Iterator:
-    """Pairs (index into scales, slices of the array) of the groups of an array.
+    """Yields pairs (index into scales, slices of the array), one per group.
 
-    `block` tells the extent of a group along the last axes, None that it is the array.
+    `block` is the extent of a group along the last axes; None means one group.
     """
     block = shape if block is None or not shape else block
     block = (1,) * (len(shape) - len(block)) + block
@@ -130,13 +130,16 @@ def groups(shape: tuple[int, ...], block: tuple[int, ...] | None) -> Iterator:
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """The float32 of `x` with denormals replaced by zeros of their sign."""
+    """Returns `x` as float32, with denormals replaced by zeros of the same sign."""
     x = np.asarray(x).astype(np.float32)
     return np.where(np.abs(x) < TINY, np.copysign(np.float32(0), x), x)
 
 
 def scale_of(group: np.ndarray, format: Format, block) -> np.ndarray:
-    """The stored scale of a group: bfloat16, per tensor a power of two in float32."""
+    """Returns a group's stored scale: bfloat16, or a power of two per tensor.
+
+    A scale per tensor is float32.
+    """
     dtype = scale_dtype(block)
     amax = np.max(np.abs(group), initial=np.float32(0))
     if not np.isfinite(amax):
@@ -149,19 +152,19 @@ def scale_of(group: np.ndarray, format: Format, block) -> np.ndarray:
 
 
 def largest_scale(format: Format, block) -> float:
-    """The largest s that can be stored, with s * max in bfloat16 and 1 / s normal."""
+    """Returns the largest storable s with s * max in bfloat16 and 1 / s normal."""
     allowed = POWERS if block is None else BFLOAT16
     fits = allowed * format.max <= BFLOAT16.max()
     return allowed[fits & (allowed <= 2.0**125)].max()
 
 
 def scale_dtype(block: tuple[int, ...] | None):
-    """What scales are stored in."""
+    """Returns the dtype in which scales are stored."""
     return np.float32 if block is None else ml_dtypes.bfloat16
 
 
 def quantize(x, format: Format, block) -> tuple[dict, np.ndarray]:
-    """Linear quantization: scales by group, and the values of the codes."""
+    """Quantizes linearly; returns scales by group and the values of the codes."""
     x = flush(x)
     scales, values = {}, np.zeros(x.shape, np.float32)
     for index, where in groups(x.shape, block):
@@ -175,9 +178,9 @@ def quantize(x, format: Format, block) -> tuple[dict, np.ndarray]:
 def power_bounds(
     group: np.ndarray, scale, format: Format, octaves: float = math.inf
 ) -> tuple[int, int]:
-    """The least and the greatest k, in sixteenths, that float32 arithmetic may find.
+    """Returns the least and greatest k, in sixteenths, that float32 may compute.
 
-    No group counts as wider than so many octaves.
+    A group counts as at most `octaves` wide.
     """
     sizes = np.abs(group[group != 0]).astype(np.float64)
     if not sizes.size or not np.isfinite(sizes).all():
@@ -197,10 +200,10 @@ def power_bounds(
 def expanded_bounds(
     group: np.ndarray, scale, k: float, format: Format, error: float = 0.0
 ) -> tuple:
-    """The least and the greatest value of each code under expansion with power k / 16.
+    """Returns bounds of each code's value under expansion with power k / 16.
 
-    Logarithms are trusted to two float32 roundings of themselves; that is the whole
-    tolerance, unless the group itself is known to a relative `error` only. Where both
+    A logarithm may be off by two float32 roundings of itself. There is no other
+    tolerance, unless the group itself is known only to a relative `error`. Where both
     bounds agree there is one right code.
     """
     with np.errstate(divide="ignore"):
@@ -216,9 +219,9 @@ def expanded_bounds(
 
 
 def dequantize(values: np.ndarray, scales: dict, block, powers: dict | None, format):
-    """What codes with these values stand for, in float64 (exact for linear ones).
+    """Decodes the values of codes to float64, which is exact for linear codes.
 
-    `powers` holds k in sixteenths by group; None stands for linear codes.
+    `powers` holds k in sixteenths by group; None means linear codes.
     """
     x = np.zeros(values.shape, np.float64)
     for index, where in groups(values.shape, block):
@@ -233,7 +236,7 @@ def dequantize(values: np.ndarray, scales: dict, block, powers: dict | None, for
 
 
 def adam(mu, nu, gradients, b1=0.9, b2=0.95):
-    """Adam's moments after each gradient, in float64."""
+    """Returns Adam's moments after each gradient, in float64."""
     found, mu, nu = [], mu.astype(np.float64), nu.astype(np.float64)
     for g in gradients.astype(np.float64):
         mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g * g

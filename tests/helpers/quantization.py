@@ -1,4 +1,4 @@
-"""Arrays to quantize, and codes compared with the oracle's."""
+"""Arrays to quantize, and comparisons of codes with the oracle's."""
 
 import math
 
@@ -13,12 +13,12 @@ from helpers import oracle
 
 FORMATS = [coat.E4M3, coat.E5M2, coat.DE8]
 FLOATS = [coat.E4M3, coat.E5M2]
-# Each granularity beside the oracle's name for it.
+# Each granularity is paired with the oracle's name for it.
 PER_TENSOR = (coat.PerTensor(), None)
 PER_GROUP = (coat.PerGroup(16), (16,))
 PER_BLOCK = (coat.PerBlock(2, 8), (2, 8))
 GRANULARITIES = [PER_TENSOR, PER_GROUP, PER_BLOCK]
-# Few, since every shape is compiled anew: all ranks, whole and short last groups.
+# Few shapes, since each is compiled anew: all ranks, whole and short last groups.
 SHAPES = {
     PER_TENSOR: [(), (2, 1, 3, 9)],
     PER_GROUP: [(), (21,), (2, 3, 16), (2, 1, 3, 9)],
@@ -46,7 +46,7 @@ def code_values(q: coat.QuantizedArray) -> np.ndarray:
 
 @st.composite
 def inputs(draw, granularity=PER_GROUP):
-    """Arrays of any finite value: the whole range, extremes, or one narrow range."""
+    """Draws arrays of any finite values, of extremes, or of values in [-4, 4]."""
     shape = draw(st.sampled_from(SHAPES[granularity]))
     dtype = draw(st.sampled_from([np.float32, ml_dtypes.bfloat16]))
     anything = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -65,13 +65,13 @@ def inputs(draw, granularity=PER_GROUP):
 
 
 def spread(rng, shape, octaves: float = 6) -> np.ndarray:
-    """Normal numbers times powers of two: what gradients look like."""
+    """Returns normal numbers times powers of two, distributed like gradients."""
     x = rng.standard_normal(shape) * np.exp2(rng.uniform(-octaves, octaves, shape))
     return x.astype(np.float32)
 
 
 def assert_same(actual, expected):
-    """Equal as values, signs of zeros included."""
+    """Asserts equal values, signs of zeros included."""
     np.testing.assert_array_equal(actual, expected)
     some = ~np.isnan(expected)
     np.testing.assert_array_equal(np.signbit(actual)[some], np.signbit(expected)[some])

@@ -1,4 +1,4 @@
-"""Segments of the FP8 flow between plain arrays."""
+"""Segments of the FP8 layer that take and return plain arrays."""
 
 from coat_jax.layers import flow
 

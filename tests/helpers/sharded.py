@@ -1,4 +1,4 @@
-"""What tests of sharded optimizers share: a model's parameters, specs, and a step."""
+"""Parameters, specs and a step that tests of sharded optimizers share."""
 
 import re
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax as coat
 from helpers.optimizers import assert_same_bits
 
-# Shapes and specs of parameters on a mesh of ("data", "model"), both of 4 or less.
+# Shapes and specs of parameters on a mesh of ("data", "model"), both of size 4 or less.
 LAYOUT = {
     "fsdp": ((16, 512), P("data")),
     "tensor": ((16, 1024), P(None, "model")),
@@ -59,7 +59,7 @@ def chained(tx):
 
 
 def placed(tx, mesh, layout=LAYOUT):
-    """Gradients, state and parameters on a mesh."""
+    """Returns gradients, state and parameters on a mesh."""
     params, grads = random_tree(1, layout), random_tree(2, layout)
     where = shardings(mesh, layout)
     states = coat.opt_state_sharding(tx, params, where)
@@ -68,7 +68,7 @@ def placed(tx, mesh, layout=LAYOUT):
 
 
 def check_steps(tx, step, mesh, layout, **options) -> str:
-    """Two steps on the mesh and on one device are the same bits; the program's text."""
+    """Checks that two steps on a mesh have one device's bits; returns the program."""
     key, arrays = jax.random.key(7), placed(tx, mesh, layout)
     jitted = jax.jit(step, donate_argnums=(1, 2), compiler_options=options)
     compiled = jitted.lower(*arrays, key).compile()

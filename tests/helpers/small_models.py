@@ -1,4 +1,4 @@
-"""Small models, as if they had been trained, and their layers."""
+"""Small models with parameters as after training, and their layers."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def config(**changes) -> llama.LlamaConfig:
 
 
 def trained(config: llama.LlamaConfig, *, batches: int, length: int = 16) -> Trained:
-    """Random parameters, large enough for every operator to matter, and tokens."""
+    """Returns random tokens, and parameters so large that every operator matters."""
     rng = np.random.default_rng(1)
     _, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(
@@ -30,7 +30,7 @@ def trained(config: llama.LlamaConfig, *, batches: int, length: int = 16) -> Tra
 
 
 def layer_of(model: Trained, index: int):
-    """One of a model's layers with float32 parameters, computing in BF16's recipe."""
+    """Returns a layer of a model, with float32 parameters and the BF16 recipe."""
     config = model.config_as("bf16", jnp.float32)
     graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
     layers = nnx.merge(graph, model.params).layers

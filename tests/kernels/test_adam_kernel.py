@@ -1,4 +1,4 @@
-"""The Adam kernel computes what its reference does, and that what the library does."""
+"""Tests the Adam kernel against its reference, and that against the library."""
 
 import dataclasses
 import functools
@@ -36,7 +36,8 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 on_gpu = pytest.param("mosaic", marks=pytest.mark.gpu)
 
 
-SEEDS = jnp.uint32(0x9BD1_2A03), jnp.uint32(0xC4E1_77F5)  # Of a step, and a stream.
+# Seeds of a step and of a stream.
+SEEDS = jnp.uint32(0x9BD1_2A03), jnp.uint32(0xC4E1_77F5)
 
 
 @jax.jit
@@ -49,7 +50,7 @@ def quantized(mu, nu):
 
 
 def random_state(shape, dtype, seed=0):
-    """Gradients, stored moments and parameters; some are zero, groups among them."""
+    """Returns gradients, stored moments and parameters; some groups are all zero."""
     rng = np.random.default_rng(seed)
     size = np.exp2(rng.uniform(-12, 0, shape))
     nu = rng.standard_normal(shape) ** 2 * size**2 * 1e-4
@@ -67,7 +68,7 @@ def random_state(shape, dtype, seed=0):
 def run(
     implementation, scalars, grads, moments, params=None, salt=None, seeds=SEEDS, **how
 ):
-    """The step by an implementation; "interpret" is the kernel without a GPU."""
+    """Runs a step by an implementation; "interpret" is the kernel without a GPU."""
     named = "mosaic" if implementation == "interpret" else implementation
 
     @jax.jit
@@ -83,7 +84,7 @@ def run(
 
 
 def assert_close(actual, expected):
-    """Rounding may fall to the other side of a tie, by one step and rarely."""
+    """Asserts equality, except that roundings may rarely differ by one step."""
     (result, moments), (expected_result, expected_moments) = actual, expected
     assert result.dtype == expected_result.dtype
     steps = {BF16: 2**-7, F32: 2e-5}[result.dtype.type]
@@ -96,14 +97,14 @@ def assert_close(actual, expected):
             np.testing.assert_allclose(a, b, rtol=1e-5, err_msg=name)
             continue
         a, b = (code_steps(x, name) for x in (a, b))
-        # Of a group whose exponent is another, all codes may be.
+        # If the exponent of a group differs, all its codes may differ.
         assert np.mean(a != b) <= max(2e-3, 1 / a.size), name
         if name.endswith("exponent"):
             assert np.abs(a - b).max(initial=0) <= 1, name
 
 
 def code_steps(x, name) -> np.ndarray:
-    """Codes as integers in their order; the last bit of UE4M4 is the sign's."""
+    """Maps codes to integers in their order; UE4M4's last bit is the sign bit."""
     bits = np.asarray(x).view(np.uint8).astype(int)
     return (bits & 0x7F) * 2 + (bits >> 7) if name == "nu" else bits
 
@@ -119,7 +120,7 @@ CASES = [
     ((9, 5, 64), BF16, "nearest", SCALARS),
     ((51, 128), BF16, "update", GENERAL),
     ((16, 128), F32, "update", SCALARS),
-    # Nesterov's momentum without momentum.
+    # Nesterov's momentum with b1 = 0.
     ((16, 128), F32, "nearest", SCALARS._replace(b1=0, mu_weight=0, grad_weight=1)),
 ]
 
@@ -139,7 +140,7 @@ def test_the_kernel_agrees_with_its_reference(
 @pytest.mark.parametrize("implementation", ["reference", "interpret", on_gpu])
 @pytest.mark.parametrize("width", [384, 200])
 def test_a_part_of_an_array_rounds_as_in_the_whole(implementation, width):
-    """Of axes that are cut in the middle, rows are no longer evenly apart."""
+    """A part cut along the middle axis has rows with uneven strides in the whole."""
     arrays = random_state((4, 24, width), BF16)
     whole = run("reference", SCALARS, *arrays, jnp.uint32(77))
     groups = -(-width // 128)
@@ -175,7 +176,7 @@ def test_updates_have_small_errors_whatever_they_are_divided_by(
     scalars = SCALARS._replace(nu_weight=nu_weight)
     actual, _ = run(implementation, scalars, grads, moments)
     expected, _ = run("reference", scalars, grads, moments)
-    # Where moment and gradient cancel each other errors stay as large.
+    # Where moment and gradient cancel, the absolute error stays as large.
     np.testing.assert_allclose(actual, expected, rtol=1.5e-4, atol=1e-5)
 
 
@@ -194,7 +195,7 @@ def test_a_thread_block_starts_with_all_registers_it_wants(warpgroups):
 
 @pytest.mark.parametrize("shape", [(96, 128), (60, 200)])
 def test_the_reference_is_the_librarys_quantization_around_optax(shape):
-    """The fused step is what `with_quantized_state` makes of optax's Adam."""
+    """The fused step is the step of `with_quantized_state` around optax's Adam."""
     grads, stored, _ = random_state(shape, F32)
     tx = coat.with_quantized_state(optax.scale_by_adam(B1, B2, EPS))
     state = tx.init(grads)
@@ -279,7 +280,7 @@ def test_what_does_not_go_together_is_named(implementation):
 
 
 def test_a_gradient_that_is_not_finite_spoils_its_group():
-    """Also on CPUs, where XLA's maximum may overlook a NaN."""
+    """A NaN is found on CPUs too, where XLA's maximum may overlook it."""
     grads, moments, params = random_state((16, 256), F32)
     for bad in (jnp.nan, jnp.inf):
         _, after = run("reference", SCALARS, grads.at[3, 200].set(bad), moments, params)

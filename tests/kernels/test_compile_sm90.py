@@ -1,6 +1,6 @@
-"""What is compiled for an H200: kernels without spills, backward in little memory.
+"""Tests programs compiled for an H200: no register spills, little memory in backward.
 
-Neither needs a GPU.
+The tests need no GPU.
 """
 
 import json
@@ -21,15 +21,15 @@ from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = json.loads(RESULTS.read_text())
-# Of other compilers, which assign registers in other ways.
+# Other compilers assign registers differently, so they may spill this much.
 _SPILL_BYTES = {"added, 128 x 192, together False, cluster m": 16}
 _HOW = "python -m experiments.kernels.resources records what they take"
 
 
 def compiled(family):
-    """The rows of a family, compiled by a process of its own: it reads its output."""
+    """Returns the rows of a family, compiled by a process whose output is read."""
     command = [sys.executable, "-m", "experiments.kernels.resources", family]
-    # A GPU that is there is not looked for.
+    # The process must not look for a GPU.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
         command, cwd=_ROOT, env=environment, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""What `explain` says runs, and what it leaves alone."""
+"""Tests what `explain` reports, and that it has no side effects."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Gated activations and their gradients, by kernels and references, against float64."""
+"""Tests gated activations and their gradients against float64."""
 
 import functools
 import math
@@ -25,9 +25,9 @@ from helpers.kernels import (
 import pallas_kernels as pk
 from coat_jax.layers import recipes as blocks
 
-# Of float32 arithmetic with a GPU's exponentials and logarithms.
+# The relative error of float32 arithmetic with a GPU's exponentials and logarithms.
 ERROR = 4e-5
-TINY = 2.0**-110  # What underflows, times what it is multiplied with.
+TINY = 2.0**-110  # Absolute error of a flushed denormal times its factor.
 SCALE = 2.0**-3
 SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
 TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
@@ -36,7 +36,7 @@ ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
 
 
 def inputs(shape, seed=0):
-    """Gate and up in groups of 16, zeros among them, and a gradient."""
+    """Returns gate and up in groups of 16, some of them zero, and a gradient."""
     rng = np.random.default_rng(seed)
     gate_up = rng.standard_normal(shape) * np.exp2(rng.uniform(-3, 5, shape))
     gate_up[..., :16] = 0
@@ -58,7 +58,7 @@ def sigmoid(x):
 
 
 def exact(groups, activation, dy=None):
-    """The product or the gradients in float64, and what errors are relative to."""
+    """Returns the gated product or its gradients in float64, and the errors' unit."""
     both = decoded(groups)
     gate, up = both[..., 0, :], both[..., 1, :]
     x, slope = gate, np.ones_like(gate)
@@ -70,7 +70,8 @@ def exact(groups, activation, dy=None):
         x = gate**2 / 2
         factor = np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2
         density = np.exp(-x) / math.sqrt(2 * math.pi)
-    growth = np.maximum(np.abs(x) / 16, 1)  # An exponential's error is its argument's.
+    # The relative error of exp(x) is the absolute error of x, so it grows with |x|.
+    growth = np.maximum(np.abs(x) / 16, 1)
     if dy is None:
         y = gate * factor * up
         return y, np.abs(y) * growth
@@ -82,7 +83,7 @@ def exact(groups, activation, dy=None):
 
 
 def assert_rounded(values, y, size, scale=None):
-    """Values are y rounded, give or take an error of `size` before that."""
+    """Asserts that values are y, with an error of `ERROR * size`, rounded."""
     error = ERROR * size + TINY
     low, high = y - error, y + error
     if values.dtype == BF16:
@@ -317,7 +318,7 @@ def test_what_cannot_run_is_named():
 
 
 def with_scale(function):
-    """A function whose last array is the scale."""
+    """Returns a function that takes the scale as its last array."""
 
     def call(*arrays, implementation):
         *arrays, scale = arrays

@@ -1,4 +1,4 @@
-"""What only a Hopper GPU can show; run there with `pytest -m gpu -n 0`."""
+"""Tests that need a Hopper GPU; run there with `pytest -m gpu -n 0`."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def gradient(recipe):
         return jnp.sum(layer(p, x).astype(jnp.float32) * weight)
 
     lowered = jax.jit(jax.grad(loss, (0, 1))).lower(params, x)
-    # Triton is left out, or the autotuner takes it for some of these small products.
+    # The autotuner would take Triton for some of these small matmuls.
     compiled = lowered.compile({"xla_gpu_enable_triton_gemm": False})
     leaves = jax.tree.leaves(compiled(params, x))
     flat = np.concatenate([np.asarray(g, np.float64).ravel() for g in leaves])
@@ -49,8 +49,8 @@ def test_recipe_gradients_and_fp8_products(recipe):
     got, program = gradient(recipe)
     cosine = got @ exact / np.linalg.norm(got) / np.linalg.norm(exact)
     assert cosine > 0.99
-    # Three forward (the last one's result is not needed), eight backward: nothing of
-    # the forward pass runs twice.
+    # Three matmuls are forward (the last one's result is not needed) and eight are
+    # backward. Nothing of the forward pass runs twice.
     calls = [line for line in program.splitlines() if " custom-call(" in line]
     assert sum("__cublas$lt$matmul$f8" in c or "/matmul" in c for c in calls) == 11
     assert "__cudnn$fmha" in program
@@ -93,8 +93,8 @@ def test_quantize_agrees_with_the_cpu(format, granularity, expand):
     np.testing.assert_array_equal(scale, cpu_scale)
     differing = codes.view(np.uint8) != cpu_codes.view(np.uint8)
     if expand:
-        # Logarithms differ in their last bit: a value between two codes may go either
-        # way, and takes its group along where that decides the exponent.
+        # Logarithms differ in their last bit. A value between two codes may then go
+        # either way. If it decides the exponent, its whole group changes.
         assert np.abs(exponent.astype(int) - cpu_exponent.astype(int)).max() <= 1
         assert differing.mean() < 1e-2
     else:

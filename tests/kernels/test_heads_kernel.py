@@ -1,4 +1,4 @@
-"""Gradients of heads are rotated back, joined and quantized as NumPy has it."""
+"""Tests the kernel that applies RoPE's inverse, joins heads and quantizes."""
 
 import functools
 
@@ -34,7 +34,7 @@ def heads(b, s, n, m, d, dtype=BF16):
 
 
 def joined(q, k, v, cos, sin) -> np.ndarray:
-    """In float64: halves are complex numbers."""
+    """Joins heads in float64, with halves as complex numbers to undo RoPE."""
     turn = np.asarray(cos, np.float64) - 1j * np.asarray(sin, np.float64)
 
     def turned(x):
@@ -69,7 +69,7 @@ def test_heads_are_joined(implementation, shape, dtype):
     largest = float(jnp.finfo(dtype).max)
     expected = np.clip(joined(*arrays) / SCALE, -largest, largest)
     codes = np.asarray(out.row).astype(np.float64)
-    # Half a step, and what float32 adds to it.
+    # The error is half a step plus float32's rounding.
     step = 2.0 ** -jnp.finfo(dtype).nmant
     smallest = float(jnp.finfo(dtype).smallest_subnormal)
     np.testing.assert_allclose(

@@ -1,4 +1,4 @@
-"""The norms' kernels compute what NumPy does in float64."""
+"""Tests the norms' kernels against NumPy in float64."""
 
 import functools
 
@@ -24,13 +24,13 @@ import pallas_kernels as pk
 
 EPS = 1e-3
 SCALE = 2.0**-3
-HALF_STEP = {BF16: 2.0**-8, E4M3: 2.0**-4}  # Relative to what is rounded.
-SMALLEST = {BF16: 2.0**-126, E4M3: 2.0**-6}  # Below, steps are as far apart as there.
-# Few blocks, so that each has several steps, and little in registers.
+HALF_STEP = {BF16: 2.0**-8, E4M3: 2.0**-4}  # Relative to the rounded number.
+SMALLEST = {BF16: 2.0**-126, E4M3: 2.0**-6}  # The step is constant below.
+# Few thread blocks, so that each takes several steps, and few values in registers.
 FEW = pk.NormTuning(
     elements=512, stages=2, ctas=1, sms=2, params=512, held=512, sums=16
 )
-# Shape, kind, dtype of parameters, whether x is groups, and the kernel's layout.
+# Shape, kind, dtype of parameters, whether x is in groups, and the kernel's tuning.
 CASES = [
     ((2, 5, 128), "layer", F32, False, FEW),
     ((3, 6144), "layer", BF16, True, None),
@@ -41,7 +41,7 @@ cases = pytest.mark.parametrize(("shape", "kind", "dtype", "grouped", "tuning"),
 
 
 def inputs(shape, dtype=BF16, grouped=False, seed=0):
-    """Rows of several sizes, as floats too; and parameters."""
+    """Returns rows of several sizes, their float64 values, and parameters."""
     size = np.exp2(np.linspace(-4, 4, int(np.prod(shape[:-1])))).reshape(shape[:-1])
     x = numbers(shape, F32, seed, octaves=2) * size[..., None] + size[..., None]
     x = jnp.asarray(x, BF16)
@@ -69,7 +69,7 @@ def expected_norm(x, weight, bias, kind):
 
 
 def expected_grad(x, dy, weight, kind):
-    """The gradients of x, weight and bias, of rows [tokens, n]."""
+    """Returns the gradients of x, weight and bias for rows [tokens, n]."""
     centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
     deviation = np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)
     g = dy if weight is None else dy * wide(weight)
@@ -80,7 +80,7 @@ def expected_grad(x, dy, weight, kind):
 
 
 def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
-    """`actual` is `expected` over the scale, in a format and with float32's errors."""
+    """Asserts that `actual` is `expected / scale`, rounded, with float32's error."""
     assert actual.dtype == dtype
     expected = expected / np.asarray(scale, np.float64)
     if dtype == E4M3:
@@ -125,7 +125,7 @@ def test_rows_are_quantized_with_a_given_scale(
     assert np.isnan(wide(nothing.y)).all()
 
 
-# Conversions of the interpreter do not saturate.
+# The interpreter's conversions do not saturate.
 @pytest.mark.parametrize("implementation", ["reference", on_gpu])
 def test_codes_saturate(implementation):
     x = jnp.asarray([[1.0, -1.0] * 64], BF16)
@@ -250,7 +250,8 @@ def test_rows_of_zeros(implementation):
 
 @every_kernel
 def test_no_thread_races_another(implementation):
-    x, _, weight, bias = inputs((7, 1536))  # Sums of 8 in registers, of 4 not.
+    # Sums of 1,024 columns are in registers, of 512 not.
+    x, _, weight, bias = inputs((7, 1536))
     norm = functools.partial(
         pk.norm, kind="layer", keep_groups=True, scale="row", tuning=FEW
     )

@@ -1,4 +1,4 @@
-"""Matrix products agree with float64, whatever runs them."""
+"""Tests that every implementation of matmuls agrees with float64."""
 
 import functools
 from dataclasses import replace
@@ -31,7 +31,8 @@ SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
 TRIPLE = Tuning(tile_m=192, tile_n=128, stages=2, warpgroups=3)
 TURNS = Tuning(tile_n=128, stages=2, together=False)
-ODD = Tuning(tile_n=160, stages=2, together=False)  # Stored in parts of swizzled rows.
+# Output is stored in parts of swizzled rows.
+ODD = Tuning(tile_n=160, stages=2, together=False)
 LOW = Tuning(tile_m=64, stages=2, together=False, cluster="m")
 WIDE = Tuning(tile_n=192, stages=2, together=False, cluster="m")
 LARGE = Tuning(tile_m=256, tile_n=192, stages=2)
@@ -39,12 +40,12 @@ TURNED = Tuning(stages=2, transposed=True)
 
 
 def run(fn, implementation, *args, **kwargs):
-    """Calls with options, compiled; see `kernels.run`."""
+    """Calls `fn` with options, compiled; see `kernels.run`."""
     return kernels.run(implementation, functools.partial(fn, **kwargs), *args)
 
 
 def operands(shape, dtype=E4M3, seed=0):
-    """Codes a [m, k] and b [n, k], and their float64 values."""
+    """Returns codes a [m, k] and b [n, k], and their float64 values."""
     m, n, k = shape
     rng = np.random.default_rng(seed)
     a = rng.standard_normal((m, k)).astype(dtype)
@@ -53,7 +54,7 @@ def operands(shape, dtype=E4M3, seed=0):
 
 
 def scales(kind, shape, seed=1):
-    """Scales of a kind, and what the operands are multiplied with in float64."""
+    """Returns scales of a kind, and their float64 values, expanded to the operands."""
     (m, n, k), rng = shape, np.random.default_rng(seed)
     if kind == "tensor":
         return np.float32(0.5), np.float32(2.0**-7), 0.5, 2.0**-7
@@ -71,8 +72,8 @@ def error(actual, expected):
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
 
 
-# Of the interpreter's time every tile and step takes a share: few of each, but more
-# steps than stages, and of warpgroups that take turns two tiles each.
+# Every tile and step costs the interpreter time, so there are few. There are still more
+# steps than stages, and two tiles for each ping-pong warpgroup.
 CASES = [
     ((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
     ((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
@@ -108,7 +109,7 @@ def test_products_are_float64s_but_for_rounding(
         out_dtype=dtype, promote=promote, tuning=tuning,
     )  # fmt: skip
     assert (y.shape, y.dtype) == (shape[:2], dtype)
-    # The tensor cores keep 13 bits of the terms that they add, unless promoted.
+    # Unless promoted, the tensor cores keep 13 bits of the terms that they add.
     within = 2.0**-9 if dtype == BF16 else 2.0**-20
     if implementation == "mosaic" or jax.default_backend() == "gpu":
         within += 2e-3 if promote is None and kind != "blocks" else 5e-4
@@ -138,7 +139,8 @@ def test_all_tiles_that_are_tried_agree(kind):
     ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
 )
 def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
-    shape = (128, 256, 256)  # Of which odd tiles compute some columns twice.
+    # Tiles of 160 columns overlap, so some columns are computed twice.
+    shape = (128, 256, 256)
     a, b, wide_a, wide_b = operands(shape)
     before = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
     y = run(
@@ -171,7 +173,10 @@ def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
 
 
 def in_heads(y, angles, kv_heads):
-    """Queries, keys and values of [b, s, columns], turned, in float64."""
+    """Splits [b, s, columns] into q, k and v, and applies RoPE to q and k.
+
+    Results are float64.
+    """
     b, s, _ = y.shape
     half = angles.shape[1]
     y = y.reshape(b, s, kv_heads, -1, 2, half)
@@ -254,7 +259,7 @@ def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
     scales, values = oracle.quantize(expected, fmt, (1, group))
     want_scale = [[scales[i, j] for j in range(256 // group)] for i in range(128)]
     assert scale.dtype == BF16
-    # The product itself is rounded, on tensor cores to 14 bits.
+    # The matmul itself is rounded, on tensor cores to 14 bits.
     on_cpu = jax.default_backend() == "cpu"
     assert np.mean(np.asarray(codes, np.float32) != values) < (1e-3 if on_cpu else 0.05)
     np.testing.assert_allclose(
@@ -264,7 +269,7 @@ def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
 
 @pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
-    """The interpreter raises at the first."""
+    """The interpreter raises an error at the first race."""
     a, b, wide_a, wide_b = operands((256, 256, 256))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         y = pallas_kernels.matmul(a, b, implementation="mosaic", tuning=tuning)
@@ -372,7 +377,7 @@ def test_runs_repeat_and_write_every_element():
     expected = np.asarray(matmul(a, b))
     for _ in range(5):
         poison = jax.block_until_ready(jnp.full(expected.shape, jnp.nan, BF16))
-        del poison  # What follows is likely put where it was.
+        del poison  # The next array likely reuses this memory.
         np.testing.assert_array_equal(np.asarray(matmul(a, b)), expected)
 
 

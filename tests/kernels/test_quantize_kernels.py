@@ -1,4 +1,4 @@
-"""The kernels of quantization compute what their references and NumPy do."""
+"""Tests the quantization kernels against their references and NumPy."""
 
 import functools
 import math
@@ -73,7 +73,7 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     [((16, 384), BF16, E4M3), ((3, 7, 1152), F32, E5M2), ((17, 2048), BF16, E4M3)],
 )
 def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
-    # Of each odd group a row: zeros, outliers, what is not finite, denormals.
+    # Each row has one odd group: zeros, outliers, infinities, NaNs or denormals.
     x = adversarial((math.prod(shape[:-1]), 128), dtype, seed=sum(shape), group=128)
     x = jnp.concatenate(
         [

@@ -1,4 +1,4 @@
-"""Scales of tensors from maxima of their parts: reference, interpreted kernel, GPU."""
+"""Tests per-tensor scales from partial amax: reference, interpreted kernel, GPU."""
 
 import functools
 
@@ -18,12 +18,13 @@ from helpers.kernels import (
 import coat_jax as coat
 import pallas_kernels as pk
 
-# Half a step above the largest code: what is no larger rounds to it, or saturates.
+# Half a step above the largest code. Anything up to it rounds to the largest code or
+# saturates.
 EDGES = {E4M3: 464.0, E5M2: 61440.0}
 
 
 def expected(bound, dtype):
-    """The specification, by trying."""
+    """Returns the scale that the specification requires, by trying powers of two."""
     largest = np.prod([np.abs(np.float64(x)).max() for x in bound.maxima])
     largest = np.float64(np.float32(largest * bound.factor))
     if not np.isfinite(largest):
@@ -69,7 +70,7 @@ def test_scales_are_as_specified(implementation, dtype, sizes):
 @every_implementation
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_edges(implementation, dtype):
-    """What just rounds to the largest code, what does not, and no numbers at all."""
+    """The edges of rounding to the largest code, zeros, denormals, infinity and NaN."""
     edge, top = EDGES[dtype], float(jnp.finfo(dtype).max)
     above = float(np.nextafter(np.float32(edge), np.inf))
     odd = [top, edge, above, 1.0, 0.0, 1e-39, 1e-45, 3.3e38, np.inf, np.nan]
@@ -78,7 +79,7 @@ def test_edges(implementation, dtype):
     for x, i, value in zip(arrays, at, odd, strict=True):
         x[i] = value
     bounds = [pk.Bound((jnp.asarray(x),)) for x in arrays]
-    # Powers of two beyond which numbers would not fit bfloat16.
+    # Numbers with a larger power-of-two scale would not fit bfloat16.
     largest = 2.0 ** np.floor(np.log2(float(jnp.finfo(jnp.bfloat16).max) / top))
     found = scales(*bounds, implementation=implementation, dtype=dtype)
     for actual, bound, value in zip(found, bounds, odd, strict=True):

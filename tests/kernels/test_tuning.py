@@ -1,4 +1,4 @@
-"""Which tiles products take, of those measured and where none were."""
+"""Tests which tiles matmuls take, for measured and for other shapes."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from pallas_kernels.ops.matmul.plan import Product, Tuning
 
 
 def test_the_table_says_what_runs(monkeypatch):
-    """On a Hopper GPU, where shapes that XLA is faster for are left to it."""
+    """A Hopper GPU takes the table's tiles, or XLA where the table prefers it."""
     product = Product(out_dtype=jnp.dtype(BF16))
     table = {
         tuning.key(product, 256, 512, 384): {"tiles": {"stages": 3}, "xla": True},
@@ -36,11 +36,11 @@ def test_the_table_says_what_runs(monkeypatch):
     assert "XLA is faster for 256 x 512 x 384" in str(faster)
     assert tuning.choose(product, 256, 256, 384) == Tuning(tile_n=128)
     assert tuning.choose(product, 256, 512, 384) is None
-    # XLA needs a pass over the product for scales of rows, or for maxima.
+    # XLA needs another pass over the result for scales of rows or for the amax.
     for more in ({"scaling": "rows"}, {"maxima": True}):
         wants_more = dataclasses.replace(product, **more)
         assert tuning.choose(wants_more, 256, 512, 384) == Tuning(stages=3)
-    # What is added to an accumulator is measured by itself.
+    # Matmuls that add to an accumulator are measured separately.
     added = dataclasses.replace(product, accumulate=True)
     assert tuning.choose(added, 256, 256, 384) == tuning.heuristic(added, 256, 256)
     odd = Tuning(tile_n=160, stages=2, together=False)

@@ -1,4 +1,4 @@
-"""Layers and Llamas by recipe: what they compute, and how many parameters they have."""
+"""Tests layers and Llamas by recipe: their results and numbers of parameters."""
 
 import functools
 import math
@@ -36,7 +36,7 @@ def wide(tree):
 
 @functools.cache
 def split(config: llama.LlamaConfig):
-    """The structure of a model, and its parameters, larger than at initialization."""
+    """Returns a model's structure and its parameters, doubled if they are matrices."""
     graph, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     return graph, jax.tree.map(lambda p: p * 2 if p.ndim > 1 else p, params)
 
@@ -49,7 +49,7 @@ def tokens(length: int = 64) -> jax.Array:
 
 
 def published(vocab: int, hidden: int, intermediate: int, layers: int, *, norms=True):
-    """Untied parameters with full attention, counted by hand."""
+    """Counts by hand the untied parameters of a model with full attention."""
     layer = 4 * hidden**2 + 3 * hidden * intermediate + 2 * hidden * norms
     return 2 * vocab * hidden + layers * layer + hidden * norms
 
@@ -79,11 +79,11 @@ def test_counting_by_hand_gives_the_published_numbers():
     assert round(published(50_304, 768, 2048, 12) / 1e6 - 50.304 * 0.768) == 124
 
 
-# Against NumPy in float64.
+# Comparison with NumPy in float64.
 
 
 def attention(q, k, v):
-    """Causal softmax attention, query head by query head."""
+    """Computes causal softmax attention, one query head at a time."""
     out = np.zeros_like(q)
     for head in range(q.shape[2]):
         key = head // (q.shape[2] // k.shape[2])
@@ -109,7 +109,7 @@ def normalize(config, x, weight):
 
 
 def reference(config: llama.LlamaConfig, params: dict, tokens) -> np.ndarray:
-    """The logits, layer by layer."""
+    """Computes the logits, layer by layer."""
     x = params["embedding"][tokens]
     kv = config.num_kv_heads
     dim = config.head_dim or config.hidden_size // config.num_heads
@@ -185,7 +185,7 @@ def test_copies_are_saved_in_place_of_what_attention_reads():
     _, (*expected, dkept) = value_and_vjp(causal_attention, dy, q, k, v, copies)
     jax.tree.map(np.testing.assert_array_equal, tuple(expected), plain)
     assert not any(np.any(x) for x in dkept)
-    assert np.any(of_copies[1] != plain[1])  # What was saved is what is read.
+    assert np.any(of_copies[1] != plain[1])  # Backward reads the saved copies.
 
 
 def test_later_tokens_leave_earlier_logits():
@@ -213,7 +213,7 @@ def test_recipes_share_initialization_and_structure():
 
 @functools.cache
 def computed(recipe: str):
-    """A small model's logits, and the value and the gradient of its loss."""
+    """Returns a small model's logits, and the value and gradient of its loss."""
     graph, params = split(small(recipe=recipe))
 
     def loss(params):
@@ -225,7 +225,7 @@ def computed(recipe: str):
 
 
 def test_fp8_recipes_compute_nearly_the_same_logits():
-    """What backward keeps does not matter; `te` has other scales."""
+    """Logits do not depend on the residuals saved; `te` has other scales."""
     te, coat, coat_max = (computed(recipe)[0] for recipe in FP8_RECIPES)
     np.testing.assert_array_equal(coat, coat_max)
     wide_logits = computed("bf16")[0]
@@ -236,7 +236,7 @@ def test_fp8_recipes_compute_nearly_the_same_logits():
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
-    """Measured 0.991 to 0.993: the cost of E5M2 gradients, which all share."""
+    """The measured cosine is 0.991 to 0.993, the cost of E5M2 in all FP8 recipes."""
     te, bf16, mine = (computed(r)[2] for r in ("te", "bf16", recipe))
     assert 0.98 < cosine(mine, bf16) < 1 - 1e-5
     assert 1 - cosine(mine, bf16) < 1.35 * (1 - cosine(te, bf16))
@@ -285,7 +285,7 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch):
     expected = compiled(jax.value_and_grad(plain), params)
     for logits_per_chunk in (2**26, 128 * 50):
         monkeypatch.setattr(llama, "_LOGITS_PER_CHUNK", logits_per_chunk)
-        # A new function: jit remembers the one it knows.
+        # A new function makes jit trace again.
         actual = compiled(jax.value_and_grad(lambda p: loss(p)), params)
         assert_close(actual, expected, 1e-5)
 
@@ -361,7 +361,8 @@ def test_weights_quantized_before_give_the_same(recipe):
     jax.tree.map(np.testing.assert_array_equal, same, params)
     layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))
-    outputs = 128 + 64 + 2 * 96 + 64  # Of a layer's weights, with a scale each.
+    # Output features of a layer's weights, each with a scale.
+    outputs = 128 + 64 + 2 * 96 + 64
     assert nbytes == 2 * (2 * layer + 4 * outputs + 4 * 4)
     _, value, expected = computed(recipe)
     actual_value, actual = loss(params, codes)
@@ -406,7 +407,7 @@ def test_gradients_go_through_layers_with_their_scales(dtype):
         choices = pallas_kernels.explain(gradient, params, x).choices
         passes.append(sum(choice.operation == "maxima" for choice in choices))
     jax.tree.map(np.testing.assert_array_equal, *results)
-    assert passes[0] - passes[1] == 1  # Between the layers.
+    assert passes[0] - passes[1] == 1  # The pass between the layers.
 
 
 def test_layers_take_numpy_arrays():

@@ -1,7 +1,7 @@
-"""Segments of the FP8 flow against autodiff of plain segments, fake-quantized.
+"""Tests segments of the FP8 layer against autodiff of fake-quantized plain segments.
 
-A segment's backward pass is a chain of plain functions' vector-Jacobian products, each
-taken at what came back from FP8.
+A segment's backward pass is a chain of vector-Jacobian products of plain functions,
+each taken at the dequantized arrays.
 """
 
 import functools
@@ -29,7 +29,7 @@ def float32(x):
 
 
 def tensor(x, format: oracle.Format = oracle.E4M3):
-    """There and back with one scale."""
+    """Quantizes with one scale and dequantizes."""
     return jnp.asarray(fake(np.asarray(x, np.float32), None, format))
 
 
@@ -38,14 +38,14 @@ def groups(x, size=16):
 
 
 def rows(x):
-    """There and back with a scale for each row."""
+    """Quantizes with one scale per token and dequantizes."""
     x = np.asarray(x, np.float32)
     scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
     return jnp.asarray(oracle.E4M3.round(x / scale) * scale)
 
 
 def weight_rows(w):
-    """There and back with a scale for each output, rounded as those of groups."""
+    """Quantizes with one bfloat16 scale per output feature and dequantizes."""
     return groups(w, w.shape[-1])
 
 
@@ -62,13 +62,13 @@ def matmul(x, w):
 
 
 def product_grads(x, w, dy):
-    """Of a product whose operands and gradient are quantized per tensor."""
+    """Returns the gradients of a matmul, all arrays being quantized per tensor."""
     _, vjp = jax.vjp(matmul, tensor(x), tensor(w))
     return vjp(tensor(dy, oracle.E5M2))
 
 
 def assert_near(actual, expected, error: float):
-    """Of each array, the error's norm relative to the expected norm."""
+    """Asserts that norm(a - b) <= error * norm(b) for each array."""
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     for a, b in zip(actual, expected, strict=True):
         a, b = (np.asarray(x).astype(np.float64) for x in (a, b))
@@ -77,7 +77,7 @@ def assert_near(actual, expected, error: float):
 
 
 def weights(*shapes, kind="rms", biases=(), dtype=BF16):
-    """Parameters by name, the norm's too."""
+    """Returns parameters by name, including the norm's weight."""
     params = {
         name: normal(i, *shape, dtype=dtype, scale=0.1)
         for i, (name, shape) in enumerate([*shapes, *biases])
@@ -86,7 +86,7 @@ def weights(*shapes, kind="rms", biases=(), dtype=BF16):
     return {"norm": norm_weight if kind == "rms" else None, **params}
 
 
-# A stray FP8 rounding goes the other way where BF16 roundings differ.
+# Where BF16 roundings differ, a few FP8 roundings go the other way.
 NEAR = 0.01
 
 
@@ -154,7 +154,7 @@ def test_gated_mlp(kind, gate, biased, dtype):
 
 
 def rotated(x, theta):
-    """Pairs of halves as complex numbers, turned by their position."""
+    """Applies RoPE to pairs of halves, as complex numbers."""
     half = x.shape[-1] // 2
     angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
     turned = jax.lax.complex(x[..., :half], x[..., half:]) * np.exp(1j * angle)
@@ -259,7 +259,11 @@ def test_attention_out(biased):
 
 
 def test_gradients_far_below_the_largest_survive():
-    """The scale of gate and up is from a bound, 2**30 above E5M2's smallest numbers."""
+    """Gradients survive a scale from a bound.
+
+    The scale of the gate and up gradients is from a bound, which is 2**30 times E5M2's
+    smallest normal number.
+    """
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)
@@ -277,9 +281,10 @@ def test_gradients_far_below_the_largest_survive():
 
 
 def test_what_is_saved():
-    """The input and gate and up in groups, and the largest scale of a row of these.
+    """The residuals are x, gate and up in groups, their scales, and weights.
 
-    Of weights references and scales.
+    Other scales are the largest group scale of gate and up per token, in float32, and
+    four per-tensor scales. Weights are references to the arguments.
     """
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)

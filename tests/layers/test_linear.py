@@ -1,4 +1,4 @@
-"""The FP8 product against the same formula in float64, and what it saves."""
+"""Tests the FP8 matmul against the same formula in float64, and its residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -30,12 +30,12 @@ def wide(x) -> np.ndarray:
 
 
 def q(x, format: oracle.Format = oracle.E4M3) -> np.ndarray:
-    """Fake-quantized per tensor, in float64."""
+    """Quantizes per tensor and dequantizes, in float64."""
     return wide(fake(np.asarray(x).astype(np.float32), None, format))
 
 
 def check(actual, expected, dtype):
-    """Equal up to float32 accumulation and one rounding to the dtype."""
+    """Asserts equality up to float32 accumulation and one rounding to the dtype."""
     assert actual.dtype == dtype
     np.testing.assert_allclose(
         wide(actual),
@@ -129,7 +129,7 @@ DIMENSIONS = [
 
 @pytest.mark.parametrize(("a", "b", "dimensions"), DIMENSIONS)
 def test_dot_general(a, b, dimensions):
-    """With batch axes every entry has scales of its own."""
+    """Every entry of the batch axes has its own scales."""
     x, w = normal(1, *a), normal(2, *b)
     batch = dimensions[1]
 
@@ -172,7 +172,7 @@ def test_dot_general_refuses_integers(name):
 @pytest.mark.parametrize(
     ("a", "b", "dimensions"),
     [
-        # Products of sizes agree.
+        # The products of the contracted sizes agree, but not the sizes.
         ((4, 2, 3), (3, 2, 5), (((1, 2), (0, 1)), ((), ()))),
         ((2, 3, 4, 8), (3, 2, 8, 5), (((3,), (2,)), ((0, 1), (0, 1)))),
         ((4, 3), (5, 2), (((1,), (0,)), ((), ()))),

@@ -1,4 +1,4 @@
-"""Norms, gates and rotary embeddings against float64 NumPy, and what they save."""
+"""Tests norms, gates and RoPE against float64 NumPy, and their residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +46,7 @@ def geglu(gate, up):
 
 
 def rotary(x, theta=10_000.0):
-    """As rotations of the complex numbers that the two halves are."""
+    """Applies RoPE as a rotation of complex numbers made of the two halves."""
     half = x.shape[-1] // 2
     frequency = theta ** (-np.arange(half) / half)
     angle = np.arange(x.shape[1])[:, None, None] * frequency
@@ -55,7 +55,7 @@ def rotary(x, theta=10_000.0):
 
 
 def inputs(dtype=jnp.float32):
-    """Each function, its reference, and arguments of both; activations come first."""
+    """Returns each function with its reference and its arguments, activations first."""
     x, up = normal(1, 5, 16, 64, dtype=dtype), normal(2, 5, 16, 64, dtype=dtype)
     weight, bias = 1 + normal(3, 64, scale=0.3), normal(4, 64)
     heads = normal(5, 2, 24, 3, 32, dtype=dtype)
@@ -79,7 +79,7 @@ def test_values(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16(name):
-    """Norms and rotary embeddings round once, gates after every operation."""
+    """Norms and RoPE round once, gates after every operation."""
     fn, reference, args = inputs(jnp.bfloat16)[name]
     y, expected = fn(*args), reference(*wide(*args))
     assert y.dtype == jnp.bfloat16
@@ -92,7 +92,7 @@ def test_bfloat16(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_are_the_slopes_of_the_reference(name):
-    """Along random directions, by central differences in float64."""
+    """Gradients equal central differences in float64 along random directions."""
     fn, reference, args = inputs()[name]
     dy = normal(7, *args[0].shape)
     _, gradients = value_and_vjp(fn, dy, *args)
@@ -136,7 +136,7 @@ SAVING = ["rms_norm", "layer_norm", "swiglu", "geglu"]
 
 
 def split(name, args):
-    """Activations and parameters among the arguments."""
+    """Splits the arguments into activations and parameters."""
     count = 1 if name.endswith("norm") else 2
     return args[:count], args[count:]
 

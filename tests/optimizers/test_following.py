@@ -1,4 +1,4 @@
-"""8-bit moments follow float32 ones, whatever b2 is."""
+"""Tests that 8-bit moments follow float32 moments at any b2."""
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,10 @@ LOUD = {
 
 
 def ratios(story, b2, steps, **options):
-    """Updates of FP8 Adam over exact ones in the last fifth: mean, rms and largest."""
+    """Returns mean, RMS error and maximum of FP8 Adam's updates over exact ones.
+
+    The ratios are those of the last fifth of the steps.
+    """
     tx, exact = coat.scale_by_fp8_adam(b2=b2, **options), optax.scale_by_adam(b2=b2)
     size = jnp.exp(jax.random.normal(jax.random.key(9), SHAPE))
     counted = jnp.arange(SHAPE[1]) != COLUMN
@@ -67,7 +70,7 @@ def test_nothing_adds_up_over_many_steps():
 @pytest.mark.parametrize("b1", [0.9, 0.99, 0.999])
 @pytest.mark.parametrize("make", [coat.scale_by_fp8_adam, optax.trace])
 def test_first_moments_follow_as_well(b1, make):
-    """Small steady gradients beside large ones that change their sign."""
+    """Small steady gradients do not suffer beside large ones that change their sign."""
     steps, shape = 3000, (64, 128)
     steady = jnp.arange(shape[1]) % 2 == 0
     if make is optax.trace:
@@ -104,7 +107,7 @@ def test_log8_is_as_near():
 
 
 def test_to_nearest_moments_stall():
-    """The reason for the default."""
+    """Moments rounded to nearest stall; hence the default is stochastic."""
     options = {"rounding": "nearest", "nu_format": coat.E4M3}
     mean, _, _ = ratios("one of a group spikes", 0.999, steps=2000, **options)
     assert mean > 1.05

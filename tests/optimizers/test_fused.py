@@ -1,4 +1,4 @@
-"""`coat.fused_update`: the chain's step in one pass, wherever the chain can be."""
+"""Tests that `coat.fused_update` makes the chain's step in one pass."""
 
 import functools
 
@@ -30,7 +30,7 @@ import coat_jax as coat
 @either_scheme
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_step_is_adamws_from_the_stored_moments(normalize_mu, nesterov):
-    """NumPy's AdamW in float64, which reads the state's own moments before a step."""
+    """NumPy's AdamW in float64 from the state's stored moments gives the same step."""
     b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 1e-6, 1e-10, 1e-2, 0.3
     tx = coat.fp8_adamw(
         rate, b1, b2, eps, eps_root, decay, nesterov=nesterov, normalize_mu=normalize_mu
@@ -90,7 +90,7 @@ def test_without_quantization_float32_is_optax_adamw(options):
 
 @pytest.mark.parametrize("quantize_mask", [None, False])
 def test_bfloat16_is_rounded_once(quantize_mask):
-    """The same step in float32, rounded by ml_dtypes; optax rounds twice more."""
+    """The result is the float32 step rounded once; optax rounds twice more."""
     tx = coat.fp8_adamw(1e-2, weight_decay=0.1, quantize_mask=quantize_mask)
     params, grads = grown(tree(0, BF16)), tree(1, BF16)
     after, state = fused(tx, params, [grads])
@@ -109,7 +109,7 @@ def test_bfloat16_is_rounded_once(quantize_mask):
 
 @pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (jnp.float16, BF16)])
 def test_gradients_and_parameters_of_other_dtypes(dtypes):
-    """Float16 is none of the kernel's."""
+    """Other dtypes take the same step; the kernel has no float16."""
     param = jnp.asarray(1 + np.abs(gradients(0, SHAPE)), dtypes[0])
     grad = jnp.asarray(gradients(1, SHAPE), dtypes[1])
     after, state = fused(ADAMW, param, [grad])
@@ -121,7 +121,7 @@ def test_gradients_and_parameters_of_other_dtypes(dtypes):
 
 @pytest.mark.parametrize("decayed", [{"w": True, "wide": False, "nested": True}, {}])
 def test_weight_decay_masks(decayed):
-    """Without gradients a step shrinks what decays and leaves the rest."""
+    """A step without gradients shrinks decayed parameters and leaves the others."""
     decayed = decayed or dict.fromkeys(SHAPES, False)
     tx = coat.fp8_adamw(1e-2, weight_decay=0.5, mask=decayed)
     params = grown(tree(0))
@@ -251,7 +251,7 @@ def test_without_fp8_adamw_it_is_refused(tx):
 
 
 def test_lookahead_is_refused():
-    """It hands no extra arguments on."""
+    """`optax.lookahead` passes no extra arguments to the inner transformation."""
     tx = optax.lookahead(ADAMW, 2, 0.5)
     params = optax.LookaheadParams.init_synced(jnp.ones(SHAPE))
     with pytest.raises(ValueError, match="no fp8_adamw was reached"):

@@ -1,4 +1,4 @@
-"""What moment_report says of a state, against what rounding really did."""
+"""Tests moment_report against the errors that rounding really made."""
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,14 @@ every_format = pytest.mark.parametrize(
 
 
 def quantized(mu, nu, **options) -> coat.QuantizedState:
-    """The state with these moments, rounded once."""
+    """Returns the state with these moments, rounded once."""
     like = coat.scale_by_fp8_adam(rounding="nearest", **options).init({"w": mu})
     exact = optax.ScaleByAdamState(jnp.int32(1), {"w": mu}, {"w": nu})
     return coat.from_optax_state(exact, like)
 
 
 def random_moments(seed: int = 0, octaves: float = 3) -> tuple:
-    """Second moments of a row vary by a few octaves; u is about normal."""
+    """Returns mu and nu; nu varies by a few octaves, mu / sqrt(nu) is about normal."""
     rng = np.random.default_rng(seed)
     nu = np.exp2(octaves * rng.standard_normal((64, 320)) - 20)
     mu = rng.standard_normal(nu.shape) * np.sqrt(nu)
@@ -31,7 +31,7 @@ def random_moments(seed: int = 0, octaves: float = 3) -> tuple:
 
 
 def real_errors(state, mu, nu) -> dict[str, float]:
-    """Errors of u = mu / sqrt(nu) by rounding either, relative to its RMS."""
+    """Returns relative RMS errors of u = mu / sqrt(nu) from rounding mu or nu."""
     u, new_nu = mu / np.sqrt(nu), state.nu["w"].dequantize()
     new_mu = state.mu["w"].dequantize()
     new = {
@@ -54,7 +54,8 @@ def test_the_error_is_what_rounding_did(format, normalize_mu):
         formats = {"mu_format": format, "nu_format": format}
         state = quantized(mu, nu, normalize_mu=normalize_mu, **formats)
         expected = real_errors(state, mu, nu)
-        # DE8's lowest codes are factors of ten apart: within one nothing is smooth.
+        # DE8's lowest codes are factors of ten apart, so the density within such a step
+        # is not smooth.
         close = {"rel": 0.2 if format is coat.DE8 else 0.1}
         for stats in coat.moment_report(state).moments:
             assert stats.error == pytest.approx(expected[stats.moment], **close)
@@ -84,7 +85,7 @@ def test_shares_and_powers_are_counted(format, normalize_mu):
 
 
 def test_a_large_row_is_counted_exactly():
-    """More ones than float32 can add one by one."""
+    """A float32 sum of this many ones, added one by one, would be wrong."""
     size = 2**24 + 2**21
     q = coat.quantize(jnp.zeros(size, jnp.bfloat16).at[7].set(1))
     state = coat.scale_by_fp8_adam().init(jnp.zeros(8192))
@@ -115,7 +116,7 @@ def test_jit_and_stacked_states():
 
 
 def test_nothing_of_the_states_size_is_left_over():
-    """Reading a state takes less memory than the state: it can be logged."""
+    """Reading a state takes less memory than the state, so it can be logged."""
     state = jax.eval_shape(coat.fp8_adamw(1e-2).init, jnp.ones((512, 4096)))
     compiled = jax.jit(coat.moment_report).lower(state).compile()
     memory = compiled.memory_analysis()

@@ -1,4 +1,4 @@
-"""FP8 Adam's numbers and state: exact where it falls back, the oracle's where not."""
+"""Tests FP8 Adam against optax where it falls back, and else against the oracle."""
 
 import functools
 
@@ -51,9 +51,10 @@ def test_fp8_adamw_is_optax_adamw_where_nothing_is_quantized():
 
 @either_scheme
 def test_moments_are_stored_as_the_oracle_quantizes_them(normalize_mu):
-    """NumPy's Adam in float32, with the oracle between steps, from the stored state.
+    """The state holds NumPy's moments, quantized by the oracle between steps.
 
-    To nearest: stochastic rounding has tests of its own.
+    NumPy's Adam in float32 starts every step from the stored state. Rounding is to
+    nearest; stochastic rounding has its own tests.
     """
     options = {"normalize_mu": normalize_mu, "rounding": "nearest"}
     tx = coat.scale_by_fp8_adam(B1, B2, EPS, **options)
@@ -77,7 +78,7 @@ def test_moments_are_stored_as_the_oracle_quantizes_them(normalize_mu):
 
 
 def read(state) -> tuple[np.ndarray, np.ndarray]:
-    """Both moments, as float32 arithmetic has them from the dequantized arrays."""
+    """Returns both dequantized moments; a normalized mu is multiplied by sqrt(nu)."""
     m, v = np.asarray(state.mu.dequantize()), np.asarray(state.nu.dequantize())
     [mu] = [m for path, m in state.layout.moments if path[-1].name == "mu"]
     return (m * np.sqrt(v) if mu.over_root_of else m), v
@@ -112,7 +113,7 @@ def assert_stored(q: coat.QuantizedArray, moment: np.ndarray, error=0.0) -> int:
 
 @either_scheme
 def test_a_free_running_oracle_stays_beside_the_optimizer(normalize_mu):
-    """Adam with the oracle's quantization, in float64, never shown the state."""
+    """A float64 Adam with the oracle's quantization, never shown the state, agrees."""
     options = {"normalize_mu": normalize_mu, "rounding": "nearest"}
     tx = coat.scale_by_fp8_adam(B1, B2, EPS, **options)
     state = tx.init(jnp.zeros(SHAPE))
@@ -129,13 +130,14 @@ def test_a_free_running_oracle_stays_beside_the_optimizer(normalize_mu):
     mu, nu = read(state)
     for stored, expected in ((mu, m), (nu, v), (updates, hat)):
         close = np.isclose(stored, expected, rtol=1e-3, atol=0)
-        assert np.mean(close) > 0.98  # A code is a tie's neighbour, or k another.
+        # Few codes are a tie's neighbour, or have another k.
+        assert np.mean(close) > 0.98
 
 
 def oracle_round_trip(
     moment: np.ndarray, k: int | None = None, of: oracle.Format = oracle.E4M3
 ) -> np.ndarray:
-    """Quantized and back; with this k in sixteenths, or each group's own."""
+    """Quantizes and dequantizes, with `k` in sixteenths or with each group's own k."""
     moment = moment.astype(np.float32)
     scales, powers, values = {}, {}, np.zeros_like(moment)
     for index, where in oracle.groups(moment.shape, (128,)):
@@ -148,7 +150,7 @@ def oracle_round_trip(
 
 
 def test_the_normalized_first_moment_halves_the_error_of_updates():
-    """Twenty steps of gradients of one sign and size an element, and as much noise."""
+    """Gradients keep sign and size per element for 20 steps, with as much noise."""
     signal, rng = gradients(0), np.random.default_rng(1)
     noise = np.abs(signal) * rng.standard_normal((20, *SHAPE)).astype(np.float32)
 
@@ -236,7 +238,7 @@ def test_updates_have_the_gradients_dtypes_and_moments_are_taken_in_float32():
         assert updates[name].dtype == after[name].dtype == param.dtype
     assert state[0].nu["b"].dtype == jnp.float32
     assert state[0].nu["w"].dequantize().dtype == jnp.float32
-    # In bfloat16 this decay would leave the second moment without its last digits.
+    # A bfloat16 decay would lose the last digits of the second moment.
     np.testing.assert_allclose(
         state[0].nu["b"], 1e-3 * np.square(np.float32(grads["b"][0])), rtol=1e-5
     )
@@ -262,10 +264,10 @@ def rosenbrock(w):
 
 @functools.cache
 def trained(loss, make, **options):
-    """The loss before and after, and the state."""
+    """Returns the loss before and after training, and the state."""
     tx = make(optax.cosine_decay_schedule(3e-2, 400), weight_decay=0, **options)
 
-    # So many steps take less time when they are optimized.
+    # Optimized compilation pays off over so many steps.
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def train(params):
         def step(carry, _):
@@ -280,7 +282,7 @@ def trained(loss, make, **options):
     return train(jnp.zeros((64, 128)))
 
 
-# Every two of a format, a loss and a scheme.
+# Every pair of values of format, loss and scheme occurs.
 @pytest.mark.parametrize(
     ("format", "loss", "normalize_mu"),
     [
@@ -300,7 +302,7 @@ def test_trains_as_well_as_optax(format, loss, normalize_mu):
 
 @either_scheme
 def test_the_second_moment_is_zero_only_where_optax_has_zero(normalize_mu):
-    """Gradients of 26 octaves in one group, then many steps without gradients."""
+    """Gradients of 26 octaves in one group do not underflow, nor do later steps."""
     g = np.zeros(SHAPE, np.float32)
     g[:, ::3] = np.exp2(np.random.default_rng(5).uniform(-30, -4, g[:, ::3].shape))
     grads = [jnp.asarray(g)] + [jnp.zeros(SHAPE)] * 5

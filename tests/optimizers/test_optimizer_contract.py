@@ -1,4 +1,4 @@
-"""FP8 Adam keeps optax's contract: what optax tests of its own optimizers."""
+"""Tests that FP8 Adam keeps optax's contract, as optax tests its own optimizers."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ def rosenbrock(params):
 
 
 def starts(seed: int) -> tuple:
-    """One problem an element: enough of them for FP8."""
+    """Returns one start per element for x and y, enough elements for FP8."""
     rng = np.random.default_rng(seed)
     return tuple(jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in "xy")
 
@@ -46,7 +46,7 @@ def test_optimization(make, problem):
     options = {"weight_decay": 0} if make is coat.fp8_adamw else {}
     tx = make(optax.cosine_decay_schedule(3e-1, 2000), **options)
 
-    # So many steps take less time when they are optimized.
+    # Optimized compilation pays off over so many steps.
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def train(params, state):
         def step(carry, _):
@@ -227,7 +227,7 @@ def test_the_state_is_a_scan_carry_and_vmaps():
 
 
 def test_the_factories_sign_as_optax_does():
-    """Arguments that optax.adamw takes by position stand where they stand there."""
+    """Positional arguments of optax.adamw have the same places."""
 
     def positional(fn):
         kinds = inspect.signature(fn).parameters.values()

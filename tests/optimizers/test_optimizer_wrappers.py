@@ -1,4 +1,4 @@
-"""FP8 Adam inside optax's combinators and wrappers."""
+"""Tests FP8 Adam inside optax's combinators and wrappers."""
 
 import functools
 
@@ -73,7 +73,7 @@ def test_injected_hyperparameters_are_read_back_and_used():
     after, _, state = run(injected, params, grads, jit=True)
     assert state.hyperparams["learning_rate"] == pytest.approx(5e-3)
     assert state.hyperparams["b1"] == pytest.approx(0.9)
-    # One step, since b1 as an array rounds 1 - b1 otherwise than as a constant does.
+    # Only one step is compared, since 1 - b1 rounds differently if b1 is an array.
     plain = coat.fp8_adamw(schedule, weight_decay=0.1)
     first, _, _ = run(injected, params, grads[:1], jit=True)
     expected, _, _ = run(plain, params, grads[:1], jit=True)
@@ -87,7 +87,7 @@ def test_injected_hyperparameters_are_read_back_and_used():
 
 @every_optimizer
 def test_functions_and_masks_pass_inject_hyperparams(make):
-    """As of any optimizer: a function that is no schedule has to be named."""
+    """Functions that are no schedules have to be named, as for any optimizer."""
 
     def biases_stay(params):
         return jax.tree.map(lambda p: p.ndim > 1, params)
@@ -119,7 +119,7 @@ def test_multi_steps_averages_gradients(make):
     assert state.gradient_step == 2
     np.testing.assert_allclose(after, expected, rtol=1e-5)
     assert jax.tree.structure(state.inner_opt_state) == jax.tree.structure(inner)
-    # Between updates nothing is read or written: codes and scales stay.
+    # Between updates codes and scales stay as they are.
     update, waiting = tx.update(grads[0], state, after)
     assert not np.any(update)
     assert_same_bits(waiting.inner_opt_state, state.inner_opt_state)
@@ -141,7 +141,7 @@ def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison)
 @pytest.mark.parametrize("normalize_mu", [True, False])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
-    """optax.adamw loses the element; from the next step on, FP8 loses its group."""
+    """optax.adamw loses one element; FP8 loses its group from the next step on."""
     good = [jnp.asarray(gradients(i)) for i in range(3)]
     bad = good[1].at[3, 7].set(poison)
     params = {"w": jnp.ones(SHAPE), "b": jnp.ones((8,))}
@@ -163,7 +163,8 @@ def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
     group[3, :128] = True
     np.testing.assert_array_equal(np.isnan(theirs["w"]), element)
     np.testing.assert_array_equal(np.isnan(later["w"]), group)
-    # An infinite second moment is stored as a large one: the first carries the loss.
+    # An infinite second moment is stored as a large one. The first moment carries the
+    # NaN.
     for moment in ("nu", "mu") if np.isnan(poison) else ("mu",):
         found = getattr(state[0], moment)["w"].dequantize()
         expected = getattr(clean_state[0], moment)["w"].dequantize()
@@ -176,7 +177,7 @@ def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
 @every_optimizer
 @pytest.mark.parametrize("size", [1e19, 1e21, 3e38])
 def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
-    """As in optax: its own update is optax's, and its neighbours go on."""
+    """The element's update is optax's, and its neighbours stay finite."""
     good = [jnp.asarray(gradients(i)) for i in range(4)]
     grads = [good[0], good[1].at[3, 7].set(size), *good[2:]]
     params, tx, theirs = jnp.zeros(SHAPE), make(1e-2), optax.adam(1e-2)
@@ -186,7 +187,7 @@ def test_a_finite_gradient_whose_square_overflows_spoils_nothing(make, size):
         expected, exact = theirs.update(g, exact, params)
         assert np.isfinite(updates).all()
     neighbours = np.asarray(updates)[3, 8:128] / np.asarray(expected)[3, 8:128]
-    # Of a group of 200 octaves; no code is further from the next than one.
+    # The group spans 200 octaves, and adjacent codes are at most one octave apart.
     assert abs(np.median(neighbours) - 1) < 0.5
     np.testing.assert_allclose(updates[3, 7], expected[3, 7], rtol=0.1, atol=1e-6)
     assert size < 1e20 or expected[3, 7] == 0

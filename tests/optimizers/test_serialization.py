@@ -1,4 +1,4 @@
-"""FP8 states on disk: every bit comes back, and what does not fit is refused."""
+"""Tests FP8 states on disk: every bit comes back, and misfits are refused."""
 
 import os
 import pickle
@@ -62,7 +62,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 
 
 def wrapped(**options) -> optax.GradientTransformation:
-    """A state with masks, schedules, counters and accumulators around FP8."""
+    """Wraps FP8 Adam so that its state has masks, schedules, counters, accumulators."""
     tx = optax.chain(
         optax.clip_by_global_norm(1.0),
         coat.fp8_adamw(optax.constant_schedule(1e-2), **options),
@@ -160,7 +160,7 @@ def test_msgpack_refuses_another_target_by_name(target, message):
 
 
 def test_another_power_or_scaling_is_refused():
-    """They show in no shape: only their record tells them from the target's."""
+    """The record in the checkpoint differs from the target's, but no shape does."""
     q = coat.quantize(jnp.ones(200), expand=3.0)
     other = coat.quantize(jnp.ones(200), expand=2.0)
     with pytest.raises(ValueError, match=r"the target has power 2.0, found 3.0"):
@@ -187,7 +187,7 @@ def test_orbax_refuses_another_structure(tmp_path):
 
 
 def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_path):
-    """It restores None where the checkpoint has None, whatever is asked for."""
+    """orbax restores None where the checkpoint has None, whatever the target has."""
     tx = coat.scale_by_fp8_adam(normalize_mu=False)
     like = jax.eval_shape(lambda: saved(normalize_mu=False))
     state = through_orbax(saved(), like, tmp_path)
@@ -199,7 +199,7 @@ def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_pat
 
 
 def on_another_mesh(folder: Path) -> None:
-    """Saves from 4 x 2 devices, goes on on 4 x 2, 2 x 4, 8 x 1 and one device."""
+    """Saves from 4 x 2 devices; resumes on 4 x 2, 2 x 4, 8 x 1 and one device."""
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -248,7 +248,7 @@ def on_another_mesh(folder: Path) -> None:
 
 
 def test_a_run_goes_on_bit_for_bit_on_another_mesh(tmp_path):
-    """In a process of its own: the number of virtual devices is fixed at the start."""
+    """The run needs a process of its own, which fixes the number of devices."""
     program = (
         "import pathlib, sys, test_serialization\n"
         "test_serialization.on_another_mesh(pathlib.Path(sys.argv[1]))"

@@ -1,4 +1,4 @@
-"""States of FP8 Adam as states of optax.adamw, and back."""
+"""Tests the conversion of FP8 Adam's states to optax.adamw's states and back."""
 
 import functools
 
@@ -45,7 +45,7 @@ every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS.
 
 @functools.cache
 def trained(wrap, normalize_mu: bool = True):
-    """An optimizer, its parameters and its state after four steps."""
+    """Returns an optimizer, its parameters and its state after four steps."""
     tx = wrap(coat.fp8_adamw(1e-2, normalize_mu=normalize_mu))
     params, _, state = run(tx, PARAMS, GRADS, jit=True)
     return tx, params, state
@@ -82,7 +82,7 @@ def test_fp8_goes_on_from_optax_adamws_state(wrap):
 @either_scheme
 @every_wrapper
 def test_there_and_back(wrap, normalize_mu):
-    """Codes under one k come back; a group's own k is found anew."""
+    """Codes with a fixed k come back unchanged; a group's own k is computed again."""
     _, _, state = trained(wrap, normalize_mu)
     back = coat.from_optax_state(coat.to_optax_state(state), like=state)
     assert jax.tree.structure(back) == jax.tree.structure(state)
@@ -103,7 +103,7 @@ def test_there_and_back(wrap, normalize_mu):
 
 
 def assert_rounded_once_more(new, old):
-    """Most values stay; the rest moves by less than E4M3's greatest half step."""
+    """Asserts that most values stay and the rest moves by at most half an E4M3 step."""
     np.testing.assert_allclose(new.scale, old.scale, rtol=1e-5)
     ratio = np.asarray(new.dequantize() / old.dequantize())
     assert np.median(np.abs(ratio - 1)) < 1e-5

@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 parameters in `coat.fused_update`."""
+"""Tests stochastic rounding of bfloat16 parameters in `coat.fused_update`."""
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +76,7 @@ def test_the_same_key_and_step_round_the_same_way():
 
 
 def test_keys_steps_and_paths_have_random_bits_of_their_own():
-    """Equal parameters and gradients, a step that lands between two neighbours."""
+    """Equal parameters and gradients round differently by key, step and path."""
     params = {"a": jnp.ones(SHAPE, BF16), "b": jnp.ones(SHAPE, BF16)}
     state = WITHOUT_DECAY.init(params)
 
@@ -93,7 +93,7 @@ def test_keys_steps_and_paths_have_random_bits_of_their_own():
         assert 0.1 < one.mean() < 0.9
         for other in draws[i + 1 :]:
             assert abs(np.corrcoef(one.ravel(), other.ravel())[0, 1]) < 0.15
-        # Bits of one group are spread evenly, those of two are independent.
+        # Within a group, bits are spread evenly. Bits of two groups are independent.
         groups = one[:, :256].reshape(-1, 128).astype(float)
         assert abs(np.corrcoef(groups)[np.triu_indices(len(groups), 1)].mean()) < 0.06
 
@@ -103,7 +103,7 @@ def test_random_bits_of_an_element_are_uniform_and_anew_in_every_step():
     words = hash32(jnp.arange(draws, dtype=jnp.uint32)[:, None])
     bits = element_bits(words, jnp.arange(128, dtype=jnp.uint32)[None]) >> 16
     assert bits.max() == 0xFFFF
-    # Three bits of each element in three steps, one after the other.
+    # Three bits of each element are counted jointly over three consecutive steps.
     eighths = np.asarray(bits >> 13)
     expected = (draws - 2) / 512
     for j in (0, 1, 64, 127):
@@ -114,7 +114,7 @@ def test_random_bits_of_an_element_are_uniform_and_anew_in_every_step():
 
 
 def test_stochastic_rounding_follows_steps_that_nearest_loses():
-    """Steps of a 64th of what bfloat16 resolves at 1."""
+    """Rounding to nearest loses steps of 1/64 of bfloat16's resolution at 1."""
     param, grad = jnp.ones(SHAPE, BF16), jnp.ones(SHAPE, BF16)
     tx = coat.fp8_adamw(2.0**-14, weight_decay=0.0)
     lost, _ = fused(tx, param, [grad] * 32)

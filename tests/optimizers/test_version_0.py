@@ -1,7 +1,7 @@
-"""States that an earlier version saved go on, or are refused with what to do.
+"""Tests that states of an earlier version are converted, or refused with a hint.
 
-`state_0.gz` holds what that version wrote of `coat.fp8_adamw(1e-2)` after three steps
-on the parameters here: its pickle, and its bytes from `flax.serialization`.
+`state_0.gz` holds what the earlier version wrote for `coat.fp8_adamw(1e-2)` after three
+steps on the parameters here: the pickle, and the bytes of `flax.serialization`.
 """
 
 import gzip
@@ -39,7 +39,7 @@ def from_msgpack(saved):
 
 
 def moments(state) -> tuple[np.ndarray, np.ndarray]:
-    """Reads the stored moments of w by that version's formulas, in float64."""
+    """Reads the stored moments of w by the earlier version's formulas, in float64."""
 
     def read(q, power):
         codes = np.asarray(q.codes).astype(np.float64)
@@ -60,7 +60,7 @@ def test_a_state_of_version_0_goes_on(saved, restored):
     np.testing.assert_allclose(exact.nu["w"], nu, rtol=1e-5)
     new = coat.from_optax_state(coat.to_optax_state(old), TX.init(PARAMS))
     assert (int(new[0].version), int(new[0].count)) == (1, 3)
-    # The new format has a mantissa of four bits for the second moment.
+    # The new format of the second moment has a mantissa of four bits.
     found = coat.to_optax_state(new)[0]
     np.testing.assert_allclose(found.nu["w"], nu, rtol=0.1)
     grads = jax.tree.map(jnp.ones_like, PARAMS)

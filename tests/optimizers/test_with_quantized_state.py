@@ -1,4 +1,4 @@
-"""Any optax transformation keeps its averages in 8 bits, and nothing else."""
+"""Tests that averages of any optax transformation are 8-bit, and nothing else."""
 
 import warnings
 from typing import NamedTuple
@@ -17,7 +17,7 @@ SHAPE = (64, 256)
 PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}
 SIZE = SHAPE[0] * SHAPE[1]
 
-# Each with how many of its fields are averages.
+# Each optimizer with the number of its fields that are averages.
 OPTIMIZERS = {
     "adam": (lambda: optax.adam(1e-2), 2),
     "adabelief": (lambda: optax.adabelief(1e-2), 2),
@@ -62,7 +62,7 @@ def stepped(tx, steps: int, params=PARAMS):
 
 @every_optimizer
 def test_the_first_step_is_the_plain_ones(make, averages):
-    """Zeros are stored exactly, and a step computes in float32."""
+    """The first step agrees, as zeros are stored exactly and steps are float32."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # All fields are known.
         tx = coat.with_quantized_state(make())
@@ -78,7 +78,7 @@ def test_the_first_step_is_the_plain_ones(make, averages):
     for q in moments:
         size = sum(x.nbytes for x in jax.tree.leaves(q))
         assert size <= 1.04 * SIZE
-    # What is no average, and what belongs to the small parameter, is as it was.
+    # Fields that are no averages, and those of the small parameter, are not changed.
     wide = coat.to_optax_state(state)
     assert jax.tree.structure(wide) == jax.tree.structure(exact)
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(exact), strict=True):
@@ -94,7 +94,7 @@ def test_later_steps_stay_beside_the_plain_ones(make, averages):
     expected, _ = stepped(make(), 20)
     a, b = (np.asarray(x["w"], np.float64).ravel() for x in (actual, expected))
     assert a @ b / (b @ b) == pytest.approx(1, abs=0.03)
-    # Lion's updates are signs: some of what is near zero has another.
+    # Lion's updates are signs. Some signs differ where the average is near zero.
     assert np.corrcoef(a, b)[0, 1] > 0.9
 
 
@@ -113,7 +113,7 @@ AROUND = {
 
 @pytest.mark.parametrize("around", AROUND)
 def test_what_goes_around_goes_inside_too(around):
-    """Either way the same averages are quantized, and the same is computed."""
+    """Wrapping inside and outside quantizes the same averages, with equal results."""
     lion = optax.lion(1e-3)
     expected, _ = stepped(AROUND[around](lion), 2)
     inside = coat.with_quantized_state(AROUND[around](lion))

@@ -1,4 +1,4 @@
-"""The range expansion against the oracle, and what it promises."""
+"""Tests the range expansion against the oracle, and its promised properties."""
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ import coat_jax as coat
 
 
 def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
-    """Every code but those at a rounding boundary, which are counted, as are groups."""
+    """Checks all codes; counts codes and groups that lay at a rounding boundary."""
     library, block = granularity
     q = coat.quantize(x, format=format, granularity=library, expand=expand)
     x, of = oracle.flush(x), reference(format)
@@ -54,7 +54,7 @@ def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
 
 
 def check_powers(q, x, places, scales) -> tuple[dict, int]:
-    """Every group's k by its index, and how many lay at a rounding boundary."""
+    """Returns each group's k by its index, and how many lay at a rounding boundary."""
     assert q.exponent.shape == q.scale.shape
     assert q.exponent.dtype == np.uint8
     found, loose = {}, 0
@@ -66,7 +66,8 @@ def check_powers(q, x, places, scales) -> tuple[dict, int]:
     return found, loose
 
 
-# Every two of a format, a granularity and a power, which is own or fixed.
+# Every pair of values of format, granularity and power occurs; power is per group or
+# fixed.
 every_pair = pytest.mark.parametrize(
     ("format", "granularity", "power"),
     [
@@ -85,7 +86,7 @@ def test_expanded_codes_are_the_oracles(format, granularity, power, data):
 
 @every_pair
 def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
-    """On ordinary data the tolerance excuses a negligible part of the comparison."""
+    """The oracle's tolerance covers a negligible part of the codes on ordinary data."""
     x = spread(rng, (8, 1000))
     loose_codes, loose_powers = check_expanded(x, format, granularity, power)
     groups = sum(1 for _ in oracle.groups(x.shape, granularity[1]))
@@ -121,7 +122,7 @@ def test_other_powers_are_refused(power):
 
 @pytest.mark.parametrize(("format", "power"), [(coat.E4M3, 3.0), (coat.E5M2, 5.5)])
 def test_a_fixed_power_gives_the_same_codes_twice(rng, format, power):
-    """Nothing about a group is guessed from its values but their maximum."""
+    """A fixed power depends on no value of a group but its amax."""
     x = rng.standard_normal((64, 200)).astype(np.float32)
     once = coat.quantize(x, format=format, expand=power)
     again = coat.quantize(once.dequantize(), format=format, expand=power)
@@ -131,7 +132,7 @@ def test_a_fixed_power_gives_the_same_codes_twice(rng, format, power):
 
 @every_format
 def test_the_formats_power_suits_normal_numbers(rng, format):
-    """No power half as large or twice it does better, nor none."""
+    """Half the power, twice the power and power 1 have larger errors."""
     x = rng.standard_normal((64, 256)).astype(np.float32)
 
     def error(power: float) -> float:
@@ -146,7 +147,7 @@ def test_the_formats_power_suits_normal_numbers(rng, format):
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
 @given(x=inputs())
 def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
-    """The least t is 2 / max, which lies below the normal codes: hence the 0.22."""
+    """The lowest t is 2 / max, which lies below the normal codes: hence 0.22."""
     x = oracle.flush(x)
     q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
     back = np.asarray(q.dequantize()).astype(np.float64)
@@ -169,7 +170,7 @@ def test_expansion_loses_nothing_normal(format, x):
 
 
 def test_expansion_reduces_the_error_of_wide_groups(rng):
-    """The reason that it is there: COAT, section 4.2, on second-moment-like data."""
+    """The error is 10 times smaller on second-moment-like data (COAT, section 4.2)."""
     x = np.square(spread(rng, (64, 128), 6))
 
     def error(expand: bool) -> float:

@@ -1,4 +1,4 @@
-"""quantize and dequantize against the oracle, and the properties they promise."""
+"""Tests quantize and dequantize against the oracle, and promised properties."""
 
 import pickle
 
@@ -32,7 +32,7 @@ import coat_jax as coat
 
 
 def check_linear(x, format, granularity):
-    """Every bit of the scales, the codes and the dequantized array."""
+    """Checks every bit of the scales, the codes and the dequantized array."""
     library, block = granularity
     q = coat.quantize(x, format=format, granularity=library)
     scales, values = oracle.quantize(x, reference(format), block)
@@ -94,7 +94,10 @@ def test_quantizing_twice_gives_the_same_codes_for_any_values(format, x):
 
 
 def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
-    """Rounding a group's scale may move DE8's largest code, 0.7% from the next."""
+    """Per-tensor scales keep the codes.
+
+    A group's bfloat16 scale could move DE8's largest code, which is 0.7% from the next.
+    """
     x = spread(rng, (64, 200))
     once = coat.quantize(x, format=coat.DE8, granularity=coat.PerTensor())
     again = coat.quantize(
@@ -120,7 +123,7 @@ def test_order_and_sign_are_kept(format, expand, x):
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
 @given(data=st.data())
 def test_linear_error_is_half_a_step(format, granularity, data):
-    """Relative to normal codes, absolute below; a maximum saturates within it."""
+    """The error is relative for normal codes and absolute below, even at the amax."""
     x, of = oracle.flush(data.draw(inputs(granularity))), reference(format)
     q = coat.quantize(x, format=format, granularity=granularity[0])
     for index, where in oracle.groups(x.shape, granularity[1]):
@@ -174,7 +177,7 @@ def test_a_poisoned_group_is_nan_and_leaves_others_alone(
 @either
 @pytest.mark.parametrize("poison", [np.nan, -np.nan, np.inf])
 def test_no_poisoned_group_is_overlooked_in_a_large_array(rng, poison, expand):
-    """XLA's own maximum overlooks NaN in some reductions, of this size on CPUs."""
+    """XLA's own maximum overlooks NaN in some reductions of this size on CPUs."""
     x, bad = spread(rng, (64, 256)), np.zeros((64, 2), bool)
     for row, column in enumerate(rng.integers(0, 256, 64)):
         x[row, column], bad[row, column // 128] = poison, True
@@ -210,7 +213,7 @@ def test_jit_changes_no_bit_of_the_codes(rng, format, granularity, expand):
     for a, b in zip(jax.tree.leaves(eager), jax.tree.leaves(compiled), strict=True):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
-    # In one program nothing may cancel the conversion to 8 bits and back.
+    # Within one program nothing may cancel the conversion to 8 bits and back.
     together = jax.jit(lambda x: quantize(x).dequantize(), compiler_options=OPTIMIZED)(
         x
     )

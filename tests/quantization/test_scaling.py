@@ -1,4 +1,4 @@
-"""Delayed scaling against scaling just in time, and against the maxima themselves."""
+"""Tests delayed scaling against just-in-time scaling and against the exact amax."""
 
 import functools
 
@@ -36,7 +36,7 @@ def weights(**shapes):
 
 
 def segments():
-    """Each segment with its parameters, its arguments and cotangents."""
+    """Returns each segment with its parameters, its arguments and cotangents."""
     x, dy = normal(7, *TOKENS, HIDDEN, dtype=BF16), normal(8, *TOKENS, HIDDEN)
     dy = (1e-3 * dy).astype(BF16)
     o = normal(9, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16)
@@ -75,14 +75,14 @@ SEGMENTS = list(HISTORIES)
 
 
 def positional(fn):
-    """Keyword arguments that are not differentiated are bound by position there."""
+    """Binds non-differentiated keyword arguments by position."""
     if not isinstance(fn, functools.partial):
         return fn
     return lambda params, *args: fn.func(params, *args, *fn.keywords.values())
 
 
 def run(segment, amax=None, change=lambda params, args, dy: (params, args, dy)):
-    """The value, and the gradients of parameters and arguments."""
+    """Returns the value, and the gradients of parameters and arguments."""
     fn, params, args, dy = segments()[segment]
     params, args, dy = change(params, args, dy)
     if amax is not None:
@@ -92,7 +92,7 @@ def run(segment, amax=None, change=lambda params, args, dy: (params, args, dy)):
 
 @functools.cache
 def maxima(segment):
-    """What a step records when the history before it was long forgotten."""
+    """Returns the amax that one step records, with histories of 1."""
     amax = {name: new_history(1.0) for name in HISTORIES[segment]}
     _, (grads, *_) = run(segment, amax)
     return {name: float(history[0]) for name, history in grads["amax"].items()}
@@ -106,7 +106,7 @@ def test_maxima_of_what_was_quantized_are_recorded(segment):
     def largest(*arrays):
         return max(np.abs(np.asarray(x, np.float32)).max() for x in arrays)
 
-    if segment == "attention_in":  # Rotated back, a pair of halves is as long.
+    if segment == "attention_in":  # RoPE keeps the length of a pair of halves.
         lengths = [
             np.hypot(*np.split(np.asarray(x, np.float32), 2, axis=-1)) for x in dy[:2]
         ]
@@ -116,7 +116,8 @@ def test_maxima_of_what_was_quantized_are_recorded(segment):
     else:
         assert found["down_grad"] == largest(dy)
         _, (grads, _) = run(segment)
-        # The sum over 48 tokens of what is multiplied with the normed input.
+        # The gradient of the weight is the sum over 48 tokens of these gradients times
+        # the normed input.
         assert 0 < found["gate_up_grad"] < largest(grads["gate_up"]) * 10
 
 
@@ -133,7 +134,7 @@ def test_with_the_maxima_of_this_step_it_is_scaling_just_in_time(segment):
     expected = jax.tree.leaves((expected_params, expected_args))
     for a, b in zip(actual, expected, strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        # Bounds take the place of two maxima: of those the smallest codes differ.
+        # Two just-in-time scales come from bounds, so only the smallest codes differ.
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
 
 
@@ -143,7 +144,8 @@ def test_what_outgrows_its_history_saturates_and_settles(segment):
     _, (grads, *rest) = run(segment, small)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((grads, rest)))
     again = grads
-    for _ in range(2):  # What is computed from what saturated is too small itself.
+    # Gradients computed from saturated gradients are too small themselves.
+    for _ in range(2):
         _, (again, *_) = run(segment, again["amax"])
     _, (expected, *_) = run(segment)
     for name in set(expected) - {"norm"}:
@@ -227,7 +229,8 @@ def test_training_follows_scaling_just_in_time(recipe):
             return optax.apply_updates(params, updates), histories, state, value
 
         state, found = tx.init(params), []
-        for _ in range(15):  # Later the smallest differences grow into large ones.
+        # In later steps the smallest differences grow into large ones.
+        for _ in range(15):
             params, histories, state, value = step(params, histories, state)
             found.append(float(value))
         return np.array(found)

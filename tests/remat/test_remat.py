@@ -1,4 +1,4 @@
-"""fp8_remat: gradients, and what is saved how."""
+"""Tests fp8_remat's gradients, and the residuals that it saves."""
 
 import dataclasses
 import functools
@@ -150,9 +150,10 @@ def large(residual) -> bool:
     return size >= 4096 and residual.shape[-1] * residual.dtype.itemsize >= 16
 
 
-# Of what copies are kept, and in which groups. Products read what is in rows; what else
-# they read follows from GELUs' inputs, and from what norms have centered. They keep x
-# too: of the mean square they take the square of the mean.
+# Shapes and groups of the FP8 copies that each model saves. Arrays that only matmuls
+# read have ROW groups. Other operands of matmuls are recomputed from GELUs' inputs and
+# from norms' centered inputs. Norms save x as well, because the variance is mean(x**2)
+# - mean(x)**2.
 HEADS = (2, 64, 4, 16)
 COPIES = {
     mlp: [((64, 64), ROW), *[((64, 128), GROUP)] * 2, ((64, 128), ROW)],
@@ -170,7 +171,7 @@ COPIES = {
 
 @pytest.mark.parametrize("make", COPIES)
 def test_saved_bytes_are_those_of_the_formats(make):
-    """The fewest copies from which the others follow; else nothing new."""
+    """Saves the fewest copies that give the other residuals, and no other new array."""
     case = make()
     count = len(jax.tree.leaves(case.params))
     light = saved(case.light, case.params, case.x)
@@ -185,7 +186,7 @@ def test_saved_bytes_are_those_of_the_formats(make):
     assert len(COPIES[make]) <= 0.6 * len(floating)
     codes = [i for i, r in enumerate(light) if r.dtype in FP8]
     assert sorted(light[i].shape for i in codes) == sorted(s for s, _ in COPIES[make])
-    # Scales are bfloat16, kept as their bits.
+    # Scales are bfloat16, saved as their bits.
     assert all(light[i + 1].dtype == jnp.uint16 for i in codes)
     predicted = sum(fp8_bytes(shape, group) for shape, group in COPIES[make])
     rest = [r for r in plain if r not in floating and r.argument is None]
@@ -215,9 +216,9 @@ def test_parameters_stay_references_and_bytes_are_exact(wrapped):
     plain = sorted((r.shape, r.dtype.name) for r in saved(two_products, params, x))
     assert plain == [
         ((64, 128), "bfloat16"),
-        ((96, 64), "bfloat16"),  # x: read by a product
-        ((96, 128), "bfloat16"),  # cos(h)
-        ((96, 128), "bfloat16"),  # sin(h): read by a product
+        ((96, 64), "bfloat16"),  # x, read by a matmul.
+        ((96, 128), "bfloat16"),  # cos(h).
+        ((96, 128), "bfloat16"),  # sin(h), read by a matmul.
         ((128, 48), "bfloat16"),
     ]
     predicted = (
@@ -276,7 +277,7 @@ def test_format_is_that_of_the_residuals():
     assert jnp.float8_e4m3fn not in dtypes
 
 
-# A function whose residuals are known because they are written down.
+# The residuals of this function are known, because they are written down here.
 
 
 @jax.custom_vjp
@@ -312,7 +313,7 @@ gelu.defvjp(lambda x: (gelu(x), x), lambda x, dy: (dy * gelu_slope(x, jnp.exp),)
 
 
 def test_gradient_by_hand():
-    """Norm, product, GELU, product: what products read follows from copies."""
+    """Norm, matmul, GELU, matmul: both matmuls' operands are recomputed from copies."""
     w1, w2 = normal(1, 64, 128, scale=0.1), normal(2, 128, 32, scale=0.1)
     x, dy = normal(3, 80, 64), normal(4, 80, 32)
 
@@ -341,7 +342,7 @@ def test_gradient_by_hand():
 
 @pytest.mark.parametrize("view", [lambda x: x, jax.jit(lambda x: x[None, ::-1])])
 def test_one_copy_with_groups_serves_products_and_others(view):
-    """Also where the reader that is no product is behind a function under jit."""
+    """A reader that is no matmul may also be within a function under jit."""
 
     def fn(w, x):
         return x @ w + jnp.sum(jnp.tanh(view(x)))
@@ -355,7 +356,7 @@ def test_one_copy_with_groups_serves_products_and_others(view):
 
 
 def test_what_feeds_an_exponential_stays_float32():
-    """As in attention: probabilities are recomputed from scores and their statistic."""
+    """Attention recomputes probabilities from float32 scores and their statistic."""
 
     @jax.custom_vjp
     def attention(q, k):
@@ -378,7 +379,7 @@ def test_what_feeds_an_exponential_stays_float32():
     wide = [r for r in saved(light, q, k) if large(r) and r.dtype == jnp.float32]
     assert [r.shape for r in wide] == [(64, 64)]
     dy = normal(3, 64, 64)
-    # The statistic is that of the exact q and k, not of the FP8 ones.
+    # The statistic is computed from the exact q and k, not from the FP8 ones.
     lse = attention(q, k)
     expected = backward((fake(q, ROW), fake(k, ROW), lse), dy)
     assert_close(jax.vjp(light, q, k)[1](dy), expected, 1e-5)
@@ -397,7 +398,7 @@ def test_tables_and_masks_are_recomputed():
 
 
 def test_masks_integers_and_statistics_stay_exact():
-    """Nothing large and floating is saved: the gradient is autodiff's."""
+    """No large floating-point array is saved, so the gradient equals autodiff's."""
 
     def fn(w, x, index):
         kept = jnp.where(x * w > 0, jnp.max(x, axis=-1, keepdims=True) * w, 0.0)
@@ -413,7 +414,7 @@ def test_masks_integers_and_statistics_stay_exact():
     kept = saved(lambda w: exact(w, x, index), w)
     assert {r.dtype.name for r in kept if r.argument is None} >= {"bool", "float32"}
     assert not any(r.dtype in FP8 for r in kept)
-    # But for the order in which XLA adds up.
+    # XLA may add in another order.
     np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
 
 
@@ -423,7 +424,7 @@ def test_constants_are_neither_differentiated_nor_quantized(make):
     x = normal(3, 96, 64)
     light = fp8_remat(lambda x: (x * table) @ w)
     y, (dx,) = value_and_vjp(light, jnp.ones((96, 128)), x)
-    # It reads the constants alone, as they are.
+    # Backward reads only the constants, unquantized.
     kept = saved(light, x)
     assert not any(r.from_activations or r.dtype in FP8 for r in kept)
     np.testing.assert_allclose(y, (x * table) @ w, rtol=1e-4, atol=1e-4)
@@ -432,7 +433,7 @@ def test_constants_are_neither_differentiated_nor_quantized(make):
 
 
 def test_constants_and_what_is_differentiated_are_told_apart():
-    """In any order in which a function closes over them."""
+    """Any order works in which a function closes over them."""
     scale, shift = np.asarray(normal(1, 96, 64)), np.asarray(normal(2, 96, 128))
     w, bias, x = normal(3, 64, 128, scale=0.2), normal(4, 128), normal(5, 96, 64)
 
@@ -442,6 +443,6 @@ def test_constants_and_what_is_differentiated_are_told_apart():
     dy = normal(6, 96, 128)
     _, actual = value_and_vjp(lambda w, b: fp8_remat(plain(w, b))(x), dy, w, bias)
     _, expected = value_and_vjp(lambda w, b: plain(w, b)(x), dy, w, bias)
-    # The gradient of w alone reads an activation, the product of x and the scale.
+    # Only the gradient of w reads an activation, x * scale.
     assert_close(actual, expected, 0.02)
     np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)

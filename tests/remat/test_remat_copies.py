@@ -1,4 +1,4 @@
-"""The copies that fp8_remat keeps are `coat.quantize`'s, whatever makes them."""
+"""Tests that fp8_remat's copies equal those of `coat.quantize`."""
 
 import functools
 
@@ -21,7 +21,7 @@ from pallas_kernels import dispatch
 
 SHAPES = [(24, 128), (2, 9, 160), (17, 256), (40, 8), (5, 200), (3, 2, 7, 48)]
 DTYPES = [jnp.bfloat16, jnp.float32, jnp.float16]
-# Every two of a shape, a group and a dtype, but for half of shapes with dtypes.
+# Every shape has both groups, with two of the three dtypes.
 CASES = [
     (shape, group, DTYPES[(i + j) % 3])
     for i, shape in enumerate(SHAPES)
@@ -63,7 +63,7 @@ def test_copies_in_other_formats(format):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """As on a Hopper GPU: kernels run, here interpreted."""
+    """Runs kernels as on a Hopper GPU, interpreted."""
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield
@@ -71,7 +71,7 @@ def kernels(monkeypatch):
 
 
 def two_layers(w, x):
-    """A layer of which backward reads x by groups, its sine by rows."""
+    """Computes sin(x @ w) @ w; backward reads cos per group, x and sin per row."""
     return jnp.sin(x @ w) @ w
 
 
@@ -104,7 +104,7 @@ def test_kernels_compute_the_same_within_transformations(transform, request):
         ("dequantize_groups", "mosaic"),
         ("dequantize_groups", "reference"),
     }
-    # One call for all that is mapped over.
+    # One call quantizes all entries of the mapped axis.
     arrays = {c.arrays for c in chosen if c.operation == "quantize_groups"}
     assert ("float32[3,96,64]",) in arrays
     actual = jax.block_until_ready(jax.jit(gradient)(w, xs))
@@ -112,7 +112,10 @@ def test_kernels_compute_the_same_within_transformations(transform, request):
 
 
 def assert_copies(fn, w, x, *, count):
-    """So many are made and read, of which XLA decodes one as part of what reads it."""
+    """Asserts that `count` copies are made and read, XLA decoding one of them.
+
+    XLA fuses the decoding of this copy with the operation that reads it.
+    """
 
     def gradient(w, x):
         return jax.grad(lambda w: jnp.sum(fp8_remat(fn)(w, x)))(w)
@@ -125,9 +128,9 @@ def assert_copies(fn, w, x, *, count):
 
 
 def test_only_what_products_read_is_widened_by_a_kernel():
-    """XLA fuses the rest with what reads it."""
+    """XLA fuses the decoding of other copies with their readers."""
     w, x = normal(1, 64, 64), normal(2, 96, 64)
-    # x and sin(x @ w) for products, cos(x @ w) for a multiplication.
+    # Matmuls read x and sin(x @ w); a multiplication reads cos(x @ w).
     assert_copies(two_layers, w, x, count=3)
     scales = [
         r.shape for r in saved(fp8_remat(two_layers), w, x) if r.dtype == "uint16"
@@ -137,18 +140,24 @@ def test_only_what_products_read_is_widened_by_a_kernel():
 
 
 def test_xla_decodes_what_it_computes_with():
-    """Also where a product reads the result: that goes through memory, not the copy."""
+    """XLA decodes a copy that it computes with, even if a matmul reads the result.
+
+    The result goes through memory, but the decoded copy does not.
+    """
     w, x = normal(1, 64, 64), normal(2, 96, 64)
 
     def layer(w, x):
         return jax.nn.gelu(x @ w) @ w
 
-    # x for a product, x @ w for all of gelu.
+    # A matmul reads x; all of gelu is computed from x @ w.
     assert_copies(layer, w, x, count=2)
 
 
 def test_what_was_widened_is_read_narrow():
-    """As norms do, which compute in float32: the copy is the same, for less to read."""
+    """A copy is quantized from the bfloat16 array, not from its float32 cast.
+
+    Norms cast to float32. The copy is the same, and quantizing reads less.
+    """
 
     def fn(w, x):
         wide = jnp.transpose(x.astype(jnp.float32))
@@ -173,7 +182,10 @@ def test_what_was_widened_is_read_narrow():
     ("cut", "decoded_by"), [(True, "reference"), (False, "mosaic")]
 )
 def test_xla_decodes_where_it_cuts(cut, decoded_by, kernels):
-    """What products read goes through memory, but for parts, which do so anyway."""
+    """A matmul's operand is decoded by a kernel, unless it is a slice.
+
+    Slices go through memory anyway.
+    """
 
     def scores(w, x):
         y = x @ w
@@ -191,7 +203,7 @@ def test_xla_decodes_where_it_cuts(cut, decoded_by, kernels):
 
 
 def copies(fn, w, x):
-    """Shapes of the FP8 copies that there are besides that of x."""
+    """Returns the shapes of the saved FP8 copies except that of x."""
     found = saved(fp8_remat(fn), w, x)
     shapes = sorted(r.shape for r in found if r.dtype == jnp.float8_e4m3fn)
     shapes.remove(x.shape)
@@ -228,9 +240,9 @@ def test_parts_of_an_array_have_one_copy(cut, shape):
 @pytest.mark.parametrize(
     ("columns", "width", "cut"),
     [
-        (80, 40, lambda y: (y[:, :40], y[:, 40:])),  # Within a group.
+        (80, 40, lambda y: (y[:, :40], y[:, 40:])),  # The cut is within a group.
         (128, 64, lambda y: (y[:, ::2], y[:, 1::2])),
-        (192, 64, lambda y: (y[:, :64], y[:, 64:128])),  # The rest is not kept.
+        (192, 64, lambda y: (y[:, :64], y[:, 64:128])),  # The rest is not saved.
     ],
 )
 def test_other_parts_have_copies_of_their_own(columns, width, cut):

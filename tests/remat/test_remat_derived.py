@@ -1,4 +1,4 @@
-"""fp8_remat recomputes what follows from its copies by elementwise arithmetic."""
+"""Tests that fp8_remat recomputes residuals elementwise from its copies."""
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,15 @@ FORMATS = {coat.E4M3: oracle.E4M3, coat.E5M2: oracle.E5M2, coat.DE8: oracle.DE8}
 
 
 def between(pointwise):
-    """An operation between two products, as a function of their weights and x."""
+    """Returns an operation between two matmuls, as a function of params and x."""
     return lambda params, x: pointwise(x @ params[0]) @ params[1]
 
 
 def arguments(pointwise, *, inside: int = 128, scale: float = 0.2):
-    """Weights, x and the output's cotangent; `inside` columns go into the operation."""
+    """Returns weights, x and the output's cotangent.
+
+    The operation's input has `inside` columns.
+    """
     x = normal(3, 96, 64)
     out = jax.eval_shape(pointwise, jax.ShapeDtypeStruct((96, inside), x.dtype))
     params = normal(1, 64, inside, scale=scale), normal(2, out.shape[-1], 64, scale=0.2)
@@ -45,14 +48,14 @@ def copies(fn, *args) -> list[tuple[int, ...]]:
 
 
 def by_hand(params, x, dy, h, slopes):
-    """Gradients for what is kept of x, of the operation's result, and its slopes."""
+    """Returns gradients from the copies of x and h and the operation's derivative."""
     w1, w2 = params
     da = slopes(dy @ w2.T)
     return (x.T @ da, h.T @ dy), da @ w1.T
 
 
 def from_inputs(pointwise, params, x, dy, kept):
-    """Gradients if the operation is repeated from `kept`, in place of its input."""
+    """Returns gradients if `pointwise` is recomputed from `kept`."""
     h, vjp = jax.vjp(pointwise, jnp.asarray(kept))
     return by_hand(params, fake(x, ROW), dy, h, lambda dh: vjp(dh)[0])
 
@@ -83,13 +86,14 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 def test_one_copy_of_what_goes_in_is_kept(name):
-    """Of a gate as well: of all that the product returns."""
+    """The matmul's output has a single copy, also if it holds both gate and up."""
     pointwise = INPUTS[name]
     params, x, dy = arguments(pointwise)
     light = fp8_remat(between(pointwise))
     assert copies(light, params, x) == [(96, 64), (96, 128)]
     a = x @ params[0]
-    # Where the result and the slope follow from the same part of it, that is kept.
+    # If the result and the derivative depend on the same part of the input, this part
+    # is saved.
     shift = jnp.linspace(-1, 1, 128) if name == "bias" else 0.0
     kept = {"bias": a + shift, "squared relu": nn.relu(a)}.get(name, a)
     _, actual = value_and_vjp(light, dy, params, x)
@@ -113,7 +117,7 @@ def test_formats_and_groups_are_those_asked_for(name, format, group):
 
 
 def test_relu_keeps_its_result_and_an_exact_mask():
-    """The result is what the product reads: one copy either way, with fewer scales."""
+    """The matmul reads the result, so its copy needs fewer scales than the input's."""
     params, x, dy = arguments(nn.relu)
     light = fp8_remat(between(nn.relu))
     assert copies(light, params, x) == [(96, 64), (96, 128)]
@@ -129,7 +133,7 @@ def exact_gelu(a):
 
 
 def test_exact_gelu_keeps_its_input():
-    """The exponential of the negative square is taken again."""
+    """The exponential of the negative square is recomputed from the input's copy."""
     args = jax.tree.map(lambda x: x.astype(jnp.bfloat16), arguments(exact_gelu))
     params, x, dy = args
     light = fp8_remat(between(exact_gelu))
@@ -219,7 +223,7 @@ def test_rms_norm_keeps_one_copy_and_an_exact_statistic(name, dtype):
     ids=["layer_norm", "nn.LayerNorm"],
 )
 def test_layer_norm_keeps_what_it_centered(norm, count):
-    """Of rows far from zero a copy of x less their mean would be rounding alone."""
+    """Rows are far from zero, so x - mean(x) from a copy of x would be rounding."""
 
     def fn(params, x):
         return jnp.square(norm(params[0], x)) @ params[1]
@@ -236,7 +240,7 @@ def test_layer_norm_keeps_what_it_centered(norm, count):
 
 
 def test_sums_of_two_arrays_are_kept():
-    """Each rounded by itself, they may cancel."""
+    """Sums are saved, because they may cancel if each term is rounded by itself."""
 
     def fn(params, x):
         a, b = x @ params[0], x @ params[1]
@@ -253,7 +257,7 @@ def test_sums_of_two_arrays_are_kept():
 
 
 def test_a_bias_is_added_again():
-    """What it is added to and the sum are one copy: the bias is a parameter."""
+    """A sum with a bias is recomputed from a copy of the array without it."""
 
     def fn(params, x):
         w, bias, out = params
@@ -271,7 +275,7 @@ def test_a_bias_is_added_again():
 
 @pytest.mark.parametrize(("fn", "count"), [(jnp.exp, 2), (jnp.sin, 3)])
 def test_what_makes_errors_grow_has_a_copy(fn, count):
-    """Besides what goes in: the exponential, or sine and cosine."""
+    """The input has a copy, and so has the exponential, or the sine and the cosine."""
 
     def pointwise(a):
         return jnp.square(a) * fn(a)
@@ -282,7 +286,10 @@ def test_what_makes_errors_grow_has_a_copy(fn, count):
 
 
 def test_logarithms_of_what_is_kept_exactly_are_taken_again():
-    """Backward divides by what they are of, which therefore is no copy."""
+    """Logarithms are recomputed, as backward divides by their exact arguments.
+
+    Therefore the arguments are saved unquantized.
+    """
 
     def pointwise(a):
         return jnp.square(a) * jnp.log(1 + jnp.square(a))
@@ -319,7 +326,7 @@ def test_many_operations_are_not_repeated():
 
     params, x, _ = arguments(pointwise)
     found = copies(fp8_remat(between(pointwise)), params, x)
-    assert 5 <= len(found) <= 12  # Of some 80 residuals.
+    assert 5 <= len(found) <= 12  # There are some 80 residuals.
 
 
 def test_one_copy_serves_what_is_rounded_stochastically():
@@ -339,7 +346,10 @@ def test_one_copy_serves_what_is_rounded_stochastically():
 
 
 def test_saturated_slopes_follow_from_what_goes_in():
-    """From the result, which is close to one, they would be its rounding."""
+    """Slopes are recomputed from the input.
+
+    From the result, which is close to one, they would be rounding alone.
+    """
     params, x, dy = arguments(jnp.tanh, scale=0.6)
     light = fp8_remat(between(jnp.tanh))
 

@@ -1,4 +1,4 @@
-"""fp8_remat of Linen and NNX modules: classes, instances, state."""
+"""Tests fp8_remat of Linen and NNX modules: classes, instances, state."""
 
 import functools
 
@@ -119,7 +119,7 @@ class Scanned(nn.Module):
     ],
 )
 def test_linen(light, plain):
-    """The same parameter tree, outputs, statistics and dropout; nearly its gradient."""
+    """Parameters, outputs, statistics and dropout agree; the gradient nearly agrees."""
     actual, gradient = linen_behaviour(light)
     expected, plain_gradient = linen_behaviour(plain)
     assert_close(actual, expected, 1e-5)
@@ -140,7 +140,10 @@ def test_linen_parameters_that_a_scan_shares():
 
 @functools.cache
 def linen_behaviour(net):
-    """Initial variables, outputs in evaluation and training, statistics; gradient."""
+    """Returns variables, outputs and statistics, and the gradient, of one step.
+
+    Outputs are those in evaluation and in training.
+    """
 
     def run(x):
         variables = net.init(KEYS, x)
@@ -165,7 +168,7 @@ def linen_behaviour(net):
 
 
 def state(module):
-    """All variables as a tree of plain arrays."""
+    """Returns all variables as a tree of plain arrays."""
 
     def plain(x):
         keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -187,7 +190,7 @@ def squares(module, x):
     ids=["class under jit", "instance"],
 )
 def test_nnx(make, gradient):
-    """Parameters, outputs, statistics and streams as without; nearly its gradient."""
+    """Parameters, outputs, statistics, streams agree; the gradient nearly agrees."""
     light, plain = make(), Stateful(64, rngs=nnx.Rngs(0))
     x = normal(1, 64, 64)
     assert isinstance(light, Stateful)
@@ -238,7 +241,7 @@ def test_nnx_layers_stacked_and_scanned():
 
 
 class Noisy(nnx.Module):
-    """Its statistics and its random numbers change with every call."""
+    """A module whose statistics and random numbers change with every call."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(64, 64, rngs=rngs)
@@ -250,7 +253,7 @@ class Noisy(nnx.Module):
 
 
 def called_twice(wrap):
-    """The outputs, and what is left of the module's state and the random numbers."""
+    """Returns two outputs, the batch statistics and the random counters after them."""
     module, rngs = Noisy(nnx.Rngs(0)), nnx.Rngs(dropout=1)
     call, x = wrap(module), normal(0, 96, 64)
     outputs = [call(x, rngs=rngs) for _ in range(2)]

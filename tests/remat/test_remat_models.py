@@ -1,7 +1,7 @@
-"""fp8_remat of modules that it was not made for.
+"""Tests fp8_remat on modules for which it was not made.
 
-Each keeps its outputs, saves a fraction of its bytes, and has nearly the gradient that
-autodiff gives it. Bounds are close to what was measured.
+Each module keeps its outputs, saves a fraction of the bytes, and has nearly autodiff's
+gradient. Bounds are close to measured values.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ class Experts(nnx.Module):
     def __call__(self, x):
         gates, chosen = jax.lax.top_k(nnx.softmax(self.router(x)), 2)
         gates = gates / gates.sum(axis=-1, keepdims=True)
-        picked = jax.nn.one_hot(chosen, 8)  # tokens, choices, experts
+        picked = jax.nn.one_hot(chosen, 8)  # Axes are tokens, choices, experts.
         rows = picked.reshape(-1, 8).astype(jnp.int32)
         place = ((jnp.cumsum(rows, axis=0) - 1) * rows).sum(axis=-1)
         place = jax.nn.one_hot(place.reshape(chosen.shape), 64)
@@ -190,7 +190,7 @@ def unet() -> Case:
     return nnx_case(UNetBlock, normal(1, 2, 16, 16, 32), jnp.array([3.0, 40.0]))
 
 
-# The share of its bytes that each saves at most, and the error of its gradient.
+# Upper bounds of the share of saved bytes and of the gradient's error.
 BOUNDS = {
     encoder: (0.13, 0.020),
     attention: (0.14, 0.023),
@@ -203,7 +203,10 @@ BOUNDS = {
 
 @functools.cache
 def behaviour(make: Callable[[], Case]) -> list:
-    """Outputs and gradients of parameters and inputs, as `plain` and as `light`."""
+    """Returns outputs and gradients, for `plain` and for `light`.
+
+    Gradients are those of parameters and floating-point inputs.
+    """
     case = make()
     found = []
     for fn in (case.plain, case.light):
@@ -237,7 +240,8 @@ def test_gradients_are_close(make):
     assert 1e-3 < np.linalg.norm(flat(actual) - flat(expected)) / size < BOUNDS[make][1]
     for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         error = np.linalg.norm(flat(a) - flat(b))
-        # Of each array; some, as that of biases of keys, are nothing but rounding.
+        # The bound holds for each array. Some arrays, such as the gradient of keys'
+        # biases, are rounding only.
         assert error < 0.07 * np.linalg.norm(flat(b)) + 1e-3 * size
 
 

@@ -1,4 +1,4 @@
-"""fp8_remat's options: which residuals, in which groups, what is recomputed."""
+"""Tests fp8_remat's options: residuals, groups, policies, messages and reports."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ NOTHING = jax.checkpoint_policies.nothing_saveable
 
 
 def tagged(w, x):
-    """Two tagged activations; each is read by a product, and its sine's slope."""
+    """Computes three matmuls with sines between; the sines' inputs are tagged."""
     for name in ("first", "second"):
         x = jnp.sin(checkpoint_name(x @ w, name))
     return x @ w
@@ -44,7 +44,7 @@ def codes(fn, *args) -> list[tuple[int, ...]]:
     return [r.shape for r in saved(fn, *args) if r.dtype in FP8]
 
 
-# Which residuals.
+# Choice of residuals.
 
 
 def test_where_chooses_among_what_can_be_quantized():
@@ -56,7 +56,7 @@ def test_where_chooses_among_what_can_be_quantized():
         return residual.shape == (96, 128) and "dot_general" not in residual.asked_by
 
     light = fp8_remat(two_products, where=where)
-    # cos(h); x and sin(h), which products read, stay as they are.
+    # Only cos(h) is quantized; x and sin(h), which matmuls read, stay float32.
     assert codes(light, params, x) == [(96, 128)]
     expected = fp8_bytes((96, 128)) + 96 * 128 * 4
     assert saved_bytes(saved(light, params, x)) == expected
@@ -68,7 +68,7 @@ def test_where_chooses_among_what_can_be_quantized():
 
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_where_knows_the_names_of_checkpoint_name(outer):
-    """What is saved is the tagged array itself: a policy saves nothing else."""
+    """The policy saves the tagged array itself and nothing else."""
     w, x = tagged_arguments()
     names = jax.checkpoint_policies.save_only_these_names("first", "second")
     found = {}
@@ -118,7 +118,7 @@ def test_products_read_larger_groups_if_eight_devices_can_share_them(columns, gr
     assert saved_bytes(saved(light, w, x)) == fp8_bytes(x.shape, group)
 
 
-# What is recomputed.
+# Recomputation.
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -128,14 +128,16 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     plain = jax.checkpoint(tagged, policy=names)
     light = outer(fp8_remat(tagged, policy=names))
     wide = [r for r in saved(plain, w, x, params=1) if r.argument is None]
-    assert [r.shape for r in wide] == [(96, 64)]  # And x, which is an argument.
+    # x is also saved, but it is an argument.
+    assert [r.shape for r in wide] == [(96, 64)]
     assert codes(light, w, x) == [(96, 64)] * 2
     kept = fp8_bytes(x.shape, ROW) + fp8_bytes((96, 64))
     assert saved_bytes(saved(light, w, x)) == kept
 
     dy = normal(3, 96, 64)
     actual = compiled(lambda w, x: jax.vjp(light, w, x)[1](dy), w, x)
-    # By hand: everything behind `first` from its FP8 copy, what is before from x's.
+    # The expected gradient computes values behind `first` from its FP8 copy, and those
+    # before it from x's copy.
     w64, dy64 = np.asarray(w, np.float64), np.asarray(dy, np.float64)
     first = fake(np.asarray(x @ w), 16).astype(np.float64)
     h = np.sin(first)
@@ -195,7 +197,7 @@ def test_policies_of_modules(policy):
 
 
 def doubled(x):
-    """By a kernel that says nothing of what it does."""
+    """Doubles x by a kernel that declares nothing about what it computes."""
 
     def kernel(x_ref, y_ref):
         y_ref[...] = 2 * x_ref[...]
@@ -212,13 +214,13 @@ kernel.defvjp(lambda x: (doubled(x), None), lambda _, dy: (doubled(dy),))
 
 
 def test_products_saveable_knows_convolutions_and_kernels():
-    """Batched products, random masks and what is in between are computed again."""
+    """Batched matmuls, random masks and the operations between are recomputed."""
 
     def fn(params, x, key):
-        h = jax.lax.conv(x, params["conv"], (1, 1), "SAME")  # 2, 16, 32, 24
+        h = jax.lax.conv(x, params["conv"], (1, 1), "SAME")  # Shape 2, 16, 32, 24.
         h = jnp.tanh(h) * jax.random.bernoulli(key, 0.9, h.shape)
         h = kernel(jnp.sin(h).reshape(2, 48, 256))
-        scores = jnp.einsum("bsd,btd->bst", h, h)  # 2, 48, 48
+        scores = jnp.einsum("bsd,btd->bst", h, h)  # Shape 2, 48, 48.
         return jnp.tanh(jax.nn.softmax(scores) @ h) @ params["out"]
 
     params = {
@@ -262,7 +264,7 @@ def test_products_saveable_saves_what_experts_multiply(product):
     assert 0.998 < cosine(actual, expected) < 1 - 1e-6
 
 
-# What is refused.
+# Errors.
 
 
 @pytest.mark.parametrize(
@@ -299,7 +301,7 @@ def test_params_argnums_name_arguments():
             fp8_remat(two_products, params_argnums=argnum)(*arguments)
 
 
-# What is reported.
+# Reports.
 
 
 def test_the_report_says_how_and_why():
@@ -371,7 +373,7 @@ def test_residuals_of_a_plain_function_have_names():
     ids=["entropy", "log", "ratio", "exponentials"],
 )
 def test_what_is_small_beside_its_group_has_finite_gradients(fn):
-    """In FP8 it would be zero, which backward divides by."""
+    """Divisors stay unquantized, since FP8 would round small ones to zero."""
     w, x = normal(0, 64, 64), normal(1, 64, 64)
 
     def loss(w, x):

@@ -1,4 +1,4 @@
-"""Stochastic rounding of what fp8_remat saves."""
+"""Tests stochastic rounding of the residuals that fp8_remat saves."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from coat_jax.remat.api import fp8_remat
 
 
 def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of a format next to magnitudes, below or equal and above or equal."""
+    """Returns a format's neighbours of magnitudes: at or below, and at or above."""
     every = np.arange(256, dtype=np.uint8).view(format.dtype).astype(np.float64)
     values = np.unique(np.abs(every[np.isfinite(every)]))
     below = np.searchsorted(values, y, side="right") - 1
@@ -23,7 +23,7 @@ def neighbours(y, format) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2], ids=repr)
 def test_rounding_is_to_a_neighbour_and_unbiased(format):
-    """Over 2,000 keys the mean is the number, within 5.5 standard errors for each."""
+    """Over 2,000 keys the mean is the number, within 5.5 standard errors each."""
     x = normal(2, 64, 64) * jnp.exp2(normal(3, 64, 64) * 3)
     keys = jax.random.split(jax.random.key(0), 2000)
 
@@ -49,7 +49,7 @@ def test_rounding_is_to_a_neighbour_and_unbiased(format):
     deviation = np.sqrt(chance * (1 - chance) / len(keys))
     error = (drawn.mean(axis=0) - y) / step
     assert (np.abs(error) <= 5.5 * deviation + 1e-3).all()
-    # All together: no drift either.
+    # The mean over all elements does not drift either.
     assert np.abs(np.mean(error)) <= 5 * np.sqrt(np.mean(deviation**2) / error.size)
 
 
@@ -92,7 +92,7 @@ def test_rounding_follows_the_key():
 
 
 def test_residuals_have_random_bits_of_their_own():
-    """Of two equal arrays, each with its own copy."""
+    """Two equal arrays, each with its own copy, are rounded differently."""
     x = normal(1, 64, 64)
 
     def fn(w, x):
@@ -122,7 +122,7 @@ def test_keys_may_be_traced_mapped_and_scanned():
 
 
 class Rounded(nn.Module):
-    """Takes its key from the module's streams."""
+    """A module that takes the key from its own streams."""
 
     @nn.compact
     def __call__(self, x):
@@ -160,7 +160,7 @@ def test_modules_are_rounded_in_a_training_step():
 
 
 def test_every_copy_has_noise_of_its_own():
-    """Also of arrays that nothing but what is computed from both of them asks for."""
+    """Copies differ in their noise even if only a function of both arrays is read."""
 
     def gate(params, x):
         return (jnp.tanh(x @ params[0]) * jnp.tanh(x @ params[1])) @ params[2]

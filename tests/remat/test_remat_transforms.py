@@ -1,4 +1,4 @@
-"""fp8_remat within other transformations, and its arguments."""
+"""Tests fp8_remat within other transformations, and its arguments."""
 
 import functools
 
@@ -40,7 +40,7 @@ def over_one_device(fn):
 
 
 def gated(params, x):
-    """Of which backward computes more than is kept."""
+    """Computes a gated function, of which backward recomputes more than it saves."""
     gate = x / (1 + jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True))) @ params["a"]
     return (jax.nn.silu(gate) * jnp.tanh(gate)) @ params["b"].T
 
@@ -77,7 +77,7 @@ def stack(trees):
 
 
 def test_scales_survive_an_outer_fp8_remat():
-    """Scales of a large residual are large too, and no activations."""
+    """Scales of a large residual are large too, but are not quantized again."""
     w, x = normal(1, 256, 256, scale=0.1), normal(2, 256, 256)
     inner = fp8_remat(lambda w, x: jnp.sin(x @ w))
     assert_close(gradients(fp8_remat(inner))(w, x), gradients(inner)(w, x), 1e-6)
@@ -173,7 +173,7 @@ def test_loops_and_branches():
 
 
 def test_arguments_of_any_kind():
-    """Keywords, flags, integers, PRNG keys, None and nested trees, in and out."""
+    """Keywords, flags, integers, PRNG keys, None and nested trees may go in and out."""
 
     def fn(params, batch, key, *, train, scale=None, activation="sin"):
         h = batch["x"] @ params["layer"][0]

@@ -1,4 +1,4 @@
-"""What layers of each recipe save, and what reports say of it."""
+"""Tests which residuals layers of each recipe save, and their reports."""
 
 import functools
 
@@ -18,15 +18,15 @@ from pallas_kernels import dispatch
 RECIPES = ["bf16", "te", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
 BATCH, LENGTH, HIDDEN = 4, 2048, 4096
-U = BATCH * LENGTH * HIDDEN * 2  # Bytes of what comes in.
+U = BATCH * LENGTH * HIDDEN * 2  # Bytes of the layer's BF16 input.
 BOUNDS = {"te": 14.5, "coat": 8.3, "coat_max": 6.5}
 
 
 @functools.cache
 def units(recipe: str, num_layers: int | None = None, light: bool = False) -> float:
-    """Of one layer, parameters not counted; under scan if there are several.
+    """Returns a layer's saved bytes without parameters, in units of the input.
 
-    With `light` it is in `fp8_remat`.
+    Layers are under scan if there are several. With `light` each is in `fp8_remat`.
     """
     layer = nnx.eval_shape(
         lambda: DecoderLayer(
@@ -52,7 +52,7 @@ def units(recipe: str, num_layers: int | None = None, light: bool = False) -> fl
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HIDDEN), jnp.bfloat16)
     count = len(jax.tree.leaves(params))
     residuals = saved(fn, params, x)
-    # The activation that comes in is an argument here, and saved in a model.
+    # The input of the layer is an argument here, but in a model it is saved.
     kept = [r for r in residuals if r.argument is None or r.argument >= count]
     return sum(r.nbytes for r in kept) / U / (num_layers or 1)
 
@@ -64,7 +64,7 @@ def test_a_layer_saves_no_more_than_the_paper_allows(recipe):
 
 @pytest.mark.parametrize("num_layers", [None, 2])
 def test_fp8_remat_of_a_layer_saves_what_products_return(num_layers):
-    """What comes in, queries, keys, values, attention's output, sum, gate and up."""
+    """Saved are the input, q, k, v, attention's output, the sum, gate and up."""
     expected = (1 + 3 + 1 + 1 + 2 * 11008 / 4096) / 2
     assert expected < units("bf16", num_layers, light=True) <= 1.125 * expected + 0.01
     assert units("bf16", num_layers, light=True) <= 7
@@ -78,14 +78,14 @@ def test_recipes_save_less_and_less():
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_scan_saves_nothing_twice(recipe):
-    """Tables that do not depend on the layer, which only `bf16` saves, are shared."""
+    """Layers share tables that do not depend on the layer, which only `bf16` saves."""
     tolerance = 0.05 if recipe == "bf16" else 0
     assert 0 <= units(recipe) - units(recipe, num_layers=2) <= tolerance
 
 
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
 def test_attention_saves_what_the_recipe_says(recipe):
-    """Queries, keys, values and outputs: in BF16, or in FP8 groups, a head each."""
+    """Queries, keys, values and outputs are BF16, or FP8 with one group per head."""
     layer = DecoderLayer(64, 96, 4, 4, 16, recipe=recipe, rngs=nnx.Rngs(0))
     graph, params = nnx.split(layer)
     x = jax.ShapeDtypeStruct((2, 64, 64), jnp.bfloat16)
@@ -114,7 +114,7 @@ def test_report_agrees():
 
 @pytest.mark.parametrize("before", [None, "te"])
 def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
-    """What kernels are within is not listed, nor who else they were traced for."""
+    """The report lists no operations inside kernels and no callers of other traces."""
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
 
     def report(recipe):
