@@ -21,12 +21,6 @@ from coat_jax.optimizers.sharding import opt_state_sharding
 from coat_jax.optimizers.state import QuantizedState
 from coat_jax.optimizers.wrapper import with_quantized_state
 from coat_jax.quantization.array import (
-    DE8,
-    E4M3,
-    E5M2,
-    LOG8,
-    UE4M4,
-    Format,
     PerBlock,
     PerGroup,
     PerTensor,
@@ -35,6 +29,7 @@ from coat_jax.quantization.array import (
     quantize,
 )
 from coat_jax.quantization.delayed import OverwriteWithGradient
+from coat_jax.quantization.formats import DE8, E4M3, E5M2, LOG8, UE4M4, Format
 from coat_jax.remat.api import fp8_remat
 from coat_jax.remat.report import memory_report, residual_report
 

@@ -66,12 +66,22 @@ def magnitude(
     It compares integers, since XLA's maximum of floats may overlook a NaN on CPUs.
     """
     largest = jnp.max(magnitude_bits(x), axis, initial=0)
-    return lax.bitcast_convert_type(largest, jnp.float32)
+    return floats(largest)
+
+
+def float_bits(x: Float[Array, "..."]) -> Array:
+    """Reinterprets float32 as uint32."""
+    return lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def floats(bits: Array) -> Float[Array, "..."]:
+    """Reinterprets 32 bits as float32."""
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def magnitude_bits(x: Float[Array, "..."]) -> Array:
     """Returns the bits of |x|; integers that compare like |x|, with NaN the largest."""
-    return lax.bitcast_convert_type(x, jnp.uint32) & jnp.uint32(0x7FFFFFFF)
+    return float_bits(x) & jnp.uint32(0x7FFFFFFF)
 
 
 def group_scale(largest: Float[Array, "..."], top: float) -> Array:
@@ -102,8 +112,8 @@ def power_of_two_scale(
     # the scale is the difference of the exponents if mantissa(largest) is at most
     # mantissa(edge). Otherwise it is one more: adding `carry` overflows the mantissa.
     carry = (1 << 23) - 1 - int((2 * (mantissa + step / 4) - 1) * (1 << 23))
-    bits = lax.bitcast_convert_type(largest, jnp.uint32) + jnp.uint32(carry)
-    power = lax.bitcast_convert_type(bits & jnp.uint32(0x7F800000), jnp.float32)
+    bits = float_bits(largest) + jnp.uint32(carry)
+    power = floats(bits & jnp.uint32(0x7F800000))
     scale = power * 2.0 ** (1 - exponent)
     return jnp.clip(scale, TINY, largest_scale(top, bits=1)) + largest * 0.0
 
@@ -135,8 +145,8 @@ def reciprocal(scale: Float[Array, "..."]) -> Array:
     is split into two halves, whose products with such a scale are exact.
     """
     guess = 1.0 / scale
-    bits = lax.bitcast_convert_type(guess, jnp.uint32) & jnp.uint32(0xFFFFFF00)
-    high = lax.bitcast_convert_type(bits, jnp.float32)
+    bits = float_bits(guess) & jnp.uint32(0xFFFFFF00)
+    high = floats(bits)
     error = (1.0 - scale * high) - scale * (guess - high)
     return guess + guess * error
 

@@ -12,6 +12,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
+from pallas_kernels.numerics import float_bits, floats
+
 # The number is 2^32 / golden ratio. Its multiples are spread evenly modulo 2^32.
 _STRIDE = 0x9E3779B9
 _SIGN = 0x80000000
@@ -70,8 +72,8 @@ def stochastic_bfloat16(
       x: The numbers, float32.
       bits: A random word for each number, of which the upper 16 bits are used.
     """
-    raised = _bits(x) + (bits >> jnp.uint32(16))
-    rounded = _floats(raised & jnp.uint32(0xFFFF0000))
+    raised = float_bits(x) + (bits >> jnp.uint32(16))
+    rounded = floats(raised & jnp.uint32(0xFFFF0000))
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
 
 
@@ -103,7 +105,7 @@ def stochastic_float8(
     # Adding the smallest normal number makes denormal numbers normal. The bits below
     # the mantissa then have the same place in all numbers.
     offset = jnp.where(x < smallest_normal, smallest_normal, 0.0)
-    raised = _bits(x + offset)
+    raised = float_bits(x + offset)
     if not (isinstance(bend, float) and bend == 0):
         # Add f * (1 - f) * bend of the distance, where x is at a fraction f of it.
         part = (raised >> jnp.uint32(8 - mantissa)) & jnp.uint32(0x7FFF)
@@ -112,7 +114,7 @@ def stochastic_float8(
         raised = raised + (square * (bend * 2.0 ** (-7 - mantissa))).astype(jnp.uint32)
     raised = raised + (bits >> jnp.uint32(9 + mantissa))
     kept = jnp.uint32(0xFFFFFFFF << (23 - mantissa) & 0xFFFFFFFF)
-    return _floats(raised & kept) - offset
+    return floats(raised & kept) - offset
 
 
 def bend_of(power: Array | float, mantissa: int) -> Array | float:
@@ -135,24 +137,16 @@ def pack_ue4m4(x: Float[Array, "..."]) -> Float[Array, "..."]:
     UE4M4 is E4M3 for numbers without a sign: the sign bit is the fourth and last bit of
     the mantissa. Its numbers are 0 and 2^-6 to 464. There are no denormal numbers.
     """
-    bits = _bits(x)
+    bits = float_bits(x)
     sign = (bits << jnp.uint32(12)) & jnp.uint32(_SIGN)
     # The fourth bit moves to the sign, so that the conversion has nothing to round.
-    return _floats((bits & jnp.uint32(~_LAST_BIT & 0xFFFFFFFF)) | sign).astype(
+    return floats((bits & jnp.uint32(~_LAST_BIT & 0xFFFFFFFF)) | sign).astype(
         jnp.float8_e4m3fn
     )
 
 
 def unpack_ue4m4(codes: Float[Array, "..."]) -> Float[Array, "..."]:
     """Decodes the codes of `pack_ue4m4` to float32."""
-    bits = _bits(codes.astype(jnp.float32))
+    bits = float_bits(codes.astype(jnp.float32))
     last = (bits >> jnp.uint32(12)) & jnp.uint32(_LAST_BIT)
-    return _floats((bits & jnp.uint32(~_SIGN & 0xFFFFFFFF)) | last)
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _floats(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.float32)
+    return floats((bits & jnp.uint32(~_SIGN & 0xFFFFFFFF)) | last)

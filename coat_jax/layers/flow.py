@@ -45,8 +45,8 @@ from coat_jax.layers.matmul import (
     tensor_scales,
     weight_gradient,
 )
-from coat_jax.quantization.array import E4M3, E5M2
 from coat_jax.quantization.delayed import recorded, scale_of
+from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels.ops.rope.reference import split_heads
 
 GateName = Literal["silu", "gelu", "gelu_exact"]

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.quantization.array import Format
+from coat_jax.quantization.formats import Format
 from coat_jax.remat.api import fp8_inputs
 from pallas_kernels.ops.rope.reference import turned
 

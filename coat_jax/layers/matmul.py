@@ -21,8 +21,9 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
-from coat_jax.quantization.array import E4M3, E5M2, Format, undifferentiated
+from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
+from coat_jax.quantization.formats import E4M3, E5M2, Format
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.

@@ -10,7 +10,8 @@ from coat_jax.optimizers.moment import Moment, over_root
 from coat_jax.optimizers.state import Rounding
 from coat_jax.optimizers.step import Adam, adam_step
 from coat_jax.optimizers.wrapper import with_quantized_state
-from coat_jax.quantization.array import E4M3, UE4M4, Format, PerGroup
+from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.formats import E4M3, UE4M4, Format
 
 
 def scale_by_fp8_adam(

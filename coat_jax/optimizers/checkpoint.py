@@ -21,10 +21,11 @@ from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.state import VERSION, Layout, QuantizedState
+from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, states_in
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized
 from coat_jax.quantization import array
-from coat_jax.quantization.array import E4M3, QuantizedArray
+from coat_jax.quantization.array import QuantizedArray
+from coat_jax.quantization.formats import E4M3
 
 _ARRAYS = ("codes", "scale", "exponent")
 # Old pickles name the modules that defined the classes when they were written.
@@ -104,7 +105,7 @@ def from_optax_state(state: Any, like: Any) -> Any:
       >>> state[0].nu["w"].codes.dtype
       dtype(float8_e4m3fn)
     """
-    kinds = {type(s.inner_state) for s in _states((state, like))}
+    kinds = {type(s.inner_state) for s in states_in((state, like))}
 
     def is_leaf(node):
         return _is_state(node) or type(node) in kinds
@@ -159,11 +160,6 @@ def version_0(like: Any) -> Any:
 
 def _is_state(node: Any) -> bool:
     return isinstance(node, QuantizedState | ScaleByFP8AdamState)
-
-
-def _states(tree: Any) -> list[QuantizedState]:
-    leaves = jax.tree.leaves(tree, is_leaf=_is_state)
-    return [leaf for leaf in leaves if isinstance(leaf, QuantizedState)]
 
 
 def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:

@@ -12,8 +12,7 @@ from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_word
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
-from pallas_kernels.numerics import TINY
-from pallas_kernels.ops.adam.reference import LARGEST_NU
+from pallas_kernels.ops.adam.reference import LARGEST_NU, inverse_root
 
 
 def dequantized(inner_state: Any, layout: Layout) -> Any:
@@ -92,10 +91,7 @@ def _encoded(
     """Quantizes a float32 average as its `moment` says."""
     x = x.astype(jnp.float32)
     if over is not None:
-        # Where the second moment overflowed, updates are zero, as in optax.
-        finite = over <= jnp.finfo(jnp.float32).max
-        root = jax.lax.rsqrt(jnp.maximum(over.astype(jnp.float32), TINY))
-        x = x * jnp.where(finite, root, 0.0)
+        x = x * inverse_root(over.astype(jnp.float32))
     elif moment.squares:
         x = jnp.minimum(x, LARGEST_NU)  # Infinity would spoil its group.
     return quantize_moment(

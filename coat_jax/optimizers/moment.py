@@ -10,7 +10,7 @@ should. COAT (arXiv 2410.19313) rounds to nearest; use `rounding="nearest"` for 
 import dataclasses
 from collections.abc import Mapping
 
-from coat_jax.quantization.array import E4M3, UE4M4, Format
+from coat_jax.quantization.formats import E4M3, UE4M4, Format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,10 +13,17 @@ from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
 
-from coat_jax.optimizers.state import Layout, QuantizedState, Rounding, moments_of
+from coat_jax.optimizers.state import (
+    Layout,
+    QuantizedState,
+    Rounding,
+    moments_of,
+    states_in,
+)
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantization import expansion
-from coat_jax.quantization.array import Format, QuantizedArray
+from coat_jax.quantization.array import QuantizedArray
+from coat_jax.quantization.formats import Format
 
 _BINS = 16
 _TINY = float(np.finfo(np.float32).tiny)
@@ -138,11 +145,7 @@ def moment_report(state: Any) -> MomentReport:
       >>> [(row["moment"], row["zero_share"]) for row in report.rows()]
       [('mu', 1.0), ('nu', 1.0)]
     """
-
-    def is_state(node):
-        return isinstance(node, QuantizedState)
-
-    states = [s for s in jax.tree.leaves(state, is_leaf=is_state) if is_state(s)]
+    states = states_in(state)
     if not states:
         raise ValueError(
             "moment_report needs a state of coat.fp8_adamw or another optimizer with "

@@ -83,6 +83,15 @@ class QuantizedState(NamedTuple):
         return getattr(self.inner_state, name)
 
 
+def states_in(tree: Any) -> list[QuantizedState]:
+    """Returns the quantized states that a tree contains."""
+
+    def is_state(node):
+        return isinstance(node, QuantizedState)
+
+    return [s for s in jax.tree.leaves(tree, is_leaf=is_state) if is_state(s)]
+
+
 def next_state(state: QuantizedState, inner_state: Any, given: Any) -> QuantizedState:
     """Returns the state after a step.
 

@@ -35,7 +35,8 @@ from coat_jax.optimizers.state import (
     next_state,
 )
 from coat_jax.optimizers.trees import boxed, is_quantized
-from coat_jax.quantization.array import E4M3, UE4M4, PerGroup
+from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.formats import E4M3, UE4M4
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP

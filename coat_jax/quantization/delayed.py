@@ -15,7 +15,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.quantization.array import Format, tensor_scale
+from coat_jax.quantization.array import tensor_scale
+from coat_jax.quantization.formats import Format
 from pallas_kernels.numerics import magnitude
 
 # The number of steps whose amax a history holds.

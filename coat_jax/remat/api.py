@@ -42,7 +42,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
-from coat_jax.quantization.array import E4M3, Format, QuantizedArray, undifferentiated
+from coat_jax.quantization.array import QuantizedArray, undifferentiated
+from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.plan import Copy, Options, Wide, plan

@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
 from coat_jax.devices import has_kernel
-from coat_jax.quantization.array import Format, PerGroup, QuantizedArray, quantize
+from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize
+from coat_jax.quantization.formats import Format
 from pallas_kernels import Groups, dispatch
 
 _WIDE = (jnp.bfloat16, jnp.float32)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.quantization.array import Format, PerGroup
+from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.formats import Format
 from coat_jax.remat.recompute import Derivation, variables, written_out
 from coat_jax.remat.trace import (
     PRODUCTS,

@@ -17,7 +17,7 @@ from jax.dtypes import float0
 from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
-from coat_jax.quantization import array
+from coat_jax.quantization import array, formats
 
 # Operations that move or convert values. Searches for readers continue behind them.
 _LAYOUT = frozenset(
@@ -46,6 +46,7 @@ _NOT_USERS = (
     functools.__file__,
     contextlib.__file__,
     array.__file__,
+    formats.__file__,
     os.path.dirname(__file__) + os.sep,
 )
 # Prefix of the name scopes in which `fp8_remat` saves, before "... for <reader>;".

@@ -24,6 +24,7 @@ from coat_jax.models import llama
 from coat_jax.remat.report import ResidualReport
 from experiments.activations import operations
 from experiments.common.layer_cases import CASES, Shape
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 
 Row = dict[str, Any]
@@ -48,11 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; the default shape is a layer of Llama-2-7B."""
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.activations.memory",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.activations.memory", __doc__)
     for name, default in (
         ("hidden", 4096),
         ("intermediate", 11_008),

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from experiments.bench.model_step import Model, measure_alone
 from experiments.common import results
 from experiments.common.layer_cases import CASES, PLAIN
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, versions, write_results
 from experiments.common.tables import bars as bars_table
 
@@ -74,11 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.bench.e2e",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.bench.e2e", __doc__)
     add = top.add_argument
     add("--cases", nargs="+", choices=CASES, default=_DEFAULT, metavar="CASE")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")

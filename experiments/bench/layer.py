@@ -40,6 +40,7 @@ from experiments.common.layer_cases import (
     normal,
     random_params,
 )
+from experiments.common.programs import new_parser
 from experiments.common.results import (
     Bar,
     default_path,
@@ -117,11 +118,7 @@ def parser() -> argparse.ArgumentParser:
 
     The default shapes are the four of the paper's table 6.
     """
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.bench.layer",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.bench.layer", __doc__)
     add = top.add_argument
     add("--hidden", type=int, nargs="+", default=[4096, 2048], metavar="H")
     add("--seq", type=int, nargs="+", default=[2048, 4096], metavar="S")

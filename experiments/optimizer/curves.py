@@ -153,13 +153,7 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
       program: The program's module.
       doc: The program's description, which `--help` prints.
     """
-    top = argparse.ArgumentParser(
-        prog=f"python -m {program}",
-        description=doc,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    arguments.add_training(top)
+    top = arguments.training_parser(program, doc)
     add = top.add_argument_group("how often, and where").add_argument
     add("--seeds", type=int, help="trainings of each kind, with seeds 0, 1, ... (4)")
     add("--optimizers", help="some of the variants, by name", metavar="'A;B'")

@@ -28,11 +28,13 @@ from jaxtyping import Array, Bool, Float32, Int32
 from rich.console import Console
 from tqdm import tqdm
 
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, known_rows, write_results
+from experiments.common.tables import bars as bars_table
 from experiments.optimizer import drift_report as report
-from experiments.optimizer.drift_cases import METHODS, OURS, STORIES, Time, adam
+from experiments.optimizer.drift_cases import B1, METHODS, OURS, STORIES, Time
 from experiments.optimizer.moments import GROUP
-from experiments.optimizer.schemes import EPS, Groups
+from experiments.optimizer.schemes import EPS, Groups, adam
 
 Row = dict[str, Any]
 # Number of measurements ("looks") in a run. A row averages the last fifth of them.
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for b2 in args.b2:
         console.print(report.table(rows, b2=b2, steps=max(args.steps)))
     if bars:
-        console.print(report.bars(bars))
+        console.print(bars_table(bars))
     report.figure(curves).savefig(args.out.with_suffix(".png"))
     print(f"{args.out}, and a figure beside it")
     return 0
@@ -70,11 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser."""
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.optimizer.drift",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.optimizer.drift", __doc__)
     add = top.add_argument
     add(
         "--b2",
@@ -210,7 +208,7 @@ class Simulation:
                 name: METHODS[name].update(grads, state, b2)
                 for name, state in carry.states.items()
             }
-            mu, nu = adam(carry.mu, carry.nu, grads, b2)
+            mu, nu = adam(carry.mu, carry.nu, grads, B1, b2)
             return Carry(mu, nu, states, jnp.where(grads == 0, carry.last, i))
 
         return lax.fori_loop(start, end, step, carry)
@@ -220,13 +218,13 @@ class Simulation:
         """Returns the update errors of a step: by method and name, one per story."""
         time = _time(step, steps)
         grads = self._gradients(time)
-        exact = adam(carry.mu, carry.nu, grads, b2)
+        exact = adam(carry.mu, carry.nu, grads, B1, b2)
         last = jnp.where(grads == 0, carry.last, step)
         counted = self._counted(last, b2, time) & (exact[1] > 0)
         split = partial(jnp.reshape, shape=(len(STORIES), self.groups * GROUP))
         found = {}
         for name, state in carry.states.items():
-            read = adam(*METHODS[name].read(state), grads, b2)
+            read = adam(*METHODS[name].read(state), grads, B1, b2)
             found[name] = _errors(*map(split, (*exact, *read, counted)))
         return found
 

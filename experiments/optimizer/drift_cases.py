@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
 import coat_jax as coat
+from coat_jax.quantization.formats import dynamic_exponents
 from experiments.optimizer.moments import GROUP
-from experiments.optimizer.schemes import INT8, Code, Groups, Scheme
+from experiments.optimizer.schemes import INT8, Code, Groups, Scheme, adam
 
 B1 = 0.9
 FREEZE = 10_000  # Steps that a freeze lasts; at most half of a run.
@@ -134,16 +135,11 @@ class Method(NamedTuple):
     read: Callable[[Any], tuple[Groups, Groups]]
 
 
-def adam(mu: Groups, nu: Groups, grads: Groups, b2: Array) -> tuple[Groups, Groups]:
-    """Computes mu' = B1 mu + (1 - B1) g and nu' = b2 nu + (1 - b2) g^2."""
-    return B1 * mu + (1 - B1) * grads, b2 * nu + (1 - b2) * grads * grads
-
-
 def _stored(store: Callable, read: Callable) -> Method:
     """Returns float32 Adam whose moments are stored and read back at every step."""
     return Method(
         init=lambda zeros: store(zeros, zeros),
-        update=lambda grads, state, b2: store(*adam(*read(state), grads, b2)),
+        update=lambda grads, state, b2: store(*adam(*read(state), grads, B1, b2)),
         read=read,
     )
 
@@ -176,15 +172,10 @@ def _in_coat(**options: Any) -> Method:
 
 # 8-bit Adam's code of unsigned numbers has one more fraction bit than DE8, because it
 # needs no sign bit.
-_FRACTIONS = [
-    10.0**-exponent * (0.1 + 0.9 * (part + 0.5) / 2 ** (7 - exponent))
-    for exponent in range(7)
-    for part in range(2 ** (7 - exponent))
-]
 UNSIGNED_DE8 = dataclasses.replace(
     coat.DE8,
     name="unsigned DE8",
-    table=tuple(sorted([0.0, 1.0, *_FRACTIONS])),
+    table=dynamic_exponents(7),
     signed=False,
 )
 UINT8 = dataclasses.replace(

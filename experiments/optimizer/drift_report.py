@@ -7,10 +7,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.common.tables import bars, new_table
+from experiments.common.tables import new_table
 from experiments.optimizer.drift_cases import METHODS, OURS, STORIES
-
-__all__ = ["bars", "drawn", "figure", "table"]
 
 Row = dict[str, Any]
 _COLORS = ("#8d99ae", "#edae49", "#b5651d", "#3a86ff", "#8338ec", "#d1495b", "#2a9d8f")

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.optimizer import error_studies as studies
@@ -71,11 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; the preset gives the settings left out."""
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.optimizer.quantization_error",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.optimizer.quantization_error", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
     add("--steps", type=int, help="of the run, and so of its schedule")

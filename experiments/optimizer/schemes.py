@@ -323,8 +323,8 @@ def replay(
     def step(carry, inputs):
         exact, moments, sums = carry
         gradient, key = inputs
-        exact = _adam(*exact, gradient, b1, b2)
-        moments = _adam(*read_back(scheme, *moments, key), gradient, b1, b2)
+        exact = adam(*exact, gradient, b1, b2)
+        moments = adam(*read_back(scheme, *moments, key), gradient, b1, b2)
         counted = exact[1] >= _TINY
         updates = exact_update(*exact), jnp.where(counted, read_update(*moments), 0.0)
         sums = sums[0] + updates[0], sums[1] + updates[1]
@@ -343,7 +343,10 @@ def replay(
     return lax.scan(step, carry, inputs)[1]
 
 
-def _adam(mu: Groups, nu: Groups, gradient: Groups, b1: float, b2: float):
+def adam(
+    mu: Groups, nu: Groups, gradient: Groups, b1: float, b2: Array | float
+) -> tuple[Groups, Groups]:
+    """Computes mu' = b1 mu + (1 - b1) g and nu' = b2 nu + (1 - b2) g^2."""
     nu = b2 * nu + (1 - b2) * gradient * gradient
     return b1 * mu + (1 - b1) * gradient, nu
 

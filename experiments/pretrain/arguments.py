@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common.programs import new_parser
 from experiments.pretrain.data import TokenDtype, Tokenizer
 from experiments.pretrain.runs import check_unused, latest
 from experiments.pretrain.settings import (
@@ -59,15 +60,12 @@ def parser() -> argparse.ArgumentParser:
 
     Flags for settings have no default here: the preset, or a resumed run, has it.
     """
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.pretrain",
-        description="Trains one Llama with several recipes, from one initialization "
+    top = training_parser(
+        "experiments.pretrain",
+        "Trains one Llama with several recipes, from one initialization "
         "and on one order of the data, and compares them.",
         epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
     )
-    add_training(top)
     add = top.add_argument_group("what is compared, and how it is kept").add_argument
     names = ",".join(RECIPES)
     add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
@@ -98,8 +96,17 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def add_training(top: argparse.ArgumentParser) -> None:
-    """Adds the flags of the model, its training and its data to `top`."""
+def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
+    """Returns a parser with the flags of the model, its training and its data.
+
+    A flag that is not given is not in the parsed namespace.
+
+    Args:
+      module: The program's module.
+      doc: The program's description.
+      **options: Further options of `argparse.ArgumentParser`.
+    """
+    top = new_parser(module, doc, argument_default=argparse.SUPPRESS, **options)
     add = top.add_argument_group("the model and how it is trained").add_argument
     add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
@@ -127,6 +134,7 @@ def add_training(top: argparse.ArgumentParser) -> None:
     add("--token-dtype", choices=typing.get_args(TokenDtype), help="(uint16)")
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
+    return top
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:

@@ -8,7 +8,6 @@ scaling of a run are read from the command line that it recorded. The files may
 themselves be results of this program.
 """
 
-import argparse
 import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_json
 from experiments.optimizer.curve_summary import mean_and_error
 from experiments.pretrain import arguments
@@ -33,11 +33,7 @@ _TARGETS = {"coat": 0.5, "coat_max": 1.0}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
-    top = argparse.ArgumentParser(
-        prog="python -m experiments.pretrain.seeds",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    top = new_parser("experiments.pretrain.seeds", __doc__)
     out = default_path("pretrain", "pretrain_124m_seeds")
     top.add_argument("runs", nargs="+", type=Path, metavar="JSON")
     top.add_argument("--out", type=Path, default=out)

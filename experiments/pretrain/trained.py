@@ -90,13 +90,7 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
       name: The program's name, which `--help` shows after "experiments.".
       description: The text that `--help` prints.
     """
-    top = argparse.ArgumentParser(
-        prog=f"python -m experiments.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )
-    arguments.add_training(top)
+    top = arguments.training_parser(f"experiments.{name}", description)
     add = top.add_argument_group("what is trained, and where results go").add_argument
     add("--recipe", choices=RECIPES, help="to train with (bf16)")
     add("--seed", type=int, help="of the initialization and the data's order (0)")

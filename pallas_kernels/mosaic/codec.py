@@ -18,6 +18,8 @@ from pallas_kernels.numerics import (
     TINY,
     Groups,
     code_max,
+    float_bits,
+    floats,
     largest_scale,
     magnitude_bits,
     normal,
@@ -102,7 +104,7 @@ def scale_of_bits(bits: Array, dtype: DTypeLike) -> Array:
     operations that Mosaic has.
     """
     largest = floats(bits)
-    scale = _bits(largest * (1 / code_max(dtype)))
+    scale = float_bits(largest * (1 / code_max(dtype)))
     scale = jnp.clip(floats(rounded(scale)), TINY, largest_scale(code_max(dtype)))
     return scale + largest * 0.0  # NaN where the amax is not finite.
 
@@ -131,12 +133,3 @@ def _spread(x: Array, like: Array) -> Array:
     """Broadcasts one number per group to the elements of the group."""
     wide = lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
     return plgpu.layout_cast(wide, strip_layout(like.shape))
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def floats(x: Array) -> Array:
-    """Reinterprets bits as float32."""
-    return lax.bitcast_convert_type(x, jnp.float32)

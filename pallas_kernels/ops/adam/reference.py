@@ -96,12 +96,9 @@ def adam(
     nu = at.b2 * nu + (1 - at.b2) * (g * g)
     denominator = jnp.sqrt(nu * at.nu_weight + at.eps_root) + at.eps
     update = (at.mu_weight * mu + at.grad_weight * g) / denominator
-    # Where the second moment overflowed, the update is zero, as in optax, and so is the
-    # stored ratio.
-    root = jnp.where(nu <= _FINITE, lax.rsqrt(jnp.maximum(nu, TINY)), 0.0)
     bits = bits_of_elements(words)
     after = Moments(
-        *_encode_mu(mu * root, bits, shape),
+        *_encode_mu(mu * inverse_root(nu), bits, shape),
         *_encode_nu(jnp.minimum(nu, LARGEST_NU), bits, shape),
     )
     if params is None:
@@ -111,6 +108,14 @@ def adam(
     if salt is not None and params.dtype == jnp.bfloat16:
         p = stochastic_bfloat16(p, bits_of_elements(hash32(words ^ salt)))
     return merge(p, shape).astype(params.dtype), after
+
+
+def inverse_root(nu: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns 1 / sqrt(nu), by which first moments are stored.
+
+    It is 0 if the second moment overflowed. The update is then zero too, as in optax.
+    """
+    return jnp.where(nu <= _FINITE, lax.rsqrt(jnp.maximum(nu, TINY)), 0.0)
 
 
 def bits_of_elements(words: UInt32[Array, "... g"]) -> UInt32[Array, "... g 128"]:

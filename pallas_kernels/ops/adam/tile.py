@@ -32,7 +32,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES
-from pallas_kernels.numerics import TINY
+from pallas_kernels.numerics import TINY, float_bits, floats
 from pallas_kernels.ops.adam.reference import (
     LARGEST_NU,
     MU_BEND,
@@ -232,7 +232,7 @@ class Step:
         if not self.stochastic:
             return p.astype(dtype)
         up = _bits_of_elements(hash32(words), p) >> jnp.uint32(16)
-        rounded = _floats((_bits(p) + up) & jnp.uint32(0xFFFF0000))
+        rounded = floats((float_bits(p) + up) & jnp.uint32(0xFFFF0000))
         return jnp.where(jnp.abs(p) < jnp.inf, rounded, p).astype(dtype)
 
 
@@ -263,14 +263,14 @@ def _encoded_ratio(r: Array, f: Factors, bits: Array) -> tuple[Array, Array]:
     cube = t * jnp.maximum(t * t, 1 / 64)
     denormal = cube < 2.0**-6
     offset = jnp.where(denormal, 2.0**-6, 0.0)
-    raised = _bits(cube + offset)
+    raised = float_bits(cube + offset)
     # The bend is f * (1 - f) * MU_BEND of a code's step, in integers; see `bend_of`.
     part = (raised >> jnp.uint32(5)) & jnp.uint32(0x7FFF)
     part = jnp.where(denormal, jnp.uint32(0), part)
     bend = (part * (jnp.uint32(0x8000) - part)) >> jnp.uint32(_BEND_SHIFT)
     raised = raised + bend + (bits >> jnp.uint32(12))
     # Numbers that round beyond the largest code saturate in the conversion.
-    cube = _floats(raised & jnp.uint32(0xFFF00000)) - offset
+    cube = floats(raised & jnp.uint32(0xFFF00000)) - offset
     return _with_sign(cube, r).astype(jnp.float8_e4m3fn), scale
 
 
@@ -279,20 +279,20 @@ def _encoded_nu(log2_v: Array, f: Factors, bits: Array) -> tuple[Array, Array, A
     scale = _scale(jnp.exp2(log2_top + (f.log2_nu - _LOG2_NU_MAX)))
     # The addition makes logarithms positive, so that their bits compare like integers.
     # The bits of log2(0) = -inf are the largest integer, so the minimum skips zeros.
-    lifted = _floats(jnp.min(_bits(log2_v + 256.0), axis=1)) - 256.0
+    lifted = floats(jnp.min(float_bits(log2_v + 256.0), axis=1)) - 256.0
     octaves = jnp.clip(log2_top - lifted, 1e-3, float(OCTAVES))
     k = jnp.clip(_LOG2_NU_RANGE * _reciprocal(octaves), 1.0, 255.0)
     # A group of zeros gets 255.
     k = jnp.where(lifted > -1e30, k, 255.0).astype(jnp.int32)
     power = k.astype(jnp.float32) * (1 / 16)
     shift = _spread(_LOG2_NU_MAX - power * log2_top, log2_v)
-    t = _bits(jnp.exp2(log2_v * _spread(power, log2_v) + shift))
+    t = float_bits(jnp.exp2(log2_v * _spread(power, log2_v) + shift))
     # A zero minus 1 wraps around to the largest integer. So the maximum raises all
     # numbers but zero to the smallest code.
     t = jnp.maximum(t - jnp.uint32(1), _bits_of(UE4M4_SMALLEST) - jnp.uint32(1))
     t = t + (bits >> jnp.uint32(13)) + jnp.uint32(1)
     t = jnp.minimum(t, _bits_of(NU_MAX)) & jnp.uint32(0xFFF80000)
-    return pack_ue4m4(_floats(t)), scale, k.astype(jnp.uint8)
+    return pack_ue4m4(floats(t)), scale, k.astype(jnp.uint8)
 
 
 def _scale(x: Array) -> Array:
@@ -340,20 +340,12 @@ def _spread(x: Array, like: Array) -> Array:
     return plgpu.layout_cast(wide, _layout(*like.shape))
 
 
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.uint32)
-
-
 def _bits_of(x: float) -> Array:
     return jnp.uint32(np.float32(x).view(np.uint32))
 
 
-def _floats(x: Array) -> Array:
-    return lax.bitcast_convert_type(x, jnp.float32)
-
-
 def _with_sign(magnitude: Array, x: Array) -> Array:
-    return _floats(_bits(magnitude) | (_bits(x) & jnp.uint32(0x80000000)))
+    return floats(float_bits(magnitude) | (float_bits(x) & jnp.uint32(0x80000000)))
 
 
 def _float32(x: Array) -> Array:
@@ -368,7 +360,7 @@ def _reciprocal(x: Array, terms: int = 4) -> Array:
     1 / x = guess / (1 - e) is computed as a series. Four terms have a relative error of
     up to 4e-7, two terms of up to 1.3e-4.
     """
-    guess = _floats(jnp.uint32(0x7EF31200) - _bits(x))
+    guess = floats(jnp.uint32(0x7EF31200) - float_bits(x))
     e = 1.0 - x * guess
     series = e
     for _ in range(terms - 1):
@@ -383,7 +375,7 @@ def _log2(x: Array) -> Array:
     the largest number of a group through this function, and stores it again. So larger
     errors would add up.
     """
-    bits = _bits(x)
+    bits = float_bits(x)
     exponent = (bits >> jnp.uint32(23)).astype(jnp.int32).astype(jnp.float32) - 127.0
     mantissa = (bits & jnp.uint32(0x007FFFFF)) | jnp.uint32(0x3F800000)
-    return exponent + jnp.log2(_floats(mantissa)) + x * 0.0
+    return exponent + jnp.log2(floats(mantissa)) + x * 0.0

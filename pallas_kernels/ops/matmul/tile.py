@@ -14,8 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import floats, group_scale
-from pallas_kernels.numerics import magnitude_bits, normal, reciprocal
+from pallas_kernels.mosaic.codec import group_scale
+from pallas_kernels.numerics import floats, magnitude_bits, normal, reciprocal
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
     PIECE_M,

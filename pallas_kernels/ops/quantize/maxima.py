@@ -9,9 +9,9 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import decode, floats, strip_layout, total_max
+from pallas_kernels.mosaic.codec import decode, strip_layout, total_max
 from pallas_kernels.mosaic.strips import STRIP
-from pallas_kernels.numerics import GROUP, magnitude_bits
+from pallas_kernels.numerics import GROUP, floats, magnitude_bits
 
 _STRIPS = 8  # The most strips of a chunk, whose loads are all in flight at once.
 _CTAS = 8  # Thread blocks on each multiprocessor.

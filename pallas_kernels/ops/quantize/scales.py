@@ -18,8 +18,13 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.checks import CODES, check_dtype
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import LANES, floats
-from pallas_kernels.numerics import magnitude, magnitude_bits, power_of_two_scale
+from pallas_kernels.mosaic.codec import LANES
+from pallas_kernels.numerics import (
+    floats,
+    magnitude,
+    magnitude_bits,
+    power_of_two_scale,
+)
 
 _STRIPS = 8  # The most strips whose loads are in flight at once.
 _LONGEST = 2**15  # The longest array that need not be reduced before the kernel.
