@@ -4,11 +4,11 @@
 
 The command trains the main job's model in its `bf16` recipe with several optimizers:
 `optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's scheme as it was
-published, and both optimizers with BF16 parameters, rounded to nearest or (only
-`coat.fp8_adamw`) stochastically. For each of several seeds, all trainings start from
-one initialization and read the data in one order. Results are written after every
-training. Call the command again after an interruption, or with more seeds, and it runs
-only the missing trainings.
+published, an earlier form of `coat.fp8_adamw`, and both optimizers with BF16
+parameters, rounded to nearest or (only `coat.fp8_adamw`) stochastically. For each of
+several seeds, all trainings start from one initialization and read the data in one
+order. Results are written after every training. Call the command again after an
+interruption, or with more seeds, and it runs only the missing trainings.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from rich.console import Console
@@ -28,6 +30,8 @@ from tqdm import tqdm
 import coat_jax as coat
 from experiments.common.results import default_path, write_results
 from experiments.optimizer import curve_summary
+from experiments.optimizer.drift_cases import EARLIER
+from experiments.optimizer.moments import GROUP
 from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import ParamDtype, Rounding, Settings, model_config
@@ -69,11 +73,38 @@ _COAT = Optimizer(
     ),
     fused=True,
 )
+
+
+def _earlier(learning_rate, *, b1, b2, weight_decay, mask):
+    """Returns AdamW whose moments are rounded after each step as `EARLIER` does it."""
+    adam, key = optax.scale_by_adam(b1, b2), jax.random.key(0)
+
+    def stored(mu, nu):
+        pad = -mu.size % GROUP
+        groups = [jnp.pad(x.ravel(), (0, pad)).reshape(-1, GROUP) for x in (mu, nu)]
+        found = EARLIER.read(EARLIER.store(*groups, key))
+        return [x.ravel()[: mu.size].reshape(mu.shape) for x in found]
+
+    def update(updates, state, params=None):
+        updates, state = adam.update(updates, state, params)
+        leaves, treedef = jax.tree.flatten(state.mu)
+        pairs = map(stored, leaves, treedef.flatten_up_to(state.nu))
+        mu, nu = map(treedef.unflatten, zip(*pairs, strict=True))
+        return updates, state._replace(mu=mu, nu=nu)
+
+    return optax.chain(
+        optax.GradientTransformation(adam.init, update),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
+
+
 _BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
 VARIANTS = (
     Variant(name="optax.adamw", optimizer=_OPTAX),
     Variant(name="fp8_adamw", optimizer=_FP8),
     Variant(name="COAT as published", optimizer=_COAT),
+    Variant(name="an earlier fp8_adamw", optimizer=Optimizer(_earlier, fused=False)),
     Variant(name="optax.adamw, BF16 nearest", optimizer=_OPTAX, **_BF16),
     Variant(name="fp8_adamw, BF16 nearest", optimizer=_FP8, **_BF16),
     Variant(

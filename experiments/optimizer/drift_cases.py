@@ -144,8 +144,7 @@ def _stored(store: Callable, read: Callable) -> Method:
     )
 
 
-def _by_scheme(**options: Any) -> Method:
-    scheme = Scheme(name="", **options)
+def _by_scheme(scheme: Scheme) -> Method:
     key = jax.random.key(0)  # No scheme here rounds stochastically.
     return _stored(lambda mu, nu: scheme.store(mu, nu, key), scheme.read)
 
@@ -187,6 +186,14 @@ UINT8 = dataclasses.replace(
     signed=False,
 )
 OURS = "coat"
+# An earlier form of `OURS`: E4M3 for both moments, mu / sqrt(nu), BF16 scales, rounded
+# to nearest.
+EARLIER = Scheme(
+    name="coat nearest",
+    mu=Code(expand=3.0, bfloat16_scale=True),
+    nu=Code(expand=True, bfloat16_scale=True),
+    normalized=True,
+)
 # Adam with float32 moments is the reference of all methods, so it is not listed.
 METHODS: Mapping[str, Method] = {
     "BF16": _in_bfloat16(),
@@ -195,20 +202,21 @@ METHODS: Mapping[str, Method] = {
     "COAT": _in_coat(normalize_mu=False, nu_format=coat.E4M3, rounding="nearest"),
     # 8-bit Adam's dynamic exponents (DE8) in groups of 128, without expansion.
     "8-bit Adam": _by_scheme(
-        mu=Code(format=coat.DE8, expand=1.0),
-        nu=Code(format=UNSIGNED_DE8, expand=1.0),
+        Scheme(
+            name="8-bit Adam",
+            mu=Code(format=coat.DE8, expand=1.0),
+            nu=Code(format=UNSIGNED_DE8, expand=1.0),
+        )
     ),
     # Linear codes of the square root. The root halves a group's range in octaves.
     "int8 roots": _by_scheme(
-        mu=Code(format=INT8, expand=0.5), nu=Code(format=UINT8, expand=0.5)
+        Scheme(
+            name="int8 roots",
+            mu=Code(format=INT8, expand=0.5),
+            nu=Code(format=UINT8, expand=0.5),
+        )
     ),
-    # An earlier form of `OURS`: E4M3 for both moments, mu / sqrt(nu), BF16 scales,
-    # rounded to nearest.
-    "coat nearest": _by_scheme(
-        mu=Code(expand=3.0, bfloat16_scale=True),
-        nu=Code(expand=True, bfloat16_scale=True),
-        normalized=True,
-    ),
+    EARLIER.name: _by_scheme(EARLIER),
     OURS: _in_coat(),
     "coat LOG8": _in_coat(nu_format=coat.LOG8),
 }

@@ -110,6 +110,7 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
     add = top.add_argument_group("the model and how it is trained").add_argument
     add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
+    add("--end-lr", type=float, help="last one, as a part of the peak (0.1)")
     add("--warmup-steps", type=int, help="steps to the peak, a tenth of all at most")
     add("--weight-decay", type=float)
     add("--b1", type=float)

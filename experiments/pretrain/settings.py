@@ -18,7 +18,7 @@ ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every")
-_NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay")
+_NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,8 @@ class Settings:
         budget.
       batch_size: Sequences per step.
       seq_len: Tokens per sequence.
-      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it to a
-        tenth of the peak.
+      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
+      end_lr: Learning rate of the last step, as a part of the peak.
       warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
       weight_decay: Weight decay of matrices; the scales of norms do not decay.
       b1: Decay rate of the first moment.
@@ -72,6 +72,7 @@ class Settings:
     batch_size: int
     seq_len: int
     lr: float
+    end_lr: float = 0.1
     warmup_steps: int = 1000
     weight_decay: float = 0.1
     b1: float = 0.9

@@ -60,14 +60,14 @@ class Metrics(NamedTuple):
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
-    """Returns a linear warm-up, followed by a cosine down to a tenth of the peak."""
+    """Returns a linear warm-up, followed by a cosine down to `end_lr` of the peak."""
     warmup_steps = min(settings.warmup_steps, steps // 10)
     return optax.warmup_cosine_decay_schedule(
         init_value=settings.lr / (warmup_steps + 1),
         peak_value=settings.lr,
         warmup_steps=warmup_steps,
         decay_steps=steps,
-        end_value=0.1 * settings.lr,
+        end_value=settings.end_lr * settings.lr,
     )
 
 
