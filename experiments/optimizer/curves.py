@@ -42,6 +42,12 @@ Row = dict[str, Any]
 # be continued with other values of these.
 _NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
 _NOT_SHARED += ("save_every",)
+# What older files did in place of settings that came later.
+_DEFAULTS = {
+    field.name: field.default
+    for field in dataclasses.fields(Settings)
+    if field.default is not dataclasses.MISSING and field.name not in _NOT_SHARED
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -242,6 +248,7 @@ class Curves:
         curves._shared = {"settings": shared, "data": corpus.fingerprint()}
         if out.exists():
             found = json.loads(out.read_text())
+            found["settings"] = _DEFAULTS | found.get("settings", {})
             for name, own in curves._shared.items():
                 if found.get(name) != own:
                     raise ValueError(f"{out} has curves of other {name}; give an --out")

@@ -1,13 +1,15 @@
 """Tests of optimizers' training curves: runs, saved rows, comparison, figure."""
 
+import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from experiments.optimizer import curve_summary
+from experiments.optimizer import curve_summary, drift_cases
 from experiments.optimizer import curves as optimizer_curves
 from experiments.pretrain.settings import PRESETS
 
@@ -69,8 +71,13 @@ def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsy
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "2 seeds" in capsys.readouterr().out
 
+    # A file from before a setting existed counts as having its default.
+    saved = json.loads(out.read_text())
+    del saved["settings"]["end_lr"]
+    out.write_text(json.dumps(saved))
     assert optimizer_curves.main([*argv, "--seeds", "1"]) == 0
     assert _rows(out) == rows
+    assert optimizer_curves.main([*argv, "--end-lr", "0"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -173,8 +180,24 @@ def test_a_variant_is_what_its_name_says(variant):
     mu = jax.eval_shape(lambda: optax.tree.get(tx.init(params), "mu"))["w"]
     assert ("BF16" in variant.name) == (variant.param_dtype == "bfloat16")
     assert ("stochastic" in variant.name) == (variant.rounding == "stochastic")
-    if variant.name.startswith("optax"):
+    if not variant.optimizer.fused:
         assert mu.dtype == np.float32
     else:
         own_powers = variant.name == "COAT as published"
         assert (mu.exponent is not None) == own_powers
+
+
+def test_the_earlier_form_is_that_of_drift(rng):
+    method = drift_cases.METHODS[drift_cases.EARLIER.name]
+    settings = dataclasses.replace(PRESETS["tiny"].settings, b1=drift_cases.B1)
+    (variant,) = (v for v in optimizer_curves.VARIANTS if v.name.startswith("an"))
+    tx = variant.optimizer.transformation(settings, 10)
+    params = {"w": jnp.zeros((3, 100))}
+    state, groups = tx.init(params), method.init(jnp.zeros((3, 128)))
+    for grads in rng.normal(0, 0.01, (5, 3, 100)).astype(np.float32):
+        _, state = tx.update({"w": jnp.asarray(grads)}, state, params)
+        padded = jnp.pad(grads.ravel(), (0, 84)).reshape(3, 128)
+        groups = method.update(padded, groups, settings.b2)
+    for name, expected in zip(("mu", "nu"), method.read(groups), strict=True):
+        found = optax.tree.get(state, name)["w"].ravel()
+        np.testing.assert_allclose(found, expected.ravel()[:300], rtol=1e-5)
