@@ -318,11 +318,11 @@ def _kernels() -> str:
         "",
         "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
         "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
-        "worst of them. Where XLA is faster XLA runs. Quantized ones are compared with "
-        "cuBLASLt's product and our quantization behind it, heads with XLA's turning "
-        "and splitting behind it, added ones with an addition, and these two and "
-        "blocks have more scales than what they are compared with. Kernels run one "
-        f"after the other, at what the chip may draw{_rested(rows)}.",
+        "worst of them. Where XLA is faster XLA runs. Heads are compared with "
+        "cuBLASLt's product and XLA's rotary embeddings and splitting behind it, added "
+        "ones with an addition behind it. These two and blocks have more scales than "
+        "what they are compared with. Kernels run one after the other, at what the "
+        f"chip may draw{_rested(rows)}.",
         "",
         "| | shapes | TFLOP/s | times cuBLASLt | at worst |",
         "| --- | --- | --- | --- | --- |",

@@ -8,7 +8,7 @@ from pallas_kernels.ops.adam.api import adam
 from pallas_kernels.ops.adam.reference import AdamScalars, Moments
 from pallas_kernels.ops.gate.api import gated, gated_grad
 from pallas_kernels.ops.gate.reference import Gated
-from pallas_kernels.ops.matmul.api import matmul, matmul_groups, matmul_heads
+from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
 from pallas_kernels.ops.quantize.api import (
@@ -42,7 +42,6 @@ __all__ = [
     "gated_grad",
     "join_heads",
     "matmul",
-    "matmul_groups",
     "matmul_heads",
     "maxima",
     "norm",

@@ -211,16 +211,14 @@ def product_row(case: ProductCase, compiled: list) -> Row:
 def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
     """Computes the baseline of a kernel: cuBLASLt's matmul, then separate operations.
 
-    - "quantized": our quantization kernel follows the matmul.
     - "added": an addition follows.
     - "heads": XLA splits the heads and applies RoPE.
 
     XLA's cuBLASLt matmul has per-tensor scales. Kernels with per-token or per-block
     scales are compared with a matmul whose scales are 1.
     """
-    if kernel in ("product", "promoted", "quantized"):
-        y = pallas_kernels.matmul(a, b, *more, implementation="reference")
-        return pallas_kernels.quantize_groups(y) if kernel == "quantized" else y
+    if kernel in ("product", "promoted"):
+        return pallas_kernels.matmul(a, b, *more, implementation="reference")
     one = jnp.float32(1)
     y = pallas_kernels.matmul(a, b, one, one, implementation="reference")
     if kernel == "added":
@@ -252,10 +250,6 @@ def bars(rows: list[Row]) -> list[Bar]:
         mean = geometric_mean(plain)
         found.append(Bar.of(name.format("mean"), ">=", 1.0, mean))
         found.append(Bar.of(name.format("least"), ">=", 0.93, min(plain)))
-    quantized = [r["ratio_to_xla"] for (k, _), r in at.items() if k == "quantized"]
-    if quantized:
-        name = "quantized products, mean ratio to cuBLASLt and our quantization"
-        found.append(Bar.of(name, ">=", 1.15, geometric_mean(quantized)))
     for kernel, target in (("product", 1300), ("promoted", 1200), ("blocks", 1100)):
         if (kernel, "cube") in at:
             name = f"{kernel}, 8192^3, TFLOP/s"

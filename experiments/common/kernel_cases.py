@@ -239,14 +239,13 @@ PRODUCTS = {
     "product": Product(out_dtype=jnp.dtype(BF16)),
     "promoted": Product(out_dtype=jnp.dtype(BF16), promote=256),
     "blocks": Product(out_dtype=jnp.dtype(BF16), promote=128, scaling="blocks"),
-    "quantized": Product(out_dtype=jnp.dtype(E4M3), group=16),
     "added": Product(out_dtype=jnp.dtype(BF16), scaling="rows", accumulate=True),
     "heads": Product(
         out_dtype=jnp.dtype(BF16), scaling="rows", heads=Heads(size=128, queries=1)
     ),
 }
 # Kernels that are measured only on forward matmuls, with the layers that use them.
-OF_LAYERS = {"quantized": ("gate_up",), "added": ("out", "down"), "heads": ("qkv",)}
+OF_LAYERS = {"added": ("out", "down"), "heads": ("qkv",)}
 
 
 def operands(
@@ -297,8 +296,6 @@ def kv_heads(b: Array) -> int:
 
 def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
     """Runs a kernel in `PRODUCTS`; `how` has its implementation, tuning and copies."""
-    if kernel == "quantized":
-        return pallas_kernels.matmul_groups(*arguments, **how)
     if kernel == "heads":
         how["num_kv_heads"] = kv_heads(arguments[1])
         return pallas_kernels.matmul_heads(*arguments, **how)

@@ -87,7 +87,6 @@ def test_bars_and_table():
         ("product", "7B out, forward", 0.81, "mosaic"),
         # XLA runs this shape, so the time of our kernel does not matter.
         ("product", "7B out, dx", 0.5, "xla"),
-        ("quantized", "7B gate_up, forward", 1.2, "mosaic"),
     ):
         row = {"kernel": kernel, "name": name, "shape": "1 x 1 x 1", "ms": 1.0}
         row |= {"xla_ms": ratio, "ratio_to_xla": ratio, "tflop_per_s": 1200.0}
@@ -105,7 +104,6 @@ def test_bars_and_table():
         "elementwise, mean ratio to XLA": (2.0, True),
         "products as they run, mean ratio to cuBLASLt": (0.932, False),
         "products as they run, least ratio to cuBLASLt": (0.81, False),
-        "quantized products, mean ratio to cuBLASLt and our quantization": (1.2, True),
         "product, 8192^3, TFLOP/s": (1200.0, False),
         "product, 8192^3, TFLOP/s, rested": (1300.0, True),
     }

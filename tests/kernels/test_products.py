@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import kernels, oracle
+from helpers import kernels
 from helpers.kernels import (
     BF16,
     E4M3,
@@ -23,7 +23,6 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from experiments.common import kernel_cases
-from pallas_kernels import dispatch
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import Tuning
 
@@ -124,14 +123,13 @@ def test_all_tiles_that_are_tried_agree(kind):
 
     def values(**how):
         y = kernel_cases.run_product(kind, *draw, **how)
-        wide = pallas_kernels.dequantize_groups(y) if kind == "quantized" else y
-        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(wide)])
+        return np.concatenate([np.ravel(x) for x in jax.tree.leaves(y)])
 
     expected = values(implementation="reference").astype(np.float64)
     for tiles in tuning.candidates(product):
         assert tuning.obstacle(product, tiles, m, n) is None
         y = values(implementation="mosaic", tuning=tiles)
-        assert error(y, expected) < (2e-2 if kind == "quantized" else 5e-3), tiles
+        assert error(y, expected) < 5e-3, tiles
 
 
 @every_implementation
@@ -241,32 +239,6 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
-@every_implementation
-@pytest.mark.parametrize(
-    ("dtype", "group", "tuning"),
-    [(E4M3, 16, SMALL), (E5M2, 32, TURNS), (E4M3, 16, ODD)],
-)
-def test_products_are_quantized_in_groups(implementation, dtype, group, tuning):
-    shape = (128, 256, 128)
-    a, b, wide_a, wide_b = operands(shape)
-    a, wide_a = a.at[3].set(0), np.where(np.arange(128)[:, None] == 3, 0, wide_a)
-    codes, scale = run(
-        pallas_kernels.matmul_groups, implementation, a, b, 0.5, 1.0,
-        dtype=dtype, group=group, tuning=tuning,
-    )  # fmt: skip
-    expected = (0.5 * wide_a @ wide_b.T).astype(np.float32)
-    fmt = oracle.E4M3 if dtype == E4M3 else oracle.E5M2
-    scales, values = oracle.quantize(expected, fmt, (1, group))
-    want_scale = [[scales[i, j] for j in range(256 // group)] for i in range(128)]
-    assert scale.dtype == BF16
-    # The matmul itself is rounded, on tensor cores to 14 bits.
-    on_cpu = jax.default_backend() == "cpu"
-    assert np.mean(np.asarray(codes, np.float32) != values) < (1e-3 if on_cpu else 0.05)
-    np.testing.assert_allclose(
-        np.asarray(scale, np.float32), np.array(want_scale, np.float32), rtol=2**-7
-    )
-
-
 @pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""
@@ -295,8 +267,7 @@ def test_leading_axes_and_vmap(implementation):
 
 def test_no_rows():
     a, b = jnp.ones((0, 128), E4M3), jnp.ones((32, 128), E4M3)
-    groups = pallas_kernels.matmul_groups(a, b)
-    assert (groups.codes.shape, groups.scale.shape) == ((0, 32), (0, 2))
+    assert pallas_kernels.matmul(a, b).shape == (0, 32)
 
 
 @pytest.mark.parametrize("shape", [(0, 16, 128), (3, 5, 16), (100, 48, 130)])
@@ -326,8 +297,6 @@ def test_what_does_not_go_together_is_named():
         matmul(a, b, out_dtype=jnp.float16)
     with pytest.raises(ValueError, match="rows of a must be a multiple of 8, got 4"):
         matmul(a, b, implementation="mosaic")
-    with pytest.raises(ValueError, match="16 or 32 and divide the last axis of 8"):
-        pallas_kernels.matmul_groups(a, b)
     kernel = functools.partial(
         matmul, *(jnp.ones((n, 128), E4M3) for n in (128, 272)), implementation="mosaic"
     )
@@ -343,14 +312,6 @@ def test_what_does_not_go_together_is_named():
     a, *scales = jnp.ones((256, 128), E4M3), jnp.ones((256, 1)), jnp.ones((2, 1))
     with pytest.raises(ValueError, match="the 128 columns of a block, got 256"):
         matmul(a, a, *scales, implementation="mosaic", tuning=SMALL)
-
-
-def test_the_reference_has_no_kernel_in_it(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
-    groups = functools.partial(pallas_kernels.matmul_groups, implementation="reference")
-    a = jax.ShapeDtypeStruct((256, 256), E4M3)
-    choices = pallas_kernels.explain(groups, a, a).choices
-    assert {choice.implementation for choice in choices} == {"reference"}
 
 
 @pytest.mark.gpu

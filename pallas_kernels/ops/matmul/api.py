@@ -12,7 +12,6 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_positive, check_shape
-from pallas_kernels.numerics import Groups
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import reference, tuning
 from pallas_kernels.ops.matmul.plan import (
@@ -24,7 +23,7 @@ from pallas_kernels.ops.matmul.plan import (
     Product,
     Tuning,
 )
-from pallas_kernels.ops.quantize.api import maxima, quantize_groups
+from pallas_kernels.ops.quantize.api import maxima
 from pallas_kernels.ops.rope.reference import split_heads
 
 _ROWS = 8  # Rows that the copy engine swizzles together.
@@ -106,64 +105,6 @@ def matmul(
         (y,), largest = _run(product, call, tuning, *added)
     y = y.reshape(*a.shape[:-1], call.n)
     return (y, largest) if keep_maxima else y
-
-
-def matmul_groups(
-    a: Float[Array, "... k"],
-    b: Float[Array, "n k"],
-    a_scale: Float[Array, "..."] | float = 1.0,
-    b_scale: Float[Array, "..."] | float = 1.0,
-    *,
-    dtype: DTypeLike = jnp.float8_e4m3fn,
-    group: Literal[16, 32] = 16,
-    implementation: dispatch.Implementation | None = None,
-    tuning: Tuning | None = None,
-) -> Groups:
-    """Computes a @ b.T, quantized with one scale per group on the last axis.
-
-    The result is that of `quantize_groups(matmul(..., out_dtype=float32))`, but the
-    unquantized matmul is never in memory: scale = amax / code_max, rounded to bfloat16,
-    and codes of y / scale. See `matmul` for other arguments and errors.
-
-    Args:
-      a: Codes, as for `matmul`.
-      b: Codes, as for `matmul`.
-      a_scale: A scalar, or one scale per row of `a`.
-      b_scale: A scalar, or one scale per row of `b`.
-      dtype: The dtype of the result's codes, e4m3 or e5m2.
-      group: The number of neighbours that share a scale.
-      implementation: The implementation; None means the kernel where it can run and is
-        faster.
-      tuning: Tile sizes and other settings of the kernel; None means the measured ones.
-
-    Returns:
-      Codes [..., n] and bfloat16 scales [..., n / group].
-
-    Example:
-      >>> import jax.numpy as jnp, pallas_kernels
-      >>> a = jnp.ones((16, 16), jnp.float8_e4m3fn)
-      >>> codes, scale = pallas_kernels.matmul_groups(a, a)
-      >>> codes.dtype, scale.shape
-      (dtype(float8_e4m3fn), (16, 1))
-    """
-    call = _Call.without_blocks(a, b, a_scale, b_scale)
-    if group not in (16, 32) or call.n % group:
-        raise ValueError(
-            f"group must be 16 or 32 and divide the last axis of {call.n}, got {group}"
-        )
-    if dtype not in _FP8:
-        raise ValueError(f"dtype must be e4m3 or e5m2, got {dtype}")
-    product = Product(out_dtype=jnp.dtype(dtype), scaling=call.scaling, group=group)
-    tuning = _choose(implementation, tuning, product, call)
-    if tuning is None:
-        codes, scale = quantize_groups(
-            call.wide(), dtype=dtype, group=group, implementation=implementation
-        )
-    else:
-        (codes, scale), _ = _run(product, call, tuning)
-    leading = a.shape[:-1]
-    scale = scale.reshape(*leading, call.n // group)
-    return Groups(codes.reshape(*leading, call.n), scale)
 
 
 def matmul_heads(

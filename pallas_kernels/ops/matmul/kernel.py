@@ -52,9 +52,9 @@ def run(
     [positions, size / 2], or nothing.
 
     Returns:
-      First a tuple: the result [m, n], or [n, m] if `tuning.transposed`; or codes and
-      the scales of their groups; or queries, keys and values. Then the amax of each
-      row of each tile, [tiles along n, m], or None if it is not wanted.
+      First a tuple: the result [m, n], or [n, m] if `tuning.transposed`; or queries,
+      keys and values. Then the amax of each row of each tile, [tiles along n, m], or
+      None if it is not wanted.
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
@@ -87,8 +87,6 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
         columns = (product.heads.queries * own, own, own) * product.copies
     shapes = [(c, m) if walk.tuning.transposed else (m, c) for c in columns]
     found = [jax.ShapeDtypeStruct(shape, product.out_dtype) for shape in shapes]
-    if product.group:
-        found.append(jax.ShapeDtypeStruct((m, n // product.group), jnp.bfloat16))
     tiles = -(-n // walk.tuning.tile_n)
     maxima = jax.ShapeDtypeStruct((tiles, m), jnp.float32)
     return tuple(found), maxima if product.maxima else None

@@ -101,14 +101,12 @@ class Product:
     """The options of a matmul, which are known when the kernel is compiled.
 
     Attributes:
-      out_dtype: The dtype of the result, or of its codes.
+      out_dtype: The dtype of the result.
       promote: The number of elements of k after which sums move from the tensor cores,
         which round them to about 14 bits, to float32; None for never.
       scaling: The kind of scales. "tensor": one factor. "rows": one scale per row of a
         and one per row of b. "blocks": one per 1 x 128 of a and one per 128 x 128 of b.
       accumulate: Whether the result is added to an array.
-      group: The number of neighbours in a row that share a scale; None for a result
-        that is not quantized.
       maxima: Whether the kernel also writes the amax of each row of a tile.
       heads: The columns of attention heads; None for a result without heads.
       copies: The number of times that heads are written.
@@ -118,7 +116,6 @@ class Product:
     promote: int | None = None
     scaling: Literal["tensor", "rows", "blocks"] = "tensor"
     accumulate: bool = False
-    group: int | None = None
     maxima: bool = False
     heads: Heads | None = None
     copies: int = 1
@@ -126,4 +123,4 @@ class Product:
     @property
     def name(self) -> str:
         """The name of the operation and its kernel."""
-        return f"matmul{'_groups' if self.group else '_heads' if self.heads else ''}"
+        return "matmul_heads" if self.heads else "matmul"

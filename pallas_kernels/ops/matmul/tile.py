@@ -14,8 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
-from pallas_kernels.mosaic.codec import group_scale
-from pallas_kernels.numerics import floats, magnitude_bits, normal, reciprocal
+from pallas_kernels.numerics import floats, magnitude_bits
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
     PIECE_M,
@@ -154,7 +153,7 @@ class Tile:
         return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
     def _store(self, pieces, added, rows, columns, own) -> None:
-        """Adds, takes the amax, quantizes and stores the epilogue subtiles."""
+        """Adds, takes the amax and stores the epilogue subtiles."""
         largest = None
         transposed = self.tuning.transposed
         out = [
@@ -175,8 +174,6 @@ class Tile:
                     to = self.maxima.at[tile, rows].at[own].at[where[0]]
                     sizes = floats(jnp.max(magnitude_bits(largest), axis=1))
                     mosaic.store(to, sizes)
-            if self.product.group:
-                value = self._quantized(value, out[1], *where)
             staged = smem.at[number % smem.shape[0]]
             # The copy engine must have read the previous subtile of this buffer.
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
@@ -323,18 +320,6 @@ class Tile:
             return value * lax.broadcast_in_dim(b_scale, shape, (1,))
 
         return scaled
-
-    def _quantized(self, value, scales, rows, columns):
-        """Stores the scales of groups; returns value / scale, not yet as codes."""
-        group, codes = self.product.group, []
-        for j in range(0, value.shape[1], group):
-            x = value[:, j : j + group]
-            scale = group_scale(x, self.product.out_dtype)
-            at = lax.div(columns.start + j, group)
-            mosaic.store(scales.at[rows, at], scale.astype(jnp.bfloat16))
-            inverse = lax.broadcast_in_dim(reciprocal(scale), x.shape, (0,))
-            codes.append(normal(x) * inverse)
-        return jnp.concatenate(codes, axis=1)
 
 
 class _Piece(NamedTuple):

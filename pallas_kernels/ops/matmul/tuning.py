@@ -37,16 +37,6 @@ def candidates(product: Product) -> list[Tuning]:
     wider = {"tile_n": 192, "stages": 4}
     low = {"tile_m": 64, "tile_n": 256, "stages": 4}
     lows = [turns(**low, cluster="m"), turns(**low, cluster="m", width=16)]
-    if product.group:
-        return [
-            turns(**narrow),
-            turns(**narrow, width=4),
-            turns(**narrow, cluster="m"),
-            turns(**wide, width=4),
-            turns(**wider, cluster="m"),
-            turns(**wider, width=4),
-            *lows,
-        ]
     tall = {"tile_m": 256, "tile_n": 128}
     if product.heads:
         return [
@@ -178,7 +168,6 @@ def key(product: Product, m: int, n: int, k: int) -> str:
     """Returns the key of a matmul of a shape in the table."""
     kind = product.scaling if product.scaling == "blocks" else "tensor"
     kind += f", promote {product.promote}" if product.promote else ""
-    kind += f", groups of {product.group}" if product.group else ""
     kind += f", heads of {product.heads.size}" if product.heads else ""
     kind += ", added" if product.accumulate else ""
     return f"{m} x {n} x {k}, {kind}"
