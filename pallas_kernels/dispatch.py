@@ -134,7 +134,7 @@ def without_kernels(reason: str) -> Iterator[None]:
 
 def choose(
     implementation: Implementation | None,
-    obstacle: str | None,
+    obstacle: Callable[[], str | None],
     *,
     operation: str = "unnamed",
     arrays: Any = (),
@@ -143,7 +143,8 @@ def choose(
 
     Args:
       implementation: The implementation that the caller named, or None.
-      obstacle: The reason why the kernel cannot run on any device; None if it can.
+      obstacle: Returns the reason why the kernel cannot compute this call, or None if
+        it can. It is called only if the answer matters.
       operation: The operation's name, for `explain`.
       arrays: The arrays that the operation takes, a tree, for `explain`.
 
@@ -154,19 +155,25 @@ def choose(
         raise ValueError(
             f"implementations are 'mosaic' and 'reference', got {implementation!r}"
         )
-    if implementation == "mosaic" and obstacle is not None:
-        raise ValueError(f"the kernel cannot run: {obstacle}")
-    reason = "the caller named it"
+    reason, made = "the caller named it", _made.get()
     if implementation is None:
-        obstacles = [] if has_hopper() else [f"{_device()} is no Hopper GPU"]
-        obstacles += [why for why in (_forbidden.get(), obstacle) if why is not None]
-        implementation = "reference" if obstacles else "mosaic"
-        reason = "; ".join(obstacles) or f"{_device()} is a Hopper GPU"
-    made = _made.get()
+        why = _against_kernels()
+        if not why or made is not None:  # `explain` shows all reasons.
+            why += filter(None, [obstacle()])
+        implementation = "reference" if why else "mosaic"
+        reason = "; ".join(why) or f"{_device()} is a Hopper GPU"
+    elif implementation == "mosaic" and (why := obstacle()) is not None:
+        raise ValueError(f"the kernel cannot run: {why}")
     if made is not None:
         described = tuple(map(_described, jax.tree.leaves(arrays)))
         made.append(Choice(operation, described, implementation, reason))
     return implementation
+
+
+def _against_kernels() -> list[str]:
+    """Returns the reasons why no kernel runs here unless it is named."""
+    found = [] if has_hopper() else [f"{_device()} is no Hopper GPU"]
+    return found + [why for why in [_forbidden.get()] if why]
 
 
 def _device() -> str:

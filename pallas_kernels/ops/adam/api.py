@@ -69,7 +69,7 @@ def adam(
     strides = strides or row_major(groups)
     chosen = dispatch.choose(
         implementation,
-        _obstacle(grads, moments, params),
+        lambda: _obstacle(grads, moments, params),
         operation="adam",
         arrays=(grads, moments, params),
     )

@@ -97,10 +97,12 @@ def gated(
     shape = jax.tree.leaves(gate_up)[0].shape
     *_, parts, n = shape
     tokens = math.prod(shape[:-2])
-    if isinstance(scale, str):
-        obstacle = gate_rows.obstacle(tokens, n)
-    else:
-        obstacle = _obstacle(tokens, n, transposed)
+
+    def obstacle():
+        if isinstance(scale, str):
+            return gate_rows.obstacle(tokens, n)
+        return strips.obstacle(tokens, 2, n, transposed=transposed)
+
     chosen = dispatch.choose(
         implementation, obstacle, operation="gated", arrays=gate_up
     )
@@ -181,9 +183,11 @@ def gated_grad(
     *leading, parts, n = gate_up.codes.shape
     check_shape("dy", dy, (*leading, n))
     tokens = math.prod(leading)
-    obstacle = _obstacle(tokens, n, transposed or with_product)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="gated_grad", arrays=(gate_up, dy)
+        implementation,
+        lambda: strips.obstacle(tokens, 2, n, transposed=transposed or with_product),
+        operation="gated_grad",
+        arrays=(gate_up, dy),
     )
     if chosen == "reference":
         how = {"row": row, "transposed": transposed, "dtype": dtype}
@@ -296,10 +300,6 @@ def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
     if transposed and (scale is None or isinstance(scale, str)):
         raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
     return row, transposed
-
-
-def _obstacle(tokens: int, n: int, transposed: bool) -> str | None:
-    return strips.obstacle(tokens, 2, n, transposed=transposed)
 
 
 def _encoding(scale, dtype, row: bool, transposed: bool) -> Encoding:

@@ -280,28 +280,40 @@ def _choose(
 ) -> Tuning | None:
     """Returns the settings of the kernel; None if the kernel does not run."""
     m, n, k = call.m, call.n, call.k
-    measured = given or tuning.choose(product, m, n, k)
-    chosen = measured or tuning.heuristic(product, m, n)
-    if not min(m, n, k):
-        obstacle = f"{m} x {n} x {k} is empty"
-    elif k % TILE_K:
-        obstacle = f"k must be a multiple of {TILE_K}, got {k}"
-    elif m % _ROWS:
-        obstacle = f"rows of a must be a multiple of {_ROWS}, got {m}"
-    elif product.scaling == "blocks" and n % BLOCK:
-        obstacle = f"n must be a multiple of {BLOCK}, got {n}"
-    elif chosen is None:
-        obstacle = f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
-    elif product.heads and call.leading[-1] % PIECE_M:
-        obstacle = f"positions must be a multiple of {PIECE_M}, got {call.leading[-1]}"
-    else:
-        obstacle = tuning.obstacle(product, chosen, m, n)
-    if obstacle is None and measured is None and implementation is None:
-        obstacle = f"XLA is faster for {m} x {n} x {k}"
+
+    def settings():
+        return given or tuning.tiles(product, m, n, k)
+
+    def obstacle():
+        if why := _obstacle(product, call, settings()):
+            return why
+        named = given or implementation
+        if not named and tuning.choose(product, m, n, k) is None:
+            return f"XLA is faster for {m} x {n} x {k}"
+        return None
+
     picked = dispatch.choose(
         implementation, obstacle, operation=product.name, arrays=call.arrays
     )
-    return chosen if picked == "mosaic" else None
+    return settings() if picked == "mosaic" else None
+
+
+def _obstacle(product: Product, call: _Call, chosen: Tuning | None) -> str | None:
+    """Returns why the kernel cannot run with the chosen settings, or None."""
+    m, n, k = call.m, call.n, call.k
+    if not min(m, n, k):
+        return f"{m} x {n} x {k} is empty"
+    if k % TILE_K:
+        return f"k must be a multiple of {TILE_K}, got {k}"
+    if m % _ROWS:
+        return f"rows of a must be a multiple of {_ROWS}, got {m}"
+    if product.scaling == "blocks" and n % BLOCK:
+        return f"n must be a multiple of {BLOCK}, got {n}"
+    if chosen is None:
+        return f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
+    if product.heads and call.leading[-1] % PIECE_M:
+        return f"positions must be a multiple of {PIECE_M}, got {call.leading[-1]}"
+    return tuning.obstacle(product, chosen, m, n)
 
 
 def _run(

@@ -77,7 +77,7 @@ def norm(
     how = {"kind": kind, "eps": float(eps)}
     chosen = dispatch.choose(
         implementation,
-        _obstacle(x, weight, bias, add),
+        lambda: _obstacle(x, weight, bias, add),
         operation="norm",
         arrays=(x, weight, bias, add),
     )
@@ -151,7 +151,7 @@ def norm_grad(
     given |= {"keep_maxima": keep_maxima}
     chosen = dispatch.choose(
         implementation,
-        _obstacle(x, weight, None, add, dy),
+        lambda: _obstacle(x, weight, None, add, dy),
         operation="norm_grad",
         arrays=(x, dy, weight, add),
     )

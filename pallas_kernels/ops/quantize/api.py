@@ -68,9 +68,11 @@ def quantize_groups(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     group = check_group(group)
-    obstacle = flat_obstacle(x, group)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="quantize_groups", arrays=(x,)
+        implementation,
+        lambda: flat_obstacle(x, group),
+        operation="quantize_groups",
+        arrays=(x,),
     )
     if chosen == "reference":
         return reference.quantize_groups(x, dtype=dtype, group=group)
@@ -121,7 +123,7 @@ def quantize_rows(
     check_dtype("x", x.dtype, WIDE)
     chosen = dispatch.choose(
         implementation,
-        rows_obstacle(x.shape, _LONGEST_ROW),
+        lambda: rows_obstacle(x.shape, _LONGEST_ROW),
         operation="quantize_rows",
         arrays=(x,),
     )
@@ -155,9 +157,12 @@ def dequantize_groups(
     group, count = groups.group, groups.scale.shape[-1]
     of_rows = (*groups.codes.shape[:-1], count)
     groups = groups._replace(scale=jnp.broadcast_to(groups.scale, of_rows))
-    obstacle = flat_obstacle(groups.codes, max(group, 1))
-    if group * count != groups.codes.shape[-1]:
-        obstacle = f"{count} groups do not divide {groups.codes.shape[-1]} elements"
+
+    def obstacle():
+        if group * count != groups.codes.shape[-1]:
+            return f"{count} groups do not divide {groups.codes.shape[-1]} elements"
+        return flat_obstacle(groups.codes, max(group, 1))
+
     chosen = dispatch.choose(
         implementation, obstacle, operation="dequantize_groups", arrays=groups
     )
@@ -200,9 +205,11 @@ def maxima(
     arrays = (x, *more)
     for array in arrays:
         check_dtype("x", array.dtype, WIDE)
-    obstacle = next(filter(None, map(flat_obstacle, arrays)), None)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="maxima", arrays=arrays
+        implementation,
+        lambda: next(filter(None, map(flat_obstacle, arrays)), None),
+        operation="maxima",
+        arrays=arrays,
     )
     if chosen == "reference":
         return reference.maxima(*arrays)
@@ -253,9 +260,11 @@ def quantize_tensor(
     check_dtype("x", x.dtype, WIDE)
     scale = scalar("scale", scale)
     row, transposed = wanted(copies)
-    obstacle = copies_obstacle(x.shape, transposed)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="quantize_tensor", arrays=(x,)
+        implementation,
+        lambda: copies_obstacle(x.shape, transposed),
+        operation="quantize_tensor",
+        arrays=(x,),
     )
     if chosen == "reference":
         scale = scale if after is None else behind(scale, after)
@@ -296,9 +305,11 @@ def transpose(
       (4, 6)
     """
     check_dtype("codes", codes.dtype, CODES)
-    obstacle = copies_obstacle(codes.shape, transposed=True)
     chosen = dispatch.choose(
-        implementation, obstacle, operation="transpose", arrays=(codes,)
+        implementation,
+        lambda: copies_obstacle(codes.shape, transposed=True),
+        operation="transpose",
+        arrays=(codes,),
     )
     if chosen == "reference":
         return reference.transpose(codes)

@@ -73,11 +73,11 @@ def tensor_scales(
     arrays = jax.tree.leaves([bound.maxima for bound in bounds])
     for x in arrays:
         check_dtype("maxima", x.dtype, (jnp.dtype(jnp.float32),))
-    obstacle = _obstacle(arrays)
-    if obstacle is None and implementation is None and len(arrays) == 1:
-        obstacle = "XLA is as fast with one array"
     chosen = dispatch.choose(
-        implementation, obstacle, operation="tensor_scales", arrays=arrays
+        implementation,
+        lambda: _obstacle(arrays, named=implementation is not None),
+        operation="tensor_scales",
+        arrays=arrays,
     )
     if chosen == "reference":
         return tuple(_reference(bound, dtype) for bound in bounds)
@@ -102,11 +102,13 @@ def _scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     return power_of_two_scale(largest, float(info.max), step=float(info.eps))
 
 
-def _obstacle(arrays: list[Array]) -> str | None:
+def _obstacle(arrays: list[Array], named: bool) -> str | None:
     if not arrays:
         return "there are no bounds"
     if (least := min(x.size for x in arrays)) < LANES:
         return f"there must be {LANES} maxima or more, got {least}"
+    if len(arrays) == 1 and not named:
+        return "XLA is as fast with one array"
     return None
 
 

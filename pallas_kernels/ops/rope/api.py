@@ -93,7 +93,10 @@ def join_heads(
         )
     arrays = (q, k, v, cos, sin)
     chosen = dispatch.choose(
-        implementation, _obstacle(*arrays), operation="join_heads", arrays=arrays
+        implementation,
+        lambda: _obstacle(*arrays),
+        operation="join_heads",
+        arrays=arrays,
     )
     if chosen == "reference":
         how = {"dtype": dtype, "keep_maxima": keep_maxima}
