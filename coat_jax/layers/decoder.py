@@ -1,18 +1,17 @@
 """Flax modules of the decoder layer and its FP8 weights."""
 
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from coat_jax.layers import recipes as blocks
+from coat_jax.layers import recipes
 from coat_jax.layers.matmul import Fp8Weight, Rows, Weight
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels.checks import check_positive
 
-Scaling = Literal["just_in_time", "delayed"]
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
 # The initial amax of a gradient. E5M2 covers 2**-31 of it, so a first gradient fits.
 _GRADIENT = 1.0
@@ -34,7 +33,7 @@ class DecoderLayer(nnx.Module):
       num_heads: The number of query heads.
       num_kv_heads: The number of key and value heads; divides `num_heads`.
       head_dim: The size of a head.
-      recipe: The kind of matmuls and the saved activations; see `blocks.RECIPES`.
+      recipe: The kind of matmuls and the saved activations; see `recipes.RECIPES`.
       scaling: The scaling of gradients, "just_in_time" or "delayed". Delayed scales
         come from histories in variables of the type `OverwriteWithGradient`, whose
         gradients are their next values. It needs the recipe "coat" or "coat_max".
@@ -69,11 +68,11 @@ class DecoderLayer(nnx.Module):
         num_kv_heads: int,
         head_dim: int,
         *,
-        recipe: blocks.RecipeName = "coat",
-        scaling: Scaling = "just_in_time",
-        norm: blocks.NormName = "rms",
+        recipe: recipes.RecipeName = "coat",
+        scaling: recipes.Scaling = "just_in_time",
+        norm: recipes.NormName = "rms",
         norm_eps: float = 1e-5,
-        gate: blocks.GateName = "silu",
+        gate: recipes.GateName = "silu",
         rope_theta: float = 10_000.0,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,
@@ -95,19 +94,19 @@ class DecoderLayer(nnx.Module):
                 f"num_kv_heads must divide num_heads, got {num_kv_heads}, {num_heads}"
             )
         for option, value, known in (
-            ("recipe", recipe, blocks.RECIPES),
-            ("scaling", scaling, get_args(Scaling)),
-            ("norm", norm, blocks.NORMS),
-            ("gate", gate, blocks.GATES),
+            ("recipe", recipe, recipes.RECIPES),
+            ("scaling", scaling, get_args(recipes.Scaling)),
+            ("norm", norm, recipes.NORMS),
+            ("gate", gate, recipes.GATES),
         ):
             if value not in known:
                 names = ", ".join(known)
                 raise ValueError(f"{option} must be one of {names}, got {value!r}")
-        if scaling == "delayed" and blocks.RECIPES[recipe].linear is not None:
-            raise ValueError(f"scaling='delayed' needs the FP8 flow, not {recipe!r}")
+        if scaling not in recipes.RECIPES[recipe].scalings:
+            raise ValueError(f"scaling={scaling!r} needs the FP8 flow, not {recipe!r}")
         self.recipe = recipe
-        self.norm = blocks.Norm(kind=norm, eps=norm_eps)
-        self.heads = blocks.Heads(
+        self.norm = recipes.Norm(kind=norm, eps=norm_eps)
+        self.heads = recipes.Heads(
             num_kv_heads=num_kv_heads, head_dim=head_dim, theta=rope_theta
         )
         self.gate = gate
@@ -148,7 +147,7 @@ class DecoderLayer(nnx.Module):
         Raises:
           ValueError: If the recipe does not use the FP8 flow.
         """
-        if blocks.RECIPES[self.recipe].linear is not None:
+        if not recipes.RECIPES[self.recipe].takes_codes:
             raise ValueError(f"only the FP8 flow takes codes, not {self.recipe!r}")
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
@@ -161,7 +160,7 @@ class DecoderLayer(nnx.Module):
             }
             self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
-    def _params(self, *names: str, norm: nnx.Param | None = None) -> blocks.Params:
+    def _params(self, *names: str, norm: nnx.Param | None = None) -> recipes.Params:
         """Returns the parameters of the segment with the weights `names`."""
         params = {name: self._weight(name) for name in names}
         params["norm"] = _value(norm)
@@ -178,30 +177,30 @@ class DecoderLayer(nnx.Module):
         rows = Rows(codes.pop("rows"), codes.pop("rows_scale"))
         return Fp8Weight(weight, rows, **codes)
 
-    def __call__(self, x: blocks.Residual) -> blocks.Residual:
+    def __call__(self, x: recipes.Residual) -> recipes.Residual:
         """Applies the layer to the residual stream [b, s, h].
 
-        In the FP8 flow `x` may be a `Stream`, which `blocks.enter` returns and
-        `blocks.leave` takes. Its gradient passes from layer to layer with its scale.
+        In the FP8 flow `x` may be a `Stream`, which `Recipe.enter` returns and
+        `Recipe.leave` takes. Its gradient passes from layer to layer with its scale.
         For a plain array each layer computes this scale again.
 
         Raises:
           ValueError: If the recipe uses the FP8 flow ("coat" or "coat_max") and `x` is
             neither bfloat16 nor float32.
         """
-        recipe = blocks.RECIPES[self.recipe]
-        if isinstance(x, blocks.Stream):
+        recipe = recipes.RECIPES[self.recipe]
+        if isinstance(x, recipes.Stream):
             return self._segments(recipe, x)
-        return blocks.leave(recipe, self._segments(recipe, blocks.enter(recipe, x)))
+        return recipe.leave(self._segments(recipe, recipe.enter(x)))
 
-    def _segments(self, recipe: blocks.Recipe, x: blocks.Residual) -> blocks.Residual:
+    def _segments(
+        self, recipe: recipes.Recipe, x: recipes.Residual
+    ) -> recipes.Residual:
         params = self._params("qkv", norm=self.attention_norm)
-        *heads, x = blocks.attention_in(
-            recipe, params, x, norm=self.norm, heads=self.heads
-        )
-        x = blocks.attention_out(recipe, self._params("out"), *heads, x)
+        attended = recipe.attention_in(params, x, norm=self.norm, heads=self.heads)
+        x = recipe.attention_out(self._params("out"), *attended)
         params = self._params("gate_up", "down", norm=self.mlp_norm)
-        return blocks.gated_mlp(recipe, params, x, norm=self.norm, gate=self.gate)
+        return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate)
 
 
 def _value(param: nnx.Param | None) -> jax.Array | None:

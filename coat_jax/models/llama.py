@@ -11,8 +11,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from coat_jax.layers import recipes as blocks
-from coat_jax.layers.decoder import DecoderLayer, Scaling
+from coat_jax.layers import recipes
+from coat_jax.layers.decoder import DecoderLayer
 from pallas_kernels.checks import check_positive
 
 # The number of logits in a chunk of `cross_entropy`, at most: 256 MiB in float32.
@@ -49,15 +49,15 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int | None = None
-    norm: blocks.NormName = "rms"
+    norm: recipes.NormName = "rms"
     norm_eps: float = 1e-5
-    gate: blocks.GateName = "silu"
+    gate: recipes.GateName = "silu"
     rope_theta: float = 10_000.0
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.bfloat16
     param_dtype: DTypeLike = jnp.float32
-    recipe: blocks.RecipeName = "coat"
-    scaling: Scaling = "just_in_time"
+    recipe: recipes.RecipeName = "coat"
+    scaling: recipes.Scaling = "just_in_time"
 
     def __post_init__(self):
         check_positive(
@@ -141,13 +141,12 @@ class Llama(nnx.Module):
 
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
-        recipe = blocks.RECIPES[self.config.recipe]
+        recipe = recipes.RECIPES[self.config.recipe]
         x = self.embedding[...][tokens].astype(self.config.dtype)
-        x = apply_layers(self.layers, blocks.enter(recipe, x))
-        x = blocks.leave(recipe, x)
+        x = recipe.leave(apply_layers(self.layers, recipe.enter(x)))
         weight = None if self.norm is None else self.norm[...]
-        how = blocks.Norm(kind=self.config.norm, eps=self.config.norm_eps)
-        return blocks.norm_of(recipe, how)(weight, x)
+        norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
+        return recipe.norm(norm)(weight, x)
 
     def quantize_weights(self) -> None:
         """Quantizes the weights of every layer; see `DecoderLayer.quantize_weights`.
@@ -180,7 +179,7 @@ class Llama(nnx.Module):
         return self.embedding[...].T if self.head is None else self.head[...]
 
 
-def apply_layers(layers: DecoderLayer, x: blocks.Residual) -> blocks.Residual:
+def apply_layers(layers: DecoderLayer, x: recipes.Residual) -> recipes.Residual:
     """Applies layers with stacked parameters one after another, under `scan`."""
     graph, stacked = nnx.split(layers)
     return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]

@@ -30,6 +30,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from experiments.common import timing
 from experiments.common.results import write_results
+from experiments.common.style import RECIPE_COLORS
 from experiments.pretrain import arguments, trained
 from experiments.pretrain.settings import Recipe
 
@@ -37,13 +38,7 @@ Row = dict[str, Any]
 NOISE = "batch to batch"
 # Names of a model's parameters outside its layers.
 OUTSIDE = ("embedding", "norm", "head")
-_COLORS = {
-    "bf16": "#33415c",
-    "te": "#2a9d8f",
-    "coat": "#d1495b",
-    "coat_max": "#edae49",
-    NOISE: "#b8c0cc",
-}
+_COLORS = RECIPE_COLORS | {NOISE: "#b8c0cc"}
 # Gradients by parameter name. The first axis is the layer.
 _Gradient = dict[str, Float[Array, "layers ..."]]
 

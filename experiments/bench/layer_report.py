@@ -12,6 +12,7 @@ from rich.table import Table
 
 from experiments.activations import operations as activation_operations
 from experiments.common.layer_cases import Shape
+from experiments.common.style import RECIPE_COLORS
 
 Row = dict[str, Any]
 # The paper's table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds
@@ -40,7 +41,6 @@ TABLE_6 = {
 }
 # All cases of a recipe have its color, and markers in this order.
 _MARKERS = "osD^vP"
-_COLORS = {"bf16": "#33415c", "te": "#2a9d8f", "coat": "#d1495b", "coat_max": "#edae49"}
 
 
 def paper(case: str, shape: Shape) -> Row:
@@ -124,7 +124,7 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
         # The first case of a recipe lies below the others, so its marker is larger.
         size = 6 if markers[recipe] else 10
         markers[recipe] += 1
-        style = {"color": _COLORS[recipe], "markersize": size}
+        style = {"color": RECIPE_COLORS[recipe], "markersize": size}
         style |= {"markeredgecolor": "white", "markeredgewidth": 0.6}
         axes.plot(*point, marker, label=case, linestyle="none", **style)
     best = [

@@ -15,8 +15,8 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import coat_jax as coat
-from coat_jax.layers.decoder import DecoderLayer, Scaling
-from coat_jax.layers.recipes import RecipeName
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.remat.policies import products_saveable
 
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]

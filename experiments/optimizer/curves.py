@@ -42,7 +42,7 @@ Row = dict[str, Any]
 # be continued with other values of these.
 _NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
 _NOT_SHARED += ("save_every",)
-# What older files did in place of settings that came later.
+# Files without one of these settings are older than it, and had its default.
 _DEFAULTS = {
     field.name: field.default
     for field in dataclasses.fields(Settings)

@@ -5,14 +5,9 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.style import RECIPE_COLORS
 from experiments.pretrain.runs import Run
 
-_COLORS = {
-    "bf16": "#33415c",
-    "te": "#2a9d8f",
-    "coat": "#d1495b",
-    "coat_max": "#edae49",
-}
 _MARKER = dict(marker="o", linestyle="none", markersize=5, markerfacecolor="white")
 
 
@@ -39,7 +34,7 @@ def plot_losses(run: Run, token: str) -> Figure:
         raw = np.array([row["loss"] for row in rows])
         smooth = trailing_mean(raw, window)
         first = first or (smooth, val)
-        style = dict(color=_COLORS[recipe])
+        style = dict(color=RECIPE_COLORS[recipe])
         steps = np.arange(1, raw.size + 1)
         losses.plot(steps, raw, **style, linewidth=0.6, alpha=0.15)
         losses.plot(steps, smooth, **style, linewidth=1.6, label=recipe)

@@ -5,15 +5,17 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from coat_jax.layers.decoder import Scaling
-from coat_jax.layers.recipes import RECIPES
+import coat_jax as coat
+from coat_jax.layers.recipes import RECIPES, Scaling
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
 from experiments.pretrain.data import TokenDtype, Tokenizer
 from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
 # The recipes whose optimizer is `coat.fp8_adamw`.
-COAT_RECIPES: tuple[Recipe, ...] = ("coat", "coat_max")
+COAT_RECIPES: tuple[Recipe, ...] = tuple(
+    name for name, recipe in RECIPES.items() if recipe.optimizer is coat.fp8_adamw
+)
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
@@ -109,10 +111,11 @@ class Settings:
                 f"{', '.join(self.recipes)}"
             )
 
-        if self.scaling == "delayed" and not fp8:
+        able = [name for name in RECIPES if self.scaling in RECIPES[name].scalings]
+        if not set(self.recipes) & set(able):
             raise ValueError(
-                f"scaling='delayed' needs one of the recipes "
-                f"{', '.join(COAT_RECIPES)}; got {', '.join(self.recipes)}"
+                f"scaling={self.scaling!r} needs one of the recipes "
+                f"{', '.join(able)}; got {', '.join(self.recipes)}"
             )
 
     @property
@@ -231,10 +234,11 @@ def model_config(
 
     The vocabulary is rounded up to a multiple of 128.
     """
+    scalings = RECIPES[recipe].scalings
     return dataclasses.replace(
         PRESETS[settings.preset].model,
         recipe=recipe,
-        scaling=settings.scaling if recipe in COAT_RECIPES else "just_in_time",
+        scaling=settings.scaling if settings.scaling in scalings else "just_in_time",
         vocab_size=-(-vocab_size // 128) * 128,  # Whole tiles of a matmul.
         param_dtype=jnp.dtype(settings.param_dtype),
     )

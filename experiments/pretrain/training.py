@@ -25,6 +25,7 @@ from flax import nnx
 from jaxtyping import Array, Float32, Int32
 
 import coat_jax as coat
+from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from coat_jax.remat.report import peak_bytes
 from experiments.common.timing import OPTIONS
@@ -86,8 +87,7 @@ class Optimizer(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe) -> "Optimizer":
         """Returns the optimizer of a recipe."""
-        fused = recipe in COAT_RECIPES
-        return cls(coat.fp8_adamw if fused else optax.adamw, fused)
+        return cls(RECIPES[recipe].optimizer, fused=recipe in COAT_RECIPES)
 
     def transformation(
         self, settings: Settings, steps: int

@@ -387,10 +387,10 @@ def test_gradients_go_through_layers_with_their_scales(dtype):
     x = normal(0, 2, 8, 64, dtype=dtype)
 
     def loss(layers, x, through):
-        x = blocks.enter(recipe, x) if through else x
+        x = recipe.enter(x) if through else x
         for layer in layers:
             x = layer(x)
-        x = blocks.leave(recipe, x) if through else x
+        x = recipe.leave(x) if through else x
         return jnp.mean(x.astype(jnp.float32) ** 2)
 
     graph, params = nnx.split(layers)
