@@ -12,11 +12,10 @@ from statistics import geometric_mean
 from typing import Any
 
 from experiments.common.results import default_path, load
-from experiments.optimizer.drift_cases import METHODS
+from experiments.optimizer.drift_cases import METHODS, OURS
 from experiments.pretrain.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
-_CURVES = "optimizer_curves_124m"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
     ("bf16", 2),
@@ -218,12 +217,12 @@ def _optimizer() -> str:
 
 
 def _drift() -> str:
-    steps, results = 10_000, load("drift")
-    rows = [r for r in results["rows"] if r["steps"] == steps and r["ratio"]]
+    usual, longest = 10_000, 100_000
+    rows = [row for row in load("drift")["rows"] if row["ratio"]]
     b2s = sorted({row["b2"] for row in rows})
     stories = {row["story"] for row in rows}
     lines = [
-        f"**Moments over {steps:,} steps** (`drift`): how many times too large updates "
+        f"**Moments over {usual:,} steps** (`drift`): how many times too large updates "
         f"are, beside float32 moments; the means in {len(stories)} stories that "
         "gradients tell (stationary, falling, spiking, rare, frozen, ...), from the "
         "smallest to the largest. In the figure b2 is optax's default, 0.999. `coat "
@@ -232,13 +231,13 @@ def _drift() -> str:
         "| moments | " + " | ".join(f"b2 = {b2:g}" for b2 in b2s) + " |",
         "| --- |" + " --- |" * len(b2s),
     ]
-    for method in METHODS:
+    for method, steps in (*((name, usual) for name in METHODS), (OURS, longest)):
         cells = []
         for b2 in b2s:
             found = [
                 row["ratio"]
                 for row in rows
-                if (row["method"], row["b2"]) == (method, b2)
+                if (row["method"], row["b2"], row["steps"]) == (method, b2, steps)
             ]
             low, high = min(found), max(found)
             cells.append(
@@ -246,53 +245,77 @@ def _drift() -> str:
                 if high < 100
                 else f"{low:.2f} to {high:,.0f}"
             )
-        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+        name = method if steps == usual else f"{method}, {steps:,} steps"
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
     image = _image("Updates over exact ones", "drift", "drift")
     return "\n".join([*lines, "", image, ""])
 
 
 def _curves() -> str:
-    results = load("optimizer_curves", _CURVES)
+    name = "optimizer_curves_124m"
+    falling, bf16 = (
+        load("optimizer_curves", f"{name}_{more}") for more in ("falling", "bf16")
+    )
+    usual = load("optimizer_curves", name)
+    settings = usual["settings"]
+    text = (
+        f"**Training with it** (`{name}`): the {settings['preset']} preset's model in "
+        f"BF16 matrix products, b2 = {settings['b2']:g}, {_length(usual)}. A gap is "
+        "the mean over seeds, each with one initialization and one order of the data; "
+        "behind it is the upper end of its 95% interval. Parameters are float32 "
+        "unless it says BF16, moments of `optax.adamw` always."
+    )
+    return "\n".join(
+        [
+            text,
+            "",
+            *_gaps(usual),
+            "",
+            _image("Loss curves and differences", "optimizer_curves", name),
+            "",
+            f"The same with a learning rate that falls to zero (`{name}_falling`):",
+            "",
+            *_gaps(falling),
+            "",
+            f"An earlier form of `fp8_adamw`, with BF16 parameters too "
+            f"(`{name}_bf16`): b2 = {bf16['settings']['b2']:g}, {_length(bf16)}.",
+            "",
+            *_gaps(bf16),
+            "",
+        ]
+    )
+
+
+def _length(results: dict[str, Any]) -> str:
+    """Returns the size of trainings, their device and the number of seeds."""
     settings = results["settings"]
-    lines = [
-        f"**Training with it** (`{_CURVES}`): the {settings['preset']} preset's "
-        f"model in BF16 matrix products, {settings['steps']:,} steps of "
-        f"{settings['batch_size']} x {settings['seq_len']} tokens on "
-        f"{results['device']['name']}; the mean of {results['summary'][0]['seeds']} "
-        "seeds, each with one initialization and one order of the data, and the "
-        "standard error of the paired differences. Parameters are float32 unless it "
-        "says BF16, moments of `optax.adamw` always.",
-        "",
-        "| | validation loss | difference | standard error | gap |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    return (
+        f"{settings['steps']:,} steps of {settings['batch_size']} x "
+        f"{settings['seq_len']} bytes on one {results['device']['name']}, "
+        f"{results['summary'][0]['seeds']} seeds"
+    )
+
+
+def _gaps(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a table of validation losses and their gaps."""
+    lines = ["| | validation loss | gap | at most |", "| --- | --- | --- | --- |"]
     for row in results["summary"]:
-        error = row["standard_error"]
-        error = "-" if error is None else f"{error:.4f}"
-        lines.append(
-            f"| {row['optimizer']} | {row['val_loss']:.4f} | {row['difference']:+.4f} "
-            f"| {error} | {row['percent']:+.2f}% |"
-        )
-    image = _image("Loss curves and differences", "optimizer_curves", _CURVES)
-    return "\n".join([*lines, "", image, ""])
+        gap = most = ""
+        if row["optimizer"] != row["beside"]:
+            gap, most = f"{row['percent']:+.2f}%", f"{row['most_percent']:+.2f}%"
+        loss = f"{row['val_loss']:.4f}"
+        lines.append(f"| {row['optimizer']} | {loss} | {gap} | {most} |")
+    return lines
 
 
 def _wrapped() -> str:
     results = load("wrapped_optimizers", "wrapped_optimizers_tiny")
-    settings = results["settings"]
-    lines = [
+    text = (
         "**Other optimizers** (`wrapped_optimizers_tiny`): each of optax's as it is "
         "and within `coat.with_quantized_state`, on the "
-        f"{settings['preset']} preset's model, {settings['steps']:,} steps of "
-        f"{settings['batch_size']} x {settings['seq_len']} bytes, one seed.",
-        "",
-        "| | validation loss | gap |",
-        "| --- | --- | --- |",
-    ]
-    for row in results["summary"]:
-        gap = f"{row['percent']:+.2f}%" if row["optimizer"] != row["beside"] else ""
-        lines.append(f"| {row['optimizer']} | {row['val_loss']:.4f} | {gap} |")
-    return "\n".join([*lines, ""])
+        f"{results['settings']['preset']} preset's model, {_length(results)}."
+    )
+    return "\n".join([text, "", *_gaps(results), ""])
 
 
 def _kernels() -> str:

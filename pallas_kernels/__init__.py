@@ -3,7 +3,7 @@
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.strips import Tuning as ElementwiseTuning
-from pallas_kernels.numerics import Copies, Groups
+from pallas_kernels.numerics import Codes, Scaled
 from pallas_kernels.ops.adam.api import adam
 from pallas_kernels.ops.adam.reference import AdamScalars, Moments
 from pallas_kernels.ops.gate.api import gated, gated_grad
@@ -26,15 +26,15 @@ __all__ = [
     "AdamScalars",
     "Bound",
     "Choice",
-    "Copies",
+    "Codes",
     "ElementwiseTuning",
     "Explanation",
     "Gated",
-    "Groups",
     "Moments",
     "NormGrads",
     "NormTuning",
     "Normed",
+    "Scaled",
     "adam",
     "dequantize_groups",
     "explain",

@@ -1,4 +1,4 @@
-"""FP8 numbers: containers of codes, computation of scales, rounding to codes."""
+"""FP8 numbers: the containers of codes, scales, and rounding to codes."""
 
 import math
 from typing import Literal, NamedTuple
@@ -15,16 +15,17 @@ TINY = float(jnp.finfo(jnp.float32).tiny)
 _BF16_MAX = float(jnp.finfo(jnp.bfloat16).max)
 
 
-class Groups(NamedTuple):
-    """Numbers `codes * scale`, with one scale per group on the last axis.
+class Scaled(NamedTuple):
+    """FP8 codes of numbers `codes * scale`, with a scale per group or per token.
 
     Attributes:
-      codes: FP8 codes [..., n].
-      scale: bfloat16 [..., ceil(n / group)].
+      codes: The codes [..., n].
+      scale: The scales: bfloat16 [..., ceil(n / group)], one per group on the last
+        axis; or float32 [...], one per token.
     """
 
     codes: Float[Array, "... n"]
-    scale: Float[Array, "... g"]
+    scale: Float[Array, "..."]
 
     @property
     def group(self) -> int:
@@ -32,18 +33,20 @@ class Groups(NamedTuple):
         return self.codes.shape[-1] // max(self.scale.shape[-1], 1)
 
 
-class Copies(NamedTuple):
-    """Per-tensor FP8 codes, and their transpose; None for a copy that is not wanted.
+class Codes(NamedTuple):
+    """FP8 codes with a per-tensor scale, and their transpose.
 
     Attributes:
-      row: Codes [..., n].
-      transposed: The same codes [n, tokens]. All leading axes form one axis of tokens.
-      largest: The amax of parts of the quantized array, float32 [k]. The kernel chooses
-        the number k of parts.
+      row: The codes [..., n]; None if they are not wanted.
+      transposed: The same codes [n, tokens], or None. All leading axes are tokens.
+      scale: The scale, a float32 scalar.
+      largest: The amax of parts of the quantized array, float32 [k], or None. The
+        kernel chooses the number k of parts.
     """
 
-    row: Float[Array, "... n"] | None = None
-    transposed: Float[Array, "n tokens"] | None = None
+    row: Float[Array, "... n"] | None
+    transposed: Float[Array, "n tokens"] | None
+    scale: Float[Array, ""]
     largest: Float[Array, " k"] | None = None
 
 

@@ -8,8 +8,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from coat_jax.layers import recipes
-from coat_jax.layers.matmul import Fp8Weight, Rows, Weight
+from coat_jax.layers.matmul import Fp8Weight, Weight
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
+from pallas_kernels import Scaled
 from pallas_kernels.checks import check_positive
 
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -174,7 +175,7 @@ class DecoderLayer(nnx.Module):
         if self.codes is None:
             return weight
         codes = {k: x[...] for k, x in self.codes[name].items()}
-        rows = Rows(codes.pop("rows"), codes.pop("rows_scale"))
+        rows = Scaled(codes.pop("rows"), codes.pop("rows_scale"))
         return Fp8Weight(weight, rows, **codes)
 
     def __call__(self, x: recipes.Residual) -> recipes.Residual:

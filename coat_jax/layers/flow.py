@@ -36,17 +36,19 @@ import pallas_kernels as kernels
 from coat_jax.devices import on_one_device
 from coat_jax.layers.functional import angles, rotary
 from coat_jax.layers.matmul import (
-    Codes,
-    Rows,
     Weight,
+    checked,
     input_gradient,
     product,
     product_heads,
+    quantize_tensor,
+    quantize_tokens,
     tensor_scales,
     weight_gradient,
 )
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
+from pallas_kernels import Codes, Scaled
 from pallas_kernels.ops.rope.reference import split_heads
 
 GateName = Literal["silu", "gelu", "gelu_exact"]
@@ -88,8 +90,9 @@ class Stream(NamedTuple):
     def codes(self, history: Array | None) -> Codes:
         """Quantizes a gradient to E5M2 codes and their transpose."""
         scale = self.scale if history is None else None
-        how = {"copies": "both", "scale": scale, "history": history}
-        return Codes.of(self.x, E5M2, **how)
+        return quantize_tensor(
+            self.x, E5M2, copies="both", scale=scale, history=history
+        )
 
 
 @jax.custom_vjp
@@ -134,8 +137,8 @@ class Heads:
         Returns:
           Queries [b, s, n, d], keys and values [b, s, k, d].
         """
-        how = {"num_kv_heads": self.num_kv_heads, "dtype": y.dtype}
-        return split_heads(y, *self.angles(y.shape[1]), **how)
+        angles = self.angles(y.shape[1])
+        return split_heads(y, *angles, num_kv_heads=self.num_kv_heads, dtype=y.dtype)
 
     def gradient(
         self, q: Array, k: Array, v: Array, history: Array | None = None
@@ -150,10 +153,10 @@ class Heads:
             # A rotation increases the amax by a factor of sqrt(2) at most.
             return kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
 
-        scale = scale_of(E5M2, history, bound)
-        how = {"dtype": E5M2.dtype, "keep_maxima": history is not None}
-        codes = kernels.join_heads(q, k, v, cos, sin, scale, **how)
-        return Codes.found(codes.row, codes.transposed, scale, codes.largest)
+        scale, delayed = scale_of(E5M2, history, bound), history is not None
+        arrays = q, k, v, cos, sin, scale
+        codes = kernels.join_heads(*arrays, dtype=E5M2.dtype, keep_maxima=delayed)
+        return checked(codes)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
         """Returns the gradient of `split`'s input, summed over all tokens."""
@@ -178,18 +181,19 @@ class Norm:
 
     def forward(
         self, x: Float[Array, "b s h"], weight: Array | None
-    ) -> tuple[Rows, kernels.Groups]:
+    ) -> tuple[Scaled, Scaled]:
         """Returns the norm's output with per-token scales, and `x` in groups of 16.
 
         Backward reads the groups.
         """
-        how = dataclasses.asdict(self)
-        out = kernels.norm(x, weight, scale="row", keep_groups=True, **how)
-        return Rows(out.y, out.scale), out.groups
+        out = kernels.norm(
+            x, weight, kind=self.kind, eps=self.eps, scale="row", keep_groups=True
+        )
+        return Scaled(out.y, out.scale), out.groups
 
     def backward(
         self,
-        x: kernels.Groups,
+        x: Scaled,
         dy: Array,
         weight: Array | None,
         scale: Float[Array, ""],
@@ -205,9 +209,16 @@ class Norm:
         """
         # The kernel adds bfloat16 arrays only.
         fused = add.dtype == jnp.bfloat16
-        how = {"y_scale": scale, "add": add if fused else None}
-        how |= {"keep_maxima": fused and not delayed, **dataclasses.asdict(self)}
-        out = kernels.norm_grad(x, dy, weight, **how)
+        out = kernels.norm_grad(
+            x,
+            dy,
+            weight,
+            kind=self.kind,
+            eps=self.eps,
+            y_scale=scale,
+            add=add if fused else None,
+            keep_maxima=fused and not delayed,
+        )
         dx = out.dx if fused else out.dx + add
         stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
         dweight = None if weight is None else out.dweight.astype(weight.dtype)
@@ -244,9 +255,14 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
     if (bias := params.get("qkv_bias")) is None:
-        how = {"angles": heads.angles(x.shape[1]), "num_kv_heads": heads.num_kv_heads}
-        how |= {"copies": 1 + keep_copies}
-        (q, k, v, *kept), w = product_heads(h, params["qkv"], x.dtype, **how)
+        (q, k, v, *kept), w = product_heads(
+            h,
+            params["qkv"],
+            x.dtype,
+            heads.angles(x.shape[1]),
+            heads.num_kv_heads,
+            copies=1 + keep_copies,
+        )
     else:
         y, w = product(h, params["qkv"], x.dtype)
         q, k, v = heads.split(biased(y, bias))
@@ -262,8 +278,8 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # `after` delays the quantization of the weights until attention's backward pass is
     # over. XLA could quantize them earlier, and their codes would take memory.
-    how = {"after": gradient.transposed}
-    dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype, **how)
+    after = gradient.transposed
+    dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype, after)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx, delayed)
     grads = {
@@ -293,7 +309,7 @@ def attention_out(
 
 @on_one_device
 def _attention_out(params, o, x):
-    rows = Rows.of(joined(o))
+    rows = quantize_tokens(joined(o))
     x = biased(x, params.get("out_bias"))
     y, w = product(rows, params["out"], x.dtype, x)
     return Stream.of(y), (params, o, *tensor_scales(rows, w))
@@ -304,7 +320,7 @@ def _attention_out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
     gradient = dy.codes(amax.get("out_grad"))
-    codes = Codes.of(joined(o), E4M3, copies="transposed", scale=scale)
+    codes = quantize_tensor(joined(o), E4M3, copies="transposed", scale=scale)
     grads = {
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
         "amax": _recorded(amax, out_grad=gradient),
@@ -336,7 +352,7 @@ def _gated_mlp(params, stream, norm, gate):
     y, gate_up = product(h, params["gate_up"], x.dtype)
     y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
-    a = Rows(out.values, out.scale)
+    a = Scaled(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
     y, down = product(a, params["down"], x.dtype, x)
     scales = tensor_scales(h, a, gate_up, down)
@@ -360,8 +376,8 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # `after` delays the quantization of the weights until `da` is freed and the codes
     # of the gradient of gate and up are transposed. The codes of the weights then live
     # for this matmul only, and the matmul of the weight gradient can follow at once.
-    how = {"after": inner.transposed}
-    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, **how)
+    after = inner.transposed
+    dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, after)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)
     grads = {
@@ -382,7 +398,7 @@ gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
 def _gate_gradient(
-    gate_up: kernels.Groups,
+    gate_up: Scaled,
     largest_scale: Float[Array, "..."],
     da: Array,
     da_maxima: Float[Array, " parts"],
@@ -407,14 +423,20 @@ def _gate_gradient(
         return kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
 
     scale = scale_of(E5M2, history, bound)
-    how = {"activation": gate, "dtype": E5M2.dtype}
-    out = kernels.gated_grad(gate_up, da, scale=scale, product_scale=a_scale, **how)
+    out = kernels.gated_grad(
+        gate_up,
+        da,
+        activation=gate,
+        scale=scale,
+        dtype=E5M2.dtype,
+        product_scale=a_scale,
+    )
     codes = out.values.reshape(*da.shape[:-1], -1)
     # A separate kernel transposes the codes. `da` is freed by now, so that backward
     # needs no more memory at a time than BF16.
     transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
-    return Codes.found(codes, transposed, scale, maxima), out.product
+    return checked(Codes(codes, transposed, scale, maxima)), out.product
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

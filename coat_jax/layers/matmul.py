@@ -24,6 +24,7 @@ from coat_jax.devices import on_one_device
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
+from pallas_kernels import Codes, Scaled
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.
@@ -131,9 +132,10 @@ def _product(x, w, dtype, contract):
 
 @on_one_device
 def _product_fwd(x, w, dtype, contract):
-    xq = Codes.of(x, E4M3, copies="both")
-    wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[contract])
-    y = _matmul(xq.row, wq.only, xq.scale, wq.scale, dtype=dtype)
+    layout = _LAYOUTS[contract]
+    xq = quantize_tensor(x, E4M3, copies="both")
+    wq = quantize_tensor(_flat(w), E4M3, copies=layout)
+    y = _matmul(xq.row, getattr(wq, layout), xq.scale, wq.scale, dtype=dtype)
     # An empty array carries the dtype of x to the backward pass.
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
@@ -141,9 +143,10 @@ def _product_fwd(x, w, dtype, contract):
 @on_one_device
 def _product_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
-    gradient = Codes.of(dy, E5M2, copies="both")
-    wq = Codes.of(_flat(w), E4M3, copies=_LAYOUTS[1 - contract], scale=w_scale)
-    dx = _matmul(gradient.row, wq.only, gradient.scale, w_scale, dtype=like.dtype)
+    layout = _LAYOUTS[1 - contract]
+    gradient = quantize_tensor(dy, E5M2, copies="both")
+    wq = getattr(quantize_tensor(_flat(w), E4M3, copies=layout, scale=w_scale), layout)
+    dx = _matmul(gradient.row, wq, gradient.scale, w_scale, dtype=like.dtype)
     a, b = (xq, gradient) if contract == 0 else (gradient, xq)
     dw = _matmul(a.transposed, b.transposed, a.scale, b.scale, dtype=w.dtype)
     return dx, dw.reshape(w.shape)
@@ -152,93 +155,49 @@ def _product_bwd(dtype, contract, residuals, dy):
 _product.defvjp(_product_fwd, _product_bwd)
 
 
-class Codes(NamedTuple):
-    """FP8 codes with a per-tensor scale, the operands of matmuls.
+def quantize_tensor(
+    x: Float[Array, "... n"],
+    format: Format,
+    *,
+    copies: Literal["row", "transposed", "both"],
+    scale: Float[Array, ""] | None = None,
+    history: Float[Array, " length"] | None = None,
+    after: Array | None = None,
+) -> Codes:
+    """Quantizes `x` with `scale`, the scale of `history`, or that of its own amax.
 
-    Attributes:
-      row: The codes [..., n]; None if no matmul needs them.
-      transposed: The same codes as [n, tokens]; None if no matmul needs them. All
-        leading axes are tokens.
-      scale: The scale, a float32 power of two; NaN if the array was not finite.
-      largest: The amax of the array, float32; None unless the scale is delayed.
+    `after` is an array that must be computed before the codes.
     """
-
-    row: Float[Array, "... n"] | None
-    transposed: Float[Array, "n tokens"] | None
-    scale: Float[Array, ""]
-    largest: Float[Array, ""] | None = None
-
-    @classmethod
-    def of(
-        cls,
-        x: Float[Array, "... n"],
-        format: Format,
-        *,
-        copies: Literal["row", "transposed", "both"],
-        scale: Float[Array, ""] | None = None,
-        history: Float[Array, " length"] | None = None,
-        after: Array | None = None,
-    ) -> "Codes":
-        """Quantizes `x` with `scale`, the scale of `history`, or that of its own amax.
-
-        `after` is an array that must be computed before the codes.
-        """
-        x = _numbers(x)
-        if scale is None:
-            scale = scale_of(
-                format, history, lambda: kernels.Bound((kernels.maxima(x),))
-            )
-        how = {"copies": copies, "keep_maxima": history is not None, "after": after}
-        codes = kernels.quantize_tensor(x, scale, dtype=format.dtype, **how)
-        return cls.found(codes.row, codes.transposed, scale, codes.largest)
-
-    @classmethod
-    def found(
-        cls,
-        row: Array | None,
-        transposed: Array | None,
-        scale: Float[Array, ""],
-        maxima: Float[Array, " k"] | None,
-    ) -> "Codes":
-        """Returns codes with their amax, from `maxima` of parts, if scaling is delayed.
-
-        `maxima` is None if scaling is just in time.
-        """
-        if maxima is None:
-            return cls(row, transposed, scale)
-        largest = jnp.max(maxima, initial=0.0)
-        # A delayed scale is chosen before the amax is known, so infinities saturate.
-        # The NaN scale lets the results of matmuls show them.
-        scale = jnp.where(jnp.isfinite(largest), scale, jnp.nan)
-        return cls(row, transposed, scale, largest)
-
-    @property
-    def only(self) -> Float[Array, "..."]:
-        """The only copy, `row` or `transposed`."""
-        (copy,) = (x for x in (self.row, self.transposed) if x is not None)
-        return copy
+    x = _numbers(x)
+    if scale is None:
+        scale = scale_of(format, history, lambda: kernels.Bound((kernels.maxima(x),)))
+    codes = kernels.quantize_tensor(
+        x,
+        scale,
+        dtype=format.dtype,
+        copies=copies,
+        keep_maxima=history is not None,
+        after=after,
+    )
+    return checked(codes)
 
 
-class Rows(NamedTuple):
-    """E4M3 codes with one scale per token, or per output feature of a weight.
+def checked(codes: Codes) -> Codes:
+    """Returns codes whose scale is NaN if their amax is known and not finite.
 
-    Attributes:
-      codes: The codes [..., n].
-      scale: The scales, float32 [...].
+    A delayed scale is chosen before the amax is known, so infinities saturate. The NaN
+    scale lets the results of matmuls show them.
     """
+    if codes.largest is None:
+        return codes
+    largest = jnp.max(codes.largest, initial=0.0)
+    scale = jnp.where(jnp.isfinite(largest), codes.scale, jnp.nan)
+    return codes._replace(scale=scale, largest=largest)
 
-    codes: Float[Array, "... n"]
-    scale: Float[Array, "..."]
 
-    @classmethod
-    def of(cls, x: Float[Array, "... n"]) -> "Rows":
-        """Quantizes `x` with one scale per row, amax / 448."""
-        return cls(*kernels.quantize_rows(_numbers(x)))
-
-    @property
-    def bound(self) -> kernels.Bound:
-        """An upper bound of the amax: the largest scale times the largest code."""
-        return kernels.Bound((self.scale,), E4M3.max)
+def quantize_tokens(x: Float[Array, "... n"]) -> Scaled:
+    """Quantizes `x` to E4M3 with one scale per token, or per output feature."""
+    return kernels.quantize_rows(_numbers(x))
 
 
 class Fp8Weight(NamedTuple):
@@ -256,7 +215,7 @@ class Fp8Weight(NamedTuple):
     """
 
     value: Float[Array, "... k"]
-    rows: Rows | None
+    rows: Scaled | None
     transposed: Float[Array, "k n"] | None
     scale: Float[Array, ""] | None
 
@@ -273,19 +232,23 @@ class Fp8Weight(NamedTuple):
 Weight = Float[Array, "... k"] | Fp8Weight
 
 
-def tensor_scales(*rows: Rows | Array) -> tuple[Float[Array, ""], ...]:
-    """Returns the per-tensor scale of each argument; arrays are scales already."""
-    bounds = [x.bound for x in rows if isinstance(x, Rows)]
+def tensor_scales(*of: Scaled | Array) -> tuple[Float[Array, ""], ...]:
+    """Returns the per-tensor scale of each argument; arrays are scales already.
+
+    The amax is taken to be the largest scale of tokens times the largest code.
+    """
+    scaled = [x for x in of if isinstance(x, Scaled)]
+    bounds = (kernels.Bound((x.scale,), E4M3.max) for x in scaled)
     found = iter(kernels.tensor_scales(*bounds))
-    return tuple(next(found) if isinstance(x, Rows) else x for x in rows)
+    return tuple(next(found) if isinstance(x, Scaled) else x for x in of)
 
 
 def product(
-    x: Rows,
+    x: Scaled,
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
-) -> tuple[Float[Array, "*batch n"], Rows | Float[Array, ""]]:
+) -> tuple[Float[Array, "*batch n"], Scaled | Float[Array, ""]]:
     """Computes `x @ w.T + accumulator`, with output axes of `w` merged to n.
 
     Args:
@@ -303,20 +266,21 @@ def product(
 
 
 def product_heads(
-    x: Rows,
+    x: Scaled,
     w: Weight,
     dtype: DTypeLike,
     angles: tuple[Float[Array, "s half"], Float[Array, "s half"]],
     num_kv_heads: int,
     copies: int = 1,
-) -> tuple[tuple[Array, ...], Rows | Float[Array, ""]]:
+) -> tuple[tuple[Array, ...], Scaled | Float[Array, ""]]:
     """Computes `product` as queries, keys and values with RoPE; see `matmul_heads`.
 
     With `copies` 2 each of them is returned twice. The second copies should only be
     saved: the barrier of `once` is on the first ones alone.
     """
-    how = {"num_kv_heads": num_kv_heads, "out_dtype": dtype, "copies": copies}
-    multiply = partial(kernels.matmul_heads, **how)
+    multiply = partial(
+        kernels.matmul_heads, num_kv_heads=num_kv_heads, out_dtype=dtype, copies=copies
+    )
     heads, scaled = _product_by(multiply, x, w, *angles)
     return (*once(heads[:3]), *heads[3:]), scaled
 
@@ -332,15 +296,16 @@ def input_gradient(
     w_scale: Float[Array, ""],
     dtype: DTypeLike,
     after: Array | None = None,
-    **how,
+    keep_maxima: bool = False,
 ) -> Float[Array, "*batch k"] | tuple[Float[Array, "*batch k"], Float[Array, " parts"]]:
     """Computes the gradient of a matmul's activations, `dy @ w`.
 
-    Weights are quantized after the array `after` is computed. Other arguments are those
-    of `kernels.matmul`.
+    Weights are quantized after the array `after` is computed. With `keep_maxima` the
+    amax of parts of the gradient is returned as well.
     """
     codes = _backward_codes(w, w_scale, after)
-    return _matmul(dy.row, codes, dy.scale, w_scale, dtype=dtype, **how)
+    arrays = dy.row, codes, dy.scale, w_scale
+    return _matmul(*arrays, dtype=dtype, keep_maxima=keep_maxima)
 
 
 def weight_gradient(
@@ -367,14 +332,14 @@ def once(result):
     return lax.optimization_barrier(result)
 
 
-def _forward_codes(w: Weight) -> tuple[Rows, Rows | Float[Array, ""]]:
+def _forward_codes(w: Weight) -> tuple[Scaled, Scaled | Float[Array, ""]]:
     """Returns codes of weights for forward, and the source of the backward scale.
 
     The source is an argument of `tensor_scales`.
     """
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
-    rows = Rows.of(_flat(w))
+    rows = quantize_tokens(_flat(w))
     return rows, rows
 
 
@@ -384,8 +349,10 @@ def _backward_codes(
     """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
-    how = {"copies": "transposed", "scale": scale, "after": after}
-    return Codes.of(_flat(w), E4M3, **how).transposed
+    codes = quantize_tensor(
+        _flat(w), E4M3, copies="transposed", scale=scale, after=after
+    )
+    return codes.transposed
 
 
 def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
@@ -398,10 +365,11 @@ def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
-def _matmul(*arrays, dtype, **how):
+def _matmul(*arrays, dtype, keep_maxima=False):
     if dtype in (jnp.bfloat16, jnp.float32):
-        return kernels.matmul(*arrays, out_dtype=dtype, **how)
-    return kernels.matmul(*arrays, out_dtype=jnp.float32, **how).astype(dtype)
+        return kernels.matmul(*arrays, out_dtype=dtype, keep_maxima=keep_maxima)
+    y = kernels.matmul(*arrays, out_dtype=jnp.float32, keep_maxima=keep_maxima)
+    return jax.tree.map(lambda x: x.astype(dtype), y)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

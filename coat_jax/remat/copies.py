@@ -22,7 +22,7 @@ import pallas_kernels
 from coat_jax.devices import has_kernel
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize
 from coat_jax.quantization.formats import Format
-from pallas_kernels import Groups, dispatch
+from pallas_kernels import Scaled, dispatch
 
 _WIDE = (jnp.bfloat16, jnp.float32)
 
@@ -99,7 +99,7 @@ def _quantize(x: Array, spec: _Spec) -> tuple[Array, Array]:
 
 def _dequantize(codes: Array, scale: Array, spec: _Spec) -> Array:
     return pallas_kernels.dequantize_groups(
-        Groups(codes, scale), dtype=spec.dtype, implementation=spec.implementation
+        Scaled(codes, scale), dtype=spec.dtype, implementation=spec.implementation
     )
 
 

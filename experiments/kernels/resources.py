@@ -59,9 +59,9 @@ def _array(*shape: int, dtype: Any = _BF16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _groups(*shape: int) -> pk.Groups:
+def _groups(*shape: int) -> pk.Scaled:
     scale = _array(*shape[:-1], shape[-1] // 16)
-    return pk.Groups(_array(*shape, dtype=_E4M3), scale)
+    return pk.Scaled(_array(*shape, dtype=_E4M3), scale)
 
 
 def _adam() -> Iterator[Case]:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels.numerics import (
     TINY,
-    Groups,
+    Scaled,
     code_max,
     float_bits,
     floats,
@@ -57,9 +57,9 @@ def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
     )
 
 
-def decode(x: Array | Groups) -> Array:
+def decode(x: Array | Scaled) -> Array:
     """Returns a strip in float32: `x`, or `codes * scale` of groups."""
-    if not isinstance(x, Groups):
+    if not isinstance(x, Scaled):
         return x.astype(jnp.float32)
     codes = x.codes.astype(jnp.float32)
     return codes * _spread(x.scale.astype(jnp.float32), codes)

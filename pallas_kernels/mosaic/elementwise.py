@@ -33,7 +33,7 @@ from pallas_kernels.mosaic.codec import (
     strip_layout,
 )
 from pallas_kernels.mosaic.strips import Encoding, Tuning, Walk
-from pallas_kernels.numerics import GROUP, Groups, normal
+from pallas_kernels.numerics import GROUP, Scaled, normal
 
 
 class Encoded(NamedTuple):
@@ -52,7 +52,7 @@ class Encoded(NamedTuple):
 )
 def run(
     fn: Callable,
-    operands: tuple[Array | Groups, ...],
+    operands: tuple[Array | Scaled, ...],
     scale: Float[Array, ""] | None = None,
     more_scale: Float[Array, ""] | None = None,
     after: Array | None = None,
@@ -68,10 +68,10 @@ def run(
 
     Args:
       fn: A function of strips. Its arguments are one strip per part of each operand, as
-        stored: an array, or `Groups`. It returns one float32 strip per part of the
+        stored: an array, or `Scaled`. It returns one float32 strip per part of the
         values, and an additional strip if `more` is given. If codes are wanted without
         a scale, it returns the codes themselves.
-      operands: Arrays [rows, parts, n], `Groups` of such arrays, and scalars.
+      operands: Arrays [rows, parts, n], `Scaled` of such arrays, and scalars.
       scale: The per-tensor scale of `row` and `transposed` codes, `value / scale`.
       more_scale: The same scale for `more`.
       after: An array that must be computed before the kernel runs. It is not read.
@@ -178,7 +178,7 @@ def outputs(
     in_groups = None
     if encoding.groups is not None:
         scale = like(jnp.bfloat16, (rows, parts, groups))
-        in_groups = Groups(like(encoding.groups, (rows, parts, groups, group)), scale)
+        in_groups = Scaled(like(encoding.groups, (rows, parts, groups, group)), scale)
     return Encoded(
         wide=like(encoding.wide),
         groups=in_groups,
@@ -259,7 +259,7 @@ class Stages(NamedTuple):
                 _scales(x.scale.at[rows, part], group, walk)
                 for part in range(x.codes.shape[1])
             ]
-            if isinstance(x, Groups)
+            if isinstance(x, Scaled)
             else []
             for x in operands
         ]
@@ -272,7 +272,7 @@ class Stages(NamedTuple):
                     yield x[0]
                 for part, load in enumerate(of_parts):
                     strip = load[j]()
-                    yield Groups(strip, of_groups[part][j]) if of_groups else strip
+                    yield Scaled(strip, of_groups[part][j]) if of_groups else strip
 
         return [functools.partial(strips, j) for j in range(walk.strips)]
 
@@ -310,7 +310,7 @@ def strips_of(tile: Any) -> list[Callable[[], Array]]:
     return [functools.partial(strip, j) for j in starts]
 
 
-def _loaded(operands: Any, place: Callable) -> list[Array | Groups]:
+def _loaded(operands: Any, place: Callable) -> list[Array | Scaled]:
     """Loads a strip of each part of all operands from global memory."""
 
     def load(ref, part, shape):

@@ -20,7 +20,7 @@ from jaxtyping import Array
 
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
-from pallas_kernels.numerics import GROUP, Groups, NormKind
+from pallas_kernels.numerics import GROUP, NormKind, Scaled
 
 # The longest row: two rows and two float32 accumulators fit in shared memory.
 LONGEST = 12288
@@ -56,7 +56,7 @@ class Tuning:
 class Rows(NamedTuple):
     """Inputs that are read row by row: arrays [groups, 16] of all rows, or refs."""
 
-    x: Any  # bfloat16 or float32, or `Groups` with scales [groups].
+    x: Any  # bfloat16 or float32, or `Scaled` with scales [groups].
     add: Any = None
     dy: Any = None
 
@@ -112,7 +112,7 @@ class Row:
         x = jax.tree.map(load, ref)
         if factor is None:
             return decode(x)
-        if isinstance(x, Groups):  # A group has fewer scales than elements.
+        if isinstance(x, Scaled):  # A group has fewer scales than elements.
             return decode(x._replace(scale=x.scale.astype(jnp.float32) * factor))
         return decode(x) * factor
 

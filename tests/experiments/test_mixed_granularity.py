@@ -154,7 +154,7 @@ def _read_back(method, found):
     if method.startswith("mixed"):
         wide = wide[:-1] if method.endswith("rows") else wide[0]
     codes, scale = wide
-    codes = codes.row if isinstance(codes, pk.Copies) else codes
+    codes = codes.row if isinstance(codes, pk.Codes) else codes
     if scale.ndim == 1:
         return codes * scale[:, None]
     rows, columns = np.divide(codes.shape, scale.shape or codes.shape).astype(int)

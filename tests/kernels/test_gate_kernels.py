@@ -44,7 +44,7 @@ def inputs(shape, seed=0):
     gate_up[..., 0, 40] = -300.0
     groups = encoded_groups(gate_up, E4M3, 16)
     dy = numbers((*shape[:-2], shape[-1]), seed=seed + 1, octaves=2)
-    return pk.Groups(*map(jnp.asarray, groups)), dy
+    return pk.Scaled(*map(jnp.asarray, groups)), dy
 
 
 def decoded(groups) -> np.ndarray:
@@ -208,7 +208,7 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype):
     gated = functools.partial(pk.gated, scale="row", keep_groups=True)
     out = run(implementation, gated, wide)
     ones = np.ones((3, 2, 144))
-    y, size = exact(pk.Groups(np.asarray(wide, np.float64), ones), "silu")
+    y, size = exact(pk.Scaled(np.asarray(wide, np.float64), ones), "silu")
     np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
     codes, scale = encoded_groups(wide, E4M3, 16)

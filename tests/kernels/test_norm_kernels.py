@@ -50,7 +50,7 @@ def inputs(shape, dtype=BF16, grouped=False, seed=0):
         codes, scale = encoded_groups(x, E4M3, 16)
         values = codes.astype(np.float64)
         values = values * np.repeat(scale.astype(np.float64), 16, axis=-1)
-        x = pk.Groups(jnp.asarray(codes), jnp.asarray(scale))
+        x = pk.Scaled(jnp.asarray(codes), jnp.asarray(scale))
     if dtype is None:
         return x, values, None, None
     weight = numbers(shape[-1], dtype, seed + 1, octaves=1)

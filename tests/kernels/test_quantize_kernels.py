@@ -58,9 +58,9 @@ def test_groups_are_quantized_as_specified(implementation, shape, dtype, codes, 
 @every_implementation
 @pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
 def test_groups_are_decoded(implementation, shape, dtype, codes, group):
-    stored = pk.Groups(*encoded_groups(adversarial(shape, dtype), codes, group))
+    stored = pk.Scaled(*encoded_groups(adversarial(shape, dtype), codes, group))
     decode = functools.partial(pk.dequantize_groups, dtype=dtype)
-    actual = run(implementation, decode, pk.Groups(*map(jnp.asarray, stored)))
+    actual = run(implementation, decode, pk.Scaled(*map(jnp.asarray, stored)))
     scale = np.repeat(stored.scale.astype(np.float32), group, axis=-1)
     with np.errstate(over="ignore"):
         expected = (stored.codes.astype(np.float32) * scale).astype(dtype)
@@ -152,7 +152,7 @@ def test_tensors_are_quantized_as_specified(
         copies == "row",
     )
     expected = {"row": [row], "transposed": [transposed], "both": [row, transposed]}
-    assert_identical(actual, expected[copies])
+    assert_identical(actual, [*expected[copies], np.float32(SCALE)])
 
 
 @every_implementation
@@ -172,7 +172,7 @@ def test_maxima_beside_codes(implementation, copies, last):
 def test_odd_scales(implementation, scale):
     x = adversarial((16, 128), F32)
     actual = run(implementation, pk.quantize_tensor, x, jnp.float32(scale))
-    assert_identical(actual, [encoded(x, scale, E4M3)])
+    assert_identical(actual, [encoded(x, scale, E4M3), np.float32(scale)])
 
 
 @every_implementation
@@ -255,7 +255,7 @@ def test_what_kernels_do_not_take_is_left_to_the_reference():
         both = jax.jit(quantize)(x, scale)
         codes = encoded(x, SCALE, E4M3)
         transposed = codes.reshape(np.prod(shape[:-1], dtype=int), shape[-1]).T
-        assert_identical(both, [codes, transposed])
+        assert_identical(both, [codes, transposed, scale])
         assert_identical(jax.jit(pk.transpose)(both.row), transposed)
     assert pk.maxima(jnp.zeros((0, 4))).max() == 0
 

@@ -16,7 +16,7 @@ from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.codec import decode
 from pallas_kernels.mosaic.strips import Encoding, Tuning
-from pallas_kernels.numerics import GROUP, Groups
+from pallas_kernels.numerics import GROUP, Scaled
 from pallas_kernels.ops.gate import kernel as gate_rows
 from pallas_kernels.ops.gate import reference
 from pallas_kernels.ops.gate.reference import (
@@ -48,7 +48,7 @@ _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
 def gated(
-    gate_up: Groups | Float[Array, "... 2 f"],
+    gate_up: Scaled | Float[Array, "... 2 f"],
     *,
     activation: Activation = "silu",
     scale: Float[Array, ""] | Literal["row"] | None = None,
@@ -90,7 +90,7 @@ def gated(
     """
     row, transposed = _checked(gate_up, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None, "row")
-    if keep_groups and (isinstance(gate_up, Groups) or not isinstance(scale, str)):
+    if keep_groups and (isinstance(gate_up, Scaled) or not isinstance(scale, str)):
         raise ValueError(
             f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
         )
@@ -130,7 +130,7 @@ def gated(
 
 
 def gated_grad(
-    gate_up: Groups,
+    gate_up: Scaled,
     dy: Float[Array, "... f"],
     *,
     activation: Activation = "silu",
@@ -217,7 +217,7 @@ class Product:
 
     activation: Activation
 
-    def __call__(self, gate: Groups | Array, up: Groups | Array) -> tuple[Array]:
+    def __call__(self, gate: Scaled | Array, up: Scaled | Array) -> tuple[Array]:
         """Returns the product, as `elementwise.run` expects it."""
         gate, up = decode(gate), decode(up)
         if self.activation == "gelu_exact":
@@ -237,7 +237,7 @@ class ProductGrad:
     activation: Activation
     with_product: bool = False
 
-    def __call__(self, gate: Groups, up: Groups, dy: Array) -> tuple[Array, ...]:
+    def __call__(self, gate: Scaled, up: Scaled, dy: Array) -> tuple[Array, ...]:
         """Returns the gradients and the product, as `elementwise.run` expects them."""
         gate, up, dy = decode(gate), decode(up), decode(dy)
         if self.activation == "silu":
@@ -286,7 +286,7 @@ def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
         names = ", ".join(get_args(Activation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
     check_dtype("codes", dtype, CODES)
-    in_groups = isinstance(gate_up, Groups)
+    in_groups = isinstance(gate_up, Scaled)
     values = gate_up.codes if in_groups else gate_up
     check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
     if values.ndim < 2 or values.shape[-2] != 2:

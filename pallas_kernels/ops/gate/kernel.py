@@ -24,7 +24,7 @@ from pallas_kernels.mosaic.codec import (
     strip_layout,
     total_max,
 )
-from pallas_kernels.numerics import GROUP, Groups, magnitude_bits, reciprocal, row_scale
+from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 
 _STRIPS = 8  # The most strips of a row.
@@ -47,7 +47,7 @@ def obstacle(tokens: int, n: int) -> str | None:
 @functools.partial(jax.jit, static_argnames=("fn", "dtype", "keep_groups"))
 def run(
     fn: Callable,
-    gate_up: Groups | Float[Array, "tokens 2 n"],
+    gate_up: Scaled | Float[Array, "tokens 2 n"],
     *,
     dtype: DTypeLike,
     keep_groups: bool = False,
@@ -122,7 +122,7 @@ def run(
     def like(dtype, *shape):
         return jax.ShapeDtypeStruct((tokens, *shape), dtype)
 
-    kept = Groups(
+    kept = Scaled(
         like(jnp.float8_e4m3fn, parts, groups, GROUP),
         like(jnp.bfloat16, parts, groups),
     )

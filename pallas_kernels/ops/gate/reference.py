@@ -9,11 +9,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.numerics import Groups, encode, magnitude, row_scale
+from pallas_kernels.numerics import Scaled, encode, magnitude, row_scale
 from pallas_kernels.ops.quantize.reference import (
-    copies,
     dequantize_groups,
     quantize_groups,
+    transpose,
 )
 
 # activation(gate) = gate * factor(gate). The factor is sigmoid(gate) for "silu", and
@@ -47,13 +47,13 @@ class Gated(NamedTuple):
     transposed: Float[Array, "n tokens"] | None = None
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
-    groups: Groups | None = None
+    groups: Scaled | None = None
     largest_scale: Float[Array, "..."] | None = None
     product: Float[Array, "f tokens"] | None = None
 
 
 def gated(
-    gate_up: Groups | Float[Array, "... 2 f"],
+    gate_up: Scaled | Float[Array, "... 2 f"],
     *,
     activation: Activation,
     scale: Float[Array, ""] | Literal["row"] | None,
@@ -79,7 +79,7 @@ def gated(
 
 
 def gated_grad(
-    gate_up: Groups,
+    gate_up: Scaled,
     dy: Float[Array, "... f"],
     *,
     activation: Activation,
@@ -97,8 +97,7 @@ def gated_grad(
     out = _encoded(grads, scale, dtype, row, transposed=False)
     if transposed:
         codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
-        codes = copies(codes, row=False, transposed=True)
-        out = out._replace(transposed=codes.transposed)
+        out = out._replace(transposed=transpose(codes))
     if product_scale is None:
         return out
     y = gate * factor * up
@@ -111,12 +110,15 @@ def _encoded(y, scale, dtype, row, transposed):
         largest = lax.reduce_precision(magnitude(y), 8, 7)
         return Gated(values=y.astype(jnp.bfloat16), largest=largest[None])
     codes = lax.optimization_barrier(encode(y, scale, dtype))
-    wanted = copies(codes, row=row, transposed=transposed)
-    return Gated(wanted.row, wanted.transposed, largest=magnitude(y)[None])
+    return Gated(
+        codes if row else None,
+        transpose(codes) if transposed else None,
+        largest=magnitude(y)[None],
+    )
 
 
-def _decoded(gate_up: Groups | Array) -> tuple[Array, Array]:
-    if isinstance(gate_up, Groups):
+def _decoded(gate_up: Scaled | Array) -> tuple[Array, Array]:
+    if isinstance(gate_up, Scaled):
         both = dequantize_groups(gate_up, dtype=jnp.float32)
     else:
         both = gate_up.astype(jnp.float32)

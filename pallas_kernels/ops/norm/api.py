@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from pallas_kernels import dispatch
 from pallas_kernels.checks import check_shape, scalar
 from pallas_kernels.mosaic.rows import Norm, Params, Rows, Tuning, obstacle
-from pallas_kernels.numerics import GROUP, Groups, NormKind
+from pallas_kernels.numerics import GROUP, NormKind, Scaled
 from pallas_kernels.ops.norm import kernel as norm_kernel
 from pallas_kernels.ops.norm import reference
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
@@ -20,7 +20,7 @@ _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
 
 def norm(
-    x: Float[Array, "... n"] | Groups,
+    x: Float[Array, "... n"] | Scaled,
     weight: Float[Array, " n"] | None = None,
     bias: Float[Array, " n"] | None = None,
     *,
@@ -71,7 +71,7 @@ def norm(
     """
     _check(kind, scale, copies)
     _check_shapes(x, {"weight": weight, "bias": bias}, {"add": add})
-    if isinstance(x, Groups) and (keep_groups or add is not None):
+    if isinstance(x, Scaled) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
     scale = scalar("scale", scale, None, "row")
     how = {"kind": kind, "eps": float(eps)}
@@ -94,7 +94,7 @@ def norm(
 
 
 def norm_grad(
-    x: Float[Array, "... n"] | Groups,
+    x: Float[Array, "... n"] | Scaled,
     dy: Float[Array, "... n"],
     weight: Float[Array, " n"] | None = None,
     *,
@@ -177,13 +177,13 @@ def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
         raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
 
 
-def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
+def _check_shapes(x: Array | Scaled, of_columns: dict, of_rows: dict) -> None:
     """Raises ValueError if the shapes of arrays do not fit that of `x`.
 
     Arrays in `of_columns` must be [n]; arrays in `of_rows` must have the shape of `x`.
     """
     shape = jax.tree.leaves(x)[0].shape
-    if isinstance(x, Groups):
+    if isinstance(x, Scaled):
         check_shape("scales", x.scale, (*shape[:-1], -(-shape[-1] // GROUP)))
     for name, array in of_columns.items():
         check_shape(name, array, shape[-1:])
@@ -194,9 +194,9 @@ def _check_shapes(x: Array | Groups, of_columns: dict, of_rows: dict) -> None:
 def _obstacle(x, weight, bias, *others) -> str | None:
     """Returns why the kernel cannot run; None if it can."""
     codes = jax.tree.leaves(x)[0]
-    if isinstance(x, Groups) and codes.dtype != CODES:
+    if isinstance(x, Scaled) and codes.dtype != CODES:
         return f"codes must be float8_e4m3fn, got {codes.dtype}"
-    for array in others if isinstance(x, Groups) else (x, *others):
+    for array in others if isinstance(x, Scaled) else (x, *others):
         if array is not None and array.dtype != jnp.bfloat16:
             return f"rows must be bfloat16, got {array.dtype}"
     for array in (weight, bias):
@@ -206,8 +206,8 @@ def _obstacle(x, weight, bias, *others) -> str | None:
 
 
 def _rows(x, add=None, dy=None) -> Rows:
-    if isinstance(x, Groups):
-        x = Groups(_grouped(x.codes), x.scale.reshape(-1))
+    if isinstance(x, Scaled):
+        x = Scaled(_grouped(x.codes), x.scale.reshape(-1))
     else:
         x = _grouped(x)
     return Rows(x, _grouped(add), _grouped(dy))
@@ -250,7 +250,7 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
     groups = out.groups
     if groups is not None:
         scale = groups.scale.reshape(*shape[:-1], -1)
-        groups = Groups(groups.codes.reshape(shape), scale)
+        groups = Scaled(groups.codes.reshape(shape), scale)
     return Normed(
         y=out.y.reshape(shape),
         largest=largest,

@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.rows import (
     Tuning,
     reduced,
 )
-from pallas_kernels.numerics import GROUP, Groups, reciprocal, row_scale
+from pallas_kernels.numerics import GROUP, Scaled, reciprocal, row_scale
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
 
 _MAX = float(jnp.finfo(jnp.float32).max)
@@ -52,7 +52,7 @@ def forward(
     def like(dtype, shape=(groups, GROUP)):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    kept = Groups(like(CODES), like(jnp.bfloat16, (groups,)))
+    kept = Scaled(like(CODES), like(jnp.bfloat16, (groups,)))
     outputs = Normed(
         y=like(jnp.bfloat16 if wide else CODES),
         largest=like(jnp.float32, (tokens,)) if wide else None,

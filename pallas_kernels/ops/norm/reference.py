@@ -8,8 +8,8 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.numerics import (
     GROUP,
-    Groups,
     NormKind,
+    Scaled,
     code_max,
     magnitude,
     reciprocal,
@@ -41,7 +41,7 @@ class Normed(NamedTuple):
     transposed: Array | None = None
     largest: Array | None = None
     scale: Array | None = None
-    groups: Groups | None = None
+    groups: Scaled | None = None
     total: Array | None = None
 
 
@@ -64,7 +64,7 @@ class NormGrads(NamedTuple):
 
 
 def norm(
-    x: Float[Array, "... n"] | Groups,
+    x: Float[Array, "... n"] | Scaled,
     weight: Float[Array, " n"] | None,
     bias: Float[Array, " n"] | None,
     *,
@@ -88,7 +88,7 @@ def norm(
 
 
 def norm_grad(
-    x: Float[Array, "... n"] | Groups,
+    x: Float[Array, "... n"] | Scaled,
     dy: Float[Array, "... n"],
     weight: Float[Array, " n"] | None,
     *,
@@ -135,8 +135,8 @@ def standardized(
     return x * rate, rate
 
 
-def _wide(x: Array | Groups) -> Array:
-    if isinstance(x, Groups):
+def _wide(x: Array | Scaled) -> Array:
+    if isinstance(x, Scaled):
         return dequantize_groups(x, dtype=jnp.float32)
     return x.astype(jnp.float32)
 

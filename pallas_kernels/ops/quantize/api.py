@@ -21,7 +21,7 @@ from pallas_kernels.mosaic.codec import decode
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.rows import obstacle as rows_obstacle
 from pallas_kernels.mosaic.strips import Encoding, Tuning
-from pallas_kernels.numerics import Copies, Groups, behind
+from pallas_kernels.numerics import Codes, Scaled, behind
 from pallas_kernels.ops.quantize import maxima as maxima_kernel
 from pallas_kernels.ops.quantize import reference
 from pallas_kernels.ops.quantize import rows as rows_kernel
@@ -38,7 +38,7 @@ def quantize_groups(
     group: int = 16,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> Groups:
+) -> Scaled:
     """Quantizes with one scale per group of `group` neighbours on the last axis.
 
     The scale of a group is `amax / code_max`, rounded to bfloat16. Codes are
@@ -85,7 +85,7 @@ def quantize_groups(
         tuning=tuning,
     )
     codes, scale = out.groups
-    return Groups(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+    return Scaled(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
 
 
 def quantize_rows(
@@ -94,7 +94,7 @@ def quantize_rows(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     implementation: dispatch.Implementation | None = None,
     tuning: NormTuning | None = None,
-) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+) -> Scaled:
     """Quantizes with per-token scales, which `matmul` takes for activations.
 
     Codes and scales are those of `quantize_groups` with one group per token: scales are
@@ -133,11 +133,11 @@ def quantize_rows(
     # A multiprocessor has enough registers for this many thread blocks.
     tuning = tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
     codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
-    return codes.reshape(x.shape), scale.reshape(x.shape[:-1])
+    return Scaled(codes.reshape(x.shape), scale.reshape(x.shape[:-1]))
 
 
 def dequantize_groups(
-    groups: Groups,
+    groups: Scaled,
     *,
     dtype: DTypeLike = jnp.bfloat16,
     implementation: dispatch.Implementation | None = None,
@@ -170,7 +170,7 @@ def dequantize_groups(
         return reference.dequantize_groups(groups, dtype=dtype)
     (out,) = elementwise.run(
         _numbers,
-        (Groups(flat(groups.codes), flat(groups.scale)),),
+        (Scaled(flat(groups.codes), flat(groups.scale)),),
         name="dequantize_groups",
         encoding=Encoding(wide=dtype),
         group=group,
@@ -226,7 +226,7 @@ def quantize_tensor(
     after: Array | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
-) -> Copies:
+) -> Codes:
     """Quantizes with a per-tensor scale; can transpose the codes.
 
     Codes are `x * (1 / scale)`, rounded to nearest even and saturated. Magnitudes below
@@ -267,9 +267,15 @@ def quantize_tensor(
         arrays=(x,),
     )
     if chosen == "reference":
-        scale = scale if after is None else behind(scale, after)
-        how = {"row": row, "transposed": transposed, "keep_maxima": keep_maxima}
-        return reference.quantize_tensor(x, scale, dtype=dtype, **how)
+        codes = reference.quantize_tensor(
+            x,
+            scale if after is None else behind(scale, after),
+            dtype=dtype,
+            row=row,
+            transposed=transposed,
+            keep_maxima=keep_maxima,
+        )
+        return codes._replace(scale=scale)
     (out,) = elementwise.run(
         _numbers,
         (in_tokens(x) if transposed else flat(x),),
@@ -283,7 +289,12 @@ def quantize_tensor(
         ),
         tuning=tuning,
     )
-    return copies_of(out, x.shape)
+    return Codes(
+        None if out.row is None else out.row.reshape(x.shape),
+        None if out.transposed is None else out.transposed[0],
+        scale,
+        out.maxima,
+    )
 
 
 def transpose(
@@ -334,16 +345,6 @@ def wanted(copies: Wanted) -> tuple[bool, bool]:
     return copies != "transposed", copies != "row"
 
 
-def copies_of(out: elementwise.Encoded, shape: tuple[int, ...]) -> Copies:
-    """Returns the outputs for values of one part as `Copies` of an array of `shape`."""
-    row, transposed = out.row, out.transposed
-    return Copies(
-        None if row is None else row.reshape(shape),
-        None if transposed is None else transposed[0],
-        out.maxima,
-    )
-
-
 def copies_obstacle(shape: tuple[int, ...], transposed: bool) -> str | None:
     """Returns why the kernels cannot write copies of an array of `shape`, or None."""
     size = math.prod(shape)
@@ -373,7 +374,7 @@ def in_tokens(x: Array) -> Array:
     return x.reshape(-1, 1, x.shape[-1])
 
 
-def _numbers(x: Array | Groups) -> tuple[Array]:
+def _numbers(x: Array | Scaled) -> tuple[Array]:
     return (decode(x),)
 
 

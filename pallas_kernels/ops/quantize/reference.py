@@ -8,8 +8,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.numerics import (
-    Copies,
-    Groups,
+    Codes,
+    Scaled,
     code_max,
     encode,
     group_scale,
@@ -21,22 +21,20 @@ from pallas_kernels.numerics import (
 
 def quantize_groups(
     x: Float[Array, "... n"], *, dtype: DTypeLike, group: int
-) -> Groups:
+) -> Scaled:
     """Computes `pallas_kernels.quantize_groups` in jnp."""
     n, count = x.shape[-1], -(-x.shape[-1] // group)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
     groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
     codes, scale = _quantized(groups, dtype)
     codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
-    return Groups(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
+    return Scaled(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
 
 
-def quantize_rows(
-    x: Float[Array, "... n"], *, dtype: DTypeLike
-) -> tuple[Float[Array, "... n"], Float[Array, "..."]]:
+def quantize_rows(x: Float[Array, "... n"], *, dtype: DTypeLike) -> Scaled:
     """Computes `pallas_kernels.quantize_rows` in jnp."""
     codes, scale = _quantized(x, dtype)
-    return lax.optimization_barrier(codes), scale
+    return Scaled(lax.optimization_barrier(codes), scale)
 
 
 def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
@@ -49,7 +47,7 @@ def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array
     return encode(x, scale[..., None], dtype), scale
 
 
-def dequantize_groups(groups: Groups, *, dtype: DTypeLike) -> Float[Array, "... n"]:
+def dequantize_groups(groups: Scaled, *, dtype: DTypeLike) -> Float[Array, "... n"]:
     """Computes `pallas_kernels.dequantize_groups` in jnp."""
     n, count = groups.codes.shape[-1], groups.scale.shape[-1]
     group = -(-n // max(count, 1))
@@ -80,20 +78,19 @@ def quantize_tensor(
     row: bool,
     transposed: bool,
     keep_maxima: bool = False,
-) -> Copies:
+) -> Codes:
     """Computes `pallas_kernels.quantize_tensor` in jnp."""
     x = x.astype(jnp.float32)
     codes = lax.optimization_barrier(encode(normal(x), scale, dtype))
-    out = copies(codes, row=row, transposed=transposed)
-    return out._replace(largest=maxima(x) if keep_maxima else None)
+    return Codes(
+        codes if row else None,
+        transpose(codes) if transposed else None,
+        scale,
+        maxima(x) if keep_maxima else None,
+    )
 
 
 def transpose(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
     """Computes `pallas_kernels.transpose` in jnp."""
     n = codes.shape[-1]
     return codes.reshape(math.prod(codes.shape[:-1]), n).T
-
-
-def copies(codes: Float[Array, "... n"], *, row: bool, transposed: bool) -> Copies:
-    """Returns the copies of codes that are wanted."""
-    return Copies(codes if row else None, transpose(codes) if transposed else None)

@@ -25,7 +25,7 @@ from pallas_kernels.mosaic.elementwise import (
     tile_of,
 )
 from pallas_kernels.mosaic.strips import Encoding, Walk
-from pallas_kernels.numerics import GROUP, Copies
+from pallas_kernels.numerics import GROUP, Codes
 from pallas_kernels.ops.rope import reference
 
 _LARGEST_HEAD = 128
@@ -43,7 +43,7 @@ def join_heads(
     dtype: DTypeLike = jnp.float8_e5m2,
     keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
-) -> Copies:
+) -> Codes:
     """Computes the gradient of the QKV projection's output, as per-tensor codes.
 
     It is the gradient of the columns that `matmul_heads` splits into heads. RoPE of
@@ -99,8 +99,9 @@ def join_heads(
         arrays=arrays,
     )
     if chosen == "reference":
-        how = {"dtype": dtype, "keep_maxima": keep_maxima}
-        return reference.join_heads(*arrays, scale, **how)
+        return reference.join_heads(
+            *arrays, scale, dtype=dtype, keep_maxima=keep_maxima
+        )
     encoding = Encoding(
         row=jnp.dtype(dtype),
         transposed=jnp.dtype(dtype),
@@ -109,7 +110,7 @@ def join_heads(
     )
     out = _run(*arrays, scale, encoding=encoding)
     row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
-    return Copies(row, transposed, out.maxima)
+    return Codes(row, transposed, scale, out.maxima)
 
 
 def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:

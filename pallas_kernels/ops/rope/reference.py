@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels.numerics import Copies
+from pallas_kernels.numerics import Codes
 from pallas_kernels.ops.quantize.reference import quantize_tensor
 
 
@@ -37,15 +37,16 @@ def join_heads(
     *,
     dtype: DTypeLike,
     keep_maxima: bool,
-) -> Copies:
+) -> Codes:
     """Computes `pallas_kernels.join_heads` in jnp."""
     b, s, m, d = k.shape
     q = turned(q, cos, -sin).reshape(b, s, m, -1, d)
     k = turned(k, cos, -sin)
     parts = [q, k[..., None, :], v.astype(jnp.float32)[..., None, :]]
     joined = jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
-    how = {"dtype": dtype, "row": True, "transposed": True, "keep_maxima": keep_maxima}
-    return quantize_tensor(joined, scale, **how)
+    return quantize_tensor(
+        joined, scale, dtype=dtype, row=True, transposed=True, keep_maxima=keep_maxima
+    )
 
 
 def turned(
