@@ -46,8 +46,9 @@ from coat_jax.quantization.array import QuantizedArray, undifferentiated
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
+from coat_jax.remat.notes import Note
 from coat_jax.remat.plan import Copy, Options, Wide, plan
-from coat_jax.remat.trace import FP8_SCOPE, SAVED_NAME, Linearized, Residual, linearize
+from coat_jax.remat.trace import SAVED_NAME, Linearized, Residual, linearize
 
 
 def fp8_remat(
@@ -334,23 +335,25 @@ def _with_fp8_residuals(
 
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
-        how = plan(traced, is_param, options)
-        program = traced.with_outputs([extra.var for extra in how.extras])
+        planned = plan(traced, is_param, options)
+        program = traced.with_outputs([extra.var for extra in planned.extras])
         values = core.jaxpr_as_fun(program)(*args)
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
-        own = zip(traced.residuals, how.kept, strict=True)
+        own = zip(traced.residuals, planned.kept, strict=True)
         ways = [(index, *way) for index, way in enumerate(own)]
-        ways += [(extra.index, extra.var, extra.copy) for extra in how.extras]
+        ways += [(extra.index, extra.var, extra.copy) for extra in planned.extras]
         save = partial(_save, traced, key=key, options=options)
         saved = [
             save(number, *way, x)
             for number, (way, x) in enumerate(zip(ways, given, strict=True))
         ]
-        references = [a if n else None for a, n in zip(args, how.needed, strict=True)]
-        return outputs, (references, saved, how)
+        references = [
+            a if n else None for a, n in zip(args, planned.needed, strict=True)
+        ]
+        return outputs, (references, saved, planned)
 
     def backward(residuals, cotangents):
-        references, saved, how = residuals
+        references, saved, planned = residuals
         saved, cotangents = _after(saved, cotangents)
 
         def read(kept, x):
@@ -358,14 +361,14 @@ def _with_fp8_residuals(
                 return read_copy(_scales_as_bits(x), fused=kept.fused)
             return references[kept] if isinstance(kept, int) else x
 
-        ways = *how.kept, *(extra.copy for extra in how.extras)
+        ways = *planned.kept, *(extra.copy for extra in planned.extras)
         values = [read(kept, x) for kept, x in zip(ways, saved, strict=True)]
-        recomputed = iter(how.recompute(references, values))
+        recomputed = iter(planned.recompute(references, values))
         leaves = [
             next(recomputed) if kept == "recompute" else x
-            for kept, x in zip(how.kept, values, strict=False)
+            for kept, x in zip(planned.kept, values, strict=False)
         ]
-        gradients = jax.tree.unflatten(how.vjp_tree, leaves)(cotangents)
+        gradients = jax.tree.unflatten(planned.vjp_tree, leaves)(cotangents)
         return None, *[None] * constants, *gradients
 
     run.defvjp(forward, backward)
@@ -397,26 +400,23 @@ def _save(
         return dataclasses.replace(q, dtype=x.dtype)
     if not isinstance(kept, Wide):
         return None
-    if traced.is_argument(index) or traced.scope(index):
+    if traced.is_argument(index) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
         return x
-    with jax.named_scope(
-        f"{FP8_SCOPE}wide, {kept.reason} for {traced.asked_by(index)};"
-    ):
+    with Note(f"wide, {kept.reason}", traced.asked_by(index)).scope():
         return checkpoint_name(x, SAVED_NAME)
 
 
 def _fp8_copy(
-    x: jax.Array, how: Copy, key: jax.Array | None, options: Options, asked_by: str
+    x: jax.Array, copy: Copy, key: jax.Array | None, options: Options, reader: str
 ) -> QuantizedArray:
     noise = None if key is None else random_bits(key, x.shape, like=x)
-    size = how.granularity.size
-    # The scopes tell profiles and `residual_report` which operation reads the copy.
-    with jax.named_scope(
-        f"{FP8_SCOPE}{options.format}, groups of {size} for {asked_by};"
-    ):
-        q = fp8_copy(x, format=options.format, granularity=how.granularity, noise=noise)
-    with jax.named_scope(f"{FP8_SCOPE}scales of groups of {size} for {asked_by};"):
+    groups = f"groups of {copy.granularity.size}"
+    with Note(f"{options.format}, {groups}", reader).scope():
+        q = fp8_copy(
+            x, format=options.format, granularity=copy.granularity, noise=noise
+        )
+    with Note(f"scales of {groups}", reader).scope():
         return _scales_as_bits(q)
 
 

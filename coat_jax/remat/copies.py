@@ -93,8 +93,10 @@ class _Spec:
 
 
 def _quantize(x: Array, spec: _Spec) -> tuple[Array, Array]:
-    how = {"group": spec.group, "implementation": spec.implementation}
-    return tuple(pallas_kernels.quantize_groups(x, dtype=spec.dtype, **how))
+    groups = pallas_kernels.quantize_groups(
+        x, dtype=spec.dtype, group=spec.group, implementation=spec.implementation
+    )
+    return tuple(groups)
 
 
 def _dequantize(codes: Array, scale: Array, spec: _Spec) -> Array:

@@ -169,7 +169,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
 
 
 def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-    return [v for v, how in zip(residuals, kept, strict=True) if how == "recompute"]
+    return [v for v, way in zip(residuals, kept, strict=True) if way == "recompute"]
 
 
 def _derive(
@@ -183,10 +183,10 @@ def _derive(
 
     Returns the extras.
     """
-    for var, how in zip(residuals, kept, strict=True):
-        if isinstance(how, Wide) and _is_source(how):
+    for var, way in zip(residuals, kept, strict=True):
+        if isinstance(way, Wide) and _is_source(way):
             derivation.keep(var)
-    copies = {i: how for i, how in enumerate(kept) if isinstance(how, Copy)}
+    copies = {i: way for i, way in enumerate(kept) if isinstance(way, Copy)}
     sources = derivation.copy(
         [residuals[i] for i in copies],
         lambda var: traced.has(var) and not _why_not_fp8(var.aval),
@@ -210,9 +210,9 @@ def _derive(
     return extras
 
 
-def _is_source(how: Any) -> bool:
+def _is_source(way: Any) -> bool:
     """Returns whether the array is saved on the device, to recompute others from."""
-    return isinstance(how, Copy) or (isinstance(how, Wide) and how.reason != _OFFLOADED)
+    return isinstance(way, Copy) or (isinstance(way, Wide) and way.reason != _OFFLOADED)
 
 
 def _restricted(

@@ -158,9 +158,9 @@ class Derivation:
                 return
             (source,) = unknown
 
-    def _following(self, var: core.Var, how: Known) -> dict[core.Var, Known]:
+    def _following(self, var: core.Var, known: Known) -> dict[core.Var, Known]:
         """Returns the arrays that follow from `var` and the known arrays."""
-        found, behind = {var: how}, [var]
+        found, behind = {var: known}, [var]
         for source in behind:
             for eqn in self._readers[source]:
                 for position, out in enumerate(eqn.outvars):

@@ -18,6 +18,7 @@ from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
 from coat_jax.quantization import array, formats
+from coat_jax.remat.notes import Note
 
 # Operations that move or convert values. Searches for readers continue behind them.
 _LAYOUT = frozenset(
@@ -49,8 +50,6 @@ _NOT_USERS = (
     formats.__file__,
     os.path.dirname(__file__) + os.sep,
 )
-# Prefix of the name scopes in which `fp8_remat` saves, before "... for <reader>;".
-FP8_SCOPE = "FP8 "
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # Operations with no finite value at zero, besides division and negative powers.
 _POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
@@ -142,18 +141,17 @@ class Linearized:
         jaxpr, var = self.forward.jaxpr, self.residuals[index]
         return not isinstance(var, core.Var) or var in (*jaxpr.invars, *jaxpr.constvars)
 
-    def scope(self, index: int) -> str | None:
+    def note(self, index: int) -> Note | None:
         """Returns the note of `fp8_remat` on residual `index`, if it saved it."""
         for eqn in _producers(self.forward.jaxpr, self.residuals[index]):
-            _, marked, scope = str(eqn.source_info.name_stack).rpartition(FP8_SCOPE)
-            if marked:
-                return scope.split(";")[0]
+            if note := Note.within(str(eqn.source_info.name_stack)):
+                return note
         return None
 
     def describe(self, index: int) -> Residual:
         """Returns residual `index` as reports list it."""
         aval = self.residuals[index].aval
-        kept, _, asked_by = (self.scope(index) or "").partition(" for ")
+        note = self.note(index)
         names = (
             eqn.params["name"]
             for eqn in _producers(self.forward.jaxpr, self.residuals[index])
@@ -164,9 +162,9 @@ class Linearized:
             dtype=aval.dtype,
             nbytes=aval.size * aval.dtype.itemsize,
             is_argument=self.is_argument(index),
-            asked_by=asked_by or self.asked_by(index),
+            asked_by=note.reader if note else self.asked_by(index),
             name=next(names, None),
-            kept=kept,
+            kept=note.kept if note else "",
         )
 
     def with_outputs(self, more: Sequence[core.Var]) -> core.ClosedJaxpr:

@@ -46,8 +46,8 @@ class Flow:
 
     def __call__(self, site: str, x: Float[Array, "b s n"]) -> Float[Array, "b s n"]:
         """Returns `x` as it is read at `site`, one of `layer_flow.SITES`."""
-        how = {"non-linear": self.nonlinear, "linear": self.linear}
-        return stored(x, how.get(SITES[site]))
+        named = {"non-linear": self.nonlinear, "linear": self.linear}
+        return stored(x, named.get(SITES[site]))
 
 
 def _flow(nonlinear: str, linear: str) -> Flow:
@@ -67,9 +67,9 @@ FLOWS: dict[str, Flow] = {
 }
 
 
-def stored(x: Float[Array, "..."], how: Granularity | None) -> Float[Array, "..."]:
+def stored(x: Float[Array, "..."], named: Granularity | None) -> Float[Array, "..."]:
     """Returns `x` after it was quantized to FP8 and dequantized; None returns `x`."""
-    return x if how is None else coat.quantize(x, granularity=how).dequantize()
+    return x if named is None else coat.quantize(x, granularity=named).dequantize()
 
 
 def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
@@ -128,12 +128,12 @@ _Measured = dict[tuple[str, ...], dict[str, Array]]
 def _arrays(read: Mapping[str, Array]) -> _Measured:
     return {
         (site, name): {
-            "error_percent": percent(stored(x, how), x),
-            "lost_percent": 100 * jnp.mean((stored(x, how) == 0) & (x != 0)),
+            "error_percent": percent(stored(x, named), x),
+            "lost_percent": 100 * jnp.mean((stored(x, named) == 0) & (x != 0)),
             "peak_over_rms": jnp.max(jnp.abs(x)) / jnp.sqrt(jnp.mean(x * x)),
         }
         for site, x in read.items()
-        for name, how in GRANULARITIES.items()
+        for name, named in GRANULARITIES.items()
     }
 
 

@@ -31,14 +31,14 @@ _DRAWS = 4
 Method = Callable[[Callable[..., tuple[Array, Array]], Any], Any]
 
 
-def _norm(x: Any, **how: Any) -> tuple[Array, Array]:
-    out = pk.norm(x, **how)
-    return out.y, out.scale if "scale" in how else out.largest
+def _norm(x: Any, **options: Any) -> tuple[Array, Array]:
+    out = pk.norm(x, **options)
+    return out.y, out.scale if "scale" in options else out.largest
 
 
-def _gate(x: Any, **how: Any) -> tuple[Array, Array]:
-    out = pk.gated(x, **how)
-    return out.values, out.scale if "scale" in how else out.largest
+def _gate(x: Any, **options: Any) -> tuple[Array, Array]:
+    out = pk.gated(x, **options)
+    return out.values, out.scale if "scale" in options else out.largest
 
 
 def _per_tensor(y: Float[Array, "t n"], largest: Array) -> Any:

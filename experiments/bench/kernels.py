@@ -145,8 +145,8 @@ class ProductCase(NamedTuple):
 def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
     """Returns the kernel's and XLA's functions, and their abstract arguments."""
     if isinstance(case, ProductCase):
-        how = {"implementation": "mosaic", "tuning": case.tiles}
-        ours = functools.partial(kernel_cases.run_product, case.kernel, **how)
+        options = {"implementation": "mosaic", "tuning": case.tiles}
+        ours = functools.partial(kernel_cases.run_product, case.kernel, **options)
         calls = [ours, functools.partial(xla, case.kernel)]
         return calls, jax.eval_shape(case.draws)
     calls = [
@@ -224,8 +224,8 @@ def xla(kernel: str, a: jax.Array, b: jax.Array, *more: jax.Array) -> Any:
     if kernel == "added":
         return y + more[-1]
     if kernel == "heads":
-        how = {"num_kv_heads": kernel_cases.kv_heads(b), "dtype": y.dtype}
-        return split_heads(y, *more[2:], **how)
+        options = {"num_kv_heads": kernel_cases.kv_heads(b), "dtype": y.dtype}
+        return split_heads(y, *more[2:], **options)
     return y
 
 

@@ -99,8 +99,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         top.error(str(error))
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
-        how = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
-        own = shape_rows(shape, programs, **how)
+        options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+        own = shape_rows(shape, programs, **options)
         own_parts = profile_rows(shape, programs) if args.profile else []
         rows, parts = known(args.out)  # Other processes may have written to it.
         rows, parts = replaced(rows, own), replaced(parts, own_parts)
@@ -184,17 +184,19 @@ def _sizes(row: Row) -> tuple[int, int]:
 
 
 def shape_rows(
-    shape: Shape, compiled: Mapping[str, Compiled], **how: float
+    shape: Shape, compiled: Mapping[str, Compiled], **options: float
 ) -> list[Row]:
     """Times the cases of a shape in turns, and returns a row per case.
 
     Ratios are speedups over the BF16 layer as `jax.vjp` differentiates it, and over the
-    fastest BF16 layer without this library. `how` has the options of `in_turns`.
+    fastest BF16 layer without this library. `options` has the options of `in_turns`.
     """
     params, x, dy = arguments(shape)
     pairs = [(c, c.state(params)) for c in compiled.values()]
-    forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **how)
-    both = in_turns([partial(c.forward_backward, s, x, dy) for c, s in pairs], **how)
+    forward = in_turns([partial(c.forward, s, x) for c, s in pairs], **options)
+    both = in_turns(
+        [partial(c.forward_backward, s, x, dy) for c, s in pairs], **options
+    )
     ms = {case: 1e3 * seconds for case, seconds in zip(compiled, both, strict=True)}
     plain = [ms[case] for case in compiled if case in PLAIN]
     commit = versions()["commit"]

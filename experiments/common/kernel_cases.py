@@ -146,33 +146,33 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         )
 
     for activation in ("silu", "gelu", "gelu_exact"):
-        how = {"activation": activation}
+        of = {"activation": activation}
         forward, backward = f"{activation} gate", f"{activation} gate, backward"
-        yield case(forward, 2 * of_16 + 2, with_options(k.gated, **how), gate_up)
+        yield case(forward, 2 * of_16 + 2, with_options(k.gated, **of), gate_up)
         yield case(
             f"{forward}, to rows", 2 * of_16 + 1,
-            with_options(k.gated, scale="row", **how), gate_up,
+            with_options(k.gated, scale="row", **of), gate_up,
         )  # fmt: skip
         yield case(
             f"{forward} of BF16, to rows, keeping groups", 5 + 2 * of_16,
-            with_options(k.gated, scale="row", keep_groups=True, **how), wide_gate_up,
+            with_options(k.gated, scale="row", keep_groups=True, **of), wide_gate_up,
         )  # fmt: skip
         for copies, bytes_each in (("row", 1), ("transposed", 1), ("both", 2)):
             yield case(
                 f"{forward}, to a tensor, {copies}", 2 * of_16 + bytes_each,
-                scaled(k.gated, copies=copies, **how), gate_up, scalar,
+                scaled(k.gated, copies=copies, **of), gate_up, scalar,
             )  # fmt: skip
         yield case(
-            backward, 2 * of_16 + 6, with_options(k.gated_grad, **how),
+            backward, 2 * of_16 + 6, with_options(k.gated_grad, **of),
             gate_up, numbers(BF16),
         )  # fmt: skip
         yield case(
             f"{backward}, to a tensor, both", 2 * of_16 + 6,
-            scaled(k.gated_grad, copies="both", **how), gate_up, numbers(BF16), scalar,
+            scaled(k.gated_grad, copies="both", **of), gate_up, numbers(BF16), scalar,
         )  # fmt: skip
         yield case(
             f"{backward}, to a tensor, row, and the product", 2 * of_16 + 5,
-            scaled(k.gated_grad, product_scale=jnp.float32(1), **how),
+            scaled(k.gated_grad, product_scale=jnp.float32(1), **of),
             gate_up, numbers(BF16), scalar,
         )  # fmt: skip
 
@@ -294,11 +294,11 @@ def kv_heads(b: Array) -> int:
     return b.shape[0] // (size * (queries + 2))
 
 
-def run_product(kernel: str, *arguments: Array, **how: Any) -> Any:
-    """Runs a kernel in `PRODUCTS`; `how` has its implementation, tuning and copies."""
+def run_product(kernel: str, *arguments: Array, **options: Any) -> Any:
+    """Runs a kernel in `PRODUCTS`, with its implementation, tuning and copies."""
     if kernel == "heads":
-        how["num_kv_heads"] = kv_heads(arguments[1])
-        return pallas_kernels.matmul_heads(*arguments, **how)
+        options["num_kv_heads"] = kv_heads(arguments[1])
+        return pallas_kernels.matmul_heads(*arguments, **options)
     if kernel == "promoted":
-        how["promote"] = PRODUCTS[kernel].promote
-    return pallas_kernels.matmul(*arguments, **how)
+        options["promote"] = PRODUCTS[kernel].promote
+    return pallas_kernels.matmul(*arguments, **options)

@@ -98,9 +98,9 @@ def _measured(
             yield Case(case.kernel, case.call, arrays)
 
 
-def _scales(*maxima, **how):
+def _scales(*maxima, **options):
     bounds = [pk.Bound((x, maxima[0]), 2.0) for x in maxima]
-    return pk.tensor_scales(*bounds, **how)
+    return pk.tensor_scales(*bounds, **options)
 
 
 def _quantize() -> Iterator[Case]:
@@ -116,8 +116,8 @@ def _gate(activation: str) -> Iterator[Case]:
     tokens, f = 8192, 11008
     yield from _measured(f"{activation} gate", shape=(tokens, f))
 
-    def backward(gate_up, dy, scale, **how):
-        return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **how)
+    def backward(gate_up, dy, scale, **options):
+        return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **options)
 
     arrays = (_groups(tokens, 2, f), _array(tokens, f), _array(dtype=_F32))
     yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
@@ -128,17 +128,17 @@ def _heads() -> Iterator[Case]:
 
 
 def _norm() -> Iterator[Case]:
-    def backward(x, dy, weight, add, y_scale=None, **how):
+    def backward(x, dy, weight, add, y_scale=None, **options):
         # A layer asks for the amax together with the output.
-        how |= {"keep_maxima": y_scale is not None}
-        return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **how)
+        options |= {"keep_maxima": y_scale is not None}
+        return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **options)
 
-    def of_sum(x, weight, add, **how):
-        how |= {"scale": "row", "keep_groups": True}
-        return pk.norm(x, weight, add=add, **how)
+    def of_sum(x, weight, add, **options):
+        options |= {"scale": "row", "keep_groups": True}
+        return pk.norm(x, weight, add=add, **options)
 
-    def to_tensor(x, weight, scale, **how):
-        return pk.norm(x, weight, scale=scale, **how)
+    def to_tensor(x, weight, scale, **options):
+        return pk.norm(x, weight, scale=scale, **options)
 
     layer = functools.partial(pk.norm, kind="layer")
     layer_backward = functools.partial(backward, kind="layer", with_bias=True)
@@ -163,9 +163,9 @@ def _tiles(product: Product) -> list[tuning.Tuning]:
     The width only changes the order in which tiles are visited, not the registers.
     """
     # The default width does not appear in the names of cases.
-    how = {"width": tuning.Tuning.width}
+    options = {"width": tuning.Tuning.width}
     candidates = tuning.candidates(product)
-    return list(dict.fromkeys(dataclasses.replace(t, **how) for t in candidates))
+    return list(dict.fromkeys(dataclasses.replace(t, **options) for t in candidates))
 
 
 def _products() -> Iterator[Case]:

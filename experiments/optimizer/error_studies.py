@@ -171,8 +171,8 @@ def octaves(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
 def range_powers(x: Float[np.ndarray, "groups 128"]) -> Float[np.ndarray, " n"]:
     """Returns the k that range expansion gives each group that is not all zeros."""
     x = x[np.any(x != 0, axis=1)]
-    how = {"granularity": coat.PerGroup(GROUP), "expand": True}
-    return np.asarray(coat.quantize(jnp.asarray(x), **how).exponent).ravel() / 16
+    options = {"granularity": coat.PerGroup(GROUP), "expand": True}
+    return np.asarray(coat.quantize(jnp.asarray(x), **options).exponent).ravel() / 16
 
 
 def replays(capture: Capture) -> Trajectories:

@@ -43,8 +43,8 @@ class Trained:
 
     def config_as(self, recipe: Recipe, dtype: DTypeLike) -> llama.LlamaConfig:
         """Returns its config in another recipe and dtype, with float32 parameters."""
-        how = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
-        return dataclasses.replace(self.config, **how)
+        options = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
+        return dataclasses.replace(self.config, **options)
 
     def wide_params(self) -> nnx.State:
         """Returns its parameters in float32."""

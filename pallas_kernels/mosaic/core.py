@@ -12,9 +12,9 @@ _REGISTERS = 2**16  # Registers of a multiprocessor.
 _LOADING_REGISTERS = 24  # Registers of a lane that only issues copies.
 
 
-def kernel(body: Callable, **how: Any) -> Callable:
+def kernel(body: Callable, **options: Any) -> Callable:
     """Wraps `plgpu.kernel` so that indices have 32 bits even if JAX defaults to 64."""
-    launch = plgpu.kernel(body, **how)
+    launch = plgpu.kernel(body, **options)
 
     def run(*operands):
         with jax.enable_x64(False):

@@ -224,7 +224,7 @@ def test_tuning_changes_nothing(implementation):
         quantize = functools.partial(pk.quantize_tensor, tuning=tuning, copies="both")
         codes = encoded(x, SCALE, E4M3)
         actual = run(implementation, quantize, x, scale)
-        assert_identical(actual, [codes, codes.T])
+        assert_identical(actual, [codes, codes.T, scale])
 
 
 def test_kernels_have_no_races():

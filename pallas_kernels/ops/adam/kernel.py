@@ -82,7 +82,7 @@ def run(
     rows, n = grads.shape
     width = min(n, GROUP)
 
-    def launch(body, ctas, *arrays, **how):
+    def launch(body, ctas, *arrays, **options):
         def kernel(refs, grads, seeds, factors, **scratch):
             factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
             seed, stream, salt = seeds
@@ -109,7 +109,7 @@ def run(
                 # the only exception.
                 unsafe_no_auto_barriers=True,
             ),
-            **how,
+            **options,
         )(*arrays)
 
     def launches(*arrays):

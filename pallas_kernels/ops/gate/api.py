@@ -107,9 +107,15 @@ def gated(
         implementation, obstacle, operation="gated", arrays=gate_up
     )
     if chosen == "reference":
-        how = {"row": row, "transposed": transposed, "dtype": dtype}
-        how |= {"activation": activation, "scale": scale, "keep_groups": keep_groups}
-        return reference.gated(gate_up, **how)
+        return reference.gated(
+            gate_up,
+            activation=activation,
+            scale=scale,
+            dtype=dtype,
+            row=row,
+            transposed=transposed,
+            keep_groups=keep_groups,
+        )
     product = Product(activation=activation)
     tall = jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up)
     shape_of_product = (*shape[:-2], n)
@@ -190,9 +196,16 @@ def gated_grad(
         arrays=(gate_up, dy),
     )
     if chosen == "reference":
-        how = {"row": row, "transposed": transposed, "dtype": dtype}
-        how |= {"activation": activation, "scale": scale}
-        return reference.gated_grad(gate_up, dy, product_scale=product_scale, **how)
+        return reference.gated_grad(
+            gate_up,
+            dy,
+            activation=activation,
+            scale=scale,
+            dtype=dtype,
+            row=row,
+            transposed=transposed,
+            product_scale=product_scale,
+        )
     out, *more = elementwise.run(
         ProductGrad(activation=activation, with_product=with_product),
         (

@@ -182,8 +182,9 @@ def matmul_heads(
     tuning = _choose(implementation, tuning, product, call)
     if tuning is None:
         y = call.wide().reshape(*a.shape[:-1], call.n)
-        how = {"num_kv_heads": num_kv_heads, "dtype": out_dtype}
-        return copies * split_heads(y, *angles, **how)
+        return copies * split_heads(
+            y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype
+        )
     out, _ = _run(product, call, tuning, *angles)
     return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
 
@@ -251,8 +252,7 @@ class _Call:
 
     def wide(self) -> Float[Array, "m n"]:
         """Computes the matmul with the reference, in float32."""
-        how = {"out_dtype": jnp.float32, "promote": None}
-        return reference.matmul(*self.arrays, None, **how)
+        return reference.matmul(*self.arrays, None, out_dtype=jnp.float32, promote=None)
 
 
 def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:

@@ -74,7 +74,7 @@ def norm(
     if isinstance(x, Scaled) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
     scale = scalar("scale", scale, None, "row")
-    how = {"kind": kind, "eps": float(eps)}
+    function = Norm(n=jax.tree.leaves(x)[0].shape[-1], kind=kind, eps=float(eps))
     chosen = dispatch.choose(
         implementation,
         lambda: _obstacle(x, weight, bias, add),
@@ -83,10 +83,17 @@ def norm(
     )
     if chosen == "reference":
         out = reference.norm(
-            x, weight, bias, scale=scale, keep_groups=keep_groups, add=add, **how
+            x,
+            weight,
+            bias,
+            kind=kind,
+            eps=function.eps,
+            scale=scale,
+            keep_groups=keep_groups,
+            add=add,
         )
     else:
-        out = _forward(x, weight, bias, scale, keep_groups, add, how, tuning)
+        out = _forward(function, x, weight, bias, scale, keep_groups, add, tuning)
     if copies == "row":
         return out
     transposed = _transposed(out.y, chosen)
@@ -146,9 +153,7 @@ def norm_grad(
     y_scale = scalar("y_scale", y_scale, None)
     if with_bias and y_scale is not None:
         raise ValueError("y_scale is for norms without a bias")
-    how = {"kind": kind, "eps": float(eps)}
-    given = {"with_bias": with_bias, "y_scale": y_scale, "add": add}
-    given |= {"keep_maxima": keep_maxima}
+    function = Norm(n=dy.shape[-1], kind=kind, eps=float(eps))
     chosen = dispatch.choose(
         implementation,
         lambda: _obstacle(x, weight, None, add, dy),
@@ -156,9 +161,21 @@ def norm_grad(
         arrays=(x, dy, weight, add),
     )
     if chosen == "reference":
-        out = reference.norm_grad(x, dy, weight, **given, **how)
+        out = reference.norm_grad(
+            x,
+            dy,
+            weight,
+            kind=kind,
+            eps=function.eps,
+            with_bias=with_bias,
+            y_scale=y_scale,
+            add=add,
+            keep_maxima=keep_maxima,
+        )
     else:
-        out = _backward(x, dy, weight, **given, how=how, tuning=tuning)
+        out = _backward(
+            function, x, dy, weight, with_bias, y_scale, add, keep_maxima, tuning
+        )
     return out._replace(y=None if out.y is None else _transposed(out.y, chosen))
 
 
@@ -222,21 +239,21 @@ def _forward_tuning(n: int) -> Tuning:
     return Tuning(ctas=8 if n <= 2048 else 3, stages=3)
 
 
-def _backward_tuning(kind: NormKind, n: int) -> Tuning:
-    if kind == "rms" and 8192 < n <= 11264:
+def _backward_tuning(function: Norm) -> Tuning:
+    if function.kind == "rms" and 8192 < function.n <= 11264:
         # Registers have room for a row of this length if more sums are in shared
         # memory.
-        return Tuning(ctas=2, stages=3, held=n, sums=32)
+        return Tuning(ctas=2, stages=3, held=function.n, sums=32)
     return Tuning(ctas=2, stages=3)
 
 
-def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
+def _forward(function, x, weight, bias, scale, keep_groups, add, tuning) -> Normed:
     rows = _rows(x, add)
     shape = jax.tree.leaves(x)[0].shape
     scaled_rows = isinstance(scale, str)
     y_scale = None if scale is None or scaled_rows else scale.reshape(1)
     out = norm_kernel.forward(
-        Norm(n=shape[-1], **how),
+        function,
         rows,
         Params(_grouped(weight), _grouped(bias)),
         y_scale,
@@ -261,21 +278,22 @@ def _forward(x, weight, bias, scale, keep_groups, add, how, tuning) -> Normed:
 
 
 def _backward(
-    x, dy, weight, with_bias, y_scale, add, keep_maxima, how, tuning
+    function, x, dy, weight, with_bias, y_scale, add, keep_maxima, tuning
 ) -> NormGrads:
-    n = dy.shape[-1]
     out = norm_kernel.backward(
-        Norm(n=n, **how),
+        function,
         _rows(x, add, dy),
         Params(_grouped(weight)),
         None if y_scale is None else y_scale.reshape(1),
         with_bias=with_bias,
         keep_maxima=keep_maxima,
-        tuning=tuning or _backward_tuning(how["kind"], n),
+        tuning=tuning or _backward_tuning(function),
     )
 
     def total(partial):
-        return None if partial is None else jnp.sum(partial.reshape(-1, n), axis=0)
+        if partial is None:
+            return None
+        return jnp.sum(partial.reshape(-1, function.n), axis=0)
 
     return out._replace(
         dx=out.dx.reshape(dy.shape),
