@@ -3,11 +3,11 @@
 from pallas_kernels.dispatch import Choice, Explanation, explain
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.strips import Tuning as ElementwiseTuning
-from pallas_kernels.numerics import Codes, Scaled
+from pallas_kernels.numerics import Codes, NormKind, Scaled
 from pallas_kernels.ops.adam.api import adam
 from pallas_kernels.ops.adam.reference import AdamScalars, Moments
 from pallas_kernels.ops.gate.api import gated, gated_grad
-from pallas_kernels.ops.gate.reference import Gated
+from pallas_kernels.ops.gate.reference import Activation, Gated
 from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
@@ -23,6 +23,7 @@ from pallas_kernels.ops.quantize.scales import Bound, tensor_scales
 from pallas_kernels.ops.rope.api import join_heads
 
 __all__ = [
+    "Activation",
     "AdamScalars",
     "Bound",
     "Choice",
@@ -32,6 +33,7 @@ __all__ = [
     "Gated",
     "Moments",
     "NormGrads",
+    "NormKind",
     "NormTuning",
     "Normed",
     "Scaled",

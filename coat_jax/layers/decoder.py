@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from coat_jax.layers import recipes
 from coat_jax.layers.matmul import Fp8Weight, Weight
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
-from pallas_kernels import Scaled
+from pallas_kernels import Activation, NormKind, Scaled
 from pallas_kernels.checks import check_positive
 
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
@@ -71,9 +71,9 @@ class DecoderLayer(nnx.Module):
         *,
         recipe: recipes.RecipeName = "coat",
         scaling: recipes.Scaling = "just_in_time",
-        norm: recipes.NormName = "rms",
+        norm: NormKind = "rms",
         norm_eps: float = 1e-5,
-        gate: recipes.GateName = "silu",
+        gate: Activation = "silu",
         rope_theta: float = 10_000.0,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,

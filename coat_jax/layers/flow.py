@@ -26,7 +26,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,11 +48,9 @@ from coat_jax.layers.matmul import (
 )
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import Codes, Scaled
+from pallas_kernels import Activation, Codes, NormKind, Scaled
 from pallas_kernels.ops.rope.reference import split_heads
 
-GateName = Literal["silu", "gelu", "gelu_exact"]
-NormName = Literal["rms", "layer"]
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
 # Upper bounds of the slope |activation'(x)|.
@@ -176,7 +174,7 @@ class Norm:
       eps: The number that is added to the mean square, or to the variance.
     """
 
-    kind: NormName
+    kind: NormKind
     eps: float
 
     def forward(
@@ -335,7 +333,7 @@ attention_out.defvjp(_attention_out, _attention_out_grads)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: GateName) -> Stream:
+def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> Stream:
     """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
 
     Gate and up are the two halves of `norm(x) @ gate_up.T + gate_up_bias`. `params`
@@ -402,7 +400,7 @@ def _gate_gradient(
     largest_scale: Float[Array, "..."],
     da: Array,
     da_maxima: Float[Array, " parts"],
-    gate: GateName,
+    gate: Activation,
     a_scale: Float[Array, ""],
     history: Array | None,
 ) -> tuple[Codes, Float[Array, "f tokens"]]:

@@ -19,10 +19,8 @@ from jaxtyping import Array, Float
 from coat_jax.layers import flow, functional, matmul
 from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.flow import (
-    GateName,
     Heads,
     Norm,
-    NormName,
     Params,
     Stream,
     biased,
@@ -30,6 +28,7 @@ from coat_jax.layers.flow import (
 )
 from coat_jax.optimizers.adam import fp8_adamw
 from coat_jax.remat.api import fp8_remat
+from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import WIDE, check_dtype
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max"]
@@ -40,11 +39,11 @@ Residual = Float[Array, "b s h"] | Stream
 # Queries [b, s, n, d], keys and values [b, s, k, d], copies of them to save for
 # backward (may be empty), and the residual stream for the next segment.
 Attended = tuple[Array, Array, Array, tuple[Array, ...], Float[Array, "b s h"]]
-NORMS: dict[NormName, Callable] = {
+NORMS: dict[NormKind, Callable] = {
     "rms": functional.rms_norm,
     "layer": functional.layer_norm,
 }
-GATES: dict[GateName, Callable] = {
+GATES: dict[Activation, Callable] = {
     "silu": functional.swiglu,
     "gelu": functional.geglu,
     "gelu_exact": partial(functional.geglu, approximate=False),
@@ -114,7 +113,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def gated_mlp(
-        self, params: Params, x: Residual, *, norm: Norm, gate: GateName = "silu"
+        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
     ) -> Residual:
         """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
+from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import check_positive
 
 # The number of logits in a chunk of `cross_entropy`, at most: 256 MiB in float32.
@@ -49,9 +50,9 @@ class LlamaConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int | None = None
-    norm: recipes.NormName = "rms"
+    norm: NormKind = "rms"
     norm_eps: float = 1e-5
-    gate: recipes.GateName = "silu"
+    gate: Activation = "silu"
     rope_theta: float = 10_000.0
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.bfloat16

@@ -327,7 +327,7 @@ def test_what_cannot_run_is_named():
         pk.norm(x, implementation="mosaic")
     with pytest.raises(ValueError, match="rows must be bfloat16, got float32"):
         pk.norm_grad(x, x.astype(F32), implementation="mosaic")
-    with pytest.raises(ValueError, match="'rms' and 'layer', got 'batch'"):
+    with pytest.raises(ValueError, match="one of rms, layer, got 'batch'"):
         pk.norm(x, kind="batch")
     with pytest.raises(ValueError, match="needs a scalar scale, got 'row'"):
         pk.norm(x, scale="row", copies="both")

@@ -1,6 +1,6 @@
 """RMSNorm and LayerNorm with FP8 inputs and outputs, for arrays of any shape."""
 
-from typing import Literal
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -185,8 +185,9 @@ def _transposed(y: Array, chosen: dispatch.Implementation) -> Array:
 
 
 def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
-    if kind not in ("rms", "layer"):
-        raise ValueError(f"kinds of norms are 'rms' and 'layer', got {kind!r}")
+    if kind not in get_args(NormKind):
+        names = ", ".join(get_args(NormKind))
+        raise ValueError(f"kind must be one of {names}, got {kind!r}")
     if isinstance(scale, str) and scale != "row":
         raise ValueError(f"a scale is a scalar, 'row' or None, got {scale!r}")
     _, transposed = wanted(copies)
