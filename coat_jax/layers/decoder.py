@@ -1,11 +1,12 @@
 """Flax modules of the decoder layer and its FP8 weights."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from coat_jax.layers import recipes
 from coat_jax.layers.matmul import Fp8Weight, Weight
@@ -18,7 +19,7 @@ _WEIGHTS = ("qkv", "out", "gate_up", "down")
 _GRADIENT = 1.0
 
 
-class WeightCodes(nnx.Variable):
+class WeightCodes(nnx.Variable[Array]):
     """A variable for FP8 codes of a weight, or their scales, used by several passes."""
 
 
@@ -60,6 +61,17 @@ class DecoderLayer(nnx.Module):
       >>> forward(layer, jnp.ones((2, 8, 64), jnp.bfloat16)).shape
       (2, 8, 64)
     """
+
+    norm: recipes.Norm
+    heads: recipes.Heads
+    codes: Any
+    attention_norm: nnx.Param[Array] | None
+    qkv: nnx.Param[Array]
+    out: nnx.Param[Array]
+    mlp_norm: nnx.Param[Array] | None
+    gate_up: nnx.Param[Array]
+    down: nnx.Param[Array]
+    amax: Any
 
     def __init__(
         self,
@@ -112,11 +124,11 @@ class DecoderLayer(nnx.Module):
         )
         self.gate = gate
 
-        def weight(*shape: int, scale: float = 1.0) -> nnx.Param:
+        def weight(*shape: int, scale: float = 1.0) -> nnx.Param[Array]:
             init = nnx.initializers.normal(0.02 * scale)
             return nnx.Param(init(rngs.params(), shape, param_dtype))
 
-        def norm_weight() -> nnx.Param | None:
+        def norm_weight() -> nnx.Param[Array] | None:
             parametric = norm == "rms"
             return nnx.Param(jnp.ones(hidden_size, param_dtype)) if parametric else None
 

@@ -11,7 +11,7 @@ feature. An output feature is one row, so one pass over the weights quantizes th
 
 import math
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +67,7 @@ def fp8_dot_general(
     dimension_numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    **_,
+    **_: Any,
 ) -> Float[Array, "..."]:
     """Computes `jax.lax.dot_general` in FP8.
 
@@ -323,7 +323,7 @@ def weight_gradient(
     return dw.reshape(w.shape)
 
 
-def once(result):
+def once[Result](result: Result) -> Result:
     """Prevents a matmul from running twice if its result is both read and saved.
 
     In a loop XLA fuses a matmul with the operation that stacks its results, and runs it

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +39,13 @@ Residual = Float[Array, "b s h"] | Stream
 # Queries [b, s, n, d], keys and values [b, s, k, d], copies of them to save for
 # backward (may be empty), and the residual stream for the next segment.
 Attended = tuple[Array, Array, Array, tuple[Array, ...], Float[Array, "b s h"]]
-NORMS: dict[NormKind, Callable] = {
+# A function that wraps a function and keeps its signature.
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+NORMS: dict[NormKind, Callable[..., Array]] = {
     "rms": functional.rms_norm,
     "layer": functional.layer_norm,
 }
-GATES: dict[Activation, Callable] = {
+GATES: dict[Activation, Callable[..., Array]] = {
     "silu": functional.swiglu,
     "gelu": functional.geglu,
     "gelu_exact": partial(functional.geglu, approximate=False),
@@ -62,10 +64,10 @@ class Recipe(abc.ABC):
       pointwise: The wrapper of norms, gates and RoPE outside of the FP8 flow.
     """
 
-    scalings: tuple[Scaling, ...]
-    optimizer: Callable[..., optax.GradientTransformation]
-    takes_codes: bool
-    pointwise: Callable[[Callable], Callable]
+    scalings: ClassVar[tuple[Scaling, ...]]
+    optimizer: ClassVar[Callable[..., optax.GradientTransformation]]
+    takes_codes: ClassVar[bool]
+    pointwise: Wrapper
 
     def norm(self, norm: Norm) -> Callable[[Array | None, Array], Array]:
         """Returns a function of weight and x that computes `norm(x)`."""
@@ -150,28 +152,40 @@ class PlainRecipe(Recipe):
     """
 
     linear: Callable[[Array, Array], Array]
-    pointwise: Callable[[Callable], Callable] = _identity
-    scalings = ("just_in_time",)
-    optimizer = staticmethod(optax.adamw)
-    takes_codes = False
+    pointwise: Wrapper = _identity
+    scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
+    optimizer: ClassVar[Callable[..., Any]] = staticmethod(optax.adamw)
+    takes_codes: ClassVar[bool] = False
 
-    def enter(self, x):
+    def enter(self, x: Float[Array, "b s h"]) -> Residual:
         """Returns `x`."""
         return x
 
-    def attention_in(self, params, x, *, norm, heads):
+    def attention_in(
+        self, params: Params, x: Residual, *, norm: Norm, heads: Heads
+    ) -> Attended:
         """Computes queries, keys and values."""
         h = self.norm(norm)(params["norm"], x)
         y = matmul.once(self.linear(h, params["qkv"]))
         y = biased(y, params.get("qkv_bias"))
         return *self.pointwise(heads.split)(y), (), x
 
-    def attention_out(self, params, q, k, v, kept, x):
+    def attention_out(
+        self,
+        params: Params,
+        q: Array,
+        k: Array,
+        v: Array,
+        kept: tuple[Array, ...],
+        x: Array,
+    ) -> Residual:
         """Computes attention and the output projection."""
         y = self.linear(joined(causal_attention(q, k, v, kept)), params["out"])
         return matmul.once(x + biased(y, params.get("out_bias")))
 
-    def gated_mlp(self, params, x, *, norm, gate="silu"):
+    def gated_mlp(
+        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
+    ) -> Residual:
         """Computes the gated MLP."""
         h = self.norm(norm)(params["norm"], x)
         y = matmul.once(self.linear(h, params["gate_up"]))
@@ -179,7 +193,7 @@ class PlainRecipe(Recipe):
         a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
         return x + biased(self.linear(a, params["down"]), params.get("down_bias"))
 
-    def leave(self, x):
+    def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns `x`."""
         return x
 
@@ -193,23 +207,33 @@ class Fp8Recipe(Recipe):
         `fp8_remat` also saves queries, keys, values and attention's output in FP8.
     """
 
-    attention: Callable[[Callable], Callable] = _identity
-    scalings = ("just_in_time", "delayed")
-    optimizer = staticmethod(fp8_adamw)
-    takes_codes = True
-    pointwise = staticmethod(jax.checkpoint)
+    attention: Wrapper = _identity
+    scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time", "delayed")
+    optimizer: ClassVar[Callable[..., Any]] = staticmethod(fp8_adamw)
+    takes_codes: ClassVar[bool] = True
+    pointwise: ClassVar[Wrapper] = staticmethod(jax.checkpoint)
 
-    def enter(self, x):
+    def enter(self, x: Float[Array, "b s h"]) -> Residual:
         """Returns the stream that carries the scale of its gradient."""
         check_dtype("the residual stream", x.dtype, WIDE)
         return Stream.of(x)
 
-    def attention_in(self, params, x, *, norm, heads):
+    def attention_in(
+        self, params: Params, x: Residual, *, norm: Norm, heads: Heads
+    ) -> Attended:
         """Computes queries, keys and values."""
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v.
         return flow.attention_in(params, x, norm, heads, self.attention is _identity)
 
-    def attention_out(self, params, q, k, v, kept, x):
+    def attention_out(
+        self,
+        params: Params,
+        q: Array,
+        k: Array,
+        v: Array,
+        kept: tuple[Array, ...],
+        x: Array,
+    ) -> Residual:
         """Computes attention and the output projection."""
 
         def segment(params, q, k, v, x):
@@ -217,11 +241,13 @@ class Fp8Recipe(Recipe):
 
         return self.attention(segment)(params, q, k, v, x)
 
-    def gated_mlp(self, params, x, *, norm, gate="silu"):
+    def gated_mlp(
+        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
+    ) -> Residual:
         """Computes the gated MLP."""
         return flow.gated_mlp(params, x, norm, gate)
 
-    def leave(self, x):
+    def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""
         return flow.leave(x)
 

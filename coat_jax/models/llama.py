@@ -60,7 +60,7 @@ class LlamaConfig:
     recipe: recipes.RecipeName = "coat"
     scaling: recipes.Scaling = "just_in_time"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_positive(
             vocab_size=self.vocab_size,
             num_layers=self.num_layers,
@@ -117,6 +117,12 @@ class Llama(nnx.Module):
       >>> model(jnp.zeros((1, 8), jnp.int32)).shape
       (1, 8, 256)
     """
+
+    config: LlamaConfig
+    embedding: nnx.Param[Array]
+    head: nnx.Param[Array] | None
+    norm: nnx.Param[Array] | None
+    layers: DecoderLayer
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config

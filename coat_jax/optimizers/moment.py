@@ -37,7 +37,7 @@ class Moment:
     over_root_of: str | None = None
     squares: bool = False
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise ValueError(f"format must be a coat format, got {self.format!r}")
         if self.power is not None and not self.power > 0:

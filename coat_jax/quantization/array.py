@@ -54,7 +54,7 @@ class PerGroup:
 
     size: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_positive(self, "size")
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -69,7 +69,7 @@ class PerBlock:
     rows: int
     cols: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check_positive(self, "rows", "cols")
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -121,9 +121,20 @@ class QuantizedArray:
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     power: float = dataclasses.field(default=1.0, metadata={"static": True})
 
-    shape = property(lambda self: self.codes.shape)
-    ndim = property(lambda self: self.codes.ndim)
-    size = property(lambda self: self.codes.size)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self.codes.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.codes.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.codes.size
 
     @property
     def nbytes(self) -> int:

@@ -51,8 +51,8 @@ from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, Residual, linearize
 
 
-def fp8_remat(
-    target: Any,
+def fp8_remat[Target](
+    target: Target,
     *,
     params_argnums: int | Sequence[int] = 0,
     format: Format = E4M3,
@@ -60,7 +60,7 @@ def fp8_remat(
     where: Callable[[Residual], Any] | None = None,
     policy: Callable[..., Any] | None = None,
     key: jax.Array | None = None,
-) -> Any:
+) -> Target:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
     The forward program is unchanged. The activations that autodiff saves take a tenth

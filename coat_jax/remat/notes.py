@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -24,7 +24,7 @@ class Note(NamedTuple):
         kept, reader = (text.replace(";", ",") for text in self)
         return f"FP8 {kept} for {reader};"
 
-    def scope(self) -> contextlib.AbstractContextManager:
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the name scope that contains the note."""
         return jax.named_scope(str(self))
 

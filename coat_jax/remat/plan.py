@@ -43,7 +43,7 @@ class Options:
     policy: Callable[..., Any] | None
     key: jax.Array | None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise ValueError(
                 f"format must be E4M3, E5M2 or DE8 of coat_jax, got {self.format!r}"

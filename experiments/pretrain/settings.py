@@ -84,7 +84,7 @@ class Settings:
     eval_batches: int
     save_every: int
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for recipe in self.recipes:
             if recipe not in RECIPES:
                 raise ValueError(f"recipes are {', '.join(RECIPES)}; got {recipe!r}")

@@ -52,7 +52,7 @@ class Tuning:
     stages: int = 2
     sms: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.warpgroups not in (1, 2, 4):
             raise ValueError(f"warpgroups must be 1, 2 or 4, got {self.warpgroups}")
 

@@ -1,0 +1,49 @@
+"""Tests of types: those of public names, and a user's program that checkers accept."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import coat_jax
+import pallas_kernels
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PROGRAM = _ROOT / "tests" / "helpers" / "typed_program.py"
+
+
+def _run(*arguments):
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("package", [coat_jax, pallas_kernels])
+def test_types_of_public_names_are_known(package):
+    name = package.__name__
+    checker = "pyright", "--pythonpath", sys.executable, "--outputjson"
+    found = _run(*checker, "--verifytypes", name, "--ignoreexternal")
+    symbols = json.loads(found.stdout)["typeCompleteness"]["symbols"]
+    known = {symbol["name"]: symbol["isTypeKnown"] for symbol in symbols}
+    public = [f"{name}.{public}" for public in package.__all__]
+    assert [public for public in public if not known.get(public, True)] == []
+    assert len(known.keys() & set(public)) > len(public) / 2
+
+
+@pytest.mark.parametrize(
+    "checker",
+    [
+        ("pyright", "--pythonpath", sys.executable),
+        ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/null"),
+    ],
+    ids=lambda checker: checker[0],
+)
+def test_checkers_accept_a_users_program(checker):
+    found = _run(*checker, _PROGRAM)
+    assert found.returncode == 0, found.stdout
+
+
+def test_a_users_program_runs():
+    found = subprocess.run([sys.executable, _PROGRAM], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
