@@ -11,8 +11,8 @@ import pytest
 
 # On CPUs LLVM takes most of the tests' time, so its optimizations are off. On GPUs
 # programs are compiled as users compile them.
+flags = os.environ.setdefault("XLA_FLAGS", "")
 if not Path("/dev/nvidia0").exists():
-    flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
 # Several processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -29,7 +29,14 @@ hypothesis.settings.load_profile("fixed")
 
 
 def pytest_configure(config: pytest.Config):
-    """Caches what tests compile; `pytest --cache-clear` empties the cache."""
+    """Caches what tests compile; `pytest --cache-clear` empties the cache.
+
+    The number of devices is fixed when a process starts, so tests on several devices
+    run in a call of their own, `pytest -m distributed`.
+    """
+    if config.option.markexpr == "distributed":
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     if cache := getattr(config, "cache", None):  # None with -p no:cacheprovider.
         folder = str(cache.mkdir("compiled"))
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", folder)
@@ -43,8 +50,6 @@ def pytest_configure(config: pytest.Config):
 LONGEST = (
     "test_compile_sm90.py",
     "test_pretrain.py",
-    "test_remat_sharding.py",
-    "test_sharding.py",
 )
 
 

@@ -33,7 +33,7 @@ from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 
 STOPPED = 130  # The exit code of a process that Ctrl-C ended.
 _BPE_VOCAB_SIZE = 16_384
-_WARM_STEPS, _TIMED_STEPS = 2, 5
+_WARM_STEPS, _TIMED_STEPS = 1, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,6 +141,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
             return
         peak_before = device_peak_bytes()
         trainer = compile_trainer(run, recipe, inputs)
+        announce(trainer, run, recipe, inputs, run.steps - progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
         first = progress.step + 1
         bar = tqdm(desc=recipe, total=run.steps, initial=progress.step, unit="step")
@@ -179,12 +180,41 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
     return Trainer(config, run.settings, steps=run.steps)
 
 
+def announce(
+    trainer: Trainer, run: Run, recipe: Recipe, inputs: Inputs, steps: int
+) -> None:
+    """Says what is compiled, how long it took, and about how long `steps` will take."""
+    tokens = run.settings.tokens_per_step
+    print(
+        f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
+        f"{tokens:,} tokens for {jax.devices()[0].device_kind}",
+        flush=True,
+    )
+    compile_seconds = trainer.compiled[1]
+    seconds = steps * seconds_per_step(trainer, run.settings, inputs)
+    about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    print(
+        f"{recipe}: compiled in {compile_seconds:.1f} s; {steps:,} steps take about "
+        f"{about}",
+        flush=True,
+    )
+
+
 def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) -> int:
     """Returns how many steps, with validations, fit in `settings.minutes`.
 
-    The budget includes the compile time. Steps are timed on a state that is thrown
-    away, because the learning rate schedule, and so every step, depends on the number
-    of steps.
+    The budget includes the compile time.
+    """
+    budget = 60 * settings.minutes - trainer.compiled[1]
+    step = seconds_per_step(trainer, settings, inputs)
+    return max(1, min(settings.steps, int(budget / step)))
+
+
+def seconds_per_step(trainer: Trainer, settings: Settings, inputs: Inputs) -> float:
+    """Returns the time of a step, with a step's share of the validations.
+
+    Steps are timed on a state that is thrown away, because the learning rate schedule,
+    and so every step, may depend on the answer.
     """
     state, batches = trainer.init(), train_batches(inputs, settings)
     seconds = []
@@ -197,9 +227,7 @@ def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) ->
     started = time.perf_counter()
     trainer.evaluate(state, inputs.validation)
     validation = time.perf_counter() - started
-    step = float(np.median(seconds[_WARM_STEPS:])) + validation / settings.eval_every
-    budget = 60 * settings.minutes - trainer.compiled[1]
-    return max(1, min(settings.steps, int(budget / step)))
+    return float(np.median(seconds[_WARM_STEPS:])) + validation / settings.eval_every
 
 
 def first_state(

@@ -1,13 +1,14 @@
-"""A typed program of a user: every public name of the library, with the types it has."""
+"""A typed program of a user, which uses public names of the library."""
 
 from typing import assert_type
 
-import coat_jax as coat
 import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from flax import nnx
+
+import coat_jax as coat
 
 
 class Mlp(nnx.Module):

@@ -1,7 +1,4 @@
-"""Tests of fp8_remat on sharded arrays and eight virtual devices.
-
-`test_remat_sharding.py` runs these tests.
-"""
+"""Tests of fp8_remat on sharded arrays and eight virtual devices."""
 
 import functools
 import re
@@ -21,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import coat_jax.remat.copies
 from coat_jax.remat.api import fp8_remat
 
+pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # An MLP whose hidden columns are sharded along "model", and its rows along "data".
 SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}

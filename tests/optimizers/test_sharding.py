@@ -1,9 +1,4 @@
-"""Tests of optimizer states' shardings; `eight_devices.py` has those on devices."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""Tests of the shardings of optimizer states; tests/distributed has those on meshes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,26 +11,6 @@ import coat_jax as coat
 PARAMS = {"w": jnp.zeros((64, 128)), "b": jnp.zeros((8,))}
 REPLICATED = NamedSharding(jax.make_mesh((1,), ("data",)), P())
 ELSEWHERE = NamedSharding(jax.make_mesh((1,), ("model",)), P())
-
-
-def test_on_eight_virtual_devices():
-    """The tests need a process of their own, which fixes the number of devices."""
-    flags = [
-        "--xla_force_host_platform_device_count=8",
-        # LLVM contracts a * b + c depending on shapes, but not at level 0.
-        "--xla_backend_optimization_level=0",
-    ]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "eight_devices.py"]
-    run = subprocess.run(
-        command,
-        cwd=Path(__file__).parent,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""Tests of sharded optimizers on eight virtual devices, run by `test_sharding.py`.
-
-The tests need a process of their own, because the number of virtual devices is fixed
-when a process starts.
-"""
+"""Tests of sharded optimizers on eight virtual devices."""
 
 import functools
 import re
@@ -31,6 +27,7 @@ import coat_jax as coat
 import coat_jax.optimizers.sharding
 import coat_jax.optimizers.step
 
+pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
