@@ -3,10 +3,13 @@
 Errors state what is required and what was given.
 """
 
+import math
+import numbers
 import operator
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -34,15 +37,24 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be positive, got {size}")
 
 
-def check_group(group: Any) -> int:
-    """Returns a group size as an integer; raises ValueError unless it is positive."""
+def positive_int(name: str, value: Any) -> int:
+    """Returns a size as an int; raises ValueError unless it is a positive integer.
+
+    Integers of NumPy are integers, bools are not.
+    """
     try:
-        size = operator.index(group)
+        size = 0 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         size = 0
     if size < 1:
-        raise ValueError(f"group must be a positive integer, got {group!r}")
+        raise ValueError(f"{name} must be a positive int, got {value!r}")
     return size
+
+
+def is_positive_number(x: Any) -> bool:
+    """Returns whether `x` is a positive finite number, and no bool."""
+    is_number = isinstance(x, numbers.Real) and not isinstance(x, bool | np.bool_)
+    return is_number and 0 < x < math.inf
 
 
 def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | None:

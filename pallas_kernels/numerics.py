@@ -129,6 +129,14 @@ def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     return jnp.maximum(largest * (1 / code_max(dtype)), TINY) + largest * 0.0
 
 
+def on_last_axes(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
+    """Returns `x` with axes of one element in front, such that there are `ndim`.
+
+    JAX would add them itself, unless `jax_numpy_rank_promotion` forbids it.
+    """
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
 def normal(x: Float[Array, "..."]) -> Array:
     """Replaces denormal float32 numbers by zeros of the same sign."""
     return jnp.where(jnp.abs(x) < TINY, x * 0.0, x)

@@ -1,6 +1,6 @@
 """Flax modules of the decoder layer and its FP8 weights."""
 
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,17 +106,7 @@ class DecoderLayer(nnx.Module):
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {num_kv_heads}, {num_heads}"
             )
-        for option, value, known in (
-            ("recipe", recipe, recipes.RECIPES),
-            ("scaling", scaling, get_args(recipes.Scaling)),
-            ("norm", norm, recipes.NORMS),
-            ("gate", gate, recipes.GATES),
-        ):
-            if value not in known:
-                names = ", ".join(known)
-                raise ValueError(f"{option} must be one of {names}, got {value!r}")
-        if scaling not in recipes.RECIPES[recipe].scalings:
-            raise ValueError(f"scaling={scaling!r} needs the FP8 flow, not {recipe!r}")
+        recipes.check_names(recipe=recipe, scaling=scaling, norm=norm, gate=gate)
         self.recipe = recipe
         self.norm = recipes.Norm(kind=norm, eps=norm_eps)
         self.heads = recipes.Heads(

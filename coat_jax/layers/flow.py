@@ -49,6 +49,7 @@ from coat_jax.layers.matmul import (
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, NormKind, Scaled
+from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.rope.reference import split_heads
 
 Params = Mapping[str, Weight | None]
@@ -455,4 +456,4 @@ def _token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
 
 def biased(y: Array, bias: Array | None) -> Array:
     """Returns `y` plus a bias, if there is one, in the dtype of `y`."""
-    return y if bias is None else y + bias.astype(y.dtype)
+    return y if bias is None else y + on_last_axes(bias.astype(y.dtype), y.ndim)

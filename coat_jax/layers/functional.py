@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.api import fp8_inputs
+from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.rope.reference import turned
 
 
@@ -116,7 +117,7 @@ def angles(
     The angle of position p and pair i is `p * theta ** (-2 * i / dim)`.
     """
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
     return jnp.cos(angle), jnp.sin(angle)
 
 
@@ -153,8 +154,10 @@ def _gated(
 
 def _affine(y: Array, weight: Array | None, bias: Array | None) -> Array:
     if weight is not None:
-        y = y * weight.astype(jnp.float32)
-    return y if bias is None else y + bias.astype(jnp.float32)
+        y = y * on_last_axes(weight.astype(jnp.float32), y.ndim)
+    if bias is not None:
+        y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
+    return y
 
 
 def _saving(fn: Callable, residual_format: Format | None, params_argnums=0) -> Callable:

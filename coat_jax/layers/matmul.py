@@ -11,11 +11,12 @@ feature. An output feature is one row, so one pass over the weights quantizes th
 
 import math
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -67,7 +68,8 @@ def fp8_dot_general(
     dimension_numbers: lax.DotDimensionNumbers,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    **_: Any,
+    *,
+    out_sharding: jax.sharding.Sharding | P | None = None,
 ) -> Float[Array, "..."]:
     """Computes `jax.lax.dot_general` in FP8.
 
@@ -82,6 +84,7 @@ def fp8_dot_general(
       precision: Ignored, because FP8 matmuls have only one precision.
       preferred_element_type: The dtype of the result; by default the promoted dtype of
         `lhs` and `rhs`.
+      out_sharding: The sharding of the result on a mesh with explicit axes.
 
     Raises:
       ValueError: If an operand is not floating.
@@ -118,7 +121,8 @@ def fp8_dot_general(
     product = partial(_product, dtype=jnp.dtype(dtype), contract=0)
     for _ in batch:
         product = jax.vmap(product)
-    return product(a, b).reshape(expected.shape)
+    y = product(a, b).reshape(expected.shape)
+    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -9,7 +9,7 @@ import abc
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -263,3 +263,18 @@ RECIPES: dict[RecipeName, Recipe] = {
     # `fp8_remat` saves these arrays in FP8 as well.
     "coat_max": Fp8Recipe(attention=fp8_remat),
 }
+
+
+def check_names(*, recipe: Any, scaling: Any, norm: Any, gate: Any) -> None:
+    """Raises ValueError unless there are options of these names that fit together."""
+    for option, value, known in (
+        ("recipe", recipe, tuple(RECIPES)),
+        ("scaling", scaling, get_args(Scaling)),
+        ("norm", norm, tuple(NORMS)),
+        ("gate", gate, tuple(GATES)),
+    ):
+        if value not in known:
+            names = ", ".join(known)
+            raise ValueError(f"{option} must be one of {names}, got {value!r}")
+    if scaling not in RECIPES[recipe].scalings:
+        raise ValueError(f"scaling={scaling!r} needs the FP8 flow, not {recipe!r}")

@@ -66,6 +66,9 @@ class LlamaConfig:
             num_layers=self.num_layers,
             num_heads=self.num_heads,
         )
+        recipes.check_names(
+            recipe=self.recipe, scaling=self.scaling, norm=self.norm, gate=self.gate
+        )
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
         if self.head_dim is None and self.hidden_size % self.num_heads:
@@ -277,7 +280,7 @@ def _chunk_loss(
     # A comparison selects the target's logit, because its gradient fuses with that of
     # the other logits. The gradient of an index is a scatter, which would read and
     # write arrays of this size twice more.
-    is_target = targets[:, None] == jnp.arange(logits.shape[1])
+    is_target = targets[:, None] == jnp.arange(logits.shape[1])[None]
     picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
     return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked) / count
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import optax
+from jax.typing import DTypeLike
 
 from coat_jax.optimizers.fused import fused_adamw
 from coat_jax.optimizers.moment import Moment, over_root
@@ -19,6 +20,7 @@ def scale_by_fp8_adam(
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
+    mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
     quantize_mask: Any | Callable[[optax.Params], Any] | None = None,
@@ -62,6 +64,7 @@ def scale_by_fp8_adam(
       b2: The decay rate of the second moment.
       eps: A number added to the denominator outside of the square root.
       eps_root: A number added to the denominator inside of the square root.
+      mu_dtype: The dtype of first moments that are not in 8 bits; None means float32.
       nesterov: Whether to use Nesterov momentum.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree. False means that a
@@ -95,6 +98,7 @@ def scale_by_fp8_adam(
     adam = Adam(b1=b1, b2=b2, eps=eps, eps_root=eps_root, nesterov=nesterov)
     return _quantized_adam(
         adam,
+        mu_dtype=mu_dtype,
         quantize_mask=quantize_mask,
         normalize_mu=normalize_mu,
         mu_format=mu_format,
@@ -107,6 +111,7 @@ def scale_by_fp8_adam(
 def _quantized_adam(
     adam: Adam,
     *,
+    mu_dtype: DTypeLike | None,
     normalize_mu: bool,
     mu_format: Format,
     nu_format: Format,
@@ -119,7 +124,8 @@ def _quantized_adam(
         raise ValueError(f"mu_format must have a sign, got {mu_format}")
     mu = over_root("nu", mu_format) if normalize_mu else Moment(format=mu_format)
     moments = {"mu": mu, "nu": Moment(format=nu_format, squares=True)}
-    wrapped = with_quantized_state(adam.transformation(), moments=moments, **options)
+    inner = adam.transformation(mu_dtype)
+    wrapped = with_quantized_state(inner, moments=moments, **options)
 
     def update_fn(updates, state, params=None):
         del params
@@ -134,6 +140,7 @@ def fp8_adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     eps_root: float = 0.0,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: float = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
     *,
@@ -147,8 +154,8 @@ def fp8_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AdamW with both moments in FP8: `optax.adamw` in a quarter of its memory.
 
-    It takes the arguments of `optax.adamw`. See `scale_by_fp8_adam` for the other
-    arguments and for how moments are stored.
+    It takes the arguments of `optax.adamw`, in the same order. See `scale_by_fp8_adam`
+    for the other arguments and for how moments are stored.
 
     Args:
       learning_rate: A global scaling factor, a number or a schedule.
@@ -156,6 +163,7 @@ def fp8_adamw(
       b2: The decay rate of the second moment.
       eps: A number added to the denominator outside of the square root.
       eps_root: A number added to the denominator inside of the square root.
+      mu_dtype: The dtype of first moments that are not in 8 bits; None means float32.
       weight_decay: The strength of the decoupled weight decay.
       mask: The parameters that decay: a tree of bools (or a prefix of it), or a
         function from parameters to such a tree. None means all.
@@ -184,6 +192,7 @@ def fp8_adamw(
     chain = optax.chain(
         _quantized_adam(
             adam,
+            mu_dtype=mu_dtype,
             quantize_mask=quantize_mask,
             normalize_mu=normalize_mu,
             mu_format=mu_format,

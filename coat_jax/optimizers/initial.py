@@ -81,8 +81,11 @@ def initial_state(
     _warn_of(unknown)
     rest = [path for path, _ in leaves if path not in chosen]
     values = dict(zip(rest, _initial(inner, arrays, rest), strict=True))
+    dtypes = {path: leaf.dtype for path, leaf in leaves}
     for path, (place, moment) in chosen.items():
-        values[path] = zeros_like(arrays_by_path[place], moment, choices.granularity)
+        values[path] = zeros_like(
+            arrays_by_path[place], moment, choices.granularity, dtypes[path]
+        )
     state = treedef.unflatten([values[path] for path, _ in leaves])
     state = in_variables(state, by_path(params, is_leaf=is_variable))
     zero = jnp.zeros([], jnp.int32)
@@ -184,6 +187,12 @@ def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
 def _resolved_mask(mask: Any, params: optax.Params) -> Any:
     """Returns a tree of bools: whether the mask and a parameter's size allow 8 bits."""
     mask = True if mask is None else mask(params) if callable(mask) else mask
+    for path, allowed in tree_leaves_with_path(mask):
+        dtype = getattr(allowed, "dtype", type(allowed))
+        if dtype not in (bool, np.bool_) or np.shape(allowed):
+            raise ValueError(
+                f"quantize_mask{keystr(path)} must be a bool, got {allowed!r}"
+            )
     return jax.tree.map(
         lambda allowed, subtree: jax.tree.map(
             lambda p: bool(allowed) and np.size(p) >= MIN_QUANTIZED_SIZE, subtree

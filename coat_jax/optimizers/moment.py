@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
+from pallas_kernels.checks import is_positive_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Moment:
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
             raise ValueError(f"format must be a coat format, got {self.format!r}")
-        if self.power is not None and not self.power > 0:
+        if self.power is not None and not is_positive_number(self.power):
             raise ValueError(f"power must be positive or None, got {self.power!r}")
 
     def __str__(self) -> str:

@@ -19,6 +19,7 @@ from flax import nnx
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
@@ -111,13 +112,15 @@ def _shardings_by_path(params: Any, shardings: Any) -> tuple[dict, jax.sharding.
     return {tuple(path): leaf for path, leaf in leaves}, meshes.pop()
 
 
-def zeros_like(param: Any, moment: Moment | None, granularity: PerGroup) -> Any:
+def zeros_like(
+    param: Any, moment: Moment | None, granularity: PerGroup, dtype: DTypeLike
+) -> Any:
     """Returns a moment of zeros for a parameter, on the parameter's devices.
 
-    The moment is in float32 if `moment` is None.
+    If `moment` is None the moment is an array of `dtype`.
     """
     if moment is None:
-        return jnp.zeros_like(param, jnp.float32)
+        return jnp.zeros_like(param, dtype)
 
     def zeros(shape):
         return quantize_moment(

@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax import lax
 from jax.tree_util import keystr
+from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
 from coat_jax.devices import has_kernel
@@ -53,11 +54,12 @@ class Adam:
     eps_root: Array | float
     nesterov: bool
 
-    def transformation(self) -> optax.GradientTransformation:
+    def transformation(
+        self, mu_dtype: DTypeLike | None = None
+    ) -> optax.GradientTransformation:
         """Returns optax's Adam."""
-        return optax.scale_by_adam(
-            self.b1, self.b2, self.eps, self.eps_root, nesterov=self.nesterov
-        )
+        decays, epsilons = (self.b1, self.b2), (self.eps, self.eps_root)
+        return optax.scale_by_adam(*decays, *epsilons, mu_dtype, nesterov=self.nesterov)
 
     def scalars(self, count: Array) -> AdamScalars:
         """Returns the kernel's factors in step `count`; the first step is 1."""
@@ -135,6 +137,7 @@ def adam_step(
     given, pure = grads, nnx.as_pure(state)
     grads, targets = nnx.as_pure(grads), nnx.as_pure(targets)
     check_gradients(grads, pure)
+    grads = jax.tree.map(jnp.asarray, grads)
     leaves, treedef = jax.tree.flatten_with_path(grads)
     inner, step = pure.inner_state, pure.rounding_step
     count = optax.safe_increment(inner.count)

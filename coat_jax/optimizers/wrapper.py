@@ -75,6 +75,11 @@ def with_quantized_state(
       dtype(float8_e4m3fn)
       >>> updates, state = tx.update(params, state, params)
     """
+    if not isinstance(inner, optax.GradientTransformation):
+        raise TypeError(
+            "with_quantized_state takes an optax transformation, as optax.lion(1e-4), "
+            f"got {inner!r}"
+        )
     if not isinstance(granularity, PerGroup):
         raise ValueError(f"granularity must be coat.PerGroup(g), got {granularity}")
     if rounding not in ("stochastic", "nearest"):
@@ -97,6 +102,7 @@ def with_quantized_state(
         given = updates
         updates, state, params = map(nnx.as_pure, (updates, state, params))
         check_gradients(updates, state)
+        updates = jax.tree.map(jnp.asarray, updates)
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         before = dequantized(state.inner_state, state.layout)
         results, after = inner.update(wide, before, params, **extra_args)

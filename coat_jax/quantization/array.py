@@ -14,15 +14,18 @@ Optimizers store the scales of moments in float32; see `coat_jax.optimizers.mome
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
+from pallas_kernels.checks import is_positive_number, positive_int
 from pallas_kernels.numerics import (
     TINY,
     group_scale,
@@ -55,7 +58,7 @@ class PerGroup:
     size: int
 
     def __post_init__(self) -> None:
-        _check_positive(self, "size")
+        object.__setattr__(self, "size", positive_int("PerGroup.size", self.size))
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of one group of an array of `shape`."""
@@ -70,7 +73,9 @@ class PerBlock:
     cols: int
 
     def __post_init__(self) -> None:
-        _check_positive(self, "rows", "cols")
+        for name in ("rows", "cols"):
+            size = positive_int(f"PerBlock.{name}", getattr(self, name))
+            object.__setattr__(self, name, size)
 
     def block(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of one group of an array of `shape`."""
@@ -80,14 +85,6 @@ class PerBlock:
 
 
 Granularity = PerTensor | PerGroup | PerBlock
-
-
-def _check_positive(granularity, *names: str) -> None:
-    for name in names:
-        value = getattr(granularity, name)
-        if not isinstance(value, int) or value < 1:
-            kind = type(granularity).__name__
-            raise ValueError(f"{kind}.{name} must be a positive int, got {value!r}")
 
 
 @jax.tree_util.register_dataclass
@@ -140,6 +137,12 @@ class QuantizedArray:
     def nbytes(self) -> int:
         """The number of bytes of codes, scales and exponents."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Raises TypeError, because codes and numbers are two different arrays."""
+        raise TypeError(
+            "a coat.QuantizedArray is not an array: take .codes, or .dequantize()"
+        )
 
     def dequantize(self) -> Array:
         """Returns the array in `dtype`; see `coat.dequantize`."""
@@ -200,17 +203,45 @@ def quantize(
       >>> coat.dequantize(q).tolist()
       [448.0, 7.0, 1.0, 0.0, 0.875, 0.5]
     """
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
-    own_power = expand is True  # The number 1.0 equals True, but is a k.
-    power = 1.0 if isinstance(expand, bool) else float(expand)
-    if not 0 < power < math.inf:
-        raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
+    _check(x, format, granularity, noise)
+    x, (own_power, power) = undifferentiated(x), _expansion(expand)
     largest, groups = _largest(x, granularity)
     if noise is not None:
         largest *= 1 + 2.0**-8  # A scale rounded down would saturate.
     scale = _stored_scale(largest, format, granularity)
     return _encoded(x, groups, scale, format, granularity, power, own_power, noise)
+
+
+def _check(x: Any, format: Any, granularity: Any, noise: Any) -> None:
+    """Raises TypeError or ValueError unless the arguments fit `quantize`."""
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        raise TypeError(f"quantize takes a floating array, got {x!r}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"quantize takes a floating array, got dtype {x.dtype}")
+    if not isinstance(format, Format):
+        raise TypeError(
+            f"format must be a coat format such as coat.E4M3, got {format!r}"
+        )
+    if not isinstance(granularity, Granularity):
+        raise TypeError(
+            "granularity must be coat.PerTensor(), PerGroup(g) or PerBlock(r, c), got "
+            f"{granularity!r}"
+        )
+    if noise is None:
+        return
+    dtype, shape = getattr(noise, "dtype", type(noise)), getattr(noise, "shape", ())
+    if dtype != jnp.uint32 or shape != x.shape:
+        wanted = f"uint32{list(x.shape)}"
+        raise ValueError(f"noise must be bits {wanted}, got {dtype}{list(shape)}")
+
+
+def _expansion(expand: Any) -> tuple[bool, float]:
+    """Returns whether each group has its own k, and otherwise the k of all groups."""
+    if isinstance(expand, bool | np.bool_):
+        return bool(expand), 1.0
+    if not is_positive_number(expand):
+        raise ValueError(f"expand must be a bool or a positive number, got {expand!r}")
+    return False, float(expand)
 
 
 def quantize_moment(
@@ -309,8 +340,9 @@ def undifferentiated(x: Array) -> Array:
 @undifferentiated.defjvp
 def _(primals, tangents):
     raise NotImplementedError(
-        "FP8 copies have no derivatives: what fp8_remat, fp8_dot_general and the FP8 "
-        "recipes compute can be differentiated once, and backward"
+        "quantized numbers have no derivatives: what fp8_remat, fp8_dot_general and "
+        "the FP8 recipes compute can be differentiated once, and backward; elsewhere "
+        "quantize jax.lax.stop_gradient(x)"
     )
 
 
@@ -325,6 +357,8 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
       >>> coat.dequantize(coat.quantize(jnp.array([7.0, -1.75])))
       Array([ 7.  , -1.75], dtype=float32)
     """
+    if not isinstance(q, QuantizedArray):
+        raise TypeError(f"dequantize takes a coat.QuantizedArray, got {q!r}")
     values = _split(q.format.decode(q.codes), _block(q))
     scale = _broadcastable(q.scale).astype(jnp.float32)
     if q.exponent is None and q.power == 1.0:

@@ -19,7 +19,9 @@ from coat_jax.remat.trace import (
     all_eqns,
     does_work,
     is_foreign,
+    size_of,
 )
+from pallas_kernels.checks import positive_int
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
 _MIN_SIZE = 4096
@@ -48,8 +50,7 @@ class Options:
             raise ValueError(
                 f"format must be E4M3, E5M2 or DE8 of coat_jax, got {self.format!r}"
             )
-        if type(self.group) is not int or self.group < 1:
-            raise ValueError(f"group must be a positive int, got {self.group!r}")
+        object.__setattr__(self, "group", positive_int("group", self.group))
         for name in ("where", "policy"):
             value = getattr(self, name)
             if value is not None and not callable(value):
@@ -309,8 +310,12 @@ def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
         return "no floating numbers"
     if aval.dtype.itemsize == 1:
         return "8 bits already"
-    if aval.size < _MIN_SIZE:
+    if aval.dtype.itemsize == 8:
+        return "float64, whose range scales do not have"
+    if size_of(aval) < _MIN_SIZE:
         return f"fewer than {_MIN_SIZE} elements"
+    if not isinstance(aval.shape[-1], int):
+        return "rows of unknown length"
     if aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES:
         return f"rows of less than {_MIN_ROW_BYTES} bytes"
     return None

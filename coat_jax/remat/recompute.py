@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.remat.trace import all_eqns, does_work
+from coat_jax.remat.trace import all_eqns, does_work, size_of
 
 # Calls that `written_out` inlines.
 _CALLS = frozenset(
@@ -131,12 +131,12 @@ class Derivation:
     ) -> tuple[int, int, bool]:
         """Rates a copy by elements saved, arrays replaced, and precision."""
         source, found = candidate
-        sizes = [var.aval.size for var in missing if var in found]
+        sizes = [size_of(var.aval) for var in missing if var in found]
         maker = self._makers.get(source)
         # Rounding a result near its bound, such as 1 for tanh, loses the slope there.
         saturates = maker is not None and maker.primitive.name in _SATURATING
         precise = len(sizes) == 1 or not saturates
-        return sum(sizes) - source.aval.size, len(sizes), precise
+        return sum(sizes) - size_of(source.aval), len(sizes), precise
 
     def _sources(self, var: core.Var) -> Iterator[tuple[core.Var, dict]]:
         """Yields the candidates for a copy from which `var` follows, nearest first.

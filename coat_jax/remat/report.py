@@ -76,6 +76,7 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
       >>> report.nbytes, len(report.rows)
       (256, 1)
     """
+    check_callable("residual_report", fn)
     with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
     first: dict[core.Var, int] = {}
@@ -84,6 +85,12 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
             first.setdefault(var, index)
     rows = [traced.describe(index) for index in first.values()]
     return ResidualReport(tuple(sorted(rows, key=lambda r: (r.is_argument, -r.nbytes))))
+
+
+def check_callable(name: str, fn: Any) -> None:
+    """Raises TypeError unless `fn` is a function."""
+    if not callable(fn):
+        raise TypeError(f"{name} takes a function, got {fn!r}")
 
 
 def memory_report(fn: Callable, *args: Any) -> MemoryReport:
@@ -98,6 +105,7 @@ def memory_report(fn: Callable, *args: Any) -> MemoryReport:
       >>> coat.memory_report(lambda x: jnp.sin(x) * 2, jnp.ones((8, 8))).residual_bytes
       256
     """
+    check_callable("memory_report", fn)
     compiled = jax.jit(forward_backward(fn)).lower(*args).compile()
     stats = compiled.memory_analysis()
     return MemoryReport(

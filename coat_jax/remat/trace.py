@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -50,6 +51,8 @@ _NOT_USERS = (
     formats.__file__,
     os.path.dirname(__file__) + os.sep,
 )
+# The guess of a length that `jax.export` leaves open.
+_SYMBOLIC = 4096
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
 # Operations with no finite value at zero, besides division and negative powers.
 _POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
@@ -254,6 +257,11 @@ def forward_backward(fn: Callable) -> Callable:
         return out, _gradients(vjp, out, ones)
 
     return run
+
+
+def size_of(aval: jax.core.ShapedArray) -> int:
+    """Returns the number of elements, with a guess for axes of symbolic length."""
+    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in aval.shape)
 
 
 def is_foreign(primitive: core.Primitive) -> bool:

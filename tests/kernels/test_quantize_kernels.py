@@ -274,7 +274,7 @@ def test_what_does_not_go_together_is_named(implementation):
     with pytest.raises(ValueError, match="scale must be a scalar, got None"):
         pk.quantize_tensor(x, None, **how)
     for group in (0, -16, 1.5):
-        with pytest.raises(ValueError, match=f"positive integer, got {group}"):
+        with pytest.raises(ValueError, match=f"positive int, got {group}"):
             pk.quantize_groups(x, group=group, **how)
 
 

@@ -33,7 +33,14 @@ def test_the_step_is_adamws_from_the_stored_moments(normalize_mu, nesterov):
     """NumPy's AdamW in float64 from the state's stored moments gives the same step."""
     b1, b2, eps, eps_root, rate, decay = 0.8, 0.95, 1e-6, 1e-10, 1e-2, 0.3
     tx = coat.fp8_adamw(
-        rate, b1, b2, eps, eps_root, decay, nesterov=nesterov, normalize_mu=normalize_mu
+        rate,
+        b1,
+        b2,
+        eps,
+        eps_root,
+        weight_decay=decay,
+        nesterov=nesterov,
+        normalize_mu=normalize_mu,
     )
     params = grown(tree(0))
     state = tx.init(params)

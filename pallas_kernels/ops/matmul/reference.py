@@ -37,5 +37,5 @@ def matmul(
         return y * (a_scale * b_scale).astype(wide)
     else:
         y = lax.dot_general(a, b, _NT, precision, wide)
-        y = y * a_scale.reshape(-1, 1) * b_scale
+        y = y * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
     return (y if accumulator is None else y + accumulator).astype(out_dtype)

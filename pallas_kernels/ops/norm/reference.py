@@ -12,6 +12,7 @@ from pallas_kernels.numerics import (
     Scaled,
     code_max,
     magnitude,
+    on_last_axes,
     reciprocal,
     row_scale,
 )
@@ -80,8 +81,11 @@ def norm(
         wide = lax.reduce_precision(wide + add.astype(jnp.float32), 8, 7)
         total = wide.astype(jnp.bfloat16)
     standard, _ = standardized(wide, kind, eps)
-    y = standard if weight is None else standard * weight.astype(jnp.float32)
-    y = y if bias is None else y + bias.astype(jnp.float32)
+    y = standard
+    if weight is not None:
+        y = y * on_last_axes(weight.astype(jnp.float32), y.ndim)
+    if bias is not None:
+        y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
     result = _encoded(y, scale)
     groups = quantize_groups(wide, dtype=CODES, group=GROUP) if keep_groups else None
     return result._replace(groups=groups, total=total)
@@ -102,7 +106,9 @@ def norm_grad(
     """Computes `pallas_kernels.norm_grad`, with `y` not transposed: [..., n]."""
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
-    w = 1.0 if weight is None else weight.astype(jnp.float32)
+    w = 1.0
+    if weight is not None:
+        w = on_last_axes(weight.astype(jnp.float32), dy.ndim)
     g = dy * w
     along = jnp.mean(g * standard, axis=-1, keepdims=True)
     dx = g - standard * along

@@ -13,7 +13,7 @@ from pallas_kernels.checks import (
     CODES,
     WIDE,
     check_dtype,
-    check_group,
+    positive_int,
     scalar,
 )
 from pallas_kernels.mosaic import elementwise, strips
@@ -67,7 +67,7 @@ def quantize_groups(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
-    group = check_group(group)
+    group = positive_int("group", group)
     chosen = dispatch.choose(
         implementation,
         lambda: flat_obstacle(x, group),

@@ -57,5 +57,5 @@ def turned(
     The halves [x, y] of a head become [x cos - y sin, y cos + x sin].
     """
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    c, n = cos[:, None], sin[:, None]
+    c, n = cos[None, :, None], sin[None, :, None]
     return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
