@@ -28,11 +28,12 @@ no amax over a whole array, which several devices may share.
 import dataclasses
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
 from flax import nnx
@@ -49,6 +50,8 @@ from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.notes import Note
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, Residual, linearize
+
+_CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 
 
 def fp8_remat[Target](
@@ -144,6 +147,9 @@ def fp8_remat[Target](
     if isinstance(target, nn.Module):
         return _linen_module(target, options)
     if callable(target) and not isinstance(target, type):
+        owner = getattr(target, "__self__", None)
+        if isinstance(owner, nn.Module) and owner.scope is not None:
+            return partial(_linen_method(target.__func__, options), owner)
         return _over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
@@ -161,7 +167,24 @@ def fp8_inputs(
 
 def _nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
     call = _over_nodes(cls.__call__, (), options)
-    return type(cls)(cls.__name__, (cls,), {"__call__": call, "__doc__": cls.__doc__})
+
+    def reduce(self, protocol=None):
+        return _unpickled, (cls, options, self.__getstate__())
+
+    members = {"__call__": call, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
+    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    # Flax makes a class a strict pytree unless told otherwise.
+    is_pytree = getattr(cls, "_pytree__is_pytree", True)
+    return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
+
+
+def _unpickled(
+    cls: type[nnx.Module], options: Options, state: dict[str, Any]
+) -> nnx.Module:
+    """Returns the module that was pickled; its class has no name of its own."""
+    module = object.__new__(_nnx_class(cls, options))
+    module.__setstate__(state)
+    return module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,11 +198,15 @@ def _over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Calla
     """Applies `fp8_remat` to a function that may change NNX objects it is called with.
 
     The variables of the objects are parameters. Changes to the objects are written back
-    to the caller's objects, except changes to `nnx.Param` variables.
+    to the caller's objects: values, new variables and static attributes. The exception
+    are values of `nnx.Param` variables.
     """
 
     @wraps(fn)
     def call(*args, **kwargs):
+        if args and isinstance(args[0], nn.Module) and args[0].scope is not None:
+            return _linen_method(fn, options)(*args, **kwargs)
+        _check_closure(fn)
         for n in argnums:
             if not -len(args) <= n < len(args) and n != 0:
                 raise ValueError(
@@ -190,30 +217,75 @@ def _over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Calla
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         if not nodes:
             return _fp8_function(fn, argnums, options)(*args, **kwargs)
-        graph, params, rest = nnx.split(nodes, nnx.Param, ...)
 
-        def pure(params, rest, *args, **kwargs):
-            nodes = nnx.merge(graph, params, rest)
+        def on_nodes(nodes, *args, **kwargs):
             leaves = tree.flatten_up_to((args, kwargs))
             every = [nodes[x.number] if isinstance(x, _Place) else x for x in leaves]
             args, kwargs = jax.tree.unflatten(tree, every)
-            return fn(*args, **kwargs), nnx.state(nodes, nnx.Not(nnx.Param))
+            return fn(*args, **kwargs)
 
         numbers = itertools.count()
         places = [_Place(next(numbers)) if _is_node(x) else x for x in leaves]
         placed, kwargs = jax.tree.unflatten(tree, places)
+        return _updating(on_nodes, nodes, argnums, options)(*placed, **kwargs)
+
+    return call
+
+
+def _updating(
+    fn: Callable, nodes: list[Any], argnums: Sequence[int], options: Options
+) -> Callable:
+    """Applies `fp8_remat` to a function of NNX objects, and updates the objects."""
+
+    @nnx.update_context(_CONTEXT)
+    def call(*args, **kwargs):
+        with nnx.split_context(_CONTEXT) as context:
+            graph, params, rest = context.split(nodes, nnx.Param, ...)
+
+        def pure(params, rest, *args, **kwargs):
+            with nnx.merge_context(_CONTEXT, inner=True) as context:
+                inner = context.merge(graph, params, rest)
+            out = fn(inner, *args, **kwargs)
+            with nnx.split_context(_CONTEXT) as context:
+                graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
+            # Parameters would be copied if they were results.
+            known = dict(nnx.to_flat_state(params))
+            found = nnx.to_flat_state(params_after)
+            new = [(path, x) for path, x in found if path not in known]
+            return out, graph_after, nnx.from_flat_state(new), rest
+
         marked = (0, 1, *(n + 2 if n >= 0 else n for n in argnums))
-        out, rest = _fp8_function(pure, marked, options)(
-            params, rest, *placed, **kwargs
-        )
-        nnx.update(nodes, rest)
+        light = _fp8_function(pure, marked, options)
+        out, graph_after, new, rest = light(params, rest, *args, **kwargs)
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+            context.merge(graph_after, params, new, rest)
         return out
 
     return call
 
 
+def _check_closure(fn: Callable) -> None:
+    """Raises TypeError if a function closes over a Linen module that is bound.
+
+    Variables that the function makes of it would leak out of the trace.
+    """
+    for cell in getattr(fn, "__closure__", None) or ():
+        value = cell.cell_contents
+        if isinstance(value, nn.Module) and value.scope is not None:
+            raise TypeError(
+                f"fp8_remat takes no function that closes over a bound Linen module, "
+                f"as {fn.__qualname__} over {type(value).__name__}: make it a method, "
+                "or give it the module as its first argument"
+            )
+
+
 def _is_node(x: Any) -> bool:
-    return isinstance(x, nnx.Pytree)
+    return isinstance(x, nnx.Pytree | nnx.Variable)
+
+
+def _linen_method(fn: Callable, options: Options) -> Callable:
+    """Applies `fp8_remat` to a function whose first argument is a bound module."""
+    return nn.transforms.lift_transform(_lifted, fn, options=options)
 
 
 def _linen_class(cls: type[nn.Module], options: Options) -> type[nn.Module]:
@@ -252,21 +324,32 @@ def _lifted(fn: Callable, *, options: Options) -> Callable:
     """
 
     def inner(scope_fn, repack_fn, variable_groups, rng_groups, *args, **kwargs):
-        def pure(variable_groups, rng_groups, *args, **kwargs):
+        def run(variable_groups, rng_groups, *args, **kwargs):
             scope = scope_fn(variable_groups, rng_groups)
             return fn(scope, *args, **kwargs), repack_fn(scope)
+
+        def pure(*args, **kwargs):
+            # Parameters would be copied if they were results.
+            out, groups = run(*args, **kwargs)
+            return out, [[_without_params(x) for x in group] for group in groups]
 
         # Calls that create parameters are not differentiated. `nn.scan` must also see
         # that the parameters which its steps share do not depend on other values.
         scopes = jax.tree.leaves(scope_fn(variable_groups, rng_groups))
-        if any(scope.is_mutable_collection("params") for scope in scopes):
-            return pure(variable_groups, rng_groups, *args, **kwargs)
+        mutable = any(scope.is_mutable_collection("params") for scope in scopes)
+        found = any(x.get("params") for group in variable_groups for x in group)
+        if mutable and not found:
+            return run(variable_groups, rng_groups, *args, **kwargs)
         light = _fp8_function(pure, (0, 1), options)
         return light(variable_groups, rng_groups, *args, **kwargs)
 
     return lift.pack(
         inner, (True,), (True,), (True,), name="fp8_remat", enable_kwargs=True
     )
+
+
+def _without_params(collections: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: x for name, x in collections.items() if name != "params"}
 
 
 def _fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
@@ -426,7 +509,8 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     Without it XLA may dequantize the copies of all layers before backward starts.
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
-    given = [i for i, leaf in enumerate(leaves) if leaf.dtype != float0]
+    # A cotangent may be a Python number.
+    given = [i for i, leaf in enumerate(leaves) if jnp.result_type(leaf) != float0]
     for i, leaf in zip(
         given, lax.optimization_barrier([leaves[i] for i in given]), strict=True
     ):

@@ -1,0 +1,285 @@
+"""Tests of what calls change: NNX objects and Linen variables, as with Flax's remat."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers.gradients import assert_close
+
+import coat_jax as coat
+
+X = jax.random.normal(jax.random.key(0), (64, 64))
+
+
+class Recorder(nnx.Module):
+    """A module whose call changes everything that a call can change."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.calls = 0
+        self.total = nnx.BatchStat(jnp.zeros(()))
+        self.cache = nnx.data(None)
+        self.extra = nnx.data(None)
+        self.scratch = nnx.data(nnx.Cache(jnp.zeros(3)))
+
+    def __call__(self, x):
+        y = nnx.gelu(self.linear(x))
+        self.calls += 1
+        self.total[...] += jnp.sum(y)
+        self.cache = nnx.Cache(y[:2])
+        self.extra = nnx.Param(jnp.ones(4))
+        self.scratch = nnx.data(None)
+        return y
+
+
+def _changed(module):
+    return {
+        "calls": module.calls,
+        "total": module.total[...],
+        "cache": module.cache[...],
+        "extra": module.extra[...],
+        "scratch": module.scratch,
+    }
+
+
+def _eager(module, x):
+    return module(x)
+
+
+def _jitted(module, x):
+    return nnx.jit(lambda module, x: module(x))(module, x)
+
+
+def _in_gradient(module, x):
+    nnx.grad(lambda module, x: jnp.sum(module(x) ** 2))(module, x)
+
+
+def _nested(module, x):
+    return coat.fp8_remat(lambda module, x: module(x))(module, x)
+
+
+@pytest.mark.parametrize("call", [_eager, _jitted, _in_gradient, _nested])
+@pytest.mark.parametrize("wrap_class", [False, True])
+def test_what_a_call_changes_of_a_module_is_as_without(call, wrap_class):
+    plain = Recorder(nnx.Rngs(0))
+    light = Recorder(nnx.Rngs(0))
+    light = (
+        coat.fp8_remat(Recorder)(nnx.Rngs(0)) if wrap_class else coat.fp8_remat(light)
+    )
+    for _ in range(2):
+        call(plain, X)
+        call(light, X)
+    expected, found = _changed(plain), _changed(light)
+    assert found.pop("calls") == expected.pop("calls") == 2
+    assert found.pop("scratch") is expected.pop("scratch") is None
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *(
+        found, expected))  # fmt: skip
+    assert isinstance(light.extra, nnx.Param)
+
+
+def test_parameters_stay_the_same_objects():
+    light = coat.fp8_remat(Recorder(nnx.Rngs(0)))
+    kernel, value = light.linear.kernel, light.linear.kernel[...]
+    light(X)
+    assert light.linear.kernel is kernel
+    assert light.linear.kernel[...] is value
+
+
+@pytest.mark.parametrize("wrap", [nnx.remat, coat.fp8_remat])
+def test_variables_are_arguments(wrap):
+    def layer(weight, count, x):
+        count[...] += 1
+        return x @ weight[...]
+
+    weight, count = nnx.Param(jnp.ones((64, 8))), nnx.BatchStat(jnp.array(0))
+    y = wrap(layer)(weight, count, X)
+    np.testing.assert_allclose(y, X @ jnp.ones((64, 8)), rtol=1e-5)
+    assert count[...] == 1
+
+    def loss(weight, count, x):
+        return jnp.sum(wrap(layer)(weight, count, x))
+
+    grads = nnx.grad(loss)(weight, count, X)
+    expected = jnp.sum(X, 0)[:, None].repeat(8, 1)
+    assert_close(jax.tree.leaves(grads)[0], expected, 0.05)
+    assert count[...] == 2
+
+
+def test_a_shared_module_is_one_module():
+    class Twice(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(64, 64, rngs=rngs)
+            self.second = self.first
+
+        def __call__(self, x):
+            return self.second(nnx.gelu(self.first(x)))
+
+    plain, light = Twice(nnx.Rngs(0)), coat.fp8_remat(Twice(nnx.Rngs(0)))
+
+    def gradient(module):
+        grads = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
+        return jax.tree.leaves(nnx.state(grads, nnx.Param))
+
+    expected, found = gradient(plain), gradient(light)
+    assert len(found) == len(expected) == 2
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b, 0.05)
+    assert light.first is light.second
+
+
+def test_a_module_that_is_no_pytree_can_be_wrapped_as_a_class():
+    class Stack(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            self.layers = [nnx.Linear(64, 64, rngs=rngs) for _ in range(2)]
+
+        def __call__(self, x):
+            for layer in self.layers:
+                x = nnx.gelu(layer(x))
+            return x
+
+    light = coat.fp8_remat(Stack)(nnx.Rngs(0))
+    grads = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(light)
+    assert len(jax.tree.leaves(grads)) == 4
+
+
+@pytest.mark.parametrize("duplicate", [
+    lambda module: pickle.loads(pickle.dumps(module)), copy.copy, copy.deepcopy,
+])  # fmt: skip
+def test_wrapped_modules_can_be_copied(duplicate):
+    light = coat.fp8_remat(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), group=32)
+    assert type(light).__module__ == nnx.Linear.__module__
+    twin = duplicate(light)
+    np.testing.assert_array_equal(twin(X), light(X))
+    assert isinstance(twin, nnx.Linear)
+    saved = coat.residual_report(nnx.jit(lambda m, x: jnp.sin(m(x))), twin, X)
+    assert any("E4M3" in row.kept for row in saved.rows)
+
+
+class Block(nn.Module):
+    """A Linen module of which only a method is wrapped."""
+
+    how: str
+
+    def setup(self):
+        self.up, self.down = nn.Dense(256), nn.Dense(64)
+
+    def block(self, x, scale=1.0):
+        h = nn.gelu(self.up(x))
+        self.sow("intermediates", "h", h)
+        return x + scale * self.down(h)
+
+    def __call__(self, x):
+        if self.how == "plain":
+            return self.block(x, scale=0.5)
+        if self.how == "remat":
+            return nn.remat(Block.block)(self, x, 0.5)
+        if self.how == "bound":
+            return coat.fp8_remat(self.block)(x, scale=0.5)
+        return coat.fp8_remat(lambda module, x: module.block(x, scale=0.5))(self, x)
+
+
+class Decorated(nn.Module):
+    @coat.fp8_remat
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(64)(nn.gelu(nn.Dense(256)(x)))
+
+
+@pytest.mark.parametrize("how", ["bound", "function"])
+def test_a_method_of_linen_is_wrapped(how):
+    plain, light = Block("plain"), Block(how)
+    variables = plain.init(jax.random.key(0), X)
+    found = light.init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, found["params"], variables["params"])
+    params = {"params": variables["params"]}
+    y, sown = light.apply(params, X, mutable=["intermediates"])
+    expected, sown_plain = plain.apply(params, X, mutable=["intermediates"])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        sown,
+        sown_plain,
+    )
+
+    def gradient(module):
+        return jax.grad(lambda v: jnp.sum(module.apply(v, X) ** 2))(params)
+
+    jax.tree.map(
+        lambda a, b: assert_close(a, b, 0.05), gradient(light), gradient(plain)
+    )
+
+    def saved(module):
+        return coat.residual_report(lambda v: module.apply(v, X), params).nbytes
+
+    assert saved(light) < saved(plain) / 2
+
+
+def test_a_decorated_method_of_linen_is_wrapped():
+    model = Decorated()
+    variables = model.init(jax.random.key(0), X)
+    assert set(variables["params"]) == {"Dense_0", "Dense_1"}
+    report = coat.residual_report(lambda v: model.apply(v, X), variables)
+    assert any("E4M3" in row.kept for row in report.rows)
+
+
+def test_a_function_that_closes_over_a_bound_module_is_refused():
+    class Closure(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return coat.fp8_remat(lambda x: nn.Dense(8, parent=self)(x))(x)
+
+    with pytest.raises(TypeError, match="closes over a bound Linen module"):
+        Closure().init(jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("mutable", [True, ["params"], ["params", "batch_stats"]])
+def test_mutable_parameters_in_training_keep_the_copies(mutable):
+    inner = nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(64)])
+    model = coat.fp8_remat(inner)
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(v, mutable):
+        out = model.apply(v, X, mutable=mutable)
+        return jnp.sum((out[0] if mutable else out) ** 2)
+
+    plain = coat.residual_report(lambda v: loss(v, False), variables)
+    found = coat.residual_report(lambda v: loss(v, mutable), variables)
+    assert found.nbytes <= 1.1 * plain.nbytes
+    _, after = model.apply(variables, X, mutable=mutable)
+    assert set(after) <= {"params"}
+    jax.tree.map(
+        np.testing.assert_array_equal, after.get("params", variables["params"]),
+        variables["params"],
+    )  # fmt: skip
+
+
+def test_cotangents_are_python_numbers():
+    fn = coat.fp8_remat(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
+    w = jnp.ones((64, 64)) / 64
+    (found, _), (expected, _) = (
+        jax.vjp(fn, w, X)[1](one) for one in (1.0, jnp.ones(()))
+    )
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)])
+def test_keys_and_numbers_are_arguments_and_results(key):
+    def fn(w, x, key, rate):
+        kept = jax.random.bernoulli(key, rate, x.shape)
+        return jnp.where(kept, jnp.tanh(x @ w), 0.0), key, rate
+
+    w = jnp.ones((64, 64)) / 64
+    y, same, rate = coat.fp8_remat(fn)(w, X, key, 0.5)
+    expected, _, _ = fn(w, X, key, 0.5)
+    np.testing.assert_allclose(y, expected, rtol=1e-6)
+    assert same.dtype == key.dtype
+    assert rate == 0.5
+    grads = jax.grad(lambda w: jnp.sum(coat.fp8_remat(fn)(w, X, key, 0.5)[0] ** 2))(w)
+    assert_close(
+        grads, jax.grad(lambda w: jnp.sum(fn(w, X, key, 0.5)[0] ** 2))(w), 0.05
+    )
