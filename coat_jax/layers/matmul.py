@@ -104,7 +104,20 @@ def fp8_dot_general(
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
     # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
-    expected = jax.eval_shape(partial(lax.dot_general, lhs, rhs, dimension_numbers))
+    expected = jax.eval_shape(
+        partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
+    )
+    if explicit := jax.typeof(lhs).sharding.mesh.explicit_axes:
+        # XLA shards the codes and scales; types say how arguments and results lie.
+        fn = partial(
+            fp8_dot_general,
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=dtype,
+        )
+        wrapped = jax.sharding.auto_axes(
+            fn, axes=explicit, out_sharding=expected.sharding.spec
+        )
+        return wrapped(lhs, rhs)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
@@ -121,8 +134,7 @@ def fp8_dot_general(
     product = partial(_product, dtype=jnp.dtype(dtype), contract=0)
     for _ in batch:
         product = jax.vmap(product)
-    y = product(a, b).reshape(expected.shape)
-    return y if out_sharding is None else jax.sharding.reshard(y, out_sharding)
+    return product(a, b).reshape(expected.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx, serialization
+from flax import serialization
 from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, states_in
-from coat_jax.optimizers.trees import boxed, check_structure, is_quantized
+from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
 from coat_jax.quantization import array
 from coat_jax.quantization.array import QuantizedArray
 from coat_jax.quantization.formats import E4M3
@@ -178,7 +178,7 @@ def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
     like = jax.tree.map(
         lambda m: m.codes if is_quantized(m) else m, inner, is_leaf=is_quantized
     )
-    return boxed(dequantized(nnx.as_pure(inner), layout), like)
+    return boxed(dequantized(unboxed(inner), layout), like)
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
@@ -188,12 +188,12 @@ def _converted(path: Any, like: Any, new: Any) -> Any:
         if _is_state(new):
             raise ValueError(f"{name} is in FP8 already, and its counterpart is not")
         return new
-    inner = nnx.as_pure(like.inner_state)
+    inner = unboxed(like.inner_state)
     if not isinstance(new, type(inner)):
         expected, kind = type(inner).__name__, type(new).__name__
         raise ValueError(f"{name} must be an optax state, {expected}, got {kind}")
-    _check_shapes(name, nnx.as_pure(new), inner)
-    moments = quantized(nnx.as_pure(new), inner, like.layout)
+    _check_shapes(name, unboxed(new), inner)
+    moments = quantized(unboxed(new), inner, like.layout)
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(boxed(moments, new), zero, zero + VERSION, like.layout)
 

@@ -1,17 +1,17 @@
 """The first state of a transformation, with its moving averages in 8 bits."""
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
+from jax.tree_util import keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import KNOWN, Moment
+from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.sharding import zeros_like
 from coat_jax.optimizers.state import (
     VERSION,
@@ -20,7 +20,7 @@ from coat_jax.optimizers.state import (
     QuantizedState,
     Rounding,
 )
-from coat_jax.optimizers.trees import by_path, in_variables, is_variable
+from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
 from coat_jax.quantization.array import PerGroup
 
 # Parameters of fewer elements have float32 moments. They are norms and biases, a
@@ -48,17 +48,17 @@ def initial_state(
     inner: optax.GradientTransformation, params: optax.Params, choices: Choices
 ) -> QuantizedState:
     """Returns the state of `inner` before the first step, with averages in 8 bits."""
-    arrays = nnx.as_pure(params)
+    arrays = unboxed(params)
     for path, x in tree_leaves_with_path(arrays):
         if jnp.iscomplexobj(x):
             raise ValueError(
                 f"parameters must be real, got {x.dtype} at parameter{keystr(path)}"
             )
     arrays_by_path = by_path(arrays)
-    allowed = by_path(nnx.as_pure(_resolved_mask(choices.quantize_mask, params)))
+    allowed = by_path(unboxed(_resolved_mask(choices.quantize_mask, params)))
     abstract = jax.eval_shape(inner.init, jax.tree.map(_float32, arrays))
     leaves, treedef = jax.tree.flatten_with_path(abstract)
-    fields = dict(_fields(abstract))
+    fields = dict(fields_of(abstract))
     moments = {
         path: choice
         for path, record in fields.items()
@@ -68,8 +68,8 @@ def initial_state(
     layout = Layout(tuple(moments.items()), choices.rounding)
     chosen, unknown, named = {}, set(), []
     for path, leaf in leaves:
-        field, place = _field(path, leaf, arrays_by_path)
-        if field is None or field not in fields:
+        field, place = field_of(path, leaf.shape, arrays_by_path, fields)
+        if field not in fields or not jnp.issubdtype(leaf.dtype, jnp.floating):
             continue
         record, name = fields[field], field[-1].name
         if field in moments:
@@ -87,39 +87,13 @@ def initial_state(
             arrays_by_path[place], moment, choices.granularity, dtypes[path]
         )
     state = treedef.unflatten([values[path] for path, _ in leaves])
-    state = in_variables(state, by_path(params, is_leaf=is_variable))
+    state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
 
 
 def _float32(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
-
-
-def _field(path: Path, leaf: Any, params: dict) -> tuple[Path | None, Path]:
-    """Returns the field of a state that a leaf is in, and the parameter's path.
-
-    The path of a leaf is a field's path followed by the path of a parameter of the
-    leaf's shape. The longest such path of a parameter is taken. If there is none, the
-    field is None.
-    """
-    for end in range(1, len(path) + 1):
-        place = path[end:]
-        if isinstance(path[end - 1], GetAttrKey) and place in params:
-            same = jnp.shape(params[place]) == leaf.shape
-            if same and jnp.issubdtype(leaf.dtype, jnp.floating):
-                return path[:end], place
-    return None, ()
-
-
-def _fields(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Yields the path of each named tuple's field in a tree, and the tuple's name."""
-    children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
-    for key, child in children:
-        if child is not tree:
-            if hasattr(tree, "_fields"):
-                yield (*path, *key), type(tree).__name__
-            yield from _fields(child, (*path, *key))
 
 
 def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:

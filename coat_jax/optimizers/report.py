@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Bool, Float, Int32
@@ -20,7 +19,7 @@ from coat_jax.optimizers.state import (
     moments_of,
     states_in,
 )
-from coat_jax.optimizers.trees import is_quantized
+from coat_jax.optimizers.trees import is_quantized, unboxed
 from coat_jax.quantization import expansion
 from coat_jax.quantization.array import QuantizedArray
 from coat_jax.quantization.formats import Format
@@ -151,7 +150,7 @@ def moment_report(state: Any) -> MomentReport:
             "moment_report needs a state of coat.fp8_adamw or another optimizer with "
             f"quantized moments, got {type(state).__name__} without one"
         )
-    return _report(nnx.as_pure(states))
+    return _report(unboxed(states))
 
 
 @jax.jit

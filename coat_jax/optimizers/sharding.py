@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +24,8 @@ from jaxtyping import Array, Float, UInt32
 import pallas_kernels
 from coat_jax.devices import has_kernel
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.trees import boxed, is_quantized
+from coat_jax.optimizers.places import field_of, fields_of
+from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup, quantize_moment
 from pallas_kernels import AdamScalars, Moments, dispatch
 from pallas_kernels.ops.adam.reference import GROUP
@@ -74,20 +74,18 @@ def opt_state_sharding(
       >>> state[0].mu["w"].codes.sharding.spec
       P('data',)
     """
-    trees = nnx.as_pure(params_abstract), nnx.as_pure(params_sharding)
+    trees = unboxed(params_abstract), unboxed(params_sharding)
     by_path, mesh = _shardings_by_path(*trees)
 
     def of(path, leaf):
-        for start in range(len(path) + 1):  # Longest paths first.
-            param = by_path.get(tuple(path[start:]))
-            if param is not None and param.shape == leaf.shape:
-                return moment_sharding(leaf, param.sharding)
+        _, place = field_of(tuple(path), leaf.shape, by_path, fields)
+        if (param := by_path.get(place)) is not None and param.shape == leaf.shape:
+            return moment_sharding(leaf, param.sharding)
         return jax.tree.map(lambda _: NamedSharding(mesh, P()), leaf)
 
     state = jax.eval_shape(tx.init, params_abstract)
-    found = jax.tree_util.tree_map_with_path(
-        of, nnx.as_pure(state), is_leaf=is_quantized
-    )
+    fields = dict(fields_of(unboxed(state)))
+    found = jax.tree_util.tree_map_with_path(of, unboxed(state), is_leaf=is_quantized)
     return boxed(found, state)
 
 

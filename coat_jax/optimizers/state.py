@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.trees import by_path, in_variables, is_quantized, is_variable
+from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
 
 # The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
@@ -97,8 +97,8 @@ def next_state(state: QuantizedState, inner_state: Any, given: Any) -> Quantized
 
     Its averages are in NNX variables if the gradients `given` are.
     """
-    boxes = by_path(given, is_leaf=is_variable)
-    inner_state = in_variables(inner_state, boxes)
+    boxes = by_path(given, is_leaf=is_box)
+    inner_state = in_boxes(inner_state, boxes)
     step = state.rounding_step + 1
     return state._replace(inner_state=inner_state, rounding_step=step)
 

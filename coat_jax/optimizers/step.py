@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
@@ -35,7 +34,7 @@ from coat_jax.optimizers.state import (
     check_state,
     next_state,
 )
-from coat_jax.optimizers.trees import boxed, is_quantized
+from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
 from pallas_kernels import AdamScalars, Moments
@@ -134,8 +133,8 @@ def adam_step(
       dtypes; and the state after the step.
     """
     check_state(state)
-    given, pure = grads, nnx.as_pure(state)
-    grads, targets = nnx.as_pure(grads), nnx.as_pure(targets)
+    given, pure = grads, unboxed(state)
+    grads, targets = unboxed(grads), unboxed(targets)
     check_gradients(grads, pure)
     grads = jax.tree.map(jnp.asarray, grads)
     leaves, treedef = jax.tree.flatten_with_path(grads)

@@ -1,17 +1,25 @@
-"""Trees of NNX variables and of moments, and messages on where two trees differ.
+"""Trees of boxed parameters and of moments, and messages on where two trees differ.
 
-`nnx.Optimizer` finds the arrays of its state by their paths. So a quantized moment of a
-variable is not a variable itself, but its codes and scales are.
+A box is an NNX variable, or Linen's metadata of a parameter such as `nn.Partitioned`.
+`nnx.Optimizer` finds the arrays of its state by their paths, and `nn.get_sharding`
+shards what is in a box by the box's names. So a quantized moment of a boxed parameter
+is not boxed itself, but its codes and scales are, each with a spec that fits it.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.core import meta
 
 from coat_jax.quantization.array import QuantizedArray
+
+# Names under which NNX variables have their partition spec.
+_SPECS = ("out_sharding", "sharding_names", "sharding")
 
 
 def is_quantized(leaf: Any) -> bool:
@@ -19,40 +27,98 @@ def is_quantized(leaf: Any) -> bool:
     return isinstance(leaf, QuantizedArray)
 
 
+def is_box(x: Any) -> bool:
+    """Returns whether a node is a box; the `is_leaf` of trees of boxes."""
+    return isinstance(x, nnx.Variable | meta.AxisMetadata)
+
+
+def unboxed(tree: Any) -> Any:
+    """Returns a tree with arrays in place of boxes."""
+
+    def unbox(x):
+        if isinstance(x, meta.Partitioned):  # Its constraint is for the whole value.
+            return x.unbox(apply_constraint=False)
+        return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+
+    return jax.tree.map(unbox, nnx.as_pure(tree), is_leaf=is_box)
+
+
 def boxed(tree: Any, like: Any) -> Any:
-    """Undoes `nnx.as_pure`: puts arrays into variables where `like` has variables."""
+    """Undoes `unboxed`: puts arrays into boxes where `like` has boxes."""
     return jax.tree.map(
-        lambda box, x: jax.tree.map(box.replace, x) if is_variable(box) else x,
-        like,
-        tree,
-        is_leaf=is_variable,
+        lambda box, x: _in_box(box, x) if is_box(box) else x, like, tree, is_leaf=is_box
     )
 
 
-def in_variables(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
-    """Puts the arrays of a state that belong to a variable into such a variable.
+def in_boxes(inner_state: Any, boxes: dict[tuple, Any]) -> Any:
+    """Puts the arrays of a state that belong to a boxed parameter into such boxes.
 
     Args:
       inner_state: The state.
       boxes: Parameters or gradients by their paths.
     """
-    if not any(map(is_variable, boxes.values())):
+    if not any(map(is_box, boxes.values())):
         return inner_state
     leaves, treedef = jax.tree.flatten_with_path(inner_state, is_leaf=is_quantized)
 
     def put(path, leaf):
         for start in range(1, len(path) + 1):
             found = boxes.get(path[start:])
-            if is_variable(found) and jnp.shape(found.get_value()) == leaf.shape:
-                return jax.tree.map(found.replace, leaf)
+            if is_box(found) and jnp.shape(jax.tree.leaves(found)[0]) == leaf.shape:
+                return _in_box(found, leaf)
         return leaf
 
     return treedef.unflatten([put(path, leaf) for path, leaf in leaves])
 
 
-def is_variable(x: Any) -> bool:
-    """Returns whether a node is an NNX variable; the `is_leaf` of trees of them."""
-    return isinstance(x, nnx.Variable)
+def _in_box(box: Any, x: Any) -> Any:
+    """Puts an array into a box like `box`, or each array of a quantized moment."""
+    if not is_quantized(x):
+        return _replaced(box, x)
+    scale, exponent = x.scale, x.exponent
+    return dataclasses.replace(
+        x,
+        codes=_replaced(box, x.codes),
+        scale=_of_groups(box, scale, x),
+        exponent=None if exponent is None else _of_groups(box, exponent, x),
+    )
+
+
+def _replaced(box: Any, x: Any) -> Any:
+    return box.replace(x) if isinstance(box, nnx.Variable) else box.replace_boxed(x)
+
+
+def _of_groups(box: Any, x: Any, moment: QuantizedArray) -> Any:
+    """Puts an array with an element for each group into a box like `box`.
+
+    The last axis has the parameter's spec if all devices hold whole groups of it.
+    """
+    if isinstance(box, meta.Partitioned):
+        names = _spec_of_groups(box.names, moment)
+        return box.replace(value=x, names=names)
+    if not isinstance(box, nnx.Variable):
+        return box.replace_boxed(x)
+    found = box.get_metadata()
+    specs = {name: found[name] for name in _SPECS if found.get(name) is not None}
+    changed = {name: _spec_of_groups(spec, moment) for name, spec in specs.items()}
+    return box.replace(x, **changed)
+
+
+def _spec_of_groups(spec: Any, moment: QuantizedArray) -> Any:
+    """Returns a parameter's spec, without its last axis if devices cut groups of it.
+
+    Without a mesh in context it is not known whether they do, so it has no last axis.
+    """
+    if len(spec) < len(moment.shape) or spec[-1] is None:
+        return spec
+    names = spec[-1] if isinstance(spec[-1], tuple) else (spec[-1],)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    if all(name in sizes for name in names):
+        parts = math.prod(sizes[name] for name in names)
+        if moment.shape[-1] % (parts * moment.granularity.size) == 0:
+            return spec
+    entries = (*spec[:-1], None)
+    return entries if type(spec) is tuple else type(spec)(*entries)
 
 
 def by_path(tree: Any, is_leaf: Callable | None = None) -> dict[tuple, Any]:

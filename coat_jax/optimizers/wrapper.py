@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.initial import Choices, initial_state
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
-from coat_jax.optimizers.trees import boxed
+from coat_jax.optimizers.trees import boxed, unboxed
 from coat_jax.quantization.array import PerGroup
 
 
@@ -100,7 +99,7 @@ def with_quantized_state(
     def update_fn(updates, state, params=None, **extra_args):
         check_state(state)
         given = updates
-        updates, state, params = map(nnx.as_pure, (updates, state, params))
+        updates, state, params = map(unboxed, (updates, state, params))
         check_gradients(updates, state)
         updates = jax.tree.map(jnp.asarray, updates)
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)

@@ -1,0 +1,50 @@
+"""Finds the parameter that an array of an optimizer's state belongs to."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
+
+from coat_jax.optimizers.moment import KNOWN
+
+Path = tuple[Any, ...]
+
+
+def fields_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yields the path of each named tuple's field in a tree, and the tuple's name."""
+    children, _ = jax.tree.flatten_with_path(tree, is_leaf=lambda x: x is not tree)
+    for key, child in children:
+        if child is not tree:
+            if hasattr(tree, "_fields"):
+                yield (*path, *key), type(tree).__name__
+            yield from fields_of(child, (*path, *key))
+
+
+def field_of(
+    path: Path, shape: tuple[int, ...], params: Mapping[Path, Any], fields: Mapping
+) -> tuple[Path | None, Path]:
+    """Returns the field of a state that a leaf is in, and its parameter's path.
+
+    The path of a leaf is a field's path followed by the path of a parameter of the
+    leaf's shape. Fields that `KNOWN` lists come first, because a parameter may lie in
+    a container whose fields have the names of a state's. Otherwise the longest path of
+    a parameter is taken. If there is none, the field is None.
+
+    Args:
+      path: The path of the leaf in the state.
+      shape: The shape of the leaf.
+      params: The parameters by their paths.
+      fields: The state's `fields_of`, as a dict.
+    """
+    found = []
+    for end in range(len(path) + 1):
+        field, place = path[:end], path[end:]
+        if place in params and jnp.shape(params[place]) == shape:
+            found.append((field, place))
+    for field, place in found:
+        is_attribute = field and isinstance(field[-1], GetAttrKey)
+        if is_attribute and field[-1].name in KNOWN.get(fields.get(field), ()):
+            return field, place
+    return found[0] if found else (None, ())
