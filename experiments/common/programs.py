@@ -1,7 +1,15 @@
 """Command lines of programs."""
 
 import argparse
-from typing import Any
+from typing import Any, NoReturn
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the error and exits with code 2."""
+        self.exit(2, f"error: {message}; --help lists the options\n")
 
 
 def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
@@ -12,7 +20,7 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
       doc: The module's docstring.
       **options: Further options of `argparse.ArgumentParser`.
     """
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=f"python -m {module}",
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -41,7 +41,7 @@ Row = dict[str, Any]
 # Settings that differ between trainings, or that change no result. A results file may
 # be continued with other values of these.
 _NOT_SHARED = ("recipes", "param_dtype", "rounding", "seed", "data", "minutes")
-_NOT_SHARED += ("save_every",)
+_NOT_SHARED += ("save_every", "keep")
 # Files without one of these settings are older than it, and had its default.
 _DEFAULTS = {
     field.name: field.default

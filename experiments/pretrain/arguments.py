@@ -83,6 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, help="of initialization, data's order and rounding (0)")
     add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
     add("--save-every", type=int, help="steps between checkpoints")
+    add("--keep", type=int, help="checkpoints that are kept (2)")
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
     add(

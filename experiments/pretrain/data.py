@@ -23,6 +23,7 @@ Batches = grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]
 Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
 _CHUNK, _CHUNKS = 2**15, 2**12
+_SCANNED = 2**26  # Tokens that are read at a time to check them.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,6 +154,21 @@ class Windows:
         return window.astype(np.int32)
 
 
+def check_tokens(corpus: Corpus, vocab_size: int) -> None:
+    """Raises ValueError, naming the file, if a token is outside the vocabulary."""
+    for array in (*corpus.train, *corpus.validation):
+        for start in range(0, array.size, _SCANNED):
+            part = array[start : start + _SCANNED]
+            if (largest := int(part.max())) < vocab_size:
+                continue
+            where = start + int(part.argmax())
+            raise ValueError(
+                f"tokens must be below the vocabulary's size {vocab_size}, got "
+                f"{largest} at {where} of a part of "
+                f"{getattr(array, 'filename', 'the data')}; --vocab-size sets the size"
+            )
+
+
 def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
     """Returns an endless iterator of batches; `seed` decides the order of each epoch.
 
@@ -184,7 +200,8 @@ def _find_files(paths: Sequence[Path]) -> list[Path]:
             raise FileNotFoundError(f"no file or folder at {path}")
         found = [path]
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.suffix in known)
+            of_kind = (p for p in path.rglob("*") if p.suffix in known)
+            found = sorted(p for p in of_kind if p.is_file())
         if not found or any(p.suffix not in known for p in found):
             raise ValueError(f"data must be {', '.join(known)} files, got {path}")
         files += found
@@ -215,7 +232,11 @@ def _map_tokens(path: Path, dtype: TokenDtype) -> np.ndarray:
             size = path.stat().st_size
             raise ValueError(f"{path} of {size} bytes is no array of {dtype}")
         return np.memmap(path, dtype, mode="r")
-    array = np.load(path, mmap_mode="r")
+    try:
+        with np.errstate(over="ignore"):
+            array = np.load(path, mmap_mode="r")
+    except (OSError, OverflowError, ValueError, SyntaxError) as error:
+        raise ValueError(f"{path} is no whole .npy file: {error}") from None
     if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
         raise ValueError(
             f"a token array must be one-dimensional and uint16 or uint32, got "

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
     with StopRequest() as stop:
         for recipe in run.settings.recipes:
-            train(run, recipe, inputs, stop)
+            try:
+                train(run, recipe, inputs, stop)
+            except OSError as error:  # The disk may be full.
+                print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
+                print(resume_command(run.folder))
+                return 1
             if stop.made:
                 print(f"saved; to go on:\n  {resume_command(run.folder)}")
                 return STOPPED
@@ -88,9 +94,11 @@ def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
         run.check_data(corpus.fingerprint())
         return run, select_inputs(corpus, run.settings)
     settings = args.settings()
-    corpus = load_corpus(settings, args.folder)
-    inputs = select_inputs(corpus, settings)
-    return Run.create(args.folder, settings, corpus.fingerprint()), inputs
+    with tempfile.TemporaryDirectory() as scratch:
+        corpus = load_corpus(settings, Path(scratch))
+        inputs = select_inputs(corpus, settings)
+        files = list(Path(scratch).iterdir())
+        return Run.create(args.folder, settings, corpus.fingerprint(), files), inputs
 
 
 def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
@@ -98,13 +106,19 @@ def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
     vocab_size = settings.vocab_size
     if settings.tokenizer == "bpe":
         vocab_size = vocab_size or _BPE_VOCAB_SIZE
-    return data.load_corpus(
+    corpus = data.load_corpus(
         [Path(path) for path in settings.data],
         tokenizer=settings.tokenizer,
         vocab_size=vocab_size,
         token_dtype=settings.token_dtype,
         cache=folder,
     )
+    if settings.vocab_size and corpus.token == "byte":
+        raise ValueError(
+            "--vocab-size is for --tokenizer bpe and for token files; bytes have a "
+            f"vocabulary of {corpus.vocab_size}, got {settings.vocab_size}"
+        )
+    return corpus
 
 
 def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
@@ -114,6 +128,7 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     """
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
+    data.check_tokens(corpus, vocab_size)
     held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
     return Inputs(
         windows=data.Windows(corpus.train, settings.seq_len, vocab_size),

@@ -3,14 +3,21 @@
 run.json         the settings, the data's fingerprint and the number of steps
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
-checkpoints/     one folder per recipe with the latest state
+checkpoints/     one folder per recipe with the latest states, and their checksums
+lock             locked by the process that writes to the folder
 """
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
+import shutil
 import signal
-from collections.abc import Iterable, Mapping
+import time
+import weakref
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,9 +26,11 @@ import orbax.checkpoint as ocp
 
 from experiments.common.results import command_line, write_json
 from experiments.pretrain.settings import Recipe, Settings
-from experiments.pretrain.training import TrainState
+from experiments.pretrain.training import TrainState, tree_bytes
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
+_LOCK = "lock"
+_LEFTOVERS = {_LOCK, "tokenizer.json"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -64,21 +73,43 @@ class Progress:
 
 
 class Checkpoints:
-    """The latest checkpoint of one recipe.
+    """The latest checkpoints of one recipe.
 
-    A new checkpoint replaces the old one only when it is complete.
+    A new checkpoint replaces the oldest one only when it is complete. Beside every
+    checkpoint there is a list of its files' checksums. A checkpoint whose files differ
+    from the list is moved to a folder of damaged ones, and an older one is used.
+
+    Raises:
+      ValueError: If there are checkpoints, and all of them are damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder = folder.resolve()
+        self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(
-            folder.resolve(),
+            self._folder,
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=1,
+                max_to_keep=keep,
                 # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
         )
+
+    def _set_damaged_aside(self) -> None:
+        steps = sorted((p for p in self._folder.glob("[0-9]*") if p.name.isdigit()),
+                       key=lambda p: int(p.name))  # fmt: skip
+        damages = []
+        while steps and (damage := _damage(steps[-1])):
+            damages.append(damage)
+            if len(steps) == 1:
+                raise ValueError("no checkpoint is whole: " + "; ".join(damages))
+            path = steps.pop()
+            aside = self._folder.parent / "damaged"
+            aside.mkdir(exist_ok=True)
+            name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
+            os.replace(path, aside / name)
+            print(f"{damage}; going on from step {steps[-1].name} instead")
 
     def __enter__(self) -> Self:
         return self
@@ -89,11 +120,19 @@ class Checkpoints:
     def save(self, state: TrainState, progress: Progress) -> None:
         """Saves a checkpoint, unless there is one of this step."""
         if progress.step != self._manager.latest_step():
+            _check_space(self._folder, state)
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_not_empty(state)),
                 progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
             )
             self._manager.save(progress.step, args=items)
+            path = self._folder / str(progress.step)
+            listed = _list_of(path)
+            listed.parent.mkdir(parents=True, exist_ok=True)
+            write_json(listed, _checksums(path))
+            for old in listed.parent.iterdir():
+                if not (self._folder / old.stem).exists():
+                    old.unlink()
 
     def progress(self) -> Progress:
         """Returns the latest checkpoint's progress; its step is 0 if there is none."""
@@ -114,8 +153,56 @@ class Checkpoints:
         return TrainState(**self._manager.restore(step, args=items)["state"])
 
 
+def _list_of(checkpoint: Path) -> Path:
+    folder = checkpoint.parent
+    return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Returns the CRC-32 of each file in a folder, by its path."""
+    found = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        checksum = 0
+        with path.open("rb") as file:
+            while block := file.read(2**24):
+                checksum = zlib.crc32(block, checksum)
+        found[str(path.relative_to(folder))] = checksum
+    return found
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Returns what is wrong with a checkpoint, or None.
+
+    A process that was killed right after saving has left no list of checksums. The
+    checkpoint itself is complete then.
+    """
+    if not _list_of(checkpoint).exists():
+        return None
+    try:
+        expected = json.loads(_list_of(checkpoint).read_text())
+    except ValueError:
+        return f"{_list_of(checkpoint)} is damaged"
+    found = _checksums(checkpoint)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            return f"{checkpoint / name} is damaged"
+    return None
+
+
+def _check_space(folder: Path, state: TrainState) -> None:
+    """Raises OSError unless a checkpoint of `state` fits on the disk."""
+    needed = tree_bytes(state) + 2**20
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {needed:,} bytes, but {free:,} are free in {folder}",
+        )
+
+
 class Run:
     """A run's folder, new or resumed.
+
+    While the object lives no other process can write to the folder.
 
     Attributes:
       folder: The path of the folder.
@@ -124,7 +211,8 @@ class Run:
       command: The command line that started the run.
     """
 
-    def __init__(self, folder: Path, record: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, record: dict[str, Any], lock: int) -> None:
+        weakref.finalize(self, os.close, lock)
         self.folder = folder
         self.settings = Settings.from_json(record["settings"])
         self.steps: int | None = record["steps"]
@@ -132,9 +220,25 @@ class Run:
         self._record = record
 
     @classmethod
-    def create(cls, folder: Path, settings: Settings, fingerprint: str) -> Self:
-        """Starts a run in a folder that passed `check_unused`."""
+    def create(
+        cls,
+        folder: Path,
+        settings: Settings,
+        fingerprint: str,
+        files: Sequence[Path] = (),
+    ) -> Self:
+        """Starts a run in a folder that passes `check_unused`.
+
+        Copies of `files` belong to the run.
+
+        Raises:
+          ValueError: If another process has started a run there.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        lock = _locked(folder)
+        check_unused(folder)
+        for file in files:
+            shutil.copyfile(file, folder / file.name)
         record = {
             "settings": dataclasses.asdict(settings),
             "data": fingerprint,
@@ -142,7 +246,7 @@ class Run:
             "command": command_line(),
         }
         write_json(folder / _RUN, record)
-        return cls(folder, record)
+        return cls(folder, record, lock)
 
     @classmethod
     def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
@@ -157,7 +261,11 @@ class Run:
         """
         if not (folder / _RUN).exists():
             raise ValueError(f"--resume needs a run's folder, got {folder} without one")
-        run = cls(folder, json.loads((folder / _RUN).read_text()))
+        try:
+            record = json.loads((folder / _RUN).read_text())
+            run = cls(folder, record, _locked(folder))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder / _RUN} is damaged: {error!r}") from None
         for name, value in given.items():
             if value != (own := getattr(run.settings, name)):
                 flag = f"--{name.replace('_', '-')}"
@@ -180,7 +288,8 @@ class Run:
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
         """Returns the recipe's checkpoints, a context manager."""
-        return Checkpoints(self.folder / "checkpoints" / recipe)
+        folder = self.folder / "checkpoints" / recipe
+        return Checkpoints(folder, self.settings.keep)
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl, without an incomplete last line."""
@@ -205,11 +314,25 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress().step
         for name in (_METRICS, _MOMENTS):
+            (self.folder / name).touch()
             rows = _read_rows(self.folder / name)
             rows = [row for row in rows if row["step"] <= saved[row["recipe"]]]
+            if name == _METRICS:
+                self._check_rows(rows, saved)
             partial = self.folder / f"{name}.partial"
             partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
             os.replace(partial, self.folder / name)
+
+    def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
+        """Raises ValueError unless there is one row for each step that was saved."""
+        for recipe, last in saved.items():
+            steps = [row["step"] for row in rows if row["recipe"] == recipe]
+            if steps != list(range(1, last + 1)):
+                wrong = set(range(1, last + 1)).symmetric_difference(steps) or {"order"}
+                raise ValueError(
+                    f"{self.folder / _METRICS} is damaged: {recipe} has {len(steps)} "
+                    f"rows for {last} steps, see step {min(wrong, key=str)}"
+                )
 
 
 class RowLog:
@@ -259,12 +382,32 @@ def _not_empty(state: TrainState) -> dict[str, Any]:
 
 
 def check_unused(folder: Path) -> None:
-    """Raises ValueError if a new run in `folder` could overwrite something."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    """Raises ValueError if a new run in `folder` could overwrite something.
+
+    A start that was killed may have left a lock and a tokenizer there.
+    """
+    if folder.exists() and (
+        not folder.is_dir() or {p.name for p in folder.iterdir()} - _LEFTOVERS
+    ):
         raise ValueError(
             f"--out must be new or an empty folder, but {folder} is not; --resume "
             "continues a run"
         )
+
+
+def _locked(folder: Path) -> int:
+    """Returns the descriptor of a locked file; the lock ends when it is closed.
+
+    Raises:
+      ValueError: If another process has the lock.
+    """
+    descriptor = os.open(folder / _LOCK, os.O_CREAT | os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise ValueError(f"another process writes to {folder}") from None
+    return descriptor
 
 
 def latest(parent: Path) -> Path:

@@ -1,6 +1,7 @@
 """Settings of a training run, and presets of settings with a model's shape."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
-_POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every")
+_POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
@@ -57,6 +58,8 @@ class Settings:
       eval_every: Steps between validations; the last step always has one.
       eval_batches: Batches per validation.
       save_every: Steps between checkpoints; the last step always has one.
+      keep: Number of checkpoints kept. A resumed run falls back to an older one if the
+        newest is damaged.
     """
 
     preset: str
@@ -83,6 +86,7 @@ class Settings:
     eval_every: int
     eval_batches: int
     save_every: int
+    keep: int = 2
 
     def __post_init__(self) -> None:
         for recipe in self.recipes:
@@ -92,10 +96,19 @@ class Settings:
             raise ValueError(f"recipes must be one or more, each once: {self.recipes}")
         for name in _POSITIVE + _NOT_NEGATIVE:
             value = getattr(self, name)
-            if value is None or value > 0 or (value == 0 and name in _NOT_NEGATIVE):
+            if value is None or (value == 0 and name in _NOT_NEGATIVE):
                 continue
-            rule = "zero or more" if name in _NOT_NEGATIVE else "positive"
-            raise ValueError(f"{name} must be {rule}, got {value}")
+            if not value > 0:
+                rule = "zero or more" if name in _NOT_NEGATIVE else "positive"
+                raise ValueError(f"{name} must be {rule}, got {value}")
+            if not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+        if self.vocab_size and self.tokenizer == "bytes" and not self.data:
+            raise ValueError(
+                f"vocab_size is for a BPE and for token files, got {self.vocab_size}"
+            )
+        if self.seed >= 2**31:
+            raise ValueError(f"seed must be below 2**31, got {self.seed}")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"

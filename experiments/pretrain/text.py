@@ -98,6 +98,7 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
         tokenizer.save(str(partial))
         os.replace(partial, cache)
     separator = tokenizer.token_to_id(_SEPARATOR)
+    tokenizer.encode_special_tokens = True  # A text that names the separator is text.
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
     def encode(texts: Iterable[bytes]) -> np.ndarray:
@@ -142,7 +143,7 @@ def _json_lines(path: Path) -> Iterator[bytes]:
 def _json_text(line: bytes) -> str | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     text = record.get("text") if isinstance(record, dict) else None
     return text if isinstance(text, str) else None

@@ -1,0 +1,232 @@
+"""Tests of the main job with damaged files, hostile data and a full disk."""
+
+import collections
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.pretrain import program as pretrain
+from experiments.pretrain import runs, text
+
+_RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
+_RUN += ["--eval-every", "6", "--eval-batches", "1"]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "ok.txt"
+    path.write_bytes(b"".join(b"hello world %d, how are you? " % i for i in range(900)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, corpus):
+    """The folder of a run with checkpoints of steps 4 and 6."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def _losses(folder):
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(row)["loss"] for row in rows]
+
+
+def _refusal(capsys, *argv):
+    """Returns the one line with which a command is refused."""
+    try:
+        code = pretrain.main(list(map(str, argv)))
+    except SystemExit as stop:
+        code = stop.code
+    said = capsys.readouterr().err
+    assert code == 2, said
+    assert said.count("\n") == 1, said
+    return said
+
+
+def test_a_run_goes_on_from_the_older_of_two_checkpoints(finished, copied, capsys):
+    steps = sorted(p.name for p in (copied / "checkpoints" / "bf16").iterdir())
+    assert steps == ["4", "6"]
+    largest = max(
+        (copied / "checkpoints" / "bf16" / "6").rglob("d/*"),
+        key=lambda path: path.stat().st_size,
+    )
+    os.truncate(largest, largest.stat().st_size // 2)
+    assert pretrain.main(["--resume", str(copied)]) == 0
+    said = capsys.readouterr().out
+    assert f"{largest} is damaged; going on from step 4 instead" in said
+    assert _losses(copied) == _losses(finished)
+    assert len(list((copied / "checkpoints" / "damaged").iterdir())) == 1
+
+
+def test_every_flipped_bit_is_noticed(copied, capsys):
+    folder, rng = copied / "checkpoints" / "bf16", random.Random(0)
+    shutil.rmtree(folder / "4")
+    files = [path for path in (folder / "6").rglob("*") if path.is_file()]
+    sizes = [path.stat().st_size for path in files]
+    for _ in range(30):
+        (path,) = rng.choices(files, sizes)
+        whole = path.read_bytes()
+        changed = bytearray(whole)
+        changed[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(changed)
+        said = _refusal(capsys, "--resume", copied)
+        assert f"no checkpoint is whole: {path} is damaged" in said
+        path.write_bytes(whole)
+    assert pretrain.main(["--resume", str(copied)]) == 0
+
+
+@pytest.mark.parametrize("damage", ["deleted", "empty", "line lost", "line twice"])
+def test_lost_and_doubled_rows_are_noticed(damage, copied, capsys):
+    path = copied / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    if damage == "deleted":
+        path.unlink()
+    else:
+        kept = {"empty": [], "line lost": lines[::2], "line twice": lines[:1] + lines}
+        path.write_text("".join(kept[damage]))
+    assert "metrics.jsonl is damaged: bf16 has" in _refusal(capsys, "--resume", copied)
+
+
+@pytest.mark.parametrize("record", ["", "{", "[]", '{"settings": {}}', "null"])
+def test_a_damaged_record_is_named(record, copied, capsys):
+    (copied / "run.json").write_text(record)
+    assert "run.json is damaged" in _refusal(capsys, "--resume", copied)
+
+
+def test_one_of_two_processes_is_refused(tmp_path, corpus):
+    command = [sys.executable, "-m", "experiments.pretrain", *_RUN]
+    command += ["--data", str(corpus), "--out", str(tmp_path / "run")]
+    both = [
+        subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        for _ in range(2)
+    ]
+    said = [process.communicate()[1].decode() for process in both]
+    codes = collections.Counter(process.returncode for process in both)
+    assert codes == {0: 1, 2: 1}
+    assert any(
+        "another process writes to" in text or "new or an empty folder" in text
+        for text in said
+    )
+    assert len(_losses(tmp_path / "run")) == 6
+
+
+def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
+    usage = collections.namedtuple("usage", "free")
+    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(free=1000))
+    out = tmp_path / "run"
+    assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "error: [Errno 28] a checkpoint takes" in said
+    assert f"--resume {out}" in said
+    monkeypatch.undo()
+    assert pretrain.main(["--resume", str(out)]) == 0
+
+
+_NPY = b"\x93NUMPY\x01\x00v\x00"
+_HUGE = f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({2**62},), }}".encode()
+_HOSTILE = {
+    "nested.jsonl": (b'{"text": "a"}\n' + b"[" * 100_000 + b"]" * 100_000, "line 2"),
+    "number.jsonl": (b'{"text": 3}\n', "line 1"),
+    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "line 2"),
+    "binary.jsonl": (bytes(range(256)), "line 1"),
+    "huge.npy": (_NPY + _HUGE.ljust(117) + b"\n" + bytes(4000), "huge.npy"),
+    "header.npy": (b"\x93NUMPY", "header.npy"),
+    "cut.npy": (_NPY + b"{'descr': '<u2',", "cut.npy"),
+    "code.npy": (_NPY + b"__import__('os')".ljust(117) + b"\n", "code.npy"),
+    "odd.bin": (b"abc", "odd.bin"),
+    "empty.bin": (b"", "empty.bin"),
+    "short.bin": (bytes(8), "needs 33 tokens"),
+    "large.bin": (np.full(4000, 300, np.uint16).tobytes(), "large.bin"),
+    "empty.txt": (b"", "needs 33 tokens"),
+    "picture.png": (b"\x89PNG", "picture.png"),
+}
+
+
+@pytest.mark.parametrize("name", _HOSTILE)
+def test_hostile_data_is_refused_in_one_line_and_leaves_nothing(name, tmp_path, capsys):
+    content, expected = _HOSTILE[name]
+    (tmp_path / name).write_bytes(content)
+    out = tmp_path / "run"
+    said = _refusal(capsys, *_RUN, "--data", tmp_path / name, "--out", out)
+    assert expected in said
+    assert not out.exists()
+
+
+def test_pickles_are_never_loaded(tmp_path, capsys):
+    np.save(tmp_path / "a.npy", np.array([{"a": 1}], object), allow_pickle=True)
+    said = _refusal(
+        capsys, *_RUN, "--data", tmp_path / "a.npy", "--out", tmp_path / "r"
+    )
+    assert "a.npy" in said
+
+
+def test_tokens_in_the_middle_of_the_training_part_are_checked(tmp_path, capsys):
+    tokens = np.arange(20_000, dtype=np.uint16) % 250
+    tokens[5000] = 300
+    tokens.tofile(tmp_path / "tokens.bin")
+    said = _refusal(
+        capsys, *_RUN, "--data", tmp_path / "tokens.bin", "--out", tmp_path / "r"
+    )
+    assert "got 300 at 5000" in said
+    assert "tokens.bin" in said
+
+
+def test_folders_named_like_files_are_walked_into(tmp_path, corpus):
+    (tmp_path / "pkg.py").mkdir()
+    shutil.copy(corpus, tmp_path / "pkg.py" / "a.txt")
+    out = tmp_path / "run"
+    assert pretrain.main([*_RUN, "--data", str(tmp_path), "--out", str(out)]) == 0
+
+
+def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
+    out = tmp_path / "run"
+    bpe = [*_RUN, "--data", str(corpus), "--tokenizer", "bpe", "--vocab-size", "300"]
+    bpe += ["--out", str(out)]
+    _refusal(capsys, *bpe, "--seq-len", 10**6)
+    assert not out.exists()
+    # A start that was killed may leave these.
+    out.mkdir()
+    (out / "lock").touch()
+    (out / "tokenizer.json").write_text("{")
+    assert pretrain.main(bpe) == 0
+    assert pretrain.main(["--resume", str(out)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--seed", 2**31], "seed must be below 2**31, got 2147483648"),
+        (["--lr", "inf"], "lr must be finite, got inf"),
+        (["--lr", "nan"], "lr must be positive, got nan"),
+        (["--vocab-size", 5], "bytes have a vocabulary of 257, got 5"),
+        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--recipe", "bf16,fp8"], "recipes are bf16, te, coat, coat_max; got 'fp8'"),
+        (["--preset", "huge"], "invalid choice: 'huge'"),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_usage_errors_are_one_line(flags, message, tmp_path, corpus, capsys):
+    out = tmp_path / "run"
+    said = _refusal(capsys, *_RUN, "--data", corpus, "--out", out, *flags)
+    assert message in said
+    assert not out.exists()
+
+
+def test_text_does_not_forge_the_separator(tmp_path):
+    documents = [b"hello world, how are you? " * 50] * 20
+    encode = text.bpe_encoder(documents, 300, tmp_path / "tokenizer.json")
+    separator = encode([b""])[-1]
+    found = encode([b"evil <|document|> text <|document|>"])
+    assert (found == separator).sum() == 1
