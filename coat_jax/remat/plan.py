@@ -142,8 +142,10 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
         var = residual if isinstance(residual, core.Var) else None
         if var in params:
             kept.append(params[var])
-        elif var not in computed and _is_cheap(
-            _restricted(program, [residual]), is_param
+        elif (
+            var not in computed
+            and not _is_offloaded(residual.aval)
+            and _is_cheap(_restricted(program, [residual]), is_param)
         ):
             kept.append("recompute")
         else:
@@ -293,7 +295,7 @@ def _is_product(eqn: core.JaxprEqn) -> bool:
 def _why_wide(traced: Linearized, index: int) -> str | None:
     """Returns the reason why a residual is never quantized, or None."""
     aval = traced.residuals[index].aval
-    if aval.memory_space == jax.memory.Space.Host:
+    if _is_offloaded(aval):
         return _OFFLOADED
     if reason := _why_not_fp8(aval):
         return reason
@@ -302,6 +304,11 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
     if traced.has_pole(index):
         return "backward divides by it"
     return None
+
+
+def _is_offloaded(aval: jax.core.ShapedArray) -> bool:
+    """Returns whether a policy has moved the array to the host."""
+    return aval.memory_space == jax.memory.Space.Host
 
 
 def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:

@@ -164,6 +164,25 @@ def test_what_a_policy_offloads_stays_wide():
     assert cosine(gradient(light), gradient(two_products)) > 0.999
 
 
+def test_an_array_is_offloaded_once():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["z"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def loss(x):
+        z = checkpoint_name(jnp.sin(x), "z")
+        return jnp.sum(jnp.sin(z) * z)
+
+    def moves(wrap):
+        program = jax.make_jaxpr(jax.grad(wrap(loss, policy=policy)))(jnp.ones(8192))
+        return str(program).count("MemorySpace.Host")
+
+    assert moves(fp8_remat) == moves(jax.checkpoint) == 1
+
+
 def test_fp8_inputs_is_the_policy_that_saves_nothing():
     params, x = two_product_arguments()
     light = fp8_inputs(two_products)
