@@ -23,6 +23,7 @@ from coat_jax.optimizers.trees import is_quantized, unboxed
 from coat_jax.quantization import expansion
 from coat_jax.quantization.array import QuantizedArray
 from coat_jax.quantization.formats import Format
+from pallas_kernels.numerics import on_last_axes
 
 _BINS = 16
 _TINY = float(np.finfo(np.float32).tiny)
@@ -194,7 +195,9 @@ def _stats(
     values = q.format.decode(q.codes)
     k_counts = None
     if q.exponent is not None:
-        bins = (q.exponent >> 4)[..., None] == jnp.arange(_BINS)
+        bins = (q.exponent >> 4)[..., None] == on_last_axes(
+            jnp.arange(_BINS, dtype=jnp.uint8), q.exponent.ndim + 1
+        )
         k_counts = jnp.sum(bins, axis=tuple(range(q.ndim)), dtype=jnp.int32)
     return MomentStats(
         parameter=parameter,
