@@ -17,7 +17,6 @@ import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
 
 SWITCHES = {
-    "none": lambda: jax.default_matmul_precision(None),
     "strict promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "no rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "x64": lambda: jax.enable_x64(True),
@@ -68,14 +67,9 @@ def _remat_in(transform):
         return _gradient(lambda w: jax.vmap(light, (None, 0))(w, _numbers()))
     if transform == "scan":
 
-        def body(x, _):
-            return light(w_of[0], x), None
-
-        w_of = []
-
         def loss(w):
-            w_of[:] = [w]
-            return jax.lax.scan(body, _numbers(), None, length=2)[0]
+            step = lambda x, _: (light(w, x), None)  # noqa: E731
+            return jax.lax.scan(step, _numbers(), None, length=2)[0]
 
         return _gradient(loss)
     return _gradient(jax.checkpoint(lambda w: light(w, _numbers())))
@@ -137,7 +131,7 @@ _NOT_STRICT |= {"bf16", "te", "coat", "coat_max", "coat, delayed"}
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_public_functions_work_under_jaxs_switches(function, switch):
     if switch == "strict promotion" and function in _NOT_STRICT:
-        with SWITCHES[switch](), pytest.raises(jax.errors.TypePromotionError):
+        with SWITCHES[switch](), pytest.raises(ValueError, match="promotion path"):
             FUNCTIONS[function]()
         return
     with SWITCHES[switch]():

@@ -195,9 +195,8 @@ def _stats(
     values = q.format.decode(q.codes)
     k_counts = None
     if q.exponent is not None:
-        bins = (q.exponent >> 4)[..., None] == on_last_axes(
-            jnp.arange(_BINS, dtype=jnp.uint8), q.exponent.ndim + 1
-        )
+        numbers = on_last_axes(jnp.arange(_BINS, dtype=jnp.uint8), q.ndim + 1)
+        bins = (q.exponent >> 4)[..., None] == numbers
         k_counts = jnp.sum(bins, axis=tuple(range(q.ndim)), dtype=jnp.int32)
     return MomentStats(
         parameter=parameter,
