@@ -123,7 +123,7 @@ FUNCTIONS = {
     "checkpoints": _checkpoints,
 }
 # Programs of optax or of JAX's attention in them do not work under this switch either.
-_NOT_STRICT = {"fp8_adamw", "fused_update", "with_quantized_state"}
+_NOT_STRICT = {"fp8_adamw", "fused_update"}
 _NOT_STRICT |= {"bf16", "te", "coat", "coat_max", "coat, delayed"}
 
 
