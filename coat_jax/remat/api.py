@@ -245,23 +245,43 @@ def _updating(
         def pure(params, rest, *args, **kwargs):
             with nnx.merge_context(_CONTEXT, inner=True) as context:
                 inner = context.merge(graph, params, rest)
+            structure = nnx.graphdef(inner)
+            before = {path: _value(x) for path, x in _variables(inner)}
             out = fn(inner, *args, **kwargs)
+            if nnx.graphdef(inner) == structure:
+                # A value that was not set is the same object.
+                changed = [
+                    (path, x)
+                    for path, x in _variables(inner)
+                    if not isinstance(x, nnx.Param) and _value(x) is not before[path]
+                ]
+                return out, None, nnx.from_flat_state(changed)
             with nnx.split_context(_CONTEXT) as context:
                 graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
             # Parameters would be copied if they were results.
-            known = dict(nnx.to_flat_state(params))
             found = nnx.to_flat_state(params_after)
-            new = [(path, x) for path, x in found if path not in known]
-            return out, graph_after, nnx.from_flat_state(new), rest
+            new = [(path, x) for path, x in found if path not in before]
+            return out, graph_after, (nnx.from_flat_state(new), rest)
 
         marked = (0, 1, *(n + 2 if n >= 0 else n for n in argnums))
         light = _fp8_function(pure, marked, options)
-        out, graph_after, new, rest = light(params, rest, *args, **kwargs)
-        with nnx.merge_context(_CONTEXT, inner=False) as context:
-            context.merge(graph_after, params, new, rest)
+        out, graph_after, changed = light(params, rest, *args, **kwargs)
+        if graph_after is not None:
+            with nnx.merge_context(_CONTEXT, inner=False) as context:
+                context.merge(graph_after, params, *changed)
+        elif jax.tree.leaves(changed):
+            nnx.update(nodes, changed)
         return out
 
     return call
+
+
+def _variables(nodes: list[Any]) -> list[tuple[Any, Any]]:
+    return list(nnx.to_flat_state(nnx.state(nodes)))
+
+
+def _value(x: Any) -> Any:
+    return x.get_raw_value() if isinstance(x, nnx.Variable) else x
 
 
 def _check_closure(fn: Callable) -> None:

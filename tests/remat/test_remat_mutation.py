@@ -283,3 +283,21 @@ def test_keys_and_numbers_are_arguments_and_results(key):
     assert_close(
         grads, jax.grad(lambda w: jnp.sum(fn(w, X, key, 0.5)[0] ** 2))(w), 0.05
     )
+
+
+@pytest.mark.parametrize("transform", [jax.jit, jax.vmap, jax.checkpoint])
+def test_a_module_that_changes_nothing_is_called_from_any_transformation(transform):
+    """Flax refuses changes of objects that a transformation closes over."""
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(64, 64, rngs=rngs)
+            self.norm = nnx.BatchNorm(64, use_running_average=True, rngs=rngs)
+
+        def __call__(self, x):
+            return nnx.gelu(self.norm(self.linear(x)))
+
+    plain, light = Mlp(nnx.Rngs(0)), coat.fp8_remat(Mlp(nnx.Rngs(0)))
+    found = transform(lambda x: light(x[None])[0])(X)
+    np.testing.assert_allclose(found, plain(X[None])[0], rtol=1e-4, atol=1e-5)
+    assert coat.residual_report(light, X).rows
