@@ -11,12 +11,11 @@ import optax
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import KNOWN, Moment
-from coat_jax.optimizers.places import field_of, fields_of
+from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import zeros_like
 from coat_jax.optimizers.state import (
     VERSION,
     Layout,
-    Path,
     QuantizedState,
     Rounding,
 )

@@ -78,14 +78,15 @@ def opt_state_sharding(
     by_path, mesh = _shardings_by_path(*trees)
 
     def of(path, leaf):
-        _, place = field_of(tuple(path), leaf.shape, by_path, fields)
-        if (param := by_path.get(place)) is not None and param.shape == leaf.shape:
-            return moment_sharding(leaf, param.sharding)
+        field, place = field_of(tuple(path), leaf.shape, by_path, fields)
+        if field is not None:
+            return moment_sharding(leaf, by_path[place].sharding)
         return jax.tree.map(lambda _: NamedSharding(mesh, P()), leaf)
 
     state = jax.eval_shape(tx.init, params_abstract)
-    fields = dict(fields_of(unboxed(state)))
-    found = jax.tree_util.tree_map_with_path(of, unboxed(state), is_leaf=is_quantized)
+    pure = unboxed(state)
+    fields = dict(fields_of(pure))
+    found = jax.tree_util.tree_map_with_path(of, pure, is_leaf=is_quantized)
     return boxed(found, state)
 
 

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import Moment
+from coat_jax.optimizers.places import Path
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
 
 # The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
 Rounding = Literal["stochastic", "nearest"]
-Path = tuple[Any, ...]
 
 
 @jax.tree_util.register_static

@@ -46,8 +46,8 @@ class Flow:
 
     def __call__(self, site: str, x: Float[Array, "b s n"]) -> Float[Array, "b s n"]:
         """Returns `x` as it is read at `site`, one of `layer_flow.SITES`."""
-        named = {"non-linear": self.nonlinear, "linear": self.linear}
-        return stored(x, named.get(SITES[site]))
+        by_kind = {"non-linear": self.nonlinear, "linear": self.linear}
+        return stored(x, by_kind.get(SITES[site]))
 
 
 def _flow(nonlinear: str, linear: str) -> Flow:
@@ -67,9 +67,15 @@ FLOWS: dict[str, Flow] = {
 }
 
 
-def stored(x: Float[Array, "..."], named: Granularity | None) -> Float[Array, "..."]:
+def stored(
+    x: Float[Array, "..."], granularity: Granularity | None
+) -> Float[Array, "..."]:
     """Returns `x` after it was quantized to FP8 and dequantized; None returns `x`."""
-    return x if named is None else coat.quantize(x, granularity=named).dequantize()
+    return (
+        x
+        if granularity is None
+        else coat.quantize(x, granularity=granularity).dequantize()
+    )
 
 
 def percent(stored: Float[Array, "..."], exact: Float[Array, "..."]) -> Array:
@@ -128,12 +134,12 @@ _Measured = dict[tuple[str, ...], dict[str, Array]]
 def _arrays(read: Mapping[str, Array]) -> _Measured:
     return {
         (site, name): {
-            "error_percent": percent(stored(x, named), x),
-            "lost_percent": 100 * jnp.mean((stored(x, named) == 0) & (x != 0)),
+            "error_percent": percent(stored(x, granularity), x),
+            "lost_percent": 100 * jnp.mean((stored(x, granularity) == 0) & (x != 0)),
             "peak_over_rms": jnp.max(jnp.abs(x)) / jnp.sqrt(jnp.mean(x * x)),
         }
         for site, x in read.items()
-        for name, named in GRANULARITIES.items()
+        for name, granularity in GRANULARITIES.items()
     }
 
 

@@ -128,7 +128,8 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     """
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
-    data.check_tokens(corpus, vocab_size)
+    if corpus.vocab_size is None:  # The tokens come from files.
+        data.check_tokens(corpus, vocab_size)
     held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
     return Inputs(
         windows=data.Windows(corpus.train, settings.seq_len, vocab_size),

@@ -97,8 +97,8 @@ class Checkpoints:
         )
 
     def _set_damaged_aside(self) -> None:
-        steps = sorted((p for p in self._folder.glob("[0-9]*") if p.name.isdigit()),
-                       key=lambda p: int(p.name))  # fmt: skip
+        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
+        steps = sorted(found, key=lambda path: int(path.name))
         damages = []
         while steps and (damage := _damage(steps[-1])):
             damages.append(damage)
