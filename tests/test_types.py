@@ -1,6 +1,7 @@
 """Tests of types: those of public names, and a user's program that checkers accept."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,14 +17,18 @@ _PROGRAM = _ROOT / "tests" / "helpers" / "typed_program.py"
 
 def _run(*arguments):
     command = [sys.executable, "-m", *map(str, arguments)]
-    return subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
+    # Pyright looks for packages beside the first Python of PATH.
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | {"PATH": path}
+    return subprocess.run(
+        command, cwd=_ROOT, env=environment, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize("package", [coat_jax, pallas_kernels])
 def test_types_of_public_names_are_known(package):
     name = package.__name__
-    checker = "pyright", "--pythonpath", sys.executable, "--outputjson"
-    found = _run(*checker, "--verifytypes", name, "--ignoreexternal")
+    found = _run("pyright", "--outputjson", "--verifytypes", name, "--ignoreexternal")
     symbols = json.loads(found.stdout)["typeCompleteness"]["symbols"]
     known = {symbol["name"]: symbol["isTypeKnown"] for symbol in symbols}
     public = [f"{name}.{public}" for public in package.__all__]
@@ -34,7 +39,7 @@ def test_types_of_public_names_are_known(package):
 @pytest.mark.parametrize(
     "checker",
     [
-        ("pyright", "--pythonpath", sys.executable),
+        ("pyright",),
         ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/null"),
     ],
     ids=lambda checker: checker[0],
