@@ -1,5 +1,6 @@
-"""Choice of the implementation that runs as an operation, and its explanation."""
+"""Operations, the choice of the implementation that runs, and its explanation."""
 
+import abc
 import contextlib
 import contextvars
 import dataclasses
@@ -11,6 +12,9 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from pallas_kernels import placement
+from pallas_kernels.placement import Axes
+
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
 # for any device.
 Implementation = Literal["mosaic", "reference"]
@@ -18,7 +22,7 @@ Implementation = Literal["mosaic", "reference"]
 
 def has_hopper() -> bool:
     """Returns whether JAX's default device is a GPU with compute capability 9.0."""
-    device = jax.devices()[0]
+    device = _device()
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
@@ -28,7 +32,7 @@ def multiprocessors() -> int:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores
-    return getattr(jax.devices()[0], "core_count", None) or 132
+    return getattr(_device(), "core_count", None) or 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +71,6 @@ class Explanation:
 
 _made: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
     "choices", default=None
-)
-_forbidden: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "forbidden", default=None
 )
 _traces = itertools.count()
 
@@ -119,65 +120,103 @@ def traced_anew() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_kernels(reason: str) -> Iterator[None]:
-    """Allows kernels in this context only where they are named.
+class Operation(abc.ABC):
+    """An operation: its definition in jnp, its kernel, and the axes of its arrays.
 
-    `explain` gives `reason` as the reason.
+    Subclasses are frozen dataclasses of the operation's static parameters. All methods
+    take the same arrays, some of which may be None.
     """
-    token = _forbidden.set(reason)
-    try:
-        yield
-    finally:
-        _forbidden.reset(token)
+
+    name: str
+
+    @abc.abstractmethod
+    def reference(self, *arrays: Any) -> Any:
+        """Computes the operation in jnp."""
+
+    @abc.abstractmethod
+    def kernel(self, *arrays: Any) -> Any:
+        """Computes the operation with the kernel."""
+
+    @abc.abstractmethod
+    def obstacle(self, *arrays: Any) -> str | None:
+        """Returns why the kernel cannot compute this call, or None if it can."""
+
+    @abc.abstractmethod
+    def axes(self, *arrays: Any) -> tuple[Any, Axes | Any]:
+        """Returns the axes of arrays and of results, trees like them or prefixes."""
+
+    def slower(self, *arrays: Any) -> str | None:
+        """Returns why the kernel does not run unless it is named, or None."""
+        del arrays
+        return None
+
+    def __call__(
+        self, *arrays: Any, implementation: Implementation | None = None
+    ) -> Any:
+        """Runs the named implementation, or else the fastest that can run.
+
+        Raises:
+          ValueError: If the kernel was named and cannot run, or the name is unknown.
+        """
+        chosen = _choose(self, arrays, implementation)
+        mesh = placement.mesh_of(arrays)
+        if chosen == "mosaic":
+            run = placement.on_parts if mesh else type(self).kernel
+        else:
+            # XLA partitions jnp operations, except where types say how.
+            explicit = mesh is not None and mesh.explicit_axes
+            run = placement.in_jnp if explicit else type(self).reference
+        return run(self, *arrays)
 
 
-def choose(
-    implementation: Implementation | None,
-    obstacle: Callable[[], str | None],
-    *,
-    operation: str = "unnamed",
-    arrays: Any = (),
+def _choose(
+    operation: Operation, arrays: tuple, implementation: Implementation | None
 ) -> Implementation:
-    """Chooses the named implementation, or else the fastest that can run.
-
-    Args:
-      implementation: The implementation that the caller named, or None.
-      obstacle: Returns the reason why the kernel cannot compute this call, or None if
-        it can. It is called only if the answer matters.
-      operation: The operation's name, for `explain`.
-      arrays: The arrays that the operation takes, a tree, for `explain`.
-
-    Raises:
-      ValueError: If the kernel was named and cannot run, or the name is unknown.
-    """
+    """Chooses the named implementation, or else the fastest that can run."""
     if implementation not in (None, "mosaic", "reference"):
         raise ValueError(
             f"implementations are 'mosaic' and 'reference', got {implementation!r}"
         )
     reason, made = "the caller named it", _made.get()
     if implementation is None:
-        why = _against_kernels()
+        why = _against_kernels(arrays)
         if not why or made is not None:  # `explain` shows all reasons.
-            why += filter(None, [obstacle()])
+            own = operation.obstacle(*arrays) or operation.slower(*arrays)
+            why += filter(None, [own])
         implementation = "reference" if why else "mosaic"
-        reason = "; ".join(why) or f"{_device()} is a Hopper GPU"
-    elif implementation == "mosaic" and (why := obstacle()) is not None:
+        reason = "; ".join(why) or f"{_device().device_kind} is a Hopper GPU"
+    elif implementation == "mosaic" and (why := operation.obstacle(*arrays)):
         raise ValueError(f"the kernel cannot run: {why}")
     if made is not None:
-        described = tuple(map(_described, jax.tree.leaves(arrays)))
-        made.append(Choice(operation, described, implementation, reason))
+        leaves = [x for x in jax.tree.leaves(arrays) if x.ndim]
+        described = tuple(map(_described, leaves))
+        made.append(Choice(operation.name, described, implementation, reason))
     return implementation
 
 
-def _against_kernels() -> list[str]:
-    """Returns the reasons why no kernel runs here unless it is named."""
-    found = [] if has_hopper() else [f"{_device()} is no Hopper GPU"]
-    return found + [why for why in [_forbidden.get()] if why]
+def _against_kernels(arrays: tuple) -> list[str]:
+    """Returns the reasons why no kernel runs on these arrays unless it is named."""
+    if not has_hopper():
+        return [_no_hopper()]
+    if why := placement.obstacle(arrays):
+        placement.warn_once(f"kernels do not run: {why}")
+        return [why]
+    return []
 
 
-def _device() -> str:
-    return jax.devices()[0].device_kind
+def _no_hopper() -> str:
+    device = _device()
+    capability = getattr(device, "compute_capability", None)
+    if capability is None:
+        return f"{device.device_kind} is no Hopper GPU"
+    return (
+        f"{device.device_kind} has compute capability {capability}, and kernels need "
+        "9.0, Hopper"
+    )
+
+
+def _device() -> jax.Device:
+    return jax.devices()[0]
 
 
 def _described(array: Any) -> str:

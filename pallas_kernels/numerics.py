@@ -56,7 +56,7 @@ def behind(scale: Float[Array, ""], after: Float[Array, "..."]) -> Float[Array, 
     An optimization barrier is not enough, because it does not bind XLA's schedule.
     """
     # No number is NaN and zero at once, so `never` is False. XLA does not know that.
-    first = after.reshape(-1)[:1].astype(jnp.float32)
+    first = after[tuple(slice(1) for _ in after.shape)].astype(jnp.float32)
     never = jnp.any(jnp.isnan(first) & (first == 0))
     return scale + never.astype(scale.dtype)
 

@@ -33,7 +33,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.devices import on_one_device
 from coat_jax.layers.functional import angles, rotary
 from coat_jax.layers.matmul import (
     Weight,
@@ -46,6 +45,7 @@ from coat_jax.layers.matmul import (
     tensor_scales,
     weight_gradient,
 )
+from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, NormKind, Scaled
@@ -107,7 +107,7 @@ def _leave_grads(_, dx):
     return (Stream.gradient(dx),)
 
 
-leave.defvjp(lambda stream: (stream.x, None), on_one_device(_leave_grads))
+leave.defvjp(lambda stream: (stream.x, None), _leave_grads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,7 +224,6 @@ class Norm:
         return stream, dweight, out.y
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def attention_in(
     params: Params,
     stream: Stream,
@@ -244,12 +243,21 @@ def attention_in(
     Returns:
       Queries, keys, values, the tuple of their copies, and the residual stream.
     """
+
+    def segment(params, stream):
+        return _attention_segment(params, stream, norm, heads, keep_copies)
+
+    results = True, True, True, (True,) * (3 * keep_copies), True
+    return on_explicit_tokens(segment, stream.x, 2, results)(params, stream)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _attention_segment(params, stream, norm, heads, keep_copies):
     # Nothing is saved if nothing is differentiated, so the copies need no arrays.
     (q, k, v, _, x), _ = _attention_in(params, stream, norm, heads, False)
     return q, k, v, (q, k, v) if keep_copies else (), x
 
 
-@on_one_device
 def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -269,7 +277,6 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     return (q, k, v, tuple(kept), x), (params, groups, *tensor_scales(h, w))
 
 
-@on_one_device
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, w_scale = residuals
     amax = params.get("amax", {})
@@ -291,10 +298,9 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     return {name: grads.get(name) for name in params}, dx
 
 
-attention_in.defvjp(_attention_in, _attention_in_grads)
+_attention_segment.defvjp(_attention_in, _attention_in_grads)
 
 
-@jax.custom_vjp
 def attention_out(
     params: Params, o: Float[Array, "b s n d"], x: Float[Array, "b s h"]
 ) -> Stream:
@@ -303,10 +309,15 @@ def attention_out(
     `params` holds `out` [h, n * d] and optionally `out_bias` [h]. Backward reads `o`,
     which attention's backward pass saves anyway.
     """
+    results = Stream(True, False)
+    return on_explicit_tokens(_out_segment, x, 2, results)(params, o, x)
+
+
+@jax.custom_vjp
+def _out_segment(params, o, x):
     return _attention_out(params, o, x)[0]
 
 
-@on_one_device
 def _attention_out(params, o, x):
     rows = quantize_tokens(joined(o))
     x = biased(x, params.get("out_bias"))
@@ -314,7 +325,6 @@ def _attention_out(params, o, x):
     return Stream.of(y), (params, o, *tensor_scales(rows, w))
 
 
-@on_one_device
 def _attention_out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
@@ -330,10 +340,9 @@ def _attention_out_grads(residuals, dy):
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy.x
 
 
-attention_out.defvjp(_attention_out, _attention_out_grads)
+_out_segment.defvjp(_attention_out, _attention_out_grads)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> Stream:
     """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
 
@@ -341,10 +350,19 @@ def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> S
     holds `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f] and optionally
     `gate_up_bias` [2, f] and `down_bias` [h].
     """
+
+    def segment(params, stream):
+        return _mlp_segment(params, stream, norm, gate)
+
+    results = Stream(True, False)
+    return on_explicit_tokens(segment, stream.x, 2, results)(params, stream)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _mlp_segment(params, stream, norm, gate):
     return _gated_mlp(params, stream, norm, gate)[0]
 
 
-@on_one_device
 def _gated_mlp(params, stream, norm, gate):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -359,7 +377,6 @@ def _gated_mlp(params, stream, norm, gate):
     return Stream.of(y), (params, groups, inner, scales)
 
 
-@on_one_device
 def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, (inner_groups, largest_scale), scales = residuals
     h_scale, a_scale, gate_up_scale, down_scale = scales
@@ -393,7 +410,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     return {name: grads.get(name) for name in params}, dx
 
 
-gated_mlp.defvjp(_gated_mlp, _gated_mlp_grads)
+_mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
 def _gate_gradient(

@@ -21,11 +21,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.devices import on_one_device
+from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
-from pallas_kernels import Codes, Scaled
+from pallas_kernels import Codes, Scaled, placement
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.
@@ -58,8 +58,12 @@ def linear(
         raise ValueError(
             f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
         )
-    y = _product(x.reshape(-1, k), w, x.dtype, 1)
-    return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+    def product(x, w):
+        y = _product(x.reshape(-1, k), w, x.dtype, 1)
+        return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+    return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)
 
 
 def fp8_dot_general(
@@ -115,7 +119,7 @@ def fp8_dot_general(
             preferred_element_type=dtype,
         )
         wrapped = jax.sharding.auto_axes(
-            fn, axes=explicit, out_sharding=expected.sharding.spec
+            fn, axes=explicit, out_sharding=expected.sharding
         )
         return wrapped(lhs, rhs)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
@@ -146,7 +150,6 @@ def _product(x, w, dtype, contract):
     return _product_fwd(x, w, dtype, contract)[0]
 
 
-@on_one_device
 def _product_fwd(x, w, dtype, contract):
     layout = _LAYOUTS[contract]
     xq = quantize_tensor(x, E4M3, copies="both")
@@ -156,7 +159,6 @@ def _product_fwd(x, w, dtype, contract):
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
-@on_one_device
 def _product_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     layout = _LAYOUTS[1 - contract]
@@ -236,7 +238,6 @@ class Fp8Weight(NamedTuple):
     scale: Float[Array, ""] | None
 
     @classmethod
-    @on_one_device
     def of(cls, w: Float[Array, "... k"]) -> "Fp8Weight":
         """Quantizes a weight for forward and backward."""
         values = lax.stop_gradient(w)
@@ -335,8 +336,9 @@ def weight_gradient(
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)
         return Fp8Weight(dw, None, None, None)
-    dw = _matmul(dy.transposed, x, dy.scale, scale, dtype=w.dtype)
-    return dw.reshape(w.shape)
+    # The output axes of `w` stay apart, because a mesh may split the last of them.
+    gradient = dy.transposed.reshape(*w.shape[:-1], -1)
+    return _matmul(gradient, x, dy.scale, scale, dtype=w.dtype)
 
 
 def once[Result](result: Result) -> Result:
@@ -355,7 +357,8 @@ def _forward_codes(w: Weight) -> tuple[Scaled, Scaled | Float[Array, ""]]:
     """
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
-    rows = quantize_tokens(_flat(w))
+    codes, scale = quantize_tokens(w)
+    rows = Scaled(_flat(codes), scale.reshape(-1))
     return rows, rows
 
 
@@ -365,10 +368,11 @@ def _backward_codes(
     """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
-    codes = quantize_tensor(
-        _flat(w), E4M3, copies="transposed", scale=scale, after=after
-    )
-    return codes.transposed
+    quantize = partial(quantize_tensor, format=E4M3, scale=scale, after=after)
+    if w.ndim == 2 or placement.mesh_of(w) is None:
+        return quantize(_flat(w), copies="transposed").transposed
+    # Merging axes that a mesh splits moves data, and codes are smaller than weights.
+    return kernels.transpose(_flat(quantize(w, copies="row").row))
 
 
 def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:

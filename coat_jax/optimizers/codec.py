@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax.tree_util import keystr
 from jaxtyping import Array
 
+from coat_jax.meshes import on_explicit_mesh
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.noise import on_explicit_mesh, random_bits, random_words
+from coat_jax.optimizers.noise import random_bits, random_words
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment

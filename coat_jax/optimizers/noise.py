@@ -6,7 +6,7 @@ on other devices, rounds as before.
 
 import itertools
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -88,18 +88,3 @@ def random_bits(words: UInt32[Array, "... g"], shape: tuple[int, ...]) -> Array:
     bits = bits_of_elements(words)
     bits = bits.reshape(*words.shape[:-1], words.shape[-1] * GROUP)
     return bits[..., : shape[-1]] if shape else bits[0]
-
-
-def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
-    """Wraps `fn` so that XLA shards what it computes, on a mesh with explicit axes.
-
-    Args:
-      fn: A function of arrays.
-      like: An array whose type has the mesh.
-      result: The result of `fn`, or arrays of the same types.
-    """
-    explicit = jax.typeof(like).sharding.mesh.explicit_axes
-    if not explicit:
-        return fn
-    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
-    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)

@@ -2,8 +2,7 @@
 
 A moment's codes have its parameter's shape and its sharding. Groups run along the last
 axis. If a device's part of this axis consists of whole groups of 128, a step moves
-nothing between devices. XLA's partitioner finds this out for plain JAX operations. It
-cannot look into a kernel, so `partitioned_adam` tells it how to shard the kernel.
+nothing between devices.
 """
 
 import dataclasses
@@ -15,21 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, UInt32
 
-import pallas_kernels
-from coat_jax.devices import has_kernel
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup, quantize_moment
-from pallas_kernels import AdamScalars, Moments, dispatch
-from pallas_kernels.ops.adam.reference import GROUP
-from pallas_kernels.rounding import row_major
 
 
 def opt_state_sharding(
@@ -176,101 +168,3 @@ def _of_whole_groups(
 def _count(sharding: NamedSharding, axes: Any) -> int:
     """Returns the number of parts into which the mesh axes in `axes` split an array."""
     return math.prod(sharding.mesh.shape[a] for a in jax.tree.leaves(tuple(axes)))
-
-
-def partitioned_adam(
-    scalars: AdamScalars,
-    grads: Float[Array, "... n"],
-    moments: Moments,
-    seed: UInt32[Array, ""],
-    stream: UInt32[Array, ""],
-    params: Float[Array, "... n"] | None = None,
-    salt: UInt32[Array, ""] | None = None,
-) -> tuple[Float[Array, "... n"], Moments]:
-    """Computes `pallas_kernels.adam` on each device for its part of the arrays."""
-    arrays = grads, moments, seed, stream, params, salt
-    if not has_kernel() or jax.device_count() == 1:
-        return pallas_kernels.adam(scalars, *arrays)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.manual_axes and not mesh.are_all_axes_manual:
-        # custom_partitioning does not get the mesh in a partly manual shard_map.
-        with dispatch.without_kernels("the mesh is manual in part"):
-            return pallas_kernels.adam(scalars, *arrays)
-    # Python numbers, such as a decay of 0, stay constants that the kernel can use.
-    known = tuple(s if isinstance(s, int | float) else None for s in scalars)
-    traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
-    groups = moments.mu_scale.shape
-    strides = row_major(groups)
-    # The position of a group is the sum of its entries in `places`, one per axis. They
-    # are sharded like the groups, so a part's first entries give its first position.
-    places = tuple(
-        jnp.arange(length, dtype=jnp.uint32) * jnp.uint32(stride & 0xFFFFFFFF)
-        for length, stride in zip(groups, strides, strict=True)
-    )
-
-    @jax.custom_batching.sequential_vmap
-    def step(*arrays):
-        return _partitioned(*arrays, known, strides)
-
-    return step(traced, *arrays, places)
-
-
-def _adam(
-    traced, grads, moments, seed, stream, params, salt, places, known, strides
-) -> tuple[Array, Moments]:
-    traced = iter(traced)
-    scalars = AdamScalars(*(next(traced) if s is None else s for s in known))
-    stream = stream + sum(place[0] for place in places)
-    return pallas_kernels.adam(
-        scalars, grads, moments, seed, stream, params, salt, strides=strides
-    )
-
-
-def _partition(known, strides, mesh, args, results):
-    """Lets each device compute its part of the step.
-
-    All arrays get the sharding of the array that is split into the most parts.
-    """
-    _, grads, moments, _, _, params, _, _ = args
-    arrays = [moments.mu, moments.nu, grads] + ([] if params is None else [params])
-    most = max((x.sharding for x in arrays), key=lambda s: _count(s, s.spec))
-    sharding = _of_whole_groups(most, grads.shape, GROUP)
-    everywhere = NamedSharding(mesh, P())
-    operands = jax.tree.map(lambda x: sharding if x.ndim else everywhere, args[:-1])
-    spec = [*sharding.spec, *[None] * (grads.ndim - len(sharding.spec))]
-    operands = *operands, tuple(NamedSharding(mesh, P(axis)) for axis in spec)
-    results = jax.tree.map(lambda _: sharding, results)
-    step = functools.partial(_adam, known=known, strides=strides)
-    return mesh, step, results, operands
-
-
-def _sharding_rule(known, strides, mesh, operands, results):
-    """Returns the rule by which Shardy shards the kernel's arrays.
-
-    Arrays share all axes. The last axis is split by whole groups: within a group all
-    elements must be on one device.
-    """
-    shape = operands[known.count(None)].shape
-    several = shape[-1] > GROUP and shape[-1] % GROUP == 0
-    leading = [f"a{axis}" for axis in range(len(shape) - 1)]
-
-    def last(array):
-        if array.shape[-1] != shape[-1]:
-            return "g"
-        return "(g e)" if several else "n"
-
-    def axes(array):
-        return " ".join([*leading, last(array)]) if array.shape else ""
-
-    places = [*leading, last(operands[-1])]
-    rule = ", ".join([*map(axes, operands[: -len(places)]), *places])
-    rule += " -> " + ", ".join(map(axes, results))
-    if several:
-        return rule, {"need_replication_factors": ("e",), "e": GROUP}
-    local = ("n", "g") if "g" in rule else ("n",)
-    return rule, {"need_replication_factors": local}
-
-
-_partitioned = custom_partitioning(_adam, static_argnums=(8, 9))
-_partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
-_partitioned = jax.jit(_partitioned, static_argnums=(8, 9))

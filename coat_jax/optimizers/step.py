@@ -16,18 +16,17 @@ from jax.tree_util import keystr
 from jax.typing import DTypeLike
 from jaxtyping import Array, UInt32
 
-from coat_jax.devices import has_kernel
+import pallas_kernels
+from coat_jax.meshes import on_explicit_mesh
 from coat_jax.optimizers.batch import batches, join, part, starts
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.noise import (
-    on_explicit_mesh,
     random_bits,
     random_words,
     random_words_of_batch,
     seed_of,
     stream_of,
 )
-from coat_jax.optimizers.sharding import partitioned_adam
 from coat_jax.optimizers.state import (
     QuantizedState,
     check_gradients,
@@ -37,7 +36,7 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
-from pallas_kernels import AdamScalars, Moments
+from pallas_kernels import AdamScalars, Moments, dispatch
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP
 from pallas_kernels.rounding import hash32, stochastic_bfloat16
@@ -238,7 +237,7 @@ def _fused_leaves(scalars: AdamScalars, rows: list[_Leaf], step: Array) -> dict:
     fitting = [j for j, leaf in enumerate(rows) if leaf.fits]
     fitting.sort(key=lambda j: rows[j].mu.scale.size)
     groups = [[i] for i in range(len(fitting))]
-    if not has_kernel():
+    if not dispatch.has_hopper():
         codes = [rows[j].mu.codes for j in fitting]
         groups = batches(codes, lambda i: kind(rows[fitting[i]]))
     done = {}
@@ -264,7 +263,7 @@ def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
 
     def whole(scalars, grad, moments, param, salt, step):
         seeds = seed_of(step), stream_of(leaf.path, moments.mu)
-        return partitioned_adam(scalars, grad, moments, *seeds, param, salt)
+        return pallas_kernels.adam(scalars, grad, moments, *seeds, param, salt)
 
     results = (leaf.grad if param is None else param, leaf.moments)
     whole = on_explicit_mesh(whole, leaf.mu.codes, results)

@@ -303,7 +303,8 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
-    return eqn.params["name"] if _is_kernel(eqn) else eqn.primitive.name
+    own = eqn.primitive.name
+    return eqn.params.get("name", own) if _is_kernel(eqn) else own
 
 
 def _place(path: Sequence[core.JaxprEqn]) -> str | None:
@@ -416,7 +417,12 @@ def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def _is_kernel(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel: a program on memory references."""
+    """Returns whether an operation is a kernel: a program on memory references.
+
+    A partitioned operation is one, too. It contains only its definition.
+    """
+    if eqn.primitive.name == "custom_partitioning":
+        return True
     return eqn.primitive.name != "run_state" and any(
         isinstance(var.aval, AbstractRef)
         for body in core.jaxprs_in_params(eqn.params)

@@ -12,6 +12,7 @@ from flax import nnx
 from helpers.optimizers import assert_same_bits, is_quantized
 from helpers.sharded import (
     LAYOUT,
+    as_kernels,
     chained,
     check_steps,
     collectives,
@@ -24,8 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
-import coat_jax.optimizers.sharding
-import coat_jax.optimizers.step
+from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -40,8 +40,8 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 @pytest.fixture
 def as_kernel(monkeypatch):
     """Runs the reference behind custom_partitioning, as several GPUs do the kernel."""
-    for module in (coat_jax.optimizers.sharding, coat_jax.optimizers.step):
-        monkeypatch.setattr(module, "has_kernel", lambda: True)
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    as_kernels(monkeypatch)
 
 
 @pytest.fixture(params=["kernel", "jnp"])

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from helpers.optimizers import assert_same_bits
+from pallas_kernels import dispatch, placement
 
 # Shapes and specs of parameters on a mesh of ("data", "model"), both of size 4 or less.
 LAYOUT = {
@@ -25,6 +26,23 @@ LAYOUT = {
     "small": ((16, 8), P("data")),
 }
 COLLECTIVES = "all-gather|all-reduce|reduce-scatter|collective-permute|all-to-all"
+
+
+def as_kernels(monkeypatch):
+    """Lets operations run on meshes as with Hopper GPUs.
+
+    Every operation is chosen to run as a kernel on each device's part of its arrays.
+    There, and on one device, its definition in jnp runs in the kernel's place.
+    """
+
+    def against(arrays):
+        spread = placement.mesh_of(arrays) is not None
+        return [placement.obstacle(arrays)] * spread if spread else ["no GPU"]
+
+    monkeypatch.setattr(
+        dispatch, "_against_kernels", lambda arrays: [*filter(None, against(arrays))]
+    )
+    jax.clear_caches()
 
 
 def random_tree(seed: int, layout=LAYOUT):

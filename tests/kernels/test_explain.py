@@ -1,5 +1,7 @@
 """Tests what `explain` reports, and that it has no side effects."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -19,16 +21,29 @@ def rows(*shape, dtype=BF16):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def test_a_device_without_the_kernels(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: False)
-    monkeypatch.setattr(dispatch, "_device", lambda: "cpu")
+@pytest.mark.parametrize(
+    ("device", "reason"),
+    [
+        ({"device_kind": "cpu", "platform": "cpu"}, "cpu is no Hopper GPU"),
+        (
+            {"device_kind": "A", "platform": "gpu", "compute_capability": "8.0"},
+            "A has compute capability 8.0, and kernels need 9.0, Hopper",
+        ),
+        (
+            {"device_kind": "B", "platform": "gpu", "compute_capability": "10.0"},
+            "B has compute capability 10.0, and kernels need 9.0, Hopper",
+        ),
+    ],
+)
+def test_a_device_without_the_kernels(monkeypatch, device, reason):
+    monkeypatch.setattr(dispatch, "_device", lambda: SimpleNamespace(**device))
     explanation = pk.explain(pk.norm, rows(4, 100), rows(100), eps=1e-6, scale="row")
     (choice,) = explanation.choices
     assert choice.operation == "norm"
     assert choice.arrays == ("bfloat16[4,100]", "bfloat16[100]")
     assert choice.implementation == "reference"
     assert choice.reason == (
-        "cpu is no Hopper GPU; rows must be multiples of 128 up to 12288 long, got 100"
+        f"{reason}; rows must be multiples of 128 up to 12288 long, got 100"
     )
 
 

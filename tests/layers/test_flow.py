@@ -13,11 +13,8 @@ import pytest
 from helpers import oracle, segments
 from helpers.gradients import compiled, fake, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
-from jax.sharding import PartitionSpec as P
 
-import pallas_kernels
 from coat_jax.layers import flow
-from pallas_kernels import dispatch
 
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16
@@ -310,35 +307,6 @@ def test_nan_is_not_hidden():
     )
     assert np.isnan(y[1, 2]).all()
     assert np.isfinite(y[0]).all()
-
-
-def test_kernels_run_where_arrays_are_on_one_device(monkeypatch):
-    params = weights(("gate_up", (2, 2048, 128)), ("down", (128, 2048)))
-    params["norm"] = jnp.ones(128, BF16)
-    x = jnp.ones((1, 128, 128), BF16)
-    how = flow.Norm(kind="rms", eps=1e-5)
-
-    def gradient(params, x):
-        fn = lambda p, x: segments.gated_mlp(p, x, how, "silu")  # noqa: E731
-        y, vjp = jax.vjp(fn, params, x)
-        return vjp(y)
-
-    def run(fn):
-        found = pallas_kernels.explain(fn, params, x).choices
-        return {c.operation: c.implementation for c in found}, found[0].reason
-
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
-    alone, _ = run(gradient)
-    assert alone["gated"] == alone["gated_grad"] == alone["norm"] == "mosaic"
-    monkeypatch.setattr(jax, "device_count", lambda: 8)
-    several, reason = run(gradient)
-    assert set(several.values()) == {"reference"}
-    assert "outside of shard_map" in reason
-    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-    mapped = jax.shard_map(
-        gradient, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
-    assert run(mapped)[0] == alone
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])

@@ -1,18 +1,20 @@
 """Adam's step on FP8 moments, for arrays of any shape."""
 
+import dataclasses
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, placement
 from pallas_kernels.checks import check_shape
 from pallas_kernels.ops.adam import kernel as adam_kernel
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.kernel import Tuning
 from pallas_kernels.ops.adam.reference import GROUP, AdamScalars, Moments
 from pallas_kernels.ops.adam.tile import TILE, UNIT, Step, factors, merged
+from pallas_kernels.placement import WHOLE, Axes, grouped
 from pallas_kernels.rounding import random_words, row_major
 
 _DTYPES = (jnp.bfloat16, jnp.float32)
@@ -67,17 +69,67 @@ def adam(
     _check(grads, moments, params, strides)
     groups = moments.mu_scale.shape
     strides = strides or row_major(groups)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: _obstacle(grads, moments, params),
-        operation="adam",
-        arrays=(grads, moments, params),
-    )
-    if chosen == "reference":
-        words = random_words(seed, stream, groups, strides)
-        return reference.adam(scalars, grads, moments, words, params, salt)
-    seeds = _Seeds(seed, stream, salt, strides)
-    return _mosaic(scalars, grads, moments, params, seeds, tuning or Tuning())
+    # Python numbers, such as a decay of 0, stay constants that the kernel can use.
+    known = tuple(s if isinstance(s, int | float) else None for s in scalars)
+    traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
+    places = []
+    if placement.mesh_of((grads, moments, params)) is not None:
+        # The position of a group is the sum of its entries in `places`, one per axis.
+        # They are split like the groups, so a part's first entries give the position of
+        # its first group.
+        places = [
+            jnp.arange(length, dtype=jnp.uint32) * jnp.uint32(stride & 0xFFFFFFFF)
+            for length, stride in zip(groups, strides, strict=True)
+        ]
+    operation = _Adam(known=known, strides=strides, tuning=tuning or Tuning())
+    arrays = moments, grads, params, traced, (seed, stream, salt), places
+    return operation(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Adam(dispatch.Operation):
+    """`adam` of moments, gradients, parameters, scalars, seeds and groups' positions.
+
+    Attributes:
+      known: Those scalars that are Python numbers; None for the others.
+      strides: The distance between the positions of neighbouring groups.
+      tuning: Settings of the kernel.
+    """
+
+    known: tuple[float | None, ...]
+    strides: tuple[int, ...]
+    tuning: Tuning
+    name = "adam"
+
+    def obstacle(self, moments, grads, params, *others) -> str | None:
+        return _obstacle(grads, moments, params)
+
+    def reference(self, moments, grads, params, traced, seeds, places) -> tuple:
+        seeds, groups = self._seeds(seeds, places), moments.mu_scale.shape
+        words = random_words(seeds.seed, seeds.stream, groups, seeds.strides)
+        scalars = self._scalars(traced)
+        return reference.adam(scalars, grads, moments, words, params, seeds.salt)
+
+    def axes(self, moments, grads, *others) -> tuple:
+        elements, groups = grouped(grads.ndim - 1, grads.shape[-1], GROUP)
+        split = Moments(elements, groups, elements, groups, groups)
+        places = [Axes(*names) for names in groups.merged]
+        operands = split, elements, elements, WHOLE, WHOLE, places
+        return operands, (elements, split)
+
+    def kernel(self, moments, grads, params, traced, seeds, places) -> tuple:
+        seeds = self._seeds(seeds, places)
+        scalars = self._scalars(traced)
+        return _mosaic(scalars, grads, moments, params, seeds, self.tuning)
+
+    def _scalars(self, traced: list[Array]) -> AdamScalars:
+        rest = iter(traced)
+        return AdamScalars(*(next(rest) if s is None else s for s in self.known))
+
+    def _seeds(self, seeds: tuple, places: list[Array]) -> "_Seeds":
+        seed, stream, salt = seeds
+        first = sum(place[0] for place in places)
+        return _Seeds(seed, stream + first, salt, self.strides)
 
 
 class _Seeds(NamedTuple):

@@ -27,6 +27,7 @@ from pallas_kernels.ops.gate.reference import (
     Gated,
 )
 from pallas_kernels.ops.quantize.api import Wanted, wanted
+from pallas_kernels.placement import WHOLE, Axes, tokens, transposed_tokens
 
 _LOG2_E = math.log2(math.e)
 _GELU = -_LOG2_E * GELU
@@ -94,45 +95,18 @@ def gated(
         raise ValueError(
             f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
         )
-    shape = jax.tree.leaves(gate_up)[0].shape
-    *_, parts, n = shape
-    tokens = math.prod(shape[:-2])
-
-    def obstacle():
-        if isinstance(scale, str):
-            return gate_rows.obstacle(tokens, n)
-        return strips.obstacle(tokens, 2, n, transposed=transposed)
-
-    chosen = dispatch.choose(
-        implementation, obstacle, operation="gated", arrays=gate_up
+    by_token = isinstance(scale, str)
+    operation = _Gated(
+        activation=activation,
+        scale="row" if by_token else None,
+        dtype=jnp.dtype(dtype),
+        row=row,
+        transposed=transposed,
+        keep_groups=keep_groups,
+        tuning=tuning,
     )
-    if chosen == "reference":
-        return reference.gated(
-            gate_up,
-            activation=activation,
-            scale=scale,
-            dtype=dtype,
-            row=row,
-            transposed=transposed,
-            keep_groups=keep_groups,
-        )
-    product = Product(activation=activation)
-    tall = jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up)
-    shape_of_product = (*shape[:-2], n)
-    if isinstance(scale, str):
-        out = gate_rows.run(product, tall, dtype=dtype, keep_groups=keep_groups)
-        values = out.values.reshape(shape_of_product)
-        scale = out.scale.reshape(shape[:-2])
-        if not keep_groups:
-            return Gated(values, scale=scale)
-        groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), out.groups)
-        largest = out.largest_scale.reshape(shape[:-2])
-        return Gated(values, scale=scale, groups=groups, largest_scale=largest)
-    encoding = _encoding(scale, dtype, row, transposed)
-    (out,) = elementwise.run(
-        product, (tall,), scale, name="gated", encoding=encoding, tuning=tuning
-    )
-    return _gated(out, shape_of_product)
+    arrays = gate_up, None if by_token else scale
+    return operation(*arrays, implementation=implementation)
 
 
 def gated_grad(
@@ -186,42 +160,170 @@ def gated_grad(
     if with_product and scale is None:
         raise ValueError("product_scale needs a scale, got None")
     check_dtype("dy", dy.dtype, WIDE)
-    *leading, parts, n = gate_up.codes.shape
+    *leading, _, n = gate_up.codes.shape
     check_shape("dy", dy, (*leading, n))
-    tokens = math.prod(leading)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: strips.obstacle(tokens, 2, n, transposed=transposed or with_product),
-        operation="gated_grad",
-        arrays=(gate_up, dy),
+    operation = _GatedGrad(
+        activation=activation,
+        dtype=jnp.dtype(dtype),
+        row=row,
+        transposed=transposed,
+        tuning=tuning,
     )
-    if chosen == "reference":
+    arrays = gate_up, dy, scale, product_scale
+    return operation(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Gated(dispatch.Operation):
+    """`gated` of gate and up and a scalar scale.
+
+    Attributes:
+      activation: The activation.
+      scale: "row" for per-token scales; None if the array `scale` says what to return.
+      dtype: The dtype of codes.
+      row: Whether to return the product.
+      transposed: Whether to return its transpose.
+      keep_groups: Whether to return gate and up in groups.
+      tuning: Tile sizes of the kernel, or None.
+    """
+
+    activation: Activation
+    scale: Literal["row"] | None
+    dtype: jnp.dtype
+    row: bool
+    transposed: bool
+    keep_groups: bool
+    tuning: Tuning | None
+    name = "gated"
+
+    def obstacle(self, gate_up, scale) -> str | None:
+        *leading, _, n = jax.tree.leaves(gate_up)[0].shape
+        if self.scale == "row":
+            return gate_rows.obstacle(math.prod(leading), n)
+        return strips.obstacle(math.prod(leading), 2, n, transposed=self.transposed)
+
+    def reference(self, gate_up, scale) -> Gated:
+        return reference.gated(
+            gate_up,
+            activation=self.activation,
+            scale=self.scale or scale,
+            dtype=self.dtype,
+            row=self.row,
+            transposed=self.transposed,
+            keep_groups=self.keep_groups,
+        )
+
+    def axes(self, gate_up, scale) -> tuple:
+        return (_pair(gate_up), WHOLE), _results(gate_up, "_")
+
+    def kernel(self, gate_up, scale) -> Gated:
+        shape = jax.tree.leaves(gate_up)[0].shape
+        *leading, parts, n = shape
+        product = Product(activation=self.activation)
+        tall = _tall(gate_up, math.prod(leading), parts)
+        if self.scale == "row":
+            out = gate_rows.run(
+                product, tall, dtype=self.dtype, keep_groups=self.keep_groups
+            )
+            values, scale = out.values.reshape(*leading, n), out.scale.reshape(leading)
+            if not self.keep_groups:
+                return Gated(values, scale=scale)
+            groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), out.groups)
+            largest = out.largest_scale.reshape(leading)
+            return Gated(values, scale=scale, groups=groups, largest_scale=largest)
+        encoding = _encoding(scale, self.dtype, self.row, self.transposed)
+        (out,) = elementwise.run(
+            product,
+            (tall,),
+            scale,
+            name=self.name,
+            encoding=encoding,
+            tuning=self.tuning,
+        )
+        return _gated(out, (*leading, n))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GatedGrad(dispatch.Operation):
+    """`gated_grad` of gate and up, dy, scale and product_scale.
+
+    Attributes:
+      activation: The activation.
+      dtype: The dtype of codes.
+      row: Whether to return the gradients.
+      transposed: Whether to return their transpose.
+      tuning: Tile sizes of the kernel, or None.
+    """
+
+    activation: Activation
+    dtype: jnp.dtype
+    row: bool
+    transposed: bool
+    tuning: Tuning | None
+    name = "gated_grad"
+
+    def obstacle(self, gate_up, dy, scale, product_scale) -> str | None:
+        *leading, n = dy.shape
+        transposed = self.transposed or product_scale is not None
+        return strips.obstacle(math.prod(leading), 2, n, transposed=transposed)
+
+    def reference(self, gate_up, dy, scale, product_scale) -> Gated:
         return reference.gated_grad(
             gate_up,
             dy,
-            activation=activation,
+            activation=self.activation,
             scale=scale,
-            dtype=dtype,
-            row=row,
-            transposed=transposed,
+            dtype=self.dtype,
+            row=self.row,
+            transposed=self.transposed,
             product_scale=product_scale,
         )
-    out, *more = elementwise.run(
-        ProductGrad(activation=activation, with_product=with_product),
-        (
-            jax.tree.map(lambda x: x.reshape(tokens, parts, -1), gate_up),
-            dy.reshape(tokens, 1, n),
-        ),
-        scale,
-        product_scale,
-        name="gated_grad",
-        encoding=_encoding(scale, dtype, row, transposed),
-        more=_PRODUCT if with_product else None,
-        parts=parts,
-        tuning=tuning,
+
+    def axes(self, gate_up, dy, scale, product_scale) -> tuple:
+        row = Axes(f"{tokens(dy.ndim - 1)} _")
+        operands = _pair(gate_up), row, WHOLE, WHOLE
+        return operands, _results(gate_up, "_ _")
+
+    def kernel(self, gate_up, dy, scale, product_scale) -> Gated:
+        *leading, parts, n = gate_up.codes.shape
+        count = math.prod(leading)
+        with_product = product_scale is not None
+        out, *more = elementwise.run(
+            ProductGrad(activation=self.activation, with_product=with_product),
+            (_tall(gate_up, count, parts), dy.reshape(count, 1, n)),
+            scale,
+            product_scale,
+            name=self.name,
+            encoding=_encoding(scale, self.dtype, self.row, self.transposed),
+            more=_PRODUCT if with_product else None,
+            parts=parts,
+            tuning=self.tuning,
+        )
+        product = more[0].transposed[0] if more else None
+        return _gated(out, gate_up.codes.shape)._replace(product=product)
+
+
+def _pair(gate_up: Scaled | Array) -> Axes:
+    return Axes(f"{tokens(jax.tree.leaves(gate_up)[0].ndim - 2)} _ _")
+
+
+def _results(gate_up: Scaled | Array, values: str) -> Gated:
+    """Returns the axes of results; `values` names those of values without tokens."""
+    count = jax.tree.leaves(gate_up)[0].ndim - 2
+    token, transposed = tokens(count), Axes(f"_ {transposed_tokens(count)}")
+    return Gated(
+        values=Axes(f"{token} {values}"),
+        transposed=transposed,
+        scale=Axes(token),
+        groups=_pair(gate_up),
+        largest_scale=Axes(token),
+        largest=Axes("_", reduced="max"),
+        product=transposed,
     )
-    product = more[0].transposed[0] if more else None
-    return _gated(out, gate_up.codes.shape)._replace(product=product)
+
+
+def _tall(gate_up: Scaled | Array, count: int, parts: int) -> Scaled | Array:
+    return jax.tree.map(lambda x: x.reshape(count, parts, -1), gate_up)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

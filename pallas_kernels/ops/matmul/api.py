@@ -23,8 +23,9 @@ from pallas_kernels.ops.matmul.plan import (
     Product,
     Tuning,
 )
-from pallas_kernels.ops.quantize.api import maxima
+from pallas_kernels.ops.quantize.reference import maxima
 from pallas_kernels.ops.rope.reference import split_heads
+from pallas_kernels.placement import Axes, tokens
 
 _ROWS = 8  # Rows that the copy engine swizzles together.
 _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
@@ -92,18 +93,9 @@ def matmul(
         maxima=keep_maxima,
     )
     _check_result(product, call, accumulator)
-    if accumulator is not None:
-        accumulator = accumulator.reshape(call.m, call.n)
-    tuning = _choose(implementation, tuning, product, call)
-    if tuning is None:
-        y = reference.matmul(
-            *call.arrays, accumulator, out_dtype=out_dtype, promote=promote
-        )
-        largest = maxima(y) if keep_maxima else None
-    else:
-        added = () if accumulator is None else (accumulator,)
-        (y,), largest = _run(product, call, tuning, *added)
-    y = y.reshape(*a.shape[:-1], call.n)
+    arrays = a, b, *call.scales, accumulator
+    operation = _Matmul(product=product, promote=promote, tuning=tuning)
+    y, largest = operation(*arrays, implementation=implementation)
     return (y, largest) if keep_maxima else y
 
 
@@ -179,23 +171,142 @@ def matmul_heads(
     )
     _check_result(product, call, None)
     angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
-    tuning = _choose(implementation, tuning, product, call)
-    if tuning is None:
-        y = call.wide().reshape(*a.shape[:-1], call.n)
-        return copies * split_heads(
-            y, *angles, num_kv_heads=num_kv_heads, dtype=out_dtype
+    operation = _MatmulHeads(product=product, tuning=tuning)
+    arrays = a, b, *call.scales, *angles
+    return operation(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _OfProduct(dispatch.Operation):
+    """A matmul of the arrays a, b, a_scale, b_scale and more.
+
+    Attributes:
+      product: The static parameters of the kernel.
+      tuning: The settings that the caller named, or None.
+    """
+
+    product: Product
+    tuning: Tuning | None
+
+    @property
+    def name(self) -> str:
+        return self.product.name
+
+    def obstacle(self, a, b, *more) -> str | None:
+        *leading, k = a.shape
+        shape = math.prod(leading), b.shape[0], k
+        if why := _obstacle(self.product, shape, self._settings(*shape)):
+            return why
+        if self.product.heads and leading[-1] % PIECE_M:
+            return f"positions must be a multiple of {PIECE_M}, got {leading[-1]}"
+        return None
+
+    def slower(self, a, b, *more) -> str | None:
+        m, n, k = math.prod(a.shape[:-1]), *b.shape
+        if self.tuning or tuning.choose(self.product, m, n, k):
+            return None
+        return f"XLA is faster for {m} x {n} x {k}"
+
+    def _settings(self, m: int, n: int, k: int) -> Tuning | None:
+        return self.tuning or tuning.tiles(self.product, m, n, k)
+
+    def _run(self, call: "_Call", *more: Array) -> tuple[tuple, Array | None]:
+        settings = self._settings(call.m, call.n, call.k)
+        return _run(self.product, call, settings, *more)
+
+    def _scale_axes(self, a, b, a_scale, b_scale, rows: str) -> tuple[Axes, Axes]:
+        if self.product.scaling == "blocks":
+            return Axes(f"{rows} _"), Axes("_ _")
+        return Axes(rows if a_scale.ndim else ""), Axes("n" if b_scale.ndim else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Matmul(_OfProduct):
+    """`matmul`; the last array is the accumulator.
+
+    Attributes:
+      promote: The `promote` of the reference.
+    """
+
+    promote: Literal[128, 256] | None
+
+    def reference(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+        call = _Call.of(a, b, a_scale, b_scale)
+        if accumulator is not None:
+            accumulator = accumulator.reshape(call.m, call.n)
+        y = reference.matmul(
+            *call.arrays,
+            accumulator,
+            out_dtype=self.product.out_dtype,
+            promote=self.promote,
         )
-    out, _ = _run(product, call, tuning, *angles)
-    return tuple(x.reshape(*a.shape[:-1], -1, 2 * half) for x in out)
+        largest = maxima(y) if self.product.maxima else None
+        return y.reshape(*call.leading, call.n), largest
+
+    def axes(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+        rows = tokens(a.ndim - 1)
+        # A sum over devices has its accumulator and its amax only afterwards.
+        plain = self.product.scaling != "blocks"
+        depth = "_" if accumulator is not None or self.product.maxima else "k"
+        depth, columns = (depth, "n") if plain else ("_", "_")
+        scales = self._scale_axes(a, b, a_scale, b_scale, rows)
+        out = Axes(f"{rows} {columns}", reduced="sum")
+        operands = Axes(f"{rows} {depth}"), Axes(f"{columns} {depth}"), *scales, out
+        return operands, (out, Axes("_", reduced="max"))
+
+    def kernel(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+        call = _Call.of(a, b, a_scale, b_scale)
+        added = [] if accumulator is None else [accumulator.reshape(call.m, call.n)]
+        (y,), largest = self._run(call, *added)
+        return y.reshape(*call.leading, call.n), largest
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _MatmulHeads(_OfProduct):
+    """`matmul_heads`; the last arrays are the cosines and sines."""
+
+    def reference(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
+        call = _Call.of(a, b, a_scale, b_scale)
+        y = call.wide().reshape(*call.leading, call.n)
+        heads = self.product.heads
+        found = split_heads(
+            y,
+            cos,
+            sin,
+            num_kv_heads=call.n // heads.size // (heads.queries + 2),
+            dtype=self.product.out_dtype,
+        )
+        return self.product.copies * found
+
+    def axes(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
+        angles, heads = Axes("s _"), Axes("b s _ _")
+        a_axes, b_axes = self._scale_axes(a, b, a_scale, b_scale, "b s")
+        if b_scale.ndim:
+            b_axes = Axes("_")
+        operands = Axes("b s _"), Axes("_ _"), a_axes, b_axes, angles, angles
+        return operands, heads
+
+    def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
+        call = _Call.of(a, b, a_scale, b_scale)
+        out, _ = self._run(call, cos, sin)
+        return tuple(x.reshape(*a.shape[:-1], -1, 2 * cos.shape[-1]) for x in out)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Call:
-    """The operands of a matmul, with one axis of rows, and the kind of their scales."""
+    """The operands of a matmul, with one axis of rows, and the kind of their scales.
+
+    Attributes:
+      arrays: The operands and their scales, with one axis of rows.
+      scaling: The kind of the scales.
+      leading: The lengths of the axes that were merged to rows.
+      scales: The scales as they were given, in float32.
+    """
 
     arrays: tuple[Array, Array, Array, Array]
     scaling: Literal["tensor", "rows", "blocks"]
     leading: tuple[int, ...]
+    scales: tuple[Array, Array]
 
     m = property(lambda self: self.arrays[0].shape[0])
     k = property(lambda self: self.arrays[0].shape[1])
@@ -222,6 +333,7 @@ class _Call:
         *leading, k = a.shape
         n, m = b.shape[0], math.prod(leading)
         blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
+        given = a_scale, b_scale
         found = a_scale.shape, b_scale.shape
         if found == ((), ()):
             scaling = "tensor"
@@ -240,7 +352,7 @@ class _Call:
                 f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
             )
         arrays = (a.reshape(m, k), b, a_scale, b_scale)
-        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading))
+        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading), scales=given)
 
     @classmethod
     def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
@@ -272,35 +384,11 @@ def _check_result(product: Product, call: _Call, accumulator: Array | None) -> N
         )
 
 
-def _choose(
-    implementation: dispatch.Implementation | None,
-    given: Tuning | None,
-    product: Product,
-    call: _Call,
-) -> Tuning | None:
-    """Returns the settings of the kernel; None if the kernel does not run."""
-    m, n, k = call.m, call.n, call.k
-
-    def settings():
-        return given or tuning.tiles(product, m, n, k)
-
-    def obstacle():
-        if why := _obstacle(product, call, settings()):
-            return why
-        named = given or implementation
-        if not named and tuning.choose(product, m, n, k) is None:
-            return f"XLA is faster for {m} x {n} x {k}"
-        return None
-
-    picked = dispatch.choose(
-        implementation, obstacle, operation=product.name, arrays=call.arrays
-    )
-    return settings() if picked == "mosaic" else None
-
-
-def _obstacle(product: Product, call: _Call, chosen: Tuning | None) -> str | None:
+def _obstacle(
+    product: Product, shape: tuple[int, int, int], chosen: Tuning | None
+) -> str | None:
     """Returns why the kernel cannot run with the chosen settings, or None."""
-    m, n, k = call.m, call.n, call.k
+    m, n, k = shape
     if not min(m, n, k):
         return f"{m} x {n} x {k} is empty"
     if k % TILE_K:
@@ -311,8 +399,6 @@ def _obstacle(product: Product, call: _Call, chosen: Tuning | None) -> str | Non
         return f"n must be a multiple of {BLOCK}, got {n}"
     if chosen is None:
         return f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
-    if product.heads and call.leading[-1] % PIECE_M:
-        return f"positions must be a multiple of {PIECE_M}, got {call.leading[-1]}"
     return tuning.obstacle(product, chosen, m, n)
 
 

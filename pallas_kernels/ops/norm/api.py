@@ -1,5 +1,6 @@
 """RMSNorm and LayerNorm with FP8 inputs and outputs, for arrays of any shape."""
 
+import dataclasses
 from typing import Literal, get_args
 
 import jax
@@ -15,6 +16,7 @@ from pallas_kernels.ops.norm import kernel as norm_kernel
 from pallas_kernels.ops.norm import reference
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
 from pallas_kernels.ops.quantize.api import Wanted, transpose, wanted
+from pallas_kernels.placement import WHOLE, Axes, tokens
 
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
@@ -74,29 +76,18 @@ def norm(
     if isinstance(x, Scaled) and (keep_groups or add is not None):
         raise ValueError("keep_groups and add need a bfloat16 x, got groups")
     scale = scalar("scale", scale, None, "row")
-    function = Norm(n=jax.tree.leaves(x)[0].shape[-1], kind=kind, eps=float(eps))
-    chosen = dispatch.choose(
-        implementation,
-        lambda: _obstacle(x, weight, bias, add),
-        operation="norm",
-        arrays=(x, weight, bias, add),
+    by_token = isinstance(scale, str)
+    operation = _Norm(
+        function=Norm(n=jax.tree.leaves(x)[0].shape[-1], kind=kind, eps=float(eps)),
+        scale="row" if by_token else None,
+        keep_groups=keep_groups,
+        tuning=tuning,
     )
-    if chosen == "reference":
-        out = reference.norm(
-            x,
-            weight,
-            bias,
-            kind=kind,
-            eps=function.eps,
-            scale=scale,
-            keep_groups=keep_groups,
-            add=add,
-        )
-    else:
-        out = _forward(function, x, weight, bias, scale, keep_groups, add, tuning)
+    arrays = x, weight, bias, None if by_token else scale, add
+    out = operation(*arrays, implementation=implementation)
     if copies == "row":
         return out
-    transposed = _transposed(out.y, chosen)
+    transposed = transpose(out.y, implementation=_of_copies(implementation))
     return out._replace(y=out.y if copies == "both" else None, transposed=transposed)
 
 
@@ -153,35 +144,156 @@ def norm_grad(
     y_scale = scalar("y_scale", y_scale, None)
     if with_bias and y_scale is not None:
         raise ValueError("y_scale is for norms without a bias")
-    function = Norm(n=dy.shape[-1], kind=kind, eps=float(eps))
-    chosen = dispatch.choose(
-        implementation,
-        lambda: _obstacle(x, weight, None, add, dy),
-        operation="norm_grad",
-        arrays=(x, dy, weight, add),
+    operation = _NormGrad(
+        function=Norm(n=dy.shape[-1], kind=kind, eps=float(eps)),
+        with_bias=with_bias,
+        keep_maxima=keep_maxima,
+        tuning=tuning,
     )
-    if chosen == "reference":
-        out = reference.norm_grad(
+    out = operation(x, dy, weight, y_scale, add, implementation=implementation)
+    if out.y is None:
+        return out
+    return out._replace(y=transpose(out.y, implementation=_of_copies(implementation)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Norm(dispatch.Operation):
+    """`norm` of the arrays x, weight, bias, scale and add, without transposed copies.
+
+    Attributes:
+      function: The norm.
+      scale: "row" for per-token scales; None if the array `scale` says what to return.
+      keep_groups: Whether to return the input in groups.
+      tuning: Settings of the kernel, or None.
+    """
+
+    function: Norm
+    scale: Literal["row"] | None
+    keep_groups: bool
+    tuning: Tuning | None
+    name = "norm"
+
+    def obstacle(self, x, weight, bias, scale, add) -> str | None:
+        return _obstacle(x, weight, bias, add)
+
+    def reference(self, x, weight, bias, scale, add) -> Normed:
+        return reference.norm(
+            x,
+            weight,
+            bias,
+            kind=self.function.kind,
+            eps=self.function.eps,
+            scale=self.scale or scale,
+            keep_groups=self.keep_groups,
+            add=add,
+        )
+
+    def axes(self, x, *others) -> tuple:
+        row, token = _axes(x)
+        results = Normed(y=row, largest=token, scale=token, groups=row, total=row)
+        return (row, Axes("_"), Axes("_"), WHOLE, row), results
+
+    def kernel(self, x, weight, bias, scale, add) -> Normed:
+        shape = jax.tree.leaves(x)[0].shape
+        out = norm_kernel.forward(
+            self.function,
+            _rows(x, add),
+            Params(_grouped(weight), _grouped(bias)),
+            None if scale is None else scale.reshape(1),
+            scaled_rows=self.scale == "row",
+            keep_groups=self.keep_groups,
+            tuning=self.tuning or _forward_tuning(shape[-1]),
+        )
+        largest = out.largest
+        if largest is not None:
+            largest = lax.reduce_precision(largest, 8, 7).reshape(shape[:-1])
+        groups = out.groups
+        if groups is not None:
+            of_groups = groups.scale.reshape(*shape[:-1], -1)
+            groups = Scaled(groups.codes.reshape(shape), of_groups)
+        return Normed(
+            y=out.y.reshape(shape),
+            largest=largest,
+            scale=None if out.scale is None else out.scale.reshape(shape[:-1]),
+            groups=groups,
+            total=None if out.total is None else out.total.reshape(shape),
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _NormGrad(dispatch.Operation):
+    """`norm_grad` of the arrays x, dy, weight, y_scale and add, with `y` as rows.
+
+    Attributes:
+      function: The norm.
+      with_bias: Whether to return the gradient of a bias.
+      keep_maxima: Whether to return the amax of parts of dx.
+      tuning: Settings of the kernel, or None.
+    """
+
+    function: Norm
+    with_bias: bool
+    keep_maxima: bool
+    tuning: Tuning | None
+    name = "norm_grad"
+
+    def obstacle(self, x, dy, weight, y_scale, add) -> str | None:
+        return _obstacle(x, weight, None, add, dy)
+
+    def reference(self, x, dy, weight, y_scale, add) -> NormGrads:
+        return reference.norm_grad(
             x,
             dy,
             weight,
-            kind=kind,
-            eps=function.eps,
-            with_bias=with_bias,
+            kind=self.function.kind,
+            eps=self.function.eps,
+            with_bias=self.with_bias,
             y_scale=y_scale,
             add=add,
-            keep_maxima=keep_maxima,
+            keep_maxima=self.keep_maxima,
         )
-    else:
-        out = _backward(
-            function, x, dy, weight, with_bias, y_scale, add, keep_maxima, tuning
+
+    def axes(self, x, dy, *others) -> tuple:
+        row, _ = _axes(dy)
+        total, largest = Axes("_", reduced="sum"), Axes("_", reduced="max")
+        results = NormGrads(row, total, total, y=row, largest=largest)
+        return (row, row, Axes("_"), WHOLE, row), results
+
+    def kernel(self, x, dy, weight, y_scale, add) -> NormGrads:
+        out = norm_kernel.backward(
+            self.function,
+            _rows(x, add, dy),
+            Params(_grouped(weight)),
+            None if y_scale is None else y_scale.reshape(1),
+            with_bias=self.with_bias,
+            keep_maxima=self.keep_maxima,
+            tuning=self.tuning or _backward_tuning(self.function),
         )
-    return out._replace(y=None if out.y is None else _transposed(out.y, chosen))
+
+        def total(partial):
+            if partial is None:
+                return None
+            return jnp.sum(partial.reshape(-1, self.function.n), axis=0)
+
+        return out._replace(
+            dx=out.dx.reshape(dy.shape),
+            dweight=total(out.dweight),
+            dbias=total(out.dbias),
+            y=None if out.y is None else out.y.reshape(dy.shape),
+        )
 
 
-def _transposed(y: Array, chosen: dispatch.Implementation) -> Array:
-    # The transpose runs as a kernel, where it can, only if the norm did.
-    return transpose(y, implementation=None if chosen == "mosaic" else "reference")
+def _axes(x: Array | Scaled) -> tuple[Axes, Axes]:
+    """Returns the axes of rows and of what there is once per token."""
+    leading = tokens(jax.tree.leaves(x)[0].ndim - 1)
+    return Axes(f"{leading} _"), Axes(leading)
+
+
+def _of_copies(
+    implementation: dispatch.Implementation | None,
+) -> dispatch.Implementation | None:
+    # A shape that the norm's kernel takes may be none that can be transposed in one.
+    return "reference" if implementation == "reference" else None
 
 
 def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
@@ -246,59 +358,3 @@ def _backward_tuning(function: Norm) -> Tuning:
         # memory.
         return Tuning(ctas=2, stages=3, held=function.n, sums=32)
     return Tuning(ctas=2, stages=3)
-
-
-def _forward(function, x, weight, bias, scale, keep_groups, add, tuning) -> Normed:
-    rows = _rows(x, add)
-    shape = jax.tree.leaves(x)[0].shape
-    scaled_rows = isinstance(scale, str)
-    y_scale = None if scale is None or scaled_rows else scale.reshape(1)
-    out = norm_kernel.forward(
-        function,
-        rows,
-        Params(_grouped(weight), _grouped(bias)),
-        y_scale,
-        scaled_rows=scaled_rows,
-        keep_groups=keep_groups,
-        tuning=tuning or _forward_tuning(shape[-1]),
-    )
-    largest = out.largest
-    if largest is not None:
-        largest = lax.reduce_precision(largest, 8, 7).reshape(shape[:-1])
-    groups = out.groups
-    if groups is not None:
-        scale = groups.scale.reshape(*shape[:-1], -1)
-        groups = Scaled(groups.codes.reshape(shape), scale)
-    return Normed(
-        y=out.y.reshape(shape),
-        largest=largest,
-        scale=None if out.scale is None else out.scale.reshape(shape[:-1]),
-        groups=groups,
-        total=None if out.total is None else out.total.reshape(shape),
-    )
-
-
-def _backward(
-    function, x, dy, weight, with_bias, y_scale, add, keep_maxima, tuning
-) -> NormGrads:
-    out = norm_kernel.backward(
-        function,
-        _rows(x, add, dy),
-        Params(_grouped(weight)),
-        None if y_scale is None else y_scale.reshape(1),
-        with_bias=with_bias,
-        keep_maxima=keep_maxima,
-        tuning=tuning or _backward_tuning(function),
-    )
-
-    def total(partial):
-        if partial is None:
-            return None
-        return jnp.sum(partial.reshape(-1, function.n), axis=0)
-
-    return out._replace(
-        dx=out.dx.reshape(dy.shape),
-        dweight=total(out.dweight),
-        dbias=total(out.dbias),
-        y=None if out.y is None else out.y.reshape(dy.shape),
-    )

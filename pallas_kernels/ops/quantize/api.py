@@ -1,5 +1,6 @@
 """Quantization of arrays of any shape to FP8 codes, and dequantization."""
 
+import dataclasses
 import math
 from typing import Literal
 
@@ -25,6 +26,15 @@ from pallas_kernels.numerics import Codes, Scaled, behind
 from pallas_kernels.ops.quantize import maxima as maxima_kernel
 from pallas_kernels.ops.quantize import reference
 from pallas_kernels.ops.quantize import rows as rows_kernel
+from pallas_kernels.placement import (
+    WHOLE,
+    Axes,
+    alike,
+    as_it_is,
+    grouped,
+    tokens,
+    transposed_tokens,
+)
 
 _LONGEST_ROW = 24576  # The longest row that fits in the registers of a warpgroup.
 # The copies to write: an array, its transpose or both.
@@ -68,24 +78,38 @@ def quantize_groups(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     group = positive_int("group", group)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: flat_obstacle(x, group),
-        operation="quantize_groups",
-        arrays=(x,),
-    )
-    if chosen == "reference":
-        return reference.quantize_groups(x, dtype=dtype, group=group)
-    (out,) = elementwise.run(
-        _numbers,
-        (flat(x),),
-        name="quantize_groups",
-        encoding=Encoding(groups=dtype),
-        group=group,
-        tuning=tuning,
-    )
-    codes, scale = out.groups
-    return Scaled(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
+    operation = _QuantizeGroups(dtype=jnp.dtype(dtype), group=group, tuning=tuning)
+    return operation(x, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QuantizeGroups(dispatch.Operation):
+    dtype: jnp.dtype
+    group: int
+    tuning: Tuning | None
+    name = "quantize_groups"
+
+    def obstacle(self, x) -> str | None:
+        return flat_obstacle(x, self.group)
+
+    def reference(self, x) -> Scaled:
+        return reference.quantize_groups(x, dtype=self.dtype, group=self.group)
+
+    def axes(self, x) -> tuple:
+        elements, groups = grouped(x.ndim - 1, x.shape[-1], self.group)
+        return (elements,), Scaled(elements, groups)
+
+    def kernel(self, x) -> Scaled:
+        (out,) = elementwise.run(
+            _numbers,
+            (flat(x),),
+            name=self.name,
+            encoding=Encoding(groups=self.dtype),
+            group=self.group,
+            tuning=self.tuning,
+        )
+        codes, scale = out.groups
+        return Scaled(codes.reshape(x.shape), scale.reshape(*x.shape[:-1], -1))
 
 
 def quantize_rows(
@@ -121,19 +145,33 @@ def quantize_rows(
     """
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: rows_obstacle(x.shape, _LONGEST_ROW),
-        operation="quantize_rows",
-        arrays=(x,),
-    )
-    if chosen == "reference":
-        return reference.quantize_rows(x, dtype=dtype)
-    rows = x.reshape(-1, x.shape[-1])
-    # A multiprocessor has enough registers for this many thread blocks.
-    tuning = tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
-    codes, scale = rows_kernel.run(rows, dtype=dtype, tuning=tuning)
-    return Scaled(codes.reshape(x.shape), scale.reshape(x.shape[:-1]))
+    operation = _QuantizeRows(dtype=jnp.dtype(dtype), tuning=tuning)
+    return operation(x, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QuantizeRows(dispatch.Operation):
+    dtype: jnp.dtype
+    tuning: NormTuning | None
+    name = "quantize_rows"
+
+    def obstacle(self, x) -> str | None:
+        return rows_obstacle(x.shape, _LONGEST_ROW)
+
+    def reference(self, x) -> Scaled:
+        return reference.quantize_rows(x, dtype=self.dtype)
+
+    def axes(self, x) -> tuple:
+        leading = tokens(x.ndim - 1)
+        row = Axes(f"{leading} _")
+        return (row,), Scaled(row, Axes(leading))
+
+    def kernel(self, x) -> Scaled:
+        rows = x.reshape(-1, x.shape[-1])
+        # A multiprocessor has enough registers for this many thread blocks.
+        tuning = self.tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
+        codes, scale = rows_kernel.run(rows, dtype=self.dtype, tuning=tuning)
+        return Scaled(codes.reshape(x.shape), scale.reshape(x.shape[:-1]))
 
 
 def dequantize_groups(
@@ -154,29 +192,42 @@ def dequantize_groups(
     """
     check_dtype("codes", groups.codes.dtype, CODES)
     check_dtype("numbers", dtype, WIDE)
-    group, count = groups.group, groups.scale.shape[-1]
-    of_rows = (*groups.codes.shape[:-1], count)
+    of_rows = (*groups.codes.shape[:-1], groups.scale.shape[-1])
     groups = groups._replace(scale=jnp.broadcast_to(groups.scale, of_rows))
+    operation = _DequantizeGroups(dtype=jnp.dtype(dtype), tuning=tuning)
+    return operation(groups, implementation=implementation)
 
-    def obstacle():
-        if group * count != groups.codes.shape[-1]:
-            return f"{count} groups do not divide {groups.codes.shape[-1]} elements"
-        return flat_obstacle(groups.codes, max(group, 1))
 
-    chosen = dispatch.choose(
-        implementation, obstacle, operation="dequantize_groups", arrays=groups
-    )
-    if chosen == "reference":
-        return reference.dequantize_groups(groups, dtype=dtype)
-    (out,) = elementwise.run(
-        _numbers,
-        (Scaled(flat(groups.codes), flat(groups.scale)),),
-        name="dequantize_groups",
-        encoding=Encoding(wide=dtype),
-        group=group,
-        tuning=tuning,
-    )
-    return out.wide.reshape(groups.codes.shape)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _DequantizeGroups(dispatch.Operation):
+    dtype: jnp.dtype
+    tuning: Tuning | None
+    name = "dequantize_groups"
+
+    def obstacle(self, groups) -> str | None:
+        count, n = groups.scale.shape[-1], groups.codes.shape[-1]
+        if groups.group * count != n:
+            return f"{count} groups do not divide {n} elements"
+        return flat_obstacle(groups.codes, max(groups.group, 1))
+
+    def reference(self, groups) -> Array:
+        return reference.dequantize_groups(groups, dtype=self.dtype)
+
+    def axes(self, groups) -> tuple:
+        codes = groups.codes
+        elements, of_groups = grouped(codes.ndim - 1, codes.shape[-1], groups.group)
+        return (Scaled(elements, of_groups),), elements
+
+    def kernel(self, groups) -> Array:
+        (out,) = elementwise.run(
+            _numbers,
+            (Scaled(flat(groups.codes), flat(groups.scale)),),
+            name=self.name,
+            encoding=Encoding(wide=self.dtype),
+            group=groups.group,
+            tuning=self.tuning,
+        )
+        return out.wide.reshape(groups.codes.shape)
 
 
 def maxima(
@@ -205,15 +256,24 @@ def maxima(
     arrays = (x, *more)
     for array in arrays:
         check_dtype("x", array.dtype, WIDE)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: next(filter(None, map(flat_obstacle, arrays)), None),
-        operation="maxima",
-        arrays=arrays,
-    )
-    if chosen == "reference":
+    return _Maxima()(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Maxima(dispatch.Operation):
+    name = "maxima"
+
+    def obstacle(self, *arrays) -> str | None:
+        return next(filter(None, map(flat_obstacle, arrays)), None)
+
+    def reference(self, *arrays) -> Array:
         return reference.maxima(*arrays)
-    return maxima_kernel.maxima(*arrays)
+
+    def axes(self, *arrays) -> tuple:
+        return tuple(map(alike, arrays)), Axes("_", reduced="max")
+
+    def kernel(self, *arrays) -> Array:
+        return maxima_kernel.maxima(*arrays)
 
 
 def quantize_tensor(
@@ -260,41 +320,67 @@ def quantize_tensor(
     check_dtype("x", x.dtype, WIDE)
     scale = scalar("scale", scale)
     row, transposed = wanted(copies)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: copies_obstacle(x.shape, transposed),
-        operation="quantize_tensor",
-        arrays=(x,),
-    )
-    if chosen == "reference":
-        codes = reference.quantize_tensor(
-            x,
-            scale if after is None else behind(scale, after),
-            dtype=dtype,
-            row=row,
-            transposed=transposed,
-            keep_maxima=keep_maxima,
-        )
-        return codes._replace(scale=scale)
-    (out,) = elementwise.run(
-        _numbers,
-        (in_tokens(x) if transposed else flat(x),),
-        scale,
-        after=after,
-        name="quantize_tensor",
-        encoding=Encoding(
-            row=dtype if row else None,
-            transposed=dtype if transposed else None,
-            maxima=keep_maxima,
-        ),
+    operation = _QuantizeTensor(
+        dtype=jnp.dtype(dtype),
+        row=row,
+        transposed=transposed,
+        keep_maxima=keep_maxima,
         tuning=tuning,
     )
-    return Codes(
-        None if out.row is None else out.row.reshape(x.shape),
-        None if out.transposed is None else out.transposed[0],
-        scale,
-        out.maxima,
-    )
+    codes = operation(x, scale, after, implementation=implementation)
+    return codes._replace(scale=scale)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QuantizeTensor(dispatch.Operation):
+    dtype: jnp.dtype
+    row: bool
+    transposed: bool
+    keep_maxima: bool
+    tuning: Tuning | None
+    name = "quantize_tensor"
+
+    def obstacle(self, x, scale, after) -> str | None:
+        return copies_obstacle(x.shape, self.transposed)
+
+    def reference(self, x, scale, after) -> Codes:
+        return reference.quantize_tensor(
+            x,
+            scale if after is None else behind(scale, after),
+            dtype=self.dtype,
+            row=self.row,
+            transposed=self.transposed,
+            keep_maxima=self.keep_maxima,
+        )
+
+    def axes(self, x, scale, after) -> tuple:
+        leading = tokens(x.ndim - 1)
+        row, transposed = f"{leading} n", f"n {transposed_tokens(x.ndim - 1)}"
+        operands = Axes(row), WHOLE, None if after is None else as_it_is(after)
+        largest = Axes("_", reduced="max")
+        results = Codes(Axes(row), Axes(transposed), WHOLE, largest)
+        return operands, results
+
+    def kernel(self, x, scale, after) -> Codes:
+        (out,) = elementwise.run(
+            _numbers,
+            (in_tokens(x) if self.transposed else flat(x),),
+            scale,
+            after=after,
+            name=self.name,
+            encoding=Encoding(
+                row=self.dtype if self.row else None,
+                transposed=self.dtype if self.transposed else None,
+                maxima=self.keep_maxima,
+            ),
+            tuning=self.tuning,
+        )
+        return Codes(
+            None if out.row is None else out.row.reshape(x.shape),
+            None if out.transposed is None else out.transposed[0],
+            scale,
+            out.maxima,
+        )
 
 
 def transpose(
@@ -316,24 +402,35 @@ def transpose(
       (4, 6)
     """
     check_dtype("codes", codes.dtype, CODES)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: copies_obstacle(codes.shape, transposed=True),
-        operation="transpose",
-        arrays=(codes,),
-    )
-    if chosen == "reference":
+    return _Transpose(tuning=tuning)(codes, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Transpose(dispatch.Operation):
+    tuning: Tuning | None
+    name = "transpose"
+
+    def obstacle(self, codes) -> str | None:
+        return copies_obstacle(codes.shape, transposed=True)
+
+    def reference(self, codes) -> Array:
         return reference.transpose(codes)
-    # The kernel moves bytes, so that it does not change NaN codes.
-    stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)
-    (out,) = elementwise.run(
-        _as_stored,
-        (stored,),
-        name="transpose",
-        encoding=Encoding(transposed=stored.dtype),
-        tuning=tuning or Tuning(columns=128),
-    )
-    return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
+
+    def axes(self, codes) -> tuple:
+        count = codes.ndim - 1
+        return (Axes(f"{tokens(count)} n"),), Axes(f"n {transposed_tokens(count)}")
+
+    def kernel(self, codes) -> Array:
+        # The kernel moves bytes, so that it does not change NaN codes.
+        stored = lax.bitcast_convert_type(in_tokens(codes), jnp.uint8)
+        (out,) = elementwise.run(
+            _as_stored,
+            (stored,),
+            name=self.name,
+            encoding=Encoding(transposed=stored.dtype),
+            tuning=self.tuning or Tuning(columns=128),
+        )
+        return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
 
 
 def wanted(copies: Wanted) -> tuple[bool, bool]:

@@ -4,6 +4,7 @@ This is the last step of COAT's group scaling (arXiv 2410.19313, section 5.2): t
 of each group of a tensor is known, and the largest of them gives the tensor's scale.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ from pallas_kernels.numerics import (
     magnitude_bits,
     power_of_two_scale,
 )
+from pallas_kernels.placement import Axes, alike, mesh_of
 
 _STRIPS = 8  # The most strips whose loads are in flight at once.
 _LONGEST = 2**15  # The longest array that need not be reduced before the kernel.
@@ -73,17 +75,50 @@ def tensor_scales(
     arrays = jax.tree.leaves([bound.maxima for bound in bounds])
     for x in arrays:
         check_dtype("maxima", x.dtype, (jnp.dtype(jnp.float32),))
-    chosen = dispatch.choose(
-        implementation,
-        lambda: _obstacle(arrays, named=implementation is not None),
-        operation="tensor_scales",
-        arrays=arrays,
+    operation = _TensorScales(
+        factors=tuple(float(bound.factor) for bound in bounds), dtype=jnp.dtype(dtype)
     )
-    if chosen == "reference":
-        return tuple(_reference(bound, dtype) for bound in bounds)
-    short = [tuple(map(_short, bound.maxima)) for bound in bounds]
-    factors = tuple(bound.factor for bound in bounds)
-    return tuple(x[0] for x in _run(short, factors=factors, dtype=jnp.dtype(dtype)))
+    maxima = (tuple(bound.maxima) for bound in bounds)
+    return operation(*maxima, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TensorScales(dispatch.Operation):
+    """`tensor_scales` of the maxima of each bound.
+
+    Attributes:
+      factors: The factor of each bound.
+      dtype: The dtype of the codes.
+    """
+
+    factors: tuple[float, ...]
+    dtype: jnp.dtype
+    name = "tensor_scales"
+
+    def obstacle(self, *maxima) -> str | None:
+        if not maxima:
+            return "there are no bounds"
+        if (least := min(x.size for x in jax.tree.leaves(maxima))) < LANES:
+            return f"there must be {LANES} maxima or more, got {least}"
+        return None
+
+    def slower(self, *maxima) -> str | None:
+        if len(jax.tree.leaves(maxima)) == 1:
+            return "XLA is as fast with one array"
+        # Each device would have to wait for the maxima of the others.
+        return "XLA reduces arrays that are spread" if mesh_of(maxima) else None
+
+    def reference(self, *maxima) -> tuple[Array, ...]:
+        bounds = map(Bound, maxima, self.factors)
+        return tuple(_reference(bound, self.dtype) for bound in bounds)
+
+    def axes(self, *maxima) -> tuple:
+        return jax.tree.map(alike, maxima), Axes("", reduced="max")
+
+    def kernel(self, *maxima) -> tuple[Array, ...]:
+        short = [tuple(map(_short, own)) for own in maxima]
+        found = _run(short, factors=self.factors, dtype=self.dtype)
+        return tuple(x[0] for x in found)
 
 
 def _reference(bound: Bound, dtype: DTypeLike) -> Float[Array, ""]:
@@ -100,16 +135,6 @@ def _reference(bound: Bound, dtype: DTypeLike) -> Float[Array, ""]:
 def _scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
     info = jnp.finfo(dtype)
     return power_of_two_scale(largest, float(info.max), step=float(info.eps))
-
-
-def _obstacle(arrays: list[Array], named: bool) -> str | None:
-    if not arrays:
-        return "there are no bounds"
-    if (least := min(x.size for x in arrays)) < LANES:
-        return f"there must be {LANES} maxima or more, got {least}"
-    if len(arrays) == 1 and not named:
-        return "XLA is as fast with one array"
-    return None
 
 
 def _short(x: Float[Array, "..."]) -> Float[Array, " k"]:

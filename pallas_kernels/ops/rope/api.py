@@ -1,5 +1,6 @@
 """Gradients of attention heads: undoes RoPE, quantizes and joins them in one pass."""
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -27,6 +28,7 @@ from pallas_kernels.mosaic.elementwise import (
 from pallas_kernels.mosaic.strips import Encoding, Walk
 from pallas_kernels.numerics import GROUP, Codes
 from pallas_kernels.ops.rope import reference
+from pallas_kernels.placement import WHOLE, Axes
 
 _LARGEST_HEAD = 128
 _STRIPS = 2  # The most strips of each half of a head that a thread block handles.
@@ -91,26 +93,41 @@ def join_heads(
         raise ValueError(
             f"angles must be {(s, d // 2)}, got {cos.shape} and {sin.shape}"
         )
-    arrays = (q, k, v, cos, sin)
-    chosen = dispatch.choose(
-        implementation,
-        lambda: _obstacle(*arrays),
-        operation="join_heads",
-        arrays=arrays,
-    )
-    if chosen == "reference":
+    operation = _JoinHeads(dtype=jnp.dtype(dtype), keep_maxima=keep_maxima)
+    arrays = q, k, v, cos, sin, scale
+    return operation(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _JoinHeads(dispatch.Operation):
+    dtype: jnp.dtype
+    keep_maxima: bool
+    name = "join_heads"
+
+    def obstacle(self, q, k, v, cos, sin, scale) -> str | None:
+        return _obstacle(q, k, v, cos, sin)
+
+    def reference(self, *arrays) -> Codes:
         return reference.join_heads(
-            *arrays, scale, dtype=dtype, keep_maxima=keep_maxima
+            *arrays, dtype=self.dtype, keep_maxima=self.keep_maxima
         )
-    encoding = Encoding(
-        row=jnp.dtype(dtype),
-        transposed=jnp.dtype(dtype),
-        denormals=True,
-        maxima=keep_maxima,
-    )
-    out = _run(*arrays, scale, encoding=encoding)
-    row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
-    return Codes(row, transposed, scale, out.maxima)
+
+    def axes(self, *arrays) -> tuple:
+        heads, angles = Axes("b s _ _"), Axes("s _")
+        results = Codes(Axes("b s _"), Axes("_ (b s)"), WHOLE, Axes("_", reduced="max"))
+        return (heads, heads, heads, angles, angles, WHOLE), results
+
+    def kernel(self, q, k, v, cos, sin, scale) -> Codes:
+        b, s, _, _ = q.shape
+        encoding = Encoding(
+            row=self.dtype,
+            transposed=self.dtype,
+            denormals=True,
+            maxima=self.keep_maxima,
+        )
+        out = _run(q, k, v, cos, sin, scale, encoding=encoding)
+        row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
+        return Codes(row, transposed, scale, out.maxima)
 
 
 def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:

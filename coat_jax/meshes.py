@@ -1,0 +1,43 @@
+"""Functions on meshes with explicit axes, whose arrays are sharded by their types."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+
+def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
+    """Wraps `fn` so that XLA shards what it computes, on a mesh with explicit axes.
+
+    Args:
+      fn: A function of arrays.
+      like: An array whose type has the mesh.
+      result: The result of `fn`, or arrays of the same types.
+    """
+    explicit = jax.typeof(like).sharding.mesh.explicit_axes
+    if not explicit:
+        return fn
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
+
+
+def on_explicit_tokens(fn: Callable, x: Array, tokens: int, results: Any) -> Callable:
+    """Wraps `fn` like `on_explicit_mesh`, with results that are split like tokens.
+
+    Args:
+      fn: A function of trees of arrays.
+      x: An array of tokens, whose type has the mesh.
+      tokens: The number of leading axes that are tokens.
+      results: A tree like the results: True for arrays with the sharding of the tokens
+        of `x` on their leading axes, False for replicated arrays.
+    """
+    where = jax.typeof(x).sharding
+    if not (explicit := where.mesh.explicit_axes):
+        return fn
+    specs = {True: P(*where.spec[:tokens]), False: P()}
+    out = jax.tree.map(
+        lambda split: jax.NamedSharding(where.mesh, specs[split]), results
+    )
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)

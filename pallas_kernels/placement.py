@@ -1,0 +1,379 @@
+"""Runs kernels on the parts of arrays that are spread over the devices of a mesh.
+
+XLA partitions jnp operations like their arrays, but cannot look into a kernel: it would
+gather the operands on every device. An operation therefore names the axes of its
+arrays, such as "b s k" and "n k" for a matmul. From the names follows which axes may be
+split, what each device computes on its part, and which results are summed. Whether
+arrays are spread at all is written in their types. The number of devices of the process
+says nothing about that.
+"""
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+from jax import lax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from pallas_kernels.numerics import floats, magnitude, magnitude_bits
+
+Specs = Sequence[Sequence[Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The names of an array's axes, separated by spaces.
+
+    Axes of one name are split alike, and the first operand that is split decides how.
+    An axis named "_" is whole on every device. "(g e)" is the axes `g` and `e`, merged:
+    `g` may be split, while `e` is whole.
+
+    Attributes:
+      names: The names, as many as the array has axes.
+      reduced: How parts become a result, if an operand's axis that is missing in the
+        result is split. None means that the parts are equal. A "max" is an amax: its
+        array is reduced to one element.
+      sizes: The lengths of axes that occur in merged axes only.
+      own: Whether the array stays as it is split, whatever its names.
+    """
+
+    names: str
+    reduced: Literal["sum", "max"] | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    own: bool = False
+
+    @property
+    def merged(self) -> list[list[str]]:
+        """The names of each axis of the array: several if it is merged."""
+        found, inside = [], False
+        for word in self.names.replace("(", "( ").replace(")", " )").split():
+            if word in "()":
+                inside = word == "("
+                found += [[]] if inside else []
+            elif inside:
+                found[-1].append(word)
+            else:
+                found.append([word])
+        return found
+
+
+WHOLE = Axes("")  # Scalars.
+
+
+def tokens(count: int) -> str:
+    """Returns names for `count` axes of tokens."""
+    return " ".join(f"t{j}" for j in range(count))
+
+
+def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
+    """Returns the axes of elements in groups along the last axis, and of the groups.
+
+    The last axis may be split between whole groups.
+
+    Args:
+      count: The number of leading axes.
+      n: The length of the last axis.
+      group: The number of elements of a group.
+    """
+    leading = tokens(count)
+    if n <= group or n % group:
+        return Axes(f"{leading} _"), Axes(f"{leading} _")
+    return Axes(f"{leading} (g e)", sizes=(("e", group),)), Axes(f"{leading} g")
+
+
+def alike(x: Array) -> Axes:
+    """Returns axes that arrays share if their lengths are equal, for maxima."""
+    return Axes(" ".join(f"a{j}x{length}" for j, length in enumerate(x.shape)))
+
+
+def as_it_is(x: Array) -> Axes:
+    """Returns the axes of an array that is not read."""
+    return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
+
+
+def transposed_tokens(count: int) -> str:
+    """Returns the name of the axis that merges `count` axes of tokens."""
+    return f"({tokens(count)})" if count > 1 else tokens(count) or "_"
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns, once in a process."""
+    warnings.warn(message, stacklevel=2)
+
+
+def mesh_of(arrays: Any) -> AbstractMesh | None:
+    """Returns the mesh over which arrays may be spread.
+
+    None means that a kernel can run on the arrays as they are: they are on one device,
+    or they are a device's own parts, within a `shard_map` over all axes of the mesh.
+    """
+    for x in jax.tree.leaves(arrays):
+        mesh = jax.typeof(x).sharding.mesh
+        if not mesh.empty and mesh.size > 1 and not _is_manual(mesh):
+            return mesh
+    return None
+
+
+def obstacle(arrays: Any) -> str | None:
+    """Returns why no kernel can run where the arrays are, or None."""
+    mesh = mesh_of(arrays)
+    if mesh is None or not mesh.manual_axes:
+        return None
+    others = ", ".join(name for name in mesh.axis_names if name not in mesh.manual_axes)
+    return f"shard_map leaves the axes {others} of the mesh to XLA"
+
+
+def on_parts(operation: Any, *arrays: Any) -> Any:
+    """Runs an operation on the part of its arrays that each device has.
+
+    Args:
+      operation: A `dispatch.Operation`.
+      *arrays: Its arrays, spread over a mesh that is not manual.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def step(arrays):
+        call, tree = _Call.of(operation, arrays)
+        return call.on_explicit_axes(
+            functools.partial(_partitioned, call), arrays, tree
+        )
+
+    return step(arrays)
+
+
+def in_jnp(operation: Any, *arrays: Any) -> Any:
+    """Runs an operation's definition in jnp on arrays spread over explicit axes."""
+    call, out = _Call.of(operation, arrays)
+    return call.on_explicit_axes(call.reference, arrays, out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """An operation and the axes of all arrays that one call takes and returns."""
+
+    operation: Any
+    operands: tuple[Axes, ...]
+    results: tuple[Axes, ...]
+
+    @classmethod
+    def of(cls, operation: Any, arrays: tuple) -> tuple["_Call", Any]:
+        """Returns the call, and the shapes of the results."""
+        operands, results = operation.axes(*arrays)
+        shapes = jax.tree.map(_untyped, arrays)
+        out = jax.eval_shape(operation.reference, *shapes)
+        axes = tuple(_leaves(arrays, operands)), tuple(_leaves(out, results))
+        return cls(operation, *axes), out
+
+    def reference(self, arrays: tuple) -> Any:
+        """Computes the operation in jnp, with one element for each amax."""
+        return self._with_amax(self.operation.reference(*arrays))
+
+    def part(self, arrays: tuple, split: Mapping, wanted: Specs) -> Any:
+        """Computes one device's part of the results from its parts of the arrays."""
+        if why := self.operation.obstacle(*arrays):
+            warn_once(f"{self.operation.name} of each device's part runs in jnp: {why}")
+        # The arrays are one device's parts, to which no mesh applies.
+        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+            out = self._with_amax(self.operation(*arrays))
+        leaves, tree = jax.tree.flatten(out)
+        specs = self.specs(self.results, split, wanted)
+        whole = [
+            _reduced(x, axes, split, spec)
+            for x, axes, spec in zip(leaves, self.results, specs, strict=True)
+        ]
+        return tree.unflatten(whole)
+
+    def _with_amax(self, out: Any) -> Any:
+        leaves, tree = jax.tree.flatten(out)
+        pairs = zip(leaves, self.results, strict=True)
+        return tree.unflatten(
+            [
+                magnitude(x).reshape((1,) * x.ndim) if axes.reduced == "max" else x
+                for x, axes in pairs
+            ]
+        )
+
+    def split(
+        self, sizes: Mapping[str, int], shapes: Sequence[tuple], specs: Specs
+    ) -> dict[str, tuple[str, ...]]:
+        """Returns the mesh axes over which each named axis is split.
+
+        Args:
+          sizes: The sizes of the mesh's axes.
+          shapes: The shapes of operands and results.
+          specs: Their partition specs, as far as they are known.
+        """
+        whole = self._whole()
+        lengths, wanted = self._lengths(shapes), {}
+        for axes, spec in zip((*self.operands, *self.results), specs, strict=False):
+            if axes.own:
+                continue
+            for names, parts in zip(axes.merged, spec, strict=False):
+                if parts and names[0] not in whole:
+                    wanted.setdefault(names[0], _tuple(parts))
+        found, used = {}, set()
+        for name, parts in wanted.items():
+            parts = tuple(part for part in parts if part not in used)
+            while parts and lengths[name] % math.prod(map(sizes.get, parts)):
+                parts = parts[:-1]
+            found[name] = parts
+            used.update(parts)
+        return found
+
+    def specs(
+        self, arrays: tuple[Axes, ...], split: Mapping, wanted: Specs = ()
+    ) -> list[P]:
+        """Returns the partition specs of operands or results.
+
+        A sum that is wanted in parts is computed in parts.
+        """
+        found = []
+        for j, axes in enumerate(arrays):
+            if axes.own:
+                found.append(P(*wanted[j]))
+                continue
+            spec = [split.get(names[0]) or None for names in axes.merged]
+            if axes.reduced == "sum" and j < len(wanted):
+                spec = _scattered(spec, axes, split, wanted[j])
+            found.append(P(*spec))
+        return found
+
+    def on_explicit_axes(self, run: Callable, arrays: tuple, out: Any) -> Any:
+        """Calls `run(arrays)` with explicit mesh axes, if there are any, left to XLA.
+
+        `out` has the shapes of the results.
+        """
+        mesh = mesh_of(arrays)
+        if not mesh.explicit_axes:
+            return run(arrays)
+        specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(arrays)]
+        shapes = [x.shape for x in jax.tree.leaves((arrays, out))]
+        split = self.split(mesh.shape, shapes, specs)
+        specs = self.specs(self.results, split)
+        results = [NamedSharding(mesh, spec) for spec in specs]
+        results = jax.tree.structure(out).unflatten(results)
+        axes = mesh.explicit_axes
+        return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(arrays)
+
+    def rule(self) -> tuple[str, dict[str, Any]]:
+        """Returns the rule by which Shardy lets shardings pass an operation."""
+        whole, seen = self._whole(), {}  # A dictionary keeps the order, as it must be.
+
+        def name(axis: str) -> str:
+            axis = f"u{len(seen)}" if axis == "_" else axis
+            seen.setdefault(axis, axis[0] == "u" or axis in whole)
+            return axis
+
+        def text(axes: Axes) -> str:
+            words = [" ".join(map(name, names)) for names in axes.merged]
+            return " ".join(f"({word})" if " " in word else word for word in words)
+
+        sides = [", ".join(map(text, side)) for side in (self.operands, self.results)]
+        sizes = {k: v for axes in self.operands + self.results for k, v in axes.sizes}
+        used = tuple(axis for axis, is_whole in seen.items() if is_whole)
+        return " -> ".join(sides), {"need_replication_factors": used, **sizes}
+
+    def _whole(self) -> set[str]:
+        """Returns the names of axes that are never split."""
+        arrays = self.operands + self.results
+        return {"_"} | {n for axes in arrays for m in axes.merged for n in m[1:]}
+
+    def _lengths(self, shapes: Sequence[tuple]) -> dict[str, int]:
+        found: dict[str, int] = {}
+        for axes, shape in zip((*self.operands, *self.results), shapes, strict=False):
+            for names, length in zip(axes.merged, shape, strict=True):
+                if len(names) == 1:
+                    found[names[0]] = length
+        return found
+
+
+def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
+    """Yields the axes of each leaf; `axes` is a tree like `tree`, or a prefix of it."""
+    if tree is None:
+        return
+    if isinstance(axes, Axes):
+        yield from [axes] * len(jax.tree.leaves(tree))
+        return
+    for x, own in zip(tree, axes, strict=True):
+        yield from _leaves(x, own)
+
+
+def _scattered(spec: list, axes: Axes, split: Mapping, wanted: Sequence) -> list:
+    """Returns the spec of a sum whose parts are sent only to where they are wanted."""
+    summed = _missing(axes, split)
+    for j, parts in enumerate(wanted):
+        if parts and not spec[j] and set(_tuple(parts)) <= set(summed):
+            return [*spec[:j], _tuple(parts), *spec[j + 1 :]]
+    return spec
+
+
+def _missing(axes: Axes, split: Mapping) -> tuple[str, ...]:
+    """Returns the mesh axes that split operands but not this result."""
+    own = {names[0] for names in axes.merged}
+    return tuple(x for name, parts in split.items() if name not in own for x in parts)
+
+
+def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
+    missing = _missing(axes, split)
+    if not missing or axes.reduced is None:
+        return x
+    if axes.reduced == "max":
+        # The bits of an amax compare like the amax, and NaN is the largest.
+        return floats(lax.pmax(magnitude_bits(x), missing))
+    for j, parts in enumerate(spec):
+        if parts and set(_tuple(parts)) <= set(missing):
+            x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)
+            missing = tuple(name for name in missing if name not in _tuple(parts))
+    return lax.psum(x, missing) if missing else x
+
+
+def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
+    operands, wanted = jax.tree.leaves(args), jax.tree.leaves(results)
+    specs = [x.sharding.spec for x in (*operands, *wanted)]
+    shapes = [x.shape for x in (*operands, *wanted)]
+    split = call.split(mesh.shape, shapes, specs)
+    wanted_specs = specs[len(operands) :]
+
+    def placed(tree: Any, specs: Sequence[P]) -> Any:
+        shardings = [NamedSharding(mesh, spec) for spec in specs]
+        return jax.tree.unflatten(jax.tree.structure(tree), shardings)
+
+    (taken,) = placed(args, call.specs(call.operands, split, specs))
+    returned = placed(results, call.specs(call.results, split, wanted_specs))
+    part = functools.partial(call.part, split=split, wanted=wanted_specs)
+    return mesh, part, returned, (taken,)
+
+
+def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
+    del mesh, operands, results  # The names of the axes say it all.
+    return call.rule()
+
+
+def _untyped(x: Array) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of an array, without its mesh."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _is_manual(mesh: AbstractMesh) -> bool:
+    return bool(mesh.manual_axes) and mesh.are_all_axes_manual
+
+
+def _tuple(parts: str | tuple[str, ...]) -> tuple[str, ...]:
+    return parts if isinstance(parts, tuple) else (parts,)
+
+
+@functools.partial(custom_partitioning, static_argnums=(0,))
+def _operation(call: _Call, arrays: tuple) -> Any:
+    return call.reference(arrays)
+
+
+_operation.def_partition(_partition, sharding_rule=_rule)
+_partitioned = jax.jit(_operation, static_argnums=0)

@@ -1,0 +1,207 @@
+"""Tests of decoder layers on eight virtual devices: what runs where, and what moves."""
+
+import functools
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.models import normal
+from helpers.sharded import COLLECTIVES, as_kernels
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.layers.decoder import DecoderLayer
+from pallas_kernels import dispatch, explain
+
+pytestmark = pytest.mark.distributed
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+BOTH = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+HIDDEN, INNER = 256, 512
+SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
+BATCH = P(("data", "fsdp"))
+_OF_KERNELS = 2048  # The gate's kernel takes no shorter rows.
+
+
+def mesh_of(axis_type):
+    return jax.make_mesh((4, 2), ("data", "fsdp"), axis_types=(axis_type,) * 2)
+
+
+@functools.cache
+def layer(recipe: str, scaling="just_in_time", dtype=jnp.bfloat16, inner=INNER):
+    return nnx.split(
+        DecoderLayer(
+            HIDDEN,
+            inner,
+            **SIZES,
+            recipe=recipe,
+            scaling=scaling,
+            param_dtype=dtype,
+            rngs=nnx.Rngs(0),
+        )
+    )
+
+
+def gradients(graph):
+    def run(params, x, dy):
+        y, vjp = jax.vjp(lambda p, x: nnx.merge(graph, p)(x), params, x)
+        return y, *vjp(dy)
+
+    return run
+
+
+def rows(dtype=jnp.bfloat16):
+    x, dy = (normal(seed, 8, 128, HIDDEN, dtype=dtype) for seed in (1, 2))
+    return x, dy * dtype(0.01)
+
+
+def fully_sharded(param) -> P:
+    """Returns the spec of a parameter of a layer under FSDP."""
+    if param.ndim < 2:
+        return P()
+    return P(None, "fsdp") if param.ndim == 3 else P("fsdp")
+
+
+def on(mesh, params, x, dy, spec=lambda param: P()):
+    """Places a layer's arguments on a mesh, with the batch split over all devices."""
+    there = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
+    batch = NamedSharding(mesh, BATCH)
+    return jax.device_put((params, x, dy), (there, batch, batch))
+
+
+def ran(fn, *args) -> set[tuple[str, str]]:
+    """Returns the implementations that run of each operation.
+
+    Scales from maxima that are spread are XLA's on a mesh: they are left out.
+    """
+    found = {(c.operation, c.implementation) for c in explain(fn, *args).choices}
+    return {call for call in found if call[0] != "tensor_scales"}
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+
+
+@BOTH
+@pytest.mark.parametrize("spec", [lambda p: P(), fully_sharded], ids=["data", "fsdp"])
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+@pytest.mark.usefixtures("hopper")
+def test_all_kernels_of_one_device_run_on_a_mesh(recipe, spec, axis_type):
+    graph, params = layer(recipe, inner=_OF_KERNELS)
+    run = gradients(graph)
+    alone = ran(run, params, *rows())
+    assert {implementation for _, implementation in alone} == {"mosaic"}
+    assert ran(run, *on(mesh_of(axis_type), params, *rows(), spec)) == alone
+    # The process has eight devices, and these arrays are on one of them.
+    last = jax.devices()[-1]
+    assert ran(run, *jax.device_put((params, *rows()), last)) == alone
+
+
+@pytest.mark.usefixtures("hopper")
+def test_kernels_run_within_shard_map_over_all_axes_and_say_if_axes_are_left():
+    graph, params = layer("coat", inner=_OF_KERNELS)
+    mesh, args = mesh_of(AUTO), (params, *rows())
+
+    def mapped(axes):
+        return jax.shard_map(
+            gradients(graph),
+            mesh=mesh,
+            in_specs=(P(), P("data"), P("data")),
+            out_specs=(P("data"), P(), P("data")),
+            axis_names=axes,
+            check_vma=False,
+        )
+
+    assert ran(mapped({"data", "fsdp"}), *args) == ran(gradients(graph), *args)
+    with pytest.warns(UserWarning, match="shard_map leaves the axes fsdp of the mesh"):
+        found = explain(jax.jit(mapped({"data"})), *on(mesh, *args))
+    assert {choice.implementation for choice in found.choices} == {"reference"}
+    assert "leaves the axes fsdp" in found.choices[0].reason
+
+
+@functools.cache
+def on_one_device(recipe: str, scaling: str):
+    graph, params = layer(recipe, scaling)
+    return jax.device_get(jax.jit(gradients(graph))(params, *rows()))
+
+
+@functools.cache
+def in_float32():
+    graph, params = layer("bf16", dtype=jnp.float32)
+    return jax.device_get(jax.jit(gradients(graph))(params, *rows(jnp.float32)))
+
+
+def without_histories(results):
+    """Returns the results of `gradients` without amax histories, and these."""
+    y, dparams, dx = results
+    kept = nnx.State({name: x for name, x in dparams.items() if name != "amax"})
+    return (y, kept, dx), jax.tree.leaves(dparams.get("amax", {}))
+
+
+def distances(found, expected) -> list[float]:
+    """Returns the distance of each array, relative to the size of the expected one."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("recipe", "scaling"),
+    [("coat", "just_in_time"), ("coat_max", "just_in_time"), ("coat", "delayed")],
+)
+def test_a_mesh_computes_what_one_device_does(monkeypatch, recipe, scaling, axis_type):
+    alone = on_one_device(recipe, scaling)
+    as_kernels(monkeypatch)
+    graph, params = layer(recipe, scaling)
+    args = on(mesh_of(axis_type), params, *rows(), fully_sharded)
+    found = jax.device_get(jax.jit(gradients(graph))(*args))
+    jax.clear_caches()
+    found, histories = without_histories(found)
+    alone, expected = without_histories(alone)
+    # Histories hold the largest gradients of all devices.
+    for history, same in zip(histories, expected, strict=True):
+        np.testing.assert_allclose(history, same, rtol=0.02)
+    assert distances(found[0], alone[0])[0] < 1e-3
+    exact = in_float32()
+    # Sums are in another order, so gradients are rounded to other codes here and there.
+    # They are as near to those of float32 as one device's.
+    for mesh, one in zip(distances(found, exact), distances(alone, exact), strict=True):
+        assert mesh < 1.05 * one + 1e-3
+
+
+@BOTH
+def test_fsdp_gathers_codes_and_scatters_gradients(monkeypatch, axis_type):
+    as_kernels(monkeypatch)
+    graph, params = layer("coat")
+    args = on(mesh_of(axis_type), params, *rows(), fully_sharded)
+    there = jax.tree.map(lambda x: x.sharding, args)
+    batch = there[1]
+
+    step = jax.jit(gradients(graph), out_shardings=(batch, there[0], batch))
+    program = step.lower(*args).compile().as_text()
+    jax.clear_caches()
+    found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})\(", program)
+    sizes = {"gathered": Counter(), "all-reduce": Counter(), "reduce-scatter": 0}
+    for dtype, shape, name in found:
+        size = np.prod([int(n) for n in shape.split(",") if n], dtype=int)
+        if name == "reduce-scatter":
+            sizes[name] += 1
+        elif name == "all-gather":
+            # XLA's CPU compiler stores FP8 as float16, and BF16 as float32.
+            sizes["gathered"][dtype] += int(size)
+        else:
+            sizes[name][dtype] += int(size)
+    weights = sum(p.size for p in jax.tree.leaves(params) if p.ndim > 1)
+    # Both passes gather the codes of all weights.
+    assert sizes["gathered"]["f16"] == 2 * weights
+    features = sum(p.size // p.shape[-1] for p in jax.tree.leaves(params) if p.ndim > 1)
+    # Forward also gathers a scale for each output feature.
+    assert sizes["gathered"].total() - 2 * weights == features
+    assert sizes["reduce-scatter"] == 4
+    # Scalars, the gradients of norms, and what is left of gradients' sums over "data".
+    assert sizes["all-reduce"].total() < weights / 2 + 4 * HIDDEN

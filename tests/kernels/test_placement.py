@@ -1,0 +1,113 @@
+"""Tests of how the axes of operations are split over a mesh."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from pallas_kernels import placement
+from pallas_kernels.ops.matmul.api import _Matmul
+from pallas_kernels.ops.matmul.plan import Product
+from pallas_kernels.ops.quantize.api import _QuantizeGroups, _QuantizeTensor
+from pallas_kernels.placement import Axes
+
+E4M3 = jnp.float8_e4m3fn
+SIZES = {"data": 2, "fsdp": 4}
+
+
+def call(operation, *arrays):
+    found, out = placement._Call.of(operation, arrays)
+    shapes = [x.shape for x in jax.tree.leaves((arrays, out))]
+    return found, shapes
+
+
+def product(a, b, *scales, accumulator=None, **options):
+    options = {"scaling": "tensor", **options}
+    product = Product(out_dtype=jnp.dtype(jnp.bfloat16), **options)
+    operation = _Matmul(product=product, tuning=None, promote=None)
+    scales = scales or (jnp.ones(()), jnp.ones(()))
+    return call(operation, a, b, *scales, accumulator)
+
+
+def test_merged_axes_have_several_names():
+    axes = Axes("b _ (g e)", sizes=(("e", 16),))
+    assert axes.merged == [["b"], ["_"], ["g", "e"]]
+    assert Axes("").merged == []
+
+
+@pytest.mark.parametrize(
+    ("specs", "split", "result"),
+    [
+        # Rows are split: the weights are gathered.
+        (
+            [P(("data", "fsdp")), P("fsdp")],
+            {"t0": ("data", "fsdp"), "n": ()},
+            P(("data", "fsdp"), None),
+        ),
+        # Both are split over axes of their own.
+        (
+            [P("data"), P("fsdp")],
+            {"t0": ("data",), "n": ("fsdp",)},
+            P("data", "fsdp"),
+        ),
+        # The contracted axis is split: the result is a sum.
+        ([P(None, "data"), P(None, "data")], {"k": ("data",)}, P(None, None)),
+        # Mesh axes that do not divide are dropped, the last first.
+        ([P(None), P(("fsdp", "data"))], {"n": ("fsdp",)}, P(None, "fsdp")),
+    ],
+)
+def test_operands_decide_how_a_matmul_is_split(specs, split, result):
+    found, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    assert found.split(SIZES, shapes, [*specs, P(), P()]) == split
+    assert found.specs(found.results, split) == [result]
+
+
+def test_a_sum_is_sent_where_it_is_wanted():
+    found, _ = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    split = {"k": ("data", "fsdp")}
+    assert found.specs(found.results, split, [P("fsdp")]) == [P(("fsdp",), None)]
+    assert found.specs(found.results, split, [P("other")]) == [P(None, None)]
+
+
+def test_sums_with_an_accumulator_are_not_split():
+    accumulator = jnp.ones((16, 12), jnp.bfloat16)
+    found, shapes = product(
+        jnp.ones((16, 8), E4M3),
+        jnp.ones((12, 8), E4M3),
+        accumulator=accumulator,
+        accumulate=True,
+    )
+    specs = [P(None, "data"), P(None, "data"), P(), P(), P()]
+    assert found.split(SIZES, shapes, specs) == {}
+
+
+def test_the_rule_names_axes_in_order_and_those_that_stay_whole():
+    x = jnp.ones((4, 6, 32))
+    found, _ = call(_QuantizeGroups(dtype=E4M3, group=16, tuning=None), x)
+    rule, options = found.rule()
+    assert rule == "t0 t1 (g e) -> t0 t1 (g e), t0 t1 g"
+    assert options == {"need_replication_factors": ("e",), "e": 16}
+    tensor = _QuantizeTensor(
+        dtype=E4M3, row=False, transposed=True, keep_maxima=True, tuning=None
+    )
+    after = jnp.ones((5, 3))
+    found, shapes = call(tensor, x, jnp.ones(()), after)
+    rule, options = found.rule()
+    assert rule == "t0 t1 n, , own0 own1 -> n (t0 t1), , u5"
+    assert options == {"need_replication_factors": ("t1", "u5")}
+    # An array that is not read stays as it is.
+    specs = [P("data"), P(), P(None, "fsdp")]
+    split = found.split(SIZES, shapes, specs)
+    assert split == {"t0": ("data",)}
+    assert found.specs(found.operands, split, specs)[2] == P(None, "fsdp")
+    assert found.specs(found.results, split)[0] == P(None, ("data",))
+
+
+def test_arrays_of_one_device_are_on_no_mesh():
+    x = jnp.ones((8, 8))
+    assert placement.mesh_of((x, None, [x])) is None
+    assert placement.obstacle((x,)) is None
+    one = jax.make_mesh((1,), ("data",))
+    assert (
+        placement.mesh_of(jax.device_put(x, jax.NamedSharding(one, P("data")))) is None
+    )
