@@ -122,6 +122,39 @@ def mesh_of(arrays: Any) -> AbstractMesh | None:
     return None
 
 
+def on_common_mesh(fn: Callable) -> Callable:
+    """Wraps `fn` to take its arguments `with_common_mesh`."""
+
+    @functools.wraps(fn)
+    def wrapped(*args):
+        return fn(*with_common_mesh(args))
+
+    return wrapped
+
+
+def with_common_mesh[Tree](tree: Tree) -> Tree:
+    """Writes the mesh of some arrays of a tree into the types of the others.
+
+    The results of custom calls, such as cuDNN's attention, have types without a mesh.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    mesh = mesh_of([x for x in leaves if _is_array(x)])
+    if mesh is None or mesh.manual_axes or mesh.explicit_axes:
+        return tree
+    return structure.unflatten([_with_mesh(x, mesh) for x in leaves])
+
+
+def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
+    if not _is_array(x) or not x.ndim or not jax.typeof(x).sharding.mesh.empty:
+        return x
+    spec = P(*[P.UNCONSTRAINED] * x.ndim)
+    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "dtype") and hasattr(x, "ndim")
+
+
 def obstacle(arrays: Any) -> str | None:
     """Returns why no kernel can run where the arrays are, or None."""
     mesh = mesh_of(arrays)
@@ -176,12 +209,14 @@ class _Call:
         """Computes the operation in jnp, with one element for each amax."""
         return self._with_amax(self.operation.reference(*arrays))
 
-    def part(self, arrays: tuple, split: Mapping, wanted: Specs) -> Any:
+    def part(self, arrays: tuple, mesh: Mesh, split: Mapping, wanted: Specs) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
         if why := self.operation.obstacle(*arrays):
             warn_once(f"{self.operation.name} of each device's part runs in jnp: {why}")
         # The arrays are one device's parts, to which no mesh applies.
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        device = mesh.abstract_mesh.abstract_device
+        alone = AbstractMesh((), (), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(alone):
             out = self._with_amax(self.operation(*arrays))
         leaves, tree = jax.tree.flatten(out)
         specs = self.specs(self.results, split, wanted)
@@ -348,7 +383,7 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
 
     (taken,) = placed(args, call.specs(call.operands, split, specs))
     returned = placed(results, call.specs(call.results, split, wanted_specs))
-    part = functools.partial(call.part, split=split, wanted=wanted_specs)
+    part = functools.partial(call.part, mesh=mesh, split=split, wanted=wanted_specs)
     return mesh, part, returned, (taken,)
 
 

@@ -48,7 +48,7 @@ from coat_jax.layers.matmul import (
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import Activation, Codes, NormKind, Scaled
+from pallas_kernels import Activation, Codes, NormKind, Scaled, placement
 from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops.rope.reference import split_heads
 
@@ -258,6 +258,7 @@ def _attention_segment(params, stream, norm, heads, keep_copies):
     return q, k, v, (q, k, v) if keep_copies else (), x
 
 
+@placement.on_common_mesh
 def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -277,6 +278,7 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     return (q, k, v, tuple(kept), x), (params, groups, *tensor_scales(h, w))
 
 
+@placement.on_common_mesh
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, w_scale = residuals
     amax = params.get("amax", {})
@@ -318,6 +320,7 @@ def _out_segment(params, o, x):
     return _attention_out(params, o, x)[0]
 
 
+@placement.on_common_mesh
 def _attention_out(params, o, x):
     rows = quantize_tokens(joined(o))
     x = biased(x, params.get("out_bias"))
@@ -325,6 +328,7 @@ def _attention_out(params, o, x):
     return Stream.of(y), (params, o, *tensor_scales(rows, w))
 
 
+@placement.on_common_mesh
 def _attention_out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
@@ -363,6 +367,7 @@ def _mlp_segment(params, stream, norm, gate):
     return _gated_mlp(params, stream, norm, gate)[0]
 
 
+@placement.on_common_mesh
 def _gated_mlp(params, stream, norm, gate):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -377,6 +382,7 @@ def _gated_mlp(params, stream, norm, gate):
     return Stream.of(y), (params, groups, inner, scales)
 
 
+@placement.on_common_mesh
 def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, (inner_groups, largest_scale), scales = residuals
     h_scale, a_scale, gate_up_scale, down_scale = scales

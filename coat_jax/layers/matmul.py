@@ -150,6 +150,7 @@ def _product(x, w, dtype, contract):
     return _product_fwd(x, w, dtype, contract)[0]
 
 
+@placement.on_common_mesh
 def _product_fwd(x, w, dtype, contract):
     layout = _LAYOUTS[contract]
     xq = quantize_tensor(x, E4M3, copies="both")
@@ -159,6 +160,7 @@ def _product_fwd(x, w, dtype, contract):
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
+@placement.on_common_mesh
 def _product_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     layout = _LAYOUTS[1 - contract]

@@ -19,6 +19,7 @@ from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.notes import Note
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
+from pallas_kernels import placement
 
 
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
@@ -90,6 +91,7 @@ def _with_fp8_residuals(
         planned = plan(traced, is_param, options)
         program = traced.with_outputs([extra.var for extra in planned.extras])
         values = core.jaxpr_as_fun(program)(*args)
+        _, values = placement.with_common_mesh((args, values))
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
         own = zip(traced.residuals, planned.kept, strict=True)
         ways = [(index, *way) for index, way in enumerate(own)]

@@ -6,19 +6,23 @@ jax-cuda13-pjrt in JAX's version, installed without their dependencies.
 
 import contextlib
 import dataclasses
+import math
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.sharding import (
     AbstractDevice,
     AbstractMesh,
+    AxisType,
+    Mesh,
     SingleDeviceSharding,
     use_abstract_mesh,
 )
@@ -109,23 +113,48 @@ def versions() -> dict[str, str]:
     return {"jax": jax.__version__, _ASSEMBLER: metadata.version(_ASSEMBLER)}
 
 
+def mesh_of(
+    shape: Sequence[int], names: Sequence[str], axis_type: AxisType = AxisType.Auto
+) -> Mesh:
+    """Returns a mesh of H200s of one host, for arguments of `compiled_on_mesh`."""
+    devices = np.array(_devices(math.prod(shape))).reshape(shape)
+    return Mesh(devices, names, axis_types=(axis_type,) * len(names))
+
+
+def compiled_on_mesh(
+    fn: Callable,
+    *args: Any,
+    out_shardings: Any = None,
+    options: dict[str, Any] | None = None,
+) -> jax.stages.Compiled:
+    """Compiles fn(*args) for abstract arrays whose shardings have a mesh of H200s."""
+    _put_assembler_first()
+    jitted = jax.jit(fn, out_shardings=out_shardings)
+    return jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile(options)
+
+
 def compiled(
     fn: Callable, *args: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles fn(*args) for abstract arrays, with compiler options of XLA."""
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology="1x1x1", target_config=_TARGET
-    )
-    sharding = SingleDeviceSharding(topology.devices[0])
+    sharding = SingleDeviceSharding(*_devices(1))
 
     def placed(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    _put_assembler_first()
     args = jax.tree.map(placed, args)
     with use_abstract_mesh(_MESH):
-        lowered = jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",))
-        return lowered.compile(options)
+        return compiled_on_mesh(fn, *args, options=options)
+
+
+def _devices(count: int) -> list[Any]:
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        topology=f"1x1x{count}",
+        target_config=_TARGET,
+    )
+    return topology.devices
 
 
 def _put_assembler_first() -> None:

@@ -4,14 +4,19 @@ The tests need no GPU.
 """
 
 import json
+import math
 import os
+import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import jax
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from coat_jax.layers import attention
 from experiments.common import kernel_cases, layer_cases, sm90
@@ -75,12 +80,18 @@ def test_all_families_are_recorded_without_spills():
     assert all(row["spill_bytes"] == 0 for row in _RECORDED["rows"])
 
 
-@needs_compiler
-def test_backward_takes_no_more_memory_than_bf16s(monkeypatch):
+@pytest.fixture
+def hopper(monkeypatch):
+    """Chooses kernels and cuDNN's attention as on a Hopper GPU."""
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
     monkeypatch.setattr(attention, "_has_flash_attention", lambda q: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_backward_takes_no_more_memory_than_bf16s():
     sizes = {"hidden": 2048, "intermediate": 5504, "kv_heads": 16, "head_dim": 128}
     shape = layer_cases.Shape(seq=2048, batch=4, **sizes)
     x = shape.input()
@@ -92,3 +103,54 @@ def test_backward_takes_no_more_memory_than_bf16s(monkeypatch):
         return backward.memory_analysis().temp_size_in_bytes
 
     assert 0 < temporaries("coat") <= temporaries("bf16")
+
+
+def _fully_sharded(shape) -> P:
+    if len(shape) < 2:
+        return P()
+    return P(None, "fsdp") if len(shape) == 3 else P("fsdp")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_two_gpus_run_kernels_on_shards_and_gather_codes():
+    mesh = sm90.mesh_of((2,), ("fsdp",))
+    sizes = {"hidden": 1024, "intermediate": 2816, "kv_heads": 2, "head_dim": 128}
+    shape = layer_cases.Shape(seq=512, batch=8, **sizes)
+    apply, state = layer_cases.layer(layer_cases.CASES["coat"], shape)
+
+    def placed(x, spec):
+        return jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+        )
+
+    def gradients(state, x, dy):
+        y, vjp = jax.vjp(apply, state, x)
+        return y, *vjp(dy)
+
+    state = jax.tree.map(lambda p: placed(p, _fully_sharded(p.shape)), state)
+    x = placed(shape.input(), P("fsdp"))
+    there = jax.tree.map(lambda x: x.sharding, (x, state, x))
+    program = sm90.compiled_on_mesh(
+        gradients, state, x, x, out_shardings=there, options=OPTIONS
+    ).as_text()
+    # The other operations of a layer are XLA's: matmuls that are small, and scales.
+    assert program.count("mosaic_gpu") > 30
+
+    def moved(collective):
+        """Yields the types and sizes of the arrays that a collective returns."""
+        for found in re.findall(rf" = (.*?) {collective}(?:-start)?\(", program):
+            whole = found.rsplit("), ", 1)[-1]  # A start returns its operands, too.
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", whole):
+                yield dtype, math.prod(map(int, dims.split(",")))
+
+    weights = sum(p.size for p in jax.tree.leaves(state) if p.ndim > 1)
+    gathered = Counter()
+    for dtype, size in moved("all-gather"):
+        gathered[dtype] += size
+    assert gathered.keys() <= {"f8e4m3fn", "f32"}
+    assert gathered["f8e4m3fn"] == 2 * weights
+    assert gathered["f32"] < weights / 256  # Scales of output features.
+    scattered = list(moved("reduce-scatter"))
+    assert {dtype for dtype, _ in scattered} == {"bf16"}
+    assert sum(size for _, size in scattered) == weights / 2
