@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
+from experiments.common.programs import one_line
 from experiments.pretrain import arguments, data, report
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         run, inputs = prepare(args)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
     with StopRequest() as stop:
@@ -130,9 +131,12 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
     if corpus.vocab_size is None:  # The tokens come from files.
         data.check_tokens(corpus, vocab_size)
-    held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
+    held_out, windows = (
+        data.Windows(arrays, settings.seq_len, vocab_size, corpus.source)
+        for arrays in (corpus.validation, corpus.train)
+    )
     return Inputs(
-        windows=data.Windows(corpus.train, settings.seq_len, vocab_size),
+        windows=windows,
         validation=data.validation_batches(
             held_out, batch_size=settings.batch_size, count=settings.eval_batches
         ),

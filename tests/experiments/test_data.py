@@ -59,10 +59,10 @@ def test_split_is_by_content_and_keeps_order():
 
 
 def test_one_text_file_is_cut_in_two(tmp_path):
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)))
     corpus = data.load_corpus([tmp_path / "one.txt"])
-    assert corpus.train[0].tolist() == [*range(190), 256]
-    assert corpus.validation[0].tolist() == [*range(190, 200), 256]
+    assert corpus.train[0].tolist() == [*range(1, 191), 256]
+    assert corpus.validation[0].tolist() == [*range(191, 201), 256]
 
 
 def test_json_lines(tmp_path):
