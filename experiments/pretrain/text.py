@@ -91,7 +91,10 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
     import tokenizers
 
     if cache.exists():
-        tokenizer = tokenizers.Tokenizer.from_file(str(cache))
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(cache))
+        except Exception as error:  # The package raises no narrower one.
+            raise ValueError(f"{cache} is no tokenizer: {error}") from None
     else:
         tokenizer = _train_bpe(tokenizers, texts, vocab_size)
         partial = cache.with_suffix(".partial")
