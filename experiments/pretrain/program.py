@@ -153,8 +153,8 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
     settings = run.settings
     with (
         run.checkpoints(recipe) as checkpoints,
-        run.append_metrics() as metrics,
-        run.append_moments() as moments,
+        run.append_metrics(recipe) as metrics,
+        run.append_moments(recipe) as moments,
     ):
         progress = checkpoints.progress()
         if progress.step == run.steps:
@@ -181,8 +181,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
             metrics.write(row)
             show(bar, row, settings, progress)
             if last or stopping or step % settings.save_every == 0:
-                metrics.sync()
-                moments.sync()
+                progress.rows = {log.name: log.sync() for log in (metrics, moments)}
                 progress.step, progress.batches = step, batches.get_state()
                 progress.note_peak(peak_before, device_peak_bytes())
                 checkpoints.save(state, progress)
