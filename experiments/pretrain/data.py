@@ -23,7 +23,6 @@ Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
 _CHUNK, _CHUNKS = 2**15, 2**12
 _SCANNED = 2**26  # Tokens that are read at a time to check them.
-_RULE = "tokens must be at least 0 and below the vocabulary's size"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,6 @@ class Windows:
     Args:
       arrays: Arrays of tokens.
       length: Tokens to predict in a window.
-      vocab_size: All tokens are below it.
       source: The name of the data in messages.
 
     Raises:
@@ -140,15 +138,10 @@ class Windows:
     """
 
     def __init__(
-        self,
-        arrays: Sequence[np.ndarray],
-        length: int,
-        vocab_size: int,
-        source: str = "the data",
+        self, arrays: Sequence[np.ndarray], length: int, source: str = "the data"
     ) -> None:
         self._arrays = arrays
         self._length = length
-        self._vocab_size = vocab_size
         counts = [max(array.size - 1, 0) // length for array in arrays]
         self._ends = np.cumsum(counts)
         if sum(counts) == 0:
@@ -162,20 +155,11 @@ class Windows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length+1"]:
-        """Returns window `index` as int32.
-
-        Raises:
-          ValueError: If the window has a token outside the vocabulary.
-        """
+        """Returns window `index` as int32."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         start = (index - before) * self._length
         window = self._arrays[which][start : start + self._length + 1]
-        if (wrong := _outside(window, self._vocab_size)) is not None:
-            raise ValueError(
-                f"{_RULE} {self._vocab_size}, got {window[wrong]}; --vocab-size sets "
-                "it for token files"
-            )
         return window.astype(np.int32)
 
 
@@ -187,7 +171,8 @@ def check_tokens(corpus: Corpus, vocab_size: int) -> None:
                 scanned = array[start : start + _SCANNED]
                 if (wrong := _outside(scanned, vocab_size)) is not None:
                     raise ValueError(
-                        f"{_RULE} {vocab_size}, got {scanned[wrong]} at "
+                        "tokens must be at least 0 and below the vocabulary's size "
+                        f"{vocab_size}, got {scanned[wrong]} at "
                         f"{start + wrong} of the {part} part of "
                         f"{getattr(array, 'filename', corpus.source)}; --vocab-size "
                         "sets the size"
@@ -281,6 +266,11 @@ def _check_width(array: np.memmap, path: Path) -> None:
 
 def _with_header(path: Path) -> np.memmap:
     """Memory-maps an .npy file whose header may be anything."""
+    with path.open("rb") as file:
+        start = file.read(12)
+    size = int.from_bytes(start[8 : 10 if start[6:7] == b"\1" else 12], "little")
+    if size > path.stat().st_size:  # NumPy would allocate it before it reads.
+        raise ValueError(f"{path} is no whole .npy file: its header has {size} bytes")
     try:
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # Headers of Python 2 are read as well.

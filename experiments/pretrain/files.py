@@ -150,7 +150,8 @@ def _ends(path: Path) -> tuple[bytes, bytes]:
 
 def _signature(head: bytes, tail: bytes) -> str | None:
     for start, end, kind in _SIGNATURES:
-        if re.match(start, head) and tail.endswith(end):
+        found = re.match(start, head)
+        if found and tail.endswith(end) and len(head) >= found.end() + len(end):
             return kind
     return None
 

@@ -132,7 +132,7 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     if corpus.vocab_size is None:  # The tokens come from files.
         data.check_tokens(corpus, vocab_size)
     held_out, windows = (
-        data.Windows(arrays, settings.seq_len, vocab_size, corpus.source)
+        data.Windows(arrays, settings.seq_len, corpus.source)
         for arrays in (corpus.validation, corpus.train)
     )
     return Inputs(

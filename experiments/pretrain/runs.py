@@ -31,7 +31,7 @@ from typing import Any, Self
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.common.results import command_line, write_json
+from experiments.common.results import command_line, read_json, write_json
 from experiments.pretrain.settings import Recipe, Settings
 from experiments.pretrain.training import TrainState, tree_bytes
 
@@ -213,8 +213,10 @@ def _listed_checksums(path: Path) -> dict[str, int] | None:
     Older lists are the dictionary alone, without a checksum of it.
     """
     try:
-        listed = json.loads(path.read_text())
+        listed = read_json(path)
     except ValueError:
+        return None
+    if not isinstance(listed, dict):
         return None
     if listed.keys() == {"files", "checksum"}:
         whole = listed["checksum"] == _value_checksum(listed["files"])
@@ -298,10 +300,7 @@ class Run:
             raise ValueError(f"--resume needs a run's folder, got {folder} without one")
         record = _read_record(folder)
         lock = _locked(folder)
-        try:
-            run = cls(folder, record, lock)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{folder / _RUN} is damaged: {error!r}") from None
+        run = cls(folder, record, lock)
         for name, value in given.items():
             if value != (own := getattr(run.settings, name)):
                 flag = f"--{name.replace('_', '-')}"
@@ -495,10 +494,12 @@ def _read_record(folder: Path) -> dict[str, Any]:
     """
     path = folder / _RUN
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
-    if not isinstance(record, dict) or record.keys() - _RUN_ENTRIES:
+    if not isinstance(record, dict) or not (
+        _RUN_ENTRIES - {"files", "checksum"} <= record.keys() <= _RUN_ENTRIES
+    ):
         raise ValueError(f"{path} is damaged: its entries are not those of a run")
     checksum = record.pop("checksum", None)
     if checksum not in (None, _value_checksum(record)):
@@ -506,7 +507,26 @@ def _read_record(folder: Path) -> dict[str, Any]:
             f"{path} is damaged: it does not have its checksum; if the change is "
             'meant, remove the entry "checksum"'
         )
+    try:
+        _check_record(record)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     return record
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raises ValueError unless all entries have values that a run may have."""
+    settings = Settings.from_json(record["settings"])
+    steps, files = record["steps"], record.get("files", {})
+    counted = type(steps) is int and steps > 0
+    if not counted and (steps is not None or settings.minutes is None):
+        raise ValueError(f"steps must be a positive integer, got {steps!r:.100}")
+    for name in ("data", "command"):
+        if not isinstance(record[name], str):
+            raise ValueError(f"{name} must be a string, got {record[name]!r:.100}")
+    # A run has no other file, and reading some files of a machine never ends.
+    if not isinstance(files, dict) or not files.keys() <= _LEFTOVERS:
+        raise ValueError(f"files must be of the run, got {files!r:.100}")
 
 
 def _replace(path: Path, content: bytes) -> None:
@@ -531,7 +551,7 @@ def _read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
         try:
             row = json.loads(line)
             whole = isinstance(row["recipe"], str) and row["step"] > 0
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             whole = False
         if not whole:
             raise ValueError(f"{path} is damaged: line {number} is no row")

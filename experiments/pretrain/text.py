@@ -158,7 +158,7 @@ def _read_bpe(tokenizers, path: Path, vocab_size: int):
         tokenizer.add_special_tokens([_SEPARATOR])
     # The package raises plain exceptions.
     except Exception as error:
-        raise ValueError(f"{path} is no byte-level BPE: {error!r:.200}") from None
+        raise ValueError(f"{path} is no tokenizer of a run: {error!r:.200}") from None
     return tokenizer
 
 

@@ -32,7 +32,8 @@ _SECONDS = 20  # No input may take longer.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     parser = new_parser("experiments.robustness.hostile_data", __doc__)
-    parser.add_argument("--out", type=Path, default=default_path("robustness", "data"))
+    out = default_path("robustness", "hostile_data")
+    parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args(argv)
     rows = []
     for label, given in INPUTS.items():

@@ -257,6 +257,9 @@ _add("the separator's name", "a.txt", _forged, _forged)
 _add("the separator's name for a BPE", "a.txt", _forged, _forged, _BPE)
 _wild = "\u202e\u2028👩‍👩‍👧 ﷽ z̷̛͜a ".encode() * 20
 _add("unusual characters for a BPE", "a.txt", _wild, _wild, _BPE)
+_add("the letters of Parquet", "a.txt", b"PAR1" * 50, "is a Parquet file")
+_letters = b"PAR1 is a gene. " * 20
+_add("a text that begins like Parquet", "a.txt", _letters, _letters)
 _letters = pickle.dumps([_TEXT] * 2, protocol=0)
 _add("a pickle of letters", "a.txt", _letters, _letters)
 
