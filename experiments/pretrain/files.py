@@ -94,8 +94,8 @@ def check_texts(files: Iterable[Path]) -> None:
             kind = kind or (encoding if head.startswith(mark) else None)
         if kind or b"\0" in head:
             raise ValueError(
-                f"{path} must be text, such as UTF-8, but it is "
-                f"{f'a {kind} file' if kind else 'binary'}"
+                f"{path} must be text, such as UTF-8, but its content is "
+                f"{kind or 'binary'}"
             )
         if (total := total + path.stat().st_size) > memory:
             raise ValueError(
@@ -108,7 +108,7 @@ def check_raw_tokens(path: Path) -> None:
     """Raises ValueError, naming the file, unless it can be tokens without a header."""
     head, tail = _ends(path)
     if kind := _signature(head, tail) or ("text" if _is_text(head) else None):
-        raise ValueError(f"{path} must be a token array, but it is a {kind} file")
+        raise ValueError(f"{path} must be a token array, but its content is {kind}")
 
 
 @contextlib.contextmanager

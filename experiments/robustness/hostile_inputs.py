@@ -114,14 +114,15 @@ _FOREIGN = {
 }
 for _kind, _content in _FOREIGN.items():
     for _suffix in ("txt", "jsonl", "bin", "npy"):
-        _rule = "must be text" if _suffix in ("txt", "jsonl") else "must be a token"
-        _add(f"{_kind} in .{_suffix}", f"a.{_suffix}", _content, _rule)
+        _add(f"{_kind} in .{_suffix}", f"a.{_suffix}", _content, f"content is {_kind}")
 for _suffix in ("txt", "jsonl", "py"):
-    _add(f"NumPy in .{_suffix}", f"a.{_suffix}", _npy(_TOKENS), "it is a NumPy file")
-_add("bytecode in .py", "a.py", b"\xcb\r\r\n" + bytes(12) + b"\xe3", "it is binary")
-_add("text in .bin", "a.bin", _BYTES, "it is a text file")
-_add("text in .npy", "a.npy", _BYTES, "it is a text file")
-_add("Cyrillic text in .bin", "a.bin", "пример ".encode() * 99, "it is a text file")
+    _add(f"NumPy in .{_suffix}", f"a.{_suffix}", _npy(_TOKENS), "content is NumPy")
+_add(
+    "bytecode in .py", "a.py", b"\xcb\r\r\n" + bytes(12) + b"\xe3", "content is binary"
+)
+_add("text in .bin", "a.bin", _BYTES, "content is text")
+_add("text in .npy", "a.npy", _BYTES, "content is text")
+_add("Cyrillic text in .bin", "a.bin", "пример ".encode() * 99, "content is text")
 _add("NumPy in .bin", "a.bin", _npy(_TOKENS), _TOKENS)
 
 # Names that no loader has.
@@ -250,14 +251,14 @@ _add("overlong UTF-8", "a.txt", _BYTES + b"\xc0\xaf", _BYTES + b"\xc0\xaf")
 _add("overlong UTF-8 for a BPE", "a.txt", _BYTES + b"\xc0\xaf", "got 0xc0", _BPE)
 for _encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32"):
     _add(f"{_encoding} text", "a.txt", _TEXT.encode(_encoding), "must be text")
-_add("a NUL byte", "a.txt", b"a\0" + _BYTES, "it is binary")
+_add("a NUL byte", "a.txt", b"a\0" + _BYTES, "content is binary")
 _add("control characters", "a.txt", b"\x1b[2J\a\b" * 60, b"\x1b[2J\a\b" * 60)
 _forged = b"a <|document|> b " * 20
 _add("the separator's name", "a.txt", _forged, _forged)
 _add("the separator's name for a BPE", "a.txt", _forged, _forged, _BPE)
 _wild = "\u202e\u2028👩‍👩‍👧 ﷽ z̷̛͜a ".encode() * 20
 _add("unusual characters for a BPE", "a.txt", _wild, _wild, _BPE)
-_add("the letters of Parquet", "a.txt", b"PAR1" * 50, "is a Parquet file")
+_add("the letters of Parquet", "a.txt", b"PAR1" * 50, "content is Parquet")
 _letters = b"PAR1 is a gene. " * 20
 _add("a text that begins like Parquet", "a.txt", _letters, _letters)
 _letters = pickle.dumps([_TEXT] * 2, protocol=0)
@@ -296,7 +297,7 @@ for _label, _line in {
 _add("JSON over several lines", "a.jsonl", b'[\n{"text": "a"}\n]\n', "line 1: a line")
 _content = _lines({"text": "a"}).decode().encode("utf-16")
 _add("JSON in UTF-16", "a.jsonl", _content, "UTF-16")
-_add("a NUL byte in JSON", "a.jsonl", b'{"text": "a\0b"}\n', "it is binary")
+_add("a NUL byte in JSON", "a.jsonl", b'{"text": "a\0b"}\n', "content is binary")
 _add("blank lines of JSON", "a.jsonl", b"\n \n\t\n" * 99, _SHORT)
 _add("empty texts", "a.jsonl", _lines(*[{"text": ""}] * 99), _SHORT)
 _add("no lines", "a.jsonl", b"", _SHORT)
@@ -414,7 +415,7 @@ _dangling = _folder(b_txt=_BYTES, c_txt=_link("nothing"))
 _add("a dangling link in a folder", "a", _dangling, _REGULAR, named="c.txt")
 _add("a loop of folders", "a", _folder(b_txt=_BYTES, c__d=_link("..")), _BYTES)
 _foreign = _folder(a_txt=_BYTES, b__c_txt=_png())
-_add("a foreign file in a folder", "a", _foreign, "a PNG file", named="c.txt")
+_add("a foreign file in a folder", "a", _foreign, "content is PNG", named="c.txt")
 _add("an empty file in a folder", "a", _folder(b_txt=b"", c_txt=_BYTES), _BYTES)
 for _label, _file, _shown in (
     ("a line end", "a\nerror: no.txt", "a\\nerror: no.txt"),
@@ -428,4 +429,6 @@ for _label, _file, _shown in (
     ("braces", "{0}%s.txt", "{0}%s.txt"),
 ):
     _add(f"a name with {_label}", _file, _BYTES, _BYTES)
-    _add(f"a PNG, its name with {_label}", _file, _png(), "a PNG file", named=_shown)
+    _add(
+        f"a PNG, its name with {_label}", _file, _png(), "content is PNG", named=_shown
+    )
