@@ -87,13 +87,7 @@ class Saver:
         status, _ = json.loads(self._process.stdout.readline())
         if status not in (0, signal.SIGKILL):
             raise RuntimeError(f"a save ended with status {status}")
-        return status != 0, logged(self._log)
-
-
-def logged(path: Path) -> list[str]:
-    """Returns the names of the calls in a log, in their order."""
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return [name for _, name, _ in sorted(lines, key=lambda line: int(line[0]))]
+        return status != 0, [name for name, _ in faults.logged(self._log)]
 
 
 def spread(total: int, count: int | None) -> list[int]:
@@ -167,7 +161,8 @@ def run_points(library: Path, folder: Path, count: int) -> Iterator[Row]:
     ended = trials.wait(trials.start(*given, "--out", whole, **logging))
     if ended.code:
         raise RuntimeError(ended.said)
-    calls, expected = logged(log), trials.outcome(whole)
+    calls = [name for name, _ in faults.logged(log)]
+    expected = trials.outcome(whole)
     for call in tqdm(spread(len(calls), count), desc="a run", unit="point"):
         run = folder / f"killed-{call}"
         dying = faults.environment(library, run, kill=call)

@@ -36,3 +36,10 @@ def environment(
     given = {"KILL": kill, "BYTES": bytes_, "SWITCH": switch, "LOG": log}
     found = {"LD_PRELOAD": str(library), "FAULTS_ROOT": str(root.resolve())}
     return found | {f"FAULTS_{k}": str(v) for k, v in given.items() if v is not None}
+
+
+def logged(path: Path) -> list[tuple[str, int]]:
+    """Returns the names of the calls in a log, in their order, and their bytes."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: int(line[0]))
+    return [(name, int(size)) for _, name, size in lines]

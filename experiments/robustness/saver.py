@@ -46,7 +46,7 @@ def save(folder: Path, step: int) -> None:
 
 def main() -> None:
     """Serves requests until standard input ends."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     faults = ctypes.CDLL(None)
     faults.faults_calls.restype = ctypes.c_long
     for line in sys.stdin:

@@ -85,8 +85,14 @@ def write_corpus(folder: Path) -> Path:
 def share_compilations(folder: Path) -> None:
     """Makes this process and those it starts share a cache of compiled programs.
 
-    They are compiled without LLVM's optimizations, which would take most of the time.
+    They are compiled without LLVM's optimizations, which would take most of the time. A
+    cache that the environment names stays in use.
     """
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ:
+        return
     options = {
         "jax_compilation_cache_dir": str(folder / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
@@ -95,9 +101,6 @@ def share_compilations(folder: Path) -> None:
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ.setdefault("PYTHONPYCACHEPREFIX", str(folder / "bytecode"))
 
 
 def start(*argv: object, **environment: str) -> subprocess.Popen[str]:
@@ -208,7 +211,7 @@ def new_program(name: str, doc: str) -> argparse.ArgumentParser:
 @contextlib.contextmanager
 def scratch() -> Iterator[Path]:
     """Makes a folder for runs, where compilations are shared, and deletes it."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name).resolve()
         share_compilations(folder)
