@@ -40,7 +40,7 @@ _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = arguments.parse(argv)
     try:
         run, inputs = prepare(args)
@@ -48,20 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
-    with StopRequest() as stop:
-        for recipe in run.settings.recipes:
-            try:
+    try:
+        with StopRequest() as stop:
+            for recipe in run.settings.recipes:
                 train(run, recipe, inputs, stop)
-            except OSError as error:  # The disk may be full.
-                print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
-                print(resume_command(run.folder))
-                return 1
-            if stop.made:
-                print(f"saved; to go on:\n  {resume_command(run.folder)}")
-                return STOPPED
-    summary = report.summarize(run, inputs.token)
-    plot_losses(run, inputs.token)
-    plot_moments(run)
+                if stop.made:
+                    print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                    return STOPPED
+        summary = report.summarize(run, inputs.token)
+        plot_losses(run, inputs.token)
+        plot_moments(run)
+    except OSError as error:  # The disk may be full.
+        print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
+        print(resume_command(run.folder))
+        return 1
     Console().print(report.table(summary))
     print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
     return 0

@@ -14,17 +14,23 @@ checkpoint is. A checkpoint that is damaged gives way to an older one; other dam
 refused. Files of before there were checksums are taken as they are.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
+import io
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -136,8 +142,9 @@ class Checkpoints:
                 state=ocp.args.StandardSave(_not_empty(state)),
                 progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
             )
-            self._manager.save(progress.step, args=items)
             path = self._folder / str(progress.step)
+            with _errors_of_disk(path):
+                self._manager.save(progress.step, args=items)
             listed = _list_of(path)
             listed.parent.mkdir(parents=True, exist_ok=True)
             files = _checksums(path)
@@ -163,6 +170,41 @@ class Checkpoints:
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         step = self._manager.latest_step()
         return TrainState(**self._manager.restore(step, args=items)["state"])
+
+
+@contextlib.contextmanager
+def _errors_of_disk(path: Path) -> Iterator[None]:
+    """Raises tensorstore's errors of the operating system as OSError, and no others.
+
+    orbax prints them as well, and its tasks that are left behind raise errors of their
+    own, which nothing handles. Neither is shown.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+        if not code and not isinstance(error, OSError):
+            sys.stderr.write(said.getvalue())
+            raise
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+        atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
+        if not code:
+            raise
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+    sys.stderr.write(said.getvalue())
+
+
+def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns an `unraisablehook` that ignores calls to a closed event loop."""
+
+    def ignore(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    return ignore
 
 
 def _list_of(checkpoint: Path) -> Path:
