@@ -2,8 +2,9 @@
 
 Importing this module registers quantized arrays and states with `flax.serialization`.
 Then `to_bytes`, `from_bytes` and state dicts preserve every bit. They refuse a target
-that would read the codes in another way than they were written. `version_0` restores
-checkpoints of earlier versions.
+that would read the codes in another way than they were written. `check_restored`
+refuses a state that is damaged or of other options, whatever read it. `version_0`
+restores checkpoints of earlier versions.
 """
 
 import dataclasses
@@ -158,6 +159,114 @@ def version_0(like: Any) -> Any:
     return jax.tree.map(form, abstract, is_leaf=_is_state)
 
 
+def check_restored(state: Any, like: Any) -> None:
+    """Raises ValueError unless a restored state can be one of an optimizer.
+
+    Readers of checkpoints check little: `flax.serialization` passes on anything in
+    place of a plain array, and pickle and orbax do not know what values a state can
+    have. So check a state whose file may be damaged, of other options, or of a later
+    version.
+
+    Args:
+      state: A restored state, or any tree that contains some.
+      like: The same tree of the optimizer: `tx.init(params)` or
+        `jax.eval_shape(tx.init, params)`. Only its shapes are read.
+
+    Raises:
+      ValueError: If the trees differ, or an array's shape or dtype, or the way in which
+        codes are read; if a scale is neither positive nor NaN, which is the scale of
+        gradients that were not finite; or if the version is not this library's. The
+        message names the place, the value and the rule.
+
+    Example:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> from coat_jax.optimizers.checkpoint import check_restored
+      >>> tx, params = coat.fp8_adamw(1e-3), {"w": jnp.ones((64, 128))}
+      >>> state = tx.init(params)
+      >>> check_restored(state, tx.init(params))
+    """
+    state, like = unboxed(state), unboxed(like)
+    check_structure(state, like, name="state", is_leaf=_is_state)
+    tree_map_with_path(
+        lambda path, old, new: _check_part(f"state{keystr(path)}", new, old),
+        like,
+        state,
+        is_leaf=_is_state,
+    )
+
+
+def _check_part(name: str, state: Any, like: Any) -> None:
+    """Checks a quantized state, or an array that is in none."""
+    if not isinstance(like, QuantizedState):
+        _check_array(name, state, like)
+        return
+    if not isinstance(state, QuantizedState):
+        kind = type(state).__name__
+        raise ValueError(f"{name} must be a QuantizedState, got {kind}")
+    if state.layout != like.layout:
+        expected, found = map(_layout_to_dict, (like.layout, state.layout))
+        raise ValueError(f"{name}.layout must be {expected}, got {found}")
+    _check_array(f"{name}.version", state.version, like.version)
+    _check_array(f"{name}.rounding_step", state.rounding_step, like.rounding_step)
+    version, step = _values(state.version), _values(state.rounding_step)
+    if version is not None and version != VERSION:
+        raise ValueError(
+            f"{name}.version must be {VERSION}, got {version}: was the state saved by "
+            "another version of coat_jax?"
+        )
+    if step is not None and step < 0:
+        raise ValueError(f"{name}.rounding_step must not be negative, got {step}")
+    name, new, old = f"{name}.inner_state", state.inner_state, like.inner_state
+    check_structure(new, old, name=name, is_leaf=is_quantized)
+    tree_map_with_path(
+        lambda path, q, x: _check_average(f"{name}{keystr(path)}", x, q),
+        old,
+        new,
+        is_leaf=is_quantized,
+    )
+
+
+def _check_average(name: str, x: Any, like: Any) -> None:
+    if not is_quantized(like):
+        _check_array(name, x, like)
+        return
+    if not is_quantized(x):
+        raise ValueError(f"{name} must be a QuantizedArray, got {_describe(x)}")
+    for field in ("format", "granularity", "dtype", "power"):
+        if (found := getattr(x, field)) != (expected := getattr(like, field)):
+            raise ValueError(f"{name}.{field} must be {expected}, got {found}")
+    for field in _ARRAYS:
+        _check_array(f"{name}.{field}", getattr(x, field), getattr(like, field))
+    if wrong := _wrong_value(x.scale, x.exponent):
+        raise ValueError(f"{name}.{wrong}")
+
+
+def _check_array(name: str, x: Any, like: Any) -> None:
+    if _describe(x) != _describe(like):
+        raise ValueError(f"{name} must be {_describe(like)}, got {_describe(x)}")
+
+
+def _wrong_value(scale: Any, exponent: Any) -> str | None:
+    """Returns what is wrong with the values of scales and exponents, or None."""
+    scale, exponent = _values(scale), _values(exponent)
+    if scale is not None:
+        scale = scale.astype(np.float32)
+        wrong = scale[(scale <= 0) | np.isinf(scale)]
+        if wrong.size:
+            return f"scale must be positive and finite, or NaN, got {wrong[0]}"
+    if exponent is not None and (exponent == 0).any():
+        return "exponent must be at least 1, got 0"
+    return None
+
+
+def _values(x: Any) -> np.ndarray | None:
+    """Returns an array's values, or None if this process does not have them."""
+    if isinstance(x, np.ndarray | np.generic):
+        return np.asarray(x)
+    here = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+    return np.asarray(x) if here and x.is_fully_addressable else None
+
+
 def _is_state(node: Any) -> bool:
     return isinstance(node, QuantizedState | ScaleByFP8AdamState)
 
@@ -216,21 +325,22 @@ def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
 
 
 def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    if not isinstance(state, dict):
+        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {_describe(state)}")
     # Early checkpoints do not name a format: each dtype had only one format then.
-    state = (
-        {"format": target.format.name, **state} if isinstance(state, dict) else state
-    )
-    if not isinstance(state, dict) or state.keys() != {*_ARRAYS, "power", "format"}:
-        found = sorted(state) if isinstance(state, dict) else type(state).__name__
-        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {found}")
-    if target.format.name != state["format"]:
-        _refuse(f"format {target.format}, found {state['format']}")
+    state = {"format": target.format.name, **state}
+    if state.keys() != {*_ARRAYS, "power", "format"}:
+        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {sorted(map(str, state))}")
+    if not _same(state["format"], target.format.name):
+        _refuse(f"format {target.format}, found {_described(state['format'])}")
     for name in _ARRAYS:
         expected, found = _describe(getattr(target, name)), _describe(state[name])
         if expected != found:
             _refuse(f"{name} {expected}, found {found}")
-    if target.power != float(state["power"]):
-        _refuse(f"power {target.power}, found {state['power']}")
+    if not _same(state["power"], target.power):
+        _refuse(f"power {target.power}, found {_described(state['power'])}")
+    if wrong := _wrong_value(state["scale"], state["exponent"]):
+        raise ValueError(f"at {serialization.current_path()} {wrong}")
     arrays = {name: state[name] for name in _ARRAYS}
     return dataclasses.replace(target, **arrays)
 
@@ -241,9 +351,13 @@ def _layout_to_dict(layout: Layout) -> dict[str, Any]:
     }
 
 
-def _layout_from_dict(target: Layout, state: dict[str, Any]) -> Layout:
-    if state != (expected := _layout_to_dict(target)):
-        _refuse(f"moments {expected}, found {state}: was it saved with other options?")
+def _layout_from_dict(target: Layout, state: Any) -> Layout:
+    expected = _layout_to_dict(target)
+    if not _same(state, expected):
+        _refuse(
+            f"moments {expected}, found {_described(state)}: was it saved with other "
+            "options?"
+        )
     return target
 
 
@@ -251,16 +365,38 @@ def _scaling_to_dict(scaling: MuScaling) -> dict[str, Any]:
     return {"normalized": scaling.normalized}
 
 
-def _scaling_from_dict(target: MuScaling, state: dict[str, Any]) -> MuScaling:
-    if bool(state["normalized"]) != target.normalized:
-        _refuse(f"normalize_mu={target.normalized}, found {state['normalized']}")
+def _scaling_from_dict(target: MuScaling, state: Any) -> MuScaling:
+    found = state.get("normalized") if isinstance(state, dict) else state
+    if not _same(found, target.normalized):
+        _refuse(f"normalize_mu={target.normalized}, found {_described(found)}")
     return target
 
 
-def _describe(array: ArrayLike | None) -> str:
-    if array is None:
-        return "None"
-    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+def _same(found: Any, expected: Any) -> bool:
+    """Returns whether a restored value, of any type, is a number, string or record."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(_same(found[key], value) for key, value in expected.items())
+        )
+    if isinstance(found, np.ndarray | jax.Array) and found.shape == ():
+        found = found.item()
+    scalar = isinstance(found, str | bool | int | float | np.generic)
+    return bool(scalar and found == expected)
+
+
+def _describe(x: ArrayLike | None) -> str:
+    """Returns an array's dtype and shape, and the type and value of anything else."""
+    if x is None or is_quantized(x):
+        return "None" if x is None else "a QuantizedArray"
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        return f"{type(x).__name__} {_described(x)}"
+    return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"
+
+
+def _described(value: Any) -> str:
+    return f"{value!s:.300}"
 
 
 def _refuse(what: str) -> None:

@@ -9,7 +9,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with code 2."""
-        self.exit(2, f"error: {message}; --help lists the options\n")
+        self.exit(2, f"error: {one_line(message)}; --help lists the options\n")
 
 
 def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
@@ -26,3 +26,11 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+
+
+def one_line(message: object) -> str:
+    """Returns a message with escapes in place of line ends and control characters.
+
+    Names of files and arguments may have them.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(message))

@@ -111,14 +111,44 @@ def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
     """Returns the rows of a results file, or its entry `of`; no rows without a file.
 
     Raises:
-      ValueError: If the file was measured on another kind of device than this one.
+      ValueError: If the file is no results file, or was measured on another kind of
+        device than this one.
     """
     if not path.exists():
         return []
-    known, name = json.loads(path.read_text()), device()["name"]
+    known, name = read_results(path), device()["name"]
     if (theirs := known["device"]["name"]) != name:
-        raise ValueError(f"{path} is of {theirs}, this is {name}; name another --out")
-    return known.get(of, [])
+        raise ValueError(
+            f"{path} is of {theirs:.100}, this is {name}; name another --out"
+        )
+    rows = known.get(of, [])
+    if not _are_rows(rows):
+        raise ValueError(f"{path} is no results file: its {of} are no rows")
+    return rows
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """Returns the contents of a results file.
+
+    Raises:
+      ValueError: If the file is no results file. The message names it.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no results file: it is no object")
+    device = found.get("device")
+    name = device.get("name") if isinstance(device, dict) else None
+    strings = {"command": found.get("command"), "date": found.get("date")}
+    for what, value in (strings | {"device's name": name}).items():
+        if not isinstance(value, str):
+            raise ValueError(f"{path} is no results file: its {what} is no string")
+    if not _are_rows(found.get("rows")):
+        raise ValueError(f"{path} is no results file: it has no rows")
+    return found
+
+
+def _are_rows(rows: Any) -> bool:
+    return isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
 
 
 def joined(
@@ -128,6 +158,18 @@ def joined(
     keys = list(map(key, rows))
     at = keys.index(key(row)) if key(row) in keys else len(rows)
     return [*rows[:at], row, *rows[at + 1 :]]
+
+
+def read_json(path: Path) -> Any:
+    """Returns the value in a JSON file.
+
+    Raises:
+      ValueError: If the file is not JSON. The message names it.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON: {error!s:.200}") from None
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -13,7 +13,6 @@ interruption, or with more seeds, and it runs only the missing trainings.
 
 import argparse
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -28,7 +27,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 import coat_jax as coat
-from experiments.common.results import default_path, write_results
+from experiments.common.results import default_path, read_results, write_results
 from experiments.optimizer import curve_summary
 from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
@@ -247,8 +246,9 @@ class Curves:
         shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
         curves._shared = {"settings": shared, "data": corpus.fingerprint()}
         if out.exists():
-            found = json.loads(out.read_text())
-            found["settings"] = _DEFAULTS | found.get("settings", {})
+            found = read_results(out)
+            if isinstance(theirs := found.get("settings", {}), dict):
+                found["settings"] = _DEFAULTS | theirs
             for name, own in curves._shared.items():
                 if found.get(name) != own:
                     raise ValueError(f"{out} has curves of other {name}; give an --out")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import datetime
+import os
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -169,7 +170,7 @@ def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, 
 
 
 def _only(out: Path | None, resumed: Path | None) -> Path | None:
-    if out and resumed and out.resolve() != resumed.resolve():
+    if out and resumed and os.path.realpath(out) != os.path.realpath(resumed):
         raise ValueError(f"--resume {resumed} writes there, not to --out {out}")
     return resumed or out
 
@@ -179,4 +180,5 @@ def _names(value: str) -> tuple[str, ...]:
 
 
 def _paths(value: str) -> str:
-    return str(Path(value).resolve())
+    # A link keeps its name: the file that it leads to may have another suffix.
+    return os.path.abspath(value)

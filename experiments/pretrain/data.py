@@ -7,6 +7,7 @@ corpus and remembers where it stopped.
 
 import dataclasses
 import hashlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -15,10 +16,8 @@ import grain
 import numpy as np
 from jaxtyping import Int32
 
-from experiments.pretrain import text
+from experiments.pretrain import files, text
 
-TEXT_SUFFIXES = (".txt", ".py", ".jsonl")
-TOKEN_SUFFIXES = (".npy", ".bin")
 Batches = grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]
 Tokenizer = Literal["bytes", "bpe"]
 TokenDtype = Literal["uint16", "uint32"]
@@ -31,17 +30,19 @@ class Corpus:
     """Tokens to train on and tokens to validate on.
 
     Attributes:
-      train: One-dimensional arrays of uint16 or uint32, in memory or memory-mapped.
+      train: One-dimensional arrays of integers, in memory or memory-mapped.
       validation: The same kind of arrays, disjoint from `train`.
       vocab_size: Number of distinct tokens; None for token arrays, which do not state
         it.
       token: The unit of the tokens: "byte" or "token".
+      source: The name of the data in messages.
     """
 
     train: Sequence[np.ndarray]
     validation: Sequence[np.ndarray]
     vocab_size: int | None
     token: Literal["byte", "token"]
+    source: str = "the data"
 
     def fingerprint(self) -> str:
         """Returns a hash of the tokens.
@@ -80,19 +81,28 @@ def load_corpus(
 
     Raises:
       FileNotFoundError: If there is no file at a path.
-      ValueError: If a file is of another kind, or text and tokens are mixed.
+      ValueError: If a file is of another kind, or does not hold what its name says, or
+        text and tokens are mixed. "bpe" raises it for text that is not UTF-8.
 
     Example:
       >>> corpus = load_corpus()
       >>> corpus.vocab_size, corpus.train[0].dtype
       (257, dtype('uint16'))
     """
-    files = _find_files(paths)
-    if any(path.suffix in TOKEN_SUFFIXES for path in files):
+    found = files.find_files(paths)
+    source = _name(paths)
+    if any(map(files.is_tokens, found)):
         if tokenizer != "bytes":
-            raise ValueError(f"tokenizer={tokenizer!r} takes text, got token files")
-        return _token_corpus(files, token_dtype)
-    documents = text.read_documents(files) if files else text.standard_library()
+            raise ValueError(
+                f"tokenizer={tokenizer!r} takes text, got token files: {source}"
+            )
+        return _token_corpus(found, token_dtype, source)
+    files.check_texts(found)
+    documents = (
+        text.read_documents(found, utf_8=tokenizer == "bpe")
+        if found
+        else text.standard_library()
+    )
     train, validation = text.split_documents(documents)
     if tokenizer == "bytes":
         encode, vocab_size, token = text.encode_bytes, text.BYTES_VOCAB_SIZE, "byte"
@@ -107,6 +117,7 @@ def load_corpus(
         validation=[encode(validation)],
         vocab_size=vocab_size,
         token=token,
+        source=source,
     )
 
 
@@ -116,57 +127,63 @@ class Windows:
     Neighbouring windows share one token, so that every token of the windows except an
     array's first is predicted exactly once. No window crosses from one array into
     another.
+
+    Args:
+      arrays: Arrays of tokens.
+      length: Tokens to predict in a window.
+      source: The name of the data in messages.
+
+    Raises:
+      ValueError: If no array is long enough for a window.
     """
 
     def __init__(
-        self, arrays: Sequence[np.ndarray], length: int, vocab_size: int
+        self, arrays: Sequence[np.ndarray], length: int, source: str = "the data"
     ) -> None:
         self._arrays = arrays
         self._length = length
-        self._vocab_size = vocab_size
         counts = [max(array.size - 1, 0) // length for array in arrays]
         self._ends = np.cumsum(counts)
         if sum(counts) == 0:
             longest = max((array.size for array in arrays), default=0)
             raise ValueError(
                 f"a sequence length of {length} needs {length + 1} tokens in a row for "
-                f"training and for validation each, but the data has {longest}"
+                f"training and for validation each, but {source} has {longest}"
             )
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length+1"]:
-        """Returns window `index` as int32.
-
-        Raises:
-          ValueError: If the window has a token outside the vocabulary.
-        """
+        """Returns window `index` as int32."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         start = (index - before) * self._length
         window = self._arrays[which][start : start + self._length + 1]
-        if (largest := int(window.max())) >= self._vocab_size:
-            raise ValueError(
-                f"tokens must be below the vocabulary's size {self._vocab_size}, got "
-                f"{largest}; --vocab-size sets it for token files"
-            )
         return window.astype(np.int32)
 
 
 def check_tokens(corpus: Corpus, vocab_size: int) -> None:
     """Raises ValueError, naming the file, if a token is outside the vocabulary."""
-    for array in (*corpus.train, *corpus.validation):
-        for start in range(0, array.size, _SCANNED):
-            part = array[start : start + _SCANNED]
-            if (largest := int(part.max())) < vocab_size:
-                continue
-            where = start + int(part.argmax())
-            raise ValueError(
-                f"tokens must be below the vocabulary's size {vocab_size}, got "
-                f"{largest} at {where} of a part of "
-                f"{getattr(array, 'filename', 'the data')}; --vocab-size sets the size"
-            )
+    for part in ("training", "validation"):
+        for array in corpus.train if part == "training" else corpus.validation:
+            for start in range(0, array.size, _SCANNED):
+                scanned = array[start : start + _SCANNED]
+                if (wrong := _outside(scanned, vocab_size)) is not None:
+                    raise ValueError(
+                        "tokens must be at least 0 and below the vocabulary's size "
+                        f"{vocab_size}, got {scanned[wrong]} at "
+                        f"{start + wrong} of the {part} part of "
+                        f"{getattr(array, 'filename', corpus.source)}; --vocab-size "
+                        "sets the size"
+                    )
+
+
+def _outside(tokens: np.ndarray, vocab_size: int) -> int | None:
+    """Returns the place of a token outside the vocabulary, or None."""
+    if int(tokens.max()) >= vocab_size:
+        return int(tokens.argmax())
+    return int(tokens.argmin()) if int(tokens.min()) < 0 else None
 
 
 def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
@@ -192,54 +209,73 @@ def validation_batches(
     return list(dataset.batch(batch_size)[:count])
 
 
-def _find_files(paths: Sequence[Path]) -> list[Path]:
-    known = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
-    files = []
-    for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"no file or folder at {path}")
-        found = [path]
-        if path.is_dir():
-            of_kind = (p for p in path.rglob("*") if p.suffix in known)
-            found = sorted(p for p in of_kind if p.is_file())
-        if not found or any(p.suffix not in known for p in found):
-            raise ValueError(f"data must be {', '.join(known)} files, got {path}")
-        files += found
-    kinds = {path.suffix in TOKEN_SUFFIXES for path in files}
-    if len(kinds) > 1:
-        raise ValueError(f"data must be all text or all tokens, got both in {paths}")
-    return files
+def _name(paths: Sequence[Path]) -> str:
+    """Returns a name of the data at `paths` for messages."""
+    if not paths:
+        return "Python's standard library"
+    return str(paths[0]) + (f" and {len(paths) - 1} more" if paths[1:] else "")
 
 
-def _token_corpus(files: Sequence[Path], dtype: TokenDtype) -> Corpus:
+def _token_corpus(paths: Sequence[Path], dtype: TokenDtype, source: str) -> Corpus:
     """Memory-maps token files; the last twentieth of each is for validation."""
-    arrays = [_map_tokens(path, dtype) for path in files]
+    arrays = [_map_tokens(path, dtype) for path in paths]
     cuts = [int(array.size * (1 - text.VALIDATION_SHARE)) for array in arrays]
     return Corpus(
         train=[array[:cut] for array, cut in zip(arrays, cuts, strict=True)],
         validation=[array[cut:] for array, cut in zip(arrays, cuts, strict=True)],
         vocab_size=None,
         token="token",
+        source=source,
     )
 
 
 def _map_tokens(path: Path, dtype: TokenDtype) -> np.ndarray:
-    """Memory-maps a token file; .npy files may or may not have NumPy's header."""
+    """Memory-maps a token file, with or without NumPy's header."""
+    size = path.stat().st_size
     with path.open("rb") as file:
-        has_header = file.read(6) == b"\x93NUMPY"
+        has_header = file.read(len(files.NUMPY)) == files.NUMPY
     if not has_header:
-        if path.stat().st_size % np.dtype(dtype).itemsize or not path.stat().st_size:
-            size = path.stat().st_size
+        files.check_raw_tokens(path)
+        if size % np.dtype(dtype).itemsize or not size:
             raise ValueError(f"{path} of {size} bytes is no array of {dtype}")
-        return np.memmap(path, dtype, mode="r")
-    try:
-        with np.errstate(over="ignore"):
-            array = np.load(path, mmap_mode="r")
-    except (OSError, OverflowError, ValueError, SyntaxError) as error:
-        raise ValueError(f"{path} is no whole .npy file: {error}") from None
-    if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
+        array = np.memmap(path, dtype, mode="r")
+        _check_width(array, path)
+        return array
+    array = _with_header(path)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
-            f"a token array must be one-dimensional and uint16 or uint32, got "
-            f"{array.ndim} axes of {array.dtype} in {path}"
+            f"a token array must be one-dimensional and of integers, got {array.ndim} "
+            f"axes of {array.dtype} in {path}"
+        )
+    if (end := array.offset + array.nbytes) != size:
+        raise ValueError(
+            f"{path} must end with its array, but {size - end} bytes follow"
         )
     return array
+
+
+def _check_width(array: np.memmap, path: Path) -> None:
+    """Raises ValueError if the numbers are halves of wider ones, every second one 0."""
+    first = array[: 2**12]
+    if first.size >= 64 and first.any() and not first[1::2].any():
+        raise ValueError(
+            f"every second {array.dtype} of {path} is 0, so its tokens are of more "
+            "bytes; --token-dtype sets the dtype, and .npy files name theirs"
+        )
+
+
+def _with_header(path: Path) -> np.memmap:
+    """Memory-maps an .npy file whose header may be anything."""
+    with path.open("rb") as file:
+        start = file.read(12)
+    size = int.from_bytes(start[8 : 10 if start[6:7] == b"\1" else 12], "little")
+    if size > path.stat().st_size:  # NumPy would allocate it before it reads.
+        raise ValueError(f"{path} is no whole .npy file: its header has {size} bytes")
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")  # Headers of Python 2 are read as well.
+            return np.load(path, mmap_mode="r", allow_pickle=False)
+    # NumPy evaluates the header as a literal, which can fail in any way.
+    except Exception as error:
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        raise ValueError(f"{path} is no whole .npy file: {reason}") from None

@@ -25,6 +25,7 @@ import numpy as np
 from rich.console import Console
 from tqdm import tqdm
 
+from experiments.common.programs import one_line
 from experiments.pretrain import arguments, data, report
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
@@ -39,28 +40,28 @@ _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = arguments.parse(argv)
     try:
         run, inputs = prepare(args)
     except (OSError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
-    with StopRequest() as stop:
-        for recipe in run.settings.recipes:
-            try:
+    try:
+        with StopRequest() as stop:
+            for recipe in run.settings.recipes:
                 train(run, recipe, inputs, stop)
-            except OSError as error:  # The disk may be full.
-                print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
-                print(resume_command(run.folder))
-                return 1
-            if stop.made:
-                print(f"saved; to go on:\n  {resume_command(run.folder)}")
-                return STOPPED
-    summary = report.summarize(run, inputs.token)
-    plot_losses(run, inputs.token)
-    plot_moments(run)
+                if stop.made:
+                    print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                    return STOPPED
+        summary = report.summarize(run, inputs.token)
+        plot_losses(run, inputs.token)
+        plot_moments(run)
+    except OSError as error:  # The disk may be full.
+        print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
+        print(resume_command(run.folder))
+        return 1
     Console().print(report.table(summary))
     print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
     return 0
@@ -130,9 +131,12 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
     if corpus.vocab_size is None:  # The tokens come from files.
         data.check_tokens(corpus, vocab_size)
-    held_out = data.Windows(corpus.validation, settings.seq_len, vocab_size)
+    held_out, windows = (
+        data.Windows(arrays, settings.seq_len, corpus.source)
+        for arrays in (corpus.validation, corpus.train)
+    )
     return Inputs(
-        windows=data.Windows(corpus.train, settings.seq_len, vocab_size),
+        windows=windows,
         validation=data.validation_batches(
             held_out, batch_size=settings.batch_size, count=settings.eval_batches
         ),
@@ -149,8 +153,8 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
     settings = run.settings
     with (
         run.checkpoints(recipe) as checkpoints,
-        run.append_metrics() as metrics,
-        run.append_moments() as moments,
+        run.append_metrics(recipe) as metrics,
+        run.append_moments(recipe) as moments,
     ):
         progress = checkpoints.progress()
         if progress.step == run.steps:
@@ -177,8 +181,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
             metrics.write(row)
             show(bar, row, settings, progress)
             if last or stopping or step % settings.save_every == 0:
-                metrics.sync()
-                moments.sync()
+                progress.rows = {log.name: log.sync() for log in (metrics, moments)}
                 progress.step, progress.batches = step, batches.get_state()
                 progress.note_peak(peak_before, device_peak_bytes())
                 checkpoints.save(state, progress)

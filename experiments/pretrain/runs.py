@@ -3,34 +3,48 @@
 run.json         the settings, the data's fingerprint and the number of steps
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
+tokenizer.json   the BPE of a run with one
 checkpoints/     one folder per recipe with the latest states, and their checksums
 lock             locked by the process that writes to the folder
+
+A resumed run notices changed files by CRC-32 checksums. run.json holds its own and that
+of tokenizer.json. Each checkpoint has a list of its files' checksums beside it, and its
+progress holds those of the recipe's rows so far, since rows are on disk before the
+checkpoint is. A checkpoint that is damaged gives way to an older one; other damages are
+refused. Files of before there were checksums are taken as they are.
 """
 
+import atexit
+import contextlib
 import dataclasses
 import errno
 import fcntl
+import gc
+import io
 import json
 import os
+import re
 import shutil
 import signal
+import sys
 import time
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.common.results import command_line, write_json
+from experiments.common.results import command_line, read_json, write_json
 from experiments.pretrain.settings import Recipe, Settings
 from experiments.pretrain.training import TrainState, tree_bytes
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 _LOCK = "lock"
-_LEFTOVERS = {_LOCK, "tokenizer.json"}
+_LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
+_RUN_ENTRIES = {"settings", "data", "steps", "command", "files", "checksum"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,6 +60,8 @@ class Progress:
       device_peak_bytes: Peak memory of the device. It is None if the device does not
         report it, or if an earlier recipe of the process had a higher peak.
       measured: Sizes and the compile time, measured before the first step.
+      rows: Checksums of the recipe's rows up to this step, by the name of their file.
+        It is empty in checkpoints of before there were any.
     """
 
     step: int = 0
@@ -54,6 +70,7 @@ class Progress:
     timed_steps: int = 0
     device_peak_bytes: int | None = None
     measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def tokens_per_s(self, settings: Settings) -> float | None:
         """Returns the speed of the timed steps, or None before the first one."""
@@ -125,11 +142,13 @@ class Checkpoints:
                 state=ocp.args.StandardSave(_not_empty(state)),
                 progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
             )
-            self._manager.save(progress.step, args=items)
             path = self._folder / str(progress.step)
+            with _errors_of_disk(path):
+                self._manager.save(progress.step, args=items)
             listed = _list_of(path)
             listed.parent.mkdir(parents=True, exist_ok=True)
-            write_json(listed, _checksums(path))
+            files = _checksums(path)
+            write_json(listed, {"files": files, "checksum": _value_checksum(files)})
             for old in listed.parent.iterdir():
                 if not (self._folder / old.stem).exists():
                     old.unlink()
@@ -153,21 +172,63 @@ class Checkpoints:
         return TrainState(**self._manager.restore(step, args=items)["state"])
 
 
+@contextlib.contextmanager
+def _errors_of_disk(path: Path) -> Iterator[None]:
+    """Raises tensorstore's errors of the operating system as OSError, and no others.
+
+    orbax prints them as well, and its tasks that are left behind raise errors of their
+    own, which nothing handles. Neither is shown.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+        if not code and not isinstance(error, OSError):
+            sys.stderr.write(said.getvalue())
+            raise
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+        atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
+        if not code:
+            raise
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+    sys.stderr.write(said.getvalue())
+
+
+def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns an `unraisablehook` that ignores calls to a closed event loop."""
+
+    def ignore(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    return ignore
+
+
 def _list_of(checkpoint: Path) -> Path:
     folder = checkpoint.parent
     return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
 
 
 def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the CRC-32 of each file in a folder, by its path."""
-    found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        checksum = 0
-        with path.open("rb") as file:
-            while block := file.read(2**24):
-                checksum = zlib.crc32(block, checksum)
-        found[str(path.relative_to(folder))] = checksum
-    return found
+    """Returns the checksum of each file in a folder, by its path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): _file_checksum(path) for path in files}
+
+
+def _file_checksum(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _value_checksum(value: Any) -> int:
+    """Returns the checksum of a JSON value, whatever its file's spaces."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
 def _damage(checkpoint: Path) -> str | None:
@@ -178,15 +239,31 @@ def _damage(checkpoint: Path) -> str | None:
     """
     if not _list_of(checkpoint).exists():
         return None
-    try:
-        expected = json.loads(_list_of(checkpoint).read_text())
-    except ValueError:
+    expected = _listed_checksums(_list_of(checkpoint))
+    if expected is None:
         return f"{_list_of(checkpoint)} is damaged"
     found = _checksums(checkpoint)
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) != expected.get(name):
             return f"{checkpoint / name} is damaged"
     return None
+
+
+def _listed_checksums(path: Path) -> dict[str, int] | None:
+    """Returns the checksums in a list, or None if it is damaged.
+
+    Older lists are the dictionary alone, without a checksum of it.
+    """
+    try:
+        listed = read_json(path)
+    except ValueError:
+        return None
+    if not isinstance(listed, dict):
+        return None
+    if listed.keys() == {"files", "checksum"}:
+        whole = listed["checksum"] == _value_checksum(listed["files"])
+        return listed["files"] if whole else None
+    return listed if all(isinstance(x, int) for x in listed.values()) else None
 
 
 def _check_space(folder: Path, state: TrainState) -> None:
@@ -244,8 +321,9 @@ class Run:
             "data": fingerprint,
             "steps": settings.steps if settings.minutes is None else None,
             "command": command_line(),
+            "files": {file.name: _file_checksum(file) for file in files},
         }
-        write_json(folder / _RUN, record)
+        _write_record(folder, record)
         return cls(folder, record, lock)
 
     @classmethod
@@ -257,15 +335,14 @@ class Run:
           given: Settings of the command line. They must equal the run's own.
 
         Raises:
-          ValueError: If there is no run in `folder`, or it has other settings.
+          ValueError: If there is no run in `folder`, its files are damaged, or it has
+            other settings.
         """
         if not (folder / _RUN).exists():
             raise ValueError(f"--resume needs a run's folder, got {folder} without one")
-        try:
-            record = json.loads((folder / _RUN).read_text())
-            run = cls(folder, record, _locked(folder))
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{folder / _RUN} is damaged: {error!r}") from None
+        record = _read_record(folder)
+        lock = _locked(folder)
+        run = cls(folder, record, lock)
         for name, value in given.items():
             if value != (own := getattr(run.settings, name)):
                 flag = f"--{name.replace('_', '-')}"
@@ -273,6 +350,10 @@ class Run:
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "
                     f"and {folder} has {own!r}"
                 )
+        for name, checksum in record.get("files", {}).items():
+            path = folder / name
+            if not path.exists() or _file_checksum(path) != checksum:
+                raise ValueError(f"{path} is damaged")
         run._drop_unsaved_rows()
         return run
 
@@ -284,7 +365,7 @@ class Run:
     def fix_steps(self, steps: int) -> None:
         """Records the number of steps, for all recipes and for a resumed run."""
         self.steps = self._record["steps"] = steps
-        write_json(self.folder / _RUN, self._record)
+        _write_record(self.folder, self._record)
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
         """Returns the recipe's checkpoints, a context manager."""
@@ -293,35 +374,50 @@ class Run:
 
     def metrics(self) -> list[dict[str, Any]]:
         """Returns the rows of metrics.jsonl, without an incomplete last line."""
-        return list(_read_rows(self.folder / _METRICS))
+        return [row for row, _ in _read_rows(self.folder / _METRICS)]
 
-    def append_metrics(self) -> "RowLog":
-        """Opens metrics.jsonl for more rows; a context manager."""
-        return RowLog(self.folder / _METRICS)
+    def append_metrics(self, recipe: Recipe) -> "RowLog":
+        """Opens metrics.jsonl for more rows of a recipe; a context manager."""
+        return RowLog(self.folder / _METRICS, recipe)
 
     def moments(self) -> list[dict[str, Any]]:
         """Returns the rows of moments.jsonl, without an incomplete last line."""
-        return list(_read_rows(self.folder / _MOMENTS))
+        return [row for row, _ in _read_rows(self.folder / _MOMENTS)]
 
-    def append_moments(self) -> "RowLog":
-        """Opens moments.jsonl for more rows; a context manager."""
-        return RowLog(self.folder / _MOMENTS)
+    def append_moments(self, recipe: Recipe) -> "RowLog":
+        """Opens moments.jsonl for more rows of a recipe; a context manager."""
+        return RowLog(self.folder / _MOMENTS, recipe)
 
     def _drop_unsaved_rows(self) -> None:
-        """Drops the rows of metrics and moments after each recipe's checkpoint."""
+        """Drops the rows of metrics and moments after each recipe's checkpoint.
+
+        Raises:
+          ValueError: If the rows before it are not those that were written.
+        """
         saved = {}
         for recipe in self.settings.recipes:
             with self.checkpoints(recipe) as checkpoints:
-                saved[recipe] = checkpoints.progress().step
-        for name in (_METRICS, _MOMENTS):
-            (self.folder / name).touch()
-            rows = _read_rows(self.folder / name)
-            rows = [row for row in rows if row["step"] <= saved[row["recipe"]]]
-            if name == _METRICS:
-                self._check_rows(rows, saved)
-            partial = self.folder / f"{name}.partial"
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(partial, self.folder / name)
+                saved[recipe] = checkpoints.progress()
+        last = {recipe: progress.step for recipe, progress in saved.items()}
+        for path in (self.folder / _METRICS, self.folder / _MOMENTS):
+            path.touch()
+            kept = [
+                (row, line)
+                for row, line in _read_rows(path)
+                if row["step"] <= last.get(row["recipe"], 0)
+            ]
+            if path.name == _METRICS:
+                self._check_rows([row for row, _ in kept], last)
+            for recipe, progress in saved.items():
+                checksum = _rows_checksum(kept, recipe)
+                if progress.rows.get(path.name, checksum) != checksum:
+                    raise ValueError(
+                        f"{path} is damaged: {recipe}'s rows up to step {last[recipe]} "
+                        "are not those that were written"
+                    )
+            lines = b"".join(line for _, line in kept)
+            if lines != path.read_bytes():
+                _replace(path, lines)
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
         """Raises ValueError unless there is one row for each step that was saved."""
@@ -336,9 +432,15 @@ class Run:
 
 
 class RowLog:
-    """A file of JSON rows, open for appending; a written row is readable at once."""
+    """A file of JSON rows, open for appending; a written row is readable at once.
 
-    def __init__(self, path: Path) -> None:
+    Attributes:
+      name: The name of the file.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.name = path.name
+        self._checksum = _rows_checksum(_read_rows(path), recipe)
         self._file = path.open("a", buffering=1)
 
     def __enter__(self) -> Self:
@@ -349,11 +451,14 @@ class RowLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row."""
-        self._file.write(json.dumps(row) + "\n")
+        line = json.dumps(row) + "\n"
+        self._file.write(line)
+        self._checksum = zlib.crc32(line.encode(), self._checksum)
 
-    def sync(self) -> None:
-        """Blocks until all rows are on disk."""
+    def sync(self) -> int:
+        """Blocks until all rows are on disk; returns the checksum of the recipe's."""
         os.fsync(self._file.fileno())
+        return self._checksum
 
 
 class StopRequest:
@@ -384,7 +489,7 @@ def _not_empty(state: TrainState) -> dict[str, Any]:
 def check_unused(folder: Path) -> None:
     """Raises ValueError if a new run in `folder` could overwrite something.
 
-    A start that was killed may have left a lock and a tokenizer there.
+    A start that was killed may have left a lock, a tokenizer and part of run.json.
     """
     if folder.exists() and (
         not folder.is_dir() or {p.name for p in folder.iterdir()} - _LEFTOVERS
@@ -418,9 +523,85 @@ def latest(parent: Path) -> Path:
     return found[-1].parent
 
 
-def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
+def _write_record(folder: Path, record: dict[str, Any]) -> None:
+    """Writes run.json with a checksum of the other entries."""
+    write_json(folder / _RUN, record | {"checksum": _value_checksum(record)})
+
+
+def _read_record(folder: Path) -> dict[str, Any]:
+    """Returns the contents of run.json without the checksum.
+
+    Raises:
+      ValueError: If the file is damaged.
+    """
+    path = folder / _RUN
+    try:
+        record = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(record, dict) or not (
+        _RUN_ENTRIES - {"files", "checksum"} <= record.keys() <= _RUN_ENTRIES
+    ):
+        raise ValueError(f"{path} is damaged: its entries are not those of a run")
+    checksum = record.pop("checksum", None)
+    if checksum not in (None, _value_checksum(record)):
+        raise ValueError(
+            f"{path} is damaged: it does not have its checksum; if the change is "
+            'meant, remove the entry "checksum"'
+        )
+    try:
+        _check_record(record)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    return record
+
+
+def _check_record(record: Mapping[str, Any]) -> None:
+    """Raises ValueError unless all entries have values that a run may have."""
+    settings = Settings.from_json(record["settings"])
+    steps, files = record["steps"], record.get("files", {})
+    counted = type(steps) is int and steps > 0
+    if not counted and (steps is not None or settings.minutes is None):
+        raise ValueError(f"steps must be a positive integer, got {steps!r:.100}")
+    for name in ("data", "command"):
+        if not isinstance(record[name], str):
+            raise ValueError(f"{name} must be a string, got {record[name]!r:.100}")
+    # A run has no other file, and reading some files of a machine never ends.
+    if not isinstance(files, dict) or not files.keys() <= _LEFTOVERS:
+        raise ValueError(f"files must be of the run, got {files!r:.100}")
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Replaces a file's content, atomically and durably."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def _read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
+    """Yields the rows of a file and their lines, without an incomplete last line.
+
+    Raises:
+      ValueError: If a line is not a row of a recipe and step.
+    """
     if not path.exists():
         return
-    for line in path.read_text().splitlines(keepends=True):
-        if line.endswith("\n"):
-            yield json.loads(line)
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            whole = isinstance(row["recipe"], str) and row["step"] > 0
+        except (ValueError, LookupError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{path} is damaged: line {number} is no row")
+        yield row, line + b"\n"
+
+
+def _rows_checksum(
+    rows: Iterable[tuple[Mapping[str, Any], bytes]], recipe: Recipe
+) -> int:
+    """Returns the checksum of a recipe's lines."""
+    return zlib.crc32(b"".join(line for row, line in rows if row["recipe"] == recipe))

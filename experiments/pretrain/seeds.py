@@ -8,7 +8,6 @@ scaling of a run are read from the command line that it recorded. The files may
 themselves be results of this program.
 """
 
-import json
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.common.programs import new_parser
-from experiments.common.results import Bar, default_path, write_json
+from experiments.common.results import Bar, default_path, read_results, write_json
 from experiments.optimizer.curve_summary import mean_and_error
 from experiments.pretrain import arguments
 from experiments.pretrain.settings import Settings
@@ -39,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     top.add_argument("--out", type=Path, default=out)
     args = top.parse_args(argv)
     try:
-        joined = join([json.loads(path.read_text()) for path in args.runs])
+        joined = join([read_results(path) for path in args.runs])
     except (OSError, ValueError) as error:
         top.error(str(error))
     write_json(args.out, joined)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import typing
 from typing import Any, Literal
 
 import jax.numpy as jnp
@@ -101,14 +102,14 @@ class Settings:
             if not value > 0:
                 rule = "zero or more" if name in _NOT_NEGATIVE else "positive"
                 raise ValueError(f"{name} must be {rule}, got {value}")
+            if isinstance(value, int) and value >= 2**31:
+                raise ValueError(f"{name} must be below 2**31, got {value}")
             if not math.isfinite(value):
                 raise ValueError(f"{name} must be finite, got {value}")
         if self.vocab_size and self.tokenizer == "bytes" and not self.data:
             raise ValueError(
                 f"vocab_size is for a BPE and for token files, got {self.vocab_size}"
             )
-        if self.seed >= 2**31:
-            raise ValueError(f"seed must be below 2**31, got {self.seed}")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
@@ -137,10 +138,39 @@ class Settings:
         return self.batch_size * self.seq_len
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> "Settings":
-        """Returns settings from their JSON object, where tuples became lists."""
+    def from_json(cls, values: Any) -> "Settings":
+        """Returns settings from their JSON object, where tuples became lists.
+
+        Raises:
+          ValueError: If `values` is anything else.
+        """
+        if not isinstance(values, dict):
+            raise ValueError(f"settings must be an object, got {values!r:.100}")
         lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-        return cls(**values | lists)
+        given, types = values | lists, typing.get_type_hints(cls)
+        for name, value in given.items():
+            if name not in types or not _is_of(value, types[name]):
+                raise ValueError(f"there is no setting {name:.100}={value!r:.100}")
+        fields = dataclasses.fields(cls)
+        needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+        if missing := sorted(needed - given.keys()):
+            raise ValueError(f"settings must have {', '.join(missing)}")
+        if given["preset"] not in PRESETS:
+            raise ValueError(f"there is no preset {given['preset']!r:.100}")
+        return cls(**given)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Returns whether a value from JSON is of a setting's type."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_is_of(x, args[0]) for x in value)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if args:
+        return any(_is_of(value, one) for one in args)
+    kinds = (int, float) if kind is float else kind
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

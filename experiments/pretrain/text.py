@@ -5,6 +5,7 @@ Python's standard library. A document is a byte string. It is tokenized as bytes
 trained BPE, and a separator token follows it.
 """
 
+import codecs
 import hashlib
 import itertools
 import json
@@ -14,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+
+from experiments.pretrain.files import named
 
 VALIDATION_SHARE = 0.05
 BYTES_VOCAB_SIZE = 257  # 256 bytes and the separator.
@@ -36,17 +39,26 @@ def standard_library() -> Iterator[bytes]:
         yield path.read_bytes()
 
 
-def read_documents(files: Iterable[Path]) -> Iterator[bytes]:
+def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
     """Yields one document per line of .jsonl files, and one per other text file.
 
+    A byte order mark of UTF-8 is no part of a document. If a line of .jsonl has several
+    keys "text", the last one counts.
+
+    Args:
+      files: Text files.
+      utf_8: Whether documents must be UTF-8. Otherwise bytes are read as they are.
+
     Raises:
-      ValueError: If a line of a .jsonl file is no object with a string "text".
+      ValueError: If a line of a .jsonl file is no object with a string "text", or if a
+        document is not UTF-8 though it must be.
     """
     for path in files:
-        if path.suffix == ".jsonl":
-            yield from _json_lines(path)
-        else:
-            yield path.read_bytes()
+        lines = path.suffix.lower() == ".jsonl"
+        for place, document in _json_lines(path) if lines else _whole(path):
+            if utf_8:
+                _check_utf_8(document, place)
+            yield document
 
 
 def split_documents(documents: Iterable[bytes]) -> tuple[list[bytes], list[bytes]]:
@@ -86,12 +98,15 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
 
     The BPE is read from the file `cache` if it exists. Otherwise it is trained on
     `texts` and saved there.
+
+    Raises:
+      ValueError: If the file is no byte-level BPE of at most `vocab_size` tokens.
     """
     # This import takes a second, and only "bpe" needs it.
     import tokenizers
 
     if cache.exists():
-        tokenizer = tokenizers.Tokenizer.from_file(str(cache))
+        tokenizer = _read_bpe(tokenizers, cache, vocab_size)
     else:
         tokenizer = _train_bpe(tokenizers, texts, vocab_size)
         partial = cache.with_suffix(".partial")
@@ -112,41 +127,90 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
 
 
 def _train_bpe(tokenizers, texts: Iterable[bytes], vocab_size: int):
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
-    byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.pre_tokenizer = byte_level
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = _byte_level(tokenizers, tokenizers.models.BPE())
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_SEPARATOR],
-        initial_alphabet=byte_level.alphabet(),
+        initial_alphabet=tokenizer.pre_tokenizer.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(map(_decode, texts), trainer)
     return tokenizer
 
 
-def _json_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as lines:
+def _read_bpe(tokenizers, path: Path, vocab_size: int):
+    """Reads the vocabulary and the merges of a tokenizer, and nothing else of its file.
+
+    A tokenizer's file may have come with a run's folder, and may name patterns that
+    take for ever or steps that change the text. None of them is read.
+    """
+    try:
+        model = json.loads(path.read_bytes())["model"]
+        vocab, merges = model["vocab"], [tuple(pair) for pair in model["merges"]]
+        if sorted(vocab.values()) != list(range(len(vocab))):
+            raise ValueError("the tokens' numbers must be 0, 1, 2, ...")
+        if len(vocab) > vocab_size:
+            raise ValueError(f"there must be at most {vocab_size} tokens")
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+        if missing := {*alphabet, _SEPARATOR} - vocab.keys():
+            raise ValueError(f"there is no token {min(missing)!r}")
+        tokenizer = _byte_level(tokenizers, tokenizers.models.BPE(vocab, merges))
+        tokenizer.add_special_tokens([_SEPARATOR])
+    # The package raises plain exceptions.
+    except Exception as error:
+        raise ValueError(f"{path} is no tokenizer of a run: {error!r:.200}") from None
+    return tokenizer
+
+
+def _byte_level(tokenizers, model):
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    return tokenizer
+
+
+def _whole(path: Path) -> Iterator[tuple[str, bytes]]:
+    with named(path):
+        document = path.read_bytes()
+    yield str(path), document.removeprefix(codecs.BOM_UTF8)
+
+
+def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the place and the text of each line that is not blank."""
+    with named(path), path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
+            place = f"{path}, line {number}"
             text = _json_text(line)
             if text is None:
                 raise ValueError(
-                    f"{path}, line {number}: a line of .jsonl must be an object with "
-                    f'a string "text", got {line[:60]!r}'
+                    f"{place}: a line of .jsonl must be an object with a string "
+                    f'"text", got {line[:60]!r}'
                 )
-            yield text.encode("utf-8", "surrogatepass")
+            yield place, text.encode("utf-8", "surrogatepass")
 
 
 def _json_text(line: bytes) -> str | None:
     try:
-        record = json.loads(line)
+        # Python refuses to read integers of thousands of digits as such.
+        record = json.loads(line, parse_int=float)
     except (ValueError, RecursionError):
         return None
     text = record.get("text") if isinstance(record, dict) else None
     return text if isinstance(text, str) else None
+
+
+def _check_utf_8(document: bytes, place: str) -> None:
+    try:
+        document.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{place}: a BPE is of UTF-8 text, got {document[error.start]:#x} at byte "
+            f"{error.start}; convert it, or read its bytes without --tokenizer bpe"
+        ) from None
 
 
 def _decode(text: bytes) -> str:

@@ -9,8 +9,8 @@ import pytest
 from experiments.pretrain import data, text
 
 
-def _windows(arrays, length=4, vocab_size=1000):
-    return data.Windows(arrays, length, vocab_size)
+def _windows(arrays, length=4):
+    return data.Windows(arrays, length)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +59,10 @@ def test_split_is_by_content_and_keeps_order():
 
 
 def test_one_text_file_is_cut_in_two(tmp_path):
-    (tmp_path / "one.txt").write_bytes(bytes(range(200)))
+    (tmp_path / "one.txt").write_bytes(bytes(range(1, 201)))
     corpus = data.load_corpus([tmp_path / "one.txt"])
-    assert corpus.train[0].tolist() == [*range(190), 256]
-    assert corpus.validation[0].tolist() == [*range(190, 200), 256]
+    assert corpus.train[0].tolist() == [*range(1, 191), 256]
+    assert corpus.validation[0].tolist() == [*range(191, 201), 256]
 
 
 def test_json_lines(tmp_path):
@@ -125,11 +125,20 @@ def test_windows_predict_every_token_once():
     assert windows[2].dtype == np.int32
 
 
-def test_windows_refuse_short_data_and_foreign_tokens():
+def test_windows_refuse_short_data():
     with pytest.raises(ValueError, match=r"length of 8 needs 9 tokens .* has 5"):
         _windows([np.arange(5), np.arange(3)], length=8)
-    with pytest.raises(ValueError, match="below the vocabulary's size 7, got 8"):
-        _windows([np.arange(9)], vocab_size=7)[1]
+
+
+@pytest.mark.parametrize(("token", "rule"), [(20, "size 20, got 20"), (-1, "got -1")])
+def test_tokens_outside_the_vocabulary_are_named(token, rule, tmp_path):
+    path = tmp_path / "tokens.npy"
+    np.save(path, np.arange(20))
+    data.check_tokens(data.load_corpus([path]), 20)
+    np.save(path, np.where(np.arange(20) == 18, token, 0))
+    message = f"{rule} at 18 of the training part of .*tokens.npy"
+    with pytest.raises(ValueError, match=message):
+        data.check_tokens(data.load_corpus([path]), 20)
 
 
 def test_batches_visit_every_window_each_epoch_in_new_order():

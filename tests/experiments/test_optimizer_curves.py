@@ -92,6 +92,7 @@ def test_mistakes_are_named_and_change_nothing(command, more, message, capsys):
     argv, out = command
     if "--lr" in more:
         found = {"settings": {}, "data": "", "rows": []}
+        found |= {"command": "", "date": "", "device": {"name": "another"}}
         out.write_text(json.dumps(found))
     before = sorted(out.parent.iterdir()), out.exists() and out.read_bytes()
     assert optimizer_curves.main([*argv, *more]) == 2

@@ -1,4 +1,4 @@
-"""Tests of the main job with damaged files, hostile data and a full disk."""
+"""Tests of the main job with damaged files, wrong usage and a full disk."""
 
 import collections
 import json
@@ -7,8 +7,8 @@ import random
 import shutil
 import subprocess
 import sys
+import zlib
 
-import numpy as np
 import pytest
 
 from experiments.pretrain import program as pretrain
@@ -16,6 +16,7 @@ from experiments.pretrain import runs, text
 
 _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]
+_LOGS = ("metrics.jsonl", "moments.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +31,15 @@ def finished(tmp_path_factory, corpus):
     """The folder of a run with checkpoints of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(folder)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fp8_finished(tmp_path_factory, corpus):
+    """The folder of a run with moments in FP8 and checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("runs") / "fp8"
+    flags = [*_RUN, "--recipes", "coat", "--steps", "4", "--eval-every", "2"]
+    assert pretrain.main([*flags, "--data", str(corpus), "--out", str(folder)]) == 0
     return folder
 
 
@@ -99,6 +109,91 @@ def test_lost_and_doubled_rows_are_noticed(damage, copied, capsys):
     assert "metrics.jsonl is damaged: bf16 has" in _refusal(capsys, "--resume", copied)
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "moments.jsonl"])
+def test_a_changed_digit_of_a_row_is_noticed(name, fp8_finished, tmp_path, capsys):
+    copied = shutil.copytree(fp8_finished, tmp_path / "run")
+    path = copied / name
+    line = path.read_bytes().splitlines(keepends=True)[1]
+    at = path.read_bytes().index(line) + line.rindex(b".") + 2
+    changed = bytearray(path.read_bytes())
+    changed[at] ^= 1  # One digit becomes another.
+    assert len(json.loads(bytes(changed).splitlines()[1])) == len(json.loads(line))
+    path.write_bytes(changed)
+    said = _refusal(capsys, "--resume", copied)
+    assert f"{path} is damaged: coat's rows up to step 4 are not" in said
+
+
+def test_rows_after_the_checkpoint_are_dropped_whatever_they_hold(
+    fp8_finished, tmp_path, capsys
+):
+    copied = shutil.copytree(fp8_finished, tmp_path / "run")
+    rows = {name: (copied / name).read_bytes() for name in _LOGS}
+    for name in _LOGS:
+        with (copied / name).open("a") as file:
+            file.write('{"recipe": "coat", "step": 5, "loss": 3.0}\n{"recipe": "co')
+    assert pretrain.main(["--resume", str(copied)]) == 0
+    assert {name: (copied / name).read_bytes() for name in _LOGS} == rows
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "moments.jsonl"])
+def test_a_line_that_is_no_row_is_named(name, fp8_finished, tmp_path, capsys):
+    copied = shutil.copytree(fp8_finished, tmp_path / "run")
+    path = copied / name
+    lines = path.read_bytes().splitlines(keepends=True)
+    for wrong in (b"\xff\n", b"3\n", b"{}\n", b'{"recipe": 1, "step": 1}\n', b"\n"):
+        path.write_bytes(b"".join([lines[0], wrong, *lines[2:]]))
+        assert f"{path} is damaged: line 2 is no row" in _refusal(
+            capsys, "--resume", copied
+        )
+
+
+def _without_checksums(folder):
+    """Makes a folder as it was written before there were checksums of all files."""
+    record = json.loads((folder / "run.json").read_text())
+    del record["checksum"], record["files"]
+    (folder / "run.json").write_text(json.dumps(record))
+    for listed in (folder / "checkpoints" / "checksums").rglob("*.json"):
+        step = listed.relative_to(folder / "checkpoints" / "checksums").with_suffix("")
+        progress = folder / "checkpoints" / step / "progress" / "metadata"
+        content = json.loads(progress.read_text())
+        del content["rows"]
+        progress.write_text(json.dumps(content))
+        files = json.loads(listed.read_text())["files"]
+        files["progress/metadata"] = zlib.crc32(progress.read_bytes())
+        listed.write_text(json.dumps(files))
+
+
+def test_folders_without_checksums_go_on(fp8_finished, tmp_path, capsys):
+    copied = shutil.copytree(fp8_finished, tmp_path / "run")
+    _without_checksums(copied)
+    shutil.rmtree(copied / "checkpoints" / "coat" / "4")
+    assert pretrain.main(["--resume", str(copied)]) == 0
+    for name in _LOGS:
+        assert (copied / name).read_bytes() == (fp8_finished / name).read_bytes()
+    # The new checkpoint has checksums of all rows, also of those before it.
+    rows = (copied / "metrics.jsonl").read_text()
+    (copied / "metrics.jsonl").write_text(rows.replace('"loss": 5', '"loss": 4', 1))
+    capsys.readouterr()
+    assert "coat's rows up to step 4 are not" in _refusal(capsys, "--resume", copied)
+
+
+def test_a_changed_record_is_refused_unless_it_is_meant(copied, capsys):
+    path = copied / "run.json"
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record))  # Other spaces are no change.
+    assert pretrain.main(["--resume", str(copied)]) == 0
+    record["settings"]["lr"] *= 2
+    path.write_text(json.dumps(record))
+    said = _refusal(capsys, "--resume", copied)
+    assert f"{path} is damaged: it does not have its checksum" in said
+    del record["checksum"]
+    path.write_text(json.dumps(record))
+    assert pretrain.main(["--resume", str(copied)]) == 0
+    record["checksun"] = 0
+    path.write_text(json.dumps(record))
+    assert "entries are not those of a run" in _refusal(capsys, "--resume", copied)
+
+
 @pytest.mark.parametrize("record", ["", "{", "[]", '{"settings": {}}', "null"])
 def test_a_damaged_record_is_named(record, copied, capsys):
     (copied / "run.json").write_text(record)
@@ -134,62 +229,6 @@ def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     assert pretrain.main(["--resume", str(out)]) == 0
 
 
-_NPY = b"\x93NUMPY\x01\x00v\x00"
-_HUGE = f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({2**62},), }}".encode()
-_HOSTILE = {
-    "nested.jsonl": (b'{"text": "a"}\n' + b"[" * 100_000 + b"]" * 100_000, "line 2"),
-    "number.jsonl": (b'{"text": 3}\n', "line 1"),
-    "cut.jsonl": (b'{"text": "a"}\n{"text": "b', "line 2"),
-    "binary.jsonl": (bytes(range(256)), "line 1"),
-    "huge.npy": (_NPY + _HUGE.ljust(117) + b"\n" + bytes(4000), "huge.npy"),
-    "header.npy": (b"\x93NUMPY", "header.npy"),
-    "cut.npy": (_NPY + b"{'descr': '<u2',", "cut.npy"),
-    "code.npy": (_NPY + b"__import__('os')".ljust(117) + b"\n", "code.npy"),
-    "odd.bin": (b"abc", "odd.bin"),
-    "empty.bin": (b"", "empty.bin"),
-    "short.bin": (bytes(8), "needs 33 tokens"),
-    "large.bin": (np.full(4000, 300, np.uint16).tobytes(), "large.bin"),
-    "empty.txt": (b"", "needs 33 tokens"),
-    "picture.png": (b"\x89PNG", "picture.png"),
-}
-
-
-@pytest.mark.parametrize("name", _HOSTILE)
-def test_hostile_data_is_refused_in_one_line_and_leaves_nothing(name, tmp_path, capsys):
-    content, expected = _HOSTILE[name]
-    (tmp_path / name).write_bytes(content)
-    out = tmp_path / "run"
-    said = _refusal(capsys, *_RUN, "--data", tmp_path / name, "--out", out)
-    assert expected in said
-    assert not out.exists()
-
-
-def test_pickles_are_never_loaded(tmp_path, capsys):
-    np.save(tmp_path / "a.npy", np.array([{"a": 1}], object), allow_pickle=True)
-    said = _refusal(
-        capsys, *_RUN, "--data", tmp_path / "a.npy", "--out", tmp_path / "r"
-    )
-    assert "a.npy" in said
-
-
-def test_tokens_in_the_middle_of_the_training_part_are_checked(tmp_path, capsys):
-    tokens = np.arange(20_000, dtype=np.uint16) % 250
-    tokens[5000] = 300
-    tokens.tofile(tmp_path / "tokens.bin")
-    said = _refusal(
-        capsys, *_RUN, "--data", tmp_path / "tokens.bin", "--out", tmp_path / "r"
-    )
-    assert "got 300 at 5000" in said
-    assert "tokens.bin" in said
-
-
-def test_folders_named_like_files_are_walked_into(tmp_path, corpus):
-    (tmp_path / "pkg.py").mkdir()
-    shutil.copy(corpus, tmp_path / "pkg.py" / "a.txt")
-    out = tmp_path / "run"
-    assert pretrain.main([*_RUN, "--data", str(tmp_path), "--out", str(out)]) == 0
-
-
 def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
     out = tmp_path / "run"
     bpe = [*_RUN, "--data", str(corpus), "--tokenizer", "bpe", "--vocab-size", "300"]
@@ -200,8 +239,20 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
     out.mkdir()
     (out / "lock").touch()
     (out / "tokenizer.json").write_text("{")
+    (out / "run.json.partial").write_text("{")
     assert pretrain.main(bpe) == 0
     assert pretrain.main(["--resume", str(out)]) == 0
+    tokenizer = out / "tokenizer.json"
+    whole = tokenizer.read_text()
+    tokenizer.write_text(whole.replace("e", "f", 1))
+    capsys.readouterr()
+    assert f"{tokenizer} is damaged" in _refusal(capsys, "--resume", out)
+    # A folder of before there were checksums has none of the tokenizer.
+    record = json.loads((out / "run.json").read_text())
+    del record["checksum"], record["files"]
+    (out / "run.json").write_text(json.dumps(record))
+    tokenizer.write_text(whole[:-9])
+    assert f"{tokenizer} is no tokenizer" in _refusal(capsys, "--resume", out)
 
 
 @pytest.mark.parametrize(

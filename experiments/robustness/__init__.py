@@ -1,0 +1,1 @@
+"""Programs that try to break `experiments.pretrain`: kills, full disks and damages."""

@@ -1,0 +1,45 @@
+"""Builds faults.c, a library that makes calls on the files of one folder fail."""
+
+import subprocess
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("faults.c")
+
+
+def build(folder: Path) -> Path:
+    """Compiles the library into `folder` and returns its path."""
+    library = folder / "faults.so"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-o", str(library)]
+    subprocess.run([*command, str(_SOURCE), "-ldl"], check=True)
+    return library
+
+
+def environment(
+    library: Path,
+    root: Path,
+    *,
+    kill: int | None = None,
+    bytes_: int | None = None,
+    switch: Path | None = None,
+    log: Path | None = None,
+) -> dict[str, str]:
+    """Returns the variables that load the library into a process.
+
+    Args:
+      library: The compiled library.
+      root: The folder whose calls are counted and fail.
+      kill: Number of the call in which the process dies.
+      bytes_: Number of bytes after which the disk is full.
+      switch: A path; while a file is there the folder is read-only.
+      log: A path of a file with one line per call.
+    """
+    given = {"KILL": kill, "BYTES": bytes_, "SWITCH": switch, "LOG": log}
+    found = {"LD_PRELOAD": str(library), "FAULTS_ROOT": str(root.resolve())}
+    return found | {f"FAULTS_{k}": str(v) for k, v in given.items() if v is not None}
+
+
+def logged(path: Path) -> list[tuple[str, int]]:
+    """Returns the names of the calls in a log, in their order, and their bytes."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: int(line[0]))
+    return [(name, int(size)) for _, name, size in lines]

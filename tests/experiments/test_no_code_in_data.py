@@ -1,0 +1,70 @@
+"""Tests that no program runs code from a file: nothing unpickles or evaluates."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_FOLDERS = ("coat_jax", "pallas_kernels", "experiments")
+# Modules and functions whose readers can run code that is in a file.
+_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"}
+_MODULES |= {"yaml", "runpy", "importlib.machinery"}
+_CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "allow_pickle"}
+# It writes pickles, which the training program must refuse.
+_WRITES = {"experiments/robustness/hostile_inputs.py"}
+
+
+def dangers(source: str) -> set[str]:
+    """Returns what in a program's source can run code that is in a file."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & _MODULES
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} & _MODULES
+        elif isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name):
+                found |= {node.func.id} & _CALLS
+            for keyword in node.keywords:
+                safe = isinstance(keyword.value, ast.Constant) and (
+                    keyword.value.value is False
+                )
+                found |= ({keyword.arg} & _CALLS) if not safe else set()
+    return found
+
+
+def sources():
+    for folder in _FOLDERS:
+        for path in sorted((_ROOT / folder).rglob("*.py")):
+            yield str(path.relative_to(_ROOT)), path.read_text()
+        for path in sorted((_ROOT / folder).rglob("*.ipynb")):
+            cells = json.loads(path.read_text())["cells"]
+            code = [c["source"] for c in cells if c["cell_type"] == "code"]
+            lines = [line.rstrip("\n") for cell in code for line in cell]
+            lines = [line for line in lines if not line.startswith(("%", "!"))]
+            yield str(path.relative_to(_ROOT)), "\n".join(lines)
+
+
+def test_no_program_reads_pickles_or_evaluates():
+    found = {name: dangers(source) for name, source in sources()}
+    assert len(found) > 100
+    assert {name for name, what in found.items() if what} == _WRITES
+
+
+@pytest.mark.parametrize(
+    ("source", "danger"),
+    [
+        ("import pickle", "pickle"),
+        ("from pickle import loads", "pickle"),
+        ("import numpy as np\nnp.load(f, allow_pickle=True)", "allow_pickle"),
+        ("np.load(f, allow_pickle=flag)", "allow_pickle"),
+        ("eval(text)", "eval"),
+        ("def f():\n  exec(open(path).read())", "exec"),
+        ("import yaml", "yaml"),
+    ],
+)
+def test_dangers_are_found(source, danger):
+    assert danger in dangers(source)
+    assert not dangers("import json\nnp.load(f, allow_pickle=False)\nmodel.eval()")
