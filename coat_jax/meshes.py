@@ -1,11 +1,13 @@
-"""Functions on meshes with explicit axes, whose arrays are sharded by their types."""
+"""Functions of arrays on meshes, with explicit axes or automatic ones."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import placement
 
 
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
@@ -41,3 +43,30 @@ def on_explicit_tokens(fn: Callable, x: Array, tokens: int, results: Any) -> Cal
         lambda split: jax.NamedSharding(where.mesh, specs[split]), results
     )
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)
+
+
+def embedded(
+    table: Float[Array, "vocab h"],
+    tokens: Int[Array, "b s"],
+    batch_axes: str | tuple[str, ...] | None,
+) -> Float[Array, "b s h"]:
+    """Returns the rows of `table` at `tokens`, split like the tokens on a mesh.
+
+    Args:
+      table: The embedding.
+      tokens: The tokens.
+      batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
+        None leaves it to XLA.
+    """
+    mesh = placement.mesh_of((table, tokens))
+    if mesh is None or mesh.manual_axes:
+        return table[tokens]
+    if mesh.explicit_axes:
+        batch, length = (*jax.typeof(tokens).sharding.spec, None, None)[:2]
+        where = jax.NamedSharding(mesh, P(batch, length, None))
+        return table.at[tokens].get(out_sharding=where)
+    x = table[tokens]
+    if batch_axes is None:
+        return x
+    where = jax.NamedSharding(mesh, P(batch_axes, None, None))
+    return jax.lax.with_sharding_constraint(x, where)

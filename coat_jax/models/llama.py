@@ -13,8 +13,10 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
-from pallas_kernels import Activation, NormKind
+from coat_jax.meshes import embedded, on_explicit_tokens
+from pallas_kernels import Activation, NormKind, dispatch, placement
 from pallas_kernels.checks import check_positive
+from pallas_kernels.placement import Axes
 
 # The number of logits in a chunk of `cross_entropy`, at most: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26
@@ -41,6 +43,9 @@ class LlamaConfig:
       param_dtype: The dtype of the parameters.
       recipe: The precision recipe of the layers: "bf16", "te", "coat" or "coat_max".
       scaling: The scaling of gradients in the layers; see `DecoderLayer`.
+      batch_axes: The mesh axes that split the batch, for meshes whose axes are
+        automatic: there no type says how tokens are split, and XLA may split the
+        residual stream in another way.
     """
 
     vocab_size: int
@@ -59,6 +64,7 @@ class LlamaConfig:
     param_dtype: DTypeLike = jnp.float32
     recipe: recipes.RecipeName = "coat"
     scaling: recipes.Scaling = "just_in_time"
+    batch_axes: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         check_positive(
@@ -152,8 +158,9 @@ class Llama(nnx.Module):
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
         recipe = recipes.RECIPES[self.config.recipe]
-        x = self.embedding[...][tokens].astype(self.config.dtype)
-        x = recipe.leave(apply_layers(self.layers, recipe.enter(x)))
+        x = embedded(self.embedding[...], tokens, self.config.batch_axes)
+        x = recipe.enter(x.astype(self.config.dtype))
+        x = recipe.leave(apply_layers(self.layers, x))
         weight = None if self.norm is None else self.norm[...]
         norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
         return recipe.norm(norm)(weight, x)
@@ -228,14 +235,15 @@ def cross_entropy(
             f"targets must have the shape {tokens.shape} of tokens, got {targets.shape}"
         )
     hidden = model.hidden(tokens)
-    return _mean_loss(hidden.reshape(-1, hidden.shape[-1]), model._head(), targets)
+    loss = on_explicit_tokens(_mean_loss, hidden, 2, results=False)
+    return loss(hidden, model._head(), targets)
 
 
 @jax.custom_vjp
 def _mean_loss(
-    hidden: Float[Array, "t h"],
+    hidden: Float[Array, "b s h"],
     head: Float[Array, "h vocab"],
-    targets: Int[Array, "*t"],
+    targets: Int[Array, "b s"],
 ) -> Float[Array, ""]:
     """Computes the mean of all tokens' losses.
 
@@ -243,25 +251,13 @@ def _mean_loss(
     loss, while the chunk's logits exist. They are gradients of the mean already, so
     that no other pass divides them by the number of tokens.
     """
-
-    def add(total, chunk):
-        return total + _chunk_loss(chunk[0], head, chunk[1], targets.size), None
-
-    zero = jnp.zeros((), jnp.float32)
-    return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
+    return _Loss(count=targets.size)(hidden, head, targets)
 
 
 def _mean_loss_fwd(hidden, head, targets):
-    def add(carry, chunk):
-        total, dhead = carry
-        loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(
-            chunk[0], head, chunk[1], targets.size
-        )
-        return (total + loss, dhead + grads[1]), grads[0]
-
-    zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
-    (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
-    return total, (dhidden.reshape(hidden.shape), dhead)
+    arrays = placement.with_common_mesh((hidden, head, targets))
+    loss, *grads = _LossAndGrads(count=targets.size)(*arrays)
+    return loss, grads
 
 
 def _mean_loss_bwd(grads, dmean):
@@ -270,6 +266,55 @@ def _mean_loss_bwd(grads, dmean):
 
 
 _mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss(dispatch.Operation):
+    """The sum of all tokens' losses, divided by `count`, in chunks of tokens.
+
+    On a mesh each device has chunks of its own tokens.
+    """
+
+    count: int
+    name = "cross_entropy"
+
+    def reference(self, hidden, head, targets):
+        def add(total, chunk):
+            return total + _chunk_loss(chunk[0], head, chunk[1], self.count), None
+
+        zero = jnp.zeros((), jnp.float32)
+        return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
+
+    kernel = reference
+
+    def obstacle(self, *arrays) -> None:
+        return None
+
+    def axes(self, *arrays) -> tuple:
+        return (Axes("b s _"), Axes("_ _"), Axes("b s")), Axes("", reduced="sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class _LossAndGrads(_Loss):
+    """The loss, and its gradients with respect to `hidden` and `head`."""
+
+    def reference(self, hidden, head, targets):
+        def add(carry, chunk):
+            total, dhead = carry
+            loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(
+                chunk[0], head, chunk[1], self.count
+            )
+            return (total + loss, dhead + grads[1]), grads[0]
+
+        zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
+        (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
+        return total, dhidden.reshape(hidden.shape), dhead
+
+    kernel = reference
+
+    def axes(self, *arrays) -> tuple:
+        operands, loss = super().axes(*arrays)
+        return operands, (loss, operands[0], Axes("h vocab", reduced="sum"))
 
 
 def _chunk_loss(
