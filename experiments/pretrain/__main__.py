@@ -2,6 +2,14 @@
 
 import sys
 
-from experiments.pretrain.program import main
+from experiments.pretrain import interrupts
 
-sys.exit(main())
+
+def _run(stop: interrupts.Interrupts) -> int:
+    # Importing takes seconds, in which Ctrl-C is answered too.
+    from experiments.pretrain.program import run_program
+
+    return run_program(None, stop)
+
+
+sys.exit(interrupts.run(_run))

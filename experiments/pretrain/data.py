@@ -118,12 +118,9 @@ class Windows:
     another.
     """
 
-    def __init__(
-        self, arrays: Sequence[np.ndarray], length: int, vocab_size: int
-    ) -> None:
+    def __init__(self, arrays: Sequence[np.ndarray], length: int) -> None:
         self._arrays = arrays
         self._length = length
-        self._vocab_size = vocab_size
         counts = [max(array.size - 1, 0) // length for array in arrays]
         self._ends = np.cumsum(counts)
         if sum(counts) == 0:
@@ -137,20 +134,11 @@ class Windows:
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length+1"]:
-        """Returns window `index` as int32.
-
-        Raises:
-          ValueError: If the window has a token outside the vocabulary.
-        """
+        """Returns window `index` as int32."""
         which = int(np.searchsorted(self._ends, index, side="right"))
         before = int(self._ends[which - 1]) if which else 0
         start = (index - before) * self._length
         window = self._arrays[which][start : start + self._length + 1]
-        if (largest := int(window.max())) >= self._vocab_size:
-            raise ValueError(
-                f"tokens must be below the vocabulary's size {self._vocab_size}, got "
-                f"{largest}; --vocab-size sets it for token files"
-            )
         return window.astype(np.int32)
 
 

@@ -1,6 +1,7 @@
 """A run's folder: settings, metrics and checkpoints, safe against a kill at any time.
 
-run.json         the settings, the data's fingerprint and the number of steps
+run.json         the settings, the data's fingerprint, the number of steps, and for
+                 how many the learning rate is scheduled
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
 checkpoints/     one folder per recipe with the latest states, and their checksums
@@ -11,9 +12,9 @@ import dataclasses
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
-import signal
 import time
 import weakref
 import zlib
@@ -30,7 +31,9 @@ from experiments.pretrain.training import TrainState, tree_bytes
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 _LOCK = "lock"
-_LEFTOVERS = {_LOCK, "tokenizer.json"}
+_LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
+# The settings that touch no step that is done. A resumed run may also have more steps.
+_CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -46,6 +49,11 @@ class Progress:
       device_peak_bytes: Peak memory of the device. It is None if the device does not
         report it, or if an earlier recipe of the process had a higher peak.
       measured: Sizes and the compile time, measured before the first step.
+      skipped: Number of steps that changed nothing, because they were bad.
+      rollbacks: Number of returns to the checkpoint that `origin` names.
+      origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
+        state. It is `step` itself, and None means that, except in a checkpoint of a
+        stop with `bad_step="rollback"`. So a stop changes no later step.
     """
 
     step: int = 0
@@ -54,6 +62,13 @@ class Progress:
     timed_steps: int = 0
     device_peak_bytes: int | None = None
     measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
+    skipped: int = 0
+    rollbacks: int = 0
+    origin: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            self.origin = self.step
 
     def tokens_per_s(self, settings: Settings) -> float | None:
         """Returns the speed of the timed steps, or None before the first one."""
@@ -75,7 +90,8 @@ class Progress:
 class Checkpoints:
     """The latest checkpoints of one recipe.
 
-    A new checkpoint replaces the oldest one only when it is complete. Beside every
+    A new checkpoint replaces the oldest one only when it is complete, and never the one
+    that its `Progress.origin` names. Beside every
     checkpoint there is a list of its files' checksums. A checkpoint whose files differ
     from the list is moved to a folder of damaged ones, and an older one is used.
 
@@ -85,12 +101,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
+        self._keep = keep
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
                 # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
@@ -109,6 +125,7 @@ class Checkpoints:
             aside.mkdir(exist_ok=True)
             name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
             os.replace(path, aside / name)
+            _list_of(path).unlink(missing_ok=True)
             print(f"{damage}; going on from step {steps[-1].name} instead")
 
     def __enter__(self) -> Self:
@@ -130,9 +147,27 @@ class Checkpoints:
             listed = _list_of(path)
             listed.parent.mkdir(parents=True, exist_ok=True)
             write_json(listed, _checksums(path))
-            for old in listed.parent.iterdir():
-                if not (self._folder / old.stem).exists():
-                    old.unlink()
+            for old in sorted(self._manager.all_steps())[: -self._keep]:
+                if old != progress.origin:
+                    self._delete(old)
+
+    def roll_back(self, step: int) -> None:
+        """Deletes the checkpoints after `step`, whose own is then the latest.
+
+        Raises:
+          OSError: If the checkpoint of `step` is damaged or missing.
+        """
+        path = self._folder / str(step)
+        if step and (damage := _damage(path) if path.exists() else f"no {path}"):
+            raise OSError(damage)
+        for later in sorted(self._manager.all_steps(), reverse=True):
+            if later > step:
+                self._delete(later)
+
+    def _delete(self, step: int) -> None:
+        # A list without its checkpoint would refuse the next checkpoint of this step.
+        _list_of(self._folder / str(step)).unlink(missing_ok=True)
+        self._manager.delete(step)
 
     def progress(self) -> Progress:
         """Returns the latest checkpoint's progress; its step is 0 if there is none."""
@@ -208,6 +243,8 @@ class Run:
       folder: The path of the folder.
       settings: The run's settings.
       steps: Steps of each recipe; None until the first recipe has settled it.
+      schedule_steps: Steps after which the learning rate stays as it is; None like
+        `steps`. They are the steps that the run was started with.
       command: The command line that started the run.
     """
 
@@ -216,6 +253,7 @@ class Run:
         self.folder = folder
         self.settings = Settings.from_json(record["settings"])
         self.steps: int | None = record["steps"]
+        self.schedule_steps: int | None = record.get("schedule_steps", self.steps)
         self.command: str = record["command"]
         self._record = record
 
@@ -239,10 +277,12 @@ class Run:
         check_unused(folder)
         for file in files:
             shutil.copyfile(file, folder / file.name)
+        steps = settings.steps if settings.minutes is None else None
         record = {
             "settings": dataclasses.asdict(settings),
             "data": fingerprint,
-            "steps": settings.steps if settings.minutes is None else None,
+            "steps": steps,
+            "schedule_steps": steps,
             "command": command_line(),
         }
         write_json(folder / _RUN, record)
@@ -250,11 +290,12 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
-        """Continues a run.
+        """Continues a run; `record_changes` stores what `given` changes of it.
 
         Args:
           folder: The run's folder.
-          given: Settings of the command line. They must equal the run's own.
+          given: Settings of the command line. They must equal the run's own, except for
+            more steps and for what touches no step that is done.
 
         Raises:
           ValueError: If there is no run in `folder`, or it has other settings.
@@ -266,15 +307,47 @@ class Run:
             run = cls(folder, record, _locked(folder))
         except (KeyError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder / _RUN} is damaged: {error!r}") from None
+        run._change(given)
+        run._drop_unsaved_rows()
+        return run
+
+    def _change(self, given: Mapping[str, Any]) -> None:
+        """Takes over the settings that a resumed run may change."""
         for name, value in given.items():
-            if value != (own := getattr(run.settings, name)):
+            own = getattr(self.settings, name)
+            if value != own and name not in _CHANGEABLE | {"steps"}:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "
-                    f"and {folder} has {own!r}"
+                    f"and {self.folder} has {own!r}"
                 )
-        run._drop_unsaved_rows()
-        return run
+        # The command that a run was started with changes nothing, even if its budget
+        # has lowered the number of steps.
+        repeated = "minutes" in given and given.get("steps") == self.settings.steps
+        if "steps" in given and not repeated:
+            self._extend(given["steps"])
+        self.settings = dataclasses.replace(self.settings, **given)
+
+    def _extend(self, steps: int) -> None:
+        own = self.steps or self.settings.steps
+        if steps < own:
+            raise ValueError(
+                f"a resumed run may only get more steps, but --steps {steps} was given "
+                f"and {self.folder} has {own}"
+            )
+        if self.steps is not None:
+            self.steps = steps
+
+    def record_changes(self) -> None:
+        """Writes run.json if it differs from the settings and steps of this object."""
+        record = self._record | {
+            "settings": dataclasses.asdict(self.settings),
+            "steps": self.steps,
+            "schedule_steps": self.schedule_steps,
+        }
+        if json.loads(json.dumps(record)) != json.loads(json.dumps(self._record)):
+            self._record = record
+            write_json(self.folder / _RUN, record)
 
     def check_data(self, fingerprint: str) -> None:
         """Raises ValueError if the data changed since the run began."""
@@ -283,8 +356,8 @@ class Run:
 
     def fix_steps(self, steps: int) -> None:
         """Records the number of steps, for all recipes and for a resumed run."""
-        self.steps = self._record["steps"] = steps
-        write_json(self.folder / _RUN, self._record)
+        self.steps = self.schedule_steps = steps
+        self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
         """Returns the recipe's checkpoints, a context manager."""
@@ -292,7 +365,10 @@ class Run:
         return Checkpoints(folder, self.settings.keep)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the rows of metrics.jsonl, without an incomplete last line."""
+        """Returns the rows of metrics.jsonl, without an incomplete last line.
+
+        A null is NaN in them.
+        """
         return list(_read_rows(self.folder / _METRICS))
 
     def append_metrics(self) -> "RowLog":
@@ -314,14 +390,11 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress().step
         for name in (_METRICS, _MOMENTS):
-            (self.folder / name).touch()
             rows = _read_rows(self.folder / name)
             rows = [row for row in rows if row["step"] <= saved[row["recipe"]]]
             if name == _METRICS:
                 self._check_rows(rows, saved)
-            partial = self.folder / f"{name}.partial"
-            partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-            os.replace(partial, self.folder / name)
+            _replace_rows(self.folder / name, rows)
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
         """Raises ValueError unless there is one row for each step that was saved."""
@@ -339,6 +412,7 @@ class RowLog:
     """A file of JSON rows, open for appending; a written row is readable at once."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._file = path.open("a", buffering=1)
 
     def __enter__(self) -> Self:
@@ -349,31 +423,19 @@ class RowLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row."""
-        self._file.write(json.dumps(row) + "\n")
+        self._file.write(_line_of(row))
+
+    def drop_after(self, recipe: Recipe, step: int) -> None:
+        """Drops the rows of later steps of a recipe, all or none."""
+        rows = _read_rows(self._path)
+        kept = [row for row in rows if row["recipe"] != recipe or row["step"] <= step]
+        _replace_rows(self._path, kept)
+        self._file.close()
+        self._file = self._path.open("a", buffering=1)
 
     def sync(self) -> None:
         """Blocks until all rows are on disk."""
         os.fsync(self._file.fileno())
-
-
-class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request; the second acts as usual."""
-
-    def __init__(self) -> None:
-        self.made = False
-
-    def __enter__(self) -> Self:
-        signals = signal.SIGINT, signal.SIGTERM
-        self._handlers = {s: signal.signal(s, self._make) for s in signals}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _make(self, *_) -> None:
-        self.made = True
-        self.__exit__()
 
 
 def _not_empty(state: TrainState) -> dict[str, Any]:
@@ -423,4 +485,21 @@ def _read_rows(path: Path) -> Iterable[dict[str, Any]]:
         return
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):
-            yield json.loads(line)
+            row = json.loads(line)
+            yield {k: math.nan if v is None else v for k, v in row.items()}
+
+
+def _replace_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Replaces a file by rows, atomically."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text("".join(map(_line_of, rows)))
+    os.replace(partial, path)
+
+
+def _line_of(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON, which has null where Python has NaN."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"

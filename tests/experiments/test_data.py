@@ -9,8 +9,8 @@ import pytest
 from experiments.pretrain import data, text
 
 
-def _windows(arrays, length=4, vocab_size=1000):
-    return data.Windows(arrays, length, vocab_size)
+def _windows(arrays, length=4):
+    return data.Windows(arrays, length)
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +125,17 @@ def test_windows_predict_every_token_once():
     assert windows[2].dtype == np.int32
 
 
-def test_windows_refuse_short_data_and_foreign_tokens():
+def test_windows_refuse_short_data():
     with pytest.raises(ValueError, match=r"length of 8 needs 9 tokens .* has 5"):
         _windows([np.arange(5), np.arange(3)], length=8)
-    with pytest.raises(ValueError, match="below the vocabulary's size 7, got 8"):
-        _windows([np.arange(9)], vocab_size=7)[1]
+
+
+def test_tokens_outside_the_vocabulary_are_named(tmp_path):
+    np.arange(20, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    corpus = data.load_corpus([tmp_path / "tokens.bin"])
+    data.check_tokens(corpus, 20)
+    with pytest.raises(ValueError, match=r"size 17, got 18 at 18 of .*tokens\.bin"):
+        data.check_tokens(corpus, 17)
 
 
 def test_batches_visit_every_window_each_epoch_in_new_order():
