@@ -27,15 +27,22 @@ _CLOSE, _HANDLED = 0, 128  # Bytes of the pipe that are no signal's number.
 
 def run(work: "Callable[[Interrupts], int]") -> int:
     """Runs `work` and returns its exit code, or `STOPPED` if a signal ended it."""
+    interrupts = Interrupts()
     try:
-        with Interrupts() as interrupts:
+        with interrupts:
             return work(interrupts)
-    except KeyboardInterrupt:
+    except BaseException:
+        # An interrupted import of compiled code raises another error.
+        if not interrupts.raised:
+            raise
         return STOPPED
 
 
 class Interrupts:
     """Prints an answer to the first SIGINT or SIGTERM at once, and ends the process.
+
+    Attributes:
+      raised: Whether a signal has raised KeyboardInterrupt.
 
     Within `deferred` the first signal only sets `made`. Elsewhere it raises
     KeyboardInterrupt. If the main thread does not leave C++ to do so within a second,
@@ -48,7 +55,7 @@ class Interrupts:
 
     def __init__(self) -> None:
         self._is_deferred = False
-        self._raised = False
+        self.raised = False
         self._answers: dict[None, str] = {}
         self._folders: list[str] = []
 
@@ -93,8 +100,8 @@ class Interrupts:
 
     def _handle(self, *_) -> None:
         os.write(self._writer, bytes([_HANDLED]))
-        if self._answer() is _NOW and not self._raised:
-            self._raised = True
+        if self._answer() is _NOW and not self.raised:
+            self.raised = True
             raise KeyboardInterrupt
 
     def _answer(self) -> str:
