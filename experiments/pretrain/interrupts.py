@@ -41,21 +41,21 @@ def run(work: "Callable[[Interrupts], int]") -> int:
 class Interrupts:
     """Prints an answer to the first SIGINT or SIGTERM at once, and ends the process.
 
-    Attributes:
-      raised: Whether a signal has raised KeyboardInterrupt.
-
     Within `deferred` the first signal only sets `made`. Elsewhere it raises
     KeyboardInterrupt. If the main thread does not leave C++ to do so within a second,
-    or at a second signal, the process ends without it.
+    or at a second signal, or within `abrupt`, the process ends without it.
 
     Python runs signal handlers in the main thread alone, once it is back from C++. A
     thread therefore reads the numbers that `signal.set_wakeup_fd` writes to a pipe. An
     event loop may take that place for a while, so handlers write to the pipe too.
+
+    Attributes:
+      raised: Whether a signal has raised KeyboardInterrupt.
     """
 
     def __init__(self) -> None:
-        self._is_deferred = False
         self.raised = False
+        self._is_deferred = self._is_abrupt = False
         self._answers: dict[None, str] = {}
         self._folders: list[str] = []
 
@@ -72,6 +72,18 @@ class Interrupts:
             yield
         finally:
             self._is_deferred = False
+
+    @contextlib.contextmanager
+    def abrupt(self) -> Iterator[None]:
+        """Ends the process in the block without an exception.
+
+        Compiled code that is being imported prints one, or even swallows it.
+        """
+        self._is_abrupt = True
+        try:
+            yield
+        finally:
+            self._is_abrupt = False
 
     @contextlib.contextmanager
     def temporary_folder(self) -> Iterator[Path]:
@@ -100,7 +112,7 @@ class Interrupts:
 
     def _handle(self, *_) -> None:
         os.write(self._writer, bytes([_HANDLED]))
-        if self._answer() is _NOW and not self.raised:
+        if self._answer() is _NOW and not self.raised and not self._is_abrupt:
             self.raised = True
             raise KeyboardInterrupt
 
@@ -130,7 +142,7 @@ class Interrupts:
             answer = self._answer()
             _say(answer)
             if answer is _NOW:
-                deadline = time.monotonic() + _GRACE
+                deadline = time.monotonic() + (0.0 if self._is_abrupt else _GRACE)
 
     def _end(self) -> None:
         for folder in self._folders:

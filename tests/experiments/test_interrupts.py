@@ -15,7 +15,7 @@ from experiments.pretrain import interrupts
 _TINY = ["--preset", "tiny", "--recipes", "bf16", "--eval-batches", "1"]
 _NOW = "stopping now\n"
 _LATER = "stopping after this step; a checkpoint is saved; Ctrl-C again stops at once\n"
-_PATIENCE = 240.0  # Seconds in which a process reaches what it is awaited at.
+_PATIENCE = 60.0  # Seconds in which a process reaches what it is awaited at.
 
 
 class Process:
@@ -25,23 +25,25 @@ class Process:
         self.scratch, self.out = folder / "scratch", folder / "run"
         self.scratch.mkdir()
         program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
-        self._process = subprocess.Popen(
-            [*program, *_TINY, *flags, "--out", str(self.out)],
-            # Nothing is compiled yet, and LLVM takes its time, as without tests.
-            env=os.environ
-            | {"TMPDIR": str(self.scratch), "XLA_FLAGS": ""}
-            | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")},
-            stdout=subprocess.PIPE,
-            stderr=(folder / "stderr").open("wb"),
-        )
         self._stderr = folder / "stderr"
+        with self._stderr.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [*program, *_TINY, *flags, "--out", str(self.out)],
+                # Nothing is compiled yet, and LLVM takes its time, as without tests.
+                env=os.environ
+                | {"TMPDIR": str(self.scratch), "XLA_FLAGS": ""}
+                | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         self._lines: list[tuple[float, str]] = []
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
 
     def _read(self) -> None:
-        for line in self._process.stdout:
-            self._lines.append((time.monotonic(), line.decode()))
+        with self._process.stdout as lines:
+            for line in lines:
+                self._lines.append((time.monotonic(), line.decode()))
 
     def said(self, beginning: str) -> float | None:
         """Returns when it printed a line that begins so, or None."""
@@ -85,14 +87,17 @@ class Process:
         return seconds
 
     def kill(self) -> None:
+        """Ends it, if it has not ended."""
         self._process.kill()
         self._process.wait()
         self._reader.join()
 
     def output(self) -> str:
+        """Returns what it has printed."""
         return "".join(line for _, line in self._lines)
 
     def errors(self) -> str:
+        """Returns what it has written to stderr, its progress bar included."""
         return self._stderr.read_text()
 
 
@@ -108,3 +113,92 @@ def start(tmp_path):
     yield start
     for process in started:
         process.kill()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_process_that_imports_ends_at_once(number, start):
+    process = start()
+    process.wait(process.catches_signals)
+    assert process.signal(number, _NOW) < 1
+    assert process.end() < 1
+    assert (process.output(), process.errors()) == (_NOW, "")
+    assert not process.out.exists()
+
+
+def test_training_of_a_tokenizer_is_left(start):
+    process = start("--tokenizer", "bpe")
+    process.wait(lambda: any(process.scratch.iterdir()))
+    time.sleep(3)  # It reads the text first.
+    assert process.signal(signal.SIGTERM, _NOW) < 0.8
+    assert process.end() < 5
+    assert (process.output(), process.errors()) == (_NOW, "")
+    assert not list(process.scratch.iterdir())
+    assert not process.out.exists()
+
+
+def test_compilation_is_left(start):
+    process = start()
+    process.wait(lambda: process.said("bf16: compiling"))
+    time.sleep(2)  # It traces first.
+    assert process.signal(signal.SIGINT, _NOW) < 0.8
+    assert process.end() < 5
+    assert process.output().endswith("for cpu\n" + _NOW)
+    assert process.errors() == ""
+    assert not list(process.scratch.iterdir())
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_a_step_is_finished_unless_there_is_a_second_signal(twice, start):
+    # A step takes a second.
+    process = start("--steps", "99", "--batch-size", "8", "--seq-len", "512")
+    process.wait(lambda: process.said("bf16: compiled in"))
+    process.wait(lambda: (process.out / "metrics.jsonl").read_text())
+    assert process.signal(signal.SIGINT, _LATER) < 0.8
+    if twice:
+        process.signal(signal.SIGINT, _LATER)
+    process.end()
+    assert "Traceback" not in process.errors()
+    last = process.output().split(_LATER)[1]
+    saved = list((process.out / "checkpoints" / "bf16").iterdir())
+    if twice:
+        assert (last, saved) == ("", [])
+    else:
+        assert last.startswith("saved; to go on:\n")
+        assert len(saved) == 1
+
+
+def test_what_an_interruption_raises_is_its_exit_code():
+    def work(stop):
+        try:
+            with stop.temporary_folder() as folder:
+                found.append(folder)
+                os.kill(os.getpid(), signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("compiled code was interrupted") from None
+
+    found = []
+    assert interrupts.run(work) == interrupts.STOPPED
+    assert not found[0].exists()
+
+
+def test_other_errors_and_exit_codes_pass():
+    def fail(stop):
+        raise ValueError("no signal")
+
+    with pytest.raises(ValueError, match="no signal"):
+        interrupts.run(fail)
+    assert interrupts.run(lambda stop: 7) == 7
+
+
+def test_handlers_are_restored_and_a_block_may_finish(capsys):
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with interrupts.Interrupts() as stop:
+        with stop.deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            assert stop.made
+        while not (said := capsys.readouterr().out):
+            time.sleep(0.001)
+    assert said == _LATER
+    assert signal.set_wakeup_fd(-1) == -1
+    after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    assert after == before
