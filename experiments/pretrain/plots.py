@@ -43,7 +43,7 @@ def plot_losses(run: Run, token: str) -> Figure:
         gaps.plot(steps, 100 * (smooth / first[0] - 1), **style, linewidth=1.4)
         # Recipes that a longer run found at different steps have other validations.
         gap = {s: 100 * (x / first[1][s] - 1) for s, x in val.items() if s in first[1]}
-        gaps.plot(*_xy(gap), **style, **_MARKER)
+        gaps.plot(*_xy(gap), **style, **_MARKER, label=f"{recipe}, validation")
     losses.set_ylim(*_interesting(metrics))
     losses.set_ylabel(f"nats / {token}")
     _explain(losses, gaps, run)
