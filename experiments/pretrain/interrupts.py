@@ -61,7 +61,7 @@ class Interrupts:
 
     @property
     def made(self) -> bool:
-        """Whether a signal has come."""
+        """True once a signal has come."""
         return bool(self._answers)
 
     @contextlib.contextmanager
