@@ -91,9 +91,9 @@ class Checkpoints:
     """The latest checkpoints of one recipe.
 
     A new checkpoint replaces the oldest one only when it is complete, and never the one
-    that its `Progress.origin` names. Beside every
-    checkpoint there is a list of its files' checksums. A checkpoint whose files differ
-    from the list is moved to a folder of damaged ones, and an older one is used.
+    that its `Progress.origin` names. Beside every checkpoint there is a list of its
+    files' checksums. A checkpoint whose files differ from the list is moved to a folder
+    of damaged ones, and an older one is used.
 
     Raises:
       ValueError: If there are checkpoints, and all of them are damaged.
@@ -147,9 +147,8 @@ class Checkpoints:
             listed = _list_of(path)
             listed.parent.mkdir(parents=True, exist_ok=True)
             write_json(listed, _checksums(path))
-            for old in sorted(self._manager.all_steps())[: -self._keep]:
-                if old != progress.origin:
-                    self._delete(old)
+            older = sorted(self._manager.all_steps())[: -self._keep]
+            self._delete(step for step in older if step != progress.origin)
 
     def roll_back(self, step: int) -> None:
         """Deletes the checkpoints after `step`, whose own is then the latest.
@@ -160,14 +159,19 @@ class Checkpoints:
         path = self._folder / str(step)
         if step and (damage := _damage(path) if path.exists() else f"no {path}"):
             raise OSError(damage)
-        for later in sorted(self._manager.all_steps(), reverse=True):
-            if later > step:
-                self._delete(later)
+        found = sorted(self._manager.all_steps(), reverse=True)
+        self._delete(later for later in found if later > step)
 
-    def _delete(self, step: int) -> None:
-        # A list without its checkpoint would refuse the next checkpoint of this step.
-        _list_of(self._folder / str(step)).unlink(missing_ok=True)
-        self._manager.delete(step)
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Deletes checkpoints; a kill leaves either all or nothing of each."""
+        aside = self._folder.parent / "deleted"
+        for step in steps:
+            shutil.rmtree(aside, ignore_errors=True)
+            # A list without its checkpoint would refuse the next one of this step.
+            _list_of(self._folder / str(step)).unlink(missing_ok=True)
+            os.replace(self._folder / str(step), aside)
+            shutil.rmtree(aside)
+        self._manager.reload()
 
     def progress(self) -> Progress:
         """Returns the latest checkpoint's progress; its step is 0 if there is none."""
