@@ -19,6 +19,7 @@ from coat_jax.models import llama
 from experiments.pretrain import bad_steps, data, loop, runs, training
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, model_config
+from tests.helpers.kills import Killed, kill, on_call
 
 _STEPS = 12
 _ARGV = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "4"]
@@ -225,26 +226,6 @@ def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsy
     assert [r["step"] for r in _rows(out) if "skipped" in r] == [5, 6, 7, 8]
 
 
-class _Killed(BaseException):
-    """An end that no code of the program expects, as SIGKILL is."""
-
-
-def _on_call(monkeypatch, owner, name, number, action):
-    """Runs `action` before the call `number` of a method."""
-    original, calls = getattr(owner, name), itertools.count(1)
-
-    def wrapper(*args, **kwargs):
-        if next(calls) == number:
-            action()
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, wrapper)
-
-
-def _kill():
-    raise _Killed
-
-
 def _interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
@@ -256,11 +237,11 @@ def _interrupt():
         (training.Trainer, "step", 6, _interrupt, 130),
         (training.Trainer, "step", 7, _interrupt, 130),
         (training.Trainer, "step", 9, _interrupt, 130),
-        (training.Trainer, "step", 9, _kill, None),
-        (runs.Checkpoints, "roll_back", 1, _kill, None),
-        (runs.RowLog, "drop_after", 1, _kill, None),
-        (runs.RowLog, "drop_after", 2, _kill, None),
-        (loop.Loop, "_recent_losses", 2, _kill, None),
+        (training.Trainer, "step", 9, kill, None),
+        (runs.Checkpoints, "roll_back", 1, kill, None),
+        (runs.RowLog, "drop_after", 1, kill, None),
+        (runs.RowLog, "drop_after", 2, kill, None),
+        (loop.Loop, "_recent_losses", 2, kill, None),
     ],
 )
 def test_a_rollback_is_the_same_after_any_end(
@@ -269,9 +250,9 @@ def test_a_rollback_is_the_same_after_any_end(
     (undisturbed, path), out = rolled_back, tmp_path / "disturbed"
     flags = ["--bad-step", "rollback", "--keep", "1"]
     with monkeypatch.context() as patch:
-        _on_call(patch, owner, name, number, action)
+        on_call(patch, owner, name, number, action)
         if code is None:
-            with pytest.raises(_Killed):
+            with pytest.raises(Killed):
                 _train(path, out, *flags)
         else:
             assert _train(path, out, *flags) == code
@@ -289,7 +270,7 @@ def test_rollbacks_before_and_after_a_stop_count_together(
     """The checkpoint of a stop is none that a rollback returns to."""
     out, path = tmp_path / "run", corpus(_NAN, 5, 7, 9, 11)
     with monkeypatch.context() as patch:
-        _on_call(patch, training.Trainer, "step", 8, _interrupt)
+        on_call(patch, training.Trainer, "step", 8, _interrupt)
         assert _train(path, out, "--bad-step", "rollback", "--keep", "1") == 130
     with runs.Run.resume(out, {}).checkpoints("bf16") as checkpoints:
         found = checkpoints.progress()
@@ -325,8 +306,8 @@ def test_a_resumed_run_has_the_same_limits(corpus, tmp_path, monkeypatch):
     path, flags = corpus(_NAN), ["--bad-step", "skip", "--spike", "1.01"]
     assert _train(path, tmp_path / "undisturbed", *flags) == 0
     with monkeypatch.context() as patch:
-        _on_call(patch, training.Trainer, "step", 7, _kill)
-        with pytest.raises(_Killed):
+        on_call(patch, training.Trainer, "step", 7)
+        with pytest.raises(Killed):
             _train(path, tmp_path / "run", *flags)
     assert _resume(tmp_path / "run") == 0
     rows = _rows(tmp_path / "run")
@@ -361,7 +342,7 @@ def test_a_damaged_checkpoint_is_not_returned_to(corpus, tmp_path, monkeypatch, 
         )[-1:]
         os.truncate(largest, largest.stat().st_size // 2)
 
-    _on_call(monkeypatch, training.Trainer, "step", 6, damage)
+    on_call(monkeypatch, training.Trainer, "step", 6, damage)
     assert _train(corpus(_NAN, 7), out, "--bad-step", "rollback") == 1
     assert "is damaged; to go on" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ import pytest
 from experiments.pretrain import plots, runs, training
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, Settings, model_config
+from tests.helpers.kills import Killed, on_call
 
 _STEPS, _MORE = 9, 14
 _ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
@@ -77,30 +78,15 @@ def _final_bits(folder, recipe):
     return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(state)]
 
 
-class _Killed(BaseException):
-    """An end that no code of the program expects, as SIGKILL is."""
-
-
-def _kill_at(monkeypatch, number):
-    """Kills the program before the call `number` of a step."""
-    original, calls = training.Trainer.step, []
-
-    def step(*args):
-        calls.append(1)
-        if len(calls) == number:
-            raise _Killed
-        return original(*args)
-
-    monkeypatch.setattr(training.Trainer, "step", step)
-
-
 def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
     before = (finished / "metrics.jsonl").read_text()
     killed = shutil.copytree(finished, tmp_path / "killed")
     assert _resume(copied, "--steps", str(_MORE)) == 0
     with monkeypatch.context() as patch:
-        _kill_at(patch, 8)  # The third one of the second recipe.
-        with pytest.raises(_Killed):
+        on_call(
+            patch, training.Trainer, "step", 8
+        )  # The third one of the second recipe.
+        with pytest.raises(Killed):
             _resume(killed, "--steps", str(_MORE))
     assert _resume(killed) == 0
     found = (copied / "metrics.jsonl").read_text()
@@ -129,8 +115,8 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
     data = json.loads((finished / "run.json").read_text())["settings"]["data"][0]
     out = tmp_path / "run"
     with monkeypatch.context() as patch:
-        _kill_at(patch, _STEPS + 6)
-        with pytest.raises(_Killed):
+        on_call(patch, training.Trainer, "step", _STEPS + 6)
+        with pytest.raises(Killed):
             pretrain.main([*_ARGV, "--data", data, "--out", str(out)])
     assert _resume(out, "--steps", str(_MORE)) == 0
     for recipe, validated in (("bf16", [6, 9, 12, 14]), ("coat", [6, 12, 14])):
