@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.kills import Killed, kill, on_call
 from jax.interpreters import partial_eval
 
 from coat_jax.models import llama
 from experiments.pretrain import bad_steps, data, loop, runs, training
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, model_config
-from tests.helpers.kills import Killed, kill, on_call
 
 _STEPS = 12
 _ARGV = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "4"]

@@ -9,11 +9,11 @@ import shutil
 import jax
 import numpy as np
 import pytest
+from helpers.kills import Killed, on_call
 
 from experiments.pretrain import plots, runs, training
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, Settings, model_config
-from tests.helpers.kills import Killed, on_call
 
 _STEPS, _MORE = 9, 14
 _ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
