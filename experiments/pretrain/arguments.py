@@ -15,6 +15,7 @@ from experiments.pretrain.runs import check_unused, latest
 from experiments.pretrain.settings import (
     PRESETS,
     RECIPES,
+    BadStep,
     ParamDtype,
     Rounding,
     Scaling,
@@ -85,6 +86,18 @@ def parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, help="for the first recipe; may lower --steps for all")
     add("--save-every", type=int, help="steps between checkpoints")
     add("--keep", type=int, help="checkpoints that are kept (2)")
+    add(
+        "--bad-step",
+        choices=typing.get_args(BadStep),
+        help="what follows a NaN or a spike: the end, a step without an update, or the "
+        "latest checkpoint with the next batches (stop)",
+    )
+    add(
+        "--spike",
+        type=float,
+        metavar="FACTOR",
+        help="a loss above FACTOR times the median of the last 50 is a spike (none is)",
+    )
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
     add(
@@ -93,7 +106,9 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         const=None,
         metavar="DIR",
-        help="continue the run in DIR, by default the latest in runs/",
+        help="continue the run in DIR, by default the latest in runs/; --steps N gives "
+        "it more steps, at the last learning rate of the schedule that it began with; "
+        "--keep, --save-every, --bad-step and --spike may change too",
     )
     return top
 

@@ -1,5 +1,7 @@
 """Plots loss.png: the training curves of a run's recipes, and their differences."""
 
+from collections.abc import Mapping
+
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
@@ -29,8 +31,7 @@ def plot_losses(run: Run, token: str) -> Figure:
     first = None
     for recipe in run.settings.recipes:
         rows = [row for row in metrics if row["recipe"] == recipe]
-        points = [(row["step"], row["val_loss"]) for row in rows if "val_loss" in row]
-        val_steps, val = np.array(points).T
+        val = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
         raw = np.array([row["loss"] for row in rows])
         smooth = trailing_mean(raw, window)
         first = first or (smooth, val)
@@ -38,9 +39,11 @@ def plot_losses(run: Run, token: str) -> Figure:
         steps = np.arange(1, raw.size + 1)
         losses.plot(steps, raw, **style, linewidth=0.6, alpha=0.15)
         losses.plot(steps, smooth, **style, linewidth=1.6, label=recipe)
-        losses.plot(val_steps, val, **style, **_MARKER)
+        losses.plot(*_xy(val), **style, **_MARKER)
         gaps.plot(steps, 100 * (smooth / first[0] - 1), **style, linewidth=1.4)
-        gaps.plot(val_steps, 100 * (val / first[1] - 1), **style, **_MARKER)
+        # Recipes that a longer run found at different steps have other validations.
+        gap = {s: 100 * (x / first[1][s] - 1) for s, x in val.items() if s in first[1]}
+        gaps.plot(*_xy(gap), **style, **_MARKER, label=f"{recipe}, validation")
     losses.set_ylim(*_interesting(metrics))
     losses.set_ylabel(f"nats / {token}")
     _explain(losses, gaps, run)
@@ -49,11 +52,21 @@ def plot_losses(run: Run, token: str) -> Figure:
 
 
 def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
-    """Returns the mean of each value and up to `window - 1` values before it."""
-    sums = np.concatenate([[0.0], np.cumsum(x)])
+    """Returns the mean of each value and up to `window - 1` values before it.
+
+    A NaN is left out; the mean of nothing else is NaN.
+    """
+    known = np.isfinite(x)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, x, 0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
     ends = np.arange(1, x.size + 1)
     starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    number = counts[ends] - counts[starts]
+    return np.where(number, sums[ends] - sums[starts], np.nan) / np.maximum(number, 1)
+
+
+def _xy(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
+    return list(points.keys()), list(points.values())
 
 
 def _interesting(metrics: list[dict]) -> tuple[float, float]:

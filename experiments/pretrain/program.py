@@ -8,14 +8,14 @@ from one initialization and read the data in one order. `--help` lists the recip
 presets and other flags. The run's folder holds metrics.jsonl, summary.json, loss.png
 and checkpoints. For recipes with FP8 moments it also holds moments.jsonl and
 moments.png, the statistics of these moments. Ctrl-C saves a checkpoint, and `--resume`
-continues from it with the same results as an uninterrupted run.
+continues from it with the same results as an uninterrupted run. A resumed run may train
+longer (`--steps`), and `--bad-step` says what follows a NaN.
 """
 
 import dataclasses
 import logging
 import shlex
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,41 +23,50 @@ from pathlib import Path
 import jax
 import numpy as np
 from rich.console import Console
-from tqdm import tqdm
 
 from experiments.common.programs import one_line
-from experiments.pretrain import arguments, data, report
+from experiments.pretrain import arguments, data, interrupts, report
+from experiments.pretrain.bad_steps import BadStep
+from experiments.pretrain.interrupts import STOPPED, Interrupts
+from experiments.pretrain.loop import Loop, device_peak_bytes
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
-from experiments.pretrain.runs import Checkpoints, Progress, Run, StopRequest
+from experiments.pretrain.runs import Checkpoints, Progress, Run
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 
-STOPPED = 130  # The exit code of a process that Ctrl-C ended.
 _BPE_VOCAB_SIZE = 16_384
 _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
+    return interrupts.run(lambda stop: run_program(argv, stop))
+
+
+def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
+    """Does what `main` does, and ends as `stop` says."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = arguments.parse(argv)
     try:
-        run, inputs = prepare(args)
+        run, inputs = prepare(args, stop)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
     try:
-        with StopRequest() as stop:
-            for recipe in run.settings.recipes:
-                train(run, recipe, inputs, stop)
-                if stop.made:
-                    print(f"saved; to go on:\n  {resume_command(run.folder)}")
-                    return STOPPED
+        for recipe in run.settings.recipes:
+            train(run, recipe, inputs, stop)
+            if stop.made:
+                print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                return STOPPED
         summary = report.summarize(run, inputs.token)
         plot_losses(run, inputs.token)
         plot_moments(run)
+    except BadStep as error:
+        print(f"error: {error}; to leave it out:", end=" ")
+        print(f"{resume_command(run.folder)} --bad-step skip")
+        return 1
     except OSError as error:  # The disk may be full.
         print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
         print(resume_command(run.folder))
@@ -84,7 +93,7 @@ class Inputs:
     token: str
 
 
-def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
+def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
     """Opens or creates the run and its data.
 
     Invalid settings or data raise before run.json is written.
@@ -93,12 +102,14 @@ def prepare(args: arguments.Arguments) -> tuple[Run, Inputs]:
         run = Run.resume(args.folder, args.given)
         corpus = load_corpus(run.settings, args.folder)
         run.check_data(corpus.fingerprint())
-        return run, select_inputs(corpus, run.settings)
+        inputs = select_inputs(corpus, run.settings)
+        run.record_changes()
+        return run, inputs
     settings = args.settings()
-    with tempfile.TemporaryDirectory() as scratch:
-        corpus = load_corpus(settings, Path(scratch))
+    with stop.temporary_folder() as scratch:
+        corpus = load_corpus(settings, scratch)
         inputs = select_inputs(corpus, settings)
-        files = list(Path(scratch).iterdir())
+        files = list(scratch.iterdir())
         return Run.create(args.folder, settings, corpus.fingerprint(), files), inputs
 
 
@@ -145,12 +156,12 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     )
 
 
-def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
+def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
     """Trains a recipe from its latest checkpoint to the last step, or until a stop.
 
-    Every stop and every `save_every` steps write a checkpoint.
+    Raises:
+      BadStep: If a step is bad and is neither skipped nor rolled back.
     """
-    settings = run.settings
     with (
         run.checkpoints(recipe) as checkpoints,
         run.append_metrics(recipe) as metrics,
@@ -160,73 +171,69 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: StopRequest) -> None:
         if progress.step == run.steps:
             return
         peak_before = device_peak_bytes()
-        trainer = compile_trainer(run, recipe, inputs)
-        announce(trainer, run, recipe, inputs, run.steps - progress.step)
+        trainer = compile_trainer(run, recipe, inputs, progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
-        first = progress.step + 1
-        bar = tqdm(desc=recipe, total=run.steps, initial=progress.step, unit="step")
-        for step in range(first, run.steps + 1):
-            started = time.perf_counter()
-            state, measured = trainer.step(state, next(batches))
-            row = {"recipe": recipe, "step": step, "lr": trainer.learning_rate(step)}
-            row |= {name: float(value) for name, value in measured._asdict().items()}
-            if step > first:
-                progress.seconds += time.perf_counter() - started
-                progress.timed_steps += 1
-            stopping, last = stop.made, step == run.steps
-            if last or step % settings.eval_every == 0:
-                row["val_loss"] = trainer.evaluate(state, inputs.validation)
-                for found in trainer.moment_rows(state):
-                    moments.write({"recipe": recipe, "step": step} | found)
-            metrics.write(row)
-            show(bar, row, settings, progress)
-            if last or stopping or step % settings.save_every == 0:
-                progress.rows = {log.name: log.sync() for log in (metrics, moments)}
-                progress.step, progress.batches = step, batches.get_state()
-                progress.note_peak(peak_before, device_peak_bytes())
-                checkpoints.save(state, progress)
-            if stopping:
-                break
-        bar.close()
+        loop = Loop(
+            run=run,
+            recipe=recipe,
+            trainer=trainer,
+            validation=inputs.validation,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            moments=moments,
+            progress=progress,
+            state=state,
+            batches=batches,
+            peak_before=peak_before,
+        )
+        loop.finish(stop)
 
 
-def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
-    """Returns the recipe's trainer; the first recipe settles the number of steps."""
-    config = model_config(run.settings, recipe, inputs.vocab_size)
-    if run.steps is None:
-        trainer = Trainer(config, run.settings, steps=run.settings.steps)
-        run.fix_steps(steps_within_budget(trainer, run.settings, inputs))
-    return Trainer(config, run.settings, steps=run.steps)
+def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
+    """Returns the recipe's compiled trainer; the first recipe settles the steps.
 
-
-def announce(
-    trainer: Trainer, run: Run, recipe: Recipe, inputs: Inputs, steps: int
-) -> None:
-    """Says what is compiled, how long it took, and about how long `steps` will take."""
-    tokens = run.settings.tokens_per_step
+    It says what is compiled, how long it took, and about how long the steps after the
+    first `done` ones will take.
+    """
+    settings = run.settings
+    config = model_config(settings, recipe, inputs.vocab_size)
+    trainer = Trainer(config, settings, steps=run.schedule_steps or settings.steps)
     print(
         f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
-        f"{tokens:,} tokens for {jax.devices()[0].device_kind}",
+        f"{settings.tokens_per_step:,} tokens for {jax.devices()[0].device_kind}",
         flush=True,
     )
     compile_seconds = trainer.compiled[1]
-    seconds = steps * seconds_per_step(trainer, run.settings, inputs)
-    about = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.1f} min"
+    seconds = seconds_per_step(trainer, settings, inputs)
+    if run.steps is None:
+        run.fix_steps(steps_within_budget(settings, compile_seconds, seconds))
+        if run.steps != settings.steps:
+            # The schedule, and so the compiled step, depends on the number of steps.
+            trainer = Trainer(config, settings, steps=run.steps)
+            compile_seconds += trainer.compiled[1]
+    left = run.steps - done
+    about = left * seconds
+    time_left = f"{about:.0f} s" if about < 100 else f"{about / 60:.1f} min"
     print(
-        f"{recipe}: compiled in {compile_seconds:.1f} s; {steps:,} steps take about "
-        f"{about}",
+        f"{recipe}: compiled in {compile_seconds:.1f} s; {left:,} steps take about "
+        f"{time_left}",
         flush=True,
     )
+    return trainer
 
 
-def steps_within_budget(trainer: Trainer, settings: Settings, inputs: Inputs) -> int:
-    """Returns how many steps, with validations, fit in `settings.minutes`.
+def steps_within_budget(
+    settings: Settings, compile_seconds: float, seconds_per_step: float
+) -> int:
+    """Returns how many steps fit in `settings.minutes`, of which compiling takes some.
 
-    The budget includes the compile time.
+    Args:
+      settings: The settings, with the largest number of steps.
+      compile_seconds: The compile time.
+      seconds_per_step: The time of a step, with its share of the validations.
     """
-    budget = 60 * settings.minutes - trainer.compiled[1]
-    step = seconds_per_step(trainer, settings, inputs)
-    return max(1, min(settings.steps, int(budget / step)))
+    budget = 60 * settings.minutes - compile_seconds
+    return max(1, min(settings.steps, int(budget / seconds_per_step)))
 
 
 def seconds_per_step(trainer: Trainer, settings: Settings, inputs: Inputs) -> float:
@@ -277,20 +284,6 @@ def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
     return data.train_batches(
         inputs.windows, batch_size=settings.batch_size, seed=settings.seed
     )
-
-
-def show(bar: tqdm, row: dict, settings: Settings, progress: Progress) -> None:
-    """Advances the progress bar by one step."""
-    shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
-    if speed := progress.tokens_per_s(settings):
-        shown["tokens/s"] = f"{speed:,.0f}"
-    bar.set_postfix(shown, refresh=False)
-    bar.update()
-
-
-def device_peak_bytes() -> int | None:
-    """Returns this process's peak device memory, or None if the device reports none."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 def resume_command(folder: Path) -> str:

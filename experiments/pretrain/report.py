@@ -1,5 +1,6 @@
 """Reports of a run: summary.json, and the table at the end."""
 
+import math
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
         command=run.command,
         preset=run.settings.preset,
         steps=run.steps,
+        schedule_steps=run.schedule_steps,
         nats_per=token,
         recipes=recipes,
     )
@@ -44,13 +46,15 @@ def _recipe_summary(
     run: Run, rows: list[dict[str, Any]], progress: Progress
 ) -> dict[str, Any]:
     last = rows[-max(1, run.steps // 20) :]
+    losses = [row["loss"] for row in last if not row.get("skipped")]
     return {
-        "train_loss": float(np.mean([row["loss"] for row in last])),
+        "train_loss": float(np.mean(losses)) if losses else math.nan,
         "val_loss": rows[-1]["val_loss"],
         **progress.measured,
         "device_peak_bytes": progress.device_peak_bytes,
         "tokens_per_s": progress.tokens_per_s(run.settings),
         "train_seconds": progress.seconds,
+        "skipped_steps": progress.skipped,
     }
 
 

@@ -1,6 +1,7 @@
 """A run's folder: settings, metrics and checkpoints, safe against a kill at any time.
 
-run.json         the settings, the data's fingerprint and the number of steps
+run.json         the settings, the data's fingerprint, the number of steps, and for
+                 how many the learning rate is scheduled
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
 tokenizer.json   the BPE of a run with one
@@ -22,10 +23,10 @@ import fcntl
 import gc
 import io
 import json
+import math
 import os
 import re
 import shutil
-import signal
 import sys
 import time
 import weakref
@@ -44,7 +45,10 @@ from experiments.pretrain.training import TrainState, tree_bytes
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 _LOCK = "lock"
 _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
-_RUN_ENTRIES = {"settings", "data", "steps", "command", "files", "checksum"}
+_RUN_ENTRIES = {"settings", "data", "steps", "command"}
+_NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
+# The settings that touch no step that is done. A resumed run may also have more steps.
+_CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -62,6 +66,11 @@ class Progress:
       measured: Sizes and the compile time, measured before the first step.
       rows: Checksums of the recipe's rows up to this step, by the name of their file.
         It is empty in checkpoints of before there were any.
+      skipped: Number of steps that changed nothing, because they were bad.
+      rollbacks: Number of returns to the checkpoint that `origin` names.
+      origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
+        state. It is `step` itself, and None means that, except in a checkpoint of a
+        stop with `bad_step="rollback"`. So a stop changes no later step.
     """
 
     step: int = 0
@@ -71,6 +80,13 @@ class Progress:
     device_peak_bytes: int | None = None
     measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    skipped: int = 0
+    rollbacks: int = 0
+    origin: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            self.origin = self.step
 
     def tokens_per_s(self, settings: Settings) -> float | None:
         """Returns the speed of the timed steps, or None before the first one."""
@@ -92,9 +108,10 @@ class Progress:
 class Checkpoints:
     """The latest checkpoints of one recipe.
 
-    A new checkpoint replaces the oldest one only when it is complete. Beside every
-    checkpoint there is a list of its files' checksums. A checkpoint whose files differ
-    from the list is moved to a folder of damaged ones, and an older one is used.
+    A new checkpoint replaces the oldest one only when it is complete, and never the one
+    that its `Progress.origin` names. Beside every checkpoint there is a list of its
+    files' checksums. A checkpoint whose files differ from the list is moved to a folder
+    of damaged ones, and an older one is used.
 
     Raises:
       ValueError: If there are checkpoints, and all of them are damaged.
@@ -102,12 +119,12 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
+        self._keep = keep
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
                 # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
@@ -126,6 +143,7 @@ class Checkpoints:
             aside.mkdir(exist_ok=True)
             name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
             os.replace(path, aside / name)
+            _list_of(path).unlink(missing_ok=True)
             print(f"{damage}; going on from step {steps[-1].name} instead")
 
     def __enter__(self) -> Self:
@@ -149,9 +167,31 @@ class Checkpoints:
             listed.parent.mkdir(parents=True, exist_ok=True)
             files = _checksums(path)
             write_json(listed, {"files": files, "checksum": _value_checksum(files)})
-            for old in listed.parent.iterdir():
-                if not (self._folder / old.stem).exists():
-                    old.unlink()
+            older = sorted(self._manager.all_steps())[: -self._keep]
+            self._delete(step for step in older if step != progress.origin)
+
+    def roll_back(self, step: int) -> None:
+        """Deletes the checkpoints after `step`, whose own is then the latest.
+
+        Raises:
+          OSError: If the checkpoint of `step` is damaged or missing.
+        """
+        path = self._folder / str(step)
+        if step and (damage := _damage(path) if path.exists() else f"no {path}"):
+            raise OSError(damage)
+        found = sorted(self._manager.all_steps(), reverse=True)
+        self._delete(later for later in found if later > step)
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Deletes checkpoints; a kill leaves either all or nothing of each."""
+        aside = self._folder.parent / "deleted"
+        for step in steps:
+            shutil.rmtree(aside, ignore_errors=True)
+            # A list without its checkpoint would refuse the next one of this step.
+            _list_of(self._folder / str(step)).unlink(missing_ok=True)
+            os.replace(self._folder / str(step), aside)
+            shutil.rmtree(aside)
+        self._manager.reload()
 
     def progress(self) -> Progress:
         """Returns the latest checkpoint's progress; its step is 0 if there is none."""
@@ -285,6 +325,8 @@ class Run:
       folder: The path of the folder.
       settings: The run's settings.
       steps: Steps of each recipe; None until the first recipe has settled it.
+      schedule_steps: Steps after which the learning rate stays as it is; None like
+        `steps`. They are the steps that the run was started with.
       command: The command line that started the run.
     """
 
@@ -293,6 +335,7 @@ class Run:
         self.folder = folder
         self.settings = Settings.from_json(record["settings"])
         self.steps: int | None = record["steps"]
+        self.schedule_steps: int | None = record.get("schedule_steps", self.steps)
         self.command: str = record["command"]
         self._record = record
 
@@ -316,10 +359,12 @@ class Run:
         check_unused(folder)
         for file in files:
             shutil.copyfile(file, folder / file.name)
+        steps = settings.steps if settings.minutes is None else None
         record = {
             "settings": dataclasses.asdict(settings),
             "data": fingerprint,
-            "steps": settings.steps if settings.minutes is None else None,
+            "steps": steps,
+            "schedule_steps": steps,
             "command": command_line(),
             "files": {file.name: _file_checksum(file) for file in files},
         }
@@ -328,11 +373,12 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
-        """Continues a run.
+        """Continues a run; `record_changes` stores what `given` changes of it.
 
         Args:
           folder: The run's folder.
-          given: Settings of the command line. They must equal the run's own.
+          given: Settings of the command line. They must equal the run's own, except for
+            more steps and for what touches no step that is done.
 
         Raises:
           ValueError: If there is no run in `folder`, its files are damaged, or it has
@@ -343,19 +389,51 @@ class Run:
         record = _read_record(folder)
         lock = _locked(folder)
         run = cls(folder, record, lock)
-        for name, value in given.items():
-            if value != (own := getattr(run.settings, name)):
-                flag = f"--{name.replace('_', '-')}"
-                raise ValueError(
-                    f"a resumed run keeps its settings, but {flag} {value!r} was given "
-                    f"and {folder} has {own!r}"
-                )
+        run._change(given)
         for name, checksum in record.get("files", {}).items():
             path = folder / name
             if not path.exists() or _file_checksum(path) != checksum:
                 raise ValueError(f"{path} is damaged")
         run._drop_unsaved_rows()
         return run
+
+    def _change(self, given: Mapping[str, Any]) -> None:
+        """Takes over the settings that a resumed run may change."""
+        for name, value in given.items():
+            own = getattr(self.settings, name)
+            if value != own and name not in _CHANGEABLE | {"steps"}:
+                flag = f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"a resumed run keeps its settings, but {flag} {value!r} was given "
+                    f"and {self.folder} has {own!r}"
+                )
+        # The command that a run was started with changes nothing, even if its budget
+        # has lowered the number of steps.
+        repeated = "minutes" in given and given.get("steps") == self.settings.steps
+        if "steps" in given and not repeated:
+            self._extend(given["steps"])
+        self.settings = dataclasses.replace(self.settings, **given)
+
+    def _extend(self, steps: int) -> None:
+        own = self.steps or self.settings.steps
+        if steps < own:
+            raise ValueError(
+                f"a resumed run may only get more steps, but --steps {steps} was given "
+                f"and {self.folder} has {own}"
+            )
+        if self.steps is not None:
+            self.steps = steps
+
+    def record_changes(self) -> None:
+        """Writes run.json if it differs from the settings and steps of this object."""
+        record = self._record | {
+            "settings": dataclasses.asdict(self.settings),
+            "steps": self.steps,
+            "schedule_steps": self.schedule_steps,
+        }
+        if json.loads(json.dumps(record)) != json.loads(json.dumps(self._record)):
+            self._record = record
+            _write_record(self.folder, record)
 
     def check_data(self, fingerprint: str) -> None:
         """Raises ValueError if the data changed since the run began."""
@@ -364,8 +442,8 @@ class Run:
 
     def fix_steps(self, steps: int) -> None:
         """Records the number of steps, for all recipes and for a resumed run."""
-        self.steps = self._record["steps"] = steps
-        _write_record(self.folder, self._record)
+        self.steps = self.schedule_steps = steps
+        self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
         """Returns the recipe's checkpoints, a context manager."""
@@ -373,7 +451,10 @@ class Run:
         return Checkpoints(folder, self.settings.keep)
 
     def metrics(self) -> list[dict[str, Any]]:
-        """Returns the rows of metrics.jsonl, without an incomplete last line."""
+        """Returns the rows of metrics.jsonl, without an incomplete last line.
+
+        A null is NaN in them.
+        """
         return [row for row, _ in _read_rows(self.folder / _METRICS)]
 
     def append_metrics(self, recipe: Recipe) -> "RowLog":
@@ -440,8 +521,12 @@ class RowLog:
 
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.name = path.name
-        self._checksum = _rows_checksum(_read_rows(path), recipe)
-        self._file = path.open("a", buffering=1)
+        self._path, self._recipe = path, recipe
+        self._open()
+
+    def _open(self) -> None:
+        self._checksum = _rows_checksum(_read_rows(self._path), self._recipe)
+        self._file = self._path.open("a", buffering=1)
 
     def __enter__(self) -> Self:
         return self
@@ -451,34 +536,25 @@ class RowLog:
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends one row."""
-        line = json.dumps(row) + "\n"
+        line = _line_of(row)
         self._file.write(line)
         self._checksum = zlib.crc32(line.encode(), self._checksum)
+
+    def drop_after(self, step: int) -> None:
+        """Drops the rows of the recipe's later steps, all or none."""
+        self._file.close()
+        kept = [
+            line
+            for row, line in _read_rows(self._path)
+            if row["recipe"] != self._recipe or row["step"] <= step
+        ]
+        _replace(self._path, b"".join(kept))
+        self._open()
 
     def sync(self) -> int:
         """Blocks until all rows are on disk; returns the checksum of the recipe's."""
         os.fsync(self._file.fileno())
         return self._checksum
-
-
-class StopRequest:
-    """Turns the first SIGINT or SIGTERM into a request; the second acts as usual."""
-
-    def __init__(self) -> None:
-        self.made = False
-
-    def __enter__(self) -> Self:
-        signals = signal.SIGINT, signal.SIGTERM
-        self._handlers = {s: signal.signal(s, self._make) for s in signals}
-        return self
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _make(self, *_) -> None:
-        self.made = True
-        self.__exit__()
 
 
 def _not_empty(state: TrainState) -> dict[str, Any]:
@@ -540,7 +616,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if not isinstance(record, dict) or not (
-        _RUN_ENTRIES - {"files", "checksum"} <= record.keys() <= _RUN_ENTRIES
+        _RUN_ENTRIES <= record.keys() <= _RUN_ENTRIES | _NEWER_ENTRIES
     ):
         raise ValueError(f"{path} is damaged: its entries are not those of a run")
     checksum = record.pop("checksum", None)
@@ -560,9 +636,11 @@ def _check_record(record: Mapping[str, Any]) -> None:
     """Raises ValueError unless all entries have values that a run may have."""
     settings = Settings.from_json(record["settings"])
     steps, files = record["steps"], record.get("files", {})
-    counted = type(steps) is int and steps > 0
-    if not counted and (steps is not None or settings.minutes is None):
-        raise ValueError(f"steps must be a positive integer, got {steps!r:.100}")
+    for name in ("steps", "schedule_steps"):
+        count = record.get(name, steps)
+        counted = type(count) is int and count > 0
+        if not counted and (count is not None or settings.minutes is None):
+            raise ValueError(f"{name} must be a positive integer, got {count!r:.100}")
     for name in ("data", "command"):
         if not isinstance(record[name], str):
             raise ValueError(f"{name} must be a string, got {record[name]!r:.100}")
@@ -597,6 +675,8 @@ def _read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
             whole = False
         if not whole:
             raise ValueError(f"{path} is damaged: line {number} is no row")
+        # A number that is not finite is null in JSON.
+        row = {k: math.nan if v is None else v for k, v in row.items()}
         yield row, line + b"\n"
 
 
@@ -605,3 +685,12 @@ def _rows_checksum(
 ) -> int:
     """Returns the checksum of a recipe's lines."""
     return zlib.crc32(b"".join(line for row, line in rows if row["recipe"] == recipe))
+
+
+def _line_of(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON, which has null where Python has NaN."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"

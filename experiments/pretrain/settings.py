@@ -20,6 +20,7 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 )
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
+BadStep = Literal["stop", "skip", "rollback"]
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
@@ -61,6 +62,11 @@ class Settings:
       save_every: Steps between checkpoints; the last step always has one.
       keep: Number of checkpoints kept. A resumed run falls back to an older one if the
         newest is damaged.
+      bad_step: Answer to a step whose loss is NaN or a spike, or whose gradient is not
+        finite: "stop", "skip" its update, or "rollback" to the latest checkpoint and go
+        on with the batches that follow.
+      spike: A loss is a spike above this multiple of the median of the recipe's last 50
+        losses; None means that no finite loss is one.
     """
 
     preset: str
@@ -88,6 +94,8 @@ class Settings:
     eval_batches: int
     save_every: int
     keep: int = 2
+    bad_step: BadStep = "stop"
+    spike: float | None = None
 
     def __post_init__(self) -> None:
         for recipe in self.recipes:
@@ -114,6 +122,9 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
                 raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+
+        if self.spike is not None and not 1 < self.spike < math.inf:
+            raise ValueError(f"spike must be above 1 and finite, got {self.spike}")
 
         fp8 = set(self.recipes) & set(COAT_RECIPES)
         if self.rounding == "stochastic" and not (

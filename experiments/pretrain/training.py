@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES
@@ -54,10 +54,15 @@ class Metrics(NamedTuple):
     Attributes:
       loss: Mean training loss, in nats per token.
       grad_norm: Global norm of the gradient before clipping.
+      grad_norms: Norm of each parameter's gradient, in the order of
+        `Trainer.parameter_names`.
+      ok: Whether the loss is within the step's limit and the gradient's norm finite.
     """
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
+    grad_norms: Float32[Array, " parameters"]
+    ok: Bool[Array, ""]
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
@@ -145,6 +150,7 @@ class Trainer:
 
     Attributes:
       parameters: Number of parameters of the model.
+      parameter_names: The path of each array of parameters.
     """
 
     def __init__(
@@ -162,7 +168,11 @@ class Trainer:
         self._tx = self._optimizer.transformation(settings, steps)
         model = nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
         self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
-        self.parameters = sum(p.size for p in jax.tree.leaves(params))
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
+        self.parameters = sum(leaf.size for _, leaf in leaves)
+        self.parameter_names = [
+            jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
+        ]
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
         self._compiled_init = jax.jit(self._init)
@@ -172,7 +182,8 @@ class Trainer:
         """The compiled step, and the compile time in seconds."""
         started = time.perf_counter()
         step = jax.jit(self._step, donate_argnums=0)
-        lowered = step.lower(self.abstract_state(), self._abstract_batch)
+        limit = jax.ShapeDtypeStruct((), jnp.float32)
+        lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
         compiled = lowered.compile(self._options)
         return compiled, time.perf_counter() - started
 
@@ -193,11 +204,23 @@ class Trainer:
         )
 
     def step(
-        self, state: TrainState, batch: Int32[np.ndarray, "batch length+1"]
+        self,
+        state: TrainState,
+        batch: Int32[np.ndarray, "batch length+1"],
+        limit: float = math.inf,
     ) -> tuple[TrainState, Metrics]:
-        """Runs one optimizer step; `state` is donated."""
+        """Runs one optimizer step; `state` is donated.
+
+        With `bad_step="skip"` in the settings, a step that is not `ok` returns the
+        state as it was.
+
+        Args:
+          state: The state before the step.
+          batch: The tokens to train on.
+          limit: The largest loss of a step that is `ok`.
+        """
         compiled, _ = self.compiled
-        return compiled(state, jnp.asarray(batch))
+        return compiled(state, jnp.asarray(batch), jnp.float32(limit))
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""
@@ -250,11 +273,29 @@ class Trainer:
         model = nnx.merge(self._graphdef, params, histories)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
 
-    def _step(self, state: TrainState, batch: Int32[Array, "batch length+1"]):
+    def _step(
+        self,
+        state: TrainState,
+        batch: Int32[Array, "batch length+1"],
+        limit: Float32[Array, ""],
+    ) -> tuple[TrainState, Metrics]:
         loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
             state.params, state.histories, batch
         )
-        metrics = Metrics(loss, optax.tree.norm(grads))
+        squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(squares))
+        ok = (loss <= limit) & jnp.isfinite(norm)  # No comparison with NaN is true.
+        if self._settings.bad_step == "skip":
+            state = jax.lax.cond(
+                ok, self._updated, lambda state, *_: state, state, grads, histories
+            )
+        else:
+            state = self._updated(state, grads, histories)
+        return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok)
+
+    def _updated(
+        self, state: TrainState, grads: nnx.State, histories: nnx.State
+    ) -> TrainState:
         if self._optimizer.fused:
             stochastic = self._settings.rounding == "stochastic"
             key = jax.random.key(state.seed) if stochastic else None
@@ -264,7 +305,7 @@ class Trainer:
         else:
             updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state, state.seed, histories), metrics
+        return TrainState(params, opt_state, state.seed, histories)
 
 
 def tree_bytes(tree: Any) -> int:

@@ -296,17 +296,31 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
     monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
 
     class Stopwatch:
-        compiled = None, 10.0
         init = staticmethod(lambda: None)
         step = staticmethod(lambda state, batch: (state, ()))
         evaluate = staticmethod(lambda state, batches: 0.0)
 
     settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
-    steps = pretrain.steps_within_budget(Stopwatch(), settings, inputs)
-    assert steps == int(50 / (0.5 + 0.1))
+    seconds = pretrain.seconds_per_step(Stopwatch(), settings, inputs)
+    assert pretrain.steps_within_budget(settings, 10.0, seconds) == int(50 / 0.6)
     few = dataclasses.replace(settings, steps=20)
-    assert pretrain.steps_within_budget(Stopwatch(), few, inputs) == 20
+    assert pretrain.steps_within_budget(few, 10.0, seconds) == 20
+
+
+def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
+    """Fifty steps fit in the budget that compiling leaves; timing costs no more."""
+    asked = []
+    monkeypatch.setattr(training.Trainer, "compiled", (None, 10.0))
+    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: asked.append(1) or 1.0)
+    settings = _tiny(minutes=1.0, steps=1000)
+    run = runs.Run.create(tmp_path, settings, "data")
+    inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
+    trainer = pretrain.compile_trainer(run, "bf16", inputs, 0)
+    assert len(asked) == 1
+    assert run.steps == run.schedule_steps == 50
+    assert trainer.learning_rate(51) == pytest.approx(0.1 * settings.lr)
+    assert "50 steps take about 50 s" in capsys.readouterr().out
 
 
 def test_checkpoints_keep_every_bit(tmp_path, rng):
@@ -327,24 +341,6 @@ def test_checkpoints_keep_every_bit(tmp_path, rng):
         restored = checkpoints.state(abstract)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     assert _bits(restored) == _bits(state)
-
-
-@pytest.fixture
-def default_interrupt():
-    """Python's handling of SIGINT, which background processes start without."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("default_interrupt")
-def test_the_second_interrupt_acts_at_once():
-    with runs.StopRequest() as stop:
-        assert not stop.made
-        os.kill(os.getpid(), signal.SIGINT)
-        assert stop.made
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_results_files_have_one_schema(tmp_path):

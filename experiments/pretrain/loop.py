@@ -1,0 +1,174 @@
+"""The loop over the steps of one recipe: rows, validations, checkpoints, bad steps."""
+
+import dataclasses
+import time
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+from tqdm import tqdm
+
+from experiments.pretrain import data
+from experiments.pretrain.bad_steps import (
+    MOST_ROLLBACKS,
+    BadStep,
+    description,
+    loss_limit,
+    recent_losses,
+)
+from experiments.pretrain.interrupts import Interrupts
+from experiments.pretrain.runs import Checkpoints, Progress, RowLog, Run
+from experiments.pretrain.settings import Recipe
+from experiments.pretrain.training import Metrics, Trainer, TrainState
+
+
+@dataclasses.dataclass(kw_only=True)
+class Loop:
+    """A recipe's training between two steps.
+
+    Attributes:
+      run: The run.
+      recipe: The recipe.
+      trainer: The recipe's trainer.
+      validation: Batches to validate on.
+      checkpoints: The recipe's checkpoints.
+      metrics: The log of steps.
+      moments: The log of FP8 moments.
+      progress: The number of steps done, and what else belongs to the state.
+      state: The state after these steps.
+      batches: The batches that follow.
+      peak_before: The device's peak memory before this recipe was compiled, in bytes.
+    """
+
+    run: Run
+    recipe: Recipe
+    trainer: Trainer
+    validation: list[np.ndarray]
+    checkpoints: Checkpoints
+    metrics: RowLog
+    moments: RowLog
+    progress: Progress
+    state: TrainState
+    batches: data.Batches
+    peak_before: int | None
+
+    def __post_init__(self) -> None:
+        self._losses = self._recent_losses()
+        self._is_timed = False  # The first step of a process is slower.
+        self._bar = tqdm(
+            desc=self.recipe,
+            total=self.run.steps,
+            initial=self.progress.step,
+            unit="step",
+        )
+
+    def finish(self, stop: Interrupts) -> None:
+        """Trains until the last step or a stop, either with a checkpoint.
+
+        Raises:
+          BadStep: If a step is bad and is neither skipped nor rolled back.
+        """
+        with self._bar, stop.deferred():
+            while self.progress.step < self.run.steps:
+                row = self._step()
+                if row is None:
+                    continue
+                stopping, step = stop.made, self.progress.step
+                if self._is_due(self.run.settings.eval_every):
+                    self._validate(row)
+                self.metrics.write(row)
+                self._show(row)
+                is_due = self._is_due(self.run.settings.save_every)
+                if is_due or self.run.settings.bad_step != "rollback":
+                    self.progress.origin, self.progress.rollbacks = step, 0
+                if is_due or stopping:
+                    self._save()
+                if stopping:
+                    return
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
+        return step == self.run.steps or step % every == 0
+
+    def _step(self) -> dict[str, Any] | None:
+        """Runs a step and returns its row, or None if the step led to a rollback."""
+        step = self.progress.step + 1
+        limit = loss_limit(self._losses, self.run.settings.spike)
+        started = time.perf_counter()
+        self.state, found = self.trainer.step(self.state, next(self.batches), limit)
+        row = {"recipe": self.recipe, "step": step}
+        row["lr"] = self.trainer.learning_rate(step - self.progress.skipped)
+        row |= {"loss": float(found.loss), "grad_norm": float(found.grad_norm)}
+        if self._is_timed:
+            self.progress.seconds += time.perf_counter() - started
+            self.progress.timed_steps += 1
+        self._is_timed = True
+        if found.ok:
+            self._losses.append(row["loss"])
+        elif self._answer(step, found, limit) == "rollback":
+            self._roll_back()
+            return None
+        else:
+            self.progress.skipped += 1
+            row["skipped"] = True
+        self.progress.step = step
+        return row
+
+    def _answer(self, step: int, found: Metrics, limit: float) -> str:
+        """Says what is done about a bad step and returns it: "skip" or "rollback"."""
+        answer, origin = self.run.settings.bad_step, self.progress.origin
+        line = f"{self.recipe}, step {step}: "
+        line += description(found, self.trainer.parameter_names, limit)
+        is_last = answer == "rollback" and self.progress.rollbacks == MOST_ROLLBACKS
+        if answer == "stop" or is_last:
+            raise BadStep(line)
+        going_on = f"back to step {origin}" if answer == "rollback" else "skipped"
+        tqdm.write(f"{line}; {going_on}")
+        return answer
+
+    def _roll_back(self) -> None:
+        """Returns to the checkpoint of `progress.origin`, and keeps the batches.
+
+        A process that is killed on the way is at an earlier point of the same story: it
+        resumes at a checkpoint and meets the bad batch again.
+        """
+        step = self.progress.step = self.progress.origin
+        self.progress.rollbacks += 1
+        self.checkpoints.roll_back(step)
+        for log in (self.metrics, self.moments):
+            log.drop_after(step)
+        self._losses = self._recent_losses()
+        if step:
+            self.state = self.checkpoints.state(self.trainer.abstract_state())
+        else:
+            self.state = self.trainer.init()
+
+    def _recent_losses(self) -> deque[float]:
+        rows = self.run.metrics()
+        return recent_losses(row for row in rows if row["recipe"] == self.recipe)
+
+    def _validate(self, row: dict[str, Any]) -> None:
+        row["val_loss"] = self.trainer.evaluate(self.state, self.validation)
+        for found in self.trainer.moment_rows(self.state):
+            self.moments.write({"recipe": self.recipe, "step": row["step"]} | found)
+
+    def _save(self) -> None:
+        logs = self.metrics, self.moments
+        self.progress.rows = {log.name: log.sync() for log in logs}
+        self.progress.batches = self.batches.get_state()
+        self.progress.note_peak(self.peak_before, device_peak_bytes())
+        self.checkpoints.save(self.state, self.progress)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        """Sets the progress bar to the row's step."""
+        shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
+        if speed := self.progress.tokens_per_s(self.run.settings):
+            shown["tokens/s"] = f"{speed:,.0f}"
+        self._bar.set_postfix(shown, refresh=False)
+        self._bar.update(row["step"] - self._bar.n)
+
+
+def device_peak_bytes() -> int | None:
+    """Returns this process's peak device memory, or None if the device reports none."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,208 @@
+"""Tests that a run can be resumed with more steps and with a few other settings."""
+
+import dataclasses
+import functools
+import gc
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from helpers.kills import Killed, on_call
+
+from experiments.pretrain import plots, runs, training
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS, Settings, model_config
+
+_STEPS, _MORE = 9, 14
+_ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
+_ARGV += ["--eval-every", "6", "--eval-batches", "1"]
+
+
+@functools.cache
+def _trainer(recipe):
+    settings = _settings()
+    return training.Trainer(model_config(settings, recipe, 257), settings, steps=_STEPS)
+
+
+def _trainer_for(config, settings, *, steps):
+    """Returns a recipe's trainer; each run has the schedule it was started with."""
+    assert steps == _STEPS
+    return _trainer(config.recipe)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pretrain, "Trainer", _trainer_for)
+        patch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """The folder of a run of nine steps."""
+    folder = tmp_path_factory.mktemp("runs")
+    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
+    (folder / "text.txt").write_bytes(bytes(words))
+    argv = [*_ARGV, "--data", str(folder / "text.txt")]
+    assert pretrain.main([*argv, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def copied(finished, tmp_path):
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def _settings(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, steps=_STEPS, **changes)
+
+
+def _resume(folder, *flags):
+    gc.collect()  # The lock of a run that was ended by an exception.
+    return pretrain.main(["--resume", str(folder), *flags])
+
+
+def _rows(folder, recipe):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["recipe"] == recipe]
+
+
+def _final_bits(folder, recipe):
+    run = runs.Run.resume(folder, {})
+    with run.checkpoints(recipe) as checkpoints:
+        assert checkpoints.progress().step == run.steps
+        state = checkpoints.state(_trainer(recipe).abstract_state())
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(state)]
+
+
+def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
+    before = (finished / "metrics.jsonl").read_text()
+    killed = shutil.copytree(finished, tmp_path / "killed")
+    assert _resume(copied, "--steps", str(_MORE)) == 0
+    with monkeypatch.context() as patch:
+        on_call(
+            patch, training.Trainer, "step", 8
+        )  # The third one of the second recipe.
+        with pytest.raises(Killed):
+            _resume(killed, "--steps", str(_MORE))
+    assert _resume(killed) == 0
+    found = (copied / "metrics.jsonl").read_text()
+    assert found.startswith(before)
+    for name in ("metrics.jsonl", "moments.jsonl"):
+        assert (killed / name).read_bytes() == (copied / name).read_bytes()
+    for recipe in ("bf16", "coat"):
+        rows = _rows(copied, recipe)
+        assert [row["step"] for row in rows] == list(range(1, _MORE + 1))
+        validated = [row["step"] for row in rows if "val_loss" in row]
+        assert validated == [6, 9, 12, 14]
+        settings = _settings()
+        last = settings.end_lr * settings.lr
+        rates = [row["lr"] for row in rows[_STEPS:]]
+        assert rates == pytest.approx([last] * (_MORE - _STEPS))
+        assert _final_bits(killed, recipe) == _final_bits(copied, recipe)
+    summary = json.loads((copied / "summary.json").read_text())
+    assert (summary["steps"], summary["schedule_steps"]) == (_MORE, _STEPS)
+    record = json.loads((copied / "run.json").read_text())
+    assert record["settings"]["steps"] == record["steps"] == _MORE
+    assert record["schedule_steps"] == _STEPS
+
+
+def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
+    """The recipe that was finished has one more validation than the other one."""
+    data = json.loads((finished / "run.json").read_text())["settings"]["data"][0]
+    out = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        on_call(patch, training.Trainer, "step", _STEPS + 6)
+        with pytest.raises(Killed):
+            pretrain.main([*_ARGV, "--data", data, "--out", str(out)])
+    assert _resume(out, "--steps", str(_MORE)) == 0
+    for recipe, validated in (("bf16", [6, 9, 12, 14]), ("coat", [6, 12, 14])):
+        rows = _rows(out, recipe)
+        assert [row["step"] for row in rows] == list(range(1, _MORE + 1))
+        assert [row["step"] for row in rows if "val_loss" in row] == validated
+        assert [row["loss"] for row in rows[:_STEPS]] == [
+            row["loss"] for row in _rows(finished, recipe)
+        ]
+    run = runs.Run.resume(out, {})
+    gaps = plots.plot_losses(run, "byte").axes[1]
+    (drawn,) = [line for line in gaps.lines if line.get_label() == "coat, validation"]
+    assert list(drawn.get_xdata()) == [6, 12, 14]
+
+
+def test_steps_only_grow(copied, capsys):
+    before = (copied / "run.json").read_bytes()
+    assert _resume(copied, "--steps", "5") == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "--steps 5 was given" in said
+    assert f"has {_STEPS}" in said
+    assert (copied / "run.json").read_bytes() == before
+
+
+def test_a_refused_resume_records_nothing(copied, capsys):
+    before = (copied / "run.json").read_bytes()
+    record = json.loads(before)
+    (copied / "run.json").write_text(json.dumps(record | {"data": "other"}))
+    other = (copied / "run.json").read_bytes()
+    assert _resume(copied, "--steps", str(_MORE)) == 2
+    assert _resume(copied, "--spike", "0.5") == 2
+    assert (copied / "run.json").read_bytes() == other
+
+
+def test_an_older_run_trains_longer(finished, copied):
+    """Its record has neither a schedule of its own nor answers to bad steps."""
+    record = json.loads((copied / "run.json").read_text())
+    del record["schedule_steps"], record["settings"]["bad_step"]
+    del record["settings"]["spike"]
+    (copied / "run.json").write_text(json.dumps(record))
+    assert _resume(copied) == 0
+    assert json.loads((copied / "run.json").read_text()) == json.loads(
+        (finished / "run.json").read_text()
+    )
+    (copied / "run.json").write_text(json.dumps(record))
+    assert _resume(copied, "--steps", str(_STEPS + 1)) == 0
+    assert json.loads((copied / "run.json").read_text())["schedule_steps"] == _STEPS
+
+
+def test_what_touches_no_past_step_may_change(copied):
+    flags = ["--keep", "1", "--save-every", "5", "--bad-step", "skip", "--spike", "7"]
+    run = runs.Run.resume(copied, {})
+    expected = dataclasses.replace(
+        run.settings, keep=1, save_every=5, bad_step="skip", spike=7.0
+    )
+    del run
+    assert _resume(copied, *flags) == 0
+    assert runs.Run.resume(copied, {}).settings == expected
+    assert _resume(copied, "--steps", "12", "--bad-step", "stop") == 0
+    names = [path.name for path in (copied / "checkpoints" / "bf16").iterdir()]
+    assert names == ["12"]
+
+
+def test_a_budget_and_a_repeated_command(tmp_path):
+    """Fifty of a hundred steps fit in the budget, and the schedule is theirs."""
+    run = runs.Run.create(tmp_path, _settings(minutes=1.0), "data")
+
+    def resumed(**given):
+        run = runs.Run.resume(tmp_path, given)
+        run.record_changes()
+        return run.settings.steps, run.steps, run.schedule_steps
+
+    del run
+    assert resumed(steps=100) == (100, None, None)
+    with pytest.raises(ValueError, match=r"--steps 99 was given and .* has 100"):
+        resumed(steps=99)
+    runs.Run.resume(tmp_path, {}).fix_steps(50)
+    assert resumed(steps=100, minutes=1.0) == (100, 50, 50)
+    assert resumed(steps=70) == (70, 70, 50)
+    assert resumed(steps=100) == (100, 100, 50)
+    with pytest.raises(ValueError, match=r"--minutes 2\.0 was given and .* has 1\.0"):
+        resumed(minutes=2.0)
+
+
+def test_means_leave_nan_out():
+    x = np.array([np.nan, np.nan, 1.0, 3.0, np.nan, 5.0])
+    expected = [np.nan, np.nan, 1.0, 2.0, 3.0, 5.0]
+    np.testing.assert_array_equal(plots.trailing_mean(x, 2), expected)
