@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
@@ -23,10 +24,11 @@ from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
 from coat_jax.devices import has_kernel
+from coat_jax.optimizers.blocks import adam_in_blocks, has_blocks
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
-from coat_jax.quantization.array import PerGroup, quantize_moment
+from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
 from pallas_kernels import AdamScalars, Moments, dispatch
 from pallas_kernels.ops.adam.reference import GROUP
 from pallas_kernels.rounding import row_major
@@ -121,26 +123,45 @@ def zeros_like(
     if moment is None:
         return jnp.zeros_like(param, dtype)
 
-    def zeros(shape):
-        return quantize_moment(
-            jnp.zeros(shape, jnp.float32),
+    zero = _zero(moment, granularity)
+    like = _of_shape(zero, jnp.shape(param))
+    sharding = getattr(param, "sharding", None)
+    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
+        return jax.tree.map(lambda z, t: jnp.full(t.shape, z, t.dtype), zero, like)
+    return jax.tree.map(
+        lambda z, t, s: jnp.full(t.shape, z, t.dtype, device=s),
+        zero,
+        like,
+        moment_sharding(like, sharding),
+    )
+
+
+@functools.cache
+def _zero(moment: Moment, granularity: PerGroup) -> QuantizedArray:
+    """Returns the code, scale and exponent of a moment of zeros, as NumPy scalars."""
+    with jax.ensure_compile_time_eval():
+        q = quantize_moment(
+            jnp.zeros((1,), jnp.float32),
             format=moment.format,
             granularity=granularity,
             power=moment.power,
             noise=None,
         )
+    return jax.tree.map(lambda x: np.asarray(x)[0], q)
 
-    shape = jnp.shape(param)
-    like = jax.eval_shape(functools.partial(zeros, shape))
-    zero = zeros((1,) * len(shape))
-    sharding = getattr(param, "sharding", None)
-    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
-        return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, like)
-    return jax.tree.map(
-        lambda z, t, s: jnp.full(t.shape, z.reshape(()), t.dtype, device=s),
+
+def _of_shape(zero: QuantizedArray, shape: tuple[int, ...]) -> QuantizedArray:
+    """Returns the shapes and dtypes of a moment's arrays for a parameter of `shape`."""
+    groups = (*shape[:-1], -(-shape[-1] // zero.granularity.size))
+
+    def like(x, shape):
+        return None if x is None else jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return dataclasses.replace(
         zero,
-        like,
-        moment_sharding(like, sharding),
+        codes=like(zero.codes, shape),
+        scale=like(zero.scale, groups),
+        exponent=like(zero.exponent, groups),
     )
 
 
@@ -189,9 +210,13 @@ def partitioned_adam(
 ) -> tuple[Float[Array, "... n"], Moments]:
     """Computes `pallas_kernels.adam` on each device for its part of the arrays."""
     arrays = grads, moments, seed, stream, params, salt
-    if not has_kernel() or jax.device_count() == 1:
-        return pallas_kernels.adam(scalars, *arrays)
     mesh = jax.sharding.get_abstract_mesh()
+    alone = jax.device_count() == 1
+    # A block of an array that lies on several devices would have to be gathered.
+    if not has_kernel() and alone and not mesh.manual_axes and has_blocks(grads.shape):
+        return adam_in_blocks(AdamScalars(*map(jnp.float32, scalars)), *arrays)
+    if not has_kernel() or alone:
+        return pallas_kernels.adam(scalars, *arrays)
     if mesh.manual_axes and not mesh.are_all_axes_manual:
         # custom_partitioning does not get the mesh in a partly manual shard_map.
         with dispatch.without_kernels("the mesh is manual in part"):
