@@ -96,10 +96,14 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
     Args:
       fn: A function of arrays.
       like: An array whose type has the mesh.
-      result: The result of `fn`, or arrays of the same types.
+      result: The result of `fn`, or arrays of the same types. Those that are on no mesh
+        get the sharding of `like`.
     """
-    explicit = jax.typeof(like).sharding.mesh.explicit_axes
+    here = jax.typeof(like).sharding
+    explicit = here.mesh.explicit_axes
     if not explicit:
         return fn
-    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
+    shardings = (jax.typeof(x).sharding for x in jax.tree.leaves(result))
+    shardings = [here if s.mesh.empty else s for s in shardings]
+    shardings = jax.tree.unflatten(jax.tree.structure(result), shardings)
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)

@@ -190,7 +190,7 @@ class _Leaf(NamedTuple):
     @property
     def fits(self) -> bool:
         """Returns whether the kernel, or its reference, can take this leaf."""
-        if not is_quantized(self.mu):
+        if not (is_quantized(self.mu) and is_quantized(self.nu)):
             return False
         arrays = [self.grad] + ([] if self.target is None else [self.target.param])
         return (
