@@ -137,8 +137,8 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
         if is_quantized(moment) and moment.codes.dtype != moment.format.dtype:
             raise ValueError(
                 f"the codes of {field[-1].name}{keystr(path)} must be "
-                f"{moment.format.dtype}, got {moment.codes.dtype}: codes must not be cast, "
-                "coat.to_optax_state(state) has the moments as numbers"
+                f"{moment.format.dtype}, got {moment.codes.dtype}: codes must not be "
+                "cast; coat.to_optax_state(state) has the moments as numbers"
             )
 
 

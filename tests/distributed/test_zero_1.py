@@ -6,7 +6,6 @@ gives their shardings to the parameters at the same paths. Then it jits the step
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest

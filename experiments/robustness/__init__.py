@@ -1,0 +1,1 @@
+"""Programs that try to break the training program."""
