@@ -30,9 +30,9 @@ _HEAD = """\
 The functions of this library under the switches of JAX (rows) in JAX's transformations.
 Every cell was tried beside a plain twin, such as `optax.adamw`, `jax.checkpoint` or
 `jax.lax.dot_general`. "All" means that eager execution, jit, grad, vmap, scan,
-`jax.checkpoint` (remat) and `shard_map` work; of the rows marked with a star, that jit and
-grad do. "As plain" means that what works with the twin works; behind it is what works with
-neither. Optimizers take their gradient inside, without a gradient of the whole step.
+`jax.checkpoint` (remat) and `shard_map` work; of the rows with a star, that jit and
+grad do. "As plain" means that what works with the twin works; behind it is what works
+with neither. Optimizers take their gradient inside, without one of the whole step.
 
 """
 _SHAPE = (2, 16, 128)  # Activations: 4,096 elements are enough to be quantized.
