@@ -16,12 +16,15 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
     Args:
       fn: A function of arrays.
       like: An array whose type has the mesh.
-      result: The result of `fn`, or arrays of the same types.
+      result: The result of `fn`, or arrays of the same types. Those that are on no mesh
+        get the sharding of `like`.
     """
-    explicit = jax.typeof(like).sharding.mesh.explicit_axes
+    here = jax.typeof(like).sharding
+    explicit = here.mesh.explicit_axes
     if not explicit:
         return fn
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, result)
+    shardings = jax.tree.map(lambda s: here if s.mesh.empty else s, shardings)
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
 
 

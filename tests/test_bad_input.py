@@ -242,7 +242,7 @@ for option in ("where", "policy"):
     )
 refused(
     lambda v: coat.fp8_remat(FN, key=v),
-    [0, "key", jnp.zeros(2, jnp.uint32), jax.random.split(KEY)],
+    [0, "key", jnp.zeros(3, jnp.uint32), jax.random.split(KEY)],
     name="key of fp8_remat",
     contains="key must be one jax.random.key",
 )

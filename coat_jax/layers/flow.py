@@ -75,8 +75,12 @@ class Stream(NamedTuple):
 
     @classmethod
     def of(cls, x: Float[Array, "b s h"]) -> "Stream":
-        """Returns the stream before the first segment."""
-        return cls(x, jnp.zeros((), jnp.float32))
+        """Returns a stream, whose scale is only there to be differentiated.
+
+        It follows from `x` because `vmap` must not share it among the examples of a
+        batch: its gradient is another for each. XLA drops the sum, which nothing reads.
+        """
+        return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))
 
     @classmethod
     def gradient(
@@ -218,7 +222,7 @@ class Norm:
             add=add if fused else None,
             keep_maxima=fused and not delayed,
         )
-        dx = out.dx if fused else out.dx + add
+        dx = out.dx if fused else out.dx.astype(add.dtype) + add
         stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
         dweight = None if weight is None else out.dweight.astype(weight.dtype)
         return stream, dweight, out.y

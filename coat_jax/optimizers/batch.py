@@ -46,7 +46,9 @@ def join(arrays: Sequence[Array], group: int) -> Array:
 
     # Codes are joined as integers, because a CPU has no FP8 and would convert twice.
     dtype = arrays[0].dtype
-    return _as(jnp.concatenate([rows(_as(x, _stored(dtype))) for x in arrays]), dtype)
+    return as_dtype(
+        jnp.concatenate([rows(as_dtype(x, stored_dtype(dtype))) for x in arrays]), dtype
+    )
 
 
 def starts(counts: Sequence[int]) -> list[Array]:
@@ -64,19 +66,21 @@ def part(
 ) -> list[Array]:
     """Undoes `join` for arrays of the given shapes, whose groups start at `at`."""
     group, dtype = x.shape[-1], x.dtype
-    x, zero, parts = _as(x, _stored(dtype)), jnp.int32(0), []
+    x, zero, parts = as_dtype(x, stored_dtype(dtype)), jnp.int32(0), []
     for (*leading, n), start in zip(shapes, at, strict=True):
         groups = -(-n // group)
         size = (math.prod(leading) * groups, group)
         rows = lax.dynamic_slice(x, (start, zero), size, allow_negative_indices=False)
         rows = rows.reshape(*leading, groups * group)
-        parts.append(_as(rows if groups * group == n else rows[..., :n], dtype))
+        parts.append(as_dtype(rows if groups * group == n else rows[..., :n], dtype))
     return parts
 
 
-def _stored(dtype: jnp.dtype) -> jnp.dtype:
+def stored_dtype(dtype: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype as which arrays of `dtype` are cut and joined."""
     return jnp.dtype(jnp.uint8) if dtype.itemsize == 1 else dtype
 
 
-def _as(x: Array, dtype: jnp.dtype) -> Array:
+def as_dtype(x: Array, dtype: jnp.dtype) -> Array:
+    """Returns an array whose bits are those of `x`."""
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)

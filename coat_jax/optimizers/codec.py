@@ -34,12 +34,11 @@ def dequantized(inner_state: Any, layout: Layout) -> Any:
                 f"the 8-bit moment {keystr(path)} of shape {q.shape} has no exponents: "
                 "was its checkpoint saved with other options?"
             )
-    values = {path: q.dequantize() for path, q in stored.items()}
+    values = dict(leaves) | {path: q.dequantize() for path, q in stored.items()}
     wide = []
-    for path, leaf in leaves:
-        value = values.get(path, leaf)
+    for path, value in values.items():
         second = layout.second_moment(path)
-        if path in values and second is not None:
+        if path in stored and second is not None:
             value = value * jnp.sqrt(values[second])
         wide.append(value)
     return treedef.unflatten(wide)

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,7 @@ from jax.typing import DTypeLike
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
-from coat_jax.quantization.array import PerGroup, quantize_moment
+from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
 
 
 def opt_state_sharding(
@@ -113,26 +114,45 @@ def zeros_like(
     if moment is None:
         return jnp.zeros_like(param, dtype)
 
-    def zeros(shape):
-        return quantize_moment(
-            jnp.zeros(shape, jnp.float32),
+    zero = _zero(moment, granularity)
+    like = _of_shape(zero, jnp.shape(param))
+    sharding = getattr(param, "sharding", None)
+    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
+        return jax.tree.map(lambda z, t: jnp.full(t.shape, z, t.dtype), zero, like)
+    return jax.tree.map(
+        lambda z, t, s: jnp.full(t.shape, z, t.dtype, device=s),
+        zero,
+        like,
+        moment_sharding(like, sharding),
+    )
+
+
+@functools.cache
+def _zero(moment: Moment, granularity: PerGroup) -> QuantizedArray:
+    """Returns the code, scale and exponent of a moment of zeros, as NumPy scalars."""
+    with jax.ensure_compile_time_eval():
+        q = quantize_moment(
+            jnp.zeros((1,), jnp.float32),
             format=moment.format,
             granularity=granularity,
             power=moment.power,
             noise=None,
         )
+    return jax.tree.map(lambda x: np.asarray(x)[0], q)
 
-    shape = jnp.shape(param)
-    like = jax.eval_shape(functools.partial(zeros, shape))
-    zero = zeros((1,) * len(shape))
-    sharding = getattr(param, "sharding", None)
-    if not isinstance(getattr(sharding, "mesh", None), jax.sharding.Mesh):
-        return jax.tree.map(lambda z, t: jnp.broadcast_to(z, t.shape), zero, like)
-    return jax.tree.map(
-        lambda z, t, s: jnp.full(t.shape, z.reshape(()), t.dtype, device=s),
+
+def _of_shape(zero: QuantizedArray, shape: tuple[int, ...]) -> QuantizedArray:
+    """Returns the shapes and dtypes of a moment's arrays for a parameter of `shape`."""
+    groups = (*shape[:-1], -(-shape[-1] // zero.granularity.size))
+
+    def like(x, shape):
+        return None if x is None else jax.ShapeDtypeStruct(shape, x.dtype)
+
+    return dataclasses.replace(
         zero,
-        like,
-        moment_sharding(like, sharding),
+        codes=like(zero.codes, shape),
+        scale=like(zero.scale, groups),
+        exponent=like(zero.exponent, groups),
     )
 
 

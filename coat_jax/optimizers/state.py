@@ -134,6 +134,12 @@ def check_gradients(grads: Any, state: QuantizedState) -> None:
                 f"gradient{keystr(path)} must have the shape {moment.shape} of its "
                 f"{field[-1].name}, got {shape}"
             )
+        if is_quantized(moment) and moment.codes.dtype != moment.format.dtype:
+            raise ValueError(
+                f"the codes of {field[-1].name}{keystr(path)} must be "
+                f"{moment.format.dtype}, got {moment.codes.dtype}: codes must not be "
+                "cast; coat.to_optax_state(state) has the moments as numbers"
+            )
 
 
 def moments_of(state: QuantizedState) -> Iterator[tuple[Path, Path, Any]]:

@@ -19,6 +19,7 @@ from jaxtyping import Array, UInt32
 import pallas_kernels
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.optimizers.batch import batches, join, part, starts
+from coat_jax.optimizers.blocks import adam_in_blocks, has_blocks
 from coat_jax.optimizers.codec import dequantized, quantized
 from coat_jax.optimizers.noise import (
     random_bits,
@@ -36,7 +37,7 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
-from pallas_kernels import AdamScalars, Moments, dispatch
+from pallas_kernels import AdamScalars, Moments, dispatch, placement
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP
 from pallas_kernels.rounding import hash32, stochastic_bfloat16
@@ -189,7 +190,7 @@ class _Leaf(NamedTuple):
     @property
     def fits(self) -> bool:
         """Returns whether the kernel, or its reference, can take this leaf."""
-        if not is_quantized(self.mu):
+        if not (is_quantized(self.mu) and is_quantized(self.nu)):
             return False
         arrays = [self.grad] + ([] if self.target is None else [self.target.param])
         return (
@@ -263,11 +264,24 @@ def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
 
     def whole(scalars, grad, moments, param, salt, step):
         seeds = seed_of(step), stream_of(leaf.path, moments.mu)
+        if _in_blocks(grad, moments):
+            floats = AdamScalars(*map(jnp.float32, scalars))
+            return adam_in_blocks(floats, grad, moments, *seeds, param, salt)
         return pallas_kernels.adam(scalars, grad, moments, *seeds, param, salt)
 
     results = (leaf.grad if param is None else param, leaf.moments)
     whole = on_explicit_mesh(whole, leaf.mu.codes, results)
     return [leaf.after(*whole(scalars, leaf.grad, leaf.moments, param, salt, step))]
+
+
+def _in_blocks(grad: Array, moments: Moments) -> bool:
+    """Returns whether the step of a leaf is computed block by block.
+
+    A block of an array that is spread over devices would have to be gathered.
+    """
+    if dispatch.has_hopper() or jax.sharding.get_abstract_mesh().manual_axes:
+        return False
+    return placement.mesh_of((grad, moments)) is None and has_blocks(grad.shape)
 
 
 def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:

@@ -185,10 +185,10 @@ def quantize(
       expand: Whether to apply dynamic range expansion (COAT, section 4.2) with a k for
         each group. A number is taken as the k of all groups instead.
       noise: A uint32 array of random bits in x's shape, such as
-        `jax.random.bits(key, x.shape)`, for stochastic rounding. A number is rounded to
-        one of the two neighbouring codes; the mean is the number itself. With `expand`,
-        formats without a sign have the right mean of x**k instead. Scales are then up
-        to a percent larger, so that nothing saturates.
+        `jax.random.bits(key, x.shape, jnp.uint32)`, for stochastic rounding. A number
+        is rounded to one of the two neighbouring codes; the mean is the number itself.
+        With `expand`, formats without a sign have the right mean of x**k instead.
+        Scales are then up to a percent larger, so that nothing saturates.
 
     Raises:
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
@@ -405,7 +405,9 @@ def _block(q: QuantizedArray) -> tuple[int, ...]:
 
 def _split(x: Array, block: tuple[int, ...]) -> Array:
     """Reshapes [n0, n1, ...] to [n0 / b0, b0, n1 / b1, b1, ...], padded with zeros."""
-    block = tuple(max(min(n, b), 1) for n, b in zip(x.shape, block, strict=True))
+    # A length that `jax.export` leaves open cannot be compared.
+    sizes = zip(x.shape, block, strict=True)
+    block = tuple(1 if b == 1 else max(min(n, b), 1) for n, b in sizes)
     padding = [(0, -n % b) for n, b in zip(x.shape, block, strict=True)]
     if any(after for _, after in padding):
         x = jnp.pad(x, padding)

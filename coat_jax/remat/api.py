@@ -93,10 +93,10 @@ def fp8_remat[Target](
         are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
         matmul, no kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
-      key: A key for stochastic rounding. Each number is rounded to one of its two
-        neighbouring codes, and is unchanged on average. All calls of the result share
-        the key. So call `fp8_remat` where there is a fresh key, as in a training step:
-        `fp8_remat(model, key=key)(x)`.
+      key: A key for stochastic rounding, typed or raw. Each number is rounded to one of
+        its two neighbouring codes, and is unchanged on average. All calls of the result
+        share the key. So call `fp8_remat` where there is a fresh key, as in a training
+        step: `fp8_remat(model, key=key)(x)`.
 
     Returns:
       An object of the same kind as `target`, with the same signature.

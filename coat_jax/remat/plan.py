@@ -1,5 +1,6 @@
 """Decides how each residual of a function is saved between its passes, and why."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -56,18 +57,24 @@ class Options:
             if value is not None and not callable(value):
                 raise ValueError(f"{name} must be a function or None, got {value!r}")
         if self.key is not None:
-            self._check_key()
+            object.__setattr__(self, "key", self._typed_key())
 
-    def _check_key(self) -> None:
-        dtype, shape = getattr(self.key, "dtype", None), jnp.shape(self.key)
+    def _typed_key(self) -> jax.Array:
+        """Returns the key as `jax.random.key` makes it, also of a raw `PRNGKey`."""
+        key = self.key
+        if getattr(key, "dtype", None) == jnp.uint32 and jnp.ndim(key) == 1:
+            with contextlib.suppress(TypeError, ValueError):  # It has another length.
+                key = jax.random.wrap_key_data(key)
+        dtype = getattr(key, "dtype", None)
         typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
-        if not typed or shape:
-            raise ValueError(f"key must be one jax.random.key, got {self.key!r}")
+        if not typed or jnp.shape(key):
+            raise ValueError(f"key must be one jax.random.key, got {key!r}")
         if self.format.table is not None:
             raise ValueError(
                 f"key is for floating formats, got format={self.format!r}: its codes "
                 "are not rounded stochastically"
             )
+        return key
 
 
 @dataclasses.dataclass(frozen=True)
