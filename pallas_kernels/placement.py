@@ -112,12 +112,16 @@ def warn_once(message: str) -> None:
 def mesh_of(arrays: Any) -> AbstractMesh | None:
     """Returns the mesh over which arrays may be spread.
 
-    None means that a kernel can run on the arrays as they are: they are on one device,
-    or they are a device's own parts, within a `shard_map` over all axes of the mesh.
+    None means that any operation can run on the arrays as they are: they are on one
+    device, or they are a device's own parts, within a `shard_map` over all axes of the
+    mesh. A mesh of one device is returned only if it has explicit axes, because these
+    are in the way of reshapes.
     """
     for x in jax.tree.leaves(arrays):
         mesh = jax.typeof(x).sharding.mesh
-        if not mesh.empty and mesh.size > 1 and not _is_manual(mesh):
+        if mesh.empty or _is_manual(mesh):
+            continue
+        if mesh.size > 1 or mesh.explicit_axes:
             return mesh
     return None
 
@@ -208,6 +212,10 @@ class _Call:
     def reference(self, arrays: tuple) -> Any:
         """Computes the operation in jnp, with one element for each amax."""
         return self._with_amax(self.operation.reference(*arrays))
+
+    def on_one_device(self, arrays: tuple) -> Any:
+        """Computes the operation with its kernel, with one element for each amax."""
+        return self._with_amax(self.operation.kernel(*arrays))
 
     def part(self, arrays: tuple, mesh: Mesh, split: Mapping, wanted: Specs) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
