@@ -137,6 +137,7 @@ def many_leaves(count: int, repeats: int, shape: tuple[int, ...]) -> list[Row]:
     seconds = _in_turns({k: compiling(*case) for k, case in cases.items()}, repeats)
     rows = []
     for name, found in seconds.items():
+        # An update is compared with an update, and a first state with a first state.
         base = seconds["optax.adamw, init" if "init" in name else "optax.adamw, update"]
         rows.append(
             {"part": "leaves", "case": name, "leaves": count, "shape": str(list(shape))}
