@@ -137,6 +137,7 @@ def many_leaves(count: int, repeats: int, shape: tuple[int, ...]) -> list[Row]:
     seconds = _in_turns({k: compiling(*case) for k, case in cases.items()}, repeats)
     rows = []
     for name, found in seconds.items():
+        # An update is compared with an update, and a first state with a first state.
         base = seconds["optax.adamw, init" if "init" in name else "optax.adamw, update"]
         rows.append(
             {"part": "leaves", "case": name, "leaves": count, "shape": str(list(shape))}
@@ -312,7 +313,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "layers": lambda: unrolled_layers(args.layers, args.repeats),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    command = f"uv run python -m {_NAME}"
+    sizes = {"steps": _STEPS, "leaves": _LEAVES, "elements": _ELEMENTS}
+    sizes |= {"layers": _LAYERS}
+    chosen = {k: getattr(args, k) for k, size in sizes.items()}
+    chosen = [f"--{k} {n}" for k, n in chosen.items() if n != sizes[k]]
+    command = " ".join([f"uv run python -m {_NAME}", *chosen])
     parts, console = args.parts.split(","), Console()
     for part in parts:
         if part not in runs:

@@ -84,7 +84,7 @@ def test_steps_are_those_of_one_device(way, fused):
 
 
 def test_codes_are_one_key_behind_their_parameters_path():
-    """So a look-up by path finds small moments, and quantized ones by their codes."""
+    """A look-up by path finds small moments, and not those that are quantized."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     tx, params = coat.fp8_adamw(1e-2), _random(0)
     _, by_path = _shardings(tx, params, mesh, "each array")

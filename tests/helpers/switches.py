@@ -191,7 +191,7 @@ def _vmap(fn: Callable) -> Callable:
     return several
 
 
-# What each transformation makes of a function. Except for the first two, the gradient
+# Transformations of a function. Except for the first two, the gradient
 # of it is taken if the function has one.
 TRANSFORMATIONS: dict[str, Callable[[Callable], Callable]] = {
     "eager": lambda fn: fn,

@@ -115,7 +115,7 @@ def test_moments_and_counts_are_set_by_name(wrapper):
 
 @every_wrapper
 def test_a_moment_may_be_set_to_an_array(wrapper):
-    """It stays float32, and the next step is optax's."""
+    """The moment stays float32, and the next step is optax's."""
     (plain, theirs), (tx, ours) = _pair(wrapper)
     moments = {name: optax.tree.get(theirs, name) for name in ("mu", "nu")}
     replaced = optax.tree.set(ours, **moments)
@@ -154,7 +154,7 @@ def test_what_keeps_a_state_keeps_its_bits_and_steps(wrapper, function):
 
 @every_wrapper
 def test_a_state_of_zeros_is_a_new_one(wrapper):
-    """Its scales are zero too, as those of `tx.init` are not."""
+    """The scales are zero too, as those of `tx.init` are not."""
     (plain, theirs), (tx, ours) = _pair(wrapper)
     zeros = [jax.tree.map(jnp.zeros_like, state) for state in (theirs, ours)]
     expected, _ = plain.update(GRADS, zeros[0], PARAMS)

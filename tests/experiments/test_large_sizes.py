@@ -1,0 +1,49 @@
+"""Tests of the program that tries the library at large sizes, at small ones."""
+
+import json
+
+import pytest
+
+from experiments.robustness import large_sizes
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    out = tmp_path_factory.mktemp("results") / "large_sizes.json"
+    sizes = ["--steps", "4000", "--leaves", "8", "--elements", "16000000"]
+    sizes += ["--layers", "2", "--repeats", "1"]
+    large_sizes.main([*sizes, "--out", str(out)])
+    return json.loads(out.read_text())
+
+
+def _rows(results, part):
+    return {row["case"]: row for row in results["rows"] if row["part"] == part}
+
+
+def test_long_runs_stay_beside_optaxs(results):
+    for name, row in _rows(results, "steps").items():
+        assert row["finite"]
+        assert row["last_loss"] < 0.01 * row["first_loss"]
+        assert row["ratio"] == pytest.approx(1, abs=0.02), name
+
+
+def test_a_large_leaf_takes_less_memory_than_optaxs(results):
+    rows = _rows(results, "leaf")
+    theirs = rows["optax.adamw"]
+    # Parameters, gradients and two moments of four bytes, and optax's temporaries.
+    assert theirs["compiled_gib"] >= 16 * 16e6 / 2**30
+    for name in ("coat.fp8_adamw", "coat.fused_update"):
+        assert rows[name]["compiled_gib"] <= 0.75 * theirs["compiled_gib"]
+        assert 0 < rows[name]["resident_gib"] < theirs["resident_gib"]
+
+
+def test_times_are_compared_with_those_of_the_plain_twin(results):
+    for part, bases in {
+        "leaves": ("optax.adamw, update", "optax.adamw, init"),
+        "layers": ("nnx.remat", "jax.checkpoint"),
+    }.items():
+        rows = _rows(results, part)
+        assert [rows[base]["ratio"] for base in bases] == [1, 1]
+        assert all(row["seconds"] > 0 for row in rows.values())
+    named = {bar["name"].partition(":")[0] for bar in results["bars"]}
+    assert named >= {"coat.fp8_adamw, update", "coat.fp8_remat of modules"}
