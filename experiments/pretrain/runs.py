@@ -385,7 +385,9 @@ class Run:
             other settings.
         """
         if not (folder / _RUN).exists():
-            raise ValueError(f"--resume needs a run's folder, got {folder} without one")
+            raise ValueError(
+                f"--resume needs a run's folder, got {folder} without {folder / _RUN}"
+            )
         record = _read_record(folder)
         lock = _locked(folder)
         run = cls(folder, record, lock)

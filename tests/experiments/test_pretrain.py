@@ -201,7 +201,10 @@ def test_resume_refuses_other_data(finished, text, capsys):
         (["--b2", "1"], "b2 must be at least 0 and below 1, got 1.0"),
         (["--data", "/nowhere"], "no file or folder at /nowhere"),
         (["--seq-len", "100000"], "length of 100000 needs 100001 tokens"),
-        (["--resume", "/nowhere"], "needs a run's folder, got /nowhere"),
+        (
+            ["--resume", "/nowhere"],
+            "needs a run's folder, got /nowhere without /nowhere/run.json",
+        ),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(argv, message, text, tmp_path, capsys):
