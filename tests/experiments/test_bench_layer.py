@@ -331,7 +331,9 @@ def test_profiles_need_what_they_compare(capsys):
 @pytest.mark.parametrize("bench", [bench_kernels, bench_layer, bench_e2e])
 def test_files_of_other_devices_are_left_alone(bench, tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
-    known = json.dumps({"device": {"name": "NVIDIA Z9"}, "rows": [{"ms": 1.0}]})
+    known = {"command": "uv run x", "date": "2026-01-01", "versions": {}, "bars": []}
+    known |= {"device": {"name": "NVIDIA Z9"}, "rows": [{"ms": 1.0}]}
+    known = json.dumps(known)
     out.write_text(known)
     monkeypatch.setattr(sys, "argv", ["bench", "--out", str(out)])
     with pytest.raises(SystemExit):

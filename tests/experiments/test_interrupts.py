@@ -149,8 +149,9 @@ def test_compilation_is_left(start):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_step_is_finished_unless_there_is_a_second_signal(twice, start):
-    # A step takes a second.
-    process = start("--steps", "99", "--batch-size", "8", "--seq-len", "512")
+    # A step takes a second on two idle cores. The second signal must come within it.
+    size = "32" if twice else "8"
+    process = start("--steps", "99", "--batch-size", size, "--seq-len", "512")
     process.wait(lambda: process.said("bf16: compiled in"))
     process.wait(lambda: (process.out / "metrics.jsonl").read_text())
     assert process.signal(signal.SIGINT, _LATER) < 0.8
