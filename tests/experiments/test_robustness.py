@@ -11,8 +11,8 @@ import zlib
 
 import pytest
 
+from experiments.pretrain import checkpoints, text
 from experiments.pretrain import program as pretrain
-from experiments.pretrain import runs, text
 
 _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]
@@ -219,7 +219,7 @@ def test_one_of_two_processes_is_refused(tmp_path, corpus):
 
 def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     usage = collections.namedtuple("usage", "free")
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(free=1000))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(free=1000))
     out = tmp_path / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(out)]) == 1
     said = capsys.readouterr().out
