@@ -22,6 +22,7 @@ import fcntl
 import gc
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -188,6 +189,7 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
         if not code and not isinstance(error, OSError):
             sys.stderr.write(said.getvalue())
             raise
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
         atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
         if not code:
@@ -371,7 +373,15 @@ class Run:
         _write_record(self.folder, self._record)
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """Returns the recipe's checkpoints, a context manager."""
+        """Returns the recipe's checkpoints, a context manager.
+
+        Raises:
+          FileNotFoundError: If the run's folder was moved or deleted; a new folder for
+            checkpoints would be no run.
+        """
+        if not (self.folder / _RUN).exists():
+            reason = "the run's folder was moved or deleted"
+            raise FileNotFoundError(errno.ENOENT, reason, str(self.folder))
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 
