@@ -7,6 +7,7 @@ import errno
 import gc
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -202,6 +203,7 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
         if not code and not isinstance(error, OSError):
             sys.stderr.write(said.getvalue())
             raise
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
         sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
         atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
         if not code:

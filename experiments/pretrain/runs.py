@@ -16,6 +16,7 @@ refused. Files of before there were checksums are taken as they are.
 """
 
 import dataclasses
+import errno
 import fcntl
 import json
 import os
@@ -175,7 +176,15 @@ class Run:
         self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """Returns the recipe's checkpoints, a context manager."""
+        """Returns the recipe's checkpoints, a context manager.
+
+        Raises:
+          FileNotFoundError: If the run's folder was moved or deleted; a new folder for
+            checkpoints would be no run.
+        """
+        if not (self.folder / _RUN).exists():
+            reason = "the run's folder was moved or deleted"
+            raise FileNotFoundError(errno.ENOENT, reason, str(self.folder))
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 

@@ -11,8 +11,9 @@ import zlib
 
 import pytest
 
-from experiments.pretrain import checkpoints, text
+from experiments.pretrain import checkpoints, runs, text
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS
 
 _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]
@@ -215,6 +216,15 @@ def test_one_of_two_processes_is_refused(tmp_path, corpus):
         for text in said
     )
     assert len(_losses(tmp_path / "run")) == 6
+
+
+def test_a_run_whose_folder_is_moved_makes_no_new_one(tmp_path):
+    settings = PRESETS["tiny"].settings
+    run = runs.Run.create(tmp_path / "run", settings, "data")
+    run.folder.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="was moved or deleted"):
+        run.checkpoints("bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
 
 def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
