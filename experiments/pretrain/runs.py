@@ -103,12 +103,16 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
+        # The folder around them is not made, because without it there is no run.
+        for needed in (self._folder.parent, self._folder):
+            needed.mkdir(exist_ok=True)
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
                 max_to_keep=keep,
+                create=False,
                 # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
@@ -147,7 +151,8 @@ class Checkpoints:
             with _errors_of_disk(path):
                 self._manager.save(progress.step, args=items)
             listed = _list_of(path)
-            listed.parent.mkdir(parents=True, exist_ok=True)
+            for needed in (listed.parent.parent, listed.parent):
+                needed.mkdir(exist_ok=True)
             files = _checksums(path)
             write_json(listed, {"files": files, "checksum": _value_checksum(files)})
             for old in listed.parent.iterdir():
@@ -376,12 +381,8 @@ class Run:
         """Returns the recipe's checkpoints, a context manager.
 
         Raises:
-          FileNotFoundError: If the run's folder was moved or deleted; a new folder for
-            checkpoints would be no run.
+          FileNotFoundError: If the run's folder was moved or deleted.
         """
-        if not (self.folder / _RUN).exists():
-            reason = "the run's folder was moved or deleted"
-            raise FileNotFoundError(errno.ENOENT, reason, str(self.folder))
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 
