@@ -95,11 +95,15 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
         self._keep = keep
+        # The folder around them is not made, because without it there is no run.
+        for needed in (self._folder.parent, self._folder):
+            needed.mkdir(exist_ok=True)
         self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_names=("state", "progress"),
             options=ocp.CheckpointManagerOptions(
+                create=False,
                 # The next step donates the state, so it has to be on disk by then.
                 enable_async_checkpointing=False,
             ),
@@ -139,7 +143,8 @@ class Checkpoints:
             with _errors_of_disk(path):
                 self._manager.save(progress.step, args=items)
             listed = _list_of(path)
-            listed.parent.mkdir(parents=True, exist_ok=True)
+            for needed in (listed.parent.parent, listed.parent):
+                needed.mkdir(exist_ok=True)
             files = _checksums(path)
             write_json(listed, {"files": files, "checksum": value_checksum(files)})
             older = sorted(self._manager.all_steps())[: -self._keep]

@@ -16,7 +16,6 @@ refused. Files of before there were checksums are taken as they are.
 """
 
 import dataclasses
-import errno
 import fcntl
 import json
 import os
@@ -179,12 +178,8 @@ class Run:
         """Returns the recipe's checkpoints, a context manager.
 
         Raises:
-          FileNotFoundError: If the run's folder was moved or deleted; a new folder for
-            checkpoints would be no run.
+          FileNotFoundError: If the run's folder was moved or deleted.
         """
-        if not (self.folder / _RUN).exists():
-            reason = "the run's folder was moved or deleted"
-            raise FileNotFoundError(errno.ENOENT, reason, str(self.folder))
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 

@@ -222,7 +222,7 @@ def test_a_run_whose_folder_is_moved_makes_no_new_one(tmp_path):
     settings = PRESETS["tiny"].settings
     run = runs.Run.create(tmp_path / "run", settings, "data")
     run.folder.rename(tmp_path / "moved")
-    with pytest.raises(FileNotFoundError, match="was moved or deleted"):
+    with pytest.raises(FileNotFoundError, match="run/checkpoints"):
         run.checkpoints("bf16")
     assert [path.name for path in tmp_path.iterdir()] == ["moved"]
 
