@@ -17,8 +17,10 @@ from experiments.pretrain.bad_steps import (
     loss_limit,
     recent_losses,
 )
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.runs import Checkpoints, Progress, RowLog, Run
+from experiments.pretrain.rows import RowLog
+from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Recipe
 from experiments.pretrain.training import Metrics, Trainer, TrainState
 

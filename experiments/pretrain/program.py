@@ -27,11 +27,12 @@ from rich.console import Console
 from experiments.common.programs import one_line
 from experiments.pretrain import arguments, data, interrupts, report
 from experiments.pretrain.bad_steps import BadStep
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.interrupts import STOPPED, Interrupts
 from experiments.pretrain.loop import Loop, device_peak_bytes
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
-from experiments.pretrain.runs import Checkpoints, Progress, Run
+from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 

@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 
 from experiments.common.results import Bar, write_results
-from experiments.pretrain.runs import Progress, Run
+from experiments.pretrain.checkpoints import Progress
+from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import COAT_RECIPES, Recipe
 
 

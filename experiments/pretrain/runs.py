@@ -15,32 +15,24 @@ checkpoint is. A checkpoint that is damaged gives way to an older one; other dam
 refused. Files of before there were checksums are taken as they are.
 """
 
-import atexit
-import contextlib
 import dataclasses
-import errno
 import fcntl
-import gc
-import io
 import json
-import math
 import os
-import re
 import shutil
-import sys
-import time
 import weakref
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-import jax
-import orbax.checkpoint as ocp
-
 from experiments.common.results import command_line, read_json, write_json
+from experiments.pretrain.checkpoints import (
+    Checkpoints,
+    file_checksum,
+    value_checksum,
+)
+from experiments.pretrain.rows import RowLog, read_rows, replace_file, rows_checksum
 from experiments.pretrain.settings import Recipe, Settings
-from experiments.pretrain.training import TrainState, tree_bytes
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 _LOCK = "lock"
@@ -49,271 +41,6 @@ _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that touch no step that is done. A resumed run may also have more steps.
 _CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
-
-
-@dataclasses.dataclass(kw_only=True)
-class Progress:
-    """The part of a checkpoint that is not the training state.
-
-    Attributes:
-      step: Number of steps done.
-      batches: State of the data iterator.
-      seconds: Total time of `timed_steps` steps, without validation and checkpoints.
-      timed_steps: Number of steps that `seconds` counts: all but the first of each
-        process.
-      device_peak_bytes: Peak memory of the device. It is None if the device does not
-        report it, or if an earlier recipe of the process had a higher peak.
-      measured: Sizes and the compile time, measured before the first step.
-      rows: Checksums of the recipe's rows up to this step, by the name of their file.
-        It is empty in checkpoints of before there were any.
-      skipped: Number of steps that changed nothing, because they were bad.
-      rollbacks: Number of returns to the checkpoint that `origin` names.
-      origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
-        state. It is `step` itself, and None means that, except in a checkpoint of a
-        stop with `bad_step="rollback"`. So a stop changes no later step.
-    """
-
-    step: int = 0
-    batches: dict[str, Any] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
-    timed_steps: int = 0
-    device_peak_bytes: int | None = None
-    measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
-    rows: dict[str, int] = dataclasses.field(default_factory=dict)
-    skipped: int = 0
-    rollbacks: int = 0
-    origin: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.origin is None:
-            self.origin = self.step
-
-    def tokens_per_s(self, settings: Settings) -> float | None:
-        """Returns the speed of the timed steps, or None before the first one."""
-        if not self.seconds:
-            return None
-        return settings.tokens_per_step * self.timed_steps / self.seconds
-
-    def note_peak(self, before: int | None, now: int | None) -> None:
-        """Records the process's peak if it rose while this recipe ran.
-
-        Args:
-          before: The process's peak before this recipe, in bytes.
-          now: The process's peak now, in bytes.
-        """
-        if now is not None and now > (before or 0):
-            self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
-
-
-class Checkpoints:
-    """The latest checkpoints of one recipe.
-
-    A new checkpoint replaces the oldest one only when it is complete, and never the one
-    that its `Progress.origin` names. Beside every checkpoint there is a list of its
-    files' checksums. A checkpoint whose files differ from the list is moved to a folder
-    of damaged ones, and an older one is used.
-
-    Raises:
-      ValueError: If there are checkpoints, and all of them are damaged.
-    """
-
-    def __init__(self, folder: Path, keep: int = 2) -> None:
-        self._folder = folder.resolve()
-        self._keep = keep
-        self._set_damaged_aside()
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            item_names=("state", "progress"),
-            options=ocp.CheckpointManagerOptions(
-                # The next step donates the state, so it has to be on disk by then.
-                enable_async_checkpointing=False,
-            ),
-        )
-
-    def _set_damaged_aside(self) -> None:
-        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
-        steps = sorted(found, key=lambda path: int(path.name))
-        damages = []
-        while steps and (damage := _damage(steps[-1])):
-            damages.append(damage)
-            if len(steps) == 1:
-                raise ValueError("no checkpoint is whole: " + "; ".join(damages))
-            path = steps.pop()
-            aside = self._folder.parent / "damaged"
-            aside.mkdir(exist_ok=True)
-            name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
-            os.replace(path, aside / name)
-            _list_of(path).unlink(missing_ok=True)
-            print(f"{damage}; going on from step {steps[-1].name} instead")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._manager.close()
-
-    def save(self, state: TrainState, progress: Progress) -> None:
-        """Saves a checkpoint, unless there is one of this step."""
-        if progress.step != self._manager.latest_step():
-            _check_space(self._folder, state)
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(_not_empty(state)),
-                progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
-            )
-            path = self._folder / str(progress.step)
-            with _errors_of_disk(path):
-                self._manager.save(progress.step, args=items)
-            listed = _list_of(path)
-            listed.parent.mkdir(parents=True, exist_ok=True)
-            files = _checksums(path)
-            write_json(listed, {"files": files, "checksum": _value_checksum(files)})
-            older = sorted(self._manager.all_steps())[: -self._keep]
-            self._delete(step for step in older if step != progress.origin)
-
-    def roll_back(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, whose own is then the latest.
-
-        Raises:
-          OSError: If the checkpoint of `step` is damaged or missing.
-        """
-        path = self._folder / str(step)
-        if step and (damage := _damage(path) if path.exists() else f"no {path}"):
-            raise OSError(damage)
-        found = sorted(self._manager.all_steps(), reverse=True)
-        self._delete(later for later in found if later > step)
-
-    def _delete(self, steps: Iterable[int]) -> None:
-        """Deletes checkpoints; a kill leaves either all or nothing of each."""
-        aside = self._folder.parent / "deleted"
-        for step in steps:
-            shutil.rmtree(aside, ignore_errors=True)
-            # A list without its checkpoint would refuse the next one of this step.
-            _list_of(self._folder / str(step)).unlink(missing_ok=True)
-            os.replace(self._folder / str(step), aside)
-            shutil.rmtree(aside)
-        self._manager.reload()
-
-    def progress(self) -> Progress:
-        """Returns the latest checkpoint's progress; its step is 0 if there is none."""
-        step = self._manager.latest_step()
-        if step is None:
-            return Progress()
-        items = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        return Progress(**self._manager.restore(step, args=items)["progress"])
-
-    def state(self, abstract: TrainState) -> TrainState:
-        """Returns the latest state, bit for bit.
-
-        Args:
-          abstract: The shapes, dtypes and placement of the state.
-        """
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
-        step = self._manager.latest_step()
-        return TrainState(**self._manager.restore(step, args=items)["state"])
-
-
-@contextlib.contextmanager
-def _errors_of_disk(path: Path) -> Iterator[None]:
-    """Raises tensorstore's errors of the operating system as OSError, and no others.
-
-    orbax prints them as well, and its tasks that are left behind raise errors of their
-    own, which nothing handles. Neither is shown.
-    """
-    said = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(said):
-            yield
-    except Exception as error:
-        code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
-        if not code and not isinstance(error, OSError):
-            sys.stderr.write(said.getvalue())
-            raise
-        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
-        atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
-        if not code:
-            raise
-        number = int(code[1])
-        raise OSError(number, os.strerror(number), str(path)) from None
-    sys.stderr.write(said.getvalue())
-
-
-def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Returns an `unraisablehook` that ignores calls to a closed event loop."""
-
-    def ignore(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            hook(unraisable)
-
-    return ignore
-
-
-def _list_of(checkpoint: Path) -> Path:
-    folder = checkpoint.parent
-    return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
-
-
-def _checksums(folder: Path) -> dict[str, int]:
-    """Returns the checksum of each file in a folder, by its path."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): _file_checksum(path) for path in files}
-
-
-def _file_checksum(path: Path) -> int:
-    checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(2**24):
-            checksum = zlib.crc32(block, checksum)
-    return checksum
-
-
-def _value_checksum(value: Any) -> int:
-    """Returns the checksum of a JSON value, whatever its file's spaces."""
-    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
-
-
-def _damage(checkpoint: Path) -> str | None:
-    """Returns what is wrong with a checkpoint, or None.
-
-    A process that was killed right after saving has left no list of checksums. The
-    checkpoint itself is complete then.
-    """
-    if not _list_of(checkpoint).exists():
-        return None
-    expected = _listed_checksums(_list_of(checkpoint))
-    if expected is None:
-        return f"{_list_of(checkpoint)} is damaged"
-    found = _checksums(checkpoint)
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
-            return f"{checkpoint / name} is damaged"
-    return None
-
-
-def _listed_checksums(path: Path) -> dict[str, int] | None:
-    """Returns the checksums in a list, or None if it is damaged.
-
-    Older lists are the dictionary alone, without a checksum of it.
-    """
-    try:
-        listed = read_json(path)
-    except ValueError:
-        return None
-    if not isinstance(listed, dict):
-        return None
-    if listed.keys() == {"files", "checksum"}:
-        whole = listed["checksum"] == _value_checksum(listed["files"])
-        return listed["files"] if whole else None
-    return listed if all(isinstance(x, int) for x in listed.values()) else None
-
-
-def _check_space(folder: Path, state: TrainState) -> None:
-    """Raises OSError unless a checkpoint of `state` fits on the disk."""
-    needed = tree_bytes(state) + 2**20
-    if (free := shutil.disk_usage(folder).free) < needed:
-        raise OSError(
-            errno.ENOSPC,
-            f"a checkpoint takes {needed:,} bytes, but {free:,} are free in {folder}",
-        )
 
 
 class Run:
@@ -366,7 +93,7 @@ class Run:
             "steps": steps,
             "schedule_steps": steps,
             "command": command_line(),
-            "files": {file.name: _file_checksum(file) for file in files},
+            "files": {file.name: file_checksum(file) for file in files},
         }
         _write_record(folder, record)
         return cls(folder, record, lock)
@@ -394,7 +121,7 @@ class Run:
         run._change(given)
         for name, checksum in record.get("files", {}).items():
             path = folder / name
-            if not path.exists() or _file_checksum(path) != checksum:
+            if not path.exists() or file_checksum(path) != checksum:
                 raise ValueError(f"{path} is damaged")
         run._drop_unsaved_rows()
         return run
@@ -448,7 +175,11 @@ class Run:
         self.record_changes()
 
     def checkpoints(self, recipe: Recipe) -> Checkpoints:
-        """Returns the recipe's checkpoints, a context manager."""
+        """Returns the recipe's checkpoints, a context manager.
+
+        Raises:
+          FileNotFoundError: If the run's folder was moved or deleted.
+        """
         folder = self.folder / "checkpoints" / recipe
         return Checkpoints(folder, self.settings.keep)
 
@@ -457,7 +188,7 @@ class Run:
 
         A null is NaN in them.
         """
-        return [row for row, _ in _read_rows(self.folder / _METRICS)]
+        return [row for row, _ in read_rows(self.folder / _METRICS)]
 
     def append_metrics(self, recipe: Recipe) -> "RowLog":
         """Opens metrics.jsonl for more rows of a recipe; a context manager."""
@@ -465,7 +196,7 @@ class Run:
 
     def moments(self) -> list[dict[str, Any]]:
         """Returns the rows of moments.jsonl, without an incomplete last line."""
-        return [row for row, _ in _read_rows(self.folder / _MOMENTS)]
+        return [row for row, _ in read_rows(self.folder / _MOMENTS)]
 
     def append_moments(self, recipe: Recipe) -> "RowLog":
         """Opens moments.jsonl for more rows of a recipe; a context manager."""
@@ -486,13 +217,13 @@ class Run:
             path.touch()
             kept = [
                 (row, line)
-                for row, line in _read_rows(path)
+                for row, line in read_rows(path)
                 if row["step"] <= last.get(row["recipe"], 0)
             ]
             if path.name == _METRICS:
                 self._check_rows([row for row, _ in kept], last)
             for recipe, progress in saved.items():
-                checksum = _rows_checksum(kept, recipe)
+                checksum = rows_checksum(kept, recipe)
                 if progress.rows.get(path.name, checksum) != checksum:
                     raise ValueError(
                         f"{path} is damaged: {recipe}'s rows up to step {last[recipe]} "
@@ -500,7 +231,7 @@ class Run:
                     )
             lines = b"".join(line for _, line in kept)
             if lines != path.read_bytes():
-                _replace(path, lines)
+                replace_file(path, lines)
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
         """Raises ValueError unless there is one row for each step that was saved."""
@@ -512,56 +243,6 @@ class Run:
                     f"{self.folder / _METRICS} is damaged: {recipe} has {len(steps)} "
                     f"rows for {last} steps, see step {min(wrong, key=str)}"
                 )
-
-
-class RowLog:
-    """A file of JSON rows, open for appending; a written row is readable at once.
-
-    Attributes:
-      name: The name of the file.
-    """
-
-    def __init__(self, path: Path, recipe: Recipe) -> None:
-        self.name = path.name
-        self._path, self._recipe = path, recipe
-        self._open()
-
-    def _open(self) -> None:
-        self._checksum = _rows_checksum(_read_rows(self._path), self._recipe)
-        self._file = self._path.open("a", buffering=1)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._file.close()
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Appends one row."""
-        line = _line_of(row)
-        self._file.write(line)
-        self._checksum = zlib.crc32(line.encode(), self._checksum)
-
-    def drop_after(self, step: int) -> None:
-        """Drops the rows of the recipe's later steps, all or none."""
-        self._file.close()
-        kept = [
-            line
-            for row, line in _read_rows(self._path)
-            if row["recipe"] != self._recipe or row["step"] <= step
-        ]
-        _replace(self._path, b"".join(kept))
-        self._open()
-
-    def sync(self) -> int:
-        """Blocks until all rows are on disk; returns the checksum of the recipe's."""
-        os.fsync(self._file.fileno())
-        return self._checksum
-
-
-def _not_empty(state: TrainState) -> dict[str, Any]:
-    """Returns the fields that have arrays, because most runs have no histories."""
-    return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}
 
 
 def check_unused(folder: Path) -> None:
@@ -603,7 +284,7 @@ def latest(parent: Path) -> Path:
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:
     """Writes run.json with a checksum of the other entries."""
-    write_json(folder / _RUN, record | {"checksum": _value_checksum(record)})
+    write_json(folder / _RUN, record | {"checksum": value_checksum(record)})
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
@@ -622,7 +303,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
     ):
         raise ValueError(f"{path} is damaged: its entries are not those of a run")
     checksum = record.pop("checksum", None)
-    if checksum not in (None, _value_checksum(record)):
+    if checksum not in (None, value_checksum(record)):
         raise ValueError(
             f"{path} is damaged: it does not have its checksum; if the change is "
             'meant, remove the entry "checksum"'
@@ -649,50 +330,3 @@ def _check_record(record: Mapping[str, Any]) -> None:
     # A run has no other file, and reading some files of a machine never ends.
     if not isinstance(files, dict) or not files.keys() <= _LEFTOVERS:
         raise ValueError(f"files must be of the run, got {files!r:.100}")
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Replaces a file's content, atomically and durably."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
-def _read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
-    """Yields the rows of a file and their lines, without an incomplete last line.
-
-    Raises:
-      ValueError: If a line is not a row of a recipe and step.
-    """
-    if not path.exists():
-        return
-    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-            whole = isinstance(row["recipe"], str) and row["step"] > 0
-        except (ValueError, LookupError, TypeError, RecursionError):
-            whole = False
-        if not whole:
-            raise ValueError(f"{path} is damaged: line {number} is no row")
-        # A number that is not finite is null in JSON.
-        row = {k: math.nan if v is None else v for k, v in row.items()}
-        yield row, line + b"\n"
-
-
-def _rows_checksum(
-    rows: Iterable[tuple[Mapping[str, Any], bytes]], recipe: Recipe
-) -> int:
-    """Returns the checksum of a recipe's lines."""
-    return zlib.crc32(b"".join(line for row, line in rows if row["recipe"] == recipe))
-
-
-def _line_of(row: Mapping[str, Any]) -> str:
-    """Returns a row as a line of JSON, which has null where Python has NaN."""
-    finite = {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in row.items()
-    }
-    return json.dumps(finite, allow_nan=False) + "\n"

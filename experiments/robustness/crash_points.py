@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.pretrain.runs import Checkpoints, Progress
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.robustness import faults, saver, trials
 
 Row = dict[str, Any]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from experiments.pretrain.runs import Checkpoints, Progress
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.training import TrainState
 
 KEEP = 2

@@ -19,6 +19,8 @@ from jax.interpreters import partial_eval
 from coat_jax.models import llama
 from experiments.pretrain import bad_steps, data, loop, runs, training
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.checkpoints import Checkpoints
+from experiments.pretrain.rows import RowLog
 from experiments.pretrain.settings import PRESETS, model_config
 
 _STEPS = 12
@@ -238,9 +240,9 @@ def _interrupt():
         (training.Trainer, "step", 7, _interrupt, 130),
         (training.Trainer, "step", 9, _interrupt, 130),
         (training.Trainer, "step", 9, kill, None),
-        (runs.Checkpoints, "roll_back", 1, kill, None),
-        (runs.RowLog, "drop_after", 1, kill, None),
-        (runs.RowLog, "drop_after", 2, kill, None),
+        (Checkpoints, "roll_back", 1, kill, None),
+        (RowLog, "drop_after", 1, kill, None),
+        (RowLog, "drop_after", 2, kill, None),
         (loop.Loop, "_recent_losses", 2, kill, None),
     ],
 )

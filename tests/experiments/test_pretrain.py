@@ -18,6 +18,7 @@ import coat_jax as coat
 from experiments.common import results
 from experiments.pretrain import arguments, moment_plots, plots, runs, training
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
 
 _STEPS = 30
@@ -329,13 +330,13 @@ def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
 def test_checkpoints_keep_every_bit(tmp_path, rng):
     x = jnp.asarray(rng.normal(size=(8, 200)), jnp.float32)
     state = training.TrainState(x, coat.quantize(x, expand=True), jnp.int32(7))
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
-        assert checkpoints.progress() == runs.Progress()
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        assert checkpoints.progress() == Progress()
         for step in (3, 5):
-            progress = runs.Progress(step=step, seconds=0.1, measured={"a": 1})
+            progress = Progress(step=step, seconds=0.1, measured={"a": 1})
             checkpoints.save(state, progress)
         checkpoints.save(state, progress)
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+    with Checkpoints(tmp_path / "saved") as checkpoints:
         assert checkpoints.progress() == progress
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         abstract = jax.tree.map(

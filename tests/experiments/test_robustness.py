@@ -11,8 +11,9 @@ import zlib
 
 import pytest
 
+from experiments.pretrain import checkpoints, runs, text
 from experiments.pretrain import program as pretrain
-from experiments.pretrain import runs, text
+from experiments.pretrain.settings import PRESETS
 
 _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]
@@ -217,9 +218,18 @@ def test_one_of_two_processes_is_refused(tmp_path, corpus):
     assert len(_losses(tmp_path / "run")) == 6
 
 
+def test_a_run_whose_folder_is_moved_makes_no_new_one(tmp_path):
+    settings = PRESETS["tiny"].settings
+    run = runs.Run.create(tmp_path / "run", settings, "data")
+    run.folder.rename(tmp_path / "moved")
+    with pytest.raises(FileNotFoundError, match="run/checkpoints"):
+        run.checkpoints("bf16")
+    assert [path.name for path in tmp_path.iterdir()] == ["moved"]
+
+
 def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     usage = collections.namedtuple("usage", "free")
-    monkeypatch.setattr(runs.shutil, "disk_usage", lambda _: usage(free=1000))
+    monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(free=1000))
     out = tmp_path / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(out)]) == 1
     said = capsys.readouterr().out

@@ -90,7 +90,7 @@ def test_killed_saves_give_the_state_before_or_after(tmp_path):
 
 def test_damages_are_noticed(tmp_path):
     out = tmp_path / "results.json"
-    assert damages.main(["--count=24", f"--out={out}"]) == 0
+    assert damages.main(["--count=16", f"--out={out}"]) == 0
     rows = json.loads(out.read_text())["rows"]
     assert len({row["of"] for row in rows}) == 8
     assert {row["found"] for row in rows} == {

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.pretrain import runs, training
+from experiments.pretrain import training
+from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
 
 _BF16 = {"param_dtype": "bfloat16"}
@@ -94,10 +95,10 @@ def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_p
         return state
 
     undisturbed = advance(stochastic.init(), batches)
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+    with Checkpoints(tmp_path / "saved") as checkpoints:
         state = advance(stochastic.init(), batches[:3])
-        checkpoints.save(state, runs.Progress(step=3))
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(state, Progress(step=3))
+    with Checkpoints(tmp_path / "saved") as checkpoints:
         restored = checkpoints.state(stochastic.abstract_state())
     assert _bits(advance(restored, batches[3:])) == _bits(undisturbed)
 
@@ -121,13 +122,13 @@ def test_histories_are_kept_in_checkpoints(batches, tmp_path):
             state, _ = trainer.step(state, batch)
         return state
 
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+    with Checkpoints(tmp_path / "saved") as checkpoints:
         state = advance(trainer.init(), batches[:2])
-        checkpoints.save(state, runs.Progress(step=2))
+        checkpoints.save(state, Progress(step=2))
     history = state.histories["layers"]["amax"]["down_grad"][...]
     assert np.isfinite(history).all()
     assert ((history > 0).sum(axis=1) == 2).all()
-    with runs.Checkpoints(tmp_path / "saved") as checkpoints:
+    with Checkpoints(tmp_path / "saved") as checkpoints:
         restored = checkpoints.state(trainer.abstract_state())
     undisturbed = advance(advance(trainer.init(), batches[:2]), batches[2:4])
     assert _bits(advance(restored, batches[2:4])) == _bits(undisturbed)

@@ -1,0 +1,303 @@
+"""Checkpoints of a recipe, with checksums, and what is saved beside the state."""
+
+import atexit
+import contextlib
+import dataclasses
+import errno
+import gc
+import io
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from experiments.common.results import read_json, write_json
+from experiments.pretrain.settings import Settings
+from experiments.pretrain.training import TrainState, tree_bytes
+
+
+@dataclasses.dataclass(kw_only=True)
+class Progress:
+    """The part of a checkpoint that is not the training state.
+
+    Attributes:
+      step: Number of steps done.
+      batches: State of the data iterator.
+      seconds: Total time of `timed_steps` steps, without validation and checkpoints.
+      timed_steps: Number of steps that `seconds` counts: all but the first of each
+        process.
+      device_peak_bytes: Peak memory of the device. It is None if the device does not
+        report it, or if an earlier recipe of the process had a higher peak.
+      measured: Sizes and the compile time, measured before the first step.
+      rows: Checksums of the recipe's rows up to this step, by the name of their file.
+        It is empty in checkpoints of before there were any.
+      skipped: Number of steps that changed nothing, because they were bad.
+      rollbacks: Number of returns to the checkpoint that `origin` names.
+      origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
+        state. It is `step` itself, and None means that, except in a checkpoint of a
+        stop with `bad_step="rollback"`. So a stop changes no later step.
+    """
+
+    step: int = 0
+    batches: dict[str, Any] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    timed_steps: int = 0
+    device_peak_bytes: int | None = None
+    measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
+    rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    skipped: int = 0
+    rollbacks: int = 0
+    origin: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.origin is None:
+            self.origin = self.step
+
+    def tokens_per_s(self, settings: Settings) -> float | None:
+        """Returns the speed of the timed steps, or None before the first one."""
+        if not self.seconds:
+            return None
+        return settings.tokens_per_step * self.timed_steps / self.seconds
+
+    def note_peak(self, before: int | None, now: int | None) -> None:
+        """Records the process's peak if it rose while this recipe ran.
+
+        Args:
+          before: The process's peak before this recipe, in bytes.
+          now: The process's peak now, in bytes.
+        """
+        if now is not None and now > (before or 0):
+            self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
+
+
+class Checkpoints:
+    """The latest checkpoints of one recipe.
+
+    A new checkpoint replaces the oldest one only when it is complete, and never the one
+    that its `Progress.origin` names. Beside every checkpoint there is a list of its
+    files' checksums. A checkpoint whose files differ from the list is moved to a folder
+    of damaged ones, and an older one is used.
+
+    Raises:
+      ValueError: If there are checkpoints, and all of them are damaged.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self._folder = folder.resolve()
+        self._keep = keep
+        # The folder around them is not made, because without it there is no run.
+        for needed in (self._folder.parent, self._folder):
+            needed.mkdir(exist_ok=True)
+        self._set_damaged_aside()
+        self._manager = ocp.CheckpointManager(
+            self._folder,
+            item_names=("state", "progress"),
+            options=ocp.CheckpointManagerOptions(
+                create=False,
+                # The next step donates the state, so it has to be on disk by then.
+                enable_async_checkpointing=False,
+            ),
+        )
+
+    def _set_damaged_aside(self) -> None:
+        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
+        steps = sorted(found, key=lambda path: int(path.name))
+        damages = []
+        while steps and (damage := _damage(steps[-1])):
+            damages.append(damage)
+            if len(steps) == 1:
+                raise ValueError("no checkpoint is whole: " + "; ".join(damages))
+            path = steps.pop()
+            aside = self._folder.parent / "damaged"
+            aside.mkdir(exist_ok=True)
+            name = f"{self._folder.name}-{path.name}-{time.time_ns()}"
+            os.replace(path, aside / name)
+            _list_of(path).unlink(missing_ok=True)
+            print(f"{damage}; going on from step {steps[-1].name} instead")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._manager.close()
+
+    def save(self, state: TrainState, progress: Progress) -> None:
+        """Saves a checkpoint, unless there is one of this step."""
+        if progress.step != self._manager.latest_step():
+            _check_space(self._folder, state)
+            items = ocp.args.Composite(
+                state=ocp.args.StandardSave(_not_empty(state)),
+                progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+            )
+            path = self._folder / str(progress.step)
+            with _errors_of_disk(path):
+                self._manager.save(progress.step, args=items)
+            listed = _list_of(path)
+            for needed in (listed.parent.parent, listed.parent):
+                needed.mkdir(exist_ok=True)
+            files = _checksums(path)
+            write_json(listed, {"files": files, "checksum": value_checksum(files)})
+            older = sorted(self._manager.all_steps())[: -self._keep]
+            self._delete(step for step in older if step != progress.origin)
+
+    def roll_back(self, step: int) -> None:
+        """Deletes the checkpoints after `step`, whose own is then the latest.
+
+        Raises:
+          OSError: If the checkpoint of `step` is damaged or missing.
+        """
+        path = self._folder / str(step)
+        if step and (damage := _damage(path) if path.exists() else f"no {path}"):
+            raise OSError(damage)
+        found = sorted(self._manager.all_steps(), reverse=True)
+        self._delete(later for later in found if later > step)
+
+    def _delete(self, steps: Iterable[int]) -> None:
+        """Deletes checkpoints; a kill leaves either all or nothing of each."""
+        aside = self._folder.parent / "deleted"
+        for step in steps:
+            shutil.rmtree(aside, ignore_errors=True)
+            # A list without its checkpoint would refuse the next one of this step.
+            _list_of(self._folder / str(step)).unlink(missing_ok=True)
+            os.replace(self._folder / str(step), aside)
+            shutil.rmtree(aside)
+        self._manager.reload()
+
+    def progress(self) -> Progress:
+        """Returns the latest checkpoint's progress; its step is 0 if there is none."""
+        step = self._manager.latest_step()
+        if step is None:
+            return Progress()
+        items = ocp.args.Composite(progress=ocp.args.JsonRestore())
+        return Progress(**self._manager.restore(step, args=items)["progress"])
+
+    def state(self, abstract: TrainState) -> TrainState:
+        """Returns the latest state, bit for bit.
+
+        Args:
+          abstract: The shapes, dtypes and placement of the state.
+        """
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
+        step = self._manager.latest_step()
+        return TrainState(**self._manager.restore(step, args=items)["state"])
+
+
+@contextlib.contextmanager
+def _errors_of_disk(path: Path) -> Iterator[None]:
+    """Raises tensorstore's errors of the operating system as OSError, and no others.
+
+    orbax prints them as well, and its tasks that are left behind raise errors of their
+    own, which nothing handles. Neither is shown.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            yield
+    except Exception as error:
+        code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
+        if not code and not isinstance(error, OSError):
+            sys.stderr.write(said.getvalue())
+            raise
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+        atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
+        if not code:
+            raise
+        number = int(code[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+    sys.stderr.write(said.getvalue())
+
+
+def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns an `unraisablehook` that ignores calls to a closed event loop."""
+
+    def ignore(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    return ignore
+
+
+def _list_of(checkpoint: Path) -> Path:
+    folder = checkpoint.parent
+    return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
+
+
+def _checksums(folder: Path) -> dict[str, int]:
+    """Returns the checksum of each file in a folder, by its path."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): file_checksum(path) for path in files}
+
+
+def file_checksum(path: Path) -> int:
+    """Returns the CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(2**24):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def value_checksum(value: Any) -> int:
+    """Returns the checksum of a JSON value, whatever its file's spaces."""
+    return zlib.crc32(json.dumps(value, sort_keys=True).encode())
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """Returns what is wrong with a checkpoint, or None.
+
+    A process that was killed right after saving has left no list of checksums. The
+    checkpoint itself is complete then.
+    """
+    if not _list_of(checkpoint).exists():
+        return None
+    expected = _listed_checksums(_list_of(checkpoint))
+    if expected is None:
+        return f"{_list_of(checkpoint)} is damaged"
+    found = _checksums(checkpoint)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) != expected.get(name):
+            return f"{checkpoint / name} is damaged"
+    return None
+
+
+def _listed_checksums(path: Path) -> dict[str, int] | None:
+    """Returns the checksums in a list, or None if it is damaged.
+
+    Older lists are the dictionary alone, without a checksum of it.
+    """
+    try:
+        listed = read_json(path)
+    except ValueError:
+        return None
+    if not isinstance(listed, dict):
+        return None
+    if listed.keys() == {"files", "checksum"}:
+        whole = listed["checksum"] == value_checksum(listed["files"])
+        return listed["files"] if whole else None
+    return listed if all(isinstance(x, int) for x in listed.values()) else None
+
+
+def _check_space(folder: Path, state: TrainState) -> None:
+    """Raises OSError unless a checkpoint of `state` fits on the disk."""
+    needed = tree_bytes(state) + 2**20
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"a checkpoint takes {needed:,} bytes, but {free:,} are free in {folder}",
+        )
+
+
+def _not_empty(state: TrainState) -> dict[str, Any]:
+    """Returns the fields that have arrays, because most runs have no histories."""
+    return {name: x for name, x in state._asdict().items() if jax.tree.leaves(x)}

@@ -1,0 +1,103 @@
+"""Files of JSON rows, with checksums, safe against a kill at any time."""
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from experiments.pretrain.settings import Recipe
+
+
+class RowLog:
+    """A file of JSON rows, open for appending; a written row is readable at once.
+
+    Attributes:
+      name: The name of the file.
+    """
+
+    def __init__(self, path: Path, recipe: Recipe) -> None:
+        self.name = path.name
+        self._path, self._recipe = path, recipe
+        self._open()
+
+    def _open(self) -> None:
+        self._checksum = rows_checksum(read_rows(self._path), self._recipe)
+        self._file = self._path.open("a", buffering=1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends one row."""
+        line = _line_of(row)
+        self._file.write(line)
+        self._checksum = zlib.crc32(line.encode(), self._checksum)
+
+    def drop_after(self, step: int) -> None:
+        """Drops the rows of the recipe's later steps, all or none."""
+        self._file.close()
+        kept = [
+            line
+            for row, line in read_rows(self._path)
+            if row["recipe"] != self._recipe or row["step"] <= step
+        ]
+        replace_file(self._path, b"".join(kept))
+        self._open()
+
+    def sync(self) -> int:
+        """Blocks until all rows are on disk; returns the checksum of the recipe's."""
+        os.fsync(self._file.fileno())
+        return self._checksum
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file's content, atomically and durably."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
+    """Yields the rows of a file and their lines, without an incomplete last line.
+
+    Raises:
+      ValueError: If a line is not a row of a recipe and step.
+    """
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            row = json.loads(line)
+            whole = isinstance(row["recipe"], str) and row["step"] > 0
+        except (ValueError, LookupError, TypeError, RecursionError):
+            whole = False
+        if not whole:
+            raise ValueError(f"{path} is damaged: line {number} is no row")
+        # A number that is not finite is null in JSON.
+        row = {k: math.nan if v is None else v for k, v in row.items()}
+        yield row, line + b"\n"
+
+
+def rows_checksum(
+    rows: Iterable[tuple[Mapping[str, Any], bytes]], recipe: Recipe
+) -> int:
+    """Returns the checksum of a recipe's lines."""
+    return zlib.crc32(b"".join(line for row, line in rows if row["recipe"] == recipe))
+
+
+def _line_of(row: Mapping[str, Any]) -> str:
+    """Returns a row as a line of JSON, which has null where Python has NaN."""
+    finite = {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in row.items()
+    }
+    return json.dumps(finite, allow_nan=False) + "\n"
