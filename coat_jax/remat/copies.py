@@ -66,12 +66,13 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
     group = min(q.granularity.size, q.shape[-1])
     if not _fits(q.shape, q.dtype, q.format, group):
         return q.dequantize()
+    dtype, implementation = q.dtype, "reference" if fused else None
 
     @_in_batches
     def dequantized(codes, scale):
-        implementation = "reference" if fused else None
+        # A reference to `q` would keep its tracers alive.
         return pallas_kernels.dequantize_groups(
-            Scaled(codes, scale), dtype=q.dtype, implementation=implementation
+            Scaled(codes, scale), dtype=dtype, implementation=implementation
         )
 
     return dequantized(q.codes, q.scale)

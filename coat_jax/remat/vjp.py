@@ -58,7 +58,9 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
             return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, consts))(*given)
 
         is_param = [True] * len(closed_over) + is_param
-        light = _with_fp8_residuals(flat, is_param, options, constants)
+        # The key is an argument: functions that JAX keeps must not hold its tracer.
+        keyless = dataclasses.replace(options, key=None)
+        light = _with_fp8_residuals(flat, is_param, keyless, constants)
         results = light(options.key, *closed_over, *arrays)
         return jax.tree.unflatten(jax.tree.structure(out), results)
 

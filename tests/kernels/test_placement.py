@@ -107,7 +107,6 @@ def test_arrays_of_one_device_are_on_no_mesh():
     x = jnp.ones((8, 8))
     assert placement.mesh_of((x, None, [x])) is None
     assert placement.obstacle((x,)) is None
-    one = jax.make_mesh((1,), ("data",))
-    assert (
-        placement.mesh_of(jax.device_put(x, jax.NamedSharding(one, P("data")))) is None
-    )
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    one = jax.NamedSharding(mesh, P("data"))
+    assert placement.mesh_of(jax.device_put(x, one)) is None

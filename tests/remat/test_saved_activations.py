@@ -127,20 +127,20 @@ def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
     if before:
         report(before)
     rows = report("coat").rows
-    reader = "gated_grad in Fp8Recipe.gated_mlp"
+    reader = "gated_grad in gated_mlp"
     gated = [row for row in rows if row.asked_by.startswith(reader)]
     assert [row.shape for row in gated] == [(2, 128, 2, 2048), (2, 128, 2, 128), ()]
     normed = [row for row in rows if row.asked_by.startswith("norm_grad in ")]
     places = [row.asked_by.split()[2] for row in normed if row.shape == (2, 128, 256)]
-    assert sorted(places) == ["Fp8Recipe.attention_in", "Fp8Recipe.gated_mlp"]
+    assert sorted(places) == ["attention_in", "gated_mlp"]
     weights = {
         row.shape: row.asked_by.split(" (")[0]
         for row in rows
         if row.is_argument and len(row.shape) > 1
     }
     assert weights == {
-        (768, 256): "quantize_tensor in Fp8Recipe.attention_in",
-        (256, 256): "quantize_tensor in Fp8Recipe.attention_out",
-        (2, 2048, 256): "quantize_tensor in Fp8Recipe.gated_mlp",
-        (256, 2048): "quantize_tensor in Fp8Recipe.gated_mlp",
+        (768, 256): "quantize_tensor in attention_in",
+        (256, 256): "quantize_tensor in attention_out",
+        (2, 2048, 256): "quantize_tensor in gated_mlp",
+        (256, 2048): "quantize_tensor in gated_mlp",
     }
