@@ -47,13 +47,15 @@ def pytest_configure(config: pytest.Config):
             os.environ["PYTHONPYCACHEPREFIX"] = str(cache.mkdir("bytecode"))
 
 
-# Checks for leaked tracers walk over all objects of the process, so they come first.
-FIRST = ("test_switches.py", "test_compile_sm90.py", "test_pretrain.py")
+LONGEST = (
+    "test_compile_sm90.py",
+    "test_pretrain.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Runs the longest files first, so that no worker is left alone with one."""
-    items.sort(key=lambda item: (*FIRST, item.path.name).index(item.path.name))
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 @pytest.fixture

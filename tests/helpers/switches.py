@@ -9,6 +9,7 @@ for: where it works, the library function must work.
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,6 +237,18 @@ def _within(context: Callable, run: Callable = _trace, key: Callable | None = No
     return switch
 
 
+@contextlib.contextmanager
+def _checking_leaks():
+    # JAX looks for leaks among all objects of the process that are not frozen.
+    gc.collect()
+    gc.freeze()
+    try:
+        with jax.checking_leaks():
+            yield
+    finally:
+        gc.unfreeze()
+
+
 def _exported(fn: Callable, case: Case) -> None:
     params, x, key = _inputs(case)
     (batch,) = jax.export.symbolic_shape("batch")
@@ -269,7 +282,7 @@ SWITCHES: dict[str, Callable[[Callable, Case], None]] = {
     "debug_nans": _within(lambda: jax.debug_nans(True), _run),
     "disable_jit": _within(jax.disable_jit),
     "matmul precision": _within(lambda: jax.default_matmul_precision("highest")),
-    "leak checks": _within(jax.checking_leaks),
+    "leak checks": _within(_checking_leaks),
     "symbolic batch": _exported,
     "checkify": _checked,
     "transfer guard": _guarded,
