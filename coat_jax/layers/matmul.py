@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.meshes import on_explicit_tokens
+from coat_jax.meshes import on_explicit_mesh, on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
@@ -111,17 +111,14 @@ def fp8_dot_general(
     expected = jax.eval_shape(
         partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
     )
-    if explicit := jax.typeof(lhs).sharding.mesh.explicit_axes:
+    if jax.typeof(lhs).sharding.mesh.explicit_axes:
         # XLA shards the codes and scales; types say how arguments and results lie.
         fn = partial(
             fp8_dot_general,
             dimension_numbers=dimension_numbers,
             preferred_element_type=dtype,
         )
-        wrapped = jax.sharding.auto_axes(
-            fn, axes=explicit, out_sharding=expected.sharding
-        )
-        return wrapped(lhs, rhs)
+        return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)

@@ -240,6 +240,7 @@ def cross_entropy(
 
 
 @jax.custom_vjp
+@placement.on_common_mesh
 def _mean_loss(
     hidden: Float[Array, "b s h"],
     head: Float[Array, "h vocab"],
@@ -254,9 +255,9 @@ def _mean_loss(
     return _Loss(count=targets.size)(hidden, head, targets)
 
 
+@placement.on_common_mesh
 def _mean_loss_fwd(hidden, head, targets):
-    arrays = placement.with_common_mesh((hidden, head, targets))
-    loss, *grads = _LossAndGrads(count=targets.size)(*arrays)
+    loss, *grads = _LossAndGrads(count=targets.size)(hidden, head, targets)
     return loss, grads
 
 

@@ -9,6 +9,7 @@ restores checkpoints of earlier versions.
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -185,13 +186,19 @@ def check_restored(state: Any, like: Any) -> None:
       >>> state = tx.init(params)
       >>> check_restored(state, tx.init(params))
     """
-    state, like = unboxed(state), unboxed(like)
-    check_structure(state, like, name="state", is_leaf=_is_state)
+    _check_each(_check_part, "state", unboxed(state), unboxed(like), _is_state)
+
+
+def _check_each(
+    check: Callable, name: str, state: Any, like: Any, is_leaf: Callable
+) -> None:
+    """Checks that trees have one structure, and each leaf with its place's name."""
+    check_structure(state, like, name=name, is_leaf=is_leaf)
     tree_map_with_path(
-        lambda path, old, new: _check_part(f"state{keystr(path)}", new, old),
+        lambda path, old, new: check(f"{name}{keystr(path)}", new, old),
         like,
         state,
-        is_leaf=_is_state,
+        is_leaf=is_leaf,
     )
 
 
@@ -216,14 +223,8 @@ def _check_part(name: str, state: Any, like: Any) -> None:
         )
     if step is not None and step < 0:
         raise ValueError(f"{name}.rounding_step must not be negative, got {step}")
-    name, new, old = f"{name}.inner_state", state.inner_state, like.inner_state
-    check_structure(new, old, name=name, is_leaf=is_quantized)
-    tree_map_with_path(
-        lambda path, q, x: _check_average(f"{name}{keystr(path)}", x, q),
-        old,
-        new,
-        is_leaf=is_quantized,
-    )
+    inner = state.inner_state, like.inner_state
+    _check_each(_check_average, f"{name}.inner_state", *inner, is_quantized)
 
 
 def _check_average(name: str, x: Any, like: Any) -> None:

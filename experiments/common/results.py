@@ -174,10 +174,14 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces a file by `value` as JSON, atomically and durably."""
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        json.dump(value, file, indent=2, allow_nan=True)
-        file.write("\n")
+    replace_file(path, f"{json.dumps(value, indent=2, allow_nan=True)}\n".encode())
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replaces a file's content, atomically and durably."""
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(partial, path)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from experiments.common.results import replace_file
 from experiments.pretrain.settings import Recipe
 
 
@@ -54,16 +55,6 @@ class RowLog:
         """Blocks until all rows are on disk; returns the checksum of the recipe's."""
         os.fsync(self._file.fileno())
         return self._checksum
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Replaces a file's content, atomically and durably."""
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:

@@ -25,13 +25,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from experiments.common.results import command_line, read_json, write_json
+from experiments.common.results import (
+    command_line,
+    read_json,
+    replace_file,
+    write_json,
+)
 from experiments.pretrain.checkpoints import (
     Checkpoints,
     file_checksum,
     value_checksum,
 )
-from experiments.pretrain.rows import RowLog, read_rows, replace_file, rows_checksum
+from experiments.pretrain.rows import RowLog, read_rows, rows_checksum
 from experiments.pretrain.settings import Recipe, Settings
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"

@@ -77,9 +77,8 @@ def plain_program(axis_type):
 
 
 @functools.cache
-def of_one_device(how: str, policy=None, hidden: int = 256):
-    """Gradients computed on one device, with copies made as `either` says."""
-    del how
+def of_one_device(policy=None, hidden: int = 256):
+    """Gradients computed on one device, where copies are made in jnp."""
     return jax.device_get(gradients(fp8_remat(mlp, policy=policy))(*numbers(hidden)))
 
 
@@ -96,7 +95,8 @@ def collectives(program: str) -> Counter:
     [(AUTO, None), (AUTO, jax.checkpoint_policies.dots_saveable), (EXPLICIT, None)],
     ids=["auto", "auto, dots", "explicit"],
 )
-def test_no_collective_is_added(either, axis_type, policy):
+@pytest.mark.usefixtures("either")
+def test_no_collective_is_added(axis_type, policy):
     mesh, plain = mesh_of(axis_type), plain_program(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh)
@@ -106,7 +106,7 @@ def test_no_collective_is_added(either, axis_type, policy):
         assert collectives(light.as_text()) <= collectives(plain.as_text())
         actual = light(params, x)
     # Eight devices compute the same as one device.
-    assert_close(jax.device_get(actual), of_one_device(either, policy), 1e-3)
+    assert_close(jax.device_get(actual), of_one_device(policy), 1e-3)
 
 
 @pytest.mark.usefixtures("either")
@@ -132,18 +132,20 @@ def test_residuals_lie_as_what_they_are_of(axis_type):
     assert found["float8_e4m3fn"] == found["uint16"] >= 4
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
-def test_groups_that_devices_cut_are_right_all_the_same(either, axis_type):
+def test_groups_that_devices_cut_are_right_all_the_same(axis_type):
     """A device has 24 of 48 columns: one and a half groups."""
     mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         params, x = arguments(mesh, hidden=48)
         actual = gradients(fp8_remat(mlp))(params, x)
-    assert_close(jax.device_get(actual), of_one_device(either, hidden=48), 1e-3)
+    assert_close(jax.device_get(actual), of_one_device(hidden=48), 1e-3)
 
 
+@pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}], ids=["all", "data"])
-def test_inside_of_shard_map(either, manual):
+def test_inside_of_shard_map(manual):
     mesh = mesh_of(AUTO)
 
     def everywhere(fn):
@@ -156,7 +158,7 @@ def test_inside_of_shard_map(either, manual):
         )
 
     there = gradients(everywhere(fp8_remat(mlp)))(*numbers(256))
-    assert_close(jax.device_get(there), of_one_device(either), 1e-4)
+    assert_close(jax.device_get(there), of_one_device(), 1e-4)
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])

@@ -24,7 +24,7 @@ def call(operation, *arrays):
 def product(a, b, *scales, accumulator=None, **options):
     options = {"scaling": "tensor", **options}
     product = Product(out_dtype=jnp.dtype(jnp.bfloat16), **options)
-    operation = _Matmul(product=product, tuning=None, promote=None)
+    operation = _Matmul(product=product, tuning=None)
     scales = scales or (jnp.ones(()), jnp.ones(()))
     return call(operation, a, b, *scales, accumulator)
 

@@ -94,7 +94,7 @@ def matmul(
     )
     _check_result(product, call, accumulator)
     arrays = a, b, *call.scales, accumulator
-    operation = _Matmul(product=product, promote=promote, tuning=tuning)
+    operation = _Matmul(product=product, tuning=tuning)
     y, largest = operation(*arrays, implementation=implementation)
     return (y, largest) if keep_maxima else y
 
@@ -214,21 +214,17 @@ class _OfProduct(dispatch.Operation):
         settings = self._settings(call.m, call.n, call.k)
         return _run(self.product, call, settings, *more)
 
-    def _scale_axes(self, a, b, a_scale, b_scale, rows: str) -> tuple[Axes, Axes]:
+    def _scale_axes(
+        self, a_scale: Array, b_scale: Array, rows: str, columns: str
+    ) -> tuple[Axes, Axes]:
         if self.product.scaling == "blocks":
             return Axes(f"{rows} _"), Axes("_ _")
-        return Axes(rows if a_scale.ndim else ""), Axes("n" if b_scale.ndim else "")
+        return Axes(rows if a_scale.ndim else ""), Axes(columns if b_scale.ndim else "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Matmul(_OfProduct):
-    """`matmul`; the last array is the accumulator.
-
-    Attributes:
-      promote: The `promote` of the reference.
-    """
-
-    promote: Literal[128, 256] | None
+    """`matmul`; the last array is the accumulator."""
 
     def reference(self, a, b, a_scale, b_scale, accumulator) -> tuple:
         call = _Call.of(a, b, a_scale, b_scale)
@@ -238,18 +234,18 @@ class _Matmul(_OfProduct):
             *call.arrays,
             accumulator,
             out_dtype=self.product.out_dtype,
-            promote=self.promote,
+            promote=self.product.promote,
         )
         largest = maxima(y) if self.product.maxima else None
         return y.reshape(*call.leading, call.n), largest
 
     def axes(self, a, b, a_scale, b_scale, accumulator) -> tuple:
-        rows = tokens(a.ndim - 1)
+        rows, in_blocks = tokens(a.ndim - 1), self.product.scaling == "blocks"
         # A sum over devices has its accumulator and its amax only afterwards.
-        plain = self.product.scaling != "blocks"
-        depth = "_" if accumulator is not None or self.product.maxima else "k"
-        depth, columns = (depth, "n") if plain else ("_", "_")
-        scales = self._scale_axes(a, b, a_scale, b_scale, rows)
+        late = self.product.accumulate or self.product.maxima
+        depth = "_" if in_blocks or late else "k"
+        columns = "_" if in_blocks else "n"
+        scales = self._scale_axes(a_scale, b_scale, rows, columns)
         out = Axes(f"{rows} {columns}", reduced="sum")
         operands = Axes(f"{rows} {depth}"), Axes(f"{columns} {depth}"), *scales, out
         return operands, (out, Axes("_", reduced="max"))
@@ -280,10 +276,8 @@ class _MatmulHeads(_OfProduct):
 
     def axes(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         angles, heads = Axes("s _"), Axes("b s _ _")
-        a_axes, b_axes = self._scale_axes(a, b, a_scale, b_scale, "b s")
-        if b_scale.ndim:
-            b_axes = Axes("_")
-        operands = Axes("b s _"), Axes("_ _"), a_axes, b_axes, angles, angles
+        scales = self._scale_axes(a_scale, b_scale, "b s", "_")
+        operands = Axes("b s _"), Axes("_ _"), *scales, angles, angles
         return operands, heads
 
     def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
