@@ -178,10 +178,11 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
 
     @jax.custom_batching.sequential_vmap
     def step(arrays):
-        call, tree = _Call.of(operation, arrays)
-        return call.on_explicit_axes(
-            functools.partial(_partitioned, call), arrays, tree
-        )
+        call, out = _Call.of(operation, arrays)
+        run = functools.partial(_partitioned, call)
+        if mesh_of(arrays).size == 1:
+            run = call.on_one_device  # JAX would run the definition of a partition.
+        return call.on_explicit_axes(run, arrays, out)
 
     return step(arrays)
 

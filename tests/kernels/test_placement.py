@@ -1,11 +1,13 @@
 """Tests of how the axes of operations are split over a mesh."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import placement
+from pallas_kernels import dispatch, placement
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
 from pallas_kernels.ops.quantize.api import _QuantizeGroups, _QuantizeTensor
@@ -110,3 +112,31 @@ def test_arrays_of_one_device_are_on_no_mesh():
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     one = jax.NamedSharding(mesh, P("data"))
     assert placement.mesh_of(jax.device_put(x, one)) is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Told(dispatch.Operation):
+    """An operation whose result tells whether the kernel ran."""
+
+    name = "told"
+
+    def reference(self, x):
+        return jnp.zeros_like(x)
+
+    def kernel(self, x):
+        return jnp.ones_like(x)
+
+    def obstacle(self, x):
+        return None
+
+    def axes(self, x):
+        return (Axes("a b"),), Axes("a b")
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_kernels_run_on_a_mesh_of_one_device(monkeypatch, kind):
+    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    types = (jax.sharding.AxisType[kind],)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=types)
+    x = jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(mesh, P("data")))
+    assert jax.jit(Told())(x).all()
