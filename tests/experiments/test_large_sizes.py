@@ -34,7 +34,8 @@ def test_a_large_leaf_takes_less_memory_than_optaxs(results):
     assert theirs["compiled_gib"] >= 16 * 16e6 / 2**30
     for name in ("coat.fp8_adamw", "coat.fused_update"):
         assert rows[name]["compiled_gib"] <= 0.75 * theirs["compiled_gib"]
-        assert rows[name]["resident_gib"] > 0
+        # At least the parameters and the gradients, of four bytes.
+        assert rows[name]["resident_gib"] >= 0.9 * 8 * 16e6 / 2**30
 
 
 def test_times_are_compared_with_those_of_the_plain_twin(results):
