@@ -120,6 +120,13 @@ def traced_anew() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def counted() -> Iterator[None]:
+    """Makes `explain` see calls of jitted functions that JAX has traced before."""
+    with contextlib.nullcontext() if _made.get() is None else traced_anew():
+        yield
+
+
 class Operation(abc.ABC):
     """An operation: its definition in jnp, its kernel, and the axes of its arrays.
 

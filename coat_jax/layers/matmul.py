@@ -10,7 +10,8 @@ feature. An output feature is one row, so one pass over the weights quantizes th
 """
 
 import math
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,6 +26,7 @@ from coat_jax.meshes import on_explicit_mesh, on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
+from coat_jax.remat.merge import mergeable
 from pallas_kernels import Codes, Scaled, placement
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
@@ -132,10 +134,30 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    product = partial(_product, dtype=jnp.dtype(dtype), contract=0)
-    for _ in batch:
-        product = jax.vmap(product)
+    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim))
     return product(a, b).reshape(expected.shape)
+
+
+@cache
+def _dot(dtype: jnp.dtype) -> Callable:
+    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype."""
+
+    def fp8_dot_general(x, w):
+        return _batched(partial(_product, dtype=dtype, contract=0), x)(x, w)
+
+    return fp8_dot_general
+
+
+def _dots(x, weights, dtype):
+    """Multiplies x [*batch, m, k] by each of the weights [*batch, k, n]."""
+    return _batched(partial(_products, dtype=dtype), x)(x, weights)
+
+
+def _batched(product: Callable, x: Array) -> Callable:
+    """Maps a matmul over all axes of x but the last two."""
+    for _ in range(x.ndim - 2):
+        product = jax.vmap(product)
+    return product
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -170,6 +192,50 @@ def _product_bwd(dtype, contract, residuals, dy):
 
 
 _product.defvjp(_product_fwd, _product_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(x, weights, dtype):
+    """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
+
+    Backward reads `x`, which `fp8_remat` saves in FP8 or recomputes. A token's codes
+    have a scale of their own in forward, where one pass over `x` writes them.
+    """
+    return _products_fwd(x, weights, dtype)[0]
+
+
+@placement.on_common_mesh
+def _products_fwd(x, weights, dtype):
+    rows = quantize_tokens(x)
+    codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
+    ys = [
+        _matmul(rows.codes, w.transposed, rows.scale, w.scale, dtype=dtype)
+        for w in codes
+    ]
+    # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
+    narrow = x.astype(jnp.bfloat16)
+    scales = *tensor_scales(rows), *(w.scale for w in codes)
+    return tuple(map(once, ys)), (narrow, weights, scales, jnp.zeros(0, x.dtype))
+
+
+@placement.on_common_mesh
+def _products_bwd(dtype, residuals, dys):
+    x, weights, (scale, *w_scales), like = residuals
+    gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
+    # `after` delays codes until they are read, which are in memory until then.
+    dx, last = None, gradients[-1].transposed
+    for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
+        wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=last)
+        dx = _matmul(dy.row, wq.row, dy.scale, w_scale, dx, dtype=like.dtype)
+    xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
+    dws = [
+        _matmul(xq.transposed, dy.transposed, scale, dy.scale, dtype=w.dtype)
+        for dy, w in zip(gradients, weights, strict=True)
+    ]
+    return dx, tuple(dws)
+
+
+_products.defvjp(_products_fwd, _products_bwd)
 
 
 def quantize_tensor(
@@ -384,11 +450,14 @@ def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
-def _matmul(*arrays, dtype, keep_maxima=False):
-    if dtype in (jnp.bfloat16, jnp.float32):
-        return kernels.matmul(*arrays, out_dtype=dtype, keep_maxima=keep_maxima)
-    y = kernels.matmul(*arrays, out_dtype=jnp.float32, keep_maxima=keep_maxima)
-    return jax.tree.map(lambda x: x.astype(dtype), y)
+def _matmul(a, b, a_scale, b_scale, add=None, *, dtype, keep_maxima=False):
+    known = dtype in (jnp.bfloat16, jnp.float32)
+    out_dtype = dtype if known else jnp.float32
+    add = None if add is None else add.astype(out_dtype)
+    y = kernels.matmul(
+        *(a, b, a_scale, b_scale, add), out_dtype=out_dtype, keep_maxima=keep_maxima
+    )
+    return y if known else jax.tree.map(lambda x: x.astype(dtype), y)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import Format
-from coat_jax.remat.recompute import Derivation, variables, written_out
+from coat_jax.remat.programs import variables, written_out
+from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.trace import (
     PRODUCTS,
     Linearized,
@@ -28,6 +29,7 @@ from pallas_kernels.checks import positive_int
 _MIN_SIZE = 4096
 # Scales of shorter rows take too many bytes. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
+_MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
 # Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
 # must then be a multiple of `_SHARES` groups, so that devices can share it without
 # cutting a group.
@@ -144,6 +146,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     residuals = program.outvars[traced.num_outputs :]
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
+    statistics = _statistics(program)
     kept: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
@@ -155,11 +158,18 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             and _is_cheap(_restricted(program, [residual]), is_param)
         ):
             kept.append("recompute")
+        elif var in statistics:
+            kept.append(Wide("statistics of longer rows"))
         else:
             kept.append(_saved(traced, index, options))
     constants = [*params, *_recomputed(residuals, kept)]
     derivation = Derivation(program, constants, options.group)
-    extras = _derive(traced, residuals, kept, derivation, options)
+
+    def may_copy(var):
+        fits = traced.has(var) and var not in statistics
+        return fits and not _why_not_fp8(var.aval)
+
+    extras = _derive(residuals, kept, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(kept[i])}
     sources |= {extra.var: len(kept) + i for i, extra in enumerate(extras)}
     rest, used = _restricted(program, _recomputed(residuals, kept), sources)
@@ -183,24 +193,21 @@ def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
 
 
 def _derive(
-    traced: Linearized,
     residuals: Sequence[Any],
     kept: list[Any],
     derivation: Derivation,
     options: Options,
+    may_copy: Callable[[core.Var], bool],
 ) -> list[Extra]:
     """Marks copies that follow from other copies or from extras as recomputed.
 
-    Returns the extras.
+    Returns the extras, which are arrays that `may_copy` accepts.
     """
     for var, way in zip(residuals, kept, strict=True):
         if isinstance(way, Wide) and _is_source(way):
             derivation.keep(var)
     copies = {i: way for i, way in enumerate(kept) if isinstance(way, Copy)}
-    sources = derivation.copy(
-        [residuals[i] for i in copies],
-        lambda var: traced.has(var) and not _why_not_fp8(var.aval),
-    )
+    sources = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []
     for i in copies:
         kept[i] = "recompute"
@@ -263,6 +270,24 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
         if plain and not found.isdisjoint(variables(eqn.invars)):
             found.update(eqn.outvars)
     return found
+
+
+def _statistics(program: core.Jaxpr) -> set[core.Var]:
+    """Returns the results of reductions of long rows, and what follows in their size.
+
+    An example is the mean of a token in LayerNorm. They are few, and an error of one is
+    an error of its whole row.
+    """
+    found: dict[core.Var, int] = {}
+    for eqn in program.eqns:
+        size = max((found.get(v, 0) for v in variables(eqn.invars)), default=0)
+        if eqn.primitive.name.startswith("reduce_"):
+            rows = size_of(eqn.invars[0].aval) // _MIN_STATISTIC
+            size = max(size, rows)
+        for var in eqn.outvars:
+            if size_of(var.aval) <= size:
+                found[var] = size_of(var.aval)
+    return {*found}
 
 
 def _is_cheap(

@@ -9,17 +9,14 @@ exp(-x**2), and sums of arrays that were rounded separately, which may cancel.
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax.extend import core
 
+from coat_jax.remat.programs import variables
 from coat_jax.remat.trace import all_eqns, does_work, size_of
 
-# Calls that `written_out` inlines.
-_CALLS = frozenset(
-    {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit"}
-)
 # Layout operations do not change values.
 _CUTS = frozenset({"slice", "split"})
 _MOVES = _CUTS | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
@@ -229,54 +226,6 @@ class Derivation:
             if eqn is None or eqn.primitive.name != name:
                 return False
         return True
-
-
-def written_out(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """Returns a program with its calls inlined, and without effects.
-
-    Variables of the program keep their names, except those that a call only passes on.
-    """
-    names: dict[core.Var, Any] = {}
-    eqns = list(_written_out(jaxpr, names))
-    outvars = [_name(names, v) for v in jaxpr.outvars]
-    return jaxpr.replace(eqns=eqns, outvars=outvars, effects=core.no_effects)
-
-
-def _written_out(jaxpr: core.Jaxpr, names: dict) -> Iterator[core.JaxprEqn]:
-    """Yields the operations of a program, with variables renamed as in `names`."""
-    for eqn in jaxpr.eqns:
-        invars = [_name(names, v) for v in eqn.invars]
-        body = _called(eqn)
-        if body is None:
-            outvars = [_name(names, v) for v in eqn.outvars]
-            yield eqn.replace(invars=invars, outvars=outvars, effects=core.no_effects)
-            continue
-        inner = dict(zip(body.invars, invars, strict=True))
-        for out, var in zip(eqn.outvars, body.outvars, strict=True):
-            if isinstance(var, core.Literal) or var in inner:
-                names[out] = _name(inner, var)
-            elif not isinstance(out, core.DropVar):
-                inner[var] = _name(names, out)
-        for var in (v for each in body.eqns for v in each.outvars):
-            inner.setdefault(var, core.Var(var.aval))
-        yield from _written_out(body, inner)
-
-
-def _called(eqn: core.JaxprEqn) -> core.Jaxpr | None:
-    """Returns the program that `eqn` calls; None if it is no call or has constants."""
-    if eqn.primitive.name not in _CALLS:
-        return None
-    (body,) = core.jaxprs_in_params(eqn.params)
-    return None if body.constvars else body
-
-
-def _name(names: dict, var: core.Var | core.Literal) -> core.Var | core.Literal:
-    return var if isinstance(var, core.Literal) else names.get(var, var)
-
-
-def variables(operands: Iterable[core.Var | core.Literal]) -> set[core.Var]:
-    """Returns the operands that are variables; literals are not hashable."""
-    return {v for v in operands if isinstance(v, core.Var)}
 
 
 def _does_work(eqn: core.JaxprEqn) -> bool:

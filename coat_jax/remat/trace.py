@@ -50,6 +50,7 @@ _NOT_USERS = (
     array.__file__,
     formats.__file__,
     os.path.dirname(__file__) + os.sep,
+    os.path.join(os.path.dirname(os.path.dirname(__file__)), "layers", "matmul.py"),
 )
 # The guess of a length that `jax.export` leaves open.
 _SYMBOLIC = 4096

@@ -16,6 +16,7 @@ from jax.extend import core
 from coat_jax.quantization.array import QuantizedArray, undifferentiated
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
+from coat_jax.remat.merge import merged
 from coat_jax.remat.notes import Note
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
@@ -48,6 +49,7 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         # Values that fn closes over become arguments, which are saved by reference.
         # They are differentiated unless they are constants.
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
+        program = merged(jaxpr.jaxpr, is_param)
         closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
@@ -55,7 +57,7 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         def flat(*args):
             fixed, given = iter(args[:constants]), iter(args[constants:])
             consts = [next(given if t else fixed) for t in traced]
-            return core.jaxpr_as_fun(core.ClosedJaxpr(jaxpr.jaxpr, consts))(*given)
+            return core.jaxpr_as_fun(core.ClosedJaxpr(program, consts))(*given)
 
         is_param = [True] * len(closed_over) + is_param
         # The key is an argument: functions that JAX keeps must not hold its tracer.

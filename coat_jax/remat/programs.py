@@ -1,0 +1,142 @@
+"""Rewrites programs: inlines their calls, and merges equal operations."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+# Calls that `written_out` inlines.
+_CALLS = frozenset(
+    {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit"}
+)
+Operand = core.Var | core.Literal
+Names = dict[core.Var, Operand]
+
+
+def variables(operands: Iterable[Operand]) -> set[core.Var]:
+    """Returns the operands that are variables; literals are not hashable."""
+    return {v for v in operands if isinstance(v, core.Var)}
+
+
+def written_out(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program with its calls inlined, and without effects.
+
+    Variables of the program keep their names, except those that a call only passes on.
+    """
+    program = inlined(program, lambda eqn: eqn.primitive.name in _CALLS)
+    eqns = [eqn.replace(effects=core.no_effects) for eqn in program.eqns]
+    return program.replace(eqns=eqns, effects=core.no_effects)
+
+
+def inlined(
+    program: core.Jaxpr, is_call: Callable[[core.JaxprEqn], bool]
+) -> core.Jaxpr:
+    """Returns a program with those operations inlined that `is_call` accepts.
+
+    Each contains one program. It stays as it is if that program has constants.
+    """
+    names: Names = {}
+    eqns = _inlined(program, names, is_call)
+    return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+
+
+def embedded(
+    body: core.Jaxpr,
+    invars: Sequence[Operand],
+    outvars: Sequence[core.Var],
+    is_call: Callable[[core.JaxprEqn], bool] = lambda eqn: False,
+) -> tuple[list[core.JaxprEqn], Names]:
+    """Returns the operations of a program, as they stand within another one.
+
+    Args:
+      body: The program. It has no constants.
+      invars: Its arguments, in the other program.
+      outvars: Variables of the other program, which its results get.
+      is_call: A function that tells which operations to inline.
+
+    Returns:
+      The operations, and new names of those `outvars` whose results are arguments,
+      literals or the same as another one.
+    """
+    names: Names = dict(zip(body.invars, invars, strict=True))
+    names |= {v: core.Var(v.aval) for eqn in body.eqns for v in eqn.outvars}
+    eqns = _inlined(body, names, is_call)
+    made = {v for eqn in eqns for v in eqn.outvars}
+    given: Names = {}
+    passed: Names = {}
+    for out, result in zip(outvars, renamed(body.outvars, names), strict=True):
+        new = isinstance(result, core.Var) and result in made and result not in given
+        if new and not isinstance(out, core.DropVar):
+            given[result] = out
+        else:
+            passed[out] = renamed([result], given)[0]
+    eqns = [
+        eqn.replace(
+            invars=renamed(eqn.invars, given), outvars=renamed(eqn.outvars, given)
+        )
+        for eqn in eqns
+    ]
+    return eqns, passed
+
+
+def _inlined(
+    program: core.Jaxpr, names: Names, is_call: Callable[[core.JaxprEqn], bool]
+) -> list[core.JaxprEqn]:
+    """Returns the operations of a program, with variables renamed as in `names`."""
+    eqns = []
+    for eqn in program.eqns:
+        invars = renamed(eqn.invars, names)
+        outvars = renamed(eqn.outvars, names)
+        body = next(core.jaxprs_in_params(eqn.params)) if is_call(eqn) else None
+        if body is None or body.constvars:
+            eqns.append(eqn.replace(invars=invars, outvars=outvars))
+            continue
+        inner, passed = embedded(body, invars, outvars, is_call)
+        eqns.extend(inner)
+        for old, new in zip(eqn.outvars, outvars, strict=True):
+            names[old] = passed.get(new, new)
+    return eqns
+
+
+def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> list:
+    """Returns operands with those variables renamed that `names` has."""
+    return [names.get(v, v) if isinstance(v, core.Var) else v for v in operands]
+
+
+def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program that computes nothing twice from the same operands.
+
+    Operations with effects stay, and those whose parameters cannot be compared.
+    """
+    names: Names = {}
+    found: dict[Any, list[core.Var]] = {}
+    eqns = []
+    for eqn in program.eqns:
+        eqn = eqn.replace(invars=renamed(eqn.invars, names))
+        key = None if eqn.effects else _key(eqn)
+        first = None if key is None else found.get(key)
+        if first is None or any(isinstance(v, core.DropVar) for v in first):
+            eqns.append(eqn)
+            if key is not None:
+                found[key] = eqn.outvars
+        else:
+            names |= zip(eqn.outvars, first, strict=True)
+    return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+
+
+def _key(eqn: core.JaxprEqn) -> Any:
+    """Returns what two equal operations have in common, or None if it is unknown."""
+    operands = [_literal(v) if isinstance(v, core.Literal) else v for v in eqn.invars]
+    params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
+    # Some contexts, such as a device to compute on, have no equality of their own.
+    key = eqn.primitive, tuple(operands), params, repr(eqn.ctx)
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _literal(literal: core.Literal) -> tuple:
+    return literal.aval, np.asarray(literal.val).tobytes()
