@@ -5,6 +5,7 @@ dynamic range expansion. Activations that the backward pass needs are saved in F
 a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
+from coat_jax.convert.api import fp8
 from coat_jax.layers.matmul import fp8_dot_general
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
@@ -48,6 +49,7 @@ __all__ = [
     "QuantizedState",
     "ScaleByFP8AdamState",
     "dequantize",
+    "fp8",
     "fp8_adamw",
     "fp8_dot_general",
     "fp8_remat",

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
@@ -27,8 +28,10 @@ from pallas_kernels.checks import positive_int
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
 _MIN_SIZE = 4096
-# Scales of shorter rows take too many bytes. Rows of one element are statistics.
+# Scales of shorter rows take too many bytes. Then axes before the last one are merged
+# with it, except the first axis. Rows of one element are statistics.
 _MIN_ROW_BYTES = 16
+_MERGED = 16  # The least length of an axis that several axes are merged to.
 _MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
 # Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
 # must then be a multiple of `_SHARES` groups, so that devices can share it without
@@ -47,6 +50,9 @@ class Options:
     where: Callable[[Residual], Any] | None
     policy: Callable[..., Any] | None
     key: jax.Array | None
+    # Rewrites a function's program, given the paths of its arguments and which of them
+    # are parameters, before it is differentiated.
+    rewrite: Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr] | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -86,10 +92,17 @@ class Copy:
     Attributes:
       granularity: The groups that share a scale.
       fused: True if XLA fuses the dequantization into every operation that reads it.
+      merged: The lengths of the last axes, which the copy has as one axis; or ().
     """
 
     granularity: PerGroup
     fused: bool
+    merged: tuple[int, ...]
+
+    @classmethod
+    def of(cls, aval: jax.core.ShapedArray, size: int, fused: bool) -> "Copy":
+        """Returns a copy of an array, in groups of `size`."""
+        return cls(PerGroup(size), fused, _merged(aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,9 +234,10 @@ def _derive(
         )
         own = [i for i in behind if residuals[i] is source]
         if own:
-            kept[own[0]] = Copy(PerGroup(size), copies[own[0]].fused)
+            kept[own[0]] = Copy.of(source.aval, size, copies[own[0]].fused)
         else:
-            extras.append(Extra(source, Copy(PerGroup(size), fused=True), behind[0]))
+            copy = Copy.of(source.aval, size, fused=True)
+            extras.append(Extra(source, copy, behind[0]))
     return extras
 
 
@@ -311,11 +325,13 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
     only_products = bool(readers) and all(map(_is_product, readers))
-    group = _group_of_products(aval.shape[-1], options.group)
+    row = math.prod(_merged(aval)) if _merged(aval) else aval.shape[-1]
+    group = _group_of_products(row, options.group)
     # XLA fuses dequantization into a slice, so a slice counts as the reader here.
     whole = traced.readers(index, cut=False)
-    return Copy(
-        PerGroup(group if only_products else options.group),
+    return Copy.of(
+        aval,
+        group if only_products else options.group,
         fused=not any(_is_product(eqn) or is_foreign(eqn.primitive) for eqn in whole),
     )
 
@@ -355,9 +371,32 @@ def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
         return f"fewer than {_MIN_SIZE} elements"
     if not isinstance(aval.shape[-1], int):
         return "rows of unknown length"
-    if aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES:
+    if _is_short(aval) and not _merged(aval):
         return f"rows of less than {_MIN_ROW_BYTES} bytes"
     return None
+
+
+def _is_short(aval: jax.core.ShapedArray) -> bool:
+    return aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES
+
+
+def _merged(aval: jax.core.ShapedArray) -> tuple[int, ...]:
+    """Returns the lengths of the last axes that a copy merges, or ().
+
+    An example are the probabilities of attention [batch, queries, keys, heads], which
+    are as large as those of the order [batch, heads, queries, keys].
+    """
+    *before, last = aval.shape
+    if last == 1 or not _is_short(aval):
+        return ()
+    explicit = aval.sharding.spec if aval.sharding.mesh.explicit_axes else ()
+    for count in range(2, len(before) + 1):
+        axes = aval.shape[-count:]
+        if not all(isinstance(n, int) for n in axes) or any(explicit[-count:]):
+            return ()
+        if math.prod(axes) >= _MERGED:
+            return axes
+    return ()
 
 
 def _group_of_products(row: int, group: int) -> int:

@@ -28,7 +28,8 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        paths, tree = jax.tree.flatten_with_path((args, kwargs))
+        leaves = [x for _, x in paths]
         dynamic = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
 
         def flat_fn(*arrays):
@@ -49,7 +50,11 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         # Values that fn closes over become arguments, which are saved by reference.
         # They are differentiated unless they are constants.
         jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        program = merged(jaxpr.jaxpr, is_param)
+        program = jaxpr.jaxpr
+        if options.rewrite is not None:
+            keys = [key for (key, _), d in zip(paths, dynamic, strict=True) if d]
+            program = options.rewrite(program, keys, is_param)
+        program = merged(program, is_param)
         closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
@@ -116,7 +121,10 @@ def _with_fp8_residuals(
 
         def read(kept, x):
             if isinstance(kept, Copy):
-                return read_copy(_scales_as_bits(x), fused=kept.fused)
+                values = read_copy(_scales_as_bits(x), fused=kept.fused)
+                if kept.merged:
+                    values = values.reshape(*values.shape[:-1], *kept.merged)
+                return values
             return references[kept] if isinstance(kept, int) else x
 
         ways = *planned.kept, *(extra.copy for extra in planned.extras)
@@ -168,6 +176,8 @@ def _save(
 def _fp8_copy(
     x: jax.Array, copy: Copy, key: jax.Array | None, options: Options, reader: str
 ) -> QuantizedArray:
+    if copy.merged:
+        x = x.reshape(*x.shape[: -len(copy.merged)], -1)
     noise = None if key is None else random_bits(key, x.shape, like=x)
     groups = f"groups of {copy.granularity.size}"
     with Note(f"{options.format}, {groups}", reader).scope():

@@ -252,3 +252,46 @@ def test_other_parts_have_copies_of_their_own(columns, width, cut):
 
     w, x = normal(1, 32, columns), normal(2, 128, 32)
     assert copies(product, w, x) == [(128, width), (128, width)]
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 64, 4, 2), (4, 64, 24, 2), (2, 2100, 2)])
+@pytest.mark.parametrize("key", [None, jax.random.key(3)])
+def test_short_rows_are_merged_with_the_axes_before(shape, key):
+    """Groups run over the last axes, but for the first, as if these were one axis."""
+    x, dy = normal(1, *shape), normal(2, *shape)
+    light = fp8_remat(lambda p, x: p * jnp.square(x), key=key)
+    (found,) = (r for r in saved(light, 1.0, x) if r.dtype == jnp.float8_e4m3fn)
+    assert found.shape[-1] >= 16
+    assert found.shape[0] == shape[0]
+    assert int(np.prod(found.shape)) == x.size
+    _, (_, dx) = value_and_vjp(light, dy, 1.0, x)
+    if key is None:
+        rows = np.asarray(x).reshape(found.shape)
+        assert_close(dx, 2 * fake(rows, 16).reshape(shape) * np.asarray(dy), 1e-6)
+    else:
+        assert_close(dx, 2 * x * dy, 2**-3)
+
+
+def test_probabilities_take_the_same_bytes_in_any_order_of_axes():
+    """As in a model whose scores are [batch, queries, keys, key heads, group]."""
+
+    def attention(spec, axis, p, q, k):
+        scores = jnp.einsum(f"btkgh,bskh->{spec}", q * p, k)
+        return jnp.einsum(f"{spec},bskh->btkgh", jax.nn.softmax(scores, axis), k)
+
+    q, k = normal(1, 2, 64, 4, 2, 16), normal(2, 2, 64, 4, 16)
+    sizes = [
+        coat.residual_report(fp8_remat(functools.partial(attention, *a)), 1.0, q, k)
+        for a in (("bkgts", -1), ("btskg", 2))
+    ]
+    assert sizes[0].nbytes == sizes[1].nbytes
+
+
+def test_rows_are_not_merged_over_an_axis_that_types_split():
+    mesh = jax.make_mesh((1,), ("a",), (AxisType.Explicit,))
+    x = normal(1, 2, 4096, 2)
+    for spec, wide in ((P(None, "a"), True), (P("a"), False)):
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
+            found = saved(fp8_remat(lambda p, x: p * jnp.square(x)), 1.0, placed)
+        assert wide != any(r.dtype == jnp.float8_e4m3fn for r in found)

@@ -1,0 +1,1 @@
+"""Conversion of models that others wrote: FP8 matmuls and FP8 residuals by rules."""

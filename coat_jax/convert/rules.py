@@ -1,0 +1,108 @@
+"""Rules that choose blocks and parameters of a model by their paths."""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import GetAttrKey
+
+# Regular expressions that a whole path matches, such as ".*/(q|k|v)/kernel"; or a
+# function of the path.
+Rule = str | Sequence[str] | Callable[[str], Any]
+_NUMBERED = re.compile(r"(.*?)_?(\d+)")
+# Blocks have at least this many matrices. A single matmul is no block.
+_MATRICES = 2
+
+
+def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
+    """Returns a function that tells whether a rule chooses a path.
+
+    Raises:
+      ValueError: If the rule is neither a function nor regular expressions.
+    """
+    if callable(rule):
+        return lambda path: bool(rule(path))
+    given = [rule] if isinstance(rule, str) else rule
+    try:
+        patterns = [re.compile(pattern) for pattern in given]
+    except (TypeError, re.error) as error:
+        raise ValueError(
+            f"{name} must be regular expressions or a function of a path, got "
+            f"{rule!r}: {error}"
+        ) from None
+    return lambda path: any(pattern.fullmatch(path) for pattern in patterns)
+
+
+def path_of(keys: Iterable[Any]) -> str:
+    """Returns the path of a parameter, such as "layers/0/mlp/up/kernel".
+
+    The variable that wraps a parameter is no part of its path.
+    """
+    keys = tuple(keys)
+    if keys and isinstance(keys[-1], GetAttrKey):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(keys, simple=True, separator="/")
+
+
+def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter of a tree, by its path."""
+    return {path_of(p): x.shape for p, x in jax.tree.leaves_with_path(params)}
+
+
+def chosen_blocks(
+    shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str], rule: Rule | None
+) -> list[str]:
+    """Returns the paths of a model's blocks; none lies within another one.
+
+    Args:
+      shapes: The shapes of the parameters by their paths.
+      modules: The paths of the modules that a rule may choose.
+      rule: The rule. None means the outermost modules that are numbered, such as
+        "layers/0" or "block_0", and have `_MATRICES` matrices or more.
+
+    Raises:
+      ValueError: If there is no block.
+    """
+    if rule is None:
+        found = _numbered(shapes)
+    else:
+        chosen = chooser("blocks", rule)
+        found = []
+        for path in sorted(modules, key=len):
+            if chosen(path) and not any(path.startswith(f"{b}/") for b in found):
+                found.append(path)
+    if not found:
+        tops = ", ".join(sorted({path.split("/")[0] for path in shapes})) or "none"
+        why = "has numbered modules of several matrices" if rule is None else "matches"
+        raise ValueError(
+            f"no block {why}; name them with blocks=, got blocks={rule!r} for a model "
+            f"with the parameters below {tops}"
+        )
+    return found
+
+
+def _is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    # Those of stacked layers have an axis more than one bias or scale.
+    return len(shape) > 1 and path.rpartition("/")[2] not in ("bias", "scale")
+
+
+def _numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str]:
+    """Returns the outermost modules below a path that are numbered siblings."""
+    children = defaultdict(dict)
+    for path, shape in shapes.items():
+        name, _, rest = path.partition("/")
+        if rest:
+            children[name][rest] = shape
+    families = defaultdict(list)
+    for name, below in children.items():
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered and sum(map(_is_matrix, below, below.values())) >= _MATRICES:
+            families[numbered[1]].append(name)
+    blocks = {name for names in families.values() if len(names) > 1 for name in names}
+    found = []
+    for name, below in children.items():
+        path = f"{above}{name}"
+        found += [path] if name in blocks else _numbered(below, f"{path}/")
+    return found

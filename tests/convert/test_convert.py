@@ -1,0 +1,346 @@
+"""Tests of `coat.fp8`, which converts models that others wrote."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers.gradients import assert_close, fake, flat, saved, saved_bytes
+from jax.extend import core
+
+import coat_jax as coat
+from coat_jax.convert.rules import chosen_blocks, shapes_of
+
+WIDTH = 128
+
+
+class Block(nnx.Module):
+    """A norm and an MLP, with einsums, plain products and a small router."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.up = nnx.Einsum("btd,df->btf", (WIDTH, 256), rngs=rngs)
+        self.gate = nnx.Linear(WIDTH, 256, use_bias=False, rngs=rngs)
+        init = nnx.initializers.lecun_normal()
+        self.down = nnx.Param(init(rngs.params(), (256, WIDTH)))
+        self.router = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def __call__(self, x):
+        h = self.norm(x)
+        weight = nnx.softmax(self.router(h)).max(-1, keepdims=True)
+        return x + weight * ((nnx.silu(self.gate(h)) * self.up(h)) @ self.down[...])
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embed = nnx.Embed(40, WIDTH, rngs=rngs)
+        self.layers = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, 40, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x, train: bool = False):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
+        h = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
+        return x + nn.Dropout(0.5, deterministic=not train)(nn.Dense(WIDTH)(h))
+
+
+class LinenModel(nn.Module):
+    depth: int = 2
+
+    def setup(self):
+        self.embed = nn.Embed(40, WIDTH)
+        self.encoderblock = [LinenBlock() for _ in range(self.depth)]
+        self.head = nn.Dense(40)
+
+    def encode(self, tokens, train: bool = False):
+        x = self.embed(tokens)
+        for block in self.encoderblock:
+            x = block(x, train)
+        return x
+
+    def __call__(self, tokens, train: bool = False):
+        return self.head(self.encode(tokens, train))
+
+
+def tokens():
+    return jax.random.randint(jax.random.key(0), (2, 48), 0, 40)
+
+
+def fp8_parameters(fn, params) -> set[str]:
+    """Returns the paths of the parameters that `fn(params)` casts to FP8."""
+    leaves, tree = jax.tree.flatten(params)
+    jaxpr = jax.make_jaxpr(lambda *x: fn(jax.tree.unflatten(tree, x)))(*leaves).jaxpr
+    found = set()
+    _follow(jaxpr, dict(zip(jaxpr.invars, shapes_of(params), strict=True)), found)
+    return found
+
+
+def _follow(jaxpr, names, found):
+    """Follows arrays of a parameter's size to their casts."""
+    for eqn in jaxpr.eqns:
+        given = {i: v for i, v in enumerate(eqn.invars) if not hasattr(v, "val")}
+        given = {i: names[v] for i, v in given.items() if v in names}
+        for body in core.jaxprs_in_params(eqn.params):
+            inner = {body.invars[i]: name for i, name in given.items()}
+            _follow(body, inner, found)
+            results = zip(eqn.outvars, body.outvars, strict=False)
+            names |= {out: inner[v] for out, v in results if v in inner}
+        if len({*given.values()}) != 1 or eqn.primitive.name == "dot_general":
+            continue
+        size = max(eqn.invars[i].aval.size for i in given)
+        (name,) = {*given.values()}
+        for out in eqn.outvars:
+            if out.aval.size == size:
+                names[out] = name
+                if out.aval.dtype == jnp.float8_e4m3fn:
+                    found.add(name)
+
+
+def loss(logits):
+    return jnp.mean(jnp.square(logits.astype(jnp.float32)))
+
+
+def test_nnx_model_shares_variables_and_nearly_its_gradients():
+    model = Model(nnx.Rngs(0))
+    light = coat.fp8(model)
+    assert type(light) is Model
+    assert light.layers[1].gate.kernel is model.layers[1].gate.kernel
+    assert not isinstance(model.layers[0], type(light.layers[0]))
+    grads = [nnx.grad(lambda m: loss(m(tokens())))(m) for m in (model, light)]
+    plain, fp8 = map(flat, grads)
+    assert np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
+    assert jax.tree.structure(grads[0]) == jax.tree.structure(grads[1])
+
+
+def test_matmuls_of_blocks_run_in_fp8_except_small_ones():
+    model = coat.fp8(Model(nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    found = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
+    assert found == {
+        f"layers/{i}/{name}"
+        for i in (0, 1)
+        for name in ("up/kernel", "gate/kernel", "down")
+    }
+
+
+def test_converted_blocks_save_less_than_either_line_alone():
+    model = Model(nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    sizes = {}
+    for name, convert in {
+        "plain": lambda m: m,
+        "fp8_remat": lambda m: coat.fp8_remat(m),
+        "fp8": lambda m: coat.fp8(m),
+    }.items():
+
+        def run(params, x, convert=convert):
+            return convert(nnx.merge(graph, params).layers[0])(x)
+
+        if name == "fp8":
+
+            def run(params, x):
+                return coat.fp8(nnx.merge(graph, params)).layers[0](x)
+
+        found = saved(run, params, jnp.ones((4, 64, WIDTH)), params=len(params))
+        sizes[name] = saved_bytes(found)
+    assert sizes["fp8"] <= 1.02 * sizes["fp8_remat"]
+    assert sizes["fp8"] < sizes["plain"] / 3.5
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [".*/(gate|up)/kernel", [".*gate/kernel", ".*up/kernel"], lambda p: "kernel" in p],
+)
+def test_rules_choose_matmuls_by_path(rule):
+    model = coat.fp8(Model(nnx.Rngs(0)), blocks="layers/1", matmuls=rule)
+    graph, params = nnx.split(model)
+    found = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
+    expected = {"layers/1/gate/kernel", "layers/1/up/kernel"}
+    # A rule that is given decides for small matmuls, too.
+    assert found == expected | ({"layers/1/router/kernel"} if callable(rule) else set())
+
+
+def test_containers_of_all_kinds_and_shared_modules():
+    class Holder(nnx.Module, pytree=False):
+        def __init__(self, rngs):
+            block = Block(rngs)
+            self.stages = {"a": [block, Block(rngs)], "b": (block,)}
+
+        def __call__(self, x):
+            for stage in self.stages.values():
+                for block in stage:
+                    x = block(x)
+            return x
+
+    model = Holder(nnx.Rngs(0))
+    light = coat.fp8(model, blocks=r"stages/./\d")
+    assert light.stages["b"][0] is light.stages["a"][0]
+    x = jax.random.normal(jax.random.key(1), (2, 16, WIDTH))
+    assert_close(light(x), model(x), 0.05)
+    assert type(model.stages["a"][1]) is Block
+
+
+def test_linen_model_keeps_paths_and_nearly_its_gradients():
+    model = LinenModel()
+    light = coat.fp8(model)
+    params = model.init(jax.random.key(0), tokens())
+    again = light.init(jax.random.key(0), tokens())
+    assert_close(params, again, 0)
+    assert isinstance(light, LinenModel)
+    assert light.depth == 2
+
+    def gradient(model, **kwargs):
+        def scalar(params):
+            return loss(model.apply(params, tokens(), **kwargs))
+
+        return flat(jax.grad(scalar)(params))
+
+    for kwargs in (
+        {},
+        {"train": True, "rngs": {"dropout": jax.random.key(3)}},
+        {"method": "encode"},
+    ):
+        plain, fp8 = gradient(model, **kwargs), gradient(light, **kwargs)
+        assert 0 < np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
+    found = fp8_parameters(lambda p: light.apply(p, tokens()), params)
+    assert {path.split("/")[1] for path in found} == {
+        "encoderblock_0",
+        "encoderblock_1",
+    }
+    assert len(found) == 12
+
+
+def test_scanned_blocks_are_named():
+    class Scanned(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def body(block, x, _):
+                return block(x), None
+
+            scan = nn.scan(
+                body, variable_axes={"params": 0}, split_rngs={"params": True}, length=2
+            )
+            return scan(LinenBlock(name="layers"), x, None)[0]
+
+    model, x = Scanned(), jax.random.normal(jax.random.key(1), (2, 32, WIDTH))
+    params = model.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
+        coat.fp8(model).apply(params, x)
+    light = coat.fp8(model, blocks="layers")
+    found = saved(light.apply, params, x)
+    assert saved_bytes(found) < saved_bytes(saved(model.apply, params, x)) / 3
+    assert_close(light.apply(params, x), model.apply(params, x), 0.1)
+
+
+def test_functions_are_one_block():
+    def mlp(params, x, scale=1.0):
+        h = jnp.einsum("of,bf->bo", params["first"], x) * scale
+        return params["list"][0] @ jnp.tanh(h).T
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    first, second = (jax.random.normal(k, (WIDTH, WIDTH)) for k in keys[:2])
+    params = {"first": first, "list": [second]}
+    x = jax.random.normal(keys[2], (64, WIDTH))
+    light = coat.fp8(mlp, matmuls="first")
+
+    # Tokens have a scale each, and weights one in all.
+    h = fake(np.asarray(x), WIDTH) @ fake(np.asarray(first)).T
+    expected = np.asarray(second) @ np.tanh(h).T
+    assert_close(light(params, x), expected, 1e-5)
+    assert fp8_parameters(lambda p: light(p, x, scale=2.0), params) == {"first"}
+    assert fp8_parameters(lambda p: coat.fp8(mlp)(p, x), params) == {"first", "list/0"}
+
+
+@pytest.mark.parametrize("order", ["bof,bif->bio", "bfo,bif->boi", "fbo,ibf->ibo"])
+def test_batched_weights_in_any_order_of_axes(order):
+    """Experts: the weights are the first operand, and results have any order."""
+
+    def experts(w, x):
+        return jnp.einsum(order, w, x)
+
+    sizes = {"b": 3, "o": 128, "i": 48, "f": 256}
+    first, second = order.split("->")[0].split(",")
+    w, x = (
+        jax.random.normal(jax.random.key(i), [sizes[c] for c in s])
+        for i, s in enumerate((first, second))
+    )
+    light = coat.fp8(experts)
+    assert_close(light(w, x), experts(w, x), 0.05)
+    grads = [
+        jax.grad(lambda w, f=f: jnp.sum(f(w, x) ** 2))(w) for f in (light, experts)
+    ]
+    assert_close(*grads, 0.1)
+    assert fp8_parameters(lambda w: light(w, x), w) == {""}
+
+
+def test_jitted_functions_are_converted_and_loops_are_warned_of():
+    @jax.jit
+    def inner(w, x):
+        return x @ w
+
+    def looped(params, x):
+        x = inner(params["a"], x)
+        return jax.lax.scan(lambda x, w: (inner(w, x), None), x, params["b"])[0]
+
+    params = {"a": jnp.eye(WIDTH), "b": jnp.stack([jnp.eye(WIDTH)] * 2)}
+    x = jnp.ones((16, WIDTH))
+    with pytest.warns(UserWarning, match="within scan .* do not become FP8 matmuls: b"):
+        found = fp8_parameters(lambda p: coat.fp8(looped)(p, x), params)
+    assert found == {"a"}
+    coat.fp8(looped, matmuls="a")(params, x)  # Nothing is missing here.
+
+
+def test_attention_and_sums_of_parameters_are_left_alone():
+    def fn(params, x):
+        return (x @ x.T) @ x + params["a"] @ params["b"]
+
+    params = {"a": jnp.ones((WIDTH, WIDTH)), "b": jnp.ones((WIDTH, WIDTH))}
+    x = jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))
+    np.testing.assert_array_equal(coat.fp8(fn)(params, x), fn(params, x))
+
+
+def test_numbered_siblings_are_blocks():
+    deep = {"k": jnp.ones((2, 2)), "v": {"k": jnp.ones((2, 2))}}
+    flat_dense = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((2, 2))}
+    tree = {
+        "encoder": {"layer_0": deep, "layer_1": {**deep, "more": deep}, "norm": deep},
+        "h": [deep, deep],
+        "Dense_0": flat_dense,
+        "Dense_1": flat_dense,
+        "Block_0": deep,
+    }
+    found = chosen_blocks(shapes_of(tree), [], None)
+    assert sorted(found) == ["encoder/layer_0", "encoder/layer_1", "h/0", "h/1"]
+    modules = ["encoder", "encoder/layer_0", "h"]
+    assert chosen_blocks(shapes_of(tree), modules, "encoder.*") == ["encoder"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "match"),
+    [
+        ({"blocks": 3}, ValueError, "blocks must be regular expressions .* got 3"),
+        ({"matmuls": "("}, ValueError, r"matmuls must be .* got '\('"),
+        ({"blocks": "nothing"}, ValueError, "no block matches.*blocks='nothing'"),
+        ({"group": 0}, ValueError, "group"),
+        ({"format": "e4m3"}, ValueError, "format must be"),
+    ],
+)
+def test_bad_options(kwargs, error, match):
+    with pytest.raises(error, match=match):
+        coat.fp8(Model(nnx.Rngs(0)), **kwargs)
+
+
+@pytest.mark.parametrize("model", [3, Model, "model"])
+def test_bad_models(model):
+    with pytest.raises(TypeError, match="fp8 takes a Flax module or a function"):
+        coat.fp8(model)
