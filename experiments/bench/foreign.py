@@ -1,0 +1,189 @@
+"""Time and memory of layers that users of Flax wrote, with this library's lines.
+
+    uv run python -m experiments.bench.foreign
+
+times layers of four kinds, forward and backward, in BF16: as they are, with
+`coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
+`coat.fp8`. All cases of a layer are timed in turns. U is the size of the residual
+stream in BF16.
+"""
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import coat_jax as coat
+from experiments.common.foreign_layers import LAYERS, Sizes, made
+from experiments.common.layer_cases import normal, random_params
+from experiments.common.programs import new_parser
+from experiments.common.results import (
+    Bar,
+    default_path,
+    known_rows,
+    versions,
+    write_results,
+)
+from experiments.common.tables import bars as bars_table
+from experiments.common.timing import OPTIONS, in_turns
+
+Row = dict[str, Any]
+# Cases by their matmul and by what wraps the layer.
+CASES: dict[str, tuple[Callable | None, Callable]] = {
+    "bf16": (None, lambda fn: fn),
+    "fp8_remat": (None, coat.fp8_remat),
+    "fp8_dot_general": (coat.fp8_dot_general, lambda fn: fn),
+    "both": (coat.fp8_dot_general, coat.fp8_remat),
+    "fp8": (None, coat.fp8),
+}
+# Targets on one Hopper GPU: speedups over BF16, U saved, and times smaller than BF16.
+_SPEED = {("llama", "both"): 1.52, ("llama", "fp8_dot_general"): 1.45}
+_UNITS = {("llama", "both"): 8.0}
+_OTHERS, _SMALLER = 1.35, 3.5
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = parser()
+    args = top.parse_args(argv)
+    sizes = Sizes(
+        hidden=args.hidden,
+        seq=args.seq,
+        batch=args.batch,
+        intermediate=args.intermediate,
+        kv_heads=args.kv_heads,
+        head_dim=args.head_dim,
+    )
+    try:
+        known = known_rows(args.out)  # Raises ValueError for another kind of device.
+    except ValueError as error:
+        top.error(str(error))
+    options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+    rows = [row for row in known if row["layer"] not in args.layers]
+    for name in tqdm(args.layers, unit="layer", disable=None):
+        rows += layer_rows(name, sizes, **options)
+        write_results(args.out, rows=rows, bars=bars(rows))
+    console = Console(width=110)
+    console.print(table(rows))
+    console.print(bars_table(bars(rows)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line; the default shape is Llama-3-8B's."""
+    top = new_parser("experiments.bench.foreign", __doc__)
+    add = top.add_argument
+    add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
+    add("--hidden", type=int, default=4096)
+    add("--seq", type=int, default=2048)
+    add("--batch", type=int, default=4)
+    add("--intermediate", type=int, default=14_336, help="of gated MLPs")
+    add("--kv-heads", type=int, default=8)
+    add("--head-dim", type=int, default=128)
+    add("--calls", type=int, default=10, help="in a row, in each round, or more")
+    add("--rounds", type=int, default=3, help="in which each case has its turn")
+    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+    add("--out", type=Path, default=default_path("bench_foreign"))
+    return top
+
+
+def case_of(name: str, case: str, sizes: Sizes) -> tuple[Callable, nnx.State]:
+    """Returns a case as a function of parameters and inputs, and the parameters."""
+    dot_general, wrap = CASES[case]
+    graph, params = made(name, sizes, dot_general)
+    return wrap(lambda params, *xs: nnx.merge(graph, params)(*xs)), params
+
+
+def layer_rows(name: str, sizes: Sizes, **options: float) -> list[Row]:
+    """Times the cases of a layer in turns, and returns a row per case.
+
+    `options` has the options of `in_turns`.
+    """
+    _, params = case_of(name, "bf16", sizes)
+    stream = jax.ShapeDtypeStruct((sizes.batch, sizes.seq, sizes.hidden), jnp.bfloat16)
+    xs = [stream] * LAYERS[name].inputs
+    functions = {case: case_of(name, case, sizes)[0] for case in CASES}
+
+    def compiled(fn):
+        jitted = jax.jit(partial(forward_backward, fn))
+        return jitted.lower(params, stream, *xs).compile(OPTIONS)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(compiled, functions.values()))
+    values = random_params(params)
+    dy, *inputs = (normal(i, x) for i, x in enumerate((stream, *xs)))
+    calls = [partial(program, values, 1e-3 * dy, *inputs) for program in programs]
+    ms = [1e3 * seconds for seconds in in_turns(calls, **options)]
+    # In a model the inputs are outputs of other layers, so `-x` makes them count.
+    saved = {
+        case: coat.residual_report(
+            lambda params, *xs, fn=fn: fn(params, *(-x for x in xs)), params, *xs
+        ).nbytes
+        for case, fn in functions.items()
+    }
+    return [
+        {"layer": name, "case": case}
+        | dataclasses.asdict(sizes)
+        | {"forward_backward_ms": time, "ratio_to_bf16": ms[0] / time}
+        | {"saved_units": saved[case] / sizes.unit}
+        | {"times_smaller": saved["bf16"] / saved[case]}
+        | {"commit": versions()["commit"]}
+        for case, time in zip(functions, ms, strict=True)
+    ]
+
+
+def forward_backward(
+    fn: Callable, params: nnx.State, dy: jax.Array, *xs: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Computes a layer and the gradients of its parameters and inputs."""
+    y, vjp = jax.vjp(fn, params, *xs)
+    return y, vjp(dy)
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Returns the targets of the measured cases; those of time are for GPUs."""
+    found = []
+    for row in rows:
+        key = row["layer"], row["case"]
+        name = ", ".join(key)
+        both = row["case"] in ("both", "fp8")
+        speed = _SPEED.get(key) or (_OTHERS if both and key[0] != "llama" else None)
+        if speed and jax.default_backend() == "gpu":
+            ratio = row["ratio_to_bf16"]
+            found.append(Bar.of(f"{name}: times bf16", ">=", speed, ratio))
+        if key in _UNITS:
+            units = row["saved_units"]
+            found.append(Bar.of(f"{name}: U saved", "<=", _UNITS[key], units))
+        if both:
+            smaller = row["times_smaller"]
+            found.append(Bar.of(f"{name}: times smaller", ">=", _SMALLER, smaller))
+    return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Returns the rows as a table."""
+    found = Table("layer", "case", "ms", "times bf16", "U saved", "times smaller")
+    for row in rows:
+        found.add_row(
+            row["layer"],
+            row["case"],
+            f"{row['forward_backward_ms']:.2f}",
+            f"{row['ratio_to_bf16']:.2f}",
+            f"{row['saved_units']:.2f}",
+            f"{row['times_smaller']:.1f}",
+        )
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Tests the benchmark of foreign layers on tiny ones."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.gradients import saved, saved_bytes
+
+import coat_jax as coat
+from experiments.bench import foreign
+from experiments.common.foreign_layers import LAYERS, Modules, Sizes
+
+_SIZES = Sizes(hidden=128, seq=32, batch=2, intermediate=256, kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_both_lines_and_the_conversion_save_the_same(name):
+    module = LAYERS[name](_SIZES, Modules(None, nnx.Rngs(0)))
+    xs = [
+        jax.random.normal(jax.random.key(i), (2, 32, 128), jnp.bfloat16)
+        for i in range(module.inputs)
+    ]
+    assert module(*xs).shape == (2, 32, 128)
+    size = {}
+    for case in foreign.CASES:
+        fn, params = foreign.case_of(name, case, _SIZES)
+        size[case] = saved_bytes(saved(fn, params, *xs, params=len(params)))
+    assert size["both"] == size["fp8"] < size["fp8_dot_general"] / 3
+    assert size["both"] < 1.05 * size["fp8_remat"]
+
+
+def test_causal_layers_do_not_look_ahead():
+    module = LAYERS["llama"](_SIZES, Modules(coat.fp8_dot_general, nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(0), (1, 32, 128), jnp.bfloat16)
+    later = x.at[:, 20:].set(0)
+    first, second = (np.asarray(module(a), np.float32)[:, :20] for a in (x, later))
+    np.testing.assert_allclose(first, second, atol=0.1)
+
+
+def test_a_command_line_leaves_rows_and_bars(tmp_path, capsys):
+    out = tmp_path / "foreign.json"
+    sizes = "--hidden 128 --seq 32 --batch 2 --intermediate 256 --kv-heads 1"
+    options = f"--head-dim 64 --calls 1 --rounds 1 --round-s 0 --out {out}"
+    foreign.main([*sizes.split(), *options.split(), "--layers", "llama"])
+    results = json.loads(out.read_text())
+    assert [row["case"] for row in results["rows"]] == list(foreign.CASES)
+    assert all(row["forward_backward_ms"] > 0 for row in results["rows"])
+    names = [bar["name"] for bar in results["bars"]]
+    assert names == [
+        "llama, both: U saved",
+        "llama, both: times smaller",
+        "llama, fp8: times smaller",
+    ]
+    assert "times bf16" in capsys.readouterr().out
