@@ -6,7 +6,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
 from coat_jax.convert.api import fp8
-from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax.layers.dot_general import fp8_dot_general
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,

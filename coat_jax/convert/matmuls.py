@@ -13,10 +13,10 @@ from jax import lax
 from jax.extend import core
 
 from coat_jax.convert.rules import path_of
-from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax.layers.dot_general import fp8_dot_general
 from coat_jax.remat.programs import embedded, inlined, variables
 
-# By default a matmul runs in FP8 if it has so many inputs and outputs, in multiples of
+# The default rule chooses matmuls with so many inputs and outputs, in multiples of
 # `_MULTIPLE`, which kernels need. Smaller ones, such as routers, gain nothing.
 _LEAST, _MULTIPLE = 128, 16
 

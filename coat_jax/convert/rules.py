@@ -84,7 +84,7 @@ def chosen_blocks(
 
 
 def _is_matrix(path: str, shape: tuple[int, ...]) -> bool:
-    # Those of stacked layers have an axis more than one bias or scale.
+    # Biases and scales of stacked layers have two axes as well.
     return len(shape) > 1 and path.rpartition("/")[2] not in ("bias", "scale")
 
 

@@ -9,24 +9,20 @@ In the FP8 flow weights are [..., k], and forward matmuls take one scale per out
 feature. An output feature is one row, so one pass over the weights quantizes them.
 """
 
-import math
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.meshes import on_explicit_mesh, on_explicit_tokens
+from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
-from coat_jax.remat.merge import mergeable
 from pallas_kernels import Codes, Scaled, placement
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
@@ -62,180 +58,44 @@ def linear(
         )
 
     def product(x, w):
-        y = _product(x.reshape(-1, k), w, x.dtype, 1)
+        y = fp8_matmul(x.reshape(-1, k), w, x.dtype, 1)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
     return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)
 
 
-def fp8_dot_general(
-    lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."],
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: jax.sharding.Sharding | P | None = None,
-) -> Float[Array, "..."]:
-    """Computes `jax.lax.dot_general` in FP8.
-
-    Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
-    numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
-    in FP8, and `rhs`, the weights, by reference.
-
-    Args:
-      lhs: The activations.
-      rhs: The weights.
-      dimension_numbers: The dimension numbers of `jax.lax.dot_general`.
-      precision: Ignored, because FP8 matmuls have only one precision.
-      preferred_element_type: The dtype of the result; by default the promoted dtype of
-        `lhs` and `rhs`.
-      out_sharding: The sharding of the result on a mesh with explicit axes.
-
-    Raises:
-      ValueError: If an operand is not floating.
-      TypeError: If the dimension numbers do not fit the operands.
-
-    Example:
-      >>> import coat_jax as coat, jax, jax.numpy as jnp
-      >>> from flax import linen as nn
-      >>> layer = nn.Dense(8, dtype=jnp.bfloat16, dot_general=coat.fp8_dot_general)
-      >>> params = layer.init(jax.random.key(0), jnp.ones((2, 4)))
-      >>> layer.apply(params, jnp.ones((2, 4))).shape
-      (2, 8)
-    """
-    del precision
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
-    dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
-    expected = jax.eval_shape(
-        partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
-    )
-    if jax.typeof(lhs).sharding.mesh.explicit_axes:
-        # XLA shards the codes and scales; types say how arguments and results lie.
-        fn = partial(
-            fp8_dot_general,
-            dimension_numbers=dimension_numbers,
-            preferred_element_type=dtype,
-        )
-        return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
-    a = lax.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract))
-    b = lax.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free))
-    batch = [lhs.shape[i] for i in lhs_batch]
-    rows = [lhs.shape[i] for i in lhs_free]
-    cols = [rhs.shape[i] for i in rhs_free]
-    depth = math.prod(lhs.shape[i] for i in lhs_contract)
-    if not depth:
-        return jnp.zeros(expected.shape, dtype)
-    a = a.reshape(*batch, math.prod(rows), depth)
-    b = b.reshape(*batch, depth, math.prod(cols))
-    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim))
-    return product(a, b).reshape(expected.shape)
-
-
-@cache
-def _dot(dtype: jnp.dtype) -> Callable:
-    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype."""
-
-    def fp8_dot_general(x, w):
-        return _batched(partial(_product, dtype=dtype, contract=0), x)(x, w)
-
-    return fp8_dot_general
-
-
-def _dots(x, weights, dtype):
-    """Multiplies x [*batch, m, k] by each of the weights [*batch, k, n]."""
-    return _batched(partial(_products, dtype=dtype), x)(x, weights)
-
-
-def _batched(product: Callable, x: Array) -> Callable:
-    """Maps a matmul over all axes of x but the last two."""
-    for _ in range(x.ndim - 2):
-        product = jax.vmap(product)
-    return product
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _product(x, w, dtype, contract):
+def fp8_matmul(x, w, dtype, contract):
     """Multiplies x [m, k] by w, [k, n] if `contract` is 0 or [..., k] if it is 1.
 
     The result is [m, n]; output axes of w are merged.
     """
-    return _product_fwd(x, w, dtype, contract)[0]
+    return _fp8_matmul_fwd(x, w, dtype, contract)[0]
 
 
 @placement.on_common_mesh
-def _product_fwd(x, w, dtype, contract):
+def _fp8_matmul_fwd(x, w, dtype, contract):
     layout = _LAYOUTS[contract]
     xq = quantize_tensor(x, E4M3, copies="both")
     wq = quantize_tensor(_flat(w), E4M3, copies=layout)
-    y = _matmul(xq.row, getattr(wq, layout), xq.scale, wq.scale, dtype=dtype)
+    y = matmul_codes(xq.row, getattr(wq, layout), xq.scale, wq.scale, dtype=dtype)
     # An empty array carries the dtype of x to the backward pass.
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
 @placement.on_common_mesh
-def _product_bwd(dtype, contract, residuals, dy):
+def _fp8_matmul_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     layout = _LAYOUTS[1 - contract]
     gradient = quantize_tensor(dy, E5M2, copies="both")
     wq = getattr(quantize_tensor(_flat(w), E4M3, copies=layout, scale=w_scale), layout)
-    dx = _matmul(gradient.row, wq, gradient.scale, w_scale, dtype=like.dtype)
+    dx = matmul_codes(gradient.row, wq, gradient.scale, w_scale, dtype=like.dtype)
     a, b = (xq, gradient) if contract == 0 else (gradient, xq)
-    dw = _matmul(a.transposed, b.transposed, a.scale, b.scale, dtype=w.dtype)
+    dw = matmul_codes(a.transposed, b.transposed, a.scale, b.scale, dtype=w.dtype)
     return dx, dw.reshape(w.shape)
 
 
-_product.defvjp(_product_fwd, _product_bwd)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x, weights, dtype):
-    """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
-
-    Backward reads `x`, which `fp8_remat` saves in FP8 or recomputes. A token's codes
-    have a scale of their own in forward, where one pass over `x` writes them.
-    """
-    return _products_fwd(x, weights, dtype)[0]
-
-
-@placement.on_common_mesh
-def _products_fwd(x, weights, dtype):
-    rows = quantize_tokens(x)
-    codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
-    ys = [
-        _matmul(rows.codes, w.transposed, rows.scale, w.scale, dtype=dtype)
-        for w in codes
-    ]
-    # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
-    narrow = x.astype(jnp.bfloat16)
-    scales = *tensor_scales(rows), *(w.scale for w in codes)
-    return tuple(map(once, ys)), (narrow, weights, scales, jnp.zeros(0, x.dtype))
-
-
-@placement.on_common_mesh
-def _products_bwd(dtype, residuals, dys):
-    x, weights, (scale, *w_scales), like = residuals
-    gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
-    # `after` delays codes until they are read, which are in memory until then.
-    dx, last = None, gradients[-1].transposed
-    for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
-        wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=last)
-        dx = _matmul(dy.row, wq.row, dy.scale, w_scale, dx, dtype=like.dtype)
-    xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
-    dws = [
-        _matmul(xq.transposed, dy.transposed, scale, dy.scale, dtype=w.dtype)
-        for dy, w in zip(gradients, weights, strict=True)
-    ]
-    return dx, tuple(dws)
-
-
-_products.defvjp(_products_fwd, _products_bwd)
+fp8_matmul.defvjp(_fp8_matmul_fwd, _fp8_matmul_bwd)
 
 
 def quantize_tensor(
@@ -342,7 +202,7 @@ def product(
     Returns:
       The result, and an argument of `tensor_scales` for the scale of `w` in backward.
     """
-    multiply = partial(_matmul, dtype=dtype)
+    multiply = partial(matmul_codes, dtype=dtype)
     y, scaled = _product_by(multiply, x, w, accumulator)
     return once(y), scaled
 
@@ -387,7 +247,7 @@ def input_gradient(
     """
     codes = _backward_codes(w, w_scale, after)
     arrays = dy.row, codes, dy.scale, w_scale
-    return _matmul(*arrays, dtype=dtype, keep_maxima=keep_maxima)
+    return matmul_codes(*arrays, dtype=dtype, keep_maxima=keep_maxima)
 
 
 def weight_gradient(
@@ -403,7 +263,7 @@ def weight_gradient(
         return Fp8Weight(dw, None, None, None)
     # The output axes of `w` stay apart, because a mesh may split the last of them.
     gradient = dy.transposed.reshape(*w.shape[:-1], -1)
-    return _matmul(gradient, x, dy.scale, scale, dtype=w.dtype)
+    return matmul_codes(gradient, x, dy.scale, scale, dtype=w.dtype)
 
 
 def once[Result](result: Result) -> Result:
@@ -450,7 +310,17 @@ def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
-def _matmul(a, b, a_scale, b_scale, add=None, *, dtype, keep_maxima=False):
+def matmul_codes(
+    a: Float[Array, "... k"],
+    b: Float[Array, "n k"],
+    a_scale: Array,
+    b_scale: Array,
+    add: Float[Array, "... n"] | None = None,
+    *,
+    dtype: DTypeLike,
+    keep_maxima: bool = False,
+) -> Any:
+    """Computes `kernels.matmul` with results of any floating dtype."""
     known = dtype in (jnp.bfloat16, jnp.float32)
     out_dtype = dtype if known else jnp.float32
     add = None if add is None else add.astype(out_dtype)
@@ -458,7 +328,3 @@ def _matmul(a, b, a_scale, b_scale, add=None, *, dtype, keep_maxima=False):
         *(a, b, a_scale, b_scale, add), out_dtype=out_dtype, keep_maxima=keep_maxima
     )
     return y if known else jax.tree.map(lambda x: x.astype(dtype), y)
-
-
-def _remaining(ndim: int, *taken) -> tuple[int, ...]:
-    return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))

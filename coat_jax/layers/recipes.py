@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from coat_jax.layers import flow, functional, matmul
+from coat_jax.layers import blockwise, flow, functional, matmul
 from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.flow import (
     Heads,
@@ -31,7 +31,7 @@ from coat_jax.remat.api import fp8_remat
 from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import WIDE, check_dtype
 
-RecipeName = Literal["bf16", "te", "coat", "coat_max"]
+RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block"]
 Scaling = Literal["just_in_time", "delayed"]
 # The residual stream between segments. A `Stream`, in the FP8 flow, also carries the
 # scale of its gradient.
@@ -149,12 +149,15 @@ class PlainRecipe(Recipe):
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
       pointwise: The wrapper of norms, gates and RoPE.
+      segment: The wrapper of the functions (parameters, x) before and behind attention.
+      optimizer: The optimizer to train with.
     """
 
     linear: Callable[[Array, Array], Array]
     pointwise: Wrapper = _identity
+    segment: Wrapper = _identity
+    optimizer: Callable[..., Any] = optax.adamw
     scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
-    optimizer: ClassVar[Callable[..., Any]] = staticmethod(optax.adamw)
     takes_codes: ClassVar[bool] = False
 
     def enter(self, x: Float[Array, "b s h"]) -> Residual:
@@ -165,10 +168,13 @@ class PlainRecipe(Recipe):
         self, params: Params, x: Residual, *, norm: Norm, heads: Heads
     ) -> Attended:
         """Computes queries, keys and values."""
-        h = self.norm(norm)(params["norm"], x)
-        y = matmul.once(self.linear(h, params["qkv"]))
-        y = biased(y, params.get("qkv_bias"))
-        return *self.pointwise(heads.split)(y), (), x
+
+        def segment(params, x):
+            h = self.norm(norm)(params["norm"], x)
+            y = matmul.once(self.linear(h, params["qkv"]))
+            return self.pointwise(heads.split)(biased(y, params.get("qkv_bias")))
+
+        return *self.segment(segment)(params, x), (), x
 
     def attention_out(
         self,
@@ -187,11 +193,15 @@ class PlainRecipe(Recipe):
         self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
     ) -> Residual:
         """Computes the gated MLP."""
-        h = self.norm(norm)(params["norm"], x)
-        y = matmul.once(self.linear(h, params["gate_up"]))
-        y = biased(y, params.get("gate_up_bias"))
-        a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
-        return x + biased(self.linear(a, params["down"]), params.get("down_bias"))
+
+        def segment(params, x):
+            h = self.norm(norm)(params["norm"], x)
+            y = matmul.once(self.linear(h, params["gate_up"]))
+            y = biased(y, params.get("gate_up_bias"))
+            a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
+            return x + biased(self.linear(a, params["down"]), params.get("down_bias"))
+
+        return self.segment(segment)(params, x)
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns `x`."""
@@ -262,6 +272,10 @@ RECIPES: dict[RecipeName, Recipe] = {
     "coat": Fp8Recipe(),
     # `fp8_remat` saves these arrays in FP8 as well.
     "coat_max": Fp8Recipe(attention=fp8_remat),
+    # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save.
+    "coat_block": PlainRecipe(
+        linear=blockwise.linear, segment=fp8_remat, optimizer=fp8_adamw
+    ),
 }
 
 

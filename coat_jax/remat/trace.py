@@ -42,6 +42,7 @@ _LAYOUT = frozenset(
     }
 )
 # Files whose stack frames show how an operation was traced, not which user code it is.
+_PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
     os.path.dirname(flax.__file__) + os.sep,
@@ -50,7 +51,7 @@ _NOT_USERS = (
     array.__file__,
     formats.__file__,
     os.path.dirname(__file__) + os.sep,
-    os.path.join(os.path.dirname(os.path.dirname(__file__)), "layers", "matmul.py"),
+    os.path.join(_PACKAGE, "layers", "dot_general.py"),
 )
 # The guess of a length that `jax.export` leaves open.
 _SYMBOLIC = 4096

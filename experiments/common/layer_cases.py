@@ -85,6 +85,7 @@ CASES: dict[str, Case] = {
     "coat": Case("coat"),
     "coat, delayed scaling": Case("coat", scaling="delayed"),
     "coat_max": Case("coat_max"),
+    "coat_block": Case("coat_block"),
 }
 # The BF16 cases that JAX offers without this library.
 PLAIN = tuple(name for name in CASES if name.startswith("bf16") and "fp8" not in name)

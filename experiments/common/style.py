@@ -7,4 +7,5 @@ RECIPE_COLORS: dict[RecipeName, str] = {
     "te": "#2a9d8f",
     "coat": "#d1495b",
     "coat_max": "#edae49",
+    "coat_block": "#7b4ea3",
 }

@@ -2,12 +2,13 @@
 
 All recipes train the same model on the same data. They differ in precision:
 
-| recipe     | linear layers | saved for backward      | Adam's moments |
-|------------|---------------|-------------------------|----------------|
-| `bf16`     | BF16          | as autodiff saves them  | float32        |
-| `te`       | FP8           | FP8 beside BF16         | float32        |
-| `coat`     | FP8           | FP8, BF16 in attention  | FP8, expanded  |
-| `coat_max` | FP8           | FP8                     | FP8, expanded  |
+| recipe       | linear layers | saved for backward      | Adam's moments |
+|--------------|---------------|-------------------------|----------------|
+| `bf16`       | BF16          | as autodiff saves them  | float32        |
+| `te`         | FP8           | FP8 beside BF16         | float32        |
+| `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
+| `coat_max`   | FP8           | FP8                     | FP8, expanded  |
+| `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
 """
 
 import dataclasses

@@ -273,7 +273,10 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
         (["--lr", "nan"], "lr must be positive, got nan"),
         (["--vocab-size", 5], "bytes have a vocabulary of 257, got 5"),
         (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
-        (["--recipe", "bf16,fp8"], "recipes are bf16, te, coat, coat_max; got 'fp8'"),
+        (
+            ["--recipe", "bf16,fp8"],
+            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp8'",
+        ),
         (["--preset", "huge"], "invalid choice: 'huge'"),
         (["--nonsense"], "unrecognized arguments: --nonsense"),
     ],

@@ -20,7 +20,8 @@ from helpers.gradients import (
 from helpers.models import normal
 
 import coat_jax as coat
-from coat_jax.layers.matmul import fp8_dot_general, linear
+from coat_jax import fp8_dot_general
+from coat_jax.layers.matmul import linear
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 

@@ -158,6 +158,7 @@ HEADS = (2, 64, 4, 16)
 COPIES = {
     mlp: [((64, 64), ROW), *[((64, 128), GROUP)] * 2, ((64, 128), ROW)],
     vit: [
+        ((2, 32, 96), ROW),  # The images, with columns and channels merged.
         *[((2, 64, 64), GROUP)] * 4,
         *[(HEADS, ROW)] * 3,
         ((2, 64, 4, 1, 16), ROW),

@@ -273,7 +273,7 @@ def test_short_rows_are_merged_with_the_axes_before(shape, key):
 
 
 def test_probabilities_take_the_same_bytes_in_any_order_of_axes():
-    """As in a model whose scores are [batch, queries, keys, key heads, group]."""
+    """Some models have scores [batch, queries, keys, key heads, group]."""
 
     def attention(spec, axis, p, q, k):
         scores = jnp.einsum(f"btkgh,bskh->{spec}", q * p, k)

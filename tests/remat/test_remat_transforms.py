@@ -21,7 +21,7 @@ from helpers.models import closing, normal, scanned, two_product_arguments, two_
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
 
-from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax import fp8_dot_general
 from coat_jax.remat.api import fp8_remat
 
 

@@ -15,11 +15,11 @@ from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
 from pallas_kernels import dispatch
 
-RECIPES = ["bf16", "te", "coat", "coat_max"]
+RECIPES = ["bf16", "te", "coat_block", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
 BATCH, LENGTH, HIDDEN = 4, 2048, 4096
 U = BATCH * LENGTH * HIDDEN * 2  # Bytes of the layer's BF16 input.
-BOUNDS = {"te": 14.5, "coat": 8.3, "coat_max": 6.5}
+BOUNDS = {"te": 14.5, "coat_block": 8.3, "coat": 8.3, "coat_max": 6.5}
 
 
 @functools.cache

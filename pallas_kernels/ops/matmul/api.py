@@ -339,7 +339,7 @@ class _Call:
             a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
         elif found == blocks and k % BLOCK == 0:
             scaling = "blocks"
-            a_scale = a_scale.reshape(m, -1)
+            a_scale = a_scale.reshape(m, k // BLOCK)
         else:
             raise ValueError(
                 f"scales of {a.shape} and {b.shape} are scalars, {tuple(leading)} and "

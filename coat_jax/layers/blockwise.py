@@ -1,0 +1,114 @@
+"""FP8 matmuls with a scale for each block of 128 x 128 or 1 x 128 elements.
+
+The scales are those of DeepSeek-V3 (arXiv 2412.19437, section 3.3): in each of the
+three matmuls of a linear layer the first operand has a scale for every 1 x 128 elements
+along the contracted axis, and the second one for every 128 x 128 elements. All codes
+are E4M3, those of gradients too. Axes are padded with zeros to multiples of 128.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+import pallas_kernels as kernels
+from coat_jax.layers.matmul import once
+from coat_jax.meshes import on_explicit_tokens
+from coat_jax.quantization.array import PerBlock, QuantizedArray, quantize
+from pallas_kernels import Scaled, placement
+
+BLOCK = 128
+
+
+def linear(
+    x: Float[Array, "*batch k"], w: Float[Array, "... k"]
+) -> Float[Array, "..."]:
+    """Computes `x @ w.T` in FP8 with scales of blocks, in the dtype of `x`.
+
+    Saves `x` itself, so it is for use within `fp8_remat`, which saves it in FP8 or
+    recomputes it. Gradients have the dtypes of `x` and `w`.
+
+    Args:
+      x: Activations, bfloat16 or float32.
+      w: Weights, [out, in] or [..., in], of any floating dtype.
+
+    Raises:
+      ValueError: If the contracted sizes differ.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.layers.blockwise import linear
+      >>> linear(jnp.zeros((2, 4), jnp.bfloat16), jnp.ones((3, 4)))
+      Array([[0, 0, 0],
+             [0, 0, 0]], dtype=bfloat16)
+    """
+    k = x.shape[-1]
+    if w.ndim < 2 or w.shape[-1] != k:
+        raise ValueError(
+            f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
+        )
+
+    def product(x, w):
+        y = _linear(x.reshape(-1, k), w.reshape(-1, k))
+        return y.reshape(*x.shape[:-1], *w.shape[:-1])
+
+    return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)
+
+
+@jax.custom_vjp
+def _linear(x, w):
+    return _linear_fwd(x, w)[0]
+
+
+@placement.on_common_mesh
+def _linear_fwd(x, w):
+    blocks = _blocks(w)
+    y = _matmul(_groups(x), blocks, (x.shape[0], w.shape[0]), x.dtype)
+    return once(y), (x, w)
+
+
+@placement.on_common_mesh
+def _linear_bwd(residuals, dy):
+    x, w = residuals
+    (m, k), n = x.shape, w.shape[0]
+    # The blocks of a transposed weight are those of the weight.
+    codes, scale = _blocks(w)
+    transposed = Scaled(kernels.transpose(codes), scale.T)
+    dx = _matmul(_groups(dy), transposed, (m, k), x.dtype)
+    # Tokens are contracted, so groups and blocks lie along them.
+    dw = _matmul(_groups(dy.T), _blocks(x.T), (n, k), w.dtype)
+    return dx, dw
+
+
+_linear.defvjp(_linear_fwd, _linear_bwd)
+
+
+def _groups(x: Float[Array, "r c"]) -> Scaled:
+    """Quantizes with a scale for every 1 x 128 elements."""
+    codes, scale = kernels.quantize_groups(_padded(x), group=BLOCK)
+    return Scaled(codes, scale.astype(jnp.float32))
+
+
+def _blocks(x: Float[Array, "r c"]) -> Scaled:
+    """Quantizes with a scale for every 128 x 128 elements."""
+    q: QuantizedArray = quantize(_padded(x), granularity=PerBlock(BLOCK, BLOCK))
+    return Scaled(q.codes, q.scale.astype(jnp.float32))
+
+
+def _padded(x: Float[Array, "r c"]) -> Float[Array, "r c"]:
+    """Appends zeros to both axes, up to multiples of 128."""
+    wide = x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+    short = [(0, -n % BLOCK) for n in x.shape]
+    return jnp.pad(wide, short) if any(n for _, n in short) else wide
+
+
+def _matmul(
+    a: Scaled, b: Scaled, shape: tuple[int, int], dtype: DTypeLike
+) -> Float[Array, "m n"]:
+    """Computes `a @ b.T` without the padding."""
+    known = dtype in (jnp.bfloat16, jnp.float32)
+    multiply = partial(kernels.matmul, out_dtype=dtype if known else jnp.float32)
+    y = multiply(a.codes, b.codes, a.scale, b.scale)
+    return y[: shape[0], : shape[1]].astype(dtype)

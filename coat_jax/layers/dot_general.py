@@ -1,0 +1,169 @@
+"""`jax.lax.dot_general` in FP8, for the layers of other libraries.
+
+Operands have per-tensor scales, as in `matmul.linear`. Within `fp8_remat` the matmuls
+of one array are merged; see `coat_jax.remat.merge`.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.layers.matmul import (
+    fp8_matmul,
+    matmul_codes,
+    once,
+    quantize_tensor,
+    quantize_tokens,
+    tensor_scales,
+)
+from coat_jax.meshes import on_explicit_mesh
+from coat_jax.quantization.formats import E4M3, E5M2
+from coat_jax.remat.merge import mergeable
+from pallas_kernels import placement
+
+
+def fp8_dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: jax.sharding.Sharding | P | None = None,
+) -> Float[Array, "..."]:
+    """Computes `jax.lax.dot_general` in FP8.
+
+    Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
+    numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
+    in FP8, and `rhs`, the weights, by reference.
+
+    Args:
+      lhs: The activations.
+      rhs: The weights.
+      dimension_numbers: The dimension numbers of `jax.lax.dot_general`.
+      precision: Ignored, because FP8 matmuls have only one precision.
+      preferred_element_type: The dtype of the result; by default the promoted dtype of
+        `lhs` and `rhs`.
+      out_sharding: The sharding of the result on a mesh with explicit axes.
+
+    Raises:
+      ValueError: If an operand is not floating.
+      TypeError: If the dimension numbers do not fit the operands.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> layer = nn.Dense(8, dtype=jnp.bfloat16, dot_general=coat.fp8_dot_general)
+      >>> params = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+      >>> layer.apply(params, jnp.ones((2, 4))).shape
+      (2, 8)
+    """
+    del precision
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
+    dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
+    expected = jax.eval_shape(
+        partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
+    )
+    if jax.typeof(lhs).sharding.mesh.explicit_axes:
+        # XLA shards the codes and scales; types say how arguments and results lie.
+        fn = partial(
+            fp8_dot_general,
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=dtype,
+        )
+        return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
+    rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
+    a = lax.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract))
+    b = lax.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free))
+    batch = [lhs.shape[i] for i in lhs_batch]
+    rows = [lhs.shape[i] for i in lhs_free]
+    cols = [rhs.shape[i] for i in rhs_free]
+    depth = math.prod(lhs.shape[i] for i in lhs_contract)
+    if not depth:
+        return jnp.zeros(expected.shape, dtype)
+    a = a.reshape(*batch, math.prod(rows), depth)
+    b = b.reshape(*batch, depth, math.prod(cols))
+    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim))
+    return product(a, b).reshape(expected.shape)
+
+
+@cache
+def _dot(dtype: jnp.dtype) -> Callable:
+    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype."""
+
+    def fp8_dot_general(x, w):
+        return _batched(partial(fp8_matmul, dtype=dtype, contract=0), x)(x, w)
+
+    return fp8_dot_general
+
+
+def _dots(x, weights, dtype):
+    """Multiplies x [*batch, m, k] by each of the weights [*batch, k, n]."""
+    return _batched(partial(_products, dtype=dtype), x)(x, weights)
+
+
+def _batched(product: Callable, x: Array) -> Callable:
+    """Maps a matmul over all axes of x but the last two."""
+    for _ in range(x.ndim - 2):
+        product = jax.vmap(product)
+    return product
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _products(x, weights, dtype):
+    """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
+
+    Backward reads `x`, which `fp8_remat` saves in FP8 or recomputes. A token's codes
+    have a scale of their own in forward, where one pass over `x` writes them.
+    """
+    return _products_fwd(x, weights, dtype)[0]
+
+
+@placement.on_common_mesh
+def _products_fwd(x, weights, dtype):
+    rows = quantize_tokens(x)
+    codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
+    ys = [
+        matmul_codes(rows.codes, w.transposed, rows.scale, w.scale, dtype=dtype)
+        for w in codes
+    ]
+    # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
+    narrow = x.astype(jnp.bfloat16)
+    scales = *tensor_scales(rows), *(w.scale for w in codes)
+    return tuple(map(once, ys)), (narrow, weights, scales, jnp.zeros(0, x.dtype))
+
+
+@placement.on_common_mesh
+def _products_bwd(dtype, residuals, dys):
+    x, weights, (scale, *w_scales), like = residuals
+    gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
+    # `after` delays codes until they are read, which are in memory until then.
+    dx, last = None, gradients[-1].transposed
+    for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
+        wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=last)
+        dx = matmul_codes(dy.row, wq.row, dy.scale, w_scale, dx, dtype=like.dtype)
+    xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
+    dws = [
+        matmul_codes(xq.transposed, dy.transposed, scale, dy.scale, dtype=w.dtype)
+        for dy, w in zip(gradients, weights, strict=True)
+    ]
+    return dx, tuple(dws)
+
+
+_products.defvjp(_products_fwd, _products_bwd)
+
+
+def _remaining(ndim: int, *taken) -> tuple[int, ...]:
+    return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))
