@@ -6,6 +6,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
 from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax.models.generation import Generated, generate
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,
@@ -39,6 +40,7 @@ __all__ = [
     "LOG8",
     "UE4M4",
     "Format",
+    "Generated",
     "Moment",
     "OverwriteWithGradient",
     "PerBlock",
@@ -53,6 +55,7 @@ __all__ = [
     "fp8_remat",
     "from_optax_state",
     "fused_update",
+    "generate",
     "memory_report",
     "moment_report",
     "opt_state_sharding",
