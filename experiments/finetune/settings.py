@@ -15,16 +15,25 @@ _DEFAULTS = {
     "rounding": "stochastic",
     "weight_decay": 0.0,
     "warmup_steps": 100,
+    "steps": 1000,
 }
-_STEPS = 1000
-# Random parameters learn problems of small numbers in a minute on two cores.
-_EASY = {"seq_len": 256, "largest": 20}
-_OF_PRESET: dict[str, dict[str, Any]] = {
-    "cpu": _EASY | {"steps": 300, "test_questions": 400, "eval_every": 50},
-    "tiny": _EASY | {"problems": 500, "test_questions": 40, "eval_questions": 8},
-}
-_OF_PRESET["tiny"] |= {"steps": 20}
+_SHORTEST = 256  # Tokens of a sequence, in which every generated problem fits as bytes.
 _LR_OF_BASE = 0.1  # The peak learning rate, as a part of that of pretraining.
+# Random parameters of the smallest preset learn these problems in minutes on a CPU.
+_PRESET = "tiny"
+_WITHOUT_BASE: dict[str, Any] = {
+    "families": ("expressions",),
+    "largest": 9,
+    "problems": 500,
+    "test_questions": 50,
+    "eval_questions": 50,
+    "steps": 400,
+    "batch_size": 16,
+    "seq_len": 128,
+    "lr": 6e-3,
+    "eval_every": 50,
+    "save_every": 100,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,11 +97,13 @@ def settings(given: dict[str, Any]) -> FinetuneSettings:
         given |= _of_base(Path(base), given)
     elif "base_recipe" in given:
         raise ValueError("--base-recipe needs a --base")
-    preset = PRESETS[given.get("preset", "cpu")].settings
-    values = dataclasses.asdict(preset) | _DEFAULTS | {"steps": _STEPS}
+    preset = PRESETS[given.get("preset", _PRESET)].settings
+    values = dataclasses.asdict(preset) | _DEFAULTS
+    values["seq_len"] = max(preset.seq_len, _SHORTEST)
     if base:
         values["lr"] = _LR_OF_BASE * preset.lr
-    values |= _OF_PRESET.get(preset.preset, {})
+    elif preset.preset == _PRESET:
+        values |= _WITHOUT_BASE
     return FinetuneSettings(**values | given)
 
 

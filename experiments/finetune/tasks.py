@@ -142,13 +142,14 @@ def _steps(draw: _Draw) -> tuple[Key, str, str]:
         text = f"{name} buys {a} boxes of {b} {thing} and gets {c} more. How many "
         text += f"{thing} does {name} have?"
         steps = f"{a} * {b} = {a * b}. {a * b} + {c} = {a * b + c}."
-        return (kind, a, b, c), text, f"{steps} #### {a * b + c}"
+        return (kind, min(a, b), max(a, b), c), text, f"{steps} #### {a * b + c}"
     if kind == "shared":
         lost = draw.number(1, a * b - 1)
         text = f"{name} has {a} bags of {b} {thing}. {lost} of the {thing} are lost. "
         text += f"How many {thing} are left?"
         steps = f"{a} * {b} = {a * b}. {a * b} - {lost} = {a * b - lost}."
-        return (kind, a, b, lost), text, f"{steps} #### {a * b - lost}"
+        key = kind, min(a, b), max(a, b), lost
+        return key, text, f"{steps} #### {a * b - lost}"
     text = f"{name} has {c} {thing}. {other} has twice as many, and finds {a} more. "
     text += f"How many {thing} do they have together?"
     steps = f"{c} * 2 = {2 * c}. {2 * c} + {a} = {2 * c + a}. "
