@@ -21,7 +21,7 @@ from experiments.pretrain.text import TextCodec
 _BATCH = 128
 _BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.
 _SPARE = 8  # Tokens that an answer may have more than the longest right one.
-_NORMAL = 1.959964  # The 97.5% quantile of the normal distribution.
+NORMAL = 1.959964  # The 97.5% quantile of the normal distribution.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ def interval(hits: int, count: int) -> tuple[float, float]:
         raise ValueError(
             f"hits must be 0 to count, and count positive: {hits}, {count}"
         )
-    share, square = hits / count, _NORMAL**2 / count
+    share, square = hits / count, NORMAL**2 / count
     middle = share + square / 2
     half = math.sqrt(square * (share * (1 - share) + square / 4))
     low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
