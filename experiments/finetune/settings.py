@@ -27,10 +27,10 @@ _WITHOUT_BASE: dict[str, Any] = {
     "problems": 500,
     "test_questions": 50,
     "eval_questions": 50,
-    "steps": 400,
+    "steps": 500,
     "batch_size": 16,
     "seq_len": 128,
-    "lr": 6e-3,
+    "lr": 3e-3,
     "eval_every": 50,
     "save_every": 100,
 }
