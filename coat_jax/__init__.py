@@ -7,6 +7,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 
 from coat_jax.convert.api import fp8
 from coat_jax.layers.dot_general import fp8_dot_general
+from coat_jax.models.generation import Generated, generate
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,
@@ -40,6 +41,7 @@ __all__ = [
     "LOG8",
     "UE4M4",
     "Format",
+    "Generated",
     "Moment",
     "OverwriteWithGradient",
     "PerBlock",
@@ -55,6 +57,7 @@ __all__ = [
     "fp8_remat",
     "from_optax_state",
     "fused_update",
+    "generate",
     "memory_report",
     "moment_report",
     "opt_state_sharding",

@@ -4,7 +4,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 
 def causal_attention(
@@ -12,6 +12,7 @@ def causal_attention(
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
     kept: tuple[Array, ...] = (),
+    segment_ids: Int[Array, "b s"] | None = None,
 ) -> Float[Array, "b s n d"]:
     """Computes softmax attention of each position to itself and earlier positions.
 
@@ -21,39 +22,57 @@ def causal_attention(
     and head. XLA's attention runs elsewhere. It saves q, k, v and recomputes the
     probabilities.
 
+    With `segment_ids` positions attend only to positions of their own segment. Both
+    implementations then read a mask [b, 1, s, s], which cuDNN takes as numbers to add,
+    and compute the parts that are masked.
+
     Args:
       q: Queries.
       k: Keys; the number of key heads divides the number of query heads.
       v: Values.
       kept: Copies of q, k and v, which are saved in their place. They get no gradients.
+      segment_ids: The number of each position's document, in packed sequences; None
+        means that a sequence is one document.
     """
-    return _keeping(q, k, v, kept) if kept else _attention(q, k, v)
+    if kept:
+        return _keeping(q, k, v, kept, segment_ids)
+    return _attention(q, k, v, segment_ids)
 
 
 @jax.custom_vjp
-def _keeping(q, k, v, kept):
-    return _attention(q, k, v)
+def _keeping(q, k, v, kept, segment_ids):
+    return _attention(q, k, v, segment_ids)
 
 
-def _keeping_fwd(q, k, v, kept):
+def _keeping_fwd(q, k, v, kept, segment_ids):
     # `vjp` is a tree of residuals, in which the copies replace q, k and v.
-    o, vjp = jax.vjp(_attention, q, k, v)
+    o, vjp = jax.vjp(lambda q, k, v: _attention(q, k, v, segment_ids), q, k, v)
     copies = {id(x): copy for x, copy in zip((q, k, v), kept, strict=True)}
     return o, jax.tree.map(lambda x: copies.get(id(x), x), vjp)
 
 
 def _keeping_bwd(vjp, do):
-    return *vjp(do), None
+    return *vjp(do), None, None
 
 
 _keeping.defvjp(_keeping_fwd, _keeping_bwd)
 
 
-def _attention(q, k, v):
-    attention = partial(jax.nn.dot_product_attention, is_causal=True)
+def _attention(q, k, v, segment_ids):
+    def attention(q, k, v, segment_ids, implementation):
+        mask = None if segment_ids is None else _same_segment(segment_ids)
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, implementation=implementation
+        )
+
     if _has_flash_attention(q):
-        return attention(q, k, v, implementation="cudnn")
-    return jax.checkpoint(partial(attention, implementation="xla"))(q, k, v)
+        return attention(q, k, v, segment_ids, "cudnn")
+    plain = jax.checkpoint(partial(attention, implementation="xla"))
+    return plain(q, k, v, segment_ids)
+
+
+def _same_segment(ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
+    return ids[:, None, :, None] == ids[:, None, None, :]
 
 
 def _has_flash_attention(q: Array) -> bool:

@@ -1,12 +1,13 @@
 """Flax modules of the decoder layer and its FP8 weights."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
 from coat_jax.layers import recipes
 from coat_jax.layers.matmul import Fp8Weight, Weight
@@ -163,25 +164,37 @@ class DecoderLayer(nnx.Module):
             }
             self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
-    def _params(self, *names: str, norm: nnx.Param | None = None) -> recipes.Params:
-        """Returns the parameters of the segment with the weights `names`."""
-        params = {name: self._weight(name) for name in names}
+    def _params(
+        self, *names: str, norm: nnx.Param | None = None, codes: bool = True
+    ) -> recipes.Params:
+        """Returns the parameters of the segment with the weights `names`.
+
+        Weights come with their codes if there are any and `codes` is true.
+        """
+        params = {name: self._weight(name, codes) for name in names}
         params["norm"] = _value(norm)
         if self.amax is not None:
             own = {k: v for k, v in self.amax.items() if k.startswith(names)}
             params["amax"] = {k: history[...] for k, history in own.items()}
         return params
 
-    def _weight(self, name: str) -> Weight:
+    def _weight(self, name: str, codes: bool) -> Weight:
         weight = getattr(self, name)[...]
-        if self.codes is None:
+        if self.codes is None or not codes:
             return weight
-        codes = {k: x[...] for k, x in self.codes[name].items()}
-        rows = Scaled(codes.pop("rows"), codes.pop("rows_scale"))
-        return Fp8Weight(weight, rows, **codes)
+        own = {k: x[...] for k, x in self.codes[name].items()}
+        rows = Scaled(own.pop("rows"), own.pop("rows_scale"))
+        return Fp8Weight(weight, rows, **own)
 
-    def __call__(self, x: recipes.Residual) -> recipes.Residual:
+    def __call__(
+        self,
+        x: recipes.Residual,
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> recipes.Residual:
         """Applies the layer to the residual stream [b, s, h].
+
+        `segment_ids` numbers the documents of packed sequences; attention does not
+        cross them. None means that a sequence is one document.
 
         In the FP8 flow `x` may be a `Stream`, which `Recipe.enter` returns and
         `Recipe.leave` takes. Its gradient passes from layer to layer with its scale.
@@ -193,15 +206,48 @@ class DecoderLayer(nnx.Module):
         """
         recipe = recipes.RECIPES[self.recipe]
         if isinstance(x, recipes.Stream):
-            return self._segments(recipe, x)
-        return recipe.leave(self._segments(recipe, recipe.enter(x)))
+            return self._segments(recipe, x, segment_ids)
+        return recipe.leave(self._segments(recipe, recipe.enter(x), segment_ids))
+
+    def unquantized[Extra](
+        self,
+        x: Float[Array, "b s h"],
+        attention: Callable[[Array, Array, Array], tuple[Array, Extra]],
+        *,
+        start: Int[Array, ""] | int = 0,
+    ) -> tuple[Float[Array, "b s h"], Extra]:
+        """Applies the layer in the dtype of `x`, with an attention of the caller's.
+
+        Any recipe's layer can be applied in this way. Generation does, because the
+        matmuls of single tokens are too small for FP8 to help.
+
+        Args:
+          x: The residual stream.
+          attention: A function of queries [b, s, n, d], keys and values [b, s, k, d],
+            behind RoPE. It returns the output [b, s, n, d] and anything else, such as a
+            cache with the new keys and values.
+          start: The position of the first token, for RoPE.
+
+        Returns:
+          The residual stream, and what else `attention` returned.
+        """
+        recipe = recipes.UNQUANTIZED
+        params = self._params("qkv", norm=self.attention_norm, codes=False)
+        y = recipe.project_in(params, x, norm=self.norm)
+        o, extra = attention(*self.heads.split(y, start))
+        x = recipe.project_out(self._params("out", codes=False), o, x)
+        params = self._params("gate_up", "down", norm=self.mlp_norm, codes=False)
+        return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate), extra
 
     def _segments(
-        self, recipe: recipes.Recipe, x: recipes.Residual
+        self,
+        recipe: recipes.Recipe,
+        x: recipes.Residual,
+        segment_ids: Array | None,
     ) -> recipes.Residual:
         params = self._params("qkv", norm=self.attention_norm)
         attended = recipe.attention_in(params, x, norm=self.norm, heads=self.heads)
-        x = recipe.attention_out(self._params("out"), *attended)
+        x = recipe.attention_out(self._params("out"), *attended, segment_ids)
         params = self._params("gate_up", "down", norm=self.mlp_norm)
         return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate)
 

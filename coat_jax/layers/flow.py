@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from coat_jax.layers.functional import angles, rotary
@@ -130,17 +130,25 @@ class Heads:
     head_dim: int
     theta: float
 
-    def angles(self, length: int) -> tuple[Array, Array]:
+    def angles(
+        self, length: int, start: Int[Array, ""] | int = 0
+    ) -> tuple[Array, Array]:
         """Returns cosines and sines of `length` positions' angles, [length, d / 2]."""
-        return angles(length, self.head_dim, self.theta)
+        return angles(length, self.head_dim, self.theta, start)
 
-    def split(self, y: Float[Array, "b s m"]) -> tuple[Array, Array, Array]:
+    def split(
+        self, y: Float[Array, "b s m"], start: Int[Array, ""] | int = 0
+    ) -> tuple[Array, Array, Array]:
         """Splits `y` into heads and applies RoPE to queries and keys.
+
+        Args:
+          y: The columns of all heads.
+          start: The position of the first token.
 
         Returns:
           Queries [b, s, n, d], keys and values [b, s, k, d].
         """
-        angles = self.angles(y.shape[1])
+        angles = self.angles(y.shape[1], start)
         return split_heads(y, *angles, num_kv_heads=self.num_kv_heads, dtype=y.dtype)
 
     def gradient(

@@ -12,7 +12,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.api import fp8_inputs
@@ -110,14 +110,16 @@ def geglu(
 
 
 def angles(
-    length: int, dim: int, theta: float
+    length: int, dim: int, theta: float, start: Int[Array, ""] | int = 0
 ) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
     """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
 
-    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`.
+    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
+    are the `length` ones from `start` on.
     """
     frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
+    positions = start + jnp.arange(length)
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
     return jnp.cos(angle), jnp.sin(angle)
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from coat_jax.layers import blockwise, flow, functional, matmul
 from coat_jax.layers.attention import causal_attention
@@ -106,11 +106,13 @@ class Recipe(abc.ABC):
         v: Float[Array, "b s k d"],
         kept: tuple[Array, ...],
         x: Float[Array, "b s h"],
+        segment_ids: Int[Array, "b s"] | None = None,
     ) -> Residual:
         """Computes `x + causal_attention(q, k, v) @ out.T + out_bias`.
 
         `params` holds `out` [h, n * d] and optionally `out_bias` [h]; `kept` are the
-        copies that `attention_in` returns.
+        copies that `attention_in` returns. With `segment_ids` attention does not cross
+        the documents of packed sequences.
         """
 
     @abc.abstractmethod
@@ -170,9 +172,8 @@ class PlainRecipe(Recipe):
         """Computes queries, keys and values."""
 
         def segment(params, x):
-            h = self.norm(norm)(params["norm"], x)
-            y = matmul.once(self.linear(h, params["qkv"]))
-            return self.pointwise(heads.split)(biased(y, params.get("qkv_bias")))
+            y = self.project_in(params, x, norm=norm)
+            return self.pointwise(heads.split)(y)
 
         return *self.segment(segment)(params, x), (), x
 
@@ -184,9 +185,25 @@ class PlainRecipe(Recipe):
         v: Array,
         kept: tuple[Array, ...],
         x: Array,
+        segment_ids: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
-        y = self.linear(joined(causal_attention(q, k, v, kept)), params["out"])
+        o = causal_attention(q, k, v, kept, segment_ids)
+        return self.project_out(params, o, x)
+
+    def project_in(
+        self, params: Params, x: Array, *, norm: Norm
+    ) -> Float[Array, "b s m"]:
+        """Computes `norm(x) @ qkv.T + qkv_bias`, the columns of all heads."""
+        h = self.norm(norm)(params["norm"], x)
+        y = matmul.once(self.linear(h, params["qkv"]))
+        return biased(y, params.get("qkv_bias"))
+
+    def project_out(
+        self, params: Params, o: Float[Array, "b s n d"], x: Array
+    ) -> Float[Array, "b s h"]:
+        """Computes `x + o @ out.T + out_bias`."""
+        y = self.linear(joined(o), params["out"])
         return matmul.once(x + biased(y, params.get("out_bias")))
 
     def gated_mlp(
@@ -243,11 +260,13 @@ class Fp8Recipe(Recipe):
         v: Array,
         kept: tuple[Array, ...],
         x: Array,
+        segment_ids: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
 
         def segment(params, q, k, v, x):
-            return flow.attention_out(params, causal_attention(q, k, v, kept), x)
+            o = causal_attention(q, k, v, kept, segment_ids)
+            return flow.attention_out(params, o, x)
 
         return self.attention(segment)(params, q, k, v, x)
 
@@ -262,9 +281,10 @@ class Fp8Recipe(Recipe):
         return flow.leave(x)
 
 
+# This saves exactly the arrays that jax.vjp saves.
+UNQUANTIZED = PlainRecipe(linear=_plain_linear)
 RECIPES: dict[RecipeName, Recipe] = {
-    # This saves exactly the arrays that jax.vjp saves.
-    "bf16": PlainRecipe(linear=_plain_linear),
+    "bf16": UNQUANTIZED,
     # FP8 matmuls save FP8 operands, as in TransformerEngine. Norms, gates and RoPE are
     # recomputed from BF16 inputs.
     "te": PlainRecipe(linear=matmul.linear, pointwise=jax.checkpoint),

@@ -1,25 +1,20 @@
 """Llama and OLMo: decoder-only transformers with their layers under `scan`."""
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.meshes import embedded, on_explicit_tokens
-from pallas_kernels import Activation, NormKind, dispatch, placement
+from coat_jax.models.loss import logits, token_shares, weighted_loss
+from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import check_positive
-from pallas_kernels.placement import Axes
-
-# The number of logits in a chunk of `cross_entropy`, at most: 256 MiB in float32.
-_LOGITS_PER_CHUNK = 2**26
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,19 +146,43 @@ class Llama(nnx.Module):
         stack = nnx.vmap(lambda rngs: _layer(config, rngs))
         self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
 
-    def __call__(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s vocab"]:
-        """Computes the logits of each position's next token, in float32."""
-        return _logits(self.hidden(tokens), self._head())
+    def __call__(
+        self,
+        tokens: Int[Array, "b s"],
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s vocab"]:
+        """Computes the logits of each position's next token, in float32.
 
-    def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
+        With `segment_ids` each position attends to its own document alone; see
+        `cross_entropy`.
+        """
+        return logits(self.hidden(tokens, segment_ids), self.head_weight())
+
+    def hidden(
+        self,
+        tokens: Int[Array, "b s"],
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
         recipe = recipes.RECIPES[self.config.recipe]
+        x = recipe.enter(self.embed(tokens))
+        x = recipe.leave(apply_layers(self.layers, x, segment_ids))
+        return self.final_norm(x)
+
+    def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
+        """Returns the embeddings of tokens, in `config.dtype`."""
         x = embedded(self.embedding[...], tokens, self.config.batch_axes)
-        x = recipe.enter(x.astype(self.config.dtype))
-        x = recipe.leave(apply_layers(self.layers, x))
+        return x.astype(self.config.dtype)
+
+    def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+        """Applies the norm behind the last layer."""
         weight = None if self.norm is None else self.norm[...]
         norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
-        return recipe.norm(norm)(weight, x)
+        return recipes.RECIPES[self.config.recipe].norm(norm)(weight, x)
+
+    def head_weight(self) -> Float[Array, "h vocab"]:
+        """Returns the weight of the output head."""
+        return self.embedding[...].T if self.head is None else self.head[...]
 
     def quantize_weights(self) -> None:
         """Quantizes the weights of every layer; see `DecoderLayer.quantize_weights`.
@@ -192,31 +211,51 @@ class Llama(nnx.Module):
         """
         nnx.vmap(DecoderLayer.quantize_weights)(self.layers)
 
-    def _head(self) -> Float[Array, "h vocab"]:
-        return self.embedding[...].T if self.head is None else self.head[...]
 
-
-def apply_layers(layers: DecoderLayer, x: recipes.Residual) -> recipes.Residual:
+def apply_layers(
+    layers: DecoderLayer,
+    x: recipes.Residual,
+    segment_ids: Int[Array, "b s"] | None = None,
+) -> recipes.Residual:
     """Applies layers with stacked parameters one after another, under `scan`."""
     graph, stacked = nnx.split(layers)
-    return lax.scan(lambda x, layer: (nnx.merge(graph, layer)(x), None), x, stacked)[0]
+
+    def apply(x, layer):
+        return nnx.merge(graph, layer)(x, segment_ids), None
+
+    return lax.scan(apply, x, stacked)[0]
 
 
 def cross_entropy(
-    model: Llama, tokens: Int[Array, "b s"], targets: Int[Array, "b s"]
+    model: Llama,
+    tokens: Int[Array, "b s"],
+    targets: Int[Array, "b s"],
+    *,
+    weights: Shaped[Array, "b s"] | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
 ) -> Float[Array, ""]:
     """Computes the mean negative log-likelihood of `targets`, in nats per token.
 
     The loss of a token is `logsumexp(logits) - logits[target]`. Logits and their
     gradients are computed in chunks of tokens, so that they never exist as a whole.
 
+    Sequences may hold several documents, one behind the other, if `segment_ids` says
+    which is which. Each document then has the logits that it has alone: attention does
+    not cross documents, and RoPE depends on distances between positions only, so that
+    positions need not start again.
+
     Args:
       model: The model.
       tokens: The input of the model.
       targets: The token that follows each input token.
+      weights: The weight of each target in the mean: 0 ignores it. None weighs all
+        alike. If all weights are 0, the loss is.
+      segment_ids: The number of each token's document; None means that a sequence is
+        one document.
 
     Raises:
-      ValueError: If `targets` does not have the shape of `tokens`.
+      ValueError: If `targets`, `weights` or `segment_ids` does not have the shape of
+        `tokens`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -230,110 +269,20 @@ def cross_entropy(
       >>> bool(llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) > 0)
       True
     """
-    if targets.shape != tokens.shape:
-        raise ValueError(
-            f"targets must have the shape {tokens.shape} of tokens, got {targets.shape}"
-        )
-    hidden = model.hidden(tokens)
-    loss = on_explicit_tokens(_mean_loss, hidden, 2, results=False)
-    return loss(hidden, model._head(), targets)
-
-
-@jax.custom_vjp
-@placement.on_common_mesh
-def _mean_loss(
-    hidden: Float[Array, "b s h"],
-    head: Float[Array, "h vocab"],
-    targets: Int[Array, "b s"],
-) -> Float[Array, ""]:
-    """Computes the mean of all tokens' losses.
-
-    If it is differentiated, forward computes the gradients of a chunk together with its
-    loss, while the chunk's logits exist. They are gradients of the mean already, so
-    that no other pass divides them by the number of tokens.
-    """
-    return _Loss(count=targets.size)(hidden, head, targets)
-
-
-@placement.on_common_mesh
-def _mean_loss_fwd(hidden, head, targets):
-    loss, *grads = _LossAndGrads(count=targets.size)(hidden, head, targets)
-    return loss, grads
-
-
-def _mean_loss_bwd(grads, dmean):
-    dhidden, dhead = (g * dmean.astype(g.dtype) for g in grads)
-    return dhidden, dhead, None
-
-
-_mean_loss.defvjp(_mean_loss_fwd, _mean_loss_bwd)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Loss(dispatch.Operation):
-    """The sum of all tokens' losses, divided by `count`, in chunks of tokens.
-
-    On a mesh each device has chunks of its own tokens.
-    """
-
-    count: int
-    name = "cross_entropy"
-
-    def reference(self, hidden, head, targets):
-        def add(total, chunk):
-            return total + _chunk_loss(chunk[0], head, chunk[1], self.count), None
-
-        zero = jnp.zeros((), jnp.float32)
-        return lax.scan(add, zero, _chunks(hidden, head, targets))[0]
-
-    kernel = reference
-
-    def obstacle(self, *arrays) -> None:
-        return None
-
-    def axes(self, *arrays) -> tuple:
-        return (Axes("b s _"), Axes("_ _"), Axes("b s")), Axes("", reduced="sum")
-
-
-@dataclasses.dataclass(frozen=True)
-class _LossAndGrads(_Loss):
-    """The loss, and its gradients with respect to `hidden` and `head`."""
-
-    def reference(self, hidden, head, targets):
-        def add(carry, chunk):
-            total, dhead = carry
-            loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(
-                chunk[0], head, chunk[1], self.count
+    given = {"targets": targets, "weights": weights, "segment_ids": segment_ids}
+    for name, array in given.items():
+        if array is not None and array.shape != tokens.shape:
+            raise ValueError(
+                f"{name} must have the shape {tokens.shape} of tokens, got "
+                f"{array.shape}"
             )
-            return (total + loss, dhead + grads[1]), grads[0]
 
-        zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
-        (total, dhead), dhidden = lax.scan(add, zeros, _chunks(hidden, head, targets))
-        return total, dhidden.reshape(hidden.shape), dhead
+    def mean(hidden, head, targets, weights):
+        return weighted_loss(hidden, head, targets, token_shares(targets, weights))
 
-    kernel = reference
-
-    def axes(self, *arrays) -> tuple:
-        operands, loss = super().axes(*arrays)
-        return operands, (loss, operands[0], Axes("h vocab", reduced="sum"))
-
-
-def _chunk_loss(
-    hidden: Array, head: Array, targets: Array, count: int
-) -> Float[Array, ""]:
-    """Computes the sum of a chunk's losses divided by `count`."""
-    logits = _logits(hidden, head)
-    # A comparison selects the target's logit, because its gradient fuses with that of
-    # the other logits. The gradient of an index is a scatter, which would read and
-    # write arrays of this size twice more.
-    is_target = targets[:, None] == jnp.arange(logits.shape[1])[None]
-    picked = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
-    return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - picked) / count
-
-
-def _chunks(hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
-    count = _num_chunks(targets.size, head.shape[1])
-    return hidden.reshape(count, -1, hidden.shape[-1]), targets.reshape(count, -1)
+    hidden = model.hidden(tokens, segment_ids)
+    loss = on_explicit_tokens(mean, hidden, 2, results=False)
+    return loss(hidden, model.head_weight(), targets, weights)
 
 
 def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
@@ -353,37 +302,3 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,
     )
-
-
-@jax.custom_vjp
-def _logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
-    """Computes `hidden @ head` in the dtype of `hidden`, with a float32 result.
-
-    Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
-    would run the matmuls of backward in float32.
-    """
-    head = head.astype(hidden.dtype)
-    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
-
-
-def _logits_fwd(hidden, head):
-    return _logits(hidden, head), (hidden, head)
-
-
-def _logits_bwd(residuals, dlogits):
-    hidden, head = residuals
-    wide = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
-    dlogits = dlogits.astype(hidden.dtype)
-    tokens = tuple(range(hidden.ndim - 1))
-    dhidden = wide(dlogits, head.astype(hidden.dtype), axes=(-1, -1))
-    dhead = wide(hidden, dlogits, axes=(tokens, tokens))
-    return dhidden.astype(hidden.dtype), dhead.astype(head.dtype)
-
-
-_logits.defvjp(_logits_fwd, _logits_bwd)
-
-
-def _num_chunks(tokens: int, vocab_size: int) -> int:
-    """Returns the smallest divisor of `tokens` that keeps a chunk's logits small."""
-    fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
-    return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)

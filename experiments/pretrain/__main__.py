@@ -1,22 +1,12 @@
 """Entry point of `python -m experiments.pretrain`, the main job."""
 
-import contextlib
-import os
-import sys
-
 from experiments.pretrain import interrupts
 
 
-def _run(stop: interrupts.Interrupts) -> int:
-    # Importing takes seconds, in which Ctrl-C is answered too.
-    with stop.abrupt():
-        from experiments.pretrain.program import run_program
-    return run_program(None, stop)
+def _load():
+    from experiments.pretrain.program import run_program
+
+    return run_program
 
 
-code = interrupts.run(_run)
-if code == interrupts.STOPPED:
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-    os._exit(code)  # Python itself takes seconds to free its memory.
-sys.exit(code)
+interrupts.run_module(_load)

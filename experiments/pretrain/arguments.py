@@ -5,7 +5,7 @@ import dataclasses
 import datetime
 import os
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,13 @@ def parser() -> argparse.ArgumentParser:
         "and on one order of the data, and compares them.",
         epilog=_EXAMPLES,
     )
+    add_comparison(top)
+    add_folder(top, "runs/PRESET-TIME")
+    return top
+
+
+def add_comparison(top: argparse.ArgumentParser) -> None:
+    """Adds the flags for recipes, precision, checkpoints and bad steps."""
     add = top.add_argument_group("what is compared, and how it is kept").add_argument
     names = ",".join(RECIPES)
     add("--recipes", type=_names, help=f"some of {names} (bf16,coat)", metavar="A,B")
@@ -98,19 +105,22 @@ def parser() -> argparse.ArgumentParser:
         metavar="FACTOR",
         help="a loss above FACTOR times the median of the last 50 is a spike (none is)",
     )
+
+
+def add_folder(top: argparse.ArgumentParser, default: str) -> None:
+    """Adds `--out`, with the default that it names, and `--resume`."""
     add = top.add_argument_group("where").add_argument
-    add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
+    add("--out", type=Path, help=f"the run's folder ({default})", metavar="DIR")
     add(
         "--resume",
         nargs="?",
         type=Path,
         const=None,
         metavar="DIR",
-        help="continue the run in DIR, by default the latest in runs/; --steps N gives "
+        help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
         "--keep, --save-every, --bad-step and --spike may change too",
     )
-    return top
 
 
 def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
@@ -124,6 +134,26 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
       **options: Further options of `argparse.ArgumentParser`.
     """
     top = new_parser(module, doc, argument_default=argparse.SUPPRESS, **options)
+    add_training(top)
+    add = top.add_argument_group("the data").add_argument
+    add(
+        "--data",
+        type=path_name,
+        nargs="+",
+        action="extend",
+        metavar="PATH",
+        help=".txt, .py, .jsonl, .npy or .bin files, or folders of them; Python's "
+        "standard library if not given",
+    )
+    add("--tokenizer", choices=typing.get_args(Tokenizer), help="of text (bytes)")
+    add("--vocab-size", type=int, help="of the BPE (16384), or of token files")
+    add("--token-dtype", choices=typing.get_args(TokenDtype), help="(uint16)")
+    add_batches(add)
+    return top
+
+
+def add_training(top: argparse.ArgumentParser) -> None:
+    """Adds the flags of the model and its training."""
     add = top.add_argument_group("the model and how it is trained").add_argument
     add("--preset", choices=PRESETS, help="shape and settings (cpu)")
     add("--lr", type=float, help="peak learning rate")
@@ -137,38 +167,33 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
     add("--eval-every", type=int, help="steps between validations")
     add("--eval-batches", type=int, help="batches a validation")
 
-    add = top.add_argument_group("the data").add_argument
-    add(
-        "--data",
-        type=_paths,
-        nargs="+",
-        action="extend",
-        metavar="PATH",
-        help=".txt, .py, .jsonl, .npy or .bin files, or folders of them; Python's "
-        "standard library if not given",
-    )
-    add("--tokenizer", choices=typing.get_args(Tokenizer), help="of text (bytes)")
-    add("--vocab-size", type=int, help="of the BPE (16384), or of token files")
-    add("--token-dtype", choices=typing.get_args(TokenDtype), help="(uint16)")
+
+def add_batches(add: Callable[..., Any]) -> None:
+    """Adds the flags of a batch's size, to the group whose `add_argument` is `add`."""
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
-    return top
 
 
 def parse(argv: Sequence[str] | None = None) -> Arguments:
     """Parses a command line; exits with a message if it is invalid."""
-    top = parser()
+    return parse_as(Arguments, parser(), argv, _RUNS)
+
+
+def parse_as[A: Arguments](
+    kind: type[A], top: argparse.ArgumentParser, argv: Sequence[str] | None, runs: Path
+) -> A:
+    """Parses a command line that starts or resumes a run, by default in `runs`."""
     given = read(top, argv)
     resume = "resume" in given
     out, resumed = given.pop("out", None), given.pop("resume", None)
     try:
         if resume:
-            folder = _only(out, resumed) or latest(_RUNS)
-            return Arguments(folder=folder, resume=True, given=given)
+            folder = _only(out, resumed) or latest(runs)
+            return kind(folder=folder, resume=True, given=given)
         time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out or _RUNS / f"{given.get('preset', 'cpu')}-{time}"
+        folder = out or runs / f"{given.get('preset', 'cpu')}-{time}"
         check_unused(folder)
-        return Arguments(folder=folder, resume=False, given=given)
+        return kind(folder=folder, resume=False, given=given)
     except ValueError as error:
         top.error(str(error))
 
@@ -179,9 +204,7 @@ def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, 
     The values have the types that `Settings` has: `data` is a tuple of strings.
     """
     given = vars(top.parse_args(argv))
-    if "data" in given:
-        given["data"] = tuple(given["data"])
-    return given
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
 
 
 def _only(out: Path | None, resumed: Path | None) -> Path | None:
@@ -194,6 +217,7 @@ def _names(value: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in value.split(","))
 
 
-def _paths(value: str) -> str:
+def path_name(value: str) -> str:
+    """Returns the absolute name of a path."""
     # A link keeps its name: the file that it leads to may have another suffix.
     return os.path.abspath(value)

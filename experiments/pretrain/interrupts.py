@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Self
+from typing import NoReturn, Self
 
 STOPPED = 130  # The exit code of a process that Ctrl-C ended.
 _NOW = "stopping now"
@@ -23,6 +23,27 @@ _LATER = "stopping after this step; a checkpoint is saved; Ctrl-C again stops at
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _GRACE = 1.0  # Seconds for Python to unwind before the process is ended.
 _CLOSE, _HANDLED = 0, 128  # Bytes of the pipe that are no signal's number.
+
+
+def run_module(load: "Callable[[], Callable[[None, Interrupts], int]]") -> NoReturn:
+    """Runs a program as this process, and ends the process.
+
+    Args:
+      load: A function that imports the program and returns it. Importing takes seconds,
+        in which Ctrl-C is answered too.
+    """
+
+    def work(stop: Interrupts) -> int:
+        with stop.abrupt():
+            program = load()
+        return program(None, stop)
+
+    code = run(work)
+    if code == STOPPED:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)  # Python itself takes seconds to free its memory.
+    sys.exit(code)
 
 
 def run(work: "Callable[[Interrupts], int]") -> int:

@@ -3,10 +3,10 @@
 import dataclasses
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from tqdm import tqdm
 
 from experiments.pretrain import data
@@ -33,7 +33,7 @@ class Loop:
       run: The run.
       recipe: The recipe.
       trainer: The recipe's trainer.
-      validation: Batches to validate on.
+      measure: A function that validates the state; returns entries of a step's row.
       checkpoints: The recipe's checkpoints.
       metrics: The log of steps.
       moments: The log of FP8 moments.
@@ -46,7 +46,7 @@ class Loop:
     run: Run
     recipe: Recipe
     trainer: Trainer
-    validation: list[np.ndarray]
+    measure: Callable[[Trainer, TrainState], dict[str, float]]
     checkpoints: Checkpoints
     metrics: RowLog
     moments: RowLog
@@ -151,7 +151,7 @@ class Loop:
         return recent_losses(row for row in rows if row["recipe"] == self.recipe)
 
     def _validate(self, row: dict[str, Any]) -> None:
-        row["val_loss"] = self.trainer.evaluate(self.state, self.validation)
+        row |= self.measure(self.trainer, self.state)
         for found in self.trainer.moment_rows(self.state):
             self.moments.write({"recipe": self.recipe, "step": row["step"]} | found)
 

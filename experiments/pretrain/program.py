@@ -17,12 +17,13 @@ import logging
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from experiments.common.programs import one_line
 from experiments.pretrain import arguments, data, interrupts, report
@@ -36,7 +37,6 @@ from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 
-_BPE_VOCAB_SIZE = 16_384
 _WARM_STEPS, _TIMED_STEPS = 1, 3
 
 
@@ -47,34 +47,66 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
     """Does what `main` does, and ends as `stop` says."""
+    return run_job(PRETRAINING, argv, stop)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program that trains with several recipes, one after the other, in a folder.
+
+    Attributes:
+      module: The program's module, as `python -m` takes it.
+      parse: A function that parses a command line.
+      prepare: A function that opens or creates the run and its data.
+      report: A function that writes the results of a finished run to its folder;
+        returns a table of them for a terminal.
+    """
+
+    module: str
+    parse: Callable[[Sequence[str] | None], arguments.Arguments]
+    prepare: Callable[[arguments.Arguments, Interrupts], tuple[Run, "Inputs"]]
+    report: Callable[[Run, "Inputs"], RenderableType]
+
+    def resume_command(self, folder: Path) -> str:
+        """Returns the command that continues the run in `folder`."""
+        return f"uv run python -m {self.module} --resume {shlex.quote(str(folder))}"
+
+
+def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
+    """Runs a job, and ends as `stop` says; returns an exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
-    args = arguments.parse(argv)
+    args = job.parse(argv)
     try:
-        run, inputs = prepare(args, stop)
+        run, inputs = job.prepare(args, stop)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    print(f"{run.folder}: {', '.join(run.settings.recipes)}")
+    print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
+    resume = job.resume_command(run.folder)
     try:
         for recipe in run.settings.recipes:
             train(run, recipe, inputs, stop)
             if stop.made:
-                print(f"saved; to go on:\n  {resume_command(run.folder)}")
+                print(f"saved; to go on:\n  {resume}")
                 return STOPPED
-        summary = report.summarize(run, inputs.token)
-        plot_losses(run, inputs.token)
-        plot_moments(run)
+        table = job.report(run, inputs)
     except BadStep as error:
-        print(f"error: {error}; to leave it out:", end=" ")
-        print(f"{resume_command(run.folder)} --bad-step skip")
+        print(f"error: {error}; to leave it out: {resume} --bad-step skip")
         return 1
     except OSError as error:  # The disk may be full.
-        print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
-        print(resume_command(run.folder))
+        print(f"\nerror: {error}; to go on from the last checkpoint: {resume}")
         return 1
-    Console().print(report.table(summary))
+    Console().print(table)
     print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
     return 0
+
+
+def write_report(run: Run, inputs: "Inputs") -> Table:
+    """Writes summary.json and the plots of a finished run; returns its table."""
+    summary = report.summarize(run, inputs.token)
+    plot_losses(run, inputs.token)
+    plot_moments(run)
+    return report.table(summary)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +124,15 @@ class Inputs:
     validation: list[np.ndarray]
     vocab_size: int
     token: str
+
+    def trainer(self, settings: Settings, recipe: Recipe, steps: int) -> Trainer:
+        """Returns a recipe's trainer for these inputs."""
+        config = model_config(settings, recipe, self.vocab_size)
+        return Trainer(config, settings, steps=steps)
+
+    def measure(self, trainer: Trainer, state: TrainState) -> dict[str, float]:
+        """Validates a state; returns entries of a step's row."""
+        return {"val_loss": trainer.evaluate(state, self.validation)}
 
 
 def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
@@ -116,13 +157,10 @@ def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
 
 def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
     """Loads the run's corpus; a BPE for it is trained once and saved in `folder`."""
-    vocab_size = settings.vocab_size
-    if settings.tokenizer == "bpe":
-        vocab_size = vocab_size or _BPE_VOCAB_SIZE
     corpus = data.load_corpus(
         [Path(path) for path in settings.data],
         tokenizer=settings.tokenizer,
-        vocab_size=vocab_size,
+        vocab_size=settings.text_vocab_size,
         token_dtype=settings.token_dtype,
         cache=folder,
     )
@@ -178,7 +216,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
             run=run,
             recipe=recipe,
             trainer=trainer,
-            validation=inputs.validation,
+            measure=inputs.measure,
             checkpoints=checkpoints,
             metrics=metrics,
             moments=moments,
@@ -197,8 +235,8 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trai
     first `done` ones will take.
     """
     settings = run.settings
-    config = model_config(settings, recipe, inputs.vocab_size)
-    trainer = Trainer(config, settings, steps=run.schedule_steps or settings.steps)
+    steps = run.schedule_steps or settings.steps
+    trainer = inputs.trainer(settings, recipe, steps)
     print(
         f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
         f"{settings.tokens_per_step:,} tokens for {jax.devices()[0].device_kind}",
@@ -210,7 +248,7 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trai
         run.fix_steps(steps_within_budget(settings, compile_seconds, seconds))
         if run.steps != settings.steps:
             # The schedule, and so the compiled step, depends on the number of steps.
-            trainer = Trainer(config, settings, steps=run.steps)
+            trainer = inputs.trainer(settings, recipe, run.steps)
             compile_seconds += trainer.compiled[1]
     left = run.steps - done
     about = left * seconds
@@ -287,9 +325,12 @@ def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
     )
 
 
-def resume_command(folder: Path) -> str:
-    """Returns the command that continues the run in `folder`."""
-    return f"uv run python -m experiments.pretrain --resume {shlex.quote(str(folder))}"
+PRETRAINING = Job(
+    module="experiments.pretrain",
+    parse=arguments.parse,
+    prepare=prepare,
+    report=write_report,
+)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,7 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
       run: A finished run.
       token: The unit of its corpus's tokens: "byte" or "token".
     """
-    metrics = run.metrics()
-    recipes = {}
-    for recipe in run.settings.recipes:
-        with run.checkpoints(recipe) as checkpoints:
-            progress = checkpoints.progress()
-        rows = [row for row in metrics if row["recipe"] == recipe]
-        recipes[recipe] = _recipe_summary(run, rows, progress)
-    first = recipes[run.settings.recipes[0]]
-    for summary in recipes.values():
-        summary["val_gap_percent"] = 100 * (summary["val_loss"] / first["val_loss"] - 1)
+    recipes = recipe_summaries(run)
     return write_results(
         run.folder / "summary.json",
         rows=[{"recipe": recipe} | summary for recipe, summary in recipes.items()],
@@ -41,6 +32,21 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
         nats_per=token,
         recipes=recipes,
     )
+
+
+def recipe_summaries(run: Run) -> dict[Recipe, dict[str, Any]]:
+    """Returns the losses, memory and speed of each recipe of a finished run."""
+    metrics = run.metrics()
+    recipes = {}
+    for recipe in run.settings.recipes:
+        with run.checkpoints(recipe) as checkpoints:
+            progress = checkpoints.progress()
+        rows = [row for row in metrics if row["recipe"] == recipe]
+        recipes[recipe] = _recipe_summary(run, rows, progress)
+    first = recipes[run.settings.recipes[0]]
+    for summary in recipes.values():
+        summary["val_gap_percent"] = 100 * (summary["val_loss"] / first["val_loss"] - 1)
+    return recipes
 
 
 def _recipe_summary(

@@ -53,19 +53,23 @@ class Run:
 
     While the object lives no other process can write to the folder.
 
+    Subclasses are runs of other programs, whose settings have another type.
+
     Attributes:
       folder: The path of the folder.
-      settings: The run's settings.
+      settings: The run's settings, of the type `kind`.
       steps: Steps of each recipe; None until the first recipe has settled it.
       schedule_steps: Steps after which the learning rate stays as it is; None like
         `steps`. They are the steps that the run was started with.
       command: The command line that started the run.
     """
 
+    kind: type[Settings] = Settings
+
     def __init__(self, folder: Path, record: dict[str, Any], lock: int) -> None:
         weakref.finalize(self, os.close, lock)
         self.folder = folder
-        self.settings = Settings.from_json(record["settings"])
+        self.settings = self.kind.from_json(record["settings"])
         self.steps: int | None = record["steps"]
         self.schedule_steps: int | None = record.get("schedule_steps", self.steps)
         self.command: str = record["command"]
@@ -120,7 +124,7 @@ class Run:
             raise ValueError(
                 f"--resume needs a run's folder, got {folder} without {folder / _RUN}"
             )
-        record = _read_record(folder)
+        record = _read_record(folder, cls.kind)
         lock = _locked(folder)
         run = cls(folder, record, lock)
         run._change(given)
@@ -292,8 +296,23 @@ def _write_record(folder: Path, record: dict[str, Any]) -> None:
     write_json(folder / _RUN, record | {"checksum": value_checksum(record)})
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> Settings:
+    """Returns the settings of a run, which another process may write to.
+
+    Raises:
+      ValueError: If there is no run in `folder`, or its run.json is damaged.
+    """
+    if not (folder / _RUN).exists():
+        raise ValueError(f"there is no run in {folder}: it has no {_RUN}")
+    return Settings.from_json(_read_record(folder, Settings)["settings"])
+
+
+def _read_record(folder: Path, kind: type[Settings]) -> dict[str, Any]:
     """Returns the contents of run.json without the checksum.
+
+    Args:
+      folder: The run's folder.
+      kind: The type of its settings.
 
     Raises:
       ValueError: If the file is damaged.
@@ -314,15 +333,15 @@ def _read_record(folder: Path) -> dict[str, Any]:
             'meant, remove the entry "checksum"'
         )
     try:
-        _check_record(record)
+        _check_record(record, kind)
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     return record
 
 
-def _check_record(record: Mapping[str, Any]) -> None:
+def _check_record(record: Mapping[str, Any], kind: type[Settings]) -> None:
     """Raises ValueError unless all entries have values that a run may have."""
-    settings = Settings.from_json(record["settings"])
+    settings = kind.from_json(record["settings"])
     steps, files = record["steps"], record.get("files", {})
     for name in ("steps", "schedule_steps"):
         count = record.get(name, steps)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import typing
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 
@@ -21,6 +21,7 @@ COAT_RECIPES: tuple[Recipe, ...] = tuple(
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 BadStep = Literal["stop", "skip", "rollback"]
+_BPE_VOCAB_SIZE = 16_384
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
@@ -97,6 +98,10 @@ class Settings:
     bad_step: BadStep = "stop"
     spike: float | None = None
 
+    # The recipes that round BF16 parameters stochastically. It is no setting, so it has
+    # no annotation.
+    rounds = COAT_RECIPES
+
     def __post_init__(self) -> None:
         for recipe in self.recipes:
             if recipe not in RECIPES:
@@ -126,13 +131,13 @@ class Settings:
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike must be above 1 and finite, got {self.spike}")
 
-        fp8 = set(self.recipes) & set(COAT_RECIPES)
+        rounded = set(self.recipes) & set(self.rounds)
         if self.rounding == "stochastic" and not (
-            fp8 and self.param_dtype == "bfloat16"
+            rounded and self.param_dtype == "bfloat16"
         ):
             raise ValueError(
                 "rounding='stochastic' needs param_dtype='bfloat16' and one of the "
-                f"recipes {', '.join(COAT_RECIPES)}; got {self.param_dtype!r} and "
+                f"recipes {', '.join(self.rounds)}; got {self.param_dtype!r} and "
                 f"{', '.join(self.recipes)}"
             )
 
@@ -148,8 +153,13 @@ class Settings:
         """Number of tokens of a batch."""
         return self.batch_size * self.seq_len
 
+    @property
+    def text_vocab_size(self) -> int | None:
+        """Vocabulary size of a BPE, or else `vocab_size`."""
+        return self.vocab_size or (_BPE_VOCAB_SIZE if self.tokenizer == "bpe" else None)
+
     @classmethod
-    def from_json(cls, values: Any) -> "Settings":
+    def from_json(cls, values: Any) -> Self:
         """Returns settings from their JSON object, where tuples became lists.
 
         Raises:

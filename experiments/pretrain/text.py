@@ -6,12 +6,13 @@ trained BPE, and a separator token follows it.
 """
 
 import codecs
+import dataclasses
 import hashlib
 import itertools
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -124,6 +125,57 @@ def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder
         return np.concatenate(tokens)
 
     return encode
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextCodec:
+    """The tokenizer of a run, for strings in both directions.
+
+    Attributes:
+      encode: A function that returns the tokens of a string, without a separator.
+      decode: A function that returns the string of tokens.
+      separator: The token that ends a document.
+      vocab_size: The number of distinct tokens.
+    """
+
+    encode: Callable[[str], np.ndarray]
+    decode: Callable[[Sequence[int]], str]
+    separator: int
+    vocab_size: int
+
+
+def text_codec(vocab_size: int | None = None, cache: Path | None = None) -> TextCodec:
+    """Returns the codec of bytes, or of the BPE that a run has saved in `cache`.
+
+    Args:
+      vocab_size: The largest vocabulary size of the BPE.
+      cache: The file of the BPE; None means bytes.
+
+    Raises:
+      ValueError: If the file is no byte-level BPE of at most `vocab_size` tokens.
+    """
+    if cache is None:
+        return TextCodec(
+            encode=lambda string: encode_bytes([string.encode()])[:-1],
+            decode=lambda tokens: bytes(t for t in tokens if t < 256).decode(
+                errors="replace"
+            ),
+            separator=256,
+            vocab_size=BYTES_VOCAB_SIZE,
+        )
+    if vocab_size is None:
+        raise ValueError("the codec of a BPE needs a vocab_size")
+    import tokenizers
+
+    tokenizer = _read_bpe(tokenizers, cache, vocab_size)
+    tokenizer.encode_special_tokens = True
+    known = tokenizer.get_vocab_size()
+    return TextCodec(
+        encode=lambda string: np.array(tokenizer.encode(string).ids, np.int32),
+        decode=lambda tokens: tokenizer.decode([t for t in tokens if t < known]),
+        separator=tokenizer.token_to_id(_SEPARATOR),
+        vocab_size=vocab_size,
+    )
 
 
 def _train_bpe(tokenizers, texts: Iterable[bytes], vocab_size: int):

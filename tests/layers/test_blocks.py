@@ -19,6 +19,7 @@ from coat_jax.layers import recipes as blocks
 from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
+from coat_jax.models import loss as loss_module
 
 RECIPES = ["bf16", "te", "coat", "coat_max", "coat_block"]
 FP8_RECIPES = RECIPES[1:]
@@ -284,7 +285,7 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch):
 
     expected = compiled(jax.value_and_grad(plain), params)
     for logits_per_chunk in (2**26, 128 * 50):
-        monkeypatch.setattr(llama, "_LOGITS_PER_CHUNK", logits_per_chunk)
+        monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
         # A new function makes jit trace again.
         actual = compiled(jax.value_and_grad(lambda p: loss(p)), params)
         assert_close(actual, expected, 1e-5)
@@ -295,7 +296,7 @@ def test_cross_entropy_in_any_number_of_chunks(monkeypatch):
     [(2**26, 1), (128 * 40, 3), (128 * 50, 3), (128, 120)],
 )
 def test_chunks_divide_the_tokens(monkeypatch, logits_per_chunk, chunks):
-    monkeypatch.setattr(llama, "_LOGITS_PER_CHUNK", logits_per_chunk)
+    monkeypatch.setattr(loss_module, "_LOGITS_PER_CHUNK", logits_per_chunk)
     graph, params = split(small(recipe="bf16", dtype=jnp.float32))
     jaxpr = jax.make_jaxpr(lambda p, t: llama.cross_entropy(nnx.merge(graph, p), t, t))(
         params, tokens(60)

@@ -1,0 +1,353 @@
+"""Generation: tokens that follow prompts, with a cache of keys and values.
+
+The prompts are computed in one pass, which stores the keys and values of every layer in
+a cache. Each further token is a pass over this token alone, whose attention reads the
+cache. Matmuls are those of the recipe "bf16", in the model's dtype, for models of any
+recipe.
+
+Prompts of different lengths are padded on the left, so that all of them end at one
+position. Padding is masked. RoPE depends on distances between positions only, so it
+does not matter at which position a prompt begins.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from coat_jax.layers.attention import causal_attention
+from coat_jax.models.llama import Llama
+from coat_jax.models.loss import logits
+from pallas_kernels.checks import check_positive
+
+Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
+
+
+class Generated(NamedTuple):
+    """The tokens that follow prompts.
+
+    Attributes:
+      tokens: The tokens, with zeros behind a stop token.
+      lengths: The number of tokens of each prompt that come before a stop token.
+    """
+
+    tokens: Int[Array, "b n"]
+    lengths: Int[Array, " b"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The choice of a next token from its logits.
+
+    Attributes:
+      temperature: The number that divides logits; 0 chooses the most likely token.
+      top_k: The number of the most likely tokens to choose from; None means all.
+      top_p: The probability that the most likely tokens to choose from have together;
+        None means 1. The token that reaches it is among them.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(
+                f"temperature must be at least 0 and finite, got {self.temperature}"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be positive, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def choose(
+        self, scores: Float[Array, "b vocab"], key: Key[Array, ""] | None
+    ) -> Int[Array, " b"]:
+        """Returns a token for each row of logits."""
+        if not self.temperature:
+            return jnp.argmax(scores, axis=-1)
+        return jax.random.categorical(key, self.masked(scores / self.temperature))
+
+    def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
+        """Returns the logits with -inf for all tokens that must not be chosen.
+
+        Among equal logits at the border, tokens of smaller numbers are kept.
+        """
+        if self.top_k is None and self.top_p is None:
+            return scores
+        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(scores, order, axis=-1)
+        ranks = jnp.arange(scores.shape[-1])
+        kept = ranks < (self.top_k or scores.shape[-1])
+        ranked = jnp.where(kept, ranked, -jnp.inf)
+        if self.top_p is not None:
+            likely = jax.nn.softmax(ranked, axis=-1)
+            before = jnp.cumsum(likely, axis=-1) - likely
+            # A sum can round up to `top_p` too early, but the first token stays.
+            kept &= (before < self.top_p) | (ranks == 0)
+            ranked = jnp.where(kept, ranked, -jnp.inf)
+        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
+
+
+def generate(
+    model: Llama,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    stop_tokens: Sequence[int] = (),
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    key: Key[Array, ""] | None = None,
+    prompt_length: int | None = None,
+) -> Generated:
+    """Generates the tokens that follow prompts, until a stop token or for a number.
+
+    The function compiles once for each number and length of prompts, and for each set
+    of options. It can be called within `jax.jit` if the prompts are an array.
+
+    The cache takes `2 * num_layers * num_kv_heads * head_dim` numbers in the model's
+    dtype for each token of the prompts and each new one.
+
+    Args:
+      model: The model, of any recipe.
+      prompts: The prompts' tokens: sequences of any lengths, or an array without
+        padding.
+      max_new_tokens: The largest number of tokens to generate for a prompt.
+      stop_tokens: Tokens that end a prompt's generation. It stops as a whole when all
+        prompts have ended.
+      temperature: The number that divides logits; 0 always takes the most likely token.
+      top_k: The number of the most likely tokens to choose from; None means all.
+      top_p: The probability that the most likely tokens to choose from have together,
+        at least; None means all tokens.
+      key: The key of the random choices, which a temperature above 0 needs.
+      prompt_length: The length to which prompts are padded; None means that of the
+        longest. With one length for several calls they share a compiled program.
+
+    Raises:
+      ValueError: If an option is invalid, if a prompt is empty or longer than
+        `prompt_length`, if a token is not in the vocabulary, or if a temperature above
+        0 comes without a key.
+
+    Example:
+      >>> import coat_jax as coat
+      >>> from coat_jax.models import llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2)
+      >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+      >>> coat.generate(model, [[1, 2, 3], [4]], max_new_tokens=5).tokens.shape
+      (2, 5)
+    """
+    check_positive(max_new_tokens=max_new_tokens)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    if temperature and key is None:
+        raise ValueError(f"a temperature above 0 needs a key, got {temperature}")
+    stop_tokens = tuple(map(int, stop_tokens))
+    _check_vocabulary("stop_tokens", np.array(stop_tokens, int), model)
+    tokens, starts = _padded(prompts, prompt_length, model)
+    graph, state = nnx.split(model)
+    return _generate(
+        graph, state, tokens, starts, key, max_new_tokens, stop_tokens, sampling
+    )
+
+
+class _Cache(NamedTuple):
+    """Keys and values of all layers and positions.
+
+    Attributes:
+      keys: The keys, behind RoPE.
+      values: The values.
+    """
+
+    keys: Float[Array, "layers b length heads d"]
+    values: Float[Array, "layers b length heads d"]
+
+
+class _Loop(NamedTuple):
+    """The generation between two tokens.
+
+    Attributes:
+      count: The number of tokens that were chosen.
+      tokens: The tokens, with zeros for those to come.
+      lengths: The number of tokens of each prompt, without a stop token.
+      ended: Whether a stop token was chosen.
+      scores: The logits of the next token.
+      cache: The keys and values of the prompts and of the chosen tokens.
+    """
+
+    count: Int[Array, ""]
+    tokens: Int[Array, "b n"]
+    lengths: Int[Array, " b"]
+    ended: Bool[Array, " b"]
+    scores: Float[Array, "b vocab"]
+    cache: _Cache
+
+
+@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
+def _generate(
+    graph: Any,
+    state: nnx.State,
+    tokens: Int[Array, "b p"],
+    starts: Int[Array, " b"],
+    key: Key[Array, ""] | None,
+    max_new_tokens: int,
+    stop_tokens: tuple[int, ...],
+    sampling: Sampling,
+) -> Generated:
+    model = nnx.merge(graph, state)
+    batch, first = tokens.shape
+    scores, cache = _prefill(model, tokens, starts, max_new_tokens)
+
+    def go_on(loop: _Loop) -> Bool[Array, ""]:
+        return (loop.count < max_new_tokens) & ~jnp.all(loop.ended)
+
+    def step(loop: _Loop) -> _Loop:
+        own = None if key is None else jax.random.fold_in(key, loop.count)
+        chosen = sampling.choose(loop.scores, own).astype(tokens.dtype)
+        chosen = jnp.where(loop.ended, 0, chosen)
+        stops = jnp.isin(chosen, jnp.array(stop_tokens, tokens.dtype)) & ~loop.ended
+        ended = loop.ended | stops
+        scores, cache = _decode(model, chosen, first + loop.count, starts, loop.cache)
+        return _Loop(
+            count=loop.count + 1,
+            tokens=loop.tokens.at[:, loop.count].set(chosen),
+            lengths=loop.lengths + ~ended,
+            ended=ended,
+            scores=scores,
+            cache=cache,
+        )
+
+    zeros = jnp.zeros(batch, tokens.dtype)
+    none = jnp.zeros((batch, max_new_tokens), tokens.dtype)
+    loop = _Loop(jnp.int32(0), none, zeros, zeros > 0, scores, cache)
+    loop = lax.while_loop(go_on, step, loop)
+    return Generated(loop.tokens, loop.lengths)
+
+
+def _prefill(
+    model: Llama, tokens: Int[Array, "b p"], starts: Int[Array, " b"], room: int
+) -> tuple[Float[Array, "b vocab"], _Cache]:
+    """Computes the logits behind the prompts, and a cache with `room` for more tokens.
+
+    Args:
+      model: The model.
+      tokens: The prompts, padded on the left.
+      starts: The position of each prompt's first token.
+      room: The number of further tokens.
+    """
+    # Padding is a document of its own, which no token of the prompt attends to.
+    segments = (jnp.arange(tokens.shape[1]) >= starts[:, None]).astype(jnp.int32)
+    graph, stacked = nnx.split(model.layers)
+
+    def attention(q, k, v):
+        return causal_attention(q, k, v, segment_ids=segments), _Cache(k, v)
+
+    def apply(x, layer):
+        return nnx.merge(graph, layer).unquantized(x, attention)
+
+    x, cache = lax.scan(apply, model.embed(tokens), stacked)
+    pad = (0, 0), (0, 0), (0, room), (0, 0), (0, 0)
+    return _scores(model, x), jax.tree.map(lambda a: jnp.pad(a, pad), cache)
+
+
+def _decode(
+    model: Llama,
+    tokens: Int[Array, " b"],
+    position: Int[Array, ""],
+    starts: Int[Array, " b"],
+    cache: _Cache,
+) -> tuple[Float[Array, "b vocab"], _Cache]:
+    """Computes the logits behind one more token, and the cache with this token.
+
+    Args:
+      model: The model.
+      tokens: The token of each prompt.
+      position: The position of these tokens.
+      starts: The position of each prompt's first token.
+      cache: The cache of all earlier positions.
+    """
+    places = jnp.arange(cache.keys.shape[2])
+    seen = (places >= starts[:, None]) & (places <= position)
+    graph, stacked = nnx.split(model.layers)
+
+    def apply(carry, layer):
+        x, cache, index = carry
+
+        def attention(q, k, v):
+            place = index, 0, position, 0, 0
+            # The whole cache is carried, so that XLA writes a token in place.
+            now = _Cache(
+                *(
+                    lax.dynamic_update_slice(old, new[None], place)
+                    for old, new in zip(cache, (k, v), strict=True)
+                )
+            )
+            keys, values = (lax.dynamic_index_in_dim(a, index, 0, False) for a in now)
+            o = jax.nn.dot_product_attention(
+                q, keys, values, mask=seen[:, None, None], implementation="xla"
+            )
+            return o, now
+
+        x, cache = nnx.merge(graph, layer).unquantized(x, attention, start=position)
+        return (x, cache, index + 1), None
+
+    carry = model.embed(tokens[:, None]), cache, jnp.int32(0)
+    (x, cache, _), _ = lax.scan(apply, carry, stacked)
+    return _scores(model, x), cache
+
+
+def _scores(model: Llama, x: Float[Array, "b s h"]) -> Float[Array, "b vocab"]:
+    """Returns the logits behind the last position."""
+    return logits(model.final_norm(x[:, -1:])[:, 0], model.head_weight())
+
+
+def _padded(
+    prompts: Prompts, length: int | None, model: Llama
+) -> tuple[Int[Array, "b p"], Int[Array, " b"]]:
+    """Returns the prompts, padded on the left, and their first tokens' positions."""
+    if isinstance(prompts, jax.Array | np.ndarray):
+        if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+            raise ValueError(
+                "an array of prompts must be integers [b, p], got "
+                f"{prompts.dtype} {list(prompts.shape)}"
+            )
+        rows = prompts
+    else:
+        rows = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+    sizes = np.array([row.shape[0] for row in rows])
+    if not sizes.size or sizes.min() < 1:
+        at = "no prompt" if not sizes.size else f"prompt {int(sizes.argmin())} is empty"
+        raise ValueError(f"prompts must have one token or more, but {at}")
+    length = int(sizes.max()) if length is None else length
+    if sizes.max() > length:
+        raise ValueError(
+            f"prompts must have at most prompt_length={length} tokens, got "
+            f"{int(sizes.max())}"
+        )
+    starts = jnp.asarray(length - sizes, jnp.int32)
+    if isinstance(rows, jax.Array):
+        gap = length - rows.shape[1]
+        return jnp.pad(rows.astype(jnp.int32), ((0, 0), (gap, 0))), starts
+    for row in rows:
+        _check_vocabulary("prompts", row, model)
+    tokens = np.zeros((len(rows), length), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[length - row.size :] = row
+    return jnp.asarray(tokens), starts
+
+
+def _check_vocabulary(name: str, tokens: np.ndarray, model: Llama) -> None:
+    size = model.config.vocab_size
+    for token in tokens[(tokens < 0) | (tokens >= size)][:1]:
+        raise ValueError(
+            f"{name} must be tokens of the vocabulary of {size}, got {token}"
+        )

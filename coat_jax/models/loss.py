@@ -1,0 +1,165 @@
+"""The loss of a language model, from chunks of its logits."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import dispatch, placement
+from pallas_kernels.placement import Axes
+
+# The number of logits in a chunk of `weighted_loss`, at most: 256 MiB in float32.
+_LOGITS_PER_CHUNK = 2**26
+
+
+@jax.custom_vjp
+@placement.on_common_mesh
+def weighted_loss(
+    hidden: Float[Array, "b s h"],
+    head: Float[Array, "h vocab"],
+    targets: Int[Array, "b s"],
+    shares: Float[Array, "b s"],
+) -> Float[Array, ""]:
+    """Computes the sum of all tokens' losses, each times its share.
+
+    If it is differentiated, forward computes the gradients of a chunk together with its
+    loss, while the chunk's logits exist. They are gradients of the sum already, so that
+    no other pass multiplies them by the shares. Shares have no gradients.
+    """
+    return _Loss()(hidden, head, targets, shares)
+
+
+@placement.on_common_mesh
+def _weighted_loss_fwd(hidden, head, targets, shares):
+    loss, *grads = _LossAndGrads()(hidden, head, targets, shares)
+    return loss, grads
+
+
+def _weighted_loss_bwd(grads, dloss):
+    dhidden, dhead = (g * dloss.astype(g.dtype) for g in grads)
+    return dhidden, dhead, None, None
+
+
+weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
+
+
+def token_shares(
+    targets: Int[Array, "b s"], weights: Array | None
+) -> Float[Array, "b s"]:
+    """Returns each token's share of a mean: its weight divided by that of all tokens.
+
+    Without weights all tokens count alike. If all weights are zero, the shares are.
+    """
+    if weights is None:
+        return jnp.full(targets.shape, 1 / targets.size, jnp.float32)
+    weights = weights.astype(jnp.float32)
+    total = jnp.sum(weights)
+    return weights / jnp.where(total == 0, 1.0, total)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss(dispatch.Operation):
+    """The sum of all tokens' losses times their shares, in chunks of tokens.
+
+    On a mesh each device has chunks of its own tokens.
+    """
+
+    name = "cross_entropy"
+
+    def reference(self, hidden, head, targets, shares):
+        def add(total, chunk):
+            return total + _chunk_loss(head, *chunk), None
+
+        zero = jnp.zeros((), jnp.float32)
+        return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
+
+    kernel = reference
+
+    def obstacle(self, *arrays) -> None:
+        return None
+
+    def axes(self, *arrays) -> tuple:
+        tokens = Axes("b s")
+        operands = Axes("b s _"), Axes("_ _"), tokens, tokens
+        return operands, Axes("", reduced="sum")
+
+
+@dataclasses.dataclass(frozen=True)
+class _LossAndGrads(_Loss):
+    """The loss, and its gradients with respect to `hidden` and `head`."""
+
+    def reference(self, hidden, head, targets, shares):
+        def add(carry, chunk):
+            total, dhead = carry
+            loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(head, *chunk)
+            return (total + loss, dhead + grads[0]), grads[1]
+
+        zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
+        chunks = _chunks(hidden, head, targets, shares)
+        (total, dhead), dhidden = lax.scan(add, zeros, chunks)
+        return total, dhidden.reshape(hidden.shape), dhead
+
+    kernel = reference
+
+    def axes(self, *arrays) -> tuple:
+        operands, loss = super().axes(*arrays)
+        return operands, (loss, operands[0], Axes("h vocab", reduced="sum"))
+
+
+def _chunk_loss(
+    head: Array, hidden: Array, targets: Array, shares: Array
+) -> Float[Array, ""]:
+    """Computes the sum of a chunk's losses, each times its share."""
+    scores = logits(hidden, head)
+    # A comparison selects the target's logit, because its gradient fuses with that of
+    # the other logits. The gradient of an index is a scatter, which would read and
+    # write arrays of this size twice more.
+    is_target = targets[:, None] == jnp.arange(scores.shape[1])[None]
+    picked = jnp.sum(jnp.where(is_target, scores, 0.0), axis=-1)
+    return jnp.sum(shares * (jax.nn.logsumexp(scores, axis=-1) - picked))
+
+
+def _chunks(
+    hidden: Array, head: Array, targets: Array, shares: Array
+) -> tuple[Array, Array, Array]:
+    count = _num_chunks(targets.size, head.shape[1])
+    hidden = hidden.reshape(count, -1, hidden.shape[-1])
+    return hidden, targets.reshape(count, -1), shares.reshape(count, -1)
+
+
+@jax.custom_vjp
+def logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
+    """Computes `hidden @ head` in the dtype of `hidden`, with a float32 result.
+
+    Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
+    would run the matmuls of backward in float32.
+    """
+    head = head.astype(hidden.dtype)
+    return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+
+def _logits_fwd(hidden, head):
+    return logits(hidden, head), (hidden, head)
+
+
+def _logits_bwd(residuals, dlogits):
+    hidden, head = residuals
+    wide = functools.partial(jnp.tensordot, preferred_element_type=jnp.float32)
+    dlogits = dlogits.astype(hidden.dtype)
+    tokens = tuple(range(hidden.ndim - 1))
+    dhidden = wide(dlogits, head.astype(hidden.dtype), axes=(-1, -1))
+    dhead = wide(hidden, dlogits, axes=(tokens, tokens))
+    return dhidden.astype(hidden.dtype), dhead.astype(head.dtype)
+
+
+logits.defvjp(_logits_fwd, _logits_bwd)
+
+
+def _num_chunks(tokens: int, vocab_size: int) -> int:
+    """Returns the smallest divisor of `tokens` that keeps a chunk's logits small."""
+    fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)
+    return next(n for n in range(max(fewest, 1), tokens + 1) if tokens % n == 0)

@@ -1,0 +1,1 @@
+"""Fine-tuning on questions and answers, and its exact match."""

@@ -1,0 +1,12 @@
+"""Entry point of `python -m experiments.finetune`."""
+
+from experiments.pretrain import interrupts
+
+
+def _load():
+    from experiments.finetune.program import run_program
+
+    return run_program
+
+
+interrupts.run_module(_load)

@@ -1,0 +1,157 @@
+"""Exact match: generated answers beside the right ones, with intervals."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+import coat_jax as coat
+from coat_jax.models.llama import Llama
+from experiments.finetune.conversations import (
+    Conversation,
+    encode,
+    encode_question,
+    result_of,
+)
+from experiments.pretrain.text import TextCodec
+
+_BATCH = 128
+_BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.
+_SPARE = 8  # Tokens that an answer may have more than the longest right one.
+NORMAL = 1.959964  # The 97.5% quantile of the normal distribution.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A generated answer.
+
+    Attributes:
+      family: The kind of question.
+      question: The last question, as the user asked it.
+      expected: The right result.
+      given: The generated answer.
+      exact: Whether the result in it is the right one.
+    """
+
+    family: str
+    question: str
+    expected: str
+    given: str
+    exact: bool
+
+
+class Exam:
+    """Questions to ask a model.
+
+    Args:
+      conversations: The questions with their answers.
+      codec: The tokenizer.
+    """
+
+    def __init__(self, conversations: Sequence[Conversation], codec: TextCodec) -> None:
+        self._conversations = conversations
+        self._codec = codec
+        self._prompts = [encode_question(each, codec) for each in conversations]
+        self._room = _SPARE + max(
+            encode(each, codec).tokens.size - len(prompt)
+            for each, prompt in zip(conversations, self._prompts, strict=True)
+        )
+
+    def first(self, count: int) -> "Exam":
+        """Returns an exam of the first `count` questions."""
+        return Exam(self._conversations[:count], self._codec)
+
+    def ask(self, model: Llama, name: str | None = None) -> list[Answer]:
+        """Returns the greedy answers of a model, in the order of the questions.
+
+        Args:
+          model: The model.
+          name: The label of a progress bar; None means no bar.
+        """
+        given: dict[int, str] = {}
+        with tqdm(total=len(self._prompts), desc=name, disable=name is None) as bar:
+            for batch in self._batches():
+                given |= self._generated(model, batch)
+                bar.update(len(batch))
+        return [
+            self._answer(conversation, given[n])
+            for n, conversation in enumerate(self._conversations)
+        ]
+
+    def _batches(self) -> Iterator[list[int]]:
+        """Yields the numbers of the questions of each batch, short prompts first."""
+        order = sorted(range(len(self._prompts)), key=lambda n: len(self._prompts[n]))
+        for start in range(0, len(order), _BATCH):
+            yield order[start : start + _BATCH]
+
+    def _generated(self, model: Llama, batch: list[int]) -> dict[int, str]:
+        prompts = [self._prompts[n] for n in batch]
+        size = min(_BATCH, len(self._prompts))
+        prompts += [prompts[-1]] * (size - len(prompts))  # All batches are one program.
+        longest = max(map(len, prompts))
+        found = coat.generate(
+            model,
+            prompts,
+            max_new_tokens=self._room,
+            stop_tokens=[self._codec.separator],
+            prompt_length=-(-longest // _BUCKET) * _BUCKET,
+        )
+        tokens, lengths = np.asarray(found.tokens), np.asarray(found.lengths)
+        rows = zip(batch, tokens, lengths, strict=False)
+        return {n: self._codec.decode(row[:end].tolist()) for n, row, end in rows}
+
+    def _answer(self, conversation: Conversation, given: str) -> Answer:
+        return Answer(
+            family=conversation.family,
+            question=_last_question(conversation),
+            expected=conversation.answer,
+            given=given.strip(),
+            exact=result_of(given) == conversation.answer,
+        )
+
+
+def _last_question(conversation: Conversation) -> str:
+    asked = [text for role, text in conversation.messages if role == "user"]
+    return asked[-1] if asked else ""
+
+
+def percent(answers: Sequence[Answer]) -> float:
+    """Returns the share of exact answers, in percent."""
+    return 100 * sum(answer.exact for answer in answers) / len(answers)
+
+
+def rows(recipe: str, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
+    """Yields the exact match of each family and of all, with 95% intervals."""
+    families = list(dict.fromkeys(answer.family for answer in answers))
+    for family in [*families, "all"] if families != ["all"] else families:
+        own = [a for a in answers if family in ("all", a.family)]
+        low, high = interval(sum(a.exact for a in own), len(own))
+        yield {
+            "recipe": recipe,
+            "family": family,
+            "questions": len(own),
+            "exact_match_percent": percent(own),
+            "low_percent": 100 * low,
+            "high_percent": 100 * high,
+        }
+
+
+def interval(hits: int, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95% interval of a share, from `hits` of `count` trials.
+
+    Example:
+      >>> [round(x, 3) for x in interval(5, 10)]
+      [0.237, 0.763]
+    """
+    if not 0 <= hits <= count or count < 1:
+        raise ValueError(
+            f"hits must be 0 to count, and count positive: {hits}, {count}"
+        )
+    share, square = hits / count, NORMAL**2 / count
+    middle = share + square / 2
+    half = math.sqrt(square * (share * (1 - share) + square / 4))
+    low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
+    return max(low, 0.0), min(high, 1.0)

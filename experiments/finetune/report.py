@@ -1,0 +1,119 @@
+"""Reports of a fine-tuning: summary.json, answers.jsonl, tables and a plot."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Group
+from rich.table import Table
+
+from experiments.common.results import replace_file, write_results
+from experiments.common.style import RECIPE_COLORS
+from experiments.common.tables import new_table
+from experiments.finetune import exact_match
+from experiments.finetune.exact_match import Answer
+from experiments.finetune.settings import FinetuneRun
+from experiments.pretrain import report as training_report
+
+
+def summarize(
+    run: FinetuneRun, token: str, asked: Mapping[str, Sequence[Answer]]
+) -> dict[str, Any]:
+    """Writes summary.json, a results file, and answers.jsonl; returns the summary.
+
+    Args:
+      run: A finished run.
+      token: The unit of its tokens: "byte" or "token".
+      asked: The answers of each recipe, and those "before" the training.
+    """
+    lines = [
+        json.dumps({"recipe": recipe} | dataclasses.asdict(answer))
+        for recipe, answers in asked.items()
+        for answer in answers
+    ]
+    replace_file(
+        run.folder / "answers.jsonl", "".join(f"{x}\n" for x in lines).encode()
+    )
+    rows = [
+        row
+        for recipe, given in asked.items()
+        for row in exact_match.rows(recipe, given)
+    ]
+    return write_results(
+        run.folder / "summary.json",
+        rows=rows,
+        command=run.command,
+        preset=run.settings.preset,
+        steps=run.steps,
+        schedule_steps=run.schedule_steps,
+        nats_per=token,
+        base=run.settings.base or "random parameters",
+        recipes=training_report.recipe_summaries(run),
+    )
+
+
+def tables(summary: dict[str, Any]) -> Group:
+    """Returns the summary as tables for a terminal."""
+    return Group(exact_match_table(summary["rows"]), training_report.table(summary))
+
+
+def exact_match_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """Returns the exact match by family, with its 95% intervals."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    table = new_table("Exact match, % (95% interval)", "", "questions", *recipes)
+    for family in dict.fromkeys(row["family"] for row in rows):
+        own = {row["recipe"]: row for row in rows if row["family"] == family}
+        count = f"{own[recipes[0]]['questions']:,}"
+        table.add_row(family, count, *(_cell(own[recipe]) for recipe in recipes))
+    return table
+
+
+def _cell(row: dict[str, Any]) -> str:
+    low, high = row["low_percent"], row["high_percent"]
+    return f"{row['exact_match_percent']:.1f} ({low:.1f}-{high:.1f})"
+
+
+def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
+    """Draws exact_match.png in the run's folder.
+
+    Lines are the exact match of some questions during the training, points that of all
+    test questions, with 95% intervals.
+    """
+    figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    known = [row for row in run.metrics() if "exact_match_percent" in row]
+    last = [row for row in summary["rows"] if row["family"] == "all"]
+    before = next(row for row in last if row["recipe"] == "before")
+    for number, recipe in enumerate(run.settings.recipes):
+        own = [row for row in known if row["recipe"] == recipe]
+        steps = [row["step"] for row in own]
+        shares = [row["exact_match_percent"] for row in own]
+        color = RECIPE_COLORS[recipe]
+        axes.plot(steps, shares, color=color, linewidth=1.6, label=recipe)
+        end = next(row for row in last if row["recipe"] == recipe)
+        # Points of one step stand side by side.
+        place = (run.steps or 1) * (1.02 + 0.015 * number)
+        _point(axes, place, end, color)
+    _point(axes, 0, before, "0.4", label="before")
+    axes.set_title(
+        f"Exact match: {run.settings.eval_questions} questions during the training, "
+        f"{before['questions']:,} at the end",
+        loc="left",
+        fontsize=11,
+    )
+    axes.set(xlabel="step", ylabel="%", ylim=(-2, 102))
+    axes.legend(frameon=False, loc="upper left")
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(run.folder / "exact_match.png")
+    return figure
+
+
+def _point(
+    axes: Any, x: float, row: dict[str, Any], color: str, label: str | None = None
+) -> None:
+    y = row["exact_match_percent"]
+    error = [[y - row["low_percent"]], [row["high_percent"] - y]]
+    axes.errorbar([x], [y], error, fmt="o", color=color, capsize=3, label=label)

@@ -1,0 +1,246 @@
+"""Generated arithmetic and word problems, with disjoint parts for training and tests.
+
+Four families stand for the benchmarks of the paper's table 4:
+
+| family      | benchmark   | a question asks for                                      |
+|-------------|-------------|----------------------------------------------------------|
+| expressions | Mathematics | the value of an expression                               |
+| stories     | SVAMP       | one step of arithmetic, told with a number too many      |
+| reading     | NumGLUE     | a missing number, the larger of two, a sum from a list   |
+| steps       | GSM8k       | two or three steps, which the answer shows before "####" |
+
+A problem's key holds its kind and numbers, in sorted order where they may change
+places, and neither names nor words. A hash of the key decides whether the problem is
+for training or for tests. No training, of whatever seed and size, therefore has a test
+problem's numbers in the same kind of problem.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+
+Part = Literal["train", "test"]
+Key = tuple[str | int, ...]
+_TEST_SHARE = 0.1
+_NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gita", "Hugo", "Ines", "Jack")
+_THINGS = ("apples", "books", "coins", "cards", "eggs", "keys", "pens", "stamps")
+_FRUITLESS = 10_000  # Problems in a row that are known or of the other part.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A question with its answer.
+
+    Attributes:
+      family: The name of its family.
+      question: The question.
+      answer: The answer. The result follows "####" if steps come before it.
+    """
+
+    family: str
+    question: str
+    answer: str
+
+
+class _Draw:
+    """Random numbers, names and things for problems.
+
+    Args:
+      rng: The source of random numbers.
+      largest: The largest number of a question.
+    """
+
+    def __init__(self, rng: np.random.Generator, largest: int) -> None:
+        self._rng = rng
+        self.largest = largest
+
+    def number(self, least: int = 1, most: int | None = None) -> int:
+        """Returns an integer from `least` to `most`, or to the largest number."""
+        most = self.largest if most is None else most
+        return int(self._rng.integers(least, max(most, least) + 1))
+
+    def factor(self) -> int:
+        """Returns a number that is small enough to multiply with."""
+        return self.number(2, max(3, min(12, self.largest // 2)))
+
+    def some(self, count: int, options: Sequence[str]) -> list[str]:
+        """Returns `count` different ones of `options`."""
+        return [str(x) for x in self._rng.choice(options, count, replace=False)]
+
+
+def _expression(draw: _Draw) -> tuple[Key, str, str]:
+    kind = draw.some(1, ("sum", "difference", "product", "mixed"))[0]
+    a, b = draw.number(), draw.number()
+    low, high = sorted((a, b))
+    if kind == "sum":
+        text, value, key = f"{a} + {b}", a + b, (low, high)
+    elif kind == "difference":
+        text, value, key = f"{high} - {low}", high - low, (low, high)
+    else:
+        b, c = draw.factor(), draw.factor()
+        text, value, key = f"{b} * {c}", b * c, (min(b, c), max(b, c))
+        if kind == "mixed":
+            text, value, key = f"{a} + {text}", a + value, (a, *key)
+    words = draw.some(1, ("What is {}?", "Work out {}.", "Calculate {}."))[0]
+    return (kind, *key), words.format(text), str(value)
+
+
+def _story(draw: _Draw) -> tuple[Key, str, str]:
+    (name, other), (thing, more) = draw.some(2, _NAMES), draw.some(2, _THINGS)
+    kind = draw.some(1, ("gain", "loss", "compare", "groups"))[0]
+    low, high = sorted((draw.number(), draw.number()))
+    spare = draw.number()  # This number has no part in the answer.
+    if kind == "gain":
+        text = f"{name} has {high} {thing} and {spare} {more}. {other} gives {name} "
+        text += f"{low} {thing}. How many {thing} does {name} have now?"
+        return (kind, low, high), text, str(low + high)
+    if kind == "loss":
+        text = f"{name} had {high} {thing} and lost {low} of them. {other} has {spare} "
+        text += f"{more}. How many {thing} does {name} still have?"
+        return (kind, low, high), text, str(high - low)
+    if kind == "compare":
+        text = f"{name} has {high} {thing}, {other} has {low} {thing} and {spare} "
+        text += f"{more}. How many more {thing} than {other} does {name} have?"
+        return (kind, low, high), text, str(high - low)
+    a, b = draw.factor(), draw.factor()
+    text = f"{name} has {a} boxes with {b} {thing} in each, and {spare} {more}. How "
+    text += f"many {thing} does {name} have?"
+    return (kind, min(a, b), max(a, b)), text, str(a * b)
+
+
+def _reading(draw: _Draw) -> tuple[Key, str, str]:
+    name, other = draw.some(2, _NAMES)
+    thing = draw.some(1, _THINGS)[0]
+    kind = draw.some(1, ("larger", "missing", "list"))[0]
+    low, high = sorted((draw.number(), draw.number()))
+    first, second = draw.some(2, (str(low), str(high)))
+    if kind == "larger":
+        low = min(low, draw.largest - 1)
+        high = max(high, low + 1)
+        first, second = draw.some(2, (str(low), str(high)))
+        text = f"{name} is {first} years old and {other} is {second} years old. "
+        text += "How old is the older one?"
+        return (kind, low, high), text, str(high)
+    if kind == "missing":
+        text = f"Fill in the missing number: {first} + ? = {low + high}."
+        return (kind, low, high), text, second
+    middle = draw.number()
+    numbers = ", ".join(draw.some(3, (str(low), str(middle), str(high))))
+    text = f"{name} counts {thing} on three days: {numbers}. How many in all?"
+    return (kind, *sorted((low, middle, high))), text, str(low + middle + high)
+
+
+def _steps(draw: _Draw) -> tuple[Key, str, str]:
+    name, other = draw.some(2, _NAMES)
+    thing = draw.some(1, _THINGS)[0]
+    kind = draw.some(1, ("boxes", "shared", "twice"))[0]
+    a, b, c = draw.factor(), draw.factor(), draw.number()
+    if kind == "boxes":
+        text = f"{name} buys {a} boxes of {b} {thing} and gets {c} more. How many "
+        text += f"{thing} does {name} have?"
+        steps = f"{a} * {b} = {a * b}. {a * b} + {c} = {a * b + c}."
+        return (kind, min(a, b), max(a, b), c), text, f"{steps} #### {a * b + c}"
+    if kind == "shared":
+        lost = draw.number(1, a * b - 1)
+        text = f"{name} has {a} bags of {b} {thing}. {lost} of the {thing} are lost. "
+        text += f"How many {thing} are left?"
+        steps = f"{a} * {b} = {a * b}. {a * b} - {lost} = {a * b - lost}."
+        key = kind, min(a, b), max(a, b), lost
+        return key, text, f"{steps} #### {a * b - lost}"
+    text = f"{name} has {c} {thing}. {other} has twice as many, and finds {a} more. "
+    text += f"How many {thing} do they have together?"
+    steps = f"{c} * 2 = {2 * c}. {2 * c} + {a} = {2 * c + a}. "
+    steps += f"{c} + {2 * c + a} = {3 * c + a}."
+    return (kind, c, a), text, f"{steps} #### {3 * c + a}"
+
+
+FAMILIES: dict[str, Callable[[_Draw], tuple[Key, str, str]]] = {
+    "expressions": _expression,
+    "stories": _story,
+    "reading": _reading,
+    "steps": _steps,
+}
+# The benchmark in the paper's table 4 for which a family stands.
+BENCHMARKS = {
+    "expressions": "Mathematics",
+    "stories": "SVAMP",
+    "reading": "NumGLUE",
+    "steps": "GSM8k",
+}
+
+
+def problems(
+    part: Part,
+    count: int,
+    *,
+    families: Sequence[str] = tuple(FAMILIES),
+    largest: int = 99,
+    seed: int = 0,
+) -> list[Problem]:
+    """Returns different problems of one part, of the families in turns.
+
+    Args:
+      part: The part: "train" or "test". No problem of one is in the other.
+      count: The number of problems.
+      families: The names of the families.
+      largest: The largest number in a question, at least 4. Results may be larger.
+      seed: The seed of the choice.
+
+    Raises:
+      ValueError: If an argument is invalid, or there are fewer than `count` problems.
+
+    Example:
+      >>> problem = problems("train", 1, families=["expressions"], seed=1)[0]
+      >>> problem.question, problem.answer
+      ('Calculate 75 - 51.', '24')
+    """
+    _check(part, count, families, largest)
+    sources = [
+        (family, _Draw(np.random.default_rng([seed, part == "test", n]), largest))
+        for n, family in enumerate(families)
+    ]
+    found: dict[str, Problem] = {}
+    for number in range(count):
+        family, draw = sources[number % len(sources)]
+        problem = _new(part, family, draw, found)
+        if problem is None:
+            raise ValueError(
+                f"there are not {count} different {part} problems of {family} with "
+                f"numbers up to {largest}, got {len(found)} of {', '.join(families)}"
+            )
+        found[problem.question] = problem
+    return list(found.values())
+
+
+def part_of(family: str, key: Key) -> Part:
+    """Returns the part to which all problems of a family with this key belong."""
+    digest = hashlib.blake2b(repr((family, *key)).encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest) < _TEST_SHARE * 2**64 else "train"
+
+
+def _new(
+    part: Part, family: str, draw: _Draw, known: dict[str, Problem]
+) -> Problem | None:
+    """Returns a problem of `part` that is not known, or None after many draws."""
+    for _ in range(_FRUITLESS):
+        key, question, answer = FAMILIES[family](draw)
+        if part_of(family, key) == part and question not in known:
+            return Problem(family=family, question=question, answer=answer)
+    return None
+
+
+def _check(part: str, count: int, families: Sequence[str], largest: int) -> None:
+    if part not in ("train", "test"):
+        raise ValueError(f"part must be 'train' or 'test', got {part!r}")
+    if count < 1:
+        raise ValueError(f"count must be positive, got {count}")
+    if largest < 4:
+        raise ValueError(f"largest must be at least 4, got {largest}")
+    if not families or len(set(families)) < len(families):
+        raise ValueError(f"families must be one or more, each once, got {families}")
+    for family in families:
+        if family not in FAMILIES:
+            raise ValueError(f"families are {', '.join(FAMILIES)}; got {family!r}")

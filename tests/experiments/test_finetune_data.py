@@ -1,0 +1,266 @@
+"""Tests the data of fine-tuning: problems, conversations, windows and intervals."""
+
+import json
+import math
+import re
+
+import numpy as np
+import pytest
+
+from experiments.finetune import tasks
+from experiments.finetune.conversations import (
+    Conversation,
+    Example,
+    encode,
+    encode_question,
+    read_conversations,
+    result_of,
+)
+from experiments.finetune.exact_match import interval
+from experiments.finetune.packing import PackedWindows
+from experiments.pretrain.text import bpe_encoder, text_codec
+
+_CHAT = Conversation(
+    messages=(
+        ("system", "Be brief."),
+        ("user", "2 + 2?"),
+        ("assistant", "4"),
+        ("user", "And 3 more?"),
+        ("assistant", "4 + 3 = 7. #### 7"),
+    )
+)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]
+
+
+@pytest.mark.parametrize("largest", [9, 99])
+def test_problems_have_right_answers(largest):
+    for problem in tasks.problems("train", 400, largest=largest):
+        question, numbers = problem.question, _numbers(problem.question)
+        value = int(result_of(problem.answer))
+        # A sum with a missing number, and a part of a product, may be larger.
+        assert max(numbers) <= max(2 * largest, 12 * 12)
+        if problem.family == "expressions":
+            assert value == eval(re.search(r"\d[\d +*-]*", question)[0])
+        elif "Fill in" in question:
+            assert numbers[0] + value == numbers[1]
+        elif "older one" in question:
+            assert value == max(numbers)
+        elif "three days" in question:
+            assert value == sum(numbers)
+        elif problem.family == "steps":
+            steps = re.findall(r"(\d[^=]*) = (\d+)\.", problem.answer)
+            assert steps
+            assert all(eval(left) == int(right) for left, right in steps)
+            assert value == int(steps[-1][1])
+        elif "gives" in question:
+            assert value == numbers[0] + numbers[2]
+        elif "lost" in question or "How many more" in question:
+            assert value == numbers[0] - numbers[1]
+        else:
+            assert value == numbers[0] * numbers[1]
+
+
+def _told_apart(problem: tasks.Problem) -> tuple:
+    """Returns the kind of a problem and the numbers that its answer depends on."""
+    question, numbers = problem.question, _numbers(problem.question)
+    words = ("gives", "lost", "more", "boxes", "twice", "Fill", "older", "days")
+    kind = [word for word in words if word in question]
+    kind += re.findall(r"[+*-]", question)
+    if problem.family == "stories":
+        numbers.pop(1 if "gives" in question else 2)
+    if "Fill" in kind:
+        numbers[1] -= numbers[0]
+    if kind[-1] == "twice":
+        pass  # Its numbers must not change places.
+    elif kind == ["+", "*"]:
+        numbers = [*sorted(numbers[1:]), numbers[0]]
+    elif problem.family == "steps":
+        numbers = [*sorted(numbers[:2]), *numbers[2:]]
+    else:
+        numbers.sort()
+    return problem.family, *kind, *numbers
+
+
+def test_parts_share_no_numbers_and_no_question():
+    test = {"test": 300, "train": 2000}
+    found = {
+        part: [
+            problem
+            for seed in (0, 1)
+            for problem in tasks.problems(part, count, largest=50, seed=seed)
+        ]
+        for part, count in test.items()
+    }
+    told = {part: set(map(_told_apart, each)) for part, each in found.items()}
+    assert not told["train"] & told["test"]
+    for part, count in test.items():
+        questions = [problem.question for problem in found[part][:count]]
+        assert len(set(questions)) == count
+    families = [problem.family for problem in found["test"][:300]]
+    assert {f: families.count(f) for f in tasks.FAMILIES} == dict.fromkeys(
+        tasks.FAMILIES, 75
+    )
+    again = tasks.problems("test", 300, largest=50)
+    assert again == found["test"][:300] != found["test"][300:]
+    assert tasks.BENCHMARKS.keys() == tasks.FAMILIES.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"part": "dev"}, "part must be 'train' or 'test', got 'dev'"),
+        ({"count": 0}, "count must be positive, got 0"),
+        ({"largest": 3}, "largest must be at least 4, got 3"),
+        ({"families": ["poems"]}, "families are expressions, .*; got 'poems'"),
+        ({"families": []}, "families must be one or more"),
+        (
+            {"families": ["expressions"], "largest": 4, "count": 999},
+            "there are not 999 different test problems of expressions",
+        ),
+    ],
+)
+def test_problems_that_cannot_be_are_named(options, message):
+    given = {"part": "test", "count": 1} | options
+    with pytest.raises(ValueError, match=message):
+        tasks.problems(given.pop("part"), given.pop("count"), **given)
+
+
+@pytest.fixture(params=["bytes", "bpe"])
+def codec(request, tmp_path):
+    if request.param == "bytes":
+        return text_codec()
+    path = tmp_path / "tokenizer.json"
+    bpe_encoder([b"User: 2 + 2?\nAssistant: 4 " * 9], 300, path)
+    return text_codec(300, path)
+
+
+def test_conversations_are_text_with_separators(codec):
+    tokens, answers = encode(_CHAT, codec)
+    text = "".join(
+        "|" if token == codec.separator else codec.decode([token]) for token in tokens
+    )
+    assert text == (
+        "Be brief.\nUser: 2 + 2?\nAssistant: 4|"
+        "User: And 3 more?\nAssistant: 4 + 3 = 7. #### 7|"
+    )
+    parts = np.split(tokens, np.flatnonzero(np.diff(answers)) + 1)
+    assert [codec.decode(part.tolist()).rstrip("\0") for part in parts[1::2]] == [
+        " 4",
+        " 4 + 3 = 7. #### 7",
+    ]
+    assert [int(part[-1]) for part in parts[1::2]] == 2 * [codec.separator]
+    asked = encode_question(_CHAT, codec)
+    assert asked == tokens[: len(asked)].tolist()
+    assert codec.decode(asked).endswith("3 more?\nAssistant:")
+    assert _CHAT.answer == "7"
+
+
+def test_a_separator_in_a_text_is_text(codec):
+    text = "<|document|> é😀"
+    tokens = codec.encode(text)
+    assert codec.separator not in tokens
+    assert codec.decode(tokens.tolist()) == text
+
+
+def test_lines_of_files_are_conversations(tmp_path):
+    path = tmp_path / "chat.jsonl"
+    messages = [{"role": role, "content": text} for role, text in _CHAT.messages]
+    lines = [
+        {"question": "1 + 1?", "answer": "2", "family": "sums"},
+        {"messages": messages},
+    ]
+    path.write_text("\n\n".join(map(json.dumps, lines)))
+    first, second = read_conversations([path])
+    assert first.messages == (("user", "1 + 1?"), ("assistant", "2"))
+    assert (first.family, second.family) == ("sums", "all")
+    assert second.messages == _CHAT.messages
+    assert second.place == f"{path}, line 3"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("[1]", "it is no object, got [1.0]"),
+        ("{", "Expecting property name"),
+        ('{"question": "a"}', '"answer" must be a string that is not blank, got None'),
+        ('{"question": " ", "answer": "b"}', '"question" must be a string'),
+        ('{"question": "a", "answer": 3}', "not blank, got 3.0"),
+        ('{"question": "a", "answer": "\\ud800"}', "surrogates not allowed"),
+        ('{"messages": []}', '"messages" must be a list of some, got []'),
+        ('{"messages": [1]}', "a message must be an object, got 1.0"),
+        (
+            '{"messages": [{"role": "tool", "content": "x"}]}',
+            "roles are system, user, assistant; got 'tool'",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x"}]}',
+            "the last message must be the assistant's, got 'user'",
+        ),
+    ],
+)
+def test_lines_that_are_no_conversation_are_named(tmp_path, line, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"question": "a", "answer": "b"}\n' + line)
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        read_conversations([path])
+    assert str(error.value).startswith(f"{path}, line 2: ")
+
+
+def test_files_of_another_kind_are_named(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match=r"must be \.jsonl files, got .*a\.txt"):
+        read_conversations([tmp_path / "a.txt"])
+    with pytest.raises(ValueError, match=r"no conversation in .*empty\.jsonl"):
+        read_conversations([tmp_path / "empty.jsonl"])
+
+
+def test_windows_hold_each_conversation_once_and_whole(rng):
+    sizes = rng.integers(1, 31, 300)
+    examples = [
+        Example(rng.integers(1, 99, n, np.int32), rng.random(n) < 0.5) for n in sizes
+    ]
+    windows = PackedWindows(examples, 40)
+    found = []
+    for index in range(len(windows)):
+        tokens, segments, answers = windows[index]
+        assert tokens.shape == (41,)
+        count = segments.max()
+        # Conversations follow one another from 1 on, then comes padding.
+        assert np.array_equal(np.unique(segments[segments > 0]), np.arange(count) + 1)
+        assert np.array_equal(segments > 0, np.arange(41) < (segments > 0).sum())
+        assert (np.diff(segments[segments > 0]) >= 0).all()
+        for segment in range(1, count + 1):
+            own = segments == segment
+            found.append((tokens[own].tolist(), answers[own].tolist()))
+        assert not tokens[segments == 0].any()
+        assert not answers[segments == 0].any()
+    given = [
+        (tokens.tolist(), answers.astype(int).tolist()) for tokens, answers in examples
+    ]
+    assert sorted(found) == sorted(given)
+    assert windows.filled == sizes.sum() / (41 * len(windows)) > 0.9
+    other = PackedWindows(examples[::-1], 40)
+    assert windows.fingerprint() == PackedWindows(examples, 40).fingerprint()
+    assert windows.fingerprint() != other.fingerprint()
+    with pytest.raises(ValueError, match="item 0 of 42 tokens does not fit into 41"):
+        PackedWindows([Example(np.ones(42, np.int32), np.ones(42, bool))], 40)
+
+
+@pytest.mark.parametrize(("hits", "count"), [(0, 7), (3, 10), (250, 1000), (40, 40)])
+def test_intervals_end_where_shares_are_unlikely(hits, count):
+    share = hits / count
+    low, high = interval(hits, count)
+    assert 0 <= low <= share <= high <= 1
+    for end in (low, high):
+        if 0 < end < 1:  # Here the share is 1.96 standard deviations from the end.
+            z = abs(share - end) / math.sqrt(end * (1 - end) / count)
+            assert z == pytest.approx(1.959964, rel=1e-4)
+
+
+def test_counts_that_cannot_be_are_named():
+    with pytest.raises(ValueError, match="hits must be 0 to count"):
+        interval(3, 2)

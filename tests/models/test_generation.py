@@ -1,0 +1,189 @@
+"""Tests generation against forward passes over whole sequences."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import small_models
+from helpers.gradients import compiled
+
+import coat_jax as coat
+from coat_jax.models import generation, llama
+from coat_jax.models.generation import Sampling
+
+PROMPTS = [[5, 9, 2, 7, 1, 8, 3], [4], [11, 12, 13, 120]]
+
+
+@functools.cache
+def model(recipe: str = "bf16", **options) -> llama.Llama:
+    """Returns a model with parameters so large that its logits differ."""
+    config = small_models.config(recipe=recipe, **options)
+    trained = small_models.trained(config, batches=1)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
+    return nnx.merge(graph, trained.params)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _forward(graph, state, tokens):
+    return nnx.merge(graph, state)(tokens)
+
+
+def last_logits(own: llama.Llama, tokens: list[int], length: int = 16) -> np.ndarray:
+    """Computes the logits behind `tokens` by a whole pass, without any padding before.
+
+    Tokens behind them, which change nothing, make all calls one program.
+    """
+    padded = jnp.array([tokens + [0] * (length - len(tokens))])
+    return np.asarray(_forward(*nnx.split(own), padded)[0, len(tokens) - 1])
+
+
+def naive(own: llama.Llama, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(last_logits(own, tokens).argmax()))
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "tolerance"),
+    [
+        (jnp.float32, {}, 1e-4),
+        (jnp.float32, {"norm": "layer", "tie_embeddings": False}, 1e-4),
+        (jnp.bfloat16, {}, 0.05),
+    ],
+)
+def test_logits_of_the_cache_are_those_of_a_whole_pass(dtype, options, tolerance):
+    own = model(dtype=dtype, **options)
+    further = [[17, 3], [90, 6], [40, 41]]
+    tokens, starts = generation._padded(PROMPTS, 9, own)
+    graph, state = nnx.split(own)
+
+    def logits(state, tokens, starts):
+        own = nnx.merge(graph, state)
+        found, cache = generation._prefill(own, tokens, starts, 3)
+        logits = [found]
+        for place, new in enumerate(jnp.array(further).T):
+            found, cache = generation._decode(own, new, 9 + place, starts, cache)
+            logits.append(found)
+        return jnp.stack(logits, 1)
+
+    actual = compiled(logits, state, tokens, starts)
+    for row, prompt, new in zip(actual, PROMPTS, further, strict=True):
+        for count, found in enumerate(np.asarray(row)):
+            expected = last_logits(own, prompt + new[:count])
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(found / scale, expected / scale, atol=tolerance)
+
+
+def test_greedy_tokens_are_those_of_a_loop_that_computes_all_again():
+    own = model(dtype=jnp.float32)
+    found = coat.generate(own, PROMPTS, max_new_tokens=6, prompt_length=8)
+    for prompt, tokens, length in zip(PROMPTS, *found, strict=True):
+        assert tokens.tolist() == naive(own, prompt, 6)
+        assert length == 6
+
+
+@pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
+def test_every_recipe_generates_as_bf16_does(recipe):
+    own = model(recipe, dtype=jnp.float32)
+    expected = coat.generate(model(dtype=jnp.float32), PROMPTS, max_new_tokens=4)
+    found = coat.generate(own, PROMPTS, max_new_tokens=4)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+def test_weights_quantized_beforehand_are_not_used():
+    own = model("coat", dtype=jnp.float32)
+    expected = coat.generate(own, PROMPTS, max_new_tokens=3)
+    own = nnx.merge(*nnx.split(own))
+    own.quantize_weights()
+    found = coat.generate(own, PROMPTS, max_new_tokens=3)
+    np.testing.assert_array_equal(found.tokens, expected.tokens)
+
+
+def test_a_stop_token_ends_its_prompt_alone():
+    own = model(dtype=jnp.float32)
+    free = coat.generate(own, PROMPTS, max_new_tokens=6).tokens.tolist()
+    stop = free[0][2]
+    found = coat.generate(own, PROMPTS, max_new_tokens=6, stop_tokens=[stop])
+    for tokens, length, all_tokens in zip(*found, free, strict=True):
+        end = all_tokens.index(stop) if stop in all_tokens else 6
+        assert length == end
+        assert tokens.tolist() == (all_tokens[: end + 1] + 6 * [0])[:6]
+
+
+def test_arrays_of_prompts_in_a_compiled_function():
+    own = model(dtype=jnp.float32)
+    graph, state = nnx.split(own)
+    prompts = jnp.array([[3, 1, 4], [1, 5, 9]])
+
+    def tokens(state, prompts):
+        own = nnx.merge(graph, state)
+        return coat.generate(own, prompts, max_new_tokens=3, prompt_length=5).tokens
+
+    found = compiled(tokens, state, prompts)
+    assert found.tolist() == [naive(own, row, 3) for row in prompts.tolist()]
+
+
+def test_sampling_keeps_the_most_likely_tokens():
+    shares = np.array([[0.1, 0.4, 0.05, 0.25, 0.2], [0.2, 0.2, 0.2, 0.2, 0.2]])
+    scores = jnp.log(jnp.array(shares, jnp.float32))
+
+    def kept(**options):
+        masked = Sampling(temperature=1.0, **options).masked(scores)
+        found = np.isfinite(masked)
+        np.testing.assert_array_equal(np.asarray(masked)[found], scores[found])
+        return [np.flatnonzero(row).tolist() for row in found]
+
+    assert kept() == [[0, 1, 2, 3, 4]] * 2
+    assert kept(top_k=2) == [[1, 3], [0, 1]]
+    assert kept(top_k=9) == [[0, 1, 2, 3, 4]] * 2
+    assert kept(top_p=0.5) == [[1, 3], [0, 1, 2]]
+    assert kept(top_p=1e-9) == [[1], [0]]
+    # Behind top_k the shares 0.4, 0.25 and 0.2 are 0.47, 0.29 and 0.24.
+    assert kept(top_k=3, top_p=0.7) == [[1, 3], [0, 1, 2]]
+
+
+def test_sampled_tokens_have_the_probabilities_of_the_logits():
+    shares = np.array([0.1, 0.6, 0.3])
+    scores = jnp.broadcast_to(jnp.log(jnp.array(shares)), (20_000, 3))
+    for options, power in (({}, 1.0), ({"top_k": 2}, 1.0), ({"top_p": 0.8}, 2.0)):
+        sampling = Sampling(temperature=1 / power, **options)
+        found = np.bincount(sampling.choose(scores, jax.random.key(1)), minlength=3)
+        expected = shares**power * ([1, 1, 1] if not options else [0, 1, 1])
+        np.testing.assert_allclose(found / 20_000, expected / expected.sum(), atol=0.02)
+
+
+def test_a_key_decides_the_sampled_tokens():
+    own = model(dtype=jnp.float32)
+    options = {"max_new_tokens": 8, "temperature": 3.0}
+    found = [
+        coat.generate(own, PROMPTS, key=jax.random.key(seed), **options).tokens.tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert found[0] == found[1] != found[2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
+        ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
+        ({"temperature": 1.0}, "a temperature above 0 needs a key, got 1.0"),
+        ({"top_k": 0}, "top_k must be positive, got 0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"prompt_length": 6}, "at most prompt_length=6 tokens, got 7"),
+        ({"stop_tokens": [128]}, "stop_tokens must be .* vocabulary of 128, got 128"),
+        ({"prompts": []}, "one token or more, but no prompt"),
+        ({"prompts": [[1], []]}, "one token or more, but prompt 1 is empty"),
+        ({"prompts": [[1, -3]]}, "prompts must be tokens .* of 128, got -3"),
+        ({"prompts": np.ones(3, int)}, r"integers \[b, p\], got int64 \[3\]"),
+        ({"prompts": np.ones((1, 3))}, r"got float64 \[1, 3\]"),
+    ],
+)
+def test_bad_input_is_named(options, message):
+    given = {"prompts": PROMPTS, "max_new_tokens": 1} | options
+    with pytest.raises(ValueError, match=message):
+        coat.generate(model(), **given)

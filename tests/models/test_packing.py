@@ -1,0 +1,136 @@
+"""Tests sequences of several documents, and weights of tokens in the loss."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import small_models
+from helpers.gradients import assert_close, compiled, cosine
+
+import coat_jax as coat
+from coat_jax.models import llama
+
+_SIZES = (5, 2, 9)  # The tokens of the documents of a sequence.
+_LENGTH = 20  # The rest is padding.
+_SEGMENTS = np.repeat([1, 2, 3, 0], [*_SIZES, _LENGTH - sum(_SIZES)])[None]
+
+
+def split(recipe: str, dtype=jnp.float32):
+    config = small_models.config(recipe=recipe, dtype=dtype, head_dim=16)
+    graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
+    return graph, small_models.trained(config, batches=1).params
+
+
+def tokens(seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(1, 128, (1, _LENGTH), np.int32)
+
+
+def log_likelihoods(graph, params, read, targets, *segments):
+    logits = nnx.merge(graph, params)(read, *segments)
+    return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
+
+
+def packed_loss(graph, params, read, targets, weights):
+    return llama.cross_entropy(
+        nnx.merge(graph, params),
+        read,
+        targets,
+        weights=weights,
+        segment_ids=jnp.array(_SEGMENTS),
+    )
+
+
+def test_each_document_has_the_logits_that_it_has_alone():
+    graph, params = split("bf16")
+    read = tokens()
+    packed = compiled(
+        lambda p, t, s: nnx.merge(graph, p)(t, s), params, read, jnp.array(_SEGMENTS)
+    )
+    alone = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
+    ends = np.cumsum(_SIZES)
+    for start, end in zip(ends - _SIZES, ends, strict=True):
+        # Tokens that come later change nothing, and all calls are one program.
+        one = np.zeros_like(read)
+        one[:, : end - start] = read[:, start:end]
+        expected = alone(params, one)[:, : end - start]
+        np.testing.assert_allclose(packed[:, start:end], expected, atol=2e-4)
+    assert np.isfinite(packed).all()
+
+
+def test_loss_is_the_weighted_mean_of_the_documents():
+    graph, params = split("bf16")
+    read, targets = tokens(), tokens(1)
+    weights = np.random.default_rng(2).integers(0, 3, read.shape)
+    weights[_SEGMENTS == 0] = 0
+    ends = np.cumsum(_SIZES)
+
+    def documents(params):
+        total = 0.0
+        for start, end in zip(ends - _SIZES, ends, strict=True):
+            own = np.s_[:, start:end]
+            likely = log_likelihoods(graph, params, read[own], targets[own])[..., 0]
+            total -= jnp.sum(weights[own] * likely)
+        return total / weights.sum()
+
+    expected = compiled(jax.value_and_grad(documents), params)
+    for own in (jnp.array(weights), jnp.array(weights, jnp.bfloat16)):
+        actual = compiled(
+            jax.value_and_grad(lambda p, w: packed_loss(graph, p, read, targets, w)),
+            params,
+            own,
+        )
+        assert_close(actual, expected, 1e-4)
+
+
+@pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
+def test_gradients_of_packed_sequences_by_recipe(recipe):
+    read, targets = tokens(), tokens(1)
+    weights = jnp.array(_SEGMENTS > 0)
+
+    def gradients(recipe):
+        graph, params = split(recipe, jnp.bfloat16)
+        return compiled(
+            jax.value_and_grad(lambda p: packed_loss(graph, p, read, targets, weights)),
+            params,
+        )
+
+    loss, grads = gradients(recipe)
+    expected_loss, expected = gradients("bf16")
+    np.testing.assert_allclose(loss, expected_loss, rtol=0.02)
+    assert cosine(grads, expected) > 0.98
+
+
+def test_segments_are_saved_once_for_all_layers():
+    def saved(*segments):
+        graph, params = split("coat", jnp.bfloat16)
+        read = jnp.array(tokens())
+        return coat.residual_report(
+            lambda p, t, *s: nnx.merge(graph, p).hidden(t, *s).sum(),
+            params,
+            read,
+            *segments,
+        ).nbytes
+
+    extra = saved(jnp.array(_SEGMENTS, jnp.int32)) - saved()
+    assert extra <= 4 * _LENGTH
+
+
+def test_no_weight_is_no_loss():
+    graph, params = split("bf16")
+    zeros = jnp.zeros((1, _LENGTH))
+    loss, grads = compiled(
+        jax.value_and_grad(lambda p: packed_loss(graph, p, tokens(), tokens(), zeros)),
+        params,
+    )
+    assert loss == 0
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("name", ["weights", "segment_ids"])
+def test_shapes_that_do_not_fit_are_named(name):
+    model = nnx.merge(*split("bf16"))
+    with pytest.raises(ValueError, match=rf"{name} must have the shape \(1, 20\)"):
+        llama.cross_entropy(
+            model, tokens(), tokens(), **{name: jnp.ones((1, 19), jnp.int32)}
+        )
