@@ -6,6 +6,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
 from coat_jax.layers.matmul import fp8_dot_general
+from coat_jax.models.memory import estimate_memory, largest_batch
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,
@@ -48,11 +49,13 @@ __all__ = [
     "QuantizedState",
     "ScaleByFP8AdamState",
     "dequantize",
+    "estimate_memory",
     "fp8_adamw",
     "fp8_dot_general",
     "fp8_remat",
     "from_optax_state",
     "fused_update",
+    "largest_batch",
     "memory_report",
     "moment_report",
     "opt_state_sharding",
