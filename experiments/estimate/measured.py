@@ -1,0 +1,169 @@
+"""Compares predicted memory with the peaks that were measured on GPUs.
+
+    uv run python -m experiments.estimate.measured
+
+The peaks are those of `experiments.bench.e2e` and `experiments.pretrain`, in their
+results files. A device's peak includes what the program did before its steps. Where it
+is missing, the peak of the compiled step takes its place. Nothing runs on a GPU here.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+from coat_jax.models import llama
+from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
+from experiments.bench.model_step import Model, loss_function
+from experiments.common.layer_cases import CASES
+from experiments.common.programs import new_parser
+from experiments.common.results import Bar, default_path, load, write_results
+from experiments.common.tables import bars as bars_table
+from experiments.common.tables import new_table
+from experiments.estimate.__main__ import record
+from experiments.pretrain.settings import PRESETS, model_config
+from experiments.pretrain.text import BYTES_VOCAB_SIZE
+
+Row = dict[str, Any]
+_TARGET = 0.05
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = new_parser("experiments.estimate.measured", __doc__)
+    top.add_argument("--out", type=Path, default=default_path("estimate"))
+    args = top.parse_args(argv)
+    rows = [*end_to_end(), *pretraining()]
+    write_results(args.out, rows=rows, bars=bars(rows))
+    console = Console(width=130)
+    console.print(table(rows))
+    console.print(bars_table(bars(rows)))
+
+
+def end_to_end() -> Iterator[Row]:
+    """Yields the rows of `bench_e2e`, each with its prediction."""
+    for row in load("bench_e2e")["rows"]:
+        if "peak_gib" not in row:
+            continue
+        sizes = {field.name: row[field.name] for field in dataclasses.fields(Model)}
+        model = Model(**sizes)
+        loss, state = loss_function(row["case"], model)
+        found = estimate_step(
+            loss,
+            *state,
+            _tokens(row["batch"], model.seq),
+            optimizer=_optimizer(row["case"]),
+            vocab_size=model.vocab,
+        )
+        names = {"of": "bench_e2e", "case": row["case"], "batch": row["batch"]}
+        yield names | compared(
+            found, row["peak_gib"], row.get("device_peak_gib"), row["activations_gib"]
+        )
+
+
+def pretraining() -> Iterator[Row]:
+    """Yields the recipes of `pretrain_124m`, each with its prediction."""
+    results = load("pretrain", "pretrain_124m")
+    settings = PRESETS[results["preset"]].settings
+    for row in results["rows"]:
+        config = model_config(settings, row["recipe"], BYTES_VOCAB_SIZE)
+        graph, *state = nnx.split(
+            nnx.eval_shape(lambda c=config: llama.Llama(c, rngs=nnx.Rngs(0))),
+            nnx.Param,
+            ...,
+        )
+
+        def loss(params, histories, tokens, graph=graph):
+            model = nnx.merge(graph, params, histories)
+            return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+        found = estimate_step(
+            loss,
+            *state,
+            _tokens(settings.batch_size, settings.seq_len),
+            optimizer=_optimizer(row["recipe"]),
+            vocab_size=config.vocab_size,
+        )
+        device = row["device_peak_bytes"]
+        names = {"of": "pretrain_124m", "case": row["recipe"]}
+        yield (
+            names
+            | {"batch": settings.batch_size}
+            | compared(
+                found,
+                row["step_bytes"] / GIB,
+                device and device / GIB,
+                row["saved_activation_bytes"] / GIB,
+            )
+        )
+
+
+def _optimizer(case: str) -> optax.GradientTransformation:
+    return default_optimizer(CASES[case].recipe)
+
+
+def _tokens(batch: int, length: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
+
+
+def compared(
+    found: MemoryEstimate, step: float, device: float | None, saved: float
+) -> Row:
+    """Returns a prediction beside the measured GiB, and its relative error.
+
+    Args:
+      found: The prediction.
+      step: The peak of the compiled step.
+      device: The device's peak, if it was measured.
+      saved: The saved activations, as the measured program counted them.
+    """
+    predicted = record(found)
+    measured = step if device is None else device
+    return predicted | {
+        "step_peak_gib": step,
+        "device_peak_gib": device,
+        "error_percent": 100 * (predicted["peak_gib"] / measured - 1),
+        "step_error_percent": 100 * (predicted["peak_gib"] / step - 1),
+        "measured_saved_gib": saved,
+    }
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """Returns a target for the largest error of each experiment's rows."""
+    found = []
+    for name in dict.fromkeys(row["of"] for row in rows):
+        errors = [abs(r["error_percent"]) / 100 for r in rows if r["of"] == name]
+        title = f"{name}, largest error of a peak"
+        found.append(Bar.of(title, "<=", _TARGET, max(errors)))
+    return found
+
+
+def table(rows: list[Row]) -> Table:
+    """Returns a table of the predicted and the measured GiB."""
+    columns = {
+        "batch": ("batch", "d"),
+        "predicted": ("peak_gib", ".2f"),
+        "compiled step": ("step_peak_gib", ".2f"),
+        "device": ("device_peak_gib", ".2f"),
+        "error, %": ("error_percent", "+.2f"),
+        "saved, predicted": ("all_saved_gib", ".3f"),
+        "measured": ("measured_saved_gib", ".3f"),
+    }
+    found = new_table("Peaks in GiB", "", *columns)
+    for row in rows:
+        cells = []
+        for key, spec in columns.values():
+            cells.append("-" if row[key] is None else format(row[key], spec))
+        found.add_row(f"{row['of']}: {row['case']}", *cells)
+    return found
+
+
+if __name__ == "__main__":
+    main()
