@@ -14,6 +14,7 @@ from coat_jax.optimizers.checkpoint import (
     to_optax_state,
 )
 from coat_jax.optimizers.fused import fused_update
+from coat_jax.optimizers.health import health_report
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.report import moment_report
 from coat_jax.optimizers.sharding import opt_state_sharding
@@ -55,6 +56,7 @@ __all__ = [
     "fp8_remat",
     "from_optax_state",
     "fused_update",
+    "health_report",
     "largest_batch",
     "memory_report",
     "moment_report",

@@ -98,6 +98,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="FACTOR",
         help="a loss above FACTOR times the median of the last 50 is a spike (none is)",
     )
+    add(
+        "--health-every",
+        type=int,
+        metavar="N",
+        help="steps between reports of amax, saturation and underflow by path and "
+        "layer, in health.jsonl and health.png (none)",
+    )
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
     add(
@@ -108,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="continue the run in DIR, by default the latest in runs/; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
-        "--keep, --save-every, --bad-step and --spike may change too",
+        "--keep, --save-every, --bad-step, --spike and --health-every may change too",
     )
     return top
 
