@@ -108,7 +108,7 @@ def health_report(
     An array is read once, and a few numbers are returned. This is cheap enough for
     every hundredth step, outside or within a jitted step. The tree may hold parameters,
     gradients, an optimizer's state, or activations, such as those that a Flax module
-    sows. Arrays that are not floating are left out.
+    sows. Arrays that are empty or not floating are left out.
 
     Statistics are those of codes that the library would compute of the array in a role:
 
@@ -190,7 +190,7 @@ def _report(
 def _of_array(x: Any, amax: Any, role: Role) -> dict[str, Float[Array, ""]]:
     if is_quantized(x):
         return _of_codes(x)
-    x = x.astype(jnp.float32)
+    x = jnp.atleast_1d(x).astype(jnp.float32)
     codes, ratio, format = _quantized(x, amax, role)
     # A number up to half a step above the largest code rounds to it.
     edge = format.max + _largest_step(format) / 2
@@ -227,12 +227,10 @@ def _quantized(
             codes = E5M2.encode(x * reciprocal(scale))
         ratio = x * reciprocal(scale.reshape((1,) * x.ndim))
         return codes.astype(jnp.float32), ratio, E5M2
-    width = x.shape[-1] if x.ndim else 1
-    size = max(width, 1) if role == "operand" else _GROUP
+    width = x.shape[-1]
+    size = width if role == "operand" else _GROUP
     q = quantize(x, format=E4M3, granularity=PerGroup(size))
-    scale = q.scale.astype(jnp.float32)
-    if x.ndim:
-        scale = jnp.repeat(scale, size, axis=-1)[..., :width]
+    scale = jnp.repeat(q.scale.astype(jnp.float32), size, axis=-1)[..., :width]
     return q.codes.astype(jnp.float32), x * reciprocal(scale), E4M3
 
 
@@ -243,6 +241,8 @@ def _largest_step(format: Format) -> float:
 
 
 def _is_floating(leaf: Any) -> bool:
+    """Returns whether a leaf is a floating or quantized array with elements."""
     if is_quantized(leaf):
-        return True
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+        return leaf.size > 0
+    floating = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    return floating and leaf.size > 0

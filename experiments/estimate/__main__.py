@@ -114,6 +114,8 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
     """
     if not 0 < args.memory_share <= 1:
         raise ValueError(f"--memory-share is from 0 to 1, got {args.memory_share}")
+    if not 0 < args.gpu_memory < math.inf:
+        raise ValueError(f"--gpu-memory must be positive, got {args.gpu_memory}")
     config = config_of(args, recipe)
     shape = tuple(args.mesh.values())
     mesh = AbstractMesh(shape, tuple(args.mesh)) if shape else None
@@ -128,8 +130,6 @@ def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
         row["largest_batch"] = coat.largest_batch(
             config, memory_gib=available, **options
         )
-    elif available <= 0:
-        raise ValueError(f"--gpu-memory must be positive, got {args.gpu_memory}")
     return row | {"fits": row["peak_gib"] <= available, "available_gib": available}
 
 

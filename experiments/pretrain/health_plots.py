@@ -46,7 +46,7 @@ def plot_health(run: Run) -> Figure | None:
     amax.set_ylabel("amax")
     shares.set_ylabel("% of elements that underflow")
     layers.set_ylabel("layer")
-    amax.legend(frameon=False, fontsize=8)
+    panels[0, -1].legend(frameon=False, fontsize=8)
     for axes in panels[:2].flat:
         axes.grid(color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)
