@@ -13,15 +13,9 @@ from jaxtyping import Array, Float
 
 from coat_jax.optimizers.report import share
 from coat_jax.optimizers.trees import is_quantized, unboxed
-from coat_jax.quantization.array import (
-    PerGroup,
-    PerTensor,
-    QuantizedArray,
-    quantize,
-    tensor_scale,
-)
+from coat_jax.quantization.array import QuantizedArray, tensor_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
-from pallas_kernels.numerics import magnitude, reciprocal
+from pallas_kernels.numerics import group_scale, magnitude, normal, reciprocal
 
 Role = Literal["operand", "saved", "gradient"]
 _GROUP = 16  # Neighbours that share a scale in saved activations.
@@ -140,7 +134,7 @@ def health_report(
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
-      >>> grads = {"w": jnp.array([[1.0, -4.0], [0.0, 1e-9]])}
+      >>> grads = {"w": jnp.array([[1.0, -4.0], [0.0, 1e-12]])}
       >>> report = coat.health_report(grads, role="gradient")
       >>> [(row["amax"], row["underflow_share"]) for row in report.rows()]
       [(4.0, 0.25)]
@@ -191,15 +185,16 @@ def _of_array(x: Any, amax: Any, role: Role) -> dict[str, Float[Array, ""]]:
     if is_quantized(x):
         return _of_codes(x)
     x = jnp.atleast_1d(x).astype(jnp.float32)
-    codes, ratio, format = _quantized(x, amax, role)
-    # A number up to half a step above the largest code rounds to it.
+    format, ratio = _scaled(x, amax, role)
+    # A number up to half a step above the largest code rounds to it, and one up to half
+    # the smallest code to zero.
     edge = format.max + _largest_step(format) / 2
     is_zero = x == 0
     return {
         "amax": magnitude(x),
         "zero_share": share(is_zero),
-        "saturated_share": share(jnp.abs(ratio) > edge),
-        "underflow_share": share(~is_zero & (codes == 0)),
+        "saturated_share": share(ratio > edge),
+        "underflow_share": share(~is_zero & (ratio <= format.smallest / 2)),
     }
 
 
@@ -214,24 +209,22 @@ def _of_codes(q: QuantizedArray) -> dict[str, Float[Array, ""]]:
     }
 
 
-def _quantized(
-    x: Float[Array, "..."], amax: Any, role: Role
-) -> tuple[Float[Array, "..."], Float[Array, "..."], Format]:
-    """Returns the values of the codes of `x`, `x` divided by its scales, the format."""
+def _scaled(
+    x: Float[Array, "... n"], amax: Any, role: Role
+) -> tuple[Format, Float[Array, "... n"]]:
+    """Returns the format of the codes, and the magnitude of `x` over its scales."""
+    size = jnp.abs(normal(x))
     if role == "gradient":
-        if amax is None:
-            q = quantize(x, format=E5M2, granularity=PerTensor())
-            codes, scale = q.codes, q.scale
-        else:
-            scale = tensor_scale(jnp.float32(amax), E5M2)
-            codes = E5M2.encode(x * reciprocal(scale))
-        ratio = x * reciprocal(scale.reshape((1,) * x.ndim))
-        return codes.astype(jnp.float32), ratio, E5M2
-    width = x.shape[-1]
-    size = width if role == "operand" else _GROUP
-    q = quantize(x, format=E4M3, granularity=PerGroup(size))
-    scale = jnp.repeat(q.scale.astype(jnp.float32), size, axis=-1)[..., :width]
-    return q.codes.astype(jnp.float32), x * reciprocal(scale), E4M3
+        largest = magnitude(x) if amax is None else jnp.float32(amax)
+        return E5M2, size * reciprocal(tensor_scale(largest, E5M2))
+    if role == "operand":
+        scale = group_scale(magnitude(x, -1)[..., None], E4M3.max)
+        return E4M3, size * reciprocal(scale)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % _GROUP)]
+    groups = jnp.pad(size, padding).reshape(*x.shape[:-1], -1, _GROUP)
+    scale = group_scale(magnitude(groups, -1)[..., None], E4M3.max)
+    ratio = (groups * reciprocal(scale)).reshape(*x.shape[:-1], -1)
+    return E4M3, ratio[..., : x.shape[-1]]
 
 
 def _largest_step(format: Format) -> float:

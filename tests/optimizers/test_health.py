@@ -71,7 +71,7 @@ def test_layers_have_statistics_of_their_own(rng):
 
 
 def test_elements_beyond_a_given_amax_saturate():
-    # With this amax the scale is 1, so that values are codes. E5M2 ends at 57,344, and
+    # The scale of this amax is 1, so that values are codes. E5M2 ends at 57,344, and
     # numbers up to 61,440 round to it.
     x = jnp.array([57_344.0, 61_000.0, -62_000.0, 1e9, 0.0, 1e-6, 1.0, 2.0])
     [row] = coat.health_report({"x": x}, role="gradient", amax=57_344.0).rows()
