@@ -14,12 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
-from coat_jax.models import llama
+import coat_jax as coat
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.model_step import Model, loss_function
 from experiments.common.layer_cases import CASES
@@ -55,16 +53,21 @@ def end_to_end(cases: Container[str] = CASES) -> Iterator[Row]:
         sizes = {field.name: row[field.name] for field in dataclasses.fields(Model)}
         model = Model(**sizes)
         loss, state = loss_function(row["case"], model)
+        tokens = jax.ShapeDtypeStruct((row["batch"], model.seq + 1), jnp.int32)
         found = estimate_step(
             loss,
             *state,
-            _tokens(row["batch"], model.seq),
-            optimizer=_optimizer(row["case"]),
+            tokens,
+            optimizer=default_optimizer(CASES[row["case"]].recipe),
             vocab_size=model.vocab,
         )
         names = {"of": "bench_e2e", "case": row["case"], "batch": row["batch"]}
         yield names | compared(
-            found, row["peak_gib"], row.get("device_peak_gib"), row["activations_gib"]
+            found,
+            step=row["peak_gib"],
+            device=row.get("device_peak_gib"),
+            saved=row["activations_gib"],
+            optimizer=row["optimizer_gib"],
         )
 
 
@@ -72,49 +75,28 @@ def pretraining() -> Iterator[Row]:
     """Yields the recipes of `pretrain_124m`, each with its prediction."""
     results = load("pretrain", "pretrain_124m")
     settings = PRESETS[results["preset"]].settings
+    sizes = {"batch": settings.batch_size, "sequence": settings.seq_len}
     for row in results["rows"]:
         config = model_config(settings, row["recipe"], BYTES_VOCAB_SIZE)
-        graph, *state = nnx.split(
-            nnx.eval_shape(lambda c=config: llama.Llama(c, rngs=nnx.Rngs(0))),
-            nnx.Param,
-            ...,
-        )
-
-        def loss(params, histories, tokens, graph=graph):
-            model = nnx.merge(graph, params, histories)
-            return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
-
-        found = estimate_step(
-            loss,
-            *state,
-            _tokens(settings.batch_size, settings.seq_len),
-            optimizer=_optimizer(row["recipe"]),
-            vocab_size=config.vocab_size,
-        )
         device = row["device_peak_bytes"]
         names = {"of": "pretrain_124m", "case": row["recipe"]}
-        yield (
-            names
-            | {"batch": settings.batch_size}
-            | compared(
-                found,
-                row["step_bytes"] / GIB,
-                device and device / GIB,
-                row["saved_activation_bytes"] / GIB,
-            )
+        names |= {"batch": settings.batch_size}
+        yield names | compared(
+            coat.estimate_memory(config, **sizes),
+            step=row["step_bytes"] / GIB,
+            device=device and device / GIB,
+            saved=row["saved_activation_bytes"] / GIB,
+            optimizer=row["optimizer_bytes_per_param"] * row["parameters"] / GIB,
         )
-
-
-def _optimizer(case: str) -> optax.GradientTransformation:
-    return default_optimizer(CASES[case].recipe)
-
-
-def _tokens(batch: int, length: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch, length + 1), jnp.int32)
 
 
 def compared(
-    found: MemoryEstimate, step: float, device: float | None, saved: float
+    found: MemoryEstimate,
+    *,
+    step: float,
+    device: float | None,
+    saved: float,
+    optimizer: float,
 ) -> Row:
     """Returns a prediction beside the measured GiB, and its relative error.
 
@@ -123,6 +105,7 @@ def compared(
       step: The peak of the compiled step.
       device: The device's peak, if it was measured.
       saved: The saved activations, as the measured program counted them.
+      optimizer: The optimizer's state in the measured program.
     """
     predicted = record(found)
     measured = step if device is None else device
@@ -132,6 +115,7 @@ def compared(
         "error_percent": 100 * (predicted["peak_gib"] / measured - 1),
         "step_error_percent": 100 * (predicted["peak_gib"] / step - 1),
         "measured_saved_gib": saved,
+        "measured_optimizer_gib": optimizer,
     }
 
 
