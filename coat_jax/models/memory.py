@@ -40,8 +40,7 @@ class Kinds:
         kernels, codes of gradients, copies of one layer's saved activations.
       gathered: Weights in the form that matmuls read: FP8 codes, casts to the dtype of
         the computation, slices of stacks. On a mesh they are gathered, and whole.
-      logits: The logits of a chunk of tokens, their gradients, and what the chunk adds
-        to the head's gradient.
+      logits: The logits of a chunk of tokens, and their gradients.
     """
 
     parameters: int
@@ -181,7 +180,7 @@ def estimate_memory(
         *state,
         jax.ShapeDtypeStruct((local_batch, sequence + 1), jnp.int32),
         optimizer=optimizer,
-        vocab_size=config.vocab_size,
+        logits=llama.chunk_of_logits(local_batch * sequence, config.vocab_size),
         whole=None if places is None else (params, places),
         gpus=math.prod(sizes.values()),
     )
@@ -192,7 +191,7 @@ def estimate_step(
     params: Any,
     *args: Any,
     optimizer: optax.GradientTransformation,
-    vocab_size: int,
+    logits: tuple[int, int],
     whole: tuple[Any, Any] | None = None,
     gpus: int = 1,
 ) -> MemoryEstimate:
@@ -204,7 +203,7 @@ def estimate_step(
         `jax.ShapeDtypeStruct`.
       *args: The other arguments of the loss.
       optimizer: The optimizer.
-      vocab_size: The last axis of logits.
+      logits: The shape of the logits that exist at a time, `llama.chunk_of_logits`.
       whole: The parameters of the model and their shardings, on a mesh.
       gpus: The number of GPUs.
     """
@@ -224,13 +223,13 @@ def estimate_step(
         sizes = dict.fromkeys(("gradients", "saved", "workspace", "logits"), 0)
         sizes["gathered"] = gathered
         for held in peak(moments):
-            kind = _kind(held, vocab_size)
+            kind = _kind(held, logits)
             split = kind == "gradients" and held.index < len(shards)
             sizes[kind] += shards[held.index] if split else held.nbytes
         return Kinds(**resident, **sizes)
 
     def in_loss(moment: Moment) -> bool:
-        return any(_kind(held, vocab_size) == "logits" for held in moment)
+        return any(_kind(held, logits) == "logits" for held in moment)
 
     return MemoryEstimate(
         forward=kinds(m for m in found.forward if not in_loss(m)),
@@ -305,14 +304,15 @@ def default_optimizer(recipe: recipes.RecipeName) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, tx.update)
 
 
-def _kind(held: Held, vocab_size: int) -> str:
+def _kind(held: Held, logits: tuple[int, int]) -> str:
     if held.role == "copy":
         return "gathered"
     if held.role == "saved":
         return "saved"
     if held.role == "output":
         return "gradients"
-    is_logits = len(held.shape) > 1 and held.shape[-1] == vocab_size
+    # FP8 codes may have this shape, too.
+    is_logits = held.shape == logits and held.dtype.itemsize > 1
     return "logits" if is_logits else "workspace"
 
 

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 import coat_jax as coat
+from coat_jax.models import llama
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.model_step import Model, loss_function
 from experiments.common.layer_cases import CASES
@@ -59,7 +60,7 @@ def end_to_end(cases: Container[str] = CASES) -> Iterator[Row]:
             *state,
             tokens,
             optimizer=default_optimizer(CASES[row["case"]].recipe),
-            vocab_size=model.vocab,
+            logits=llama.chunk_of_logits(row["batch"] * model.seq, model.vocab),
         )
         names = {"of": "bench_e2e", "case": row["case"], "batch": row["batch"]}
         yield names | compared(
