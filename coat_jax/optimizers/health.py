@@ -99,15 +99,15 @@ def health_report(
 ) -> HealthReport:
     """Computes each array's amax, and what saturates or underflows in FP8.
 
-    An array is read once, and a few numbers are returned. This is cheap enough for
+    It reads the arrays and returns a few numbers for each. This is cheap enough for
     every hundredth step, outside or within a jitted step. The tree may hold parameters,
     gradients, an optimizer's state, or activations, such as those that a Flax module
     sows. Arrays that are empty or not floating are left out.
 
     Statistics are those of codes that the library would compute of the array in a role:
 
-    | role         | format | scale                                   |
-    |--------------|--------|-----------------------------------------|
+    | role         | format | scale                                    |
+    |--------------|--------|------------------------------------------|
     | `"operand"`  | E4M3   | per token: one for each row, for matmuls |
     | `"saved"`    | E4M3   | one for each 16 neighbours of a row      |
     | `"gradient"` | E5M2   | per tensor, a power of two               |
