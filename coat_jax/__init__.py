@@ -8,6 +8,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 from coat_jax.convert.api import fp8
 from coat_jax.layers.dot_general import fp8_dot_general
 from coat_jax.models.generation import Generated, generate
+from coat_jax.models.memory import estimate_memory, largest_batch
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
     ScaleByFP8AdamState,
@@ -15,6 +16,7 @@ from coat_jax.optimizers.checkpoint import (
     to_optax_state,
 )
 from coat_jax.optimizers.fused import fused_update
+from coat_jax.optimizers.health import health_report
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.report import moment_report
 from coat_jax.optimizers.sharding import opt_state_sharding
@@ -51,6 +53,7 @@ __all__ = [
     "QuantizedState",
     "ScaleByFP8AdamState",
     "dequantize",
+    "estimate_memory",
     "fp8",
     "fp8_adamw",
     "fp8_dot_general",
@@ -58,6 +61,8 @@ __all__ = [
     "from_optax_state",
     "fused_update",
     "generate",
+    "health_report",
+    "largest_batch",
     "memory_report",
     "moment_report",
     "opt_state_sharding",

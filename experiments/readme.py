@@ -49,6 +49,7 @@ def results() -> str:
     """Returns the text of experiments/README.md."""
     sections = (
         _end_to_end(),
+        _estimates(),
         _layer(),
         _activations(),
         _pretraining(),
@@ -111,6 +112,39 @@ def _end_to_end() -> str:
         sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
         lines.append(found + " ".join(f"| {size:.1f} GiB" for size in sizes) + " |")
     return "\n".join([*lines, ""])
+
+
+def _estimates() -> str:
+    results = load("estimate")
+    lines = [
+        "**Predicted memory** (`estimate`): `python -m experiments.estimate` predicts "
+        "the GiB of a training step by kind, and the largest batch that fits, without "
+        "a GPU. Predictions stand here beside measured peaks: the device's, or else "
+        f"the compiled step's. {_grown(results['rows'])}",
+        "",
+        "| | batch | parameters, gradients | optimizer | saved | the rest | predicted "
+        "| measured | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        measured = row["device_peak_gib"] or row["step_peak_gib"]
+        model = row["parameters_gib"] + row["gradients_gib"]
+        rest = row["workspace_gib"] + row["gathered_gib"] + row["logits_gib"]
+        lines.append(
+            f"| {row['of']}, {row['case']} | {row['batch']} | {model:.1f} "
+            f"| {row['optimizer_gib']:.1f} | {row['saved_gib']:.1f} | {rest:.1f} "
+            f"| {row['peak_gib']:.1f} | {measured:.1f} | {row['error_percent']:+.1f}% |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def _grown(rows: list[dict[str, Any]]) -> str:
+    """Returns how the optimizer's state has changed since the peaks were measured."""
+    grown = max(row["optimizer_gib"] - row["measured_optimizer_gib"] for row in rows)
+    return (
+        f"The FP8 state of today is up to {grown:.2f} GiB larger than the measured one "
+        "was, so that predictions without it would be lower by as much."
+    )
 
 
 def _layer() -> str:

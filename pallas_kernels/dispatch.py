@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from pallas_kernels import placement
+from pallas_kernels import placement, stand_ins
 from pallas_kernels.placement import Axes
 
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
@@ -21,7 +21,12 @@ Implementation = Literal["mosaic", "reference"]
 
 
 def has_hopper() -> bool:
-    """Returns whether JAX's default device is a GPU with compute capability 9.0."""
+    """Returns whether JAX's default device is a GPU with compute capability 9.0.
+
+    A program that is traced with stand-ins is one for such a GPU.
+    """
+    if stand_ins.active():
+        return True
     device = _device()
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
@@ -166,6 +171,10 @@ class Operation(abc.ABC):
           ValueError: If the kernel was named and cannot run, or the name is unknown.
         """
         chosen = _choose(self, arrays, implementation)
+        # Some operations have no kernel: `kernel` is their definition, for parts.
+        has_kernel = type(self).kernel is not type(self).reference
+        if chosen == "mosaic" and has_kernel and stand_ins.active():
+            return stand_ins.kernel(self.name, self.reference, *arrays)
         mesh = placement.mesh_of(arrays)
         if chosen == "mosaic":
             run = placement.on_parts if mesh else type(self).kernel

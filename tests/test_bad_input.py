@@ -378,6 +378,66 @@ refused(lambda v: pk.matmul(CODES, CODES, jnp.ones(v)), [(3,), (16, 2)], name="s
 _CRYPTIC = ("has no attribute", "not subscriptable", "unhashable")
 
 
+CONFIG = llama.LlamaConfig(**SIZES)
+MESH = jax.sharding.AbstractMesh((2,), ("fsdp",))
+
+
+def estimated(**changes):
+    return coat.estimate_memory(CONFIG, **{"batch": 2, "sequence": 8} | changes)
+
+
+refused(
+    lambda v: coat.estimate_memory(v, batch=2, sequence=8), [None, "llama2-7b", SIZES]
+)
+for size in ("batch", "sequence"):
+    refused(lambda v, name=size: estimated(**{name: v}), [0, -1, 1.5, None, True])
+refused(lambda v: estimated(mesh=v), [{"fsdp": 2}, "fsdp=2", 2], name="mesh")
+refused(
+    lambda v: estimated(mesh=jax.sharding.AbstractMesh((2,), (v,))),
+    ["context", "pipeline"],
+    name="axis of a mesh",
+)
+refused(lambda v: estimated(mesh=MESH, batch=v), [3], name="batch on a mesh")
+refused(
+    lambda v: estimated(mesh=jax.sharding.AbstractMesh((v,), ("tensor",))),
+    [3],
+    name="tensor axis",
+)
+refused(
+    lambda v: estimated(batch=v, mesh=jax.sharding.AbstractMesh((v,), ("fsdp",))),
+    [3],
+    name="fsdp axis",
+    contains="must divide",
+)
+refused(lambda v: estimated(recipe=v), ["fp4", 8], name="recipe")
+refused(
+    lambda v: estimated(mesh=MESH, shardings=v),
+    [{"w": None}],
+    name="shardings",
+    contains="structure",
+)
+refused(lambda v: estimated(shardings=v), [{}], name="no mesh", contains="mesh=None")
+refused(
+    lambda v: coat.largest_batch(CONFIG, memory_gib=v, sequence=8),
+    [0, -1.0, np.nan, np.inf, "80", None],
+    name="memory_gib",
+)
+refused(lambda v: coat.health_report(PARAMS, role=v), ["weight", None, 3], name="role")
+refused(
+    lambda v: coat.health_report(v),
+    [{}, None, {"w": INTEGERS}, "x"],
+    name="health_report",
+    contains="floating array",
+)
+refused(lambda v: coat.health_report(PARAMS, stacked=v), [("layers",)], name="stacked")
+refused(
+    lambda v: coat.health_report({"s": jnp.ones(())}, stacked=v),
+    ["s"],
+    name="stacked scalar",
+)
+refused(lambda v: coat.health_report(PARAMS, amax=v), [1.0], name="amax")
+
+
 @pytest.mark.parametrize("entry", TABLE)
 def test_bad_input_is_refused_by_name(entry):
     call, contains = TABLE[entry]

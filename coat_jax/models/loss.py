@@ -159,6 +159,11 @@ def _logits_bwd(residuals, dlogits):
 logits.defvjp(_logits_fwd, _logits_bwd)
 
 
+def chunk_of_logits(tokens: int, vocab_size: int) -> tuple[int, int]:
+    """Returns the shape of the logits that `cross_entropy` computes at a time."""
+    return tokens // _num_chunks(tokens, vocab_size), vocab_size
+
+
 def _num_chunks(tokens: int, vocab_size: int) -> int:
     """Returns the smallest divisor of `tokens` that keeps a chunk's logits small."""
     fewest = math.ceil(tokens * vocab_size / _LOGITS_PER_CHUNK)

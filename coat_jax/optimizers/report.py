@@ -205,8 +205,8 @@ def _stats(
         size=q.size,
         power=q.power if q.exponent is None else None,
         k_counts=k_counts,
-        zero_share=_share(values == 0),
-        max_share=_share(jnp.abs(values) == q.format.max),
+        zero_share=share(values == 0),
+        max_share=share(jnp.abs(values) == q.format.max),
         error=error,
     )
 
@@ -249,7 +249,7 @@ def _of_elements(groups: Float[Array, "..."], q: QuantizedArray) -> Array:
     return jnp.repeat(groups, q.granularity.size, axis=-1)[..., : q.shape[-1]]
 
 
-def _share(where: Bool[Array, "... n"]) -> Float[Array, ""]:
+def share(where: Bool[Array, "... n"]) -> Float[Array, ""]:
     """Computes the share of True.
 
     Rows are counted in integers, since float32 cannot count beyond 2**24.

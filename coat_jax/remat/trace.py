@@ -281,7 +281,7 @@ def does_work(eqn: core.JaxprEqn) -> bool:
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
     """Yields the operations that contain no program, at any depth, and while loops."""
     for eqn in eqns:
-        bodies = _bodies(eqn)
+        bodies = bodies_of(eqn)
         for body in bodies:
             yield from all_eqns(body.eqns)
         if not bodies or eqn.primitive.name == "while":
@@ -394,7 +394,7 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     if eqn is None or isinstance(var, core.Literal):
         return
     position = eqn.outvars.index(var)
-    bodies = [body for body in _bodies(eqn) if len(body.outvars) == len(eqn.outvars)]
+    bodies = [body for body in bodies_of(eqn) if len(body.outvars) == len(eqn.outvars)]
     for body in bodies:
         yield from _producers(body, body.outvars[position])
     yield eqn
@@ -406,14 +406,14 @@ def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, cor
     """Yields the bodies of an operation, each with its variable for one operand."""
     if eqn.primitive.name == "while":
         return
-    for body in _bodies(eqn):
+    for body in bodies_of(eqn):
         # The branches of a cond do not take its index.
         at = position - (len(eqn.invars) - len(body.invars))
         if at >= 0:
             yield body, body.invars[at]
 
 
-def _bodies(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the programs inside an operation; a kernel counts as one operation."""
     return [] if _is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
 

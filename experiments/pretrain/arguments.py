@@ -105,6 +105,13 @@ def add_comparison(top: argparse.ArgumentParser) -> None:
         metavar="FACTOR",
         help="a loss above FACTOR times the median of the last 50 is a spike (none is)",
     )
+    add(
+        "--health-every",
+        type=int,
+        metavar="N",
+        help="steps between reports of amax, saturation and underflow by path and "
+        "layer, in health.jsonl and health.png (none)",
+    )
 
 
 def add_folder(top: argparse.ArgumentParser, default: str) -> None:
@@ -119,7 +126,7 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
         metavar="DIR",
         help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
-        "--keep, --save-every, --bad-step and --spike may change too",
+        "--keep, --save-every, --bad-step, --spike and --health-every may change too",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from experiments.pretrain import data
+from experiments.pretrain import data, health
 from experiments.pretrain.bad_steps import (
     MOST_ROLLBACKS,
     BadStep,
@@ -37,6 +37,7 @@ class Loop:
       checkpoints: The recipe's checkpoints.
       metrics: The log of steps.
       moments: The log of FP8 moments.
+      health: The log of reports of amax, saturation and underflow.
       progress: The number of steps done, and what else belongs to the state.
       state: The state after these steps.
       batches: The batches that follow.
@@ -50,6 +51,7 @@ class Loop:
     checkpoints: Checkpoints
     metrics: RowLog
     moments: RowLog
+    health: RowLog
     progress: Progress
     state: TrainState
     batches: data.Batches
@@ -97,8 +99,12 @@ class Loop:
         """Runs a step and returns its row, or None if the step led to a rollback."""
         step = self.progress.step + 1
         limit = loss_limit(self._losses, self.run.settings.spike)
+        every = self.run.settings.health_every
+        reporting = every is not None and step % every == 0
+        # The first use of `reporting_step` compiles it, which is not timed.
+        run_step = self.trainer.reporting_step if reporting else self.trainer.step
         started = time.perf_counter()
-        self.state, found = self.trainer.step(self.state, next(self.batches), limit)
+        self.state, found = run_step(self.state, next(self.batches), limit)
         row = {"recipe": self.recipe, "step": step}
         row["lr"] = self.trainer.learning_rate(step - self.progress.skipped)
         row |= {"loss": float(found.loss), "grad_norm": float(found.grad_norm)}
@@ -114,6 +120,8 @@ class Loop:
         else:
             self.progress.skipped += 1
             row["skipped"] = True
+        for report in health.rows(found.reports):
+            self.health.write({"recipe": self.recipe, "step": step} | report)
         self.progress.step = step
         return row
 
@@ -138,7 +146,7 @@ class Loop:
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
         self.checkpoints.roll_back(step)
-        for log in (self.metrics, self.moments):
+        for log in (self.metrics, self.moments, self.health):
             log.drop_after(step)
         self._losses = self._recent_losses()
         if step:
@@ -156,7 +164,7 @@ class Loop:
             self.moments.write({"recipe": self.recipe, "step": row["step"]} | found)
 
     def _save(self) -> None:
-        logs = self.metrics, self.moments
+        logs = self.metrics, self.moments, self.health
         self.progress.rows = {log.name: log.sync() for log in logs}
         self.progress.batches = self.batches.get_state()
         self.progress.note_peak(self.peak_before, device_peak_bytes())

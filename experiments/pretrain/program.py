@@ -7,7 +7,8 @@ library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Bo
 from one initialization and read the data in one order. `--help` lists the recipes,
 presets and other flags. The run's folder holds metrics.jsonl, summary.json, loss.png
 and checkpoints. For recipes with FP8 moments it also holds moments.jsonl and
-moments.png, the statistics of these moments. Ctrl-C saves a checkpoint, and `--resume`
+moments.png, the statistics of these moments; with --health-every also health.jsonl
+and health.png. Ctrl-C saves a checkpoint, and `--resume`
 continues from it with the same results as an uninterrupted run. A resumed run may train
 longer (`--steps`), and `--bad-step` says what follows a NaN.
 """
@@ -29,6 +30,7 @@ from experiments.common.programs import one_line
 from experiments.pretrain import arguments, data, interrupts, report
 from experiments.pretrain.bad_steps import BadStep
 from experiments.pretrain.checkpoints import Checkpoints, Progress
+from experiments.pretrain.health_plots import plot_health
 from experiments.pretrain.interrupts import STOPPED, Interrupts
 from experiments.pretrain.loop import Loop, device_peak_bytes
 from experiments.pretrain.moment_plots import plot_moments
@@ -106,6 +108,7 @@ def write_report(run: Run, inputs: "Inputs") -> Table:
     summary = report.summarize(run, inputs.token)
     plot_losses(run, inputs.token)
     plot_moments(run)
+    plot_health(run)
     return report.table(summary)
 
 
@@ -205,6 +208,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
         run.checkpoints(recipe) as checkpoints,
         run.append_metrics(recipe) as metrics,
         run.append_moments(recipe) as moments,
+        run.append_health(recipe) as health,
     ):
         progress = checkpoints.progress()
         if progress.step == run.steps:
@@ -220,6 +224,7 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
             checkpoints=checkpoints,
             metrics=metrics,
             moments=moments,
+            health=health,
             progress=progress,
             state=state,
             batches=batches,

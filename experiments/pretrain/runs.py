@@ -4,6 +4,7 @@ run.json         the settings, the data's fingerprint, the number of steps, and 
                  how many the learning rate is scheduled
 metrics.jsonl    one line per step and recipe
 moments.jsonl    one line per validation, recipe, parameter and moment stored in FP8
+health.jsonl     with `health_every`, one line per report, recipe and array or layer
 tokenizer.json   the BPE of a run with one
 checkpoints/     one folder per recipe with the latest states, and their checksums
 lock             locked by the process that writes to the folder
@@ -40,12 +41,13 @@ from experiments.pretrain.rows import RowLog, read_rows, rows_checksum
 from experiments.pretrain.settings import Recipe, Settings
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
+_HEALTH = "health.jsonl"
 _LOCK = "lock"
 _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
 _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that touch no step that is done. A resumed run may also have more steps.
-_CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
+_CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every"}
 
 
 class Run:
@@ -211,8 +213,16 @@ class Run:
         """Opens moments.jsonl for more rows of a recipe; a context manager."""
         return RowLog(self.folder / _MOMENTS, recipe)
 
+    def health(self) -> list[dict[str, Any]]:
+        """Returns the rows of health.jsonl, without an incomplete last line."""
+        return [row for row, _ in read_rows(self.folder / _HEALTH)]
+
+    def append_health(self, recipe: Recipe) -> "RowLog":
+        """Opens health.jsonl for more rows of a recipe; a context manager."""
+        return RowLog(self.folder / _HEALTH, recipe)
+
     def _drop_unsaved_rows(self) -> None:
-        """Drops the rows of metrics and moments after each recipe's checkpoint.
+        """Drops the rows of all logs after each recipe's checkpoint.
 
         Raises:
           ValueError: If the rows before it are not those that were written.
@@ -222,7 +232,7 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
-        for path in (self.folder / _METRICS, self.folder / _MOMENTS):
+        for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
             path.touch()
             kept = [
                 (row, line)

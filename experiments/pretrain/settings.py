@@ -24,6 +24,7 @@ BadStep = Literal["stop", "skip", "rollback"]
 _BPE_VOCAB_SIZE = 16_384
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
+_POSITIVE += ("health_every",)
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
@@ -68,6 +69,8 @@ class Settings:
         on with the batches that follow.
       spike: A loss is a spike above this multiple of the median of the recipe's last 50
         losses; None means that no finite loss is one.
+      health_every: Steps between reports of amax, saturation and underflow; None means
+        that there are none.
     """
 
     preset: str
@@ -97,6 +100,7 @@ class Settings:
     keep: int = 2
     bad_step: BadStep = "stop"
     spike: float | None = None
+    health_every: int | None = None
 
     # The recipes that round BF16 parameters stochastically. It is no setting, so it has
     # no annotation.

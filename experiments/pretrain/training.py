@@ -15,7 +15,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -30,6 +30,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from coat_jax.remat.report import peak_bytes
 from experiments.common.timing import OPTIONS
+from experiments.pretrain import health
 from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
 
 
@@ -58,12 +59,14 @@ class Metrics(NamedTuple):
       grad_norms: Norm of each parameter's gradient, in the order of
         `Trainer.parameter_names`.
       ok: Whether the loss is within the step's limit and the gradient's norm finite.
+      reports: The reports of `health.reports`, if the step makes them.
     """
 
     loss: Float32[Array, ""]
     grad_norm: Float32[Array, ""]
     grad_norms: Float32[Array, " parameters"]
     ok: Bool[Array, ""]
+    reports: health.Reports
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
@@ -223,6 +226,23 @@ class Trainer:
         compiled, _ = self.compiled
         return compiled(state, jnp.asarray(batch), jnp.float32(limit))
 
+    @cached_property
+    def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """A `step` whose metrics have reports of amax, saturation and underflow.
+
+        It is a program of its own, so that other steps cost what they cost without
+        reports.
+        """
+        step = jax.jit(partial(self._step, reporting=True), donate_argnums=0)
+        limit = jax.ShapeDtypeStruct((), jnp.float32)
+        lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
+        compiled = lowered.compile(self._options)
+
+        def run(state, batch, limit=math.inf):
+            return compiled(state, jnp.asarray(batch), jnp.float32(limit))
+
+        return run
+
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""
         where = state.params, state.histories
@@ -279,12 +299,17 @@ class Trainer:
         state: TrainState,
         batch: Int32[Array, "batch length+1"],
         limit: Float32[Array, ""],
+        reporting: bool = False,
     ) -> tuple[TrainState, Metrics]:
         loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
             state.params, state.histories, batch
         )
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
+        reports = {}
+        if reporting:
+            model = nnx.merge(self._graphdef, state.params, state.histories)
+            reports = health.reports(model, batch[:, :-1], grads, state.opt_state)
         ok = (loss <= limit) & jnp.isfinite(norm)  # No comparison with NaN is true.
         if self._settings.bad_step == "skip":
             state = jax.lax.cond(
@@ -292,7 +317,7 @@ class Trainer:
             )
         else:
             state = self._updated(state, grads, histories)
-        return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok)
+        return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok, reports)
 
     def _updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State

@@ -1,0 +1,368 @@
+"""A model of the memory that XLA takes for a traced function, without compiling it.
+
+The model follows the arrays of a program from the operation that writes them to the
+last one that reads them:
+
+- Matmuls, kernels, reductions, gathers, scatters and loops write arrays. Every other
+  operation is fused with its readers, and its result is written only if a matmul, a
+  kernel or a loop reads it. Reshapes and transposes are views.
+- Operations run in the program's order. Only in the body of a loop those run first that
+  the next iteration needs. XLA puts the others, which are the matmuls of weights'
+  gradients in a backward pass, behind them.
+- The stacked results of a loop exist before it starts. Slices of its stacked operands
+  are copied, unless they are fused with their readers.
+- A fused operation, or a loop, writes to the memory of an operand of the same size that
+  nothing reads later.
+
+Arguments count nothing here. The sum of the sizes of all arrays that exist at a time is
+what an allocator without gaps would need.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
+
+import jax
+from jax.extend import core
+
+from coat_jax.remat.trace import Linearized, bodies_of, does_work, linearize
+from pallas_kernels import dispatch, stand_ins
+
+# The role of an array. Inputs are arguments that are not parameters. Copies are made of
+# parameters alone, such as FP8 codes of a weight. Saved arrays pass from forward to
+# backward, and outputs are gradients.
+Role = Literal["parameter", "input", "copy", "saved", "output", "temporary"]
+_WRITES = frozenset(
+    {
+        "argmax",
+        "argmin",
+        "concatenate",
+        "cond",
+        "cumsum",
+        "gather",
+        "scatter",
+        "scatter-add",
+        "sort",
+        "while",
+    }
+)
+_VIEWS = frozenset(
+    {"copy", "name", "optimization_barrier", "reshape", "squeeze", "transpose"}
+)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class Held:
+    """An array in the device's memory.
+
+    Attributes:
+      shape: The shape.
+      dtype: The dtype.
+      nbytes: The bytes that it counts; none for arguments.
+      role: The role.
+      index: The index among all gradients, for outputs.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+    role: Role = "temporary"
+    index: int | None = None
+
+
+Moment = tuple[Held, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Liveness:
+    """The arrays that exist during each operation of a function and its gradient.
+
+    A loop is one operation, with the arrays at the peak of its body.
+
+    Attributes:
+      forward: The arrays during each operation of the forward pass.
+      backward: The arrays during each operation of the backward pass.
+      saved: All arrays that the forward pass saves for the backward pass.
+    """
+
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
+    saved: Moment
+
+
+def liveness(fn: Callable, params: Any, *args: Any) -> Liveness:
+    """Follows the arrays of `fn` and its gradient, as on a Hopper GPU.
+
+    Args:
+      fn: The function that is differentiated, such as a loss.
+      params: Its first argument, a pytree of arrays or of `jax.ShapeDtypeStruct`.
+      *args: Its other arguments.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from coat_jax.remat.liveness import liveness, peak, total_bytes
+      >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+      >>> total_bytes(peak(liveness(lambda x: jnp.sin(x) @ x, x).forward))
+      768
+    """
+    with dispatch.traced_anew(), stand_ins.for_hopper():
+        traced = linearize(fn, params, *args)
+    parameters = traced.forward.jaxpr.invars[: len(jax.tree.leaves(params))]
+    roles: dict[core.Var, Role] = dict.fromkeys(parameters, "parameter")
+    backward, saved = _backward(traced, roles)
+    return Liveness(forward=_forward(traced, roles), backward=backward, saved=saved)
+
+
+def peak(moments: Iterable[Moment]) -> Moment:
+    """Returns the arrays of the moment with the most bytes."""
+    return max(moments, key=total_bytes, default=())
+
+
+def total_bytes(arrays: Iterable[Held]) -> int:
+    """Returns the bytes of all arrays."""
+    return sum(held.nbytes for held in arrays)
+
+
+def _forward(traced: Linearized, roles: dict[core.Var, Role]) -> tuple[Moment, ...]:
+    program, jaxpr = _Program(), traced.forward.jaxpr
+    for var, role in roles.items():
+        program.values[var] = _Value.of(var, role)
+    program.run(jaxpr)
+    ends = [program.written(var) for var in jaxpr.outvars]
+    for held in ends[traced.num_outputs :]:
+        held.role = "saved" if held.role in ("temporary", "copy") else held.role
+    return program.moments(ends)
+
+
+def _backward(
+    traced: Linearized, roles: dict[core.Var, Role]
+) -> tuple[tuple[Moment, ...], Moment]:
+    """Returns the moments of the backward pass, and all saved arrays."""
+    program, jaxpr = _Program(), traced.backward.jaxpr
+    saved: dict[Any, _Value] = {}
+    for index, residual in enumerate(traced.residuals):
+        var, role = jaxpr.invars[index], "saved"
+        if traced.is_argument(index):
+            known = isinstance(residual, core.Var) and roles.get(residual)
+            role = known or "input"
+        # An array that is saved twice exists once.
+        key = residual if isinstance(residual, core.Var) else index
+        program.values[var] = saved.setdefault(key, _Value.of(var, role))
+    program.run(jaxpr)
+    ends: list[Held] = []
+    for index, var in enumerate(jaxpr.outvars):
+        value = program.value(var)
+        if value.held is None:
+            # The optimizer is fused with such a gradient.
+            ends += value.reads
+        else:
+            ends.append(value.held)
+            if value.held.role == "temporary":
+                value.held.role, value.held.index = "output", index
+    start = tuple(v.held for v in saved.values() if v.held and v.held.role == "saved")
+    return program.moments(ends, start), start
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    """A result of an operation; a view is the value that it views.
+
+    Attributes:
+      aval: The type.
+      reads: The arrays to compute it from, while it is not written.
+      held: The array, once it is written.
+    """
+
+    aval: Any
+    reads: frozenset[Held] = frozenset()
+    held: Held | None = None
+
+    @classmethod
+    def of(cls, var: Any, role: Role) -> "_Value":
+        """Returns the value of a variable that has an array."""
+        return cls(var.aval, held=_held(var.aval, role))
+
+    @property
+    def sources(self) -> frozenset[Held]:
+        return self.reads if self.held is None else frozenset([self.held])
+
+
+def _held(aval: Any, role: Role = "temporary") -> Held:
+    nbytes = 0 if role in ("parameter", "input") else aval.size * aval.dtype.itemsize
+    return Held(shape=aval.shape, dtype=aval.dtype, nbytes=nbytes, role=role)
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class _Step:
+    """An operation that writes arrays.
+
+    Attributes:
+      reads: The arrays that it reads.
+      writes: The arrays that it writes.
+      in_place: Those of them that may take the place of arrays that it reads.
+      inside: The arrays of a loop's body at its peak.
+    """
+
+    reads: frozenset[Held]
+    writes: Sequence[Held]
+    in_place: Sequence[Held] = ()
+    inside: Moment = ()
+
+
+class _Program:
+    """The steps of a program, and the values of its variables."""
+
+    def __init__(self) -> None:
+        self.values: dict[Any, _Value] = {}
+        self.steps: list[_Step] = []
+
+    def value(self, var: Any) -> _Value:
+        if isinstance(var, core.Literal) or var not in self.values:
+            return _Value.of(var, "input")
+        return self.values[var]
+
+    def written(self, var: Any) -> Held:
+        """Returns the array of a value, which is written now if it was not yet."""
+        value = self.value(var)
+        if value.held is None:
+            value.held = _held(value.aval, _role(value.reads))
+            writes = [value.held]
+            self.steps.append(_Step(reads=value.reads, writes=writes, in_place=writes))
+        return value.held
+
+    def run(self, jaxpr: core.Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if name == "scan":
+                self._loop(eqn)
+            elif (body := _inlined(eqn)) is not None:
+                self._call(body, eqn)
+            elif name in _VIEWS:
+                self._view(eqn)
+            elif name.startswith("reduce_") and name != "reduce_precision":
+                self._write(eqn, self._sources(eqn))
+            elif name in _WRITES or does_work(eqn):
+                self._write(eqn, frozenset(map(self.written, eqn.invars)))
+            else:
+                reads = self._sources(eqn)
+                for var in eqn.outvars:
+                    self.values[var] = _Value(var.aval, reads)
+
+    def _sources(self, eqn: core.JaxprEqn) -> frozenset[Held]:
+        return frozenset().union(*(self.value(var).sources for var in eqn.invars))
+
+    def _call(self, body: core.Jaxpr, eqn: core.JaxprEqn) -> None:
+        for inner, outer in zip(body.invars, eqn.invars, strict=True):
+            self.values[inner] = self.value(outer)
+        self.run(body)
+        for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
+            self.values[outer] = self.value(inner)
+
+    def _view(self, eqn: core.JaxprEqn) -> None:
+        for before, after in zip(eqn.invars, eqn.outvars, strict=True):
+            if eqn.primitive.name == "optimization_barrier":
+                self.written(before)
+            self.values[after] = self.value(before)
+
+    def _write(
+        self,
+        eqn: core.JaxprEqn,
+        reads: frozenset[Held],
+        inside: Moment = (),
+        carries: int = 0,
+    ) -> None:
+        writes = [_held(var.aval, _role(reads)) for var in eqn.outvars]
+        self.steps.append(
+            _Step(reads=reads, writes=writes, in_place=writes[:carries], inside=inside)
+        )
+        for var, held in zip(eqn.outvars, writes, strict=True):
+            self.values[var] = _Value(var.aval, held=held)
+
+    def _loop(self, eqn: core.JaxprEqn) -> None:
+        [body] = bodies_of(eqn)
+        inner = _Program()
+        for var, operand in zip(body.invars, eqn.invars, strict=True):
+            # The operand itself counts outside of the loop.
+            is_copy = _role(self.value(operand).sources) == "copy"
+            source = _held(var.aval, "parameter" if is_copy else "input")
+            inner.values[var] = _Value(var.aval, frozenset([source]))
+            if not _is_stacked(operand, var):
+                inner.values[var].held = source
+        inner.run(body)
+        carries, ends = 0, []
+        for result, var in zip(eqn.outvars, body.outvars, strict=True):
+            if _is_stacked(result, var):
+                # A fused operation writes to the stack itself.
+                if (value := inner.value(var)).held is None:
+                    inner.steps.append(_Step(reads=value.reads, writes=()))
+            else:
+                carries += 1
+                ends.append(inner.written(var))
+        inner.postpone(ends)
+        reads = frozenset(map(self.written, eqn.invars))
+        self._write(eqn, reads, peak(inner.moments(ends)), carries)
+
+    def postpone(self, ends: Iterable[Held]) -> None:
+        """Moves steps behind all others if `ends` do not depend on them."""
+        needed, first = set(ends), []
+        for step in reversed(self.steps):
+            if needed.intersection(step.writes):
+                needed |= step.reads
+                first.append(step)
+        chosen = set(map(id, first))
+        self.steps = first[::-1] + [s for s in self.steps if id(s) not in chosen]
+
+    def moments(
+        self, ends: Iterable[Held], start: Iterable[Held] = ()
+    ) -> tuple[Moment, ...]:
+        """Returns the arrays that exist during each step.
+
+        Args:
+          ends: The results, which exist to the end.
+          start: Arrays that exist at the start.
+        """
+        last: dict[Held, int] = {}
+        for number, step in enumerate(self.steps):
+            last |= dict.fromkeys((*step.reads, *step.writes), number)
+        last |= dict.fromkeys(ends, len(self.steps))
+        live = dict.fromkeys(held for held in start if held in last)
+        found = [tuple(live)]
+        for number, step in enumerate(self.steps):
+            dying = [h for h in step.reads if last[h] == number and h in live]
+            replaced = _replaced(step, dying)
+            now = dict.fromkeys((*live, *step.writes, *step.inside))
+            found.append(tuple(held for held in now if held not in replaced))
+            live |= dict.fromkeys(step.writes)
+            live = dict.fromkeys(held for held in live if last[held] > number)
+        return tuple(found)
+
+
+def _replaced(step: _Step, dying: Sequence[Held]) -> set[Held]:
+    """Returns the arrays to whose memory a step writes, of those that it reads last."""
+    found: set[Held] = set()
+    for held in step.in_place:
+        fitting = (h for h in dying if h.nbytes == held.nbytes and h not in found)
+        found.update(list(fitting)[:1])
+    return found
+
+
+def _role(reads: Iterable[Held]) -> Role:
+    """Returns the role of an array that is computed from others."""
+    roles = {held.role for held in reads}
+    return "copy" if roles and roles <= {"parameter", "copy"} else "temporary"
+
+
+def _inlined(eqn: core.JaxprEqn) -> core.Jaxpr | None:
+    """Returns the program of an operation that only calls it, such as jit."""
+    bodies = [] if eqn.primitive.name in _WRITES else bodies_of(eqn)
+    fits = [
+        body
+        for body in bodies
+        if len(body.invars) == len(eqn.invars) and len(body.outvars) == len(eqn.outvars)
+    ]
+    return fits[0] if fits else None
+
+
+def _is_stacked(outer: Any, inner: Any) -> bool:
+    """Returns whether a loop slices, or stacks, an array along its first axis."""
+    return outer.aval.ndim > inner.aval.ndim

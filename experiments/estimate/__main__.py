@@ -1,0 +1,172 @@
+"""Predicts the GiB that a training step takes on each GPU, by kind, without a GPU.
+
+    uv run python -m experiments.estimate
+    uv run python -m experiments.estimate --preset llama2-13b --mesh fsdp=2 --batch 8
+    uv run python -m experiments.estimate --largest-batch --gpu-memory 80
+
+The table has one column for each recipe, with the kinds of memory at the peak of the
+step. `--largest-batch` finds the most sequences of a step that fit into `--gpu-memory`
+GiB of each GPU. The bars in the figure show the share of each kind. A .json file beside
+it holds the same rows.
+"""
+
+import argparse
+import dataclasses
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from rich.console import Console
+from rich.table import Table
+
+import coat_jax as coat
+from coat_jax.layers.recipes import RecipeName, Scaling
+from coat_jax.models import llama
+from coat_jax.models.memory import GIB, MemoryEstimate
+from experiments.common.programs import new_parser, one_line
+from experiments.common.results import write_results
+from experiments.common.tables import new_table
+from experiments.estimate.figure import KINDS, draw
+
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = parser()
+    args = top.parse_args(argv)
+    try:
+        rows = [row_of(args, recipe) for recipe in args.recipes]
+    except ValueError as error:
+        top.error(one_line(error))
+    console = Console(width=110)
+    console.print(title(rows[0]))
+    console.print(table(rows))
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    write_results(args.out, rows=rows)
+    figure = args.out.with_suffix(".png")
+    draw(rows).savefig(figure)
+    print(f"{args.out} and {figure.name} hold these figures", file=sys.stderr)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    top = new_parser("experiments.estimate", __doc__)
+    add = top.add_argument
+    add("--preset", choices=llama.CONFIGS, default="llama2-7b")
+    add("--layers", type=int, help="instead of the preset's number of layers")
+    add("--vocab-size", type=int, help="instead of the preset's vocabulary")
+    recipes = get_args(RecipeName)
+    add("--recipes", nargs="+", choices=recipes, default=recipes, metavar="RECIPE")
+    add("--scaling", choices=get_args(Scaling), default="just_in_time")
+    add("--param-dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--batch", type=int, help="sequences of a step on all GPUs; one for each GPU")
+    add("--sequence", type=int, default=2048, help="tokens of a sequence")
+    add("--mesh", type=mesh_of, default={}, help="such as data=2,fsdp=4,tensor=2")
+    add("--largest-batch", action="store_true", help="find the most that fits")
+    add("--gpu-memory", type=float, default=80.0, help="GiB of a GPU")
+    add("--memory-share", type=float, default=0.95, help="the share that JAX may take")
+    out = Path("runs/estimate.json")
+    add("--out", type=Path, default=out, help="a figure goes beside it")
+    return top
+
+
+def mesh_of(text: str) -> dict[str, int]:
+    """Returns the sizes of a mesh's axes, as the command line gives them.
+
+    Raises:
+      argparse.ArgumentTypeError: If the text is not of the form name=size,name=size.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.partition("=")
+        if not size.isdecimal() or not int(size) or name in sizes:
+            raise argparse.ArgumentTypeError(
+                f"a mesh is written name=size,name=size, got {text!r}"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def config_of(args: argparse.Namespace, recipe: RecipeName) -> llama.LlamaConfig:
+    """Returns the configuration that a command line gives, with a recipe."""
+    flow = recipe in ("coat", "coat_max")
+    changes = {"num_layers": args.layers, "vocab_size": args.vocab_size}
+    return dataclasses.replace(
+        llama.CONFIGS[args.preset],
+        **{name: value for name, value in changes.items() if value is not None},
+        recipe=recipe,
+        scaling=args.scaling if flow else "just_in_time",
+        param_dtype=jnp.dtype(args.param_dtype),
+    )
+
+
+def row_of(args: argparse.Namespace, recipe: RecipeName) -> Row:
+    """Returns the record of a recipe.
+
+    Raises:
+      ValueError: If the sizes of the model, the batch and the mesh do not fit, or the
+        memory or its share is out of range.
+    """
+    if not 0 < args.memory_share <= 1:
+        raise ValueError(f"--memory-share is from 0 to 1, got {args.memory_share}")
+    if not 0 < args.gpu_memory < math.inf:
+        raise ValueError(f"--gpu-memory must be positive, got {args.gpu_memory}")
+    config = config_of(args, recipe)
+    shape = tuple(args.mesh.values())
+    mesh = AbstractMesh(shape, tuple(args.mesh)) if shape else None
+    options = {"sequence": args.sequence, "mesh": mesh}
+    gpus = math.prod(shape)
+    batch = gpus if args.batch is None else args.batch
+    row: Row = {"recipe": recipe, "preset": args.preset, "gpus": gpus, "batch": batch}
+    row |= {"sequence": args.sequence, "mesh": ",".join(map(_axis, args.mesh.items()))}
+    row |= record(coat.estimate_memory(config, batch=batch, **options))
+    available = args.gpu_memory * args.memory_share
+    if args.largest_batch:
+        row["largest_batch"] = coat.largest_batch(
+            config, memory_gib=available, **options
+        )
+    return row | {"fits": row["peak_gib"] <= available, "available_gib": available}
+
+
+def _axis(axis: tuple[str, int]) -> str:
+    return f"{axis[0]}={axis[1]}"
+
+
+def record(estimate: MemoryEstimate) -> Row:
+    """Returns the GiB of each kind at the peak, of all that is saved, and in all."""
+    peak = dataclasses.asdict(estimate.peak)
+    kinds = {f"{kind}_gib": peak[kind] / GIB for kind in KINDS}
+    kinds |= {"peak_gib": estimate.peak_bytes / GIB, "peak_phase": estimate.peak_phase}
+    return kinds | {"all_saved_gib": estimate.saved_bytes / GIB}
+
+
+def title(row: Row) -> str:
+    """Returns the model, the batch and the mesh in words."""
+    where = row["mesh"] or "one GPU"
+    return f"{row['preset']}, {row['batch']} x {row['sequence']} tokens on {where}"
+
+
+def table(rows: list[Row]) -> Table:
+    """Returns a table with a column for each recipe."""
+    found = new_table("GiB a GPU at the peak", "", *(row["recipe"] for row in rows))
+    for kind, name in KINDS.items():
+        found.add_row(name, *(f"{row[f'{kind}_gib']:.2f}" for row in rows))
+    found.add_section()
+    found.add_row("peak", *(f"{row['peak_gib']:.2f}" for row in rows))
+    found.add_row("in the", *(row["peak_phase"] for row in rows))
+    available = f"{rows[0]['available_gib']:.0f} GiB"
+    fits = ("yes" if row["fits"] else "NO" for row in rows)
+    found.add_row(f"fits in {available}", *fits)
+    if "largest_batch" in rows[0]:
+        most = (str(row["largest_batch"] or "none") for row in rows)
+        found.add_row("largest batch", *most)
+    return found
+
+
+if __name__ == "__main__":
+    main()

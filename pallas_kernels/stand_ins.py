@@ -1,0 +1,83 @@
+"""Stand-ins for kernels, in programs that are traced for their shapes and never run.
+
+A program for a Hopper GPU can be traced on any machine. In the context `for_hopper`
+every operation is chosen as on a Hopper GPU, and a kernel is one operation of the
+traced program, with the shapes of its results and nothing inside.
+"""
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.extend import core
+
+_active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
+
+
+@contextlib.contextmanager
+def for_hopper() -> Iterator[None]:
+    """Traces functions in this context as for a Hopper GPU, with stand-ins.
+
+    Trace them anew (`dispatch.traced_anew`): traces with stand-ins must not be reused.
+    """
+    token = _active.set(True)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active() -> bool:
+    """Returns whether kernels are traced as stand-ins."""
+    return _active.get()
+
+
+def _new(name: str) -> core.Primitive:
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(lambda *operands, results, **_: list(results))
+    return primitive
+
+
+KERNEL = _new("coat_kernel")
+# Policies of `jax.checkpoint` find JAX's own flash attention by these names.
+_ATTENTION = _new("dot_product_attention_fwd")
+_ATTENTION_GRAD = _new("dot_product_attention_bwd")
+
+
+def kernel(name: str, definition: Callable, *arrays: Any) -> Any:
+    """Returns tracers with the shapes and dtypes of `definition(*arrays)`."""
+    out = jax.eval_shape(definition, *arrays)
+    leaves, tree = jax.tree.flatten(out)
+    found = KERNEL.bind(*jax.tree.leaves(arrays), results=_types(*leaves), name=name)
+    return tree.unflatten(found)
+
+
+@jax.custom_vjp
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Returns the result of flash attention, which saves q, k, v and the result.
+
+    It also saves one float32 number for each query and head, as cuDNN's does.
+    """
+    return _attention(q, k, v)[0]
+
+
+def _attention(q, k, v):
+    batch, length, heads, _ = q.shape
+    statistics = jax.ShapeDtypeStruct((batch, heads, length), "float32")
+    o, saved = _ATTENTION.bind(q, k, v, results=_types(q, statistics))
+    return o, (q, k, v, o, saved)
+
+
+def _attention_grads(saved, do):
+    grads = _types(*saved[:3])
+    return tuple(_ATTENTION_GRAD.bind(*saved, do, results=grads))
+
+
+attention.defvjp(_attention, _attention_grads)
+
+
+def _types(*arrays: Any) -> tuple[jax.core.ShapedArray, ...]:
+    return tuple(jax.core.ShapedArray(x.shape, x.dtype) for x in arrays)

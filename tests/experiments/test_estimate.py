@@ -1,0 +1,103 @@
+"""Tests the programs that predict memory, and their comparison with measured peaks."""
+
+import argparse
+import json
+
+import pytest
+
+from experiments.common.results import load
+from experiments.estimate import __main__ as estimate
+from experiments.estimate import measured
+from experiments.estimate.figure import KINDS, draw
+
+_SMALL = "--preset 124m --layers 2 --vocab-size 512 --sequence 128 --recipes bf16 coat"
+
+
+def test_predictions_are_within_a_twentieth_of_measured_peaks():
+    rows = list(measured.end_to_end({"coat", "te"}))
+    assert len(rows) == 6
+    for row in rows:
+        assert abs(row["error_percent"]) < 5
+        assert row["all_saved_gib"] == pytest.approx(
+            row["measured_saved_gib"], rel=1e-3
+        )
+    assert all(bar.holds for bar in measured.bars(rows))
+    assert measured.table(rows).row_count == 6
+
+
+def test_committed_predictions_cover_all_measured_peaks():
+    results = load("estimate")
+    expected = [r for r in load("bench_e2e")["rows"] if "peak_gib" in r]
+    expected = [("bench_e2e", r["case"], r["batch"], r["peak_gib"]) for r in expected]
+    rows = results["rows"]
+    found = [(r["of"], r["case"], r["batch"], r["step_peak_gib"]) for r in rows]
+    assert found[: len(expected)] == expected
+    assert {r["of"] for r in rows[len(expected) :]} == {"pretrain_124m"}
+    for row in rows:
+        peak = row["device_peak_gib"] or row["step_peak_gib"]
+        assert row["error_percent"] == pytest.approx(100 * (row["peak_gib"] / peak - 1))
+        kinds = sum(row[f"{kind}_gib"] for kind in KINDS)
+        assert kinds == pytest.approx(row["peak_gib"])
+
+
+def test_the_program_writes_rows_and_a_figure(tmp_path, capsys):
+    out = tmp_path / "a" / "estimate.json"
+    estimate.main(
+        f"{_SMALL} --batch 4 --mesh data=2,fsdp=2 --largest-batch --gpu-memory 0.1 "
+        f"--out {out}".split()
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["recipe"] for row in rows] == ["bf16", "coat"]
+    for row in rows:
+        assert (row["gpus"], row["batch"], row["mesh"]) == (4, 4, "data=2,fsdp=2")
+        assert row["available_gib"] == pytest.approx(0.095)
+        assert row["largest_batch"] % 4 == 0
+        assert row["fits"] == (row["largest_batch"] >= 4)
+    assert rows[0]["largest_batch"] < rows[1]["largest_batch"]
+    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "largest batch" in capsys.readouterr().out
+
+
+def test_the_figure_has_a_bar_for_each_recipe_and_kind():
+    row = dict.fromkeys((f"{kind}_gib" for kind in KINDS), 0.0)
+    row |= {"parameters_gib": 3.0, "saved_gib": 1.0, "peak_gib": 4.0}
+    row |= {"preset": "124m", "batch": 1, "sequence": 8, "mesh": ""}
+    figure = draw([row | {"recipe": "bf16"}, row | {"recipe": "coat"}])
+    [axes] = figure.axes
+    widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
+    assert widths == [[3, 3], [1, 1]]
+    assert {text.get_text() for text in axes.texts} == {"75%", "25%", " 4.0"}
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("--mesh fsdp", "'fsdp'"),
+        ("--mesh fsdp=0", "'fsdp=0'"),
+        ("--mesh fsdp=2,fsdp=2", "'fsdp=2,fsdp=2'"),
+        ("--mesh context=2", "'context'"),
+        ("--mesh fsdp=2 --batch 3", "got 3"),
+        ("--mesh tensor=5", "got 5"),
+        ("--batch 0", "got 0"),
+        ("--sequence -1", "got -1"),
+        ("--layers 0", "got 0"),
+        ("--gpu-memory 0", "got 0"),
+        ("--gpu-memory nan", "got nan"),
+        ("--memory-share 1.5", "got 1.5"),
+        ("--recipes fp4", "'fp4'"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_exit_code_2(argv, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        estimate.main([*argv.split(), "--out", str(tmp_path / "x.json")])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mesh_is_read_in_order():
+    assert estimate.mesh_of("data=2,tensor=4") == {"data": 2, "tensor": 4}
+    with pytest.raises(argparse.ArgumentTypeError):
+        estimate.mesh_of("")

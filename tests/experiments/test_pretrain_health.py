@@ -1,0 +1,104 @@
+"""Tests reports of amax, saturation and underflow during a run."""
+
+import dataclasses
+import gc
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.pretrain import health, health_plots, runs, training
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS, model_config
+
+_SETTINGS = PRESETS["tiny"].settings
+
+
+@pytest.fixture(scope="module")
+def reported():
+    """The state before a step, its batch, the state after it, and the report's rows."""
+    config = model_config(_SETTINGS, "bf16", 257)
+    fp8 = training.Optimizer.of("coat")
+    trainer = training.Trainer(config, _SETTINGS, steps=10, optimizer=fp8)
+    shape = _SETTINGS.batch_size, _SETTINGS.seq_len + 1
+    batch = np.random.default_rng(0).integers(0, 257, shape, np.int32)
+    state = trainer.init()
+    before = jax.device_get(nnx.to_pure_dict(state.params))
+    after, metrics = trainer.reporting_step(state, batch)
+    plain, expected = trainer.step(trainer.init(), batch)
+    assert expected.reports == {}
+    np.testing.assert_allclose(metrics.loss, expected.loss, rtol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (after.params, plain.params)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    rows = {
+        (row["of"], row["path"], row.get("layer")): row
+        for row in health.rows(metrics.reports)
+    }
+    return before, batch, rows
+
+
+def test_parameters_are_reported_by_layer(reported):
+    before, _, rows = reported
+    for name in ("qkv", "down", "mlp_norm"):
+        for layer, weight in enumerate(before["layers"][name]):
+            row = rows["parameters", f"layers/{name}", layer]
+            assert row["amax"] == np.abs(weight).max()
+            assert row["size"] == weight.size
+    assert rows["parameters", "embedding", None]["size"] == before["embedding"].size
+
+
+def test_all_kinds_of_arrays_are_reported(reported):
+    _, _, rows = reported
+    assert {key[0] for key in rows} == {
+        "parameters",
+        "gradients",
+        "activations",
+        "moments",
+    }
+    paths = {key[1:] for key in rows if key[0] == "gradients"}
+    assert paths == {key[1:] for key in rows if key[0] == "parameters"}
+    assert all(rows["gradients", "layers/qkv", k]["amax"] > 0 for k in range(2))
+    arrays = [row for key, row in rows.items() if key[0] != "moments"]
+    assert all(row["saturated_share"] == 0 for row in arrays)
+
+
+def test_activations_are_those_of_the_layers(reported):
+    before, batch, rows = reported
+    stream = before["embedding"][batch[:, :-1]].astype(np.float64)
+    norm = np.sqrt(np.mean(stream**2, axis=-1, keepdims=True) + 1e-5)
+    inputs = stream / norm * before["layers"]["attention_norm"][0]
+    for name, expected in (("stream", stream), ("input of qkv", inputs)):
+        row = rows["activations", name, 0]
+        assert row["amax"] == pytest.approx(np.abs(expected).max(), rel=0.01)
+        assert row["size"] == expected.size
+    names = {key[1] for key in rows if key[0] == "activations"}
+    assert len(names) == 7
+
+
+def test_a_run_writes_reports_and_a_figure(tmp_path):
+    text = tmp_path / "a.txt"
+    text.write_bytes(np.random.default_rng(0).integers(97, 123, 40_000, np.uint8))
+    folder = tmp_path / "run"
+    argv = ["--preset", "tiny", "--recipes", "bf16", "--data", str(text)]
+    argv += ["--steps", "5", "--health-every", "2", "--out", str(folder)]
+    assert pretrain.main(argv) == 0
+    lines = (folder / "health.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert {(row["recipe"], row["step"]) for row in rows} == {("bf16", 2), ("bf16", 4)}
+    assert {row["of"] for row in rows} == {"parameters", "gradients", "activations"}
+    assert (folder / "health.png").read_bytes().startswith(b"\x89PNG")
+    gc.collect()  # The finished run holds the lock of its folder.
+    run = runs.Run.resume(folder, {"health_every": 3})
+    assert run.settings.health_every == 3
+    [amax, shares, *_] = health_plots.plot_health(run).axes
+    assert [list(line.get_xdata()) for line in amax.lines] == [[2, 4]] * 3
+    expected = max(r["amax"] for r in rows if (r["of"], r["step"]) == ("gradients", 4))
+    assert amax.lines[1].get_ydata()[1] == expected
+    assert len(shares.lines) == 3
+
+
+def test_health_every_must_be_positive():
+    with pytest.raises(ValueError, match="health_every must be positive, got 0"):
+        dataclasses.replace(_SETTINGS, health_every=0)

@@ -1,0 +1,139 @@
+"""Tests predicted memory against plain formulas and what was measured on GPUs."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.models.memory import GIB, Kinds
+
+H, F, L, HEADS, KV, V, S = 256, 512, 3, 4, 2, 1024, 128
+CONFIG = llama.LlamaConfig(
+    vocab_size=V,
+    hidden_size=H,
+    intermediate_size=F,
+    num_layers=L,
+    num_heads=HEADS,
+    num_kv_heads=KV,
+    param_dtype=jnp.bfloat16,
+)
+QKV = H * (HEADS + 2 * KV) // HEADS
+MATRICES = L * (QKV * H + H * H + 3 * F * H) + 2 * V * H
+NORMS = (2 * L + 1) * H
+
+
+def estimate(**changes):
+    options = {"batch": 2, "sequence": S, "recipe": "bf16"} | changes
+    return coat.estimate_memory(CONFIG, **options)
+
+
+def mesh(**sizes) -> AbstractMesh:
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes))
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_parameters_gradients_and_float32_moments_follow_from_the_sizes(recipe):
+    found = estimate(recipe=recipe)
+    count = MATRICES + NORMS
+    assert found.update.parameters == found.update.gradients == 2 * count
+    if recipe == "bf16":
+        assert found.update.optimizer == 8 * count + 4
+    else:  # Codes, and scales of groups of 128 elements.
+        assert 2.03 * count < found.update.optimizer < 2.4 * count
+    assert found.update.total == found.peak_bytes or found.peak_phase != "update"
+    for kinds in found.phases.values():
+        assert kinds.total == sum(dataclasses.asdict(kinds).values())
+        assert all(value >= 0 for value in dataclasses.asdict(kinds).values())
+
+
+def test_the_loss_holds_logits_and_the_whole_saved():
+    found = estimate(recipe="coat")
+    tokens = 2 * S
+    assert found.loss.logits >= tokens * V * (4 + 2)
+    assert found.loss.saved <= found.saved_bytes
+    # The stream in groups of 16 twice a layer, gate and up, and four BF16 arrays.
+    grouped = 1 + 2 / 16
+    layer = 2 * H * grouped + 2 * F * grouped + 2 * (2 * H + 2 * KV * H // HEADS)
+    assert found.saved_bytes >= L * tokens * layer
+    assert found.saved_bytes <= 1.2 * (L * tokens * layer + 2 * tokens * H + 2 * V * H)
+
+
+def test_saved_activations_and_workspace_grow_with_the_batch():
+    small, large = estimate(batch=2), estimate(batch=8)
+    # The gradient of the head does not grow, nor do a few scales and angles.
+    head = 2 * V * H
+    assert large.saved_bytes - head == pytest.approx(
+        4 * (small.saved_bytes - head), 1e-2
+    )
+    assert large.backward.parameters == small.backward.parameters
+
+
+@pytest.mark.parametrize("recipe", ["te", "coat"])
+def test_fsdp_divides_all_that_its_specs_divide(recipe):
+    alone = estimate(batch=2, recipe=recipe)
+    four = estimate(batch=8, mesh=mesh(fsdp=4), recipe=recipe)
+    assert four.gpus == 4
+    assert four.update.parameters == 2 * (MATRICES // 4 + NORMS)
+    assert four.update.gradients == four.update.parameters
+    if recipe == "te":
+        assert four.update.optimizer == 8 * (MATRICES // 4 + NORMS) + 4
+    # Each GPU has as many tokens as one GPU alone.
+    assert four.saved_bytes == alone.saved_bytes
+    assert four.loss.gathered == alone.loss.gathered + 2 * V * H  # The head.
+
+
+def test_tensor_parallel_divides_layers_and_data_parallel_the_batch_alone():
+    alone = estimate(batch=2)
+    two = estimate(batch=2, mesh=mesh(tensor=2))
+    embeddings = 2 * V * H
+    assert two.update.parameters == 2 * (
+        (MATRICES - embeddings) // 2 + embeddings + NORMS
+    )
+    assert 0.4 * alone.saved_bytes < two.saved_bytes < 0.8 * alone.saved_bytes
+    data = estimate(batch=4, mesh=mesh(data=2))
+    assert dataclasses.asdict(data) == dataclasses.asdict(alone) | {"gpus": 2}
+
+
+def test_given_shardings_and_optimizers_count():
+    found = mesh(fsdp=2)
+    model = nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))
+    params = nnx.state(model, nnx.Param)
+    whole = jax.tree.map(lambda p: NamedSharding(found, P()), params)
+    sgd = estimate(batch=2, mesh=found, shardings=whole, optimizer=optax.sgd(1e-3))
+    assert sgd.update.parameters == 2 * (MATRICES + NORMS)
+    assert sgd.update.optimizer == 0
+    assert sgd.loss.gathered == 0
+
+
+def test_it_prints_a_table():
+    lines = str(estimate()).splitlines()
+    assert lines[0].split() == [
+        "GiB",
+        "a",
+        "GPU",
+        "forward",
+        "loss",
+        "backward",
+        "update",
+    ]
+    assert [line.split()[0] for line in lines[1:]] == [
+        *(field.name for field in dataclasses.fields(Kinds)),
+        "total",
+    ]
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    options = {"sequence": S, "recipe": "bf16", "mesh": mesh(fsdp=2)}
+    limit = coat.estimate_memory(CONFIG, batch=12, **options).peak_bytes / GIB
+    assert coat.largest_batch(CONFIG, memory_gib=limit, **options) == 12
+    below = math.nextafter(limit, 0) * 0.999
+    assert coat.largest_batch(CONFIG, memory_gib=below, **options) == 10
+    assert coat.largest_batch(CONFIG, memory_gib=1e-4, **options) == 0
