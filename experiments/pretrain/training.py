@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float32, Int32
 
 import coat_jax as coat
@@ -29,6 +31,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from coat_jax.remat.report import peak_bytes
 from experiments.common.timing import OPTIONS
+from experiments.pretrain import meshes
 from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
 
 
@@ -147,6 +150,7 @@ class Trainer:
       settings: Settings of the training.
       steps: Length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
+      mesh: The mesh that the training is spread over; None means the first device.
 
     Attributes:
       parameters: Number of parameters of the model.
@@ -160,9 +164,13 @@ class Trainer:
         *,
         steps: int,
         optimizer: Optimizer | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
+        if mesh is not None:
+            config = dataclasses.replace(config, batch_axes=meshes.BATCH_AXES)
         self._config = config
         self._settings = settings
+        self._mesh = mesh
         self._optimizer = optimizer or Optimizer.of(config.recipe)
         self._schedule = learning_rate(settings, steps)
         self._tx = self._optimizer.transformation(settings, steps)
@@ -175,13 +183,17 @@ class Trainer:
         ]
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
-        self._compiled_init = jax.jit(self._init)
+        placed = None if mesh is None else self._shardings
+        self._compiled_init = jax.jit(self._init, out_shardings=placed)
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
         """The compiled step, and the compile time in seconds."""
         started = time.perf_counter()
-        step = jax.jit(self._step, donate_argnums=0)
+        placed = None
+        if self._mesh is not None:
+            placed = self._shardings, NamedSharding(self._mesh, P())
+        step = jax.jit(self._step, donate_argnums=0, out_shardings=placed)
         limit = jax.ShapeDtypeStruct((), jnp.float32)
         lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
         compiled = lowered.compile(self._options)
@@ -197,16 +209,16 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and placement of a state."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+            lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there),
             jax.eval_shape(self._init, 0),
+            self._shardings,
         )
 
     def step(
         self,
         state: TrainState,
-        batch: Int32[np.ndarray, "batch length+1"],
+        batch: Int32[np.ndarray, "rows length+1"],
         limit: float = math.inf,
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step; `state` is donated.
@@ -216,16 +228,18 @@ class Trainer:
 
         Args:
           state: The state before the step.
-          batch: The tokens to train on.
+          batch: The tokens to train on. A process has only those rows that are on its
+            devices.
           limit: The largest loss of a step that is `ok`.
         """
         compiled, _ = self.compiled
-        return compiled(state, jnp.asarray(batch), jnp.float32(limit))
+        batch = self._placed(batch, self._settings.batch_size)
+        return compiled(state, batch, np.float32(limit))
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""
         where = state.params, state.histories
-        losses = [self._evaluate(*where, jnp.asarray(b)) for b in batches]
+        losses = [self._evaluate(*where, self._placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
@@ -239,21 +253,49 @@ class Trainer:
         return float(f"{self._schedule(step - 1):.6g}")
 
     def saved_activation_bytes(self) -> int:
-        """Returns the bytes that the forward pass saves for the backward pass."""
+        """Returns the bytes that forward saves for backward, on all devices together.
+
+        They are those of one microbatch.
+        """
         state = self.abstract_state()
-        found = coat.residual_report(
-            self._loss, state.params, state.histories, self._abstract_batch
-        )
+        batch, parts = self._abstract_batch, self._settings.accumulate
+        batch = batch.update(shape=(batch.shape[0] // parts, batch.shape[1]))
+        found = coat.residual_report(self._loss, state.params, state.histories, batch)
         return found.nbytes
 
     def step_bytes(self) -> int:
-        """Returns the device memory of the compiled step, including its arguments."""
+        """Returns the memory of the compiled step on a device, with its arguments."""
         return peak_bytes(self.compiled[0])
 
     @property
     def _abstract_batch(self) -> jax.ShapeDtypeStruct:
         shape = self._settings.batch_size, self._settings.seq_len + 1
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        where = None if self._mesh is None else meshes.batch_sharding(self._mesh)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    @cached_property
+    def _shardings(self) -> TrainState:
+        """The sharding of each array of the state."""
+        state = jax.eval_shape(self._init, 0)
+        if self._mesh is None:
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda _: device, state)
+        params = meshes.param_shardings(state.params, self._mesh)
+        opt_state = coat.opt_state_sharding(self._tx, state.params, params)
+        whole = NamedSharding(self._mesh, P())
+        histories = jax.tree.map(lambda _: whole, state.histories)
+        return TrainState(params, opt_state, whole, histories)
+
+    def _placed(
+        self, batch: Int32[np.ndarray, "rows length+1"], size: int
+    ) -> Int32[Array, "batch length+1"]:
+        """Returns a batch of `size` rows, all of which or this process's are given."""
+        if self._mesh is None:
+            return jnp.asarray(batch)
+        rows = np.arange(size)
+        if len(batch) != size:
+            rows = meshes.own_rows(size, self._mesh)
+        return meshes.spread(batch, rows, size, self._mesh)
 
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
         config = dataclasses.replace(self._config, param_dtype=jnp.float32)
@@ -279,9 +321,7 @@ class Trainer:
         batch: Int32[Array, "batch length+1"],
         limit: Float32[Array, ""],
     ) -> tuple[TrainState, Metrics]:
-        loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
-            state.params, state.histories, batch
-        )
+        loss, grads, histories = self._gradients(state, batch)
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         ok = (loss <= limit) & jnp.isfinite(norm)  # No comparison with NaN is true.
@@ -292,6 +332,34 @@ class Trainer:
         else:
             state = self._updated(state, grads, histories)
         return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok)
+
+    def _gradients(
+        self, state: TrainState, batch: Int32[Array, "batch length+1"]
+    ) -> tuple[Float32[Array, ""], nnx.State, nnx.State]:
+        """Computes the loss, its gradients and the next histories.
+
+        With several microbatches the sums of gradients are float32. Each device's rows
+        are in all microbatches, so that no row moves.
+        """
+        count = self._settings.accumulate
+        gradients = jax.value_and_grad(self._loss, (0, 1))
+        if count == 1:
+            loss, (grads, histories) = gradients(state.params, state.histories, batch)
+            return loss, grads, histories
+
+        def add(carry, batch):
+            total, sums, histories = carry
+            loss, (grads, histories) = gradients(state.params, histories, batch)
+            sums = jax.tree.map(lambda s, g: s + g / count, sums, grads)
+            return (total + loss / count, sums, histories), None
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
+        parts = batch.reshape(-1, count, batch.shape[1]).swapaxes(0, 1)
+        (loss, sums, histories), _ = jax.lax.scan(
+            add, (jnp.float32(0), zeros, state.histories), parts
+        )
+        grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
+        return loss, grads, histories
 
     def _updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
