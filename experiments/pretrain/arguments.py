@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.programs import new_parser
+from experiments.pretrain import meshes
 from experiments.pretrain.data import TokenDtype, Tokenizer
-from experiments.pretrain.runs import check_unused, latest
+from experiments.pretrain.processes import Cluster
+from experiments.pretrain.runs import latest
 from experiments.pretrain.settings import (
     PRESETS,
     RECIPES,
@@ -28,6 +30,7 @@ examples:
   uv run python -m experiments.pretrain
   uv run python -m experiments.pretrain --recipes bf16,te,coat,coat_max --steps 200
   uv run python -m experiments.pretrain --preset 124m --minutes 10 --data corpus.jsonl
+  uv run python -m experiments.pretrain --preset llama2-7b --mesh data=2,fsdp=4
   uv run python -m experiments.pretrain --resume
 """
 
@@ -40,11 +43,17 @@ class Arguments:
       folder: The run's folder.
       resume: Whether to continue the run that is already in `folder`.
       given: The settings that the command line gives, by name.
+      mesh: The sizes of the mesh's axes; None means that none are given.
+      cluster: The processes that train together; None means this one alone.
+      profile: Whether a few steps of each recipe are profiled.
     """
 
     folder: Path
     resume: bool
     given: dict[str, Any]
+    mesh: dict[str, int] | None = None
+    cluster: Cluster | None = None
+    profile: bool = False
 
     def settings(self) -> Settings:
         """Returns the preset's settings, overridden by the given ones."""
@@ -98,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="FACTOR",
         help="a loss above FACTOR times the median of the last 50 is a spike (none is)",
     )
+    _add_devices(top)
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help="the run's folder (runs/PRESET-TIME)", metavar="DIR")
     add(
@@ -111,6 +121,25 @@ def parser() -> argparse.ArgumentParser:
         "--keep, --save-every, --bad-step and --spike may change too",
     )
     return top
+
+
+def _add_devices(top: argparse.ArgumentParser) -> None:
+    add = top.add_argument_group("devices, none of which change a result").add_argument
+    add(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help=f"sizes of {', '.join(meshes.AXES)}, such as fsdp=8 or data=2,fsdp=4; "
+        "all devices as fsdp if not given, and one on a CPU",
+    )
+    add(
+        "--processes",
+        metavar="N",
+        help="processes that run this command; auto takes them from the environment, "
+        "as jax.distributed.initialize does",
+    )
+    add("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    add("--profile", action="store_true", help="a few steps, into the run's folder")
 
 
 def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
@@ -151,6 +180,7 @@ def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentP
     add("--vocab-size", type=int, help="of the BPE (16384), or of token files")
     add("--token-dtype", choices=typing.get_args(TokenDtype), help="(uint16)")
     add("--batch-size", type=int, help="sequences a step")
+    add("--accumulate", type=int, metavar="N", help="in N microbatches (1)")
     add("--seq-len", type=int, help="tokens a sequence")
     return top
 
@@ -161,14 +191,24 @@ def parse(argv: Sequence[str] | None = None) -> Arguments:
     given = read(top, argv)
     resume = "resume" in given
     out, resumed = given.pop("out", None), given.pop("resume", None)
+    where = [
+        given.pop(name, None) for name in ("processes", "process_id", "coordinator")
+    ]
+    mesh, profile = given.pop("mesh", None), given.pop("profile", False)
     try:
         if resume:
             folder = _only(out, resumed) or latest(_RUNS)
-            return Arguments(folder=folder, resume=True, given=given)
-        time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out or _RUNS / f"{given.get('preset', 'cpu')}-{time}"
-        check_unused(folder)
-        return Arguments(folder=folder, resume=False, given=given)
+        else:
+            time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            folder = out or _RUNS / f"{given.get('preset', 'cpu')}-{time}"
+        return Arguments(
+            folder=folder,
+            resume=resume,
+            given=given,
+            mesh=None if mesh is None else meshes.parse(mesh),
+            cluster=Cluster.of(*where),
+            profile=profile,
+        )
     except ValueError as error:
         top.error(str(error))
 

@@ -85,7 +85,7 @@ def make(sizes: Mapping[str, int] | None) -> Mesh | None:
         sizes = {"fsdp": 1 if alone else len(devices)}
     elif (size := math.prod(sizes.values())) != len(devices):
         raise ValueError(
-            f"--mesh {describe(sizes)} needs {_counted(size)}, got "
+            f"--mesh {_describe(sizes)} needs {_counted(size)}, got "
             f"{_counted(len(devices))} of {devices[0].device_kind}"
         )
     shape = tuple(sizes.get(name, 1) for name in AXES)
@@ -95,7 +95,7 @@ def make(sizes: Mapping[str, int] | None) -> Mesh | None:
     return jax.make_mesh(shape, AXES, axis_types=types, devices=devices[:size])
 
 
-def describe(sizes: Mapping[str, int]) -> str:
+def _describe(sizes: Mapping[str, int]) -> str:
     """Returns the sizes as the flag takes them, without axes of size 1."""
     shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
     return ",".join(shown) or "fsdp=1"
@@ -112,12 +112,22 @@ def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -
     """
     over = batch_parts(mesh)
     if batch_size % (over * parts):
-        rules = [] if mesh is None else [f"the mesh {describe(mesh.shape)}"]
+        rules = [] if mesh is None else [f"the mesh {name_of(mesh)}"]
         rules += [f"--accumulate {parts}"] if parts > 1 else []
         raise ValueError(
             f"{name} must be a multiple of {over * parts}, for {' and '.join(rules)}; "
             f"got {batch_size}"
         )
+
+
+def devices(mesh: Mesh | None) -> int:
+    """Returns the number of devices of a mesh."""
+    return 1 if mesh is None else mesh.size
+
+
+def name_of(mesh: Mesh | None) -> str:
+    """Returns the sizes of a mesh as the flag takes them."""
+    return _describe({} if mesh is None else mesh.shape)
 
 
 def batch_parts(mesh: Mesh | None) -> int:
@@ -144,7 +154,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
             size = math.prod(mesh.shape[part] for part in _tuple(parts))
             if param.shape[axis] % size:
                 raise ValueError(
-                    f"the mesh {describe(mesh.shape)} splits axis {axis} of {name} "
+                    f"the mesh {name_of(mesh)} splits axis {axis} of {name} "
                     f"into {size} parts, which do not divide {param.shape[axis]}"
                 )
         return NamedSharding(mesh, spec)

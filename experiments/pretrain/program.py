@@ -12,32 +12,62 @@ continues from it with the same results as an uninterrupted run. A resumed run m
 longer (`--steps`), and `--bad-step` says what follows a NaN.
 """
 
+import contextlib
 import dataclasses
 import logging
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from rich.console import Console
 
 from experiments.common.programs import one_line
-from experiments.pretrain import arguments, data, interrupts, report
+from experiments.pretrain import (
+    arguments,
+    data,
+    interrupts,
+    memory,
+    meshes,
+    processes,
+    report,
+    speed,
+)
 from experiments.pretrain.bad_steps import BadStep
+from experiments.pretrain.budgets import seconds_per_step, steps_within_budget
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.interrupts import STOPPED, Interrupts
-from experiments.pretrain.loop import Loop, device_peak_bytes
+from experiments.pretrain.loop import Loop
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
-from experiments.pretrain.runs import Run
+from experiments.pretrain.runs import Run, check_unused
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState, tree_bytes
 
 _BPE_VOCAB_SIZE = 16_384
-_WARM_STEPS, _TIMED_STEPS = 1, 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The data that every recipe of a run reads, and where it goes.
+
+    Attributes:
+      windows: Sequences to train on.
+      validation: Batches to validate on.
+      vocab_size: Number of distinct tokens.
+      token: The unit of the tokens: "byte" or "token".
+      mesh: The mesh that trainings are spread over; None means the first device.
+    """
+
+    windows: data.Windows
+    validation: list[np.ndarray]
+    vocab_size: int
+    token: str
+    mesh: Mesh | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,20 +80,34 @@ def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
     args = arguments.parse(argv)
     try:
+        if args.cluster:
+            args.cluster.join()
         run, inputs = prepare(args, stop)
     except (OSError, ValueError) as error:
-        print(f"error: {one_line(error)}", file=sys.stderr)
+        if processes.is_main():
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        processes.leave()
         return 2
+    code = _trained(run, inputs, args, stop)
+    processes.leave()
+    return code
+
+
+def _trained(
+    run: Run, inputs: Inputs, args: arguments.Arguments, stop: Interrupts
+) -> int:
+    """Trains with all recipes and reports; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
     try:
         for recipe in run.settings.recipes:
-            train(run, recipe, inputs, stop)
-            if stop.made:
+            profile = run.folder / "profile" / recipe if args.profile else None
+            if not train(run, recipe, inputs, stop, profile):
                 print(f"saved; to go on:\n  {resume_command(run.folder)}")
                 return STOPPED
-        summary = report.summarize(run, inputs.token)
-        plot_losses(run, inputs.token)
-        plot_moments(run)
+        summary = processes.on_main(lambda: _reported(run, inputs))
+    except memory.OutOfMemory as error:
+        print(f"error: {error}")
+        return 1
     except BadStep as error:
         print(f"error: {error}; to leave it out:", end=" ")
         print(f"{resume_command(run.folder)} --bad-step skip")
@@ -77,39 +121,56 @@ def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
     return 0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """The data that every recipe of a run reads.
-
-    Attributes:
-      windows: Sequences to train on.
-      validation: Batches to validate on.
-      vocab_size: Number of distinct tokens.
-      token: The unit of the tokens: "byte" or "token".
-    """
-
-    windows: data.Windows
-    validation: list[np.ndarray]
-    vocab_size: int
-    token: str
+def _reported(run: Run, inputs: Inputs) -> dict[str, Any]:
+    """Writes the summary and the plots, and returns the summary."""
+    summary = report.summarize(run, inputs.token)
+    plot_losses(run, inputs.token)
+    plot_moments(run)
+    return summary
 
 
 def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
     """Opens or creates the run and its data.
 
-    Invalid settings or data raise before run.json is written.
+    Invalid settings or data raise before run.json is written. The main process does it
+    first, and the others follow.
     """
+    mesh = meshes.make(args.mesh)
+    opened: list[tuple[Run, Inputs]] = []
+
+    def open_run() -> tuple[str, dict[str, Any]]:
+        opened.append(_opened(args, mesh, stop))
+        run, _ = opened[0]
+        return str(run.folder.absolute()), run.record
+
+    folder, record = processes.on_main(open_run)
+    with processes.together():
+        return opened[0] if opened else _followed(Run(Path(folder), record), mesh)
+
+
+def _followed(run: Run, mesh: Mesh | None) -> tuple[Run, Inputs]:
+    """Returns the main process's run and its data, as another process has them."""
+    corpus = load_corpus(run.settings, run.folder)
+    run.check_data(corpus.fingerprint())
+    return run, select_inputs(corpus, run.settings, mesh)
+
+
+def _opened(
+    args: arguments.Arguments, mesh: Mesh | None, stop: Interrupts
+) -> tuple[Run, Inputs]:
+    """Opens or creates the run and its data."""
     if args.resume:
         run = Run.resume(args.folder, args.given)
         corpus = load_corpus(run.settings, args.folder)
         run.check_data(corpus.fingerprint())
-        inputs = select_inputs(corpus, run.settings)
+        inputs = select_inputs(corpus, run.settings, mesh)
         run.record_changes()
         return run, inputs
+    check_unused(args.folder)
     settings = args.settings()
     with stop.temporary_folder() as scratch:
         corpus = load_corpus(settings, scratch)
-        inputs = select_inputs(corpus, settings)
+        inputs = select_inputs(corpus, settings, mesh)
         files = list(scratch.iterdir())
         return Run.create(args.folder, settings, corpus.fingerprint(), files), inputs
 
@@ -134,15 +195,26 @@ def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
     return corpus
 
 
-def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
+def select_inputs(
+    corpus: data.Corpus, settings: Settings, mesh: Mesh | None = None
+) -> Inputs:
     """Returns the corpus as training windows and validation batches.
 
     Token files do not state their vocabulary size. The settings or the preset give it.
+
+    Raises:
+      ValueError: If the mesh cannot split the batch or the model, or a token is outside
+        the vocabulary.
     """
+    parts = settings.accumulate
+    meshes.check_batch("--batch-size", settings.batch_size, mesh, parts)
     vocab_size = corpus.vocab_size or settings.vocab_size
     vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
     if corpus.vocab_size is None:  # The tokens come from files.
         data.check_tokens(corpus, vocab_size)
+    if mesh is not None:  # A trainer raises if the mesh does not divide the model.
+        config = model_config(settings, settings.recipes[0], vocab_size)
+        Trainer(config, settings, steps=settings.steps, mesh=mesh)
     held_out, windows = (
         data.Windows(arrays, settings.seq_len, corpus.source)
         for arrays in (corpus.validation, corpus.train)
@@ -150,28 +222,63 @@ def select_inputs(corpus: data.Corpus, settings: Settings) -> Inputs:
     return Inputs(
         windows=windows,
         validation=data.validation_batches(
-            held_out, batch_size=settings.batch_size, count=settings.eval_batches
+            held_out,
+            batch_size=settings.batch_size // parts,
+            count=settings.eval_batches * parts,
+            multiple=meshes.batch_parts(mesh),
         ),
         vocab_size=vocab_size,
         token=corpus.token,
+        mesh=mesh,
     )
 
 
-def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
+def train(
+    run: Run,
+    recipe: Recipe,
+    inputs: Inputs,
+    stop: Interrupts,
+    profile: Path | None = None,
+) -> bool:
     """Trains a recipe from its latest checkpoint to the last step, or until a stop.
+
+    Args:
+      run: The run.
+      recipe: The recipe.
+      inputs: The data.
+      stop: The signals that end the training.
+      profile: The folder for a profile; None means no profile.
+
+    Returns:
+      Whether the last step is done.
 
     Raises:
       BadStep: If a step is bad and is neither skipped nor rolled back.
+      OutOfMemory: If a device's memory does not suffice.
     """
-    with (
-        run.checkpoints(recipe) as checkpoints,
-        run.append_metrics(recipe) as metrics,
-        run.append_moments(recipe) as moments,
-    ):
-        progress = checkpoints.progress()
+    try:
+        return _train(run, recipe, inputs, stop, profile)
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+    trainer = _trainer(run, recipe, inputs)
+    line = memory.description(trainer, run.settings)
+    raise memory.OutOfMemory(f"{recipe}: {line}")
+
+
+def _train(
+    run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts, profile: Path | None
+) -> bool:
+    with contextlib.ExitStack() as stack:
+        with processes.together():
+            checkpoints = stack.enter_context(run.checkpoints(recipe))
+            metrics = stack.enter_context(run.append_metrics(recipe))
+            moments = stack.enter_context(run.append_moments(recipe))
+        found = processes.on_main(lambda: dataclasses.asdict(checkpoints.progress()))
+        progress = Progress(**found)
         if progress.step == run.steps:
-            return
-        peak_before = device_peak_bytes()
+            return True
+        peak_before = memory.device_peak_bytes()
         trainer = compile_trainer(run, recipe, inputs, progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
         loop = Loop(
@@ -186,8 +293,10 @@ def train(run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts) -> None:
             state=state,
             batches=batches,
             peak_before=peak_before,
+            profile=profile if processes.is_main() else None,
         )
         loop.finish(stop)
+        return progress.step == run.steps
 
 
 def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
@@ -196,21 +305,24 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trai
     It says what is compiled, how long it took, and about how long the steps after the
     first `done` ones will take.
     """
-    settings = run.settings
-    config = model_config(settings, recipe, inputs.vocab_size)
-    trainer = Trainer(config, settings, steps=run.schedule_steps or settings.steps)
+    settings, trainer = run.settings, _trainer(run, recipe, inputs)
+    where = jax.devices()[0].device_kind
+    if inputs.mesh is not None:
+        where = f"{inputs.mesh.size} x {where} as {meshes.name_of(inputs.mesh)}"
     print(
         f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
-        f"{settings.tokens_per_step:,} tokens for {jax.devices()[0].device_kind}",
+        f"{settings.tokens_per_step:,} tokens for {where}",
         flush=True,
     )
     compile_seconds = trainer.compiled[1]
-    seconds = seconds_per_step(trainer, settings, inputs)
+    batches = train_batches(inputs, settings)
+    seconds = seconds_per_step(trainer, settings, batches, inputs.validation)
     if run.steps is None:
-        run.fix_steps(steps_within_budget(settings, compile_seconds, seconds))
+        fitting = steps_within_budget(settings, compile_seconds, seconds)
+        run.fix_steps(processes.on_main(lambda: fitting))
         if run.steps != settings.steps:
             # The schedule, and so the compiled step, depends on the number of steps.
-            trainer = Trainer(config, settings, steps=run.steps)
+            trainer = _trainer(run, recipe, inputs)
             compile_seconds += trainer.compiled[1]
     left = run.steps - done
     about = left * seconds
@@ -223,38 +335,14 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trai
     return trainer
 
 
-def steps_within_budget(
-    settings: Settings, compile_seconds: float, seconds_per_step: float
-) -> int:
-    """Returns how many steps fit in `settings.minutes`, of which compiling takes some.
-
-    Args:
-      settings: The settings, with the largest number of steps.
-      compile_seconds: The compile time.
-      seconds_per_step: The time of a step, with its share of the validations.
-    """
-    budget = 60 * settings.minutes - compile_seconds
-    return max(1, min(settings.steps, int(budget / seconds_per_step)))
-
-
-def seconds_per_step(trainer: Trainer, settings: Settings, inputs: Inputs) -> float:
-    """Returns the time of a step, with a step's share of the validations.
-
-    Steps are timed on a state that is thrown away, because the learning rate schedule,
-    and so every step, may depend on the answer.
-    """
-    state, batches = trainer.init(), train_batches(inputs, settings)
-    seconds = []
-    for _ in range(_WARM_STEPS + _TIMED_STEPS):
-        started = time.perf_counter()
-        state, metrics = trainer.step(state, next(batches))
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - started)
-    trainer.evaluate(state, inputs.validation)
-    started = time.perf_counter()
-    trainer.evaluate(state, inputs.validation)
-    validation = time.perf_counter() - started
-    return float(np.median(seconds[_WARM_STEPS:])) + validation / settings.eval_every
+def _trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
+    """Returns the recipe's trainer, not yet compiled."""
+    return Trainer(
+        model_config(run.settings, recipe, inputs.vocab_size),
+        run.settings,
+        steps=run.schedule_steps or run.settings.steps,
+        mesh=inputs.mesh,
+    )
 
 
 def first_state(
@@ -266,24 +354,39 @@ def first_state(
 ) -> tuple[TrainState, data.Batches]:
     """Returns the state and the batches to start from: a checkpoint's or new ones."""
     batches = train_batches(inputs, run.settings)
+    mesh = meshes.name_of(inputs.mesh)
+    if progress.measured.get("mesh") != mesh:
+        if "mesh" in progress.measured:
+            progress.seconds, progress.timed_steps = 0.0, 0
+        progress.measured = measured(trainer, run.settings)
     if progress.step:
         batches.set_state(progress.batches)
         return checkpoints.state(trainer.abstract_state()), batches
-    state = trainer.init()
-    progress.measured = {
+    return trainer.init(), batches
+
+
+def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:
+    """Returns sizes of a recipe's training, its compile time and where it runs."""
+    opt_state = trainer.abstract_state().opt_state
+    return {
         "parameters": trainer.parameters,
-        "optimizer_bytes_per_param": tree_bytes(state.opt_state) / trainer.parameters,
+        "optimizer_bytes_per_param": tree_bytes(opt_state) / trainer.parameters,
         "saved_activation_bytes": trainer.saved_activation_bytes(),
         "step_bytes": trainer.step_bytes(),
         "compile_seconds": trainer.compiled[1],
+        "flops_per_token": speed.flops_per_token(trainer.config, settings.seq_len),
+        "devices": meshes.devices(trainer.mesh),
+        "mesh": meshes.name_of(trainer.mesh),
     }
-    return state, batches
 
 
 def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
     """Returns the training batches, in the order that all recipes share."""
     return data.train_batches(
-        inputs.windows, batch_size=settings.batch_size, seed=settings.seed
+        inputs.windows,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=meshes.own_rows(settings.batch_size, inputs.mesh),
     )
 
 

@@ -36,7 +36,7 @@ from experiments.pretrain.checkpoints import (
     file_checksum,
     value_checksum,
 )
-from experiments.pretrain.rows import RowLog, read_rows, rows_checksum
+from experiments.pretrain.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.pretrain.settings import Recipe, Settings
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
@@ -51,7 +51,9 @@ _CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
 class Run:
     """A run's folder, new or resumed.
 
-    While the object lives no other process can write to the folder.
+    While the object lives no other process can write to the folder. Of several
+    processes that train together the main one has such an object, and the others have
+    followers of it, which write nothing.
 
     Attributes:
       folder: The path of the folder.
@@ -62,14 +64,27 @@ class Run:
       command: The command line that started the run.
     """
 
-    def __init__(self, folder: Path, record: dict[str, Any], lock: int) -> None:
-        weakref.finalize(self, os.close, lock)
+    def __init__(
+        self, folder: Path, record: dict[str, Any], lock: int | None = None
+    ) -> None:
+        if lock is not None:
+            weakref.finalize(self, os.close, lock)
+        self._follows = lock is None
         self.folder = folder
         self.settings = Settings.from_json(record["settings"])
         self.steps: int | None = record["steps"]
         self.schedule_steps: int | None = record.get("schedule_steps", self.steps)
         self.command: str = record["command"]
         self._record = record
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The contents of run.json, of which `Run(folder, record)` is a follower."""
+        return self._record | {
+            "settings": dataclasses.asdict(self.settings),
+            "steps": self.steps,
+            "schedule_steps": self.schedule_steps,
+        }
 
     @classmethod
     def create(
@@ -160,11 +175,9 @@ class Run:
 
     def record_changes(self) -> None:
         """Writes run.json if it differs from the settings and steps of this object."""
-        record = self._record | {
-            "settings": dataclasses.asdict(self.settings),
-            "steps": self.steps,
-            "schedule_steps": self.schedule_steps,
-        }
+        record = self.record
+        if self._follows:
+            return
         if json.loads(json.dumps(record)) != json.loads(json.dumps(self._record)):
             self._record = record
             _write_record(self.folder, record)
@@ -195,17 +208,21 @@ class Run:
         """
         return [row for row, _ in read_rows(self.folder / _METRICS)]
 
-    def append_metrics(self, recipe: Recipe) -> "RowLog":
+    def append_metrics(self, recipe: Recipe) -> RowLog | NoRows:
         """Opens metrics.jsonl for more rows of a recipe; a context manager."""
-        return RowLog(self.folder / _METRICS, recipe)
+        return self._append(_METRICS, recipe)
 
     def moments(self) -> list[dict[str, Any]]:
         """Returns the rows of moments.jsonl, without an incomplete last line."""
         return [row for row, _ in read_rows(self.folder / _MOMENTS)]
 
-    def append_moments(self, recipe: Recipe) -> "RowLog":
+    def append_moments(self, recipe: Recipe) -> RowLog | NoRows:
         """Opens moments.jsonl for more rows of a recipe; a context manager."""
-        return RowLog(self.folder / _MOMENTS, recipe)
+        return self._append(_MOMENTS, recipe)
+
+    def _append(self, name: str, recipe: Recipe) -> RowLog | NoRows:
+        path = self.folder / name
+        return NoRows(path) if self._follows else RowLog(path, recipe)
 
     def _drop_unsaved_rows(self) -> None:
         """Drops the rows of metrics and moments after each recipe's checkpoint.

@@ -155,6 +155,8 @@ class Trainer:
     Attributes:
       parameters: Number of parameters of the model.
       parameter_names: The path of each array of parameters.
+      config: Config of the model.
+      mesh: The mesh, or None.
     """
 
     def __init__(
@@ -168,9 +170,9 @@ class Trainer:
     ) -> None:
         if mesh is not None:
             config = dataclasses.replace(config, batch_axes=meshes.BATCH_AXES)
-        self._config = config
+        self.config = config
         self._settings = settings
-        self._mesh = mesh
+        self.mesh = mesh
         self._optimizer = optimizer or Optimizer.of(config.recipe)
         self._schedule = learning_rate(settings, steps)
         self._tx = self._optimizer.transformation(settings, steps)
@@ -191,8 +193,8 @@ class Trainer:
         """The compiled step, and the compile time in seconds."""
         started = time.perf_counter()
         placed = None
-        if self._mesh is not None:
-            placed = self._shardings, NamedSharding(self._mesh, P())
+        if self.mesh is not None:
+            placed = self._shardings, NamedSharding(self.mesh, P())
         step = jax.jit(self._step, donate_argnums=0, out_shardings=placed)
         limit = jax.ShapeDtypeStruct((), jnp.float32)
         lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
@@ -270,19 +272,19 @@ class Trainer:
     @property
     def _abstract_batch(self) -> jax.ShapeDtypeStruct:
         shape = self._settings.batch_size, self._settings.seq_len + 1
-        where = None if self._mesh is None else meshes.batch_sharding(self._mesh)
+        where = None if self.mesh is None else meshes.batch_sharding(self.mesh)
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
 
     @cached_property
     def _shardings(self) -> TrainState:
         """The sharding of each array of the state."""
         state = jax.eval_shape(self._init, 0)
-        if self._mesh is None:
+        if self.mesh is None:
             device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
             return jax.tree.map(lambda _: device, state)
-        params = meshes.param_shardings(state.params, self._mesh)
+        params = meshes.param_shardings(state.params, self.mesh)
         opt_state = coat.opt_state_sharding(self._tx, state.params, params)
-        whole = NamedSharding(self._mesh, P())
+        whole = NamedSharding(self.mesh, P())
         histories = jax.tree.map(lambda _: whole, state.histories)
         return TrainState(params, opt_state, whole, histories)
 
@@ -290,19 +292,19 @@ class Trainer:
         self, batch: Int32[np.ndarray, "rows length+1"], size: int
     ) -> Int32[Array, "batch length+1"]:
         """Returns a batch of `size` rows, all of which or this process's are given."""
-        if self._mesh is None:
+        if self.mesh is None:
             return jnp.asarray(batch)
         rows = np.arange(size)
         if len(batch) != size:
-            rows = meshes.own_rows(size, self._mesh)
-        return meshes.spread(batch, rows, size, self._mesh)
+            rows = meshes.own_rows(size, self.mesh)
+        return meshes.spread(batch, rows, size, self.mesh)
 
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
-        config = dataclasses.replace(self._config, param_dtype=jnp.float32)
+        config = dataclasses.replace(self.config, param_dtype=jnp.float32)
         rngs = nnx.Rngs(jax.random.key(seed))
         model = llama.Llama(config, rngs=rngs)
         _, params, histories = nnx.split(model, nnx.Param, ...)
-        dtype = self._config.param_dtype
+        dtype = self.config.param_dtype
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
 

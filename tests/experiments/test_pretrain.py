@@ -16,7 +16,14 @@ import pytest
 
 import coat_jax as coat
 from experiments.common import results
-from experiments.pretrain import arguments, moment_plots, plots, runs, training
+from experiments.pretrain import (
+    arguments,
+    budgets,
+    moment_plots,
+    plots,
+    runs,
+    training,
+)
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
@@ -297,7 +304,7 @@ def test_learning_rate_rises_and_falls():
 
 def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
     clock = iter(np.arange(0, 1000, 0.5))  # Every step and validation takes 0.5 s.
-    monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(budgets.time, "perf_counter", lambda: next(clock))
 
     class Stopwatch:
         init = staticmethod(lambda: None)
@@ -306,10 +313,13 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
     settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
-    seconds = pretrain.seconds_per_step(Stopwatch(), settings, inputs)
-    assert pretrain.steps_within_budget(settings, 10.0, seconds) == int(50 / 0.6)
+    batches = pretrain.train_batches(inputs, settings)
+    seconds = budgets.seconds_per_step(
+        Stopwatch(), settings, batches, inputs.validation
+    )
+    assert budgets.steps_within_budget(settings, 10.0, seconds) == int(50 / 0.6)
     few = dataclasses.replace(settings, steps=20)
-    assert pretrain.steps_within_budget(few, 10.0, seconds) == 20
+    assert budgets.steps_within_budget(few, 10.0, seconds) == 20
 
 
 def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
