@@ -118,7 +118,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="continue the run in DIR, by default the latest in runs/; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
-        "--keep, --save-every, --bad-step and --spike may change too",
+        "--keep, --save-every, --bad-step, --spike and --accumulate may change too",
     )
     return top
 

@@ -148,8 +148,8 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 
     def of(path: Any, param: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        own = [word for word in name.split("/") if word in _SPECS]
-        spec = _SPECS[own[-1]] if "norm" not in name else P()
+        name = name.removesuffix("/value")  # Parameters are Flax's variables.
+        spec = P() if "norm" in name else _SPECS[name.split("/")[-1]]
         for axis, parts in enumerate(spec):
             size = math.prod(mesh.shape[part] for part in _tuple(parts))
             if param.shape[axis] % size:

@@ -98,11 +98,13 @@ def _trained(
 ) -> int:
     """Trains with all recipes and reports; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}")
+    resume = resume_command(run.folder, inputs.mesh)
     try:
         for recipe in run.settings.recipes:
             profile = run.folder / "profile" / recipe if args.profile else None
-            if not train(run, recipe, inputs, stop, profile):
-                print(f"saved; to go on:\n  {resume_command(run.folder)}")
+            train(run, recipe, inputs, stop, profile)
+            if processes.anywhere(stop.made):
+                print(f"saved; to go on:\n  {resume}")
                 return STOPPED
         summary = processes.on_main(lambda: _reported(run, inputs))
     except memory.OutOfMemory as error:
@@ -110,11 +112,11 @@ def _trained(
         return 1
     except BadStep as error:
         print(f"error: {error}; to leave it out:", end=" ")
-        print(f"{resume_command(run.folder)} --bad-step skip")
+        print(f"{resume} --bad-step skip")
         return 1
     except OSError as error:  # The disk may be full.
         print(f"\nerror: {error}; to go on from the last checkpoint:", end=" ")
-        print(resume_command(run.folder))
+        print(resume)
         return 1
     Console().print(report.table(summary))
     print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
@@ -239,7 +241,7 @@ def train(
     inputs: Inputs,
     stop: Interrupts,
     profile: Path | None = None,
-) -> bool:
+) -> None:
     """Trains a recipe from its latest checkpoint to the last step, or until a stop.
 
     Args:
@@ -249,15 +251,13 @@ def train(
       stop: The signals that end the training.
       profile: The folder for a profile; None means no profile.
 
-    Returns:
-      Whether the last step is done.
-
     Raises:
       BadStep: If a step is bad and is neither skipped nor rolled back.
       OutOfMemory: If a device's memory does not suffice.
     """
     try:
-        return _train(run, recipe, inputs, stop, profile)
+        _train(run, recipe, inputs, stop, profile)
+        return
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_out_of_memory(error):
             raise
@@ -268,7 +268,7 @@ def train(
 
 def _train(
     run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts, profile: Path | None
-) -> bool:
+) -> None:
     with contextlib.ExitStack() as stack:
         with processes.together():
             checkpoints = stack.enter_context(run.checkpoints(recipe))
@@ -277,7 +277,7 @@ def _train(
         found = processes.on_main(lambda: dataclasses.asdict(checkpoints.progress()))
         progress = Progress(**found)
         if progress.step == run.steps:
-            return True
+            return
         peak_before = memory.device_peak_bytes()
         trainer = compile_trainer(run, recipe, inputs, progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
@@ -296,7 +296,6 @@ def _train(
             profile=profile if processes.is_main() else None,
         )
         loop.finish(stop)
-        return progress.step == run.steps
 
 
 def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
@@ -390,9 +389,12 @@ def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
     )
 
 
-def resume_command(folder: Path) -> str:
-    """Returns the command that continues the run in `folder`."""
-    return f"uv run python -m experiments.pretrain --resume {shlex.quote(str(folder))}"
+def resume_command(folder: Path, mesh: Mesh | None = None) -> str:
+    """Returns the command that continues the run in `folder`, on the same mesh."""
+    command = (
+        f"uv run python -m experiments.pretrain --resume {shlex.quote(str(folder))}"
+    )
+    return command if mesh is None else f"{command} --mesh {meshes.name_of(mesh)}"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
 _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that touch no step that is done. A resumed run may also have more steps.
-_CHANGEABLE = {"keep", "save_every", "bad_step", "spike"}
+_CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "accumulate"}
 
 
 class Run:

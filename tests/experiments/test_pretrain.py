@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,9 @@ from experiments.pretrain import (
     budgets,
     moment_plots,
     plots,
+    report,
     runs,
+    speed,
     training,
 )
 from experiments.pretrain import program as pretrain
@@ -111,6 +114,16 @@ def test_a_run_leaves_metrics_summary_and_plot(finished):
     assert coat_["optimizer_bytes_per_param"] < 2.2
     assert coat_["saved_activation_bytes"] < 0.5 * plain["saved_activation_bytes"]
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_summary_says_where_a_run_ran(finished, tmp_path, monkeypatch):
+    run = runs.Run.resume(shutil.copytree(finished, tmp_path / "run"), {})
+    monkeypatch.setitem(speed.PEAKS, jax.devices()[0].device_kind, 1e12)
+    for row in report.summarize(run, "byte")["rows"]:
+        assert (row["mesh"], row["devices"]) == ("fsdp=1", 1)
+        assert row["tokens_per_s_per_device"] == row["tokens_per_s"]
+        expected = row["tokens_per_s"] * row["flops_per_token"] / 1e12
+        assert row["model_flop_utilization"] == pytest.approx(expected)
 
 
 def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
