@@ -41,7 +41,7 @@ class Progress:
       device_peak_bytes: Peak memory of the device. It is None if the device does not
         report it, or if an earlier recipe of the process had a higher peak.
       measured: Sizes, the compile time and the mesh, measured before the first step,
-        and anew on another mesh.
+        and anew on another mesh or with other microbatches.
       rows: Checksums of the recipe's rows up to this step, by the name of their file.
         It is empty in checkpoints of before there were any.
       skipped: Number of steps that changed nothing, because they were bad.

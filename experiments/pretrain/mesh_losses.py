@@ -32,9 +32,9 @@ from experiments.pretrain.training import Trainer
 
 Row = dict[str, Any]
 MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
-_ALONE, _HALVES = "fsdp=1", "fsdp=1, 2 microbatches"
+ALONE, _HALVES = "fsdp=1", "fsdp=1, 2 microbatches"
 _DTYPES: dict[Recipe, Any] = {"bf16": jnp.float32, "coat": jnp.bfloat16}
-_EARLY = 20  # Steps before the differences of one order grow through training.
+EARLY = 20  # Steps before the differences of one order grow through training.
 
 
 class Curve(typing.NamedTuple):
@@ -74,7 +74,7 @@ def train_all(settings: Settings, recipe: Recipe) -> dict[str, Curve]:
     """Trains with a recipe on one device and on each mesh; returns the curves."""
     corpus = data.load_corpus()
     halves = dataclasses.replace(settings, accumulate=2)
-    cases = {_ALONE: settings, _HALVES: halves, **dict.fromkeys(MESHES, settings)}
+    cases = {ALONE: settings, _HALVES: halves, **dict.fromkeys(MESHES, settings)}
     return {
         name: train(own, recipe, corpus, name if name in MESHES else None)
         for name, own in cases.items()
@@ -92,7 +92,7 @@ def train(
     trainer = Trainer(config, settings, steps=settings.steps, mesh=where)
     state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
     losses = []
-    for _ in tqdm(range(settings.steps), f"{recipe}, {mesh or _ALONE}", unit="step"):
+    for _ in tqdm(range(settings.steps), f"{recipe}, {mesh or ALONE}", unit="step"):
         state, found = trainer.step(state, next(batches))
         losses.append(float(found.loss))
     return Curve(np.array(losses), trainer.evaluate(state, inputs.validation))
@@ -100,7 +100,7 @@ def train(
 
 def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
     """Returns the differences of each training to the one on one device."""
-    alone, rows = curves[_ALONE], []
+    alone, rows = curves[ALONE], []
     for mesh, curve in curves.items():
         gaps = np.abs(curve.losses / alone.losses - 1)
         rows.append(
@@ -110,7 +110,7 @@ def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
                 "mesh": mesh,
                 "val_loss": curve.val_loss,
                 "val_gap_percent": 100 * (curve.val_loss / alone.val_loss - 1),
-                "largest_early_difference": float(gaps[:_EARLY].max()),
+                "largest_early_difference": float(gaps[:EARLY].max()),
                 "largest_difference": float(gaps.max()),
             }
         )
@@ -123,7 +123,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
     for row in (row for row in rows if row["mesh"] in MESHES):
         name = f"{row['recipe']} on {row['mesh']}, "
         if row["recipe"] == "bf16":
-            name += f"largest difference of {_EARLY} steps"
+            name += f"largest difference of {EARLY} steps"
             value = row["largest_early_difference"]
             found.append(Bar.of(name, "<=", 1e-4, value))
         else:
@@ -137,7 +137,7 @@ def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     axes = figure.subplots(2, len(curves), sharex=True, sharey="row", squeeze=False)
     for (recipe, own), (losses, gaps) in zip(curves.items(), axes.T, strict=True):
-        alone = own[_ALONE].losses
+        alone = own[ALONE].losses
         for name, curve in own.items():
             steps = np.arange(1, alone.size + 1)
             losses.plot(steps, curve.losses, linewidth=0.8, label=name)

@@ -7,7 +7,8 @@ library: in BF16 with float32 moments (`bf16`), and with COAT's FP8 (`coat`). Bo
 from one initialization and read the data in one order. `--help` lists the recipes,
 presets and other flags. The run's folder holds metrics.jsonl, summary.json, loss.png
 and checkpoints. For recipes with FP8 moments it also holds moments.jsonl and
-moments.png, the statistics of these moments. Ctrl-C saves a checkpoint, and `--resume`
+moments.png, the statistics of these moments. `--mesh` and `--processes` spread it over
+devices and hosts. Ctrl-C saves a checkpoint, and `--resume`
 continues from it with the same results as an uninterrupted run. A resumed run may train
 longer (`--steps`), and `--bad-step` says what follows a NaN.
 """
@@ -35,7 +36,6 @@ from experiments.pretrain import (
     meshes,
     processes,
     report,
-    speed,
 )
 from experiments.pretrain.bad_steps import BadStep
 from experiments.pretrain.budgets import seconds_per_step, steps_within_budget
@@ -46,7 +46,7 @@ from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
 from experiments.pretrain.runs import Run, check_unused
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
-from experiments.pretrain.training import Trainer, TrainState, tree_bytes
+from experiments.pretrain.training import Trainer, TrainState
 
 _BPE_VOCAB_SIZE = 16_384
 
@@ -108,7 +108,7 @@ def _trained(
                 return STOPPED
         summary = processes.on_main(lambda: _reported(run, inputs))
     except memory.OutOfMemory as error:
-        print(f"error: {error}")
+        print(f"error: {error}; to go on from the last checkpoint: {resume}")
         return 1
     except BadStep as error:
         print(f"error: {error}; to leave it out:", end=" ")
@@ -353,30 +353,17 @@ def first_state(
 ) -> tuple[TrainState, data.Batches]:
     """Returns the state and the batches to start from: a checkpoint's or new ones."""
     batches = train_batches(inputs, run.settings)
-    mesh = meshes.name_of(inputs.mesh)
-    if progress.measured.get("mesh") != mesh:
-        if "mesh" in progress.measured:
-            progress.seconds, progress.timed_steps = 0.0, 0
-        progress.measured = measured(trainer, run.settings)
+    own = report.measured(trainer, run.settings)
+    # Runs had one device before there were meshes.
+    known = {"mesh": meshes.name_of(None), "microbatches": 1} | progress.measured
+    if any(own[name] != known[name] for name in ("mesh", "microbatches")):
+        # Speeds of several meshes have no common mean.
+        progress.seconds, progress.timed_steps, known = 0.0, 0, {}
+    progress.measured = own | known
     if progress.step:
         batches.set_state(progress.batches)
         return checkpoints.state(trainer.abstract_state()), batches
     return trainer.init(), batches
-
-
-def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:
-    """Returns sizes of a recipe's training, its compile time and where it runs."""
-    opt_state = trainer.abstract_state().opt_state
-    return {
-        "parameters": trainer.parameters,
-        "optimizer_bytes_per_param": tree_bytes(opt_state) / trainer.parameters,
-        "saved_activation_bytes": trainer.saved_activation_bytes(),
-        "step_bytes": trainer.step_bytes(),
-        "compile_seconds": trainer.compiled[1],
-        "flops_per_token": speed.flops_per_token(trainer.config, settings.seq_len),
-        "devices": meshes.devices(trainer.mesh),
-        "mesh": meshes.name_of(trainer.mesh),
-    }
 
 
 def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:

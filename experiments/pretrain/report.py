@@ -8,10 +8,27 @@ from rich import box
 from rich.table import Table
 
 from experiments.common.results import Bar, write_results
-from experiments.pretrain import speed
+from experiments.pretrain import meshes, speed
 from experiments.pretrain.checkpoints import Progress
 from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import COAT_RECIPES, Recipe
+from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
+from experiments.pretrain.training import Trainer, tree_bytes
+
+
+def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:
+    """Returns sizes of a recipe's training, its compile time and where it runs."""
+    opt_state = trainer.abstract_state().opt_state
+    return {
+        "parameters": trainer.parameters,
+        "optimizer_bytes_per_param": tree_bytes(opt_state) / trainer.parameters,
+        "saved_activation_bytes": trainer.saved_activation_bytes(),
+        "step_bytes": trainer.step_bytes(),
+        "compile_seconds": trainer.compiled[1],
+        "flops_per_token": speed.flops_per_token(trainer.config, settings.seq_len),
+        "devices": meshes.devices(trainer.mesh),
+        "mesh": meshes.name_of(trainer.mesh),
+        "microbatches": settings.accumulate,
+    }
 
 
 def summarize(run: Run, token: str) -> dict[str, Any]:
