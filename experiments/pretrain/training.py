@@ -352,13 +352,20 @@ class Trainer:
         def add(carry, batch):
             total, sums, histories = carry
             loss, (grads, histories) = gradients(state.params, histories, batch)
-            sums = jax.tree.map(lambda s, g: s + g / count, sums, grads)
-            return (total + loss / count, sums, histories), None
+            sums = jax.tree.map(
+                lambda s, g: s + g.astype(jnp.float32) / count, sums, grads
+            )
+            return (total + loss / count, in_shards(sums), histories), None
+
+        def in_shards(sums):
+            if self.mesh is None:
+                return sums
+            return jax.lax.with_sharding_constraint(sums, self._shardings.params)
 
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
         parts = batch.reshape(-1, count, batch.shape[1]).swapaxes(0, 1)
         (loss, sums, histories), _ = jax.lax.scan(
-            add, (jnp.float32(0), zeros, state.histories), parts
+            add, (jnp.float32(0), in_shards(zeros), state.histories), parts
         )
         grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
         return loss, grads, histories
