@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.common.results import default_path, load
 from experiments.optimizer.drift_cases import METHODS, OURS
+from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.pretrain.settings import PRESETS
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -53,6 +54,7 @@ def results() -> str:
         _layer(),
         _activations(),
         _pretraining(),
+        _meshes(),
         _optimizer(),
         _drift(),
         _curves(),
@@ -225,6 +227,27 @@ def _seeds() -> list[str]:
             f"| {row['seeds']} | {row['val_gap_percent']:+.2f}% | {error} |"
         )
     return [*lines, ""]
+
+
+def _meshes() -> str:
+    found = load("pretrain", "mesh_losses")
+    lines = [
+        f"**Training on meshes** (`mesh_losses`): the tiny preset, {found['steps']} "
+        "steps on eight virtual devices, with one initialization and one order of the "
+        "data. `bf16` is computed in float32. Differences are those of a step's loss "
+        f"to one device's: the largest of {EARLY} steps and of all.",
+        "",
+        f"| | mesh | {EARLY} steps | all | validation |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        gap = f"{row['val_gap_percent']:+.3f}%"
+        sizes = row["largest_early_difference"], row["largest_difference"]
+        if row["mesh"] != ALONE:
+            cells = " | ".join(f"{100 * size:.1g}%" for size in sizes)
+            lines.append(f"| `{row['recipe']}` | {row['mesh']} | {cells} | {gap} |")
+    image = _image("Loss curves on meshes", "pretrain", "mesh_losses")
+    return "\n".join([*lines, "", image, ""])
 
 
 def _optimizer() -> str:

@@ -40,6 +40,7 @@ from experiments.pretrain.interrupts import Interrupts
 from experiments.pretrain.moment_plots import plot_moments
 from experiments.pretrain.plots import plot_losses
 from experiments.pretrain.program import Inputs, Job, run_job
+from experiments.pretrain.runs import check_unused
 from experiments.pretrain.settings import Recipe, Settings, model_config
 from experiments.pretrain.text import TextCodec, text_codec
 from experiments.pretrain.training import Trainer, TrainState
@@ -95,6 +96,7 @@ def prepare(args: Arguments, stop: Interrupts) -> tuple[FinetuneRun, Questions]:
         run.check_data(fingerprint)
         run.record_changes()
         return run, inputs
+    check_unused(args.folder)
     settings = args.settings()
     tokenizer = Path(settings.base) / _TOKENIZER
     inputs, fingerprint = load_questions(settings, tokenizer)

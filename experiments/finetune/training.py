@@ -44,7 +44,7 @@ class AnswerTrainer(Trainer):
         state = super().init(seed)
         if self._base is None:
             return state
-        dtype = self._config.param_dtype
+        dtype = self.config.param_dtype
         params = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), self._base)
         return state._replace(params=params)
 
@@ -54,7 +54,7 @@ class AnswerTrainer(Trainer):
         Models of all recipes then have one structure, so generation compiles once.
         """
         plain = {"recipe": "bf16", "scaling": "just_in_time"}
-        return nnx.merge(structure(dataclasses.replace(self._config, **plain)), params)
+        return nnx.merge(structure(dataclasses.replace(self.config, **plain)), params)
 
     @property
     def _abstract_batch(self) -> jax.ShapeDtypeStruct:

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.programs import new_parser
+from experiments.pretrain import meshes
 from experiments.pretrain.data import TokenDtype, Tokenizer
-from experiments.pretrain.runs import check_unused, latest
+from experiments.pretrain.processes import Cluster
+from experiments.pretrain.runs import latest
 from experiments.pretrain.settings import (
     PRESETS,
     RECIPES,
@@ -28,6 +30,7 @@ examples:
   uv run python -m experiments.pretrain
   uv run python -m experiments.pretrain --recipes bf16,te,coat,coat_max --steps 200
   uv run python -m experiments.pretrain --preset 124m --minutes 10 --data corpus.jsonl
+  uv run python -m experiments.pretrain --preset llama2-7b --mesh data=2,fsdp=4
   uv run python -m experiments.pretrain --resume
 """
 
@@ -40,11 +43,17 @@ class Arguments:
       folder: The run's folder.
       resume: Whether to continue the run that is already in `folder`.
       given: The settings that the command line gives, by name.
+      mesh: The sizes of the mesh's axes; None means that none are given.
+      cluster: The processes that train together; None means this one alone.
+      profile: Whether a few steps of each recipe are profiled.
     """
 
     folder: Path
     resume: bool
     given: dict[str, Any]
+    mesh: dict[str, int] | None = None
+    cluster: Cluster | None = None
+    profile: bool = False
 
     def settings(self) -> Settings:
         """Returns the preset's settings, overridden by the given ones."""
@@ -69,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
     )
     add_comparison(top)
+    _add_devices(top)
     add_folder(top, "runs/PRESET-TIME")
     return top
 
@@ -126,8 +136,29 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
         metavar="DIR",
         help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
-        "--keep, --save-every, --bad-step, --spike and --health-every may change too",
+        "--keep, --save-every, --bad-step, --spike and --health-every may change too, "
+        "and the devices",
     )
+
+
+def _add_devices(top: argparse.ArgumentParser) -> None:
+    add = top.add_argument_group("devices").add_argument
+    add(
+        "--mesh",
+        metavar="AXIS=N,...",
+        help=f"sizes of {', '.join(meshes.AXES)}, such as fsdp=8 or data=2,fsdp=4; "
+        "all devices as fsdp if not given, and one on a CPU",
+    )
+    add(
+        "--processes",
+        metavar="N",
+        help="processes that run this command; auto takes them from the environment, "
+        "as jax.distributed.initialize does",
+    )
+    add("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
+    add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
+    add("--accumulate", type=int, metavar="N", help="steps of N microbatches (1)")
+    add("--profile", action="store_true", help="a few steps, into the run's folder")
 
 
 def training_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
@@ -193,14 +224,24 @@ def parse_as[A: Arguments](
     given = read(top, argv)
     resume = "resume" in given
     out, resumed = given.pop("out", None), given.pop("resume", None)
+    where = [
+        given.pop(name, None) for name in ("processes", "process_id", "coordinator")
+    ]
+    mesh, profile = given.pop("mesh", None), given.pop("profile", False)
     try:
         if resume:
             folder = _only(out, resumed) or latest(runs)
-            return kind(folder=folder, resume=True, given=given)
-        time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        folder = out or runs / f"{given.get('preset', 'cpu')}-{time}"
-        check_unused(folder)
-        return kind(folder=folder, resume=False, given=given)
+        else:
+            time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+            folder = out or runs / f"{given.get('preset', 'cpu')}-{time}"
+        return kind(
+            folder=folder,
+            resume=resume,
+            given=given,
+            mesh=None if mesh is None else meshes.parse(mesh),
+            cluster=Cluster.of(*where),
+            profile=profile,
+        )
     except ValueError as error:
         top.error(str(error))
 

@@ -10,7 +10,7 @@ import numpy as np
 from experiments.pretrain.training import Metrics
 
 MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
-_LOSSES = 50
+LOSSES = 50  # Losses that a next one is compared with.
 _NAMED = 3
 
 
@@ -24,7 +24,7 @@ def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
     Args:
       rows: Rows of one recipe. Those of skipped steps do not count.
     """
-    return deque((r["loss"] for r in rows if not r.get("skipped")), maxlen=_LOSSES)
+    return deque((r["loss"] for r in rows if not r.get("skipped")), maxlen=LOSSES)
 
 
 def loss_limit(losses: Sequence[float], spike: float | None) -> float:

@@ -22,6 +22,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from experiments.common.results import read_json, write_json
+from experiments.pretrain import processes
 from experiments.pretrain.settings import Settings
 from experiments.pretrain.training import TrainState, tree_bytes
 
@@ -33,12 +34,14 @@ class Progress:
     Attributes:
       step: Number of steps done.
       batches: State of the data iterator.
-      seconds: Total time of `timed_steps` steps, without validation and checkpoints.
+      seconds: Total time of `timed_steps` steps, without validation and checkpoints,
+        on the present mesh.
       timed_steps: Number of steps that `seconds` counts: all but the first of each
         process.
       device_peak_bytes: Peak memory of the device. It is None if the device does not
         report it, or if an earlier recipe of the process had a higher peak.
-      measured: Sizes and the compile time, measured before the first step.
+      measured: Sizes, the compile time and the mesh, measured before the first step,
+        and anew on another mesh or with other microbatches.
       rows: Checksums of the recipe's rows up to this step, by the name of their file.
         It is empty in checkpoints of before there were any.
       skipped: Number of steps that changed nothing, because they were bad.
@@ -53,7 +56,9 @@ class Progress:
     seconds: float = 0.0
     timed_steps: int = 0
     device_peak_bytes: int | None = None
-    measured: dict[str, int | float | None] = dataclasses.field(default_factory=dict)
+    measured: dict[str, int | float | str | None] = dataclasses.field(
+        default_factory=dict
+    )
     rows: dict[str, int] = dataclasses.field(default_factory=dict)
     skipped: int = 0
     rollbacks: int = 0
@@ -88,6 +93,11 @@ class Checkpoints:
     files' checksums. A checkpoint whose files differ from the list is moved to a folder
     of damaged ones, and an older one is used.
 
+    Each process writes the shards that its devices hold, and reads those that they
+    need, whatever mesh and number of processes saved them. All processes take part in
+    `save`, `state` and `roll_back`. The main one alone may open checkpoints and read
+    their `progress`, and all else that is in the folder is written by it.
+
     Raises:
       ValueError: If there are checkpoints, and all of them are damaged.
     """
@@ -95,23 +105,34 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder.resolve()
         self._keep = keep
-        # The folder around them is not made, because without it there is no run.
-        for needed in (self._folder.parent, self._folder):
-            needed.mkdir(exist_ok=True)
-        self._set_damaged_aside()
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            item_names=("state", "progress"),
-            options=ocp.CheckpointManagerOptions(
-                create=False,
-                # The next step donates the state, so it has to be on disk by then.
-                enable_async_checkpointing=False,
-            ),
-        )
+        self._manager: ocp.CheckpointManager | None = None
+        if processes.is_main():
+            # The folder around them is not made, because without it there is no run.
+            for needed in (self._folder.parent, self._folder):
+                needed.mkdir(exist_ok=True)
+            self._set_damaged_aside()
+
+    def _opened(self) -> ocp.CheckpointManager:
+        """Returns orbax's manager, which all processes open at once."""
+        if self._manager is None:
+            self._manager = ocp.CheckpointManager(
+                self._folder,
+                item_names=("state", "progress"),
+                options=ocp.CheckpointManagerOptions(
+                    create=False,
+                    # The next step donates the state, so it has to be on disk by then.
+                    enable_async_checkpointing=False,
+                ),
+            )
+        return self._manager
+
+    def _steps(self) -> list[Path]:
+        """Returns the folders of all checkpoints, in the order of their steps."""
+        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
+        return sorted(found, key=lambda path: int(path.name))
 
     def _set_damaged_aside(self) -> None:
-        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
-        steps = sorted(found, key=lambda path: int(path.name))
+        steps = self._steps()
         damages = []
         while steps and (damage := _damage(steps[-1])):
             damages.append(damage)
@@ -129,25 +150,23 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_) -> None:
-        self._manager.close()
+        if self._manager is not None:
+            self._manager.close()
 
     def save(self, state: TrainState, progress: Progress) -> None:
         """Saves a checkpoint, unless there is one of this step."""
-        if progress.step != self._manager.latest_step():
-            _check_space(self._folder, state)
+        manager = self._opened()
+        if progress.step != manager.latest_step():
+            processes.on_main(lambda: _check_space(self._folder, state))
             items = ocp.args.Composite(
                 state=ocp.args.StandardSave(_not_empty(state)),
                 progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
             )
             path = self._folder / str(progress.step)
             with _errors_of_disk(path):
-                self._manager.save(progress.step, args=items)
-            listed = _list_of(path)
-            for needed in (listed.parent.parent, listed.parent):
-                needed.mkdir(exist_ok=True)
-            files = _checksums(path)
-            write_json(listed, {"files": files, "checksum": value_checksum(files)})
-            older = sorted(self._manager.all_steps())[: -self._keep]
+                manager.save(progress.step, args=items)
+            older = sorted(manager.all_steps())[: -self._keep]
+            processes.on_main(lambda: _write_list(path))
             self._delete(step for step in older if step != progress.origin)
 
     def roll_back(self, step: int) -> None:
@@ -157,29 +176,37 @@ class Checkpoints:
           OSError: If the checkpoint of `step` is damaged or missing.
         """
         path = self._folder / str(step)
-        if step and (damage := _damage(path) if path.exists() else f"no {path}"):
-            raise OSError(damage)
-        found = sorted(self._manager.all_steps(), reverse=True)
+
+        def check() -> None:
+            if step and (damage := _damage(path) if path.exists() else f"no {path}"):
+                raise OSError(damage)
+
+        processes.on_main(check)
+        found = sorted(self._opened().all_steps(), reverse=True)
         self._delete(later for later in found if later > step)
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Deletes checkpoints; a kill leaves either all or nothing of each."""
         aside = self._folder.parent / "deleted"
-        for step in steps:
-            shutil.rmtree(aside, ignore_errors=True)
-            # A list without its checkpoint would refuse the next one of this step.
-            _list_of(self._folder / str(step)).unlink(missing_ok=True)
-            os.replace(self._folder / str(step), aside)
-            shutil.rmtree(aside)
-        self._manager.reload()
+
+        def delete() -> None:
+            for step in steps:
+                shutil.rmtree(aside, ignore_errors=True)
+                # A list without its checkpoint would refuse the next one of this step.
+                _list_of(self._folder / str(step)).unlink(missing_ok=True)
+                os.replace(self._folder / str(step), aside)
+                shutil.rmtree(aside)
+
+        processes.on_main(delete)
+        self._opened().reload()
 
     def progress(self) -> Progress:
         """Returns the latest checkpoint's progress; its step is 0 if there is none."""
-        step = self._manager.latest_step()
-        if step is None:
+        steps = self._steps()
+        if not steps:
             return Progress()
-        items = ocp.args.Composite(progress=ocp.args.JsonRestore())
-        return Progress(**self._manager.restore(step, args=items)["progress"])
+        # The handler by itself waits for no other process.
+        return Progress(**ocp.JsonCheckpointHandler().restore(steps[-1] / "progress"))
 
     def state(self, abstract: TrainState) -> TrainState:
         """Returns the latest state, bit for bit.
@@ -188,8 +215,9 @@ class Checkpoints:
           abstract: The shapes, dtypes and placement of the state.
         """
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
-        step = self._manager.latest_step()
-        return TrainState(**self._manager.restore(step, args=items)["state"])
+        manager = self._opened()
+        restored = manager.restore(manager.latest_step(), args=items)
+        return TrainState(**restored["state"])
 
 
 @contextlib.contextmanager
@@ -231,6 +259,14 @@ def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
 def _list_of(checkpoint: Path) -> Path:
     folder = checkpoint.parent
     return folder.parent / "checksums" / folder.name / f"{checkpoint.name}.json"
+
+
+def _write_list(checkpoint: Path) -> None:
+    """Writes the list of a checkpoint's checksums, beside it."""
+    listed, files = _list_of(checkpoint), _checksums(checkpoint)
+    for needed in (listed.parent.parent, listed.parent):
+        needed.mkdir(exist_ok=True)
+    write_json(listed, {"files": files, "checksum": value_checksum(files)})
 
 
 def _checksums(folder: Path) -> dict[str, int]:

@@ -14,7 +14,7 @@ from typing import Literal
 
 import grain
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Int32, Int64
 
 from experiments.pretrain import files, text
 
@@ -186,24 +186,52 @@ def _outside(tokens: np.ndarray, vocab_size: int) -> int | None:
     return int(tokens.argmin()) if int(tokens.min()) < 0 else None
 
 
-def train_batches(windows: Windows, *, batch_size: int, seed: int) -> Batches:
+def train_batches(
+    windows: Windows,
+    *,
+    batch_size: int,
+    seed: int,
+    rows: Int64[np.ndarray, " rows"] | None = None,
+) -> Batches:
     """Returns an endless iterator of batches; `seed` decides the order of each epoch.
 
     The iterator's `get_state()` is a small dictionary; `set_state` continues from it.
+    The state is the same for all `rows`.
+
+    Args:
+      windows: The windows.
+      batch_size: The number of windows of a batch.
+      seed: The seed of the order.
+      rows: The rows of each batch that are read and returned; None means all.
     """
-    dataset = grain.MapDataset.source(windows).seed(seed).shuffle().repeat()
-    return iter(dataset.batch(batch_size).to_iter_dataset())
+    # The order is one of numbers, so that a process reads its own windows alone.
+    dataset = grain.MapDataset.source(range(len(windows))).seed(seed).shuffle().repeat()
+    if rows is None:
+        rows = np.arange(batch_size)
+
+    def read(numbers: np.ndarray) -> np.ndarray:
+        return np.stack([windows[number] for number in numbers[rows].tolist()])
+
+    return iter(dataset.batch(batch_size).map(read).to_iter_dataset())
 
 
 def validation_batches(
-    windows: Windows, *, batch_size: int, count: int
+    windows: Windows, *, batch_size: int, count: int, multiple: int = 1
 ) -> list[Int32[np.ndarray, "batch length+1"]]:
     """Returns the same `count` batches for every run, drawn from the whole array.
 
     With too few windows there are fewer batches. With fewer windows than `batch_size`
-    there is one smaller batch.
+    there is one smaller batch, of a multiple of `multiple` windows.
+
+    Raises:
+      ValueError: If there are fewer than `multiple` windows.
     """
-    batch_size = min(batch_size, len(windows))
+    if len(windows) < multiple:
+        raise ValueError(
+            f"the mesh splits batches into {multiple} parts, but there are "
+            f"{len(windows)} windows for validation"
+        )
+    batch_size = min(batch_size, len(windows) // multiple * multiple)
     count = min(count, len(windows) // batch_size)
     dataset = grain.MapDataset.source(windows).shuffle(seed=0)
     return list(dataset.batch(batch_size)[:count])

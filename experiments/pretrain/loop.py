@@ -1,16 +1,19 @@
 """The loop over the steps of one recipe: rows, validations, checkpoints, bad steps."""
 
+import contextlib
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
-from experiments.pretrain import data, health
+from experiments.pretrain import data, health, meshes, processes, speed
 from experiments.pretrain.bad_steps import (
+    LOSSES,
     MOST_ROLLBACKS,
     BadStep,
     description,
@@ -19,10 +22,13 @@ from experiments.pretrain.bad_steps import (
 )
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.rows import RowLog
+from experiments.pretrain.memory import device_peak_bytes
+from experiments.pretrain.rows import NoRows, RowLog
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Recipe
 from experiments.pretrain.training import Metrics, Trainer, TrainState
+
+_PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profiled.
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -42,6 +48,7 @@ class Loop:
       state: The state after these steps.
       batches: The batches that follow.
       peak_before: The device's peak memory before this recipe was compiled, in bytes.
+      profile: The folder for a profile of a few steps; None means no profile.
     """
 
     run: Run
@@ -49,22 +56,24 @@ class Loop:
     trainer: Trainer
     measure: Callable[[Trainer, TrainState], dict[str, float]]
     checkpoints: Checkpoints
-    metrics: RowLog
-    moments: RowLog
-    health: RowLog
+    metrics: RowLog | NoRows
+    moments: RowLog | NoRows
+    health: RowLog | NoRows
     progress: Progress
     state: TrainState
     batches: data.Batches
     peak_before: int | None
+    profile: Path | None = None
 
     def __post_init__(self) -> None:
         self._losses = self._recent_losses()
-        self._is_timed = False  # The first step of a process is slower.
+        self._done = 0  # Steps of this process, the first of which is slower.
         self._bar = tqdm(
             desc=self.recipe,
             total=self.run.steps,
             initial=self.progress.step,
             unit="step",
+            disable=not processes.is_main(),
         )
 
     def finish(self, stop: Interrupts) -> None:
@@ -73,12 +82,13 @@ class Loop:
         Raises:
           BadStep: If a step is bad and is neither skipped nor rolled back.
         """
-        with self._bar, stop.deferred():
+        with self._bar, stop.deferred(), contextlib.ExitStack() as profiling:
             while self.progress.step < self.run.steps:
+                self._profile(profiling)
                 row = self._step()
                 if row is None:
                     continue
-                stopping, step = stop.made, self.progress.step
+                stopping, step = processes.anywhere(stop.made), self.progress.step
                 if self._is_due(self.run.settings.eval_every):
                     self._validate(row)
                 self.metrics.write(row)
@@ -90,6 +100,16 @@ class Loop:
                     self._save()
                 if stopping:
                     return
+
+    def _profile(self, profiling: contextlib.ExitStack) -> None:
+        """Starts the profile, or ends it."""
+        if self.profile is None:
+            return
+        if self._done == _PROFILED.start:
+            profiling.enter_context(jax.profiler.trace(self.profile))
+        elif self._done == _PROFILED.stop:
+            profiling.close()
+            tqdm.write(f"{self.recipe}: a profile is in {self.profile}")
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step
@@ -108,10 +128,10 @@ class Loop:
         row = {"recipe": self.recipe, "step": step}
         row["lr"] = self.trainer.learning_rate(step - self.progress.skipped)
         row |= {"loss": float(found.loss), "grad_norm": float(found.grad_norm)}
-        if self._is_timed:
+        if self._done:
             self.progress.seconds += time.perf_counter() - started
             self.progress.timed_steps += 1
-        self._is_timed = True
+        self._done += 1
         if found.ok:
             self._losses.append(row["loss"])
         elif self._answer(step, found, limit) == "rollback":
@@ -155,8 +175,12 @@ class Loop:
             self.state = self.trainer.init()
 
     def _recent_losses(self) -> deque[float]:
-        rows = self.run.metrics()
-        return recent_losses(row for row in rows if row["recipe"] == self.recipe)
+        def read() -> list[float]:
+            rows = self.run.metrics()
+            own = (row for row in rows if row["recipe"] == self.recipe)
+            return list(recent_losses(own))
+
+        return deque(processes.on_main(read), maxlen=LOSSES)
 
     def _validate(self, row: dict[str, Any]) -> None:
         row |= self.measure(self.trainer, self.state)
@@ -173,12 +197,15 @@ class Loop:
     def _show(self, row: dict[str, Any]) -> None:
         """Sets the progress bar to the row's step."""
         shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
-        if speed := self.progress.tokens_per_s(self.run.settings):
-            shown["tokens/s"] = f"{speed:,.0f}"
+        if rate := self.progress.tokens_per_s(self.run.settings):
+            shown["tokens/s"] = f"{rate:,.0f}"
+            devices = meshes.devices(self.trainer.mesh)
+            if devices > 1:
+                shown["a device"] = f"{rate / devices:,.0f}"
+            flops = self.progress.measured["flops_per_token"]
+            if share := speed.utilization(rate, flops, devices):
+                shown["MFU"] = f"{share:.1%}"
+        if peak := device_peak_bytes():
+            shown["peak"] = f"{peak / 2**30:.1f} GiB"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update(row["step"] - self._bar.n)
-
-
-def device_peak_bytes() -> int | None:
-    """Returns this process's peak device memory, or None if the device reports none."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

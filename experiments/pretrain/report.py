@@ -8,9 +8,27 @@ from rich import box
 from rich.table import Table
 
 from experiments.common.results import Bar, write_results
+from experiments.pretrain import meshes, speed
 from experiments.pretrain.checkpoints import Progress
 from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import COAT_RECIPES, Recipe
+from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
+from experiments.pretrain.training import Trainer, tree_bytes
+
+
+def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:
+    """Returns sizes of a recipe's training, its compile time and where it runs."""
+    opt_state = trainer.abstract_state().opt_state
+    return {
+        "parameters": trainer.parameters,
+        "optimizer_bytes_per_param": tree_bytes(opt_state) / trainer.parameters,
+        "saved_activation_bytes": trainer.saved_activation_bytes(),
+        "step_bytes": trainer.step_bytes(),
+        "compile_seconds": trainer.compiled[1],
+        "flops_per_token": speed.flops_per_token(trainer.config, settings.seq_len),
+        "devices": meshes.devices(trainer.mesh),
+        "mesh": meshes.name_of(trainer.mesh),
+        "microbatches": settings.accumulate,
+    }
 
 
 def summarize(run: Run, token: str) -> dict[str, Any]:
@@ -54,12 +72,18 @@ def _recipe_summary(
 ) -> dict[str, Any]:
     last = rows[-max(1, run.steps // 20) :]
     losses = [row["loss"] for row in last if not row.get("skipped")]
+    measured, rate = progress.measured, progress.tokens_per_s(run.settings)
+    devices = measured.get("devices", 1)
+    flops = measured.get("flops_per_token")
+    share = rate and flops and speed.utilization(rate, flops, devices)
     return {
         "train_loss": float(np.mean(losses)) if losses else math.nan,
         "val_loss": rows[-1]["val_loss"],
-        **progress.measured,
+        **measured,
         "device_peak_bytes": progress.device_peak_bytes,
-        "tokens_per_s": progress.tokens_per_s(run.settings),
+        "tokens_per_s": rate,
+        "tokens_per_s_per_device": rate and rate / devices,
+        "model_flop_utilization": share,
         "train_seconds": progress.seconds,
         "skipped_steps": progress.skipped,
     }
@@ -103,9 +127,11 @@ def table(summary: dict[str, Any]) -> Table:
         (f"  its gap to {first}, %", "val_gap_percent", 1, "+.2f"),
         ("optimizer state, bytes a parameter", "optimizer_bytes_per_param", 1, ".3f"),
         ("saved activations, MiB", "saved_activation_bytes", 2**20, ",.1f"),
-        ("memory of a step as compiled, MiB", "step_bytes", 2**20, ",.1f"),
+        ("memory of a step as compiled, a device, MiB", "step_bytes", 2**20, ",.1f"),
         ("device peak, MiB", "device_peak_bytes", 2**20, ",.1f"),
         ("tokens/s", "tokens_per_s", 1, ",.0f"),
+        ("tokens/s a device", "tokens_per_s_per_device", 1, ",.0f"),
+        ("model FLOP/s, % of BF16's peak", "model_flop_utilization", 0.01, ".1f"),
     ):
         values = [row[key] for row in summary["recipes"].values()]
         if any(value is not None for value in values):

@@ -57,6 +57,33 @@ class RowLog:
         return self._checksum
 
 
+class NoRows:
+    """A `RowLog` of a process that writes none.
+
+    Attributes:
+      name: The name of the file that another process writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Leaves the row to the main process."""
+
+    def drop_after(self, step: int) -> None:
+        """Leaves the rows to the main process."""
+
+    def sync(self) -> int:
+        """Returns a checksum that is not used."""
+        return 0
+
+
 def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
     """Yields the rows of a file and their lines, without an incomplete last line.
 

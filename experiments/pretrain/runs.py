@@ -37,7 +37,7 @@ from experiments.pretrain.checkpoints import (
     file_checksum,
     value_checksum,
 )
-from experiments.pretrain.rows import RowLog, read_rows, rows_checksum
+from experiments.pretrain.rows import NoRows, RowLog, read_rows, rows_checksum
 from experiments.pretrain.settings import Recipe, Settings
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
@@ -47,13 +47,15 @@ _LEFTOVERS = {_LOCK, "tokenizer.json", f"{_RUN}.partial"}
 _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that touch no step that is done. A resumed run may also have more steps.
-_CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every"}
+_CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every", "accumulate"}
 
 
 class Run:
     """A run's folder, new or resumed.
 
-    While the object lives no other process can write to the folder.
+    While the object lives no other process can write to the folder. Of several
+    processes that train together the main one has such an object, and the others have
+    followers of it, which write nothing.
 
     Subclasses are runs of other programs, whose settings have another type.
 
@@ -68,14 +70,27 @@ class Run:
 
     kind: type[Settings] = Settings
 
-    def __init__(self, folder: Path, record: dict[str, Any], lock: int) -> None:
-        weakref.finalize(self, os.close, lock)
+    def __init__(
+        self, folder: Path, record: dict[str, Any], lock: int | None = None
+    ) -> None:
+        if lock is not None:
+            weakref.finalize(self, os.close, lock)
+        self._follows = lock is None
         self.folder = folder
         self.settings = self.kind.from_json(record["settings"])
         self.steps: int | None = record["steps"]
         self.schedule_steps: int | None = record.get("schedule_steps", self.steps)
         self.command: str = record["command"]
         self._record = record
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The contents of run.json, of which `Run(folder, record)` is a follower."""
+        return self._record | {
+            "settings": dataclasses.asdict(self.settings),
+            "steps": self.steps,
+            "schedule_steps": self.schedule_steps,
+        }
 
     @classmethod
     def create(
@@ -166,11 +181,9 @@ class Run:
 
     def record_changes(self) -> None:
         """Writes run.json if it differs from the settings and steps of this object."""
-        record = self._record | {
-            "settings": dataclasses.asdict(self.settings),
-            "steps": self.steps,
-            "schedule_steps": self.schedule_steps,
-        }
+        record = self.record
+        if self._follows:
+            return
         if json.loads(json.dumps(record)) != json.loads(json.dumps(self._record)):
             self._record = record
             _write_record(self.folder, record)
@@ -201,25 +214,29 @@ class Run:
         """
         return [row for row, _ in read_rows(self.folder / _METRICS)]
 
-    def append_metrics(self, recipe: Recipe) -> "RowLog":
+    def append_metrics(self, recipe: Recipe) -> RowLog | NoRows:
         """Opens metrics.jsonl for more rows of a recipe; a context manager."""
-        return RowLog(self.folder / _METRICS, recipe)
+        return self._append(_METRICS, recipe)
 
     def moments(self) -> list[dict[str, Any]]:
         """Returns the rows of moments.jsonl, without an incomplete last line."""
         return [row for row, _ in read_rows(self.folder / _MOMENTS)]
 
-    def append_moments(self, recipe: Recipe) -> "RowLog":
+    def append_moments(self, recipe: Recipe) -> RowLog | NoRows:
         """Opens moments.jsonl for more rows of a recipe; a context manager."""
-        return RowLog(self.folder / _MOMENTS, recipe)
+        return self._append(_MOMENTS, recipe)
+
+    def _append(self, name: str, recipe: Recipe) -> RowLog | NoRows:
+        path = self.folder / name
+        return NoRows(path) if self._follows else RowLog(path, recipe)
 
     def health(self) -> list[dict[str, Any]]:
         """Returns the rows of health.jsonl, without an incomplete last line."""
         return [row for row, _ in read_rows(self.folder / _HEALTH)]
 
-    def append_health(self, recipe: Recipe) -> "RowLog":
+    def append_health(self, recipe: Recipe) -> RowLog | NoRows:
         """Opens health.jsonl for more rows of a recipe; a context manager."""
-        return RowLog(self.folder / _HEALTH, recipe)
+        return self._append(_HEALTH, recipe)
 
     def _drop_unsaved_rows(self) -> None:
         """Drops the rows of all logs after each recipe's checkpoint.

@@ -8,6 +8,7 @@ scaling of a run are read from the command line that it recorded. The files may
 themselves be results of this program.
 """
 
+import dataclasses
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -89,7 +90,9 @@ def _settings(command: str) -> Settings:
     words = shlex.split(command)
     own = words[words.index("experiments.pretrain") + 1 :]
     given = vars(arguments.parser().parse_args(own))
-    return arguments.settings({k: v for k, v in given.items() if k != "out"})
+    # Other flags say where the run's folder is, and on which devices it ran.
+    names = {field.name for field in dataclasses.fields(Settings)}
+    return arguments.settings({k: v for k, v in given.items() if k in names})
 
 
 def summarize(rows: Iterable[Row]) -> list[Row]:

@@ -24,7 +24,7 @@ BadStep = Literal["stop", "skip", "rollback"]
 _BPE_VOCAB_SIZE = 16_384
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
-_POSITIVE += ("health_every",)
+_POSITIVE += ("health_every", "accumulate")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
@@ -52,6 +52,7 @@ class Settings:
         budget.
       batch_size: Sequences per step.
       seq_len: Tokens per sequence.
+      accumulate: Microbatches of a step, whose gradients are summed.
       lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
       end_lr: Learning rate of the last step, as a part of the peak.
       warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
@@ -87,6 +88,7 @@ class Settings:
     minutes: float | None = None
     batch_size: int
     seq_len: int
+    accumulate: int = 1
     lr: float
     end_lr: float = 0.1
     warmup_steps: int = 1000
@@ -131,6 +133,12 @@ class Settings:
             if not 0 <= getattr(self, name) < 1:
                 rule = "must be at least 0 and below 1"
                 raise ValueError(f"{name} {rule}, got {getattr(self, name)}")
+
+        if self.batch_size % self.accumulate:
+            raise ValueError(
+                f"accumulate must divide batch_size, got {self.accumulate} and "
+                f"{self.batch_size}"
+            )
 
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike must be above 1 and finite, got {self.spike}")

@@ -23,6 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float32, Int32
 
 import coat_jax as coat
@@ -30,7 +32,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from coat_jax.remat.report import peak_bytes
 from experiments.common.timing import OPTIONS
-from experiments.pretrain import health
+from experiments.pretrain import health, meshes
 from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
 
 
@@ -151,10 +153,13 @@ class Trainer:
       settings: Settings of the training.
       steps: Length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
+      mesh: The mesh that the training is spread over; None means the first device.
 
     Attributes:
       parameters: Number of parameters of the model.
       parameter_names: The path of each array of parameters.
+      config: Config of the model.
+      mesh: The mesh, or None.
     """
 
     def __init__(
@@ -164,9 +169,13 @@ class Trainer:
         *,
         steps: int,
         optimizer: Optimizer | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
-        self._config = config
+        if mesh is not None:
+            config = dataclasses.replace(config, batch_axes=meshes.BATCH_AXES)
+        self.config = config
         self._settings = settings
+        self.mesh = mesh
         self._optimizer = optimizer or Optimizer.of(config.recipe)
         self._schedule = learning_rate(settings, steps)
         self._tx = self._optimizer.transformation(settings, steps)
@@ -179,17 +188,25 @@ class Trainer:
         ]
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
-        self._compiled_init = jax.jit(self._init)
+        placed = None if mesh is None else self._shardings
+        self._compiled_init = jax.jit(self._init, out_shardings=placed)
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
         """The compiled step, and the compile time in seconds."""
         started = time.perf_counter()
-        step = jax.jit(self._step, donate_argnums=0)
+        compiled = self._compiled_step(reporting=False)
+        return compiled, time.perf_counter() - started
+
+    def _compiled_step(self, reporting: bool) -> jax.stages.Compiled:
+        placed = None
+        if self.mesh is not None:
+            placed = self._shardings, NamedSharding(self.mesh, P())
+        step = partial(self._step, reporting=reporting)
+        step = jax.jit(step, donate_argnums=0, out_shardings=placed)
         limit = jax.ShapeDtypeStruct((), jnp.float32)
         lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
-        compiled = lowered.compile(self._options)
-        return compiled, time.perf_counter() - started
+        return lowered.compile(self._options)
 
     def init(self, seed: int | None = None) -> TrainState:
         """Returns the state before the first step.
@@ -201,16 +218,16 @@ class Trainer:
 
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and placement of a state."""
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device),
+            lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there),
             jax.eval_shape(self._init, 0),
+            self._shardings,
         )
 
     def step(
         self,
         state: TrainState,
-        batch: Int32[np.ndarray, "batch length+1"],
+        batch: Int32[np.ndarray, "rows length+1"],
         limit: float = math.inf,
     ) -> tuple[TrainState, Metrics]:
         """Runs one optimizer step; `state` is donated.
@@ -220,11 +237,21 @@ class Trainer:
 
         Args:
           state: The state before the step.
-          batch: The tokens to train on.
+          batch: The tokens to train on. A process has only those rows that are on its
+            devices.
           limit: The largest loss of a step that is `ok`.
         """
-        compiled, _ = self.compiled
-        return compiled(state, jnp.asarray(batch), jnp.float32(limit))
+        return self._run(self.compiled[0], state, batch, limit)
+
+    def _run(
+        self,
+        compiled: jax.stages.Compiled,
+        state: TrainState,
+        batch: Int32[np.ndarray, "rows length+1"],
+        limit: float,
+    ) -> tuple[TrainState, Metrics]:
+        batch = self._placed(batch, self._settings.batch_size)
+        return compiled(state, batch, np.float32(limit))
 
     @cached_property
     def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -233,20 +260,17 @@ class Trainer:
         It is a program of its own, so that other steps cost what they cost without
         reports.
         """
-        step = jax.jit(partial(self._step, reporting=True), donate_argnums=0)
-        limit = jax.ShapeDtypeStruct((), jnp.float32)
-        lowered = step.lower(self.abstract_state(), self._abstract_batch, limit)
-        compiled = lowered.compile(self._options)
+        compiled = self._compiled_step(reporting=True)
 
         def run(state, batch, limit=math.inf):
-            return compiled(state, jnp.asarray(batch), jnp.float32(limit))
+            return self._run(compiled, state, batch, limit)
 
         return run
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""
         where = state.params, state.histories
-        losses = [self._evaluate(*where, jnp.asarray(b)) for b in batches]
+        losses = [self._evaluate(*where, self._placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
@@ -260,28 +284,56 @@ class Trainer:
         return float(f"{self._schedule(step - 1):.6g}")
 
     def saved_activation_bytes(self) -> int:
-        """Returns the bytes that the forward pass saves for the backward pass."""
+        """Returns the bytes that forward saves for backward, on all devices together.
+
+        They are those of one microbatch.
+        """
         state = self.abstract_state()
-        found = coat.residual_report(
-            self._loss, state.params, state.histories, self._abstract_batch
-        )
+        batch, parts = self._abstract_batch, self._settings.accumulate
+        batch = batch.update(shape=(batch.shape[0] // parts, *batch.shape[1:]))
+        found = coat.residual_report(self._loss, state.params, state.histories, batch)
         return found.nbytes
 
     def step_bytes(self) -> int:
-        """Returns the device memory of the compiled step, including its arguments."""
+        """Returns the memory of the compiled step on a device, with its arguments."""
         return peak_bytes(self.compiled[0])
 
     @property
     def _abstract_batch(self) -> jax.ShapeDtypeStruct:
         shape = self._settings.batch_size, self._settings.seq_len + 1
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        where = None if self.mesh is None else meshes.batch_sharding(self.mesh)
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+
+    @cached_property
+    def _shardings(self) -> TrainState:
+        """The sharding of each array of the state."""
+        state = jax.eval_shape(self._init, 0)
+        if self.mesh is None:
+            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            return jax.tree.map(lambda _: device, state)
+        params = meshes.param_shardings(state.params, self.mesh)
+        opt_state = coat.opt_state_sharding(self._tx, state.params, params)
+        whole = NamedSharding(self.mesh, P())
+        histories = jax.tree.map(lambda _: whole, state.histories)
+        return TrainState(params, opt_state, whole, histories)
+
+    def _placed(
+        self, batch: Int32[np.ndarray, "rows length+1"], size: int
+    ) -> Int32[Array, "batch length+1"]:
+        """Returns a batch of `size` rows, all of which or this process's are given."""
+        if self.mesh is None:
+            return jnp.asarray(batch)
+        rows = np.arange(size)
+        if len(batch) != size:
+            rows = meshes.own_rows(size, self.mesh)
+        return meshes.spread(batch, rows, size, self.mesh)
 
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
-        config = dataclasses.replace(self._config, param_dtype=jnp.float32)
+        config = dataclasses.replace(self.config, param_dtype=jnp.float32)
         rngs = nnx.Rngs(jax.random.key(seed))
         model = llama.Llama(config, rngs=rngs)
         _, params, histories = nnx.split(model, nnx.Param, ...)
-        dtype = self._config.param_dtype
+        dtype = self.config.param_dtype
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
 
@@ -301,9 +353,7 @@ class Trainer:
         limit: Float32[Array, ""],
         reporting: bool = False,
     ) -> tuple[TrainState, Metrics]:
-        loss, (grads, histories) = jax.value_and_grad(self._loss, (0, 1))(
-            state.params, state.histories, batch
-        )
+        loss, grads, histories = self._gradients(state, batch)
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         reports = {}
@@ -318,6 +368,41 @@ class Trainer:
         else:
             state = self._updated(state, grads, histories)
         return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok, reports)
+
+    def _gradients(
+        self, state: TrainState, batch: Int32[Array, "batch length+1"]
+    ) -> tuple[Float32[Array, ""], nnx.State, nnx.State]:
+        """Computes the loss, its gradients and the next histories.
+
+        With several microbatches the sums of gradients are float32. Each device's rows
+        are in all microbatches, so that no row moves.
+        """
+        count = self._settings.accumulate
+        gradients = jax.value_and_grad(self._loss, (0, 1))
+        if count == 1:
+            loss, (grads, histories) = gradients(state.params, state.histories, batch)
+            return loss, grads, histories
+
+        def add(carry, batch):
+            total, sums, histories = carry
+            loss, (grads, histories) = gradients(state.params, histories, batch)
+            sums = jax.tree.map(
+                lambda s, g: s + g.astype(jnp.float32) / count, sums, grads
+            )
+            return (total + loss / count, in_shards(sums), histories), None
+
+        def in_shards(sums):
+            if self.mesh is None:
+                return sums
+            return jax.lax.with_sharding_constraint(sums, self._shardings.params)
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
+        parts = batch.reshape(-1, count, batch.shape[1]).swapaxes(0, 1)
+        (loss, sums, histories), _ = jax.lax.scan(
+            add, (jnp.float32(0), in_shards(zeros), state.histories), parts
+        )
+        grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
+        return loss, grads, histories
 
     def _updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State

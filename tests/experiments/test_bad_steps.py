@@ -35,7 +35,7 @@ def _trainer(recipe="bf16", bad_step="stop"):
     return training.Trainer(model_config(settings, recipe, 257), settings, steps=_STEPS)
 
 
-def _trainer_for(config, settings, *, steps):
+def _trainer_for(config, settings, *, steps, mesh):
     """Returns the trainer for a run, of which each recipe and answer has one."""
     assert steps == _STEPS
     return _trainer(config.recipe, settings.bad_step)

@@ -152,6 +152,22 @@ def test_batches_visit_every_window_each_epoch_in_new_order():
     assert next(other)[:, 0].tolist() != orders[0][:5]
 
 
+def test_rows_of_batches_are_read_alone():
+    class Counted(data.Windows):
+        def __getitem__(self, index):
+            read.append(index)
+            return super().__getitem__(index)
+
+    read = []
+    windows = Counted([np.arange(41, dtype=np.uint16)], 4)
+    whole = data.train_batches(_windows([windows._arrays[0]]), batch_size=5, seed=3)
+    some = data.train_batches(windows, batch_size=5, seed=3, rows=np.array([1, 2]))
+    for _ in range(4):
+        np.testing.assert_array_equal(next(some), next(whole)[1:3])
+        assert some.get_state() == whole.get_state()
+    assert len(read) % 2 == 0
+
+
 def test_batches_continue_from_a_saved_state():
     windows = _windows([np.arange(400, dtype=np.uint16)])
     batches = data.train_batches(windows, batch_size=3, seed=0)

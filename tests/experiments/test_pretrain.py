@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,16 @@ import pytest
 
 import coat_jax as coat
 from experiments.common import results
-from experiments.pretrain import arguments, moment_plots, plots, runs, training
+from experiments.pretrain import (
+    arguments,
+    budgets,
+    moment_plots,
+    plots,
+    report,
+    runs,
+    speed,
+    training,
+)
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
@@ -104,6 +114,16 @@ def test_a_run_leaves_metrics_summary_and_plot(finished):
     assert coat_["optimizer_bytes_per_param"] < 2.2
     assert coat_["saved_activation_bytes"] < 0.5 * plain["saved_activation_bytes"]
     assert (finished / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_summary_says_where_a_run_ran(finished, tmp_path, monkeypatch):
+    run = runs.Run.resume(shutil.copytree(finished, tmp_path / "run"), {})
+    monkeypatch.setitem(speed.PEAKS, jax.devices()[0].device_kind, 1e12)
+    for row in report.summarize(run, "byte")["rows"]:
+        assert (row["mesh"], row["devices"]) == ("fsdp=1", 1)
+        assert row["tokens_per_s_per_device"] == row["tokens_per_s"]
+        expected = row["tokens_per_s"] * row["flops_per_token"] / 1e12
+        assert row["model_flop_utilization"] == pytest.approx(expected)
 
 
 def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
@@ -297,7 +317,7 @@ def test_learning_rate_rises_and_falls():
 
 def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
     clock = iter(np.arange(0, 1000, 0.5))  # Every step and validation takes 0.5 s.
-    monkeypatch.setattr(pretrain.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(budgets.time, "perf_counter", lambda: next(clock))
 
     class Stopwatch:
         init = staticmethod(lambda: None)
@@ -306,10 +326,13 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
     settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
-    seconds = pretrain.seconds_per_step(Stopwatch(), settings, inputs)
-    assert pretrain.steps_within_budget(settings, 10.0, seconds) == int(50 / 0.6)
+    batches = pretrain.train_batches(inputs, settings)
+    seconds = budgets.seconds_per_step(
+        Stopwatch(), settings, batches, inputs.validation
+    )
+    assert budgets.steps_within_budget(settings, 10.0, seconds) == int(50 / 0.6)
     few = dataclasses.replace(settings, steps=20)
-    assert pretrain.steps_within_budget(few, 10.0, seconds) == 20
+    assert budgets.steps_within_budget(few, 10.0, seconds) == 20
 
 
 def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):

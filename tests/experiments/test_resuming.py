@@ -26,9 +26,9 @@ def _trainer(recipe):
     return training.Trainer(model_config(settings, recipe, 257), settings, steps=_STEPS)
 
 
-def _trainer_for(config, settings, *, steps):
+def _trainer_for(config, settings, *, steps, mesh):
     """Returns a recipe's trainer; each run has the schedule it was started with."""
-    assert steps == _STEPS
+    assert (steps, mesh) == (_STEPS, None)
     return _trainer(config.recipe)
 
 

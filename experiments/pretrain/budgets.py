@@ -1,0 +1,50 @@
+"""Budgets of time: how long a step takes, and how many steps fit."""
+
+import time
+
+import jax
+import numpy as np
+
+from experiments.pretrain import data
+from experiments.pretrain.settings import Settings
+from experiments.pretrain.training import Trainer
+
+_WARM_STEPS, _TIMED_STEPS = 1, 3
+
+
+def steps_within_budget(
+    settings: Settings, compile_seconds: float, seconds_per_step: float
+) -> int:
+    """Returns how many steps fit in `settings.minutes`, of which compiling takes some.
+
+    Args:
+      settings: The settings, with the largest number of steps.
+      compile_seconds: The compile time.
+      seconds_per_step: The time of a step, with its share of the validations.
+    """
+    budget = 60 * settings.minutes - compile_seconds
+    return max(1, min(settings.steps, int(budget / seconds_per_step)))
+
+
+def seconds_per_step(
+    trainer: Trainer,
+    settings: Settings,
+    batches: data.Batches,
+    validation: list[np.ndarray],
+) -> float:
+    """Returns the time of a step, with a step's share of the validations.
+
+    Steps are timed on a state that is thrown away, because the learning rate schedule,
+    and so every step, may depend on the answer.
+    """
+    state, seconds = trainer.init(), []
+    for _ in range(_WARM_STEPS + _TIMED_STEPS):
+        started = time.perf_counter()
+        state, metrics = trainer.step(state, next(batches))
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - started)
+    trainer.evaluate(state, validation)
+    started = time.perf_counter()
+    trainer.evaluate(state, validation)
+    share = (time.perf_counter() - started) / settings.eval_every
+    return float(np.median(seconds[_WARM_STEPS:])) + share

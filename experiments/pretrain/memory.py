@@ -1,0 +1,77 @@
+"""Memory of a training: peaks of devices, and what an end without memory is due to."""
+
+import math
+from typing import Any
+
+import jax
+
+from experiments.pretrain import meshes
+from experiments.pretrain.settings import Settings
+from experiments.pretrain.training import Trainer
+
+_GIB = 2**30
+
+
+class OutOfMemory(Exception):
+    """An end of a training for want of memory; the message says what took it."""
+
+
+def device_peak_bytes() -> int | None:
+    """Returns the largest peak of this process's devices; None if they report none."""
+    return _largest("peak_bytes_in_use")
+
+
+def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
+    """Returns whether an error of JAX says that memory ran out."""
+    return "RESOURCE_EXHAUSTED" in str(error)
+
+
+def description(trainer: Trainer, settings: Settings) -> str:
+    """Returns one line about the memory that a step takes on each device.
+
+    Args:
+      trainer: The trainer, compiled or not.
+      settings: Its settings.
+    """
+    state, mesh = trainer.abstract_state(), trainer.mesh
+    params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
+    wide = sum(math.prod(_shard(x)) * 4 for x in jax.tree.leaves(state.params))
+    activations = trainer.saved_activation_bytes() // meshes.batch_parts(mesh)
+    parts = {
+        "parameters": params,
+        "gradients": params + (wide if settings.accumulate > 1 else 0),
+        "the optimizer's state": moments,
+        "saved activations": activations,
+    }
+    largest = max(parts, key=parts.__getitem__)
+    listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+    limit = _largest("bytes_limit")
+    of = "" if limit is None else f" of {_gib(limit)}"
+    advice = (
+        "a smaller --batch-size or a larger --accumulate"
+        if largest == "saved activations"
+        else "more devices as fsdp, or --param-dtype bfloat16,"
+    )
+    return (
+        f"out of memory on a device{of}: a step has {listed}, and what it computes "
+        f"with; {advice} takes less"
+    )
+
+
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes of a tree's arrays, or of their shapes, on one device."""
+    return sum(math.prod(_shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shard(x: Any) -> tuple[int, ...]:
+    return x.sharding.shard_shape(x.shape)
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:,.2f} GiB"
+
+
+def _largest(name: str) -> int | None:
+    """Returns the largest of a statistic of this process's devices, if there is one."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found[name] for found in stats if name in found), default=None)

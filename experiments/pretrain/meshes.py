@@ -1,0 +1,214 @@
+"""Meshes of devices: their names on a command line, and how a training is sharded.
+
+A mesh has three axes. A batch is split over `data` and `fsdp`, and parameters with
+their moments over `fsdp` and `tensor`. The specs say no more than that: XLA and the
+library's kernels follow them.
+
+| weight     | axis that fsdp splits | axis that tensor splits |
+|------------|-----------------------|-------------------------|
+| `qkv`      | outputs               | outputs                 |
+| `gate_up`  | outputs               | outputs                 |
+| `out`      | outputs               | inputs                  |
+| `down`     | outputs               | inputs                  |
+| embedding  | vocabulary            | vocabulary              |
+| `head`     | inputs                | inputs                  |
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int32, Int64
+
+AXES = ("data", "fsdp", "tensor")
+BATCH_AXES = ("data", "fsdp")
+_REFUSED = {
+    "context": "sequences that are split over devices are not supported",
+    "sequence": "sequences that are split over devices are not supported",
+    "pipeline": "pipelines of layers are not supported",
+    "stage": "pipelines of layers are not supported",
+    "expert": "there are no experts",
+}
+# Stacked weights have the layer as their first axis, and gate_up two halves behind it.
+_SPECS = {
+    "embedding": P(("fsdp", "tensor")),
+    "head": P(("fsdp", "tensor")),
+    "qkv": P(None, ("tensor", "fsdp")),
+    "out": P(None, "fsdp", "tensor"),
+    "gate_up": P(None, None, ("tensor", "fsdp")),
+    "down": P(None, "fsdp", "tensor"),
+}
+
+
+def parse(text: str) -> dict[str, int]:
+    """Returns the size of each axis that a flag's value, such as "fsdp=8", names.
+
+    Raises:
+      ValueError: If an axis is unknown, is not supported, or has no positive size.
+
+    Example:
+      >>> parse("data=2,fsdp=4")
+      {'data': 2, 'fsdp': 4}
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = (word.strip() for word in part.partition("="))
+        if name in _REFUSED:
+            raise ValueError(f"--mesh {text}: {_REFUSED[name]}; axes are {_names()}")
+        if name not in AXES:
+            raise ValueError(f"--mesh takes the axes {_names()}, got {name!r}")
+        if name in sizes:
+            raise ValueError(f"--mesh takes each axis once, got {text!r}")
+        if not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"--mesh takes {name}=N with N of 1 or more, got {part!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
+def make(sizes: Mapping[str, int] | None) -> Mesh | None:
+    """Returns the mesh that a training is spread over; None means one device.
+
+    Args:
+      sizes: The size of each axis that is not 1. None means all devices as `fsdp`; the
+        virtual devices of a process on a CPU are used only if a mesh is named.
+
+    Raises:
+      ValueError: If the product of the sizes is not the number of devices.
+    """
+    devices = _devices()
+    if sizes is None:
+        alone = devices[0].platform == "cpu" and jax.process_count() == 1
+        sizes = {"fsdp": 1 if alone else len(devices)}
+    elif (size := math.prod(sizes.values())) != len(devices):
+        raise ValueError(
+            f"--mesh {_describe(sizes)} needs {_counted(size)}, got "
+            f"{_counted(len(devices))} of {devices[0].device_kind}"
+        )
+    shape = tuple(sizes.get(name, 1) for name in AXES)
+    if (size := math.prod(shape)) == 1:
+        return None
+    types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices[:size])
+
+
+def _describe(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes as the flag takes them, without axes of size 1."""
+    shown = [f"{name}={size}" for name, size in sizes.items() if size > 1]
+    return ",".join(shown) or "fsdp=1"
+
+
+def check_batch(name: str, batch_size: int, mesh: Mesh | None, parts: int = 1) -> None:
+    """Raises ValueError if a batch cannot be split over the devices and `parts`.
+
+    Args:
+      name: The name of the batch's size in the message.
+      batch_size: The number of sequences.
+      mesh: The mesh.
+      parts: The number of microbatches of the batch.
+    """
+    over = batch_parts(mesh)
+    if batch_size % (over * parts):
+        rules = [] if mesh is None else [f"the mesh {name_of(mesh)}"]
+        rules += [f"--accumulate {parts}"] if parts > 1 else []
+        raise ValueError(
+            f"{name} must be a multiple of {over * parts}, for {' and '.join(rules)}; "
+            f"got {batch_size}"
+        )
+
+
+def devices(mesh: Mesh | None) -> int:
+    """Returns the number of devices of a mesh."""
+    return 1 if mesh is None else mesh.size
+
+
+def name_of(mesh: Mesh | None) -> str:
+    """Returns the sizes of a mesh as the flag takes them."""
+    return _describe({} if mesh is None else mesh.shape)
+
+
+def batch_parts(mesh: Mesh | None) -> int:
+    """Returns the number of parts that a batch is split into."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in BATCH_AXES)
+
+
+def param_shardings(params: Any, mesh: Mesh) -> Any:
+    """Returns the sharding of each parameter of a `Llama`: norms are on every device.
+
+    Args:
+      params: The parameters, or the shape of each.
+      mesh: The mesh.
+
+    Raises:
+      ValueError: If the mesh does not divide an axis of a parameter.
+    """
+
+    def of(path: Any, param: Any) -> NamedSharding:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = name.removesuffix("/value")  # Parameters are Flax's variables.
+        spec = P() if "norm" in name else _SPECS[name.split("/")[-1]]
+        for axis, parts in enumerate(spec):
+            size = math.prod(mesh.shape[part] for part in _tuple(parts))
+            if param.shape[axis] % size:
+                raise ValueError(
+                    f"the mesh {name_of(mesh)} splits axis {axis} of {name} "
+                    f"into {size} parts, which do not divide {param.shape[axis]}"
+                )
+        return NamedSharding(mesh, spec)
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
+    """Returns the rows of a batch that this process's devices hold, in order."""
+    rows = np.arange(batch_size)
+    if mesh is None:
+        return rows
+    places = batch_sharding(mesh).addressable_devices_indices_map((batch_size,))
+    return np.unique(np.concatenate([rows[index] for index in places.values()]))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of a batch, whose first axis is split."""
+    return NamedSharding(mesh, P(BATCH_AXES))
+
+
+def spread(
+    batch: Int32[np.ndarray, "rows length+1"],
+    rows: Int64[np.ndarray, " rows"],
+    batch_size: int,
+    mesh: Mesh,
+) -> Int32[Array, "batch length+1"]:
+    """Returns a batch on a mesh, of which each process has its own rows.
+
+    Args:
+      batch: The rows of this process.
+      rows: Their places in the batch, in order.
+      batch_size: The number of rows of the batch.
+      mesh: The mesh.
+    """
+
+    def part(index: tuple[slice, ...]) -> np.ndarray:
+        return batch[np.searchsorted(rows, np.arange(batch_size)[index[0]])]
+
+    shape = batch_size, *batch.shape[1:]
+    return jax.make_array_from_callback(shape, batch_sharding(mesh), part)
+
+
+def _devices() -> list[jax.Device]:
+    return jax.devices()
+
+
+def _names() -> str:
+    return f"{', '.join(AXES[:-1])} and {AXES[-1]}"
+
+
+def _counted(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"
+
+
+def _tuple(parts: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return parts if isinstance(parts, tuple) else (parts,) if parts else ()

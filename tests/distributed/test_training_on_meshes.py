@@ -1,0 +1,223 @@
+"""Tests the main job on eight virtual devices: meshes, checkpoints, two processes."""
+
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.kills import Killed, on_call
+
+from experiments.pretrain import meshes, training
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.checkpoints import Checkpoints, Progress
+from experiments.pretrain.settings import PRESETS, Settings, model_config
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:a parameter of shape"),
+]
+MIXED = "data=2,fsdp=2,tensor=2"
+STEPS = 4
+_TINY = ["--preset", "tiny", "--recipes", "bf16", "--batch-size", "8"]
+
+
+def _settings(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, batch_size=8, **changes)
+
+
+@functools.cache
+def _trainer(mesh=None, recipe="bf16", dtype=jnp.float32, **changes):
+    settings = _settings(**changes)
+    config = dataclasses.replace(model_config(settings, recipe, 257), dtype=dtype)
+    mesh = mesh and meshes.make(meshes.parse(mesh))
+    return training.Trainer(config, settings, steps=10, mesh=mesh)
+
+
+def _batches(count=STEPS):
+    shape = count, 8, _settings().seq_len + 1
+    return np.random.default_rng(0).integers(0, 257, shape, np.int32)
+
+
+def _advance(trainer, state, batches):
+    found = []
+    for batch in batches:
+        state, metrics = trainer.step(state, batch)
+        found.append([metrics.loss, metrics.grad_norm])
+    return state, np.asarray(found, np.float64)
+
+
+@functools.cache
+def _rows(*args, **changes):
+    """Returns losses and norms of a few steps, and a loss of validation behind them."""
+    trainer = _trainer(*args, **changes)
+    state, found = _advance(trainer, trainer.init(), _batches())
+    return np.append(found, trainer.evaluate(state, [*_batches(1)]))
+
+
+def _bits(tree):
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", "data=8", "tensor=8", MIXED])
+def test_meshes_train_as_one_device_does(mesh):
+    np.testing.assert_allclose(_rows(mesh), _rows(), rtol=1e-4)
+
+
+def test_microbatches_on_a_mesh_sum_to_the_batch():
+    np.testing.assert_allclose(
+        _rows("data=2,tensor=4", accumulate=4), _rows(), rtol=1e-4
+    )
+
+
+def test_fp8_trains_on_a_mixed_mesh_as_on_one_device():
+    """Codes differ here and there, because sums have another order."""
+    alone = _rows(recipe="coat", dtype=jnp.bfloat16)
+    np.testing.assert_allclose(_rows(MIXED, "coat", jnp.bfloat16), alone, rtol=0.02)
+
+
+@pytest.mark.parametrize("mesh", ["fsdp=8", MIXED])
+def test_each_device_has_its_shards_alone_and_they_are_donated(mesh):
+    trainer = _trainer(mesh)
+    state = trainer.init()
+    over = 8 if mesh == "fsdp=8" else 4
+    held = 0
+    for x in jax.tree.leaves(state):
+        shard = x.addressable_shards[0].data
+        held += shard.nbytes
+        if x.size >= 4096:
+            assert shard.size * over == x.size
+    compiled, _ = trainer.compiled
+    assert compiled.memory_analysis().alias_size_in_bytes == held
+    after, _ = trainer.step(state, _batches(1)[0])
+    for x, like in zip(
+        jax.tree.leaves(after), jax.tree.leaves(trainer.abstract_state()), strict=True
+    ):
+        assert x.sharding.is_equivalent_to(like.sharding, x.ndim)
+
+
+def test_a_checkpoint_has_the_same_bits_on_any_mesh(tmp_path):
+    saved = _trainer("fsdp=8")
+    state, _ = _advance(saved, saved.init(), _batches(2))
+    expected = _bits(state)
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(state, Progress(step=2))
+    for mesh in ("fsdp=8", MIXED, None):
+        trainer = _trainer(mesh)
+        with Checkpoints(tmp_path / "saved") as checkpoints:
+            restored = checkpoints.state(trainer.abstract_state())
+        assert _bits(restored) == expected
+        if mesh == "fsdp=8":
+            resumed, rows = _advance(trainer, restored, _batches()[2:])
+            undisturbed, others = _advance(trainer, state, _batches()[2:])
+            assert _bits(resumed) == _bits(undisturbed)
+            np.testing.assert_array_equal(rows, others)
+
+
+def test_what_a_mesh_does_not_divide_is_refused():
+    settings = _settings()
+    devices = meshes.make({"fsdp": 8})
+    odd = dataclasses.replace(model_config(settings, "bf16", 257), num_kv_heads=2)
+    odd = dataclasses.replace(odd, intermediate_size=100)
+    with pytest.raises(
+        ValueError, match=r"axis 2 of layers/gate_up into 8 parts.* 100"
+    ):
+        training.Trainer(odd, settings, steps=2, mesh=devices)
+    with pytest.raises(ValueError, match="--mesh fsdp=4 needs 4 devices, got 8"):
+        meshes.make({"fsdp": 4})
+    with pytest.raises(ValueError, match="multiple of 8, for the mesh fsdp=8; got 12"):
+        meshes.check_batch("--batch-size", 12, devices)
+
+
+@pytest.fixture
+def text(tmp_path):
+    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
+    (tmp_path / "text.txt").write_bytes(bytes(words))
+    return ["--data", str(tmp_path / "text.txt")]
+
+
+@pytest.fixture
+def on_devices(monkeypatch):
+    """Runs the main job on the first few of the devices."""
+    all_devices = jax.devices()
+    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+
+    def run(count, *argv):
+        monkeypatch.setattr(meshes, "_devices", lambda: all_devices[:count])
+        return pretrain.main([*map(str, argv), "--mesh", f"fsdp={count}"])
+
+    return run
+
+
+def _logged(folder):
+    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [[row["loss"], row["grad_norm"], row.get("val_loss", 0)] for row in rows]
+
+
+def test_one_device_then_four_then_two(text, tmp_path, on_devices):
+    argv = [*_TINY, *text, "--steps", 9, "--save-every", 2, "--eval-every", 4]
+    alone, moved = tmp_path / "alone", tmp_path / "moved"
+    assert on_devices(1, *argv, "--out", alone) == 0
+    for count, start in (1, [*argv, "--out", moved]), (4, ["--resume", moved]):
+        with pytest.MonkeyPatch.context() as patch:
+            on_call(patch, training.Trainer, "step", 4)
+            with pytest.raises(Killed):
+                on_devices(count, *start)
+    assert on_devices(2, "--resume", moved, "--profile") == 0
+    np.testing.assert_allclose(_logged(moved), _logged(alone), rtol=2e-3)
+    (row,) = json.loads((moved / "summary.json").read_text())["rows"]
+    assert (row["mesh"], row["devices"]) == ("fsdp=2", 2)
+    assert row["tokens_per_s_per_device"] == row["tokens_per_s"] / 2
+    assert list((moved / "profile" / "bf16").rglob("*.xplane.pb"))
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def test_two_processes_train_as_one_and_stop_together(text, tmp_path, on_devices):
+    """A signal to the second one stops both, and one process goes on."""
+    argv = [*_TINY, *text, "--steps", "60", "--eval-every", "60"]
+    out, alone = tmp_path / "run", tmp_path / "alone"
+    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=2")
+    coordinator = f"localhost:{_free_port()}"
+    command = [sys.executable, "-m", "experiments.pretrain", *argv, "--out", str(out)]
+    command += ["--mesh", "data=2,fsdp=2", "--processes", "2"]
+    command += ["--coordinator", coordinator, "--process-id"]
+    running = [
+        subprocess.Popen(
+            [*command, str(index)],
+            env=os.environ | {"XLA_FLAGS": flags},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for index in range(2)
+    ]
+    rows = out / "metrics.jsonl"
+    while all(process.poll() is None for process in running):
+        if rows.exists() and '"step": 5,' in rows.read_text():
+            running[1].send_signal(signal.SIGINT)
+            break
+        time.sleep(0.05)
+    said = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [pretrain.STOPPED] * 2, said
+    assert f"--resume {out}" in said[0][0]
+    assert "compil" not in said[1][0]
+    assert on_devices(4, *argv, "--out", alone) == 0
+    few = len(_logged(out))
+    assert 5 <= few < 60
+    np.testing.assert_allclose(_logged(out)[:5], _logged(alone)[:5], rtol=2e-3)
+    assert on_devices(2, "--resume", out) == 0
+    assert len(_logged(out)) == 60
+    np.testing.assert_allclose(_logged(out)[-1], _logged(alone)[-1], rtol=0.02)

@@ -1,0 +1,164 @@
+"""Tests of the main job's devices: flags, microbatches, rates and ends of memory."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers.kills import on_call
+
+from coat_jax.models import llama
+from experiments.pretrain import meshes, processes, rows, speed, training
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS, Settings, model_config
+
+
+def _settings(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+
+
+def test_axes_are_read():
+    assert meshes.parse("data=2, fsdp=4,tensor=2") == {
+        "data": 2,
+        "fsdp": 4,
+        "tensor": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("model=8", "the axes data, fsdp and tensor, got 'model'"),
+        ("context=2,fsdp=4", "sequences that are split over devices are not supported"),
+        ("pipeline=2", "pipelines of layers are not supported"),
+        ("expert=2", "there are no experts"),
+        ("fsdp=0", "N of 1 or more, got 'fsdp=0'"),
+        ("fsdp", "N of 1 or more, got 'fsdp'"),
+        ("fsdp=2,fsdp=2", "each axis once"),
+        ("", "got ''"),
+    ],
+)
+def test_wrong_axes_are_named(given, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main(["--mesh", given])
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
+
+
+def test_a_cpu_has_one_device_unless_a_mesh_is_named(capsys, tmp_path):
+    assert meshes.make(None) is None
+    devices = len(jax.devices())
+    argv = ["--mesh", f"fsdp={devices + 1}", "--out", str(tmp_path / "run")]
+    assert pretrain.main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"--mesh fsdp={devices + 1} needs {devices + 1} devices, got" in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("2", None, None), "--processes 2 needs --process-id and --coordinator"),
+        (("2", 2, "host:1"), "below --processes 2, got 2"),
+        (("2", 0, "host"), "must be HOST:PORT, got 'host'"),
+        (("0", 0, "host:1"), "a number of 1 or more"),
+        (("auto", 0, None), "auto alone"),
+        ((None, 0, "host:1"), "got None"),
+    ],
+)
+def test_wrong_processes_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        processes.Cluster.of(*given)
+
+
+def test_processes_are_read():
+    assert processes.Cluster.of(None, None, None) is None
+    assert processes.Cluster.of("auto", None, None) == processes.Cluster()
+    found = processes.Cluster.of("2", 1, "host:80")
+    assert found == processes.Cluster(count=2, index=1, coordinator="host:80")
+
+
+def test_a_process_alone_decides_by_itself():
+    assert processes.is_main()
+    assert processes.on_main(lambda: [1]) == [1]
+    assert [processes.anywhere(flag) for flag in (False, True)] == [False, True]
+    with pytest.raises(OSError, match="full"), processes.together():
+        raise OSError("full")
+
+
+def test_rows_of_another_process_are_not_written(tmp_path):
+    with rows.NoRows(tmp_path / "metrics.jsonl") as log:
+        log.write({"step": 1})
+        log.drop_after(0)
+        assert (log.name, log.sync()) == ("metrics.jsonl", 0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_microbatches_sum_to_the_batch():
+    """The model and its gradients are float32."""
+    shape = 3, 4, _settings().seq_len + 1
+    batches = np.random.default_rng(0).integers(0, 257, shape, np.int32)
+    found = []
+    for count in (1, 4):
+        settings = _settings(accumulate=count)
+        config = dataclasses.replace(
+            model_config(settings, "bf16", 257), dtype=np.float32
+        )
+        trainer = training.Trainer(config, settings, steps=10)
+        state = trainer.init()
+        for batch in batches:
+            state, metrics = trainer.step(state, batch)
+        found.append([*jax.tree.leaves(state.params), metrics.loss, metrics.grad_norm])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_microbatches_divide_the_batch():
+    with pytest.raises(ValueError, match="must divide batch_size, got 3 and 4"):
+        _settings(accumulate=3)
+    with pytest.raises(ValueError, match="accumulate must be positive, got 0"):
+        _settings(accumulate=0)
+
+
+def test_flops_of_llama_2_7b():
+    """The model has 6,738,415,616 parameters, of which matmuls use all but a few.
+
+    The embedding has 131,072,000, and the 65 norms 4,096 each.
+    """
+    matmuls = 6_738_415_616 - 131_072_000 - 65 * 4096
+    # Scores and their use take 2 x 2 x 4096 for each of (2048 / 2) tokens and 32
+    # layers, three times as much with backward.
+    attention = 3 * 32 * (2048 // 2) * 2 * 2 * 4096
+    config = llama.CONFIGS["llama2-7b"]
+    assert speed.flops_per_token(config, 2048) == 6 * matmuls + attention
+
+
+def test_utilization_needs_a_known_device(monkeypatch):
+    assert speed.utilization(1e3, 10**9, 2) is None
+    kind = jax.devices()[0].device_kind
+    monkeypatch.setitem(speed.PEAKS, kind, 1e12)
+    assert speed.utilization(1e3, 10**9, 2) == pytest.approx(0.5)
+
+
+def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
+    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
+    (tmp_path / "text.txt").write_bytes(bytes(words))
+    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+    reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte."
+
+    def run_out():
+        raise jax.errors.JaxRuntimeError(reason)
+
+    on_call(monkeypatch, training.Trainer, "step", 3, run_out)
+    argv = ["--preset", "tiny", "--recipes", "bf16", "--save-every", "1", "--data"]
+    argv += [str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    assert pretrain.main(argv) == 1
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
+    assert "bf16: out of memory on a device: a step has parameters 0.00 GiB" in line
+    assert "saved activations" in line
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    reason = "INTERNAL: another error"
+    on_call(monkeypatch, training.Trainer, "step", 1, run_out)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):
+        pretrain.main(["--resume", str(tmp_path / "run")])
