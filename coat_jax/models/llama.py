@@ -220,8 +220,11 @@ def apply_layers(
     """Applies layers with stacked parameters one after another, under `scan`."""
     graph, stacked = nnx.split(layers)
 
+    # Layers of other kinds need to take documents only if there are any.
+    documents = () if segment_ids is None else (segment_ids,)
+
     def apply(x, layer):
-        return nnx.merge(graph, layer)(x, segment_ids), None
+        return nnx.merge(graph, layer)(x, *documents), None
 
     return lax.scan(apply, x, stacked)[0]
 

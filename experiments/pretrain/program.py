@@ -14,22 +14,41 @@ uninterrupted run. A resumed run may train longer (`--steps`), and `--bad-step` 
 what follows a NaN.
 """
 
+import contextlib
 import dataclasses
+import logging
+import shlex
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
+from rich.table import Table
 
+from experiments.common.programs import one_line
 from experiments.pretrain import (
     arguments,
     data,
     interrupts,
+    memory,
+    meshes,
+    processes,
+    report,
 )
-from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import Recipe, Settings, model_config
+from experiments.pretrain.bad_steps import BadStep
+from experiments.pretrain.budgets import seconds_per_step, steps_within_budget
+from experiments.pretrain.checkpoints import Checkpoints, Progress
+from experiments.pretrain.health_plots import plot_health
+from experiments.pretrain.interrupts import STOPPED, Interrupts
+from experiments.pretrain.loop import Loop
+from experiments.pretrain.moment_plots import plot_moments
+from experiments.pretrain.plots import plot_losses
+from experiments.pretrain.runs import Run, check_unused
+from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer, TrainState
 
 
@@ -88,12 +107,318 @@ class Job:
     prepare: Callable[[arguments.Arguments, Interrupts], tuple[Run, Inputs]]
     report: Callable[[Run, Inputs], RenderableType]
 
-    PRETRAINING = Job(
-        module="experiments.pretrain",
-        parse=arguments.parse,
-        prepare=prepare,
-        report=write_report,
+    def resume_command(self, folder: Path, mesh: Mesh | None = None) -> str:
+        """Returns the command that continues the run in `folder`, on the same mesh."""
+        command = f"uv run python -m {self.module} --resume {shlex.quote(str(folder))}"
+        return command if mesh is None else f"{command} --mesh {meshes.name_of(mesh)}"
+
+
+def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
+    """Runs a job, and ends as `stop` says; returns an exit code."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
+    args = job.parse(argv)
+    try:
+        if args.cluster:
+            args.cluster.join()
+        run, inputs = job.prepare(args, stop)
+    except (OSError, ValueError) as error:
+        if processes.is_main():
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        processes.leave()
+        return 2
+    code = _trained(job, run, inputs, args.profile, stop)
+    processes.leave()
+    return code
+
+
+def _trained(
+    job: Job, run: Run, inputs: Inputs, profiling: bool, stop: Interrupts
+) -> int:
+    """Trains with all recipes and reports; returns an exit code."""
+    print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
+    resume = job.resume_command(run.folder, inputs.mesh)
+    try:
+        for recipe in run.settings.recipes:
+            profile = run.folder / "profile" / recipe if profiling else None
+            train(run, recipe, inputs, stop, profile)
+            if processes.anywhere(stop.made):
+                print(f"saved; to go on:\n  {resume}")
+                return STOPPED
+        table = job.report(run, inputs)
+    except memory.OutOfMemory as error:
+        print(f"error: {error}; to go on from the last checkpoint: {resume}")
+        return 1
+    except BadStep as error:
+        print(f"error: {error}; to leave it out: {resume} --bad-step skip")
+        return 1
+    except OSError as error:  # The disk may be full.
+        print(f"\nerror: {error}; to go on from the last checkpoint: {resume}")
+        return 1
+    Console().print(table)
+    print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
+    return 0
+
+
+def write_report(run: Run, inputs: Inputs) -> Table:
+    """Writes summary.json and the plots of a finished run; returns its table."""
+    return report.table(processes.on_main(lambda: _reported(run, inputs)))
+
+
+def _reported(run: Run, inputs: Inputs) -> dict[str, Any]:
+    """Writes the summary and the plots, and returns the summary."""
+    summary = report.summarize(run, inputs.token)
+    plot_losses(run, inputs.token)
+    plot_moments(run)
+    plot_health(run)
+    return summary
+
+
+def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
+    """Opens or creates the run and its data.
+
+    Invalid settings or data raise before run.json is written. The main process does it
+    first, and the others follow.
+    """
+    mesh = meshes.make(args.mesh)
+    opened: list[tuple[Run, Inputs]] = []
+
+    def open_run() -> tuple[str, dict[str, Any]]:
+        opened.append(_opened(args, mesh, stop))
+        run, _ = opened[0]
+        return str(run.folder.absolute()), run.record
+
+    folder, record = processes.on_main(open_run)
+    with processes.together():
+        return opened[0] if opened else _followed(Run(Path(folder), record), mesh)
+
+
+def _followed(run: Run, mesh: Mesh | None) -> tuple[Run, Inputs]:
+    """Returns the main process's run and its data, as another process has them."""
+    corpus = load_corpus(run.settings, run.folder)
+    run.check_data(corpus.fingerprint())
+    return run, select_inputs(corpus, run.settings, mesh)
+
+
+def _opened(
+    args: arguments.Arguments, mesh: Mesh | None, stop: Interrupts
+) -> tuple[Run, Inputs]:
+    """Opens or creates the run and its data."""
+    if args.resume:
+        run = Run.resume(args.folder, args.given)
+        corpus = load_corpus(run.settings, args.folder)
+        run.check_data(corpus.fingerprint())
+        inputs = select_inputs(corpus, run.settings, mesh)
+        run.record_changes()
+        return run, inputs
+    check_unused(args.folder)
+    settings = args.settings()
+    with stop.temporary_folder() as scratch:
+        corpus = load_corpus(settings, scratch)
+        inputs = select_inputs(corpus, settings, mesh)
+        files = list(scratch.iterdir())
+        return Run.create(args.folder, settings, corpus.fingerprint(), files), inputs
+
+
+def load_corpus(settings: Settings, folder: Path) -> data.Corpus:
+    """Loads the run's corpus; a BPE for it is trained once and saved in `folder`."""
+    corpus = data.load_corpus(
+        [Path(path) for path in settings.data],
+        tokenizer=settings.tokenizer,
+        vocab_size=settings.text_vocab_size,
+        token_dtype=settings.token_dtype,
+        cache=folder,
     )
+    if settings.vocab_size and corpus.token == "byte":
+        raise ValueError(
+            "--vocab-size is for --tokenizer bpe and for token files; bytes have a "
+            f"vocabulary of {corpus.vocab_size}, got {settings.vocab_size}"
+        )
+    return corpus
+
+
+def select_inputs(
+    corpus: data.Corpus, settings: Settings, mesh: Mesh | None = None
+) -> Inputs:
+    """Returns the corpus as training windows and validation batches.
+
+    Token files do not state their vocabulary size. The settings or the preset give it.
+
+    Raises:
+      ValueError: If the mesh cannot split the batch or the model, or a token is outside
+        the vocabulary.
+    """
+    parts = settings.accumulate
+    meshes.check_batch("--batch-size", settings.batch_size, mesh, parts)
+    vocab_size = corpus.vocab_size or settings.vocab_size
+    vocab_size = vocab_size or PRESETS[settings.preset].model.vocab_size
+    if corpus.vocab_size is None:  # The tokens come from files.
+        data.check_tokens(corpus, vocab_size)
+    if mesh is not None:  # A trainer raises if the mesh does not divide the model.
+        config = model_config(settings, settings.recipes[0], vocab_size)
+        Trainer(config, settings, steps=settings.steps, mesh=mesh)
+    held_out, windows = (
+        data.Windows(arrays, settings.seq_len, corpus.source)
+        for arrays in (corpus.validation, corpus.train)
+    )
+    return Inputs(
+        windows=windows,
+        validation=data.validation_batches(
+            held_out,
+            batch_size=settings.batch_size // parts,
+            count=settings.eval_batches * parts,
+            multiple=meshes.batch_parts(mesh),
+        ),
+        vocab_size=vocab_size,
+        token=corpus.token,
+        mesh=mesh,
+    )
+
+
+def train(
+    run: Run,
+    recipe: Recipe,
+    inputs: Inputs,
+    stop: Interrupts,
+    profile: Path | None = None,
+) -> None:
+    """Trains a recipe from its latest checkpoint to the last step, or until a stop.
+
+    Args:
+      run: The run.
+      recipe: The recipe.
+      inputs: The data.
+      stop: The signals that end the training.
+      profile: The folder for a profile; None means no profile.
+
+    Raises:
+      BadStep: If a step is bad and is neither skipped nor rolled back.
+      OutOfMemory: If a device's memory does not suffice.
+    """
+    try:
+        _train(run, recipe, inputs, stop, profile)
+        return
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+    trainer = _trainer(run, recipe, inputs)
+    line = memory.description(trainer, run.settings)
+    raise memory.OutOfMemory(f"{recipe}: {line}")
+
+
+def _train(
+    run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts, profile: Path | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        with processes.together():
+            checkpoints = stack.enter_context(run.checkpoints(recipe))
+            metrics = stack.enter_context(run.append_metrics(recipe))
+            moments = stack.enter_context(run.append_moments(recipe))
+            health = stack.enter_context(run.append_health(recipe))
+        found = processes.on_main(lambda: dataclasses.asdict(checkpoints.progress()))
+        progress = Progress(**found)
+        if progress.step == run.steps:
+            return
+        peak_before = memory.device_peak_bytes()
+        trainer = compile_trainer(run, recipe, inputs, progress.step)
+        state, batches = first_state(run, trainer, inputs, checkpoints, progress)
+        loop = Loop(
+            run=run,
+            recipe=recipe,
+            trainer=trainer,
+            measure=inputs.measure,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            moments=moments,
+            health=health,
+            progress=progress,
+            state=state,
+            batches=batches,
+            peak_before=peak_before,
+            profile=profile if processes.is_main() else None,
+        )
+        loop.finish(stop)
+
+
+def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
+    """Returns the recipe's compiled trainer; the first recipe settles the steps.
+
+    It says what is compiled, how long it took, and about how long the steps after the
+    first `done` ones will take.
+    """
+    settings, trainer = run.settings, _trainer(run, recipe, inputs)
+    where = jax.devices()[0].device_kind
+    if inputs.mesh is not None:
+        where = f"{inputs.mesh.size} x {where} as {meshes.name_of(inputs.mesh)}"
+    print(
+        f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
+        f"{settings.tokens_per_step:,} tokens for {where}",
+        flush=True,
+    )
+    compile_seconds = trainer.compiled[1]
+    batches = train_batches(inputs, settings)
+    seconds = seconds_per_step(trainer, settings, batches, inputs.validation)
+    if run.steps is None:
+        fitting = steps_within_budget(settings, compile_seconds, seconds)
+        run.fix_steps(processes.on_main(lambda: fitting))
+        if run.steps != settings.steps:
+            # The schedule, and so the compiled step, depends on the number of steps.
+            trainer = _trainer(run, recipe, inputs)
+            compile_seconds += trainer.compiled[1]
+    left = run.steps - done
+    about = left * seconds
+    time_left = f"{about:.0f} s" if about < 100 else f"{about / 60:.1f} min"
+    print(
+        f"{recipe}: compiled in {compile_seconds:.1f} s; {left:,} steps take about "
+        f"{time_left}",
+        flush=True,
+    )
+    return trainer
+
+
+def _trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
+    """Returns the recipe's trainer, not yet compiled."""
+    steps = run.schedule_steps or run.settings.steps
+    return inputs.trainer(run.settings, recipe, steps)
+
+
+def first_state(
+    run: Run,
+    trainer: Trainer,
+    inputs: Inputs,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> tuple[TrainState, data.Batches]:
+    """Returns the state and the batches to start from: a checkpoint's or new ones."""
+    batches = train_batches(inputs, run.settings)
+    own = report.measured(trainer, run.settings)
+    # Runs had one device before there were meshes.
+    known = {"mesh": meshes.name_of(None), "microbatches": 1} | progress.measured
+    if any(own[name] != known[name] for name in ("mesh", "microbatches")):
+        # Speeds of several meshes have no common mean.
+        progress.seconds, progress.timed_steps, known = 0.0, 0, {}
+    progress.measured = own | known
+    if progress.step:
+        batches.set_state(progress.batches)
+        return checkpoints.state(trainer.abstract_state()), batches
+    return trainer.init(), batches
+
+
+def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
+    """Returns the training batches, in the order that all recipes share."""
+    return data.train_batches(
+        inputs.windows,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=meshes.own_rows(settings.batch_size, inputs.mesh),
+    )
+
+
+PRETRAINING = Job(
+    module="experiments.pretrain",
+    parse=arguments.parse,
+    prepare=prepare,
+    report=write_report,
+)
 
 
 if __name__ == "__main__":
