@@ -1,6 +1,7 @@
 """FP8 matmuls and FP8 residuals in a model that the user did not write."""
 
 import contextvars
+import functools
 import inspect
 from collections.abc import Callable
 from functools import partial, wraps
@@ -10,7 +11,13 @@ from flax import linen as nn
 from flax import nnx
 
 from coat_jax.convert.matmuls import Conversion
-from coat_jax.convert.rules import Rule, chooser, chosen_blocks, shapes_of
+from coat_jax.convert.rules import (
+    Rule,
+    chooser,
+    chosen_blocks,
+    modules_of,
+    shapes_of,
+)
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import linen_method, nnx_class, over_nodes
 from coat_jax.remat.plan import Options
@@ -127,6 +134,10 @@ def _nnx(
     # An object that stands in several places stays one object.
     done: dict[int, Any] = {}
 
+    @functools.cache
+    def light_class(cls: type[nnx.Module], conversion: Conversion) -> type[nnx.Module]:
+        return nnx_class(cls, options(rewrite=conversion))
+
     def converted(x: Any, path: str) -> Any:
         if id(x) not in done:
             done[id(x)] = block(x, path) if path in blocks else rebuilt(x, path)
@@ -134,8 +145,7 @@ def _nnx(
 
     def block(module: nnx.Module, path: str) -> nnx.Module:
         conversion = _conversion(_NNX, matmuls, _below(shapes, path), path)
-        light = nnx_class(type(module), options(rewrite=conversion))
-        return _copy(module, light, vars(module))
+        return _copy(light_class(type(module), conversion), vars(module))
 
     def rebuilt(x: Any, path: str) -> Any:
         def child(name, value):
@@ -144,18 +154,23 @@ def _nnx(
         if isinstance(x, nnx.Pytree):
             members = vars(x).items()
             new = {n: v if n.startswith("_") else child(n, v) for n, v in members}
-            same = all(new[n] is v for n, v in members)
-            return x if same else _copy(x, type(x), new)
-        if isinstance(x, list | tuple) and type(x) in (list, tuple):
-            return type(x)(child(i, v) for i, v in enumerate(x))
+            return x if _same(new, vars(x)) else _copy(type(x), new)
         if type(x) is dict:
-            return {name: child(name, v) for name, v in x.items()}
+            new = {name: child(name, v) for name, v in x.items()}
+            return x if _same(new, x) else new
+        if type(x) in (list, tuple):
+            new = rebuilt(dict(enumerate(x)), path)
+            return x if _same(new, dict(enumerate(x))) else type(x)(new.values())
         return x
 
     return converted(model, "")
 
 
-def _copy(module: nnx.Pytree, cls: type, members: dict[str, Any]) -> Any:
+def _same(new: dict[Any, Any], old: dict[Any, Any]) -> bool:
+    return all(new[name] is x for name, x in old.items())
+
+
+def _copy(cls: type, members: dict[str, Any]) -> Any:
     new = object.__new__(cls)
     vars(new).update(members)
     return new
@@ -177,9 +192,7 @@ def _linen(
             if self.is_initializing() or active.get():
                 return method(self, *args, **kwargs)
             shapes = shapes_of(self.variables.get("params", {}))
-            modules = {path.rpartition("/")[0] for path in shapes}
-            modules |= {"/".join(m.split("/")[:i]) for m in modules for i in range(9)}
-            blocks = chosen_blocks(shapes, modules, rule)
+            blocks = chosen_blocks(shapes, modules_of(shapes), rule)
             convert = _Blocks({b: _below(shapes, b) for b in blocks}, matmuls, options)
             token = active.set(True)
             try:

@@ -35,7 +35,7 @@ class Conversion:
 
     depth: int
     chosen: Callable[[str], bool] | frozenset[str] | None
-    where: str
+    where: str = dataclasses.field(compare=False)
 
     def __call__(
         self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]

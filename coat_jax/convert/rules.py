@@ -51,6 +51,12 @@ def shapes_of(params: Any) -> dict[str, tuple[int, ...]]:
     return {path_of(p): x.shape for p, x in jax.tree.leaves_with_path(params)}
 
 
+def modules_of(paths: Iterable[str]) -> set[str]:
+    """Returns the paths of all modules that parameters lie in, at any depth."""
+    above = {path.rpartition("/")[0] for path in paths if path}
+    return above | modules_of(above) if above else above
+
+
 def chosen_blocks(
     shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str], rule: Rule | None
 ) -> list[str]:

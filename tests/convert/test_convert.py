@@ -115,6 +115,8 @@ def test_nnx_model_shares_variables_and_nearly_its_gradients():
     light = coat.fp8(model)
     assert type(light) is Model
     assert light.layers[1].gate.kernel is model.layers[1].gate.kernel
+    assert light.embed is model.embed
+    assert type(light.layers[0]) is type(light.layers[1])
     assert not isinstance(model.layers[0], type(light.layers[0]))
     grads = [nnx.grad(lambda m: loss(m(tokens())))(m) for m in (model, light)]
     plain, fp8 = map(flat, grads)

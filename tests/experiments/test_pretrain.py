@@ -215,7 +215,10 @@ def test_resume_refuses_other_data(finished, text, capsys):
     ("argv", "message"),
     [
         (["--preset", "huge"], "invalid choice: 'huge'"),
-        (["--recipes", "bf16,fp4"], "recipes are bf16, te, coat, coat_max; got 'fp4'"),
+        (
+            ["--recipes", "bf16,fp4"],
+            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp4'",
+        ),
         (["--recipes", "coat,coat"], "each once"),
         (["--steps", "0"], "steps must be positive, got 0"),
         (["--rounding", "stochastic"], "needs param_dtype='bfloat16' and one of the"),
