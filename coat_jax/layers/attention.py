@@ -1,4 +1,4 @@
-"""Causal attention with the fastest implementation, and its saved residuals."""
+"""Attention with the fastest implementation, and its saved residuals."""
 
 from functools import partial
 
@@ -30,6 +30,16 @@ def causal_attention(
     return _keeping(q, k, v, kept) if kept else _attention(q, k, v)
 
 
+def full_attention(
+    q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
+) -> Float[Array, "b s n d"]:
+    """Computes softmax attention of each position to all positions.
+
+    The implementation and what it saves are those of `causal_attention`.
+    """
+    return _attention(q, k, v, causal=False)
+
+
 @jax.custom_vjp
 def _keeping(q, k, v, kept):
     return _attention(q, k, v)
@@ -49,8 +59,8 @@ def _keeping_bwd(vjp, do):
 _keeping.defvjp(_keeping_fwd, _keeping_bwd)
 
 
-def _attention(q, k, v):
-    attention = partial(jax.nn.dot_product_attention, is_causal=True)
+def _attention(q, k, v, causal=True):
+    attention = partial(jax.nn.dot_product_attention, is_causal=causal)
     if _has_flash_attention(q):
         return attention(q, k, v, implementation="cudnn")
     return jax.checkpoint(partial(attention, implementation="xla"))(q, k, v)

@@ -153,14 +153,21 @@ class Llama(nnx.Module):
 
     def __call__(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s vocab"]:
         """Computes the logits of each position's next token, in float32."""
-        return _logits(self.hidden(tokens), self._head())
+        return _logits(self.hidden(tokens), self.head_weight())
 
     def hidden(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
-        recipe = recipes.RECIPES[self.config.recipe]
+        return self.decode(self.embed(tokens))
+
+    def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
+        """Returns the embeddings of tokens, in `config.dtype`."""
         x = embedded(self.embedding[...], tokens, self.config.batch_axes)
-        x = recipe.enter(x.astype(self.config.dtype))
-        x = recipe.leave(apply_layers(self.layers, x))
+        return x.astype(self.config.dtype)
+
+    def decode(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
+        """Computes the final norm's output from embeddings, as `hidden` from tokens."""
+        recipe = recipes.RECIPES[self.config.recipe]
+        x = recipe.leave(apply_layers(self.layers, recipe.enter(x)))
         weight = None if self.norm is None else self.norm[...]
         norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
         return recipe.norm(norm)(weight, x)
@@ -192,7 +199,8 @@ class Llama(nnx.Module):
         """
         nnx.vmap(DecoderLayer.quantize_weights)(self.layers)
 
-    def _head(self) -> Float[Array, "h vocab"]:
+    def head_weight(self) -> Float[Array, "h vocab"]:
+        """Returns the weight of the output head."""
         return self.embedding[...].T if self.head is None else self.head[...]
 
 
@@ -236,7 +244,7 @@ def cross_entropy(
         )
     hidden = model.hidden(tokens)
     loss = on_explicit_tokens(_mean_loss, hidden, 2, results=False)
-    return loss(hidden, model._head(), targets)
+    return loss(hidden, model.head_weight(), targets)
 
 
 @jax.custom_vjp
