@@ -138,8 +138,8 @@ class VisionLanguageModel(nnx.Module):
         Args:
           image_embeddings: The embeddings that `encode` returns.
           tokens: The tokens; a sequence has `config.tokens_per_image` image tokens for
-            each of its images, see `check_tokens`. A sequence with more image tokens
-            than embeddings has the embedding NaN for these, and so the loss NaN.
+            each of its images, see `check_tokens`. More image tokens than embeddings
+            make the sequence's results NaN.
         """
         is_image = tokens == self.config.image_token
         which = jnp.cumsum(is_image, axis=1) - 1
