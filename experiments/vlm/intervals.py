@@ -25,7 +25,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
     center = (share + _Z**2 / (2 * count)) / shrink
     spread = share * (1 - share) / count + _Z**2 / (4 * count**2)
     half = _Z / shrink * math.sqrt(max(spread, 0.0))
-    return center - half, center + half
+    return max(center - half, 0.0), min(center + half, 1.0)
 
 
 def paired(

@@ -17,6 +17,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from tqdm import tqdm
 from experiments.common import tables
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
-    Bar,
     default_path,
     joined,
     known_rows,
@@ -58,11 +58,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         out = out or default_path("vlm", f"vlm_{settings.preset}")
         if not out.parent.is_dir():
             raise ValueError(f"no folder {out.parent} to write {out.name} to")
-        results = run(settings, out)
+        study = Study(settings, out)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    show(results, out)
+    study.train_missing()
+    show(study, out)
     return 0
 
 
@@ -90,8 +91,8 @@ def read_settings(given: dict[str, Any]) -> Settings:
     return dataclasses.replace(PRESETS[given["preset"]], **given)
 
 
-def run(settings: Settings, out: Path | None = None) -> dict[str, Any]:
-    """Trains every recipe with every seed and returns the results.
+class Study:
+    """The trainings of a results file, and those that it lacks.
 
     Args:
       settings: The settings.
@@ -101,31 +102,10 @@ def run(settings: Settings, out: Path | None = None) -> dict[str, Any]:
     Raises:
       ValueError: If `out` has trainings with other settings.
     """
-    study = Study(settings, out)
-    missing = study.missing()
-    with tqdm(total=len(missing) * settings.steps, unit="step", disable=None) as bar:
-        for recipe, seed in missing:
-            bar.set_description(f"{recipe}, seed {seed}")
-            study.train(recipe, seed, bar)
-            study.write()
-    return study.results()
 
-
-class Study:
-    """The trainings of a results file, and those that it lacks.
-
-    Args:
-      settings: The settings.
-      out: The results file, or None.
-
-    Raises:
-      ValueError: If `out` has trainings with other settings.
-    """
-
-    def __init__(self, settings: Settings, out: Path | None) -> None:
+    def __init__(self, settings: Settings, out: Path | None = None) -> None:
         self._settings = settings
         self._out = out
-        self._data: Data | None = None
         self._trainers: dict[str, Trainer] = {}
         shared = dataclasses.asdict(settings)
         self._shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
@@ -136,6 +116,20 @@ class Study:
             raise ValueError(
                 f"{out} has trainings of other settings; name another --out"
             )
+
+    @cached_property
+    def data(self) -> Data:
+        """The scenes and questions of all trainings."""
+        return data.make(self._settings)
+
+    def train_missing(self) -> None:
+        """Runs the trainings that there is no row of, and writes each."""
+        missing, steps = self.missing(), self._settings.steps
+        with tqdm(total=len(missing) * steps, unit="step", disable=None) as bar:
+            for recipe, seed in missing:
+                bar.set_description(f"{recipe}, seed {seed}")
+                self.train(recipe, seed, bar)
+                self.write()
 
     def missing(self) -> list[tuple[Recipe, int]]:
         """Returns the trainings that there is no row of, seed by seed."""
@@ -149,13 +143,12 @@ class Study:
 
     def train(self, recipe: Recipe, seed: int, bar: tqdm) -> None:
         """Runs one training, answers the test's questions, and keeps both."""
-        self._data = self._data or data.make(self._settings)
-        words = len(self._data.vocabulary.words)
+        words = len(self.data.vocabulary.words)
         if recipe not in self._trainers:
             self._trainers[recipe] = new_trainer(self._settings, recipe, words)
         trainer = self._trainers[recipe]
-        state, losses, seconds = _fit(trainer, self._settings, self._data, seed, bar)
-        test = self._data.test
+        state, losses, seconds = _fit(trainer, self._settings, self.data, seed, bar)
+        test = self.data.test
         loss, right = trainer.evaluate(state, test.batch(np.arange(len(test.which))))
         tokens = self._settings.batch_size * (self._settings.length - 1)
         row = {
@@ -174,7 +167,7 @@ class Study:
         self._rows = joined(self._rows, row, _training)
         self._curves = joined(self._curves, _curve(recipe, seed, losses), _training)
         if seed == 0:
-            for caption in _captions(trainer, state, self._data, recipe):
+            for caption in _captions(trainer, state, self.data, recipe):
                 self._captions = joined(self._captions, caption, _captioned)
 
     def results(self) -> dict[str, Any]:
@@ -212,18 +205,21 @@ class Study:
         )
 
 
-def show(results: dict[str, Any], out: Path) -> None:
+def show(study: Study, out: Path) -> None:
     """Prints tables, and draws figures beside the results file."""
-    for name, draw in (
-        ("losses", report.draw_losses),
-        ("kinds", report.draw_accuracies),
-    ):
-        draw(results).savefig(out.with_name(f"{out.stem}_{name}.png"))
+    results = study.results()
+    figures = {
+        "losses": report.draw_losses(results),
+        "kinds": report.draw_accuracies(results),
+        "captions": report.draw_captions(study.data, results),
+    }
+    for name, figure in figures.items():
+        figure.savefig(out.with_name(f"{out.stem}_{name}.png"))
     console = Console()
     for table in (report.accuracies, report.differences, report.costs):
         console.print(table(results))
-    if found := [Bar(*bar) for bar in results["bars"]]:
-        console.print(tables.bars(found))
+    if results["bars"]:
+        console.print(tables.bars(results["bars"]))
     print(f"{out}, and figures beside it")
 
 

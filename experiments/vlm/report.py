@@ -73,21 +73,21 @@ def differences(results: Results) -> Table:
         texts = []
         for kind in (*KINDS, ALL):
             row = cells[kind]
-            low, high = row["difference_low_points"], row["difference_high_points"]
-            texts.append(f"{row['difference_points']:+.1f}\n{low:+.1f} to {high:+.1f}")
+            half = row["difference_high_points"] - row["difference_points"]
+            texts.append(f"{row['difference_points']:+.1f}\n± {half:.1f}")
         row = cells[ALL]
         least = row["difference_least_seed_points"]
         most = row["difference_most_seed_points"]
         printed = "-"
         if recipe in TABLE_5:
             printed = f"{TABLE_5[recipe][-1] - TABLE_5['bf16'][-1]:+.2f}"
-        found.add_row(recipe, *texts, f"{least:+.1f} to {most:+.1f}", printed)
+        found.add_row(recipe, *texts, f"{least:+.1f},\n{most:+.1f}", printed)
     return found
 
 
 def costs(results: Results) -> Table:
     """Returns a table of losses, memory and speed, each the mean over seeds."""
-    columns = ("training loss", "test loss", "saved activations", "optimizer")
+    columns = ("training loss", "test loss", "saved activations", "moments, B each")
     title = "Losses in nats a token of answers, and what training takes"
     found = new_table(title, "", *columns, "tokens/s")
     for recipe in _by_recipe(results):
@@ -101,7 +101,7 @@ def costs(results: Results) -> Table:
             f"{mean('train_loss'):.4f}",
             f"{mean('test_loss'):.4f}",
             f"{mean('saved_activation_bytes') / 2**20:,.1f} MiB",
-            f"{mean('optimizer_bytes_per_param'):.3f} B a parameter",
+            f"{mean('optimizer_bytes_per_param'):.2f}",
             f"{mean('tokens_per_s'):,.0f}",
         )
     return found

@@ -168,6 +168,7 @@ PRESETS: dict[str, Settings] = {
     ),
     "cpu": Settings(
         preset="cpu",
+        recipes=("bf16", "te", "coat"),
         grid=2,
         most_things=2,
         names_per_category=2,

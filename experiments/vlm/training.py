@@ -16,7 +16,7 @@ import coat_jax as coat
 from coat_jax.models import vlm
 from experiments.common.timing import OPTIONS
 from experiments.pretrain.training import Optimizer
-from experiments.vlm.data import IMAGE, Batch
+from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import Settings, model_config
 
 # The number of sequences of a batch whose answers are computed together.
@@ -36,14 +36,16 @@ class Trainer:
     Args:
       config: The configuration of the model, with its recipe.
       settings: The settings of the training.
+      words: The number of words, including special ones.
 
     Attributes:
       parameters: Number of parameters of the model.
     """
 
-    def __init__(self, config: vlm.VlmConfig, settings: Settings) -> None:
+    def __init__(self, config: vlm.VlmConfig, settings: Settings, words: int) -> None:
         self._config = config
         self._settings = settings
+        self._words = words
         self._optimizer = Optimizer.of(config.text.recipe)
         self._tx = self._optimizer.transformation(settings, settings.steps)
         model = nnx.eval_shape(self._model)
@@ -51,8 +53,9 @@ class Trainer:
         self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._compiled_init = jax.jit(self._init)
-        self._compiled_right = jax.jit(self._right, compiler_options=self._options)
-        self._compiled_loss = jax.jit(self._loss, compiler_options=self._options)
+        self._compiled_evaluate = jax.jit(
+            self._evaluate, compiler_options=self._options
+        )
         self._compiled_answers = jax.jit(
             self._answers, static_argnames="count", compiler_options=self._options
         )
@@ -87,8 +90,9 @@ class Trainer:
         losses, right, sizes = [], [], []
         for start in range(0, len(batch.tokens), _ANSWERED):
             part = Batch(*(x[start : start + _ANSWERED] for x in batch))
-            losses.append(float(self._compiled_loss(state.params, part)))
-            right.append(np.asarray(self._compiled_right(state.params, part)))
+            loss, is_right = self._compiled_evaluate(state.params, part)
+            losses.append(float(loss))
+            right.append(np.asarray(is_right))
             sizes.append(part.is_answer.sum())
         return float(np.average(losses, weights=sizes)), np.concatenate(right)
 
@@ -159,11 +163,14 @@ class Trainer:
             batch.is_answer[:, 1:],
         )
 
-    def _right(self, params: nnx.State, batch: Batch) -> Bool[Array, " b"]:
+    def _evaluate(
+        self, params: nnx.State, batch: Batch
+    ) -> tuple[Float[Array, ""], Bool[Array, " b"]]:
         model = nnx.merge(self._graphdef, params)
         logits = model(normalized(batch.images), batch.tokens[:, :-1])
-        agrees = jnp.argmax(logits, axis=-1) == batch.tokens[:, 1:]
-        return jnp.all(agrees | ~batch.is_answer[:, 1:], axis=1)
+        agrees = self._likeliest(logits) == batch.tokens[:, 1:]
+        right = jnp.all(agrees | ~batch.is_answer[:, 1:], axis=1)
+        return self._loss(params, batch), right
 
     def _answers(
         self, params: nnx.State, images: Array, tokens: Array, prompts: Array, count
@@ -176,13 +183,20 @@ class Trainer:
             hidden = model.hidden(seen, tokens)
             last = (prompts + i - 1)[:, None, None]
             logits = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
-            new = jnp.argmax(logits, axis=-1).astype(tokens.dtype)
+            new = self._likeliest(logits)
             return jnp.where(places == (prompts + i)[:, None], new[:, None], tokens)
 
-        prompt = jnp.where(places < prompts[:, None], tokens, 0)
+        prompt = jnp.where(places < prompts[:, None], tokens, PAD)
         written = jax.lax.fori_loop(0, count, write, prompt)
         answer = prompts[:, None] + jnp.arange(count)
         return jnp.take_along_axis(written, answer, axis=1)
+
+    def _likeliest(self, logits: Float[Array, "*b vocab"]) -> Int32[Array, "*b"]:
+        """Returns the likeliest tokens among words and the end of an answer."""
+        tokens = jnp.arange(logits.shape[-1])
+        written = (tokens >= END) & (tokens < self._words)
+        likeliest = jnp.argmax(jnp.where(written, logits, -jnp.inf), axis=-1)
+        return likeliest.astype(jnp.int32)
 
     def _step(
         self, state: TrainState, batch: Batch
@@ -200,7 +214,7 @@ class Trainer:
 
 def new_trainer(settings: Settings, recipe: str, words: int) -> Trainer:
     """Returns the trainer of a recipe, for a vocabulary of `words` words."""
-    return Trainer(model_config(settings, recipe, words, IMAGE), settings)
+    return Trainer(model_config(settings, recipe, words, IMAGE), settings, words)
 
 
 def normalized(images: Array) -> Float32[Array, "b 1 size size 3"]:
