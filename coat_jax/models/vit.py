@@ -7,6 +7,7 @@ of `coat.fp8_dot_general` and `coat.fp8_remat`, as users put them around their m
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import jax
@@ -178,7 +179,8 @@ class Vit(nnx.Module):
             param_dtype=config.param_dtype,
             rngs=rngs,
         )
-        init = nnx.initializers.normal(0.02)
+        # SigLIP's initialization: much smaller positions are lost among the pixels.
+        init = nnx.initializers.normal(1 / math.sqrt(config.hidden_size))
         shape = config.grid_size**2, config.hidden_size
         self.positions = nnx.Param(init(rngs.params(), shape, config.param_dtype))
         stack = nnx.vmap(lambda rngs: EncoderBlock(config, rngs=rngs))

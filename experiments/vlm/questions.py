@@ -33,8 +33,7 @@ def caption(scene: Scene) -> str:
     """Returns the caption of a scene, thing by thing."""
     names = places(scene.grid)
     return " , ".join(
-        f"{thing.name} on {thing.color} at {names[thing.cell]}"
-        for thing in scene.things
+        f"{names[thing.cell]} : {thing.name} on {thing.color}" for thing in scene.things
     )
 
 
@@ -85,7 +84,7 @@ def ask(
 def words(grid: int, known: list[str]) -> list[str]:
     """Returns all words of questions and answers about scenes, each once."""
     texts = (
-        "describe the picture , is there yes no how many things what is at which color",
+        "describe the picture , : is there yes no how many things what is at which color",
         f"behind on the sum of digits {_NOTHING}",
         *CATEGORIES,
         *places(grid),

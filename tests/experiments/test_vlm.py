@@ -106,10 +106,10 @@ def test_answers_follow_from_captions():
     for scene in found:
         parts = questions.caption(scene).split(" , ")
         things = [
-            re.fullmatch(r"(.+) on (\w+) at (.+)", part).groups() for part in parts
+            re.fullmatch(r"(.+) : (.+) on (\w+)", part).groups() for part in parts
         ]
-        places = {place: name for name, _, place in things}
-        colors = {name: color for name, color, _ in things}
+        places = {place: name for place, name, _ in things}
+        colors = {name: color for _, name, color in things}
         digits = [int(name) for name in colors if name.isdigit()]
         for kind in questions.KINDS:
             question = questions.ask(rng, scene, kind, known)
