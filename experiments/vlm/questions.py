@@ -84,8 +84,8 @@ def ask(
 def words(grid: int, known: list[str]) -> list[str]:
     """Returns all words of questions and answers about scenes, each once."""
     texts = (
-        "describe the picture , : is there yes no how many things what is at which color",
-        f"behind on the sum of digits {_NOTHING}",
+        "describe the picture , : is there yes no how many things what is at which",
+        f"color behind on the sum of digits {_NOTHING}",
         *CATEGORIES,
         *places(grid),
         *COLORS,
