@@ -59,7 +59,7 @@ def results() -> str:
         _wrapped(),
         _kernels(),
     )
-    return _RESULTS + "\n".join(sections)
+    return _RESULTS + "\n".join(filter(None, sections))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -195,16 +195,16 @@ def _seeds() -> list[str]:
 
 
 def _vision_language() -> str:
-    # The small form on a CPU stands here until the larger one has been measured.
-    large = (PROJECT / default_path("vlm", "vlm_gpu")).exists()
-    name = "vlm_gpu" if large else "vlm_cpu"
-    results = load("vlm", name)
+    name = "vlm_gpu"
+    try:
+        results = load("vlm", name)
+    except FileNotFoundError:  # No GPU has measured it yet.
+        return ""
     rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
     recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*rows, strict=True))
     first = rows["bf16", "all"]
-    form = "" if large else ", the small form that shows how it is done"
     lines = [
-        f"**A vision-language model** (`{name}`{form}): a ViT encoder, a projector and "
+        f"**A vision-language model** (`{name}`): a ViT encoder, a projector and "
         f"a Llama decoder, {results['rows'][0]['parameters'] / 1e6:.1f}M parameters, "
         "trained to answer questions about scenes. Right answers in percent to "
         f"{first['questions']:,} questions about unseen scenes, {first['seeds']} "

@@ -32,6 +32,7 @@ from experiments.common.results import (
     default_path,
     joined,
     known_rows,
+    versions,
     write_results,
 )
 from experiments.pretrain.training import tree_bytes
@@ -55,7 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = given.pop("out")
     try:
         settings = read_settings(given)
-        out = out or default_path("vlm", f"vlm_{settings.preset}")
+        if out is None:
+            out = default_path("vlm", f"vlm_{settings.preset}")
+            out.parent.mkdir(exist_ok=True)
         if not out.parent.is_dir():
             raise ValueError(f"no folder {out.parent} to write {out.name} to")
         study = Study(settings, out)
@@ -154,6 +157,7 @@ class Study:
         row = {
             "recipe": recipe,
             "seed": seed,
+            "commit": versions()["commit"],
             "parameters": trainer.parameters,
             "train_loss": float(losses[-max(1, len(losses) // 10) :].mean()),
             "test_loss": loss,

@@ -70,7 +70,7 @@ class Scene:
 
     @property
     def is_test(self) -> bool:
-        """Whether scenes with these things in these cells are for tests."""
+        """True if scenes with these things in these cells are for tests."""
         placed = ",".join(f"{thing.cell} {thing.name}" for thing in self.things)
         return zlib.crc32(placed.encode()) % _TEST_SHARE == 0
 

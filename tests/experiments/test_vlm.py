@@ -270,6 +270,7 @@ def test_results_hold_all_recipes(finished):
     assert len(plain["right"]) == TINY.test_questions
     assert len(found["summary"]) == 2 * (len(questions.KINDS) + 1)
     assert {row["recipe"] for row in found["captions"]} == {"bf16", "coat"}
+    assert {row["commit"] for row in found["rows"]} == {found["versions"]["commit"]}
     assert not found["bars"]  # Twelve questions say nothing.
     for name in ("losses", "kinds", "captions"):
         assert finished.with_name(f"vlm_tiny_{name}.png").stat().st_size > 1000
@@ -298,6 +299,19 @@ def test_figures_and_tables_of_results(finished):
     for table in (report.accuracies, report.differences, report.costs):
         assert table(found).row_count == (1 if table is report.differences else 2)
     assert report.paper().row_count == 3
+
+
+def test_the_page_of_results_shows_what_a_gpu_has_measured(finished, monkeypatch):
+    found = json.loads(finished.read_text())
+    monkeypatch.setattr(readme, "load", lambda *names: found)
+    header, _, *rows = readme._vision_language().splitlines()[2:6]
+    assert header.count("|") == len(questions.KINDS) + 5
+    assert [row.split("|")[1].strip() for row in rows] == ["`bf16`", "`coat`"]
+    for row, recipe in zip(rows, found["rows"], strict=True):
+        share = 100 * recipe["right"].count("1") / TINY.test_questions
+        cells = [cell.strip() for cell in row.split("|")]
+        assert cells[2] == f"{recipe['test_loss']:.4f}"
+        assert cells[-3] == f"{share:.1f}"
 
 
 def test_bars_need_questions_and_seeds():
