@@ -35,6 +35,7 @@ from experiments.common.results import (
     versions,
     write_results,
 )
+from experiments.pretrain.interrupts import STOPPED
 from experiments.pretrain.training import tree_bytes
 from experiments.vlm import data, report
 from experiments.vlm.data import Batch, Data
@@ -65,7 +66,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    study.train_missing()
+    try:
+        study.train_missing()
+    except KeyboardInterrupt:
+        print(f"\n{out} keeps what is finished; the same command goes on from there")
+        return STOPPED
     show(study, out)
     return 0
 
