@@ -238,7 +238,7 @@ def _fit(
     """Trains one model; returns it, the loss of each step, and the seconds taken."""
     state, losses = trainer.init(seed), []
     stream = data.batches(found, settings, seed)
-    _ = trainer.compiled
+    _ = trainer.compiled  # Compiling is not training.
     started = time.perf_counter()
     for _ in range(settings.steps):
         state, loss = trainer.step(state, next(stream))

@@ -1,7 +1,6 @@
 """The training step of one recipe, and answers of the trained model."""
 
 import math
-import time
 from functools import cached_property
 from typing import NamedTuple
 
@@ -65,19 +64,17 @@ class Trainer:
         return self._compiled_init(seed)
 
     @cached_property
-    def compiled(self) -> tuple[jax.stages.Compiled, float]:
-        """The compiled step, and the compile time in seconds."""
-        started = time.perf_counter()
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step."""
         step = jax.jit(self._step, donate_argnums=0)
         state = jax.eval_shape(self._init, 0)
-        lowered = step.lower(state, self._abstract_batch)
-        return lowered.compile(self._options), time.perf_counter() - started
+        return step.lower(state, self._abstract_batch).compile(self._options)
 
     def step(
         self, state: TrainState, batch: Batch
     ) -> tuple[TrainState, Float32[Array, ""]]:
         """Runs one optimizer step and returns its loss; `state` is donated."""
-        return self.compiled[0](state, jax.tree.map(jnp.asarray, batch))
+        return self.compiled(state, jax.tree.map(jnp.asarray, batch))
 
     def evaluate(
         self, state: TrainState, batch: Batch
