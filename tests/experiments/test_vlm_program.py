@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments import readme
 from experiments.vlm import (
     data,
     intervals,
