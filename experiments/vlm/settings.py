@@ -174,7 +174,7 @@ PRESETS: dict[str, Settings] = {
         names_per_category=2,
         train_scenes=2500,
         test_questions=480,
-        steps=400,
+        steps=200,
         batch_size=32,
         lr=4e-3,
     ),
