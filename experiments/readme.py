@@ -55,13 +55,14 @@ def results() -> str:
         _activations(),
         _pretraining(),
         _meshes(),
+        _vision_language(),
         _optimizer(),
         _drift(),
         _curves(),
         _wrapped(),
         _kernels(),
     )
-    return _RESULTS + "\n".join(sections)
+    return _RESULTS + "\n".join(filter(None, sections))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -247,6 +248,38 @@ def _meshes() -> str:
             cells = " | ".join(f"{100 * size:.1g}%" for size in sizes)
             lines.append(f"| `{row['recipe']}` | {row['mesh']} | {cells} | {gap} |")
     image = _image("Loss curves on meshes", "pretrain", "mesh_losses")
+    return "\n".join([*lines, "", image, ""])
+
+
+def _vision_language() -> str:
+    name = "vlm_gpu"
+    try:
+        results = load("vlm", name)
+    except FileNotFoundError:  # No GPU has measured it yet.
+        return ""
+    rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
+    recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*rows, strict=True))
+    first = rows["bf16", "all"]
+    lines = [
+        f"**A vision-language model** (`{name}`): a ViT encoder, a projector and "
+        f"a Llama decoder, {results['rows'][0]['parameters'] / 1e6:.1f}M parameters, "
+        "trained to answer questions about scenes. Right answers in percent to "
+        f"{first['questions']:,} questions about unseen scenes, {first['seeds']} "
+        f"seed{'s' * (first['seeds'] > 1)}, on one {results['device']['name']}; then "
+        "points above `bf16` on the same questions with a 95% interval.",
+        "",
+        "| | test loss | " + " | ".join(kinds) + " | points |",
+        "| --- | --- |" + " --- |" * (len(kinds) + 1),
+    ]
+    for recipe in recipes:
+        own = [r["test_loss"] for r in results["rows"] if r["recipe"] == recipe]
+        shares = (rows[recipe, kind]["accuracy_percent"] for kind in kinds)
+        cells = " | ".join(f"{share:.1f}" for share in shares)
+        points = rows[recipe, "all"]["difference_points"]
+        half = rows[recipe, "all"]["difference_high_points"] - points
+        gap = "-" if recipe == "bf16" else f"{points:+.1f} ± {half:.1f}"
+        lines.append(f"| `{recipe}` | {sum(own) / len(own):.4f} | {cells} | {gap} |")
+    image = _image("Loss while training", "vlm", f"{name}_losses")
     return "\n".join([*lines, "", image, ""])
 
 

@@ -21,8 +21,9 @@ _PROJECT = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]
 
 def _declared(requirements):
     """Returns requirements as import names: "orbax" for "orbax-checkpoint>=0.11"."""
+    imports = {"orbax-checkpoint": "orbax", "pillow": "PIL", "scikit-learn": "sklearn"}
     names = {re.match(r"[\w-]+", requirement)[0] for requirement in requirements}
-    return {name.removesuffix("-checkpoint") for name in names}
+    return {imports.get(name, name.replace("-", "_")) for name in names}
 
 
 _CORE = _declared(_PROJECT["dependencies"])

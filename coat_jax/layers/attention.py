@@ -1,4 +1,4 @@
-"""Causal attention with the fastest implementation, and its saved residuals."""
+"""Attention with the fastest implementation, and its saved residuals."""
 
 from functools import partial
 
@@ -41,6 +41,16 @@ def causal_attention(
     return _attention(q, k, v, segment_ids)
 
 
+def full_attention(
+    q: Float[Array, "b s n d"], k: Float[Array, "b s k d"], v: Float[Array, "b s k d"]
+) -> Float[Array, "b s n d"]:
+    """Computes softmax attention of each position to all positions.
+
+    The implementation and what it saves are those of `causal_attention`.
+    """
+    return _attention(q, k, v, causal=False)
+
+
 @jax.custom_vjp
 def _keeping(q, k, v, kept, segment_ids):
     return _attention(q, k, v, segment_ids)
@@ -60,11 +70,11 @@ def _keeping_bwd(vjp, do):
 _keeping.defvjp(_keeping_fwd, _keeping_bwd)
 
 
-def _attention(q, k, v, segment_ids):
+def _attention(q, k, v, segment_ids=None, causal=True):
     def attention(q, k, v, segment_ids, implementation):
         mask = None if segment_ids is None else _same_segment(segment_ids)
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, implementation=implementation
+            q, k, v, mask=mask, is_causal=causal, implementation=implementation
         )
 
     if _has_flash_attention(q):

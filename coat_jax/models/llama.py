@@ -164,15 +164,23 @@ class Llama(nnx.Module):
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output, in `config.dtype`."""
-        recipe = recipes.RECIPES[self.config.recipe]
-        x = recipe.enter(self.embed(tokens))
-        x = recipe.leave(apply_layers(self.layers, x, segment_ids))
-        return self.final_norm(x)
+        return self.decode(self.embed(tokens), segment_ids)
 
     def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Returns the embeddings of tokens, in `config.dtype`."""
         x = embedded(self.embedding[...], tokens, self.config.batch_axes)
         return x.astype(self.config.dtype)
+
+    def decode(
+        self,
+        x: Float[Array, "b s h"],
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s h"]:
+        """Computes the final norm's output from embeddings, as `hidden` from tokens."""
+        recipe = recipes.RECIPES[self.config.recipe]
+        x = recipe.enter(x)
+        x = recipe.leave(apply_layers(self.layers, x, segment_ids))
+        return self.final_norm(x)
 
     def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the norm behind the last layer."""

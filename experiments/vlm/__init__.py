@@ -1,0 +1,1 @@
+"""Vision-language models: recipes on one model that answers questions on pictures."""

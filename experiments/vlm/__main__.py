@@ -1,0 +1,7 @@
+"""Entry point of `python -m experiments.vlm`."""
+
+import sys
+
+from experiments.vlm.program import main
+
+sys.exit(main())

@@ -1,0 +1,187 @@
+"""Images with questions as tokens: the data of `experiments.vlm`."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Int, Int32, UInt8
+
+from experiments.vlm import pictures, questions, scenes
+from experiments.vlm.questions import KINDS, Question
+from experiments.vlm.scenes import Scene
+from experiments.vlm.settings import Settings
+
+PAD, IMAGE, END = 0, 1, 2
+_SPECIAL = ("<pad>", "<image>", "<end>")
+
+
+class Vocabulary:
+    """The words of all questions and answers, as tokens.
+
+    Args:
+      words: The words, each once.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = [*_SPECIAL, *words]
+        self._ids = {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of words with spaces between them.
+
+        Raises:
+          ValueError: If there is no such word.
+        """
+        for word in (words := text.split()):
+            if word not in self._ids:
+                raise ValueError(f"{word!r} is not in the vocabulary")
+        return [self._ids[word] for word in words]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the words of tokens up to the first end."""
+        kept = list(map(int, tokens))
+        kept = kept[: kept.index(END)] if END in kept else kept
+        return " ".join(self.words[token] for token in kept)
+
+
+class Batch(NamedTuple):
+    """Sequences of an image, a question and its answer.
+
+    Attributes:
+      images: The images.
+      tokens: The tokens: image tokens, the question, the answer, an end, padding.
+      is_answer: Whether each token belongs to an answer or is its end.
+    """
+
+    images: UInt8[np.ndarray, "b size size 3"]
+    tokens: Int32[np.ndarray, "b length"]
+    is_answer: Bool[np.ndarray, "b length"]
+
+
+class Examples(NamedTuple):
+    """Scenes, their images, and questions about them.
+
+    Attributes:
+      scenes: The annotations.
+      images: The image of each scene.
+      questions: The questions.
+      which: The scene of each question.
+      tokens: The tokens of each question, as in a `Batch`.
+      is_answer: Whether each token belongs to an answer.
+    """
+
+    scenes: list[Scene]
+    images: UInt8[np.ndarray, "n size size 3"]
+    questions: list[Question]
+    which: Int[np.ndarray, " m"]
+    tokens: Int32[np.ndarray, "m length"]
+    is_answer: Bool[np.ndarray, "m length"]
+
+    def batch(self, chosen: Int[np.ndarray, " b"]) -> Batch:
+        """Returns some questions with their images."""
+        images = self.images[self.which[chosen]]
+        return Batch(images, self.tokens[chosen], self.is_answer[chosen])
+
+
+class Data(NamedTuple):
+    """All data of a run.
+
+    Attributes:
+      vocabulary: The vocabulary.
+      train: The examples for training: of each scene a question of each kind.
+      test: The examples for tests: of each scene one question, all kinds equally often.
+    """
+
+    vocabulary: Vocabulary
+    train: Examples
+    test: Examples
+
+
+def make(settings: Settings) -> Data:
+    """Draws and renders the scenes of a run; they depend on the settings alone.
+
+    Raises:
+      ValueError: If the settings have no such scenes.
+    """
+    known_pictures = pictures.load(settings.picture_size, settings.names_per_category)
+    train, test = known_pictures
+    known = [*train.drawings, *map(str, range(10))]
+    vocabulary = Vocabulary(questions.words(settings.grid, known))
+
+    def examples(pool: pictures.Pictures, seed: int, pairs: Iterator) -> Examples:
+        found = list(pairs)
+        rng = np.random.default_rng((settings.data_seed, seed))
+        drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in found)
+        images = [scenes.render(rng, drawn[i], pool) for i in range(len(drawn))]
+        asked = [question for _, _, question in found]
+        tokens, is_answer = _sequences(asked, vocabulary, settings)
+        return Examples(
+            scenes=[drawn[i] for i in range(len(drawn))],
+            images=np.stack(images),
+            questions=asked,
+            which=np.array([index for index, _, _ in found]),
+            tokens=tokens,
+            is_answer=is_answer,
+        )
+
+    return Data(
+        vocabulary=vocabulary,
+        train=examples(train, 0, _all_kinds(settings, train, known)),
+        test=examples(test, 1, _kinds_in_turn(settings, test, known)),
+    )
+
+
+def batches(data: Data, settings: Settings, seed: int) -> Iterator[Batch]:
+    """Yields batches of training questions, all orders of them, without an end."""
+    rng = np.random.default_rng((settings.data_seed, 2, seed))
+    size, total = settings.batch_size, len(data.train.questions)
+    while True:
+        order = rng.permutation(total)
+        for start in range(0, total - size + 1, size):
+            yield data.train.batch(order[start : start + size])
+
+
+def prompt_length(is_answer: Bool[np.ndarray, "*b length"]) -> Int[np.ndarray, "*b"]:
+    """Returns the number of tokens in front of the answer."""
+    return np.argmax(is_answer, axis=-1)
+
+
+_Numbered = tuple[int, Scene, Question]
+
+
+def _all_kinds(
+    settings: Settings, pool: pictures.Pictures, known: list[str]
+) -> Iterator[_Numbered]:
+    """Yields questions of all kinds about each scene, with the scene's number."""
+    rng = np.random.default_rng((settings.data_seed, 3))
+    for index in range(settings.train_scenes):
+        scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
+        for kind in KINDS:
+            if question := questions.ask(rng, scene, kind, known):
+                yield index, scene, question
+
+
+def _kinds_in_turn(
+    settings: Settings, pool: pictures.Pictures, known: list[str]
+) -> Iterator[_Numbered]:
+    """Yields one question about each scene, with the scene's number."""
+    rng = np.random.default_rng((settings.data_seed, 4))
+    for index in range(settings.test_questions):
+        question = None
+        while question is None:
+            scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
+            question = questions.ask(rng, scene, KINDS[index % len(KINDS)], known)
+        yield index, scene, question
+
+
+def _sequences(
+    asked: Sequence[Question], vocabulary: Vocabulary, settings: Settings
+) -> tuple[Int32[np.ndarray, "m length"], Bool[np.ndarray, "m length"]]:
+    shape = len(asked), settings.length
+    tokens, is_answer = np.full(shape, PAD, np.int32), np.zeros(shape, bool)
+    for row, (_, question, answer) in enumerate(asked):
+        prompt = [IMAGE] * settings.tokens_per_image + vocabulary.encode(question)
+        full = [*prompt, *vocabulary.encode(answer), END]
+        tokens[row, : len(full)] = full
+        is_answer[row, len(prompt) : len(full)] = True
+    return tokens, is_answer

@@ -1,0 +1,104 @@
+"""Accuracies and paired differences of recipes, with 95% intervals over questions."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from experiments.vlm.questions import KINDS
+
+# The 97.5% quantile of the standard normal distribution.
+_Z = 1.959964
+ALL = "all"
+
+
+def wilson(share: float, count: int) -> tuple[float, float]:
+    """Returns Wilson's 95% interval for a share of `count` questions.
+
+    Example:
+      >>> [round(end, 3) for end in wilson(0.5, 100)]
+      [0.404, 0.596]
+    """
+    shrink = 1 + _Z**2 / count
+    center = (share + _Z**2 / (2 * count)) / shrink
+    spread = share * (1 - share) / count + _Z**2 / (4 * count**2)
+    half = _Z / shrink * math.sqrt(max(spread, 0.0))
+    return max(center - half, 0.0), min(center + half, 1.0)
+
+
+def paired(
+    own: Float[np.ndarray, " questions"], other: Float[np.ndarray, " questions"]
+) -> tuple[float, float, float]:
+    """Returns the mean difference `own - other` and the ends of its 95% interval.
+
+    Both are about the same questions. The standard error is that of the mean of the
+    differences.
+    """
+    differences = own - other
+    mean = float(differences.mean())
+    if len(differences) < 2:
+        return mean, -math.inf, math.inf
+    half = _Z * float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    return mean, mean - half, mean + half
+
+
+def right_answers(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Returns [seeds, questions] by recipe: whether each answer is right.
+
+    Only the seeds that all recipes have count.
+    """
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    found = {(row["recipe"], row["seed"]): row["right"] for row in rows}
+    own = [{seed for recipe, seed in found if recipe == name} for name in recipes]
+    seeds = sorted(set.intersection(*own)) if own else []
+    if not seeds:
+        return {}
+    return {
+        name: np.array([[c == "1" for c in found[name, seed]] for seed in seeds])
+        for name in recipes
+    }
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns accuracies and differences to `bf16` by recipe and kind, in percent.
+
+    An answer counts as the mean over seeds. Intervals are over questions; how far seeds
+    lie apart is beside them. Kinds of questions follow one another in turns.
+    """
+    answers = right_answers(rows)
+    return [
+        _summary(recipe, kind, right, answers["bf16"])
+        for recipe, right in answers.items()
+        for kind in (*KINDS, ALL)
+    ]
+
+
+def _summary(
+    recipe: str,
+    kind: str,
+    right: Bool[np.ndarray, "seeds questions"],
+    reference: Bool[np.ndarray, "seeds questions"],
+) -> dict[str, Any]:
+    if kind != ALL:
+        own = slice(KINDS.index(kind), None, len(KINDS))
+        right, reference = right[:, own], reference[:, own]
+    share, count = float(right.mean()), right.shape[1]
+    low, high = wilson(share, count)
+    mean, least, most = paired(right.mean(axis=0), reference.mean(axis=0))
+    by_seed = 100 * (right.mean(axis=1) - reference.mean(axis=1))
+    return {
+        "recipe": recipe,
+        "kind": kind,
+        "questions": count,
+        "seeds": len(right),
+        "accuracy_percent": 100 * share,
+        "accuracy_low_percent": 100 * low,
+        "accuracy_high_percent": 100 * high,
+        "difference_points": 100 * mean,
+        "difference_low_points": 100 * least,
+        "difference_high_points": 100 * most,
+        "difference_least_seed_points": float(by_seed.min()),
+        "difference_most_seed_points": float(by_seed.max()),
+    }

@@ -1,0 +1,285 @@
+"""Trains one vision-language model with several recipes and compares their answers.
+
+    uv run python -m experiments.vlm
+    uv run python -m experiments.vlm --preset gpu
+
+The model is a ViT encoder, a projector and a Llama decoder, all in one recipe. It reads
+scenes that are composed of drawings, handwritten digits and photographs, which
+installed packages ship, and learns captions and answers to questions that follow from
+their annotations. All recipes train from the same initializations on the same batches.
+They are asked questions about scenes that no training saw, and differences to BF16 are
+taken question by question. The results file is written after each training; the same
+command trains what it lacks.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.common import tables
+from experiments.common.programs import new_parser, one_line
+from experiments.common.results import (
+    default_path,
+    joined,
+    known_rows,
+    versions,
+    write_results,
+)
+from experiments.pretrain.interrupts import STOPPED
+from experiments.pretrain.training import tree_bytes
+from experiments.vlm import data, report
+from experiments.vlm.data import Batch, Data
+from experiments.vlm.intervals import summarize
+from experiments.vlm.questions import KINDS
+from experiments.vlm.settings import PRESETS, Recipe, Settings
+from experiments.vlm.training import Trainer, TrainState, new_trainer
+
+Row = dict[str, Any]
+_CAPTIONS = 3
+_CURVE_POINTS = 200
+# Settings that choose trainings, not what a training does.
+_NOT_SHARED = ("recipes", "seeds")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    given = vars(parser().parse_args(argv))
+    out = given.pop("out")
+    try:
+        settings = read_settings(given)
+        if out is None:
+            out = default_path("vlm", f"vlm_{settings.preset}")
+            out.parent.mkdir(exist_ok=True)
+        if not out.parent.is_dir():
+            raise ValueError(f"no folder {out.parent} to write {out.name} to")
+        study = Study(settings, out)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    try:
+        study.train_missing()
+    except KeyboardInterrupt:
+        print(f"\n{out} keeps what is finished; the same command goes on from there")
+        return STOPPED
+    show(study, out)
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the program's parser; the preset has the settings that are not given."""
+    top = new_parser("experiments.vlm", __doc__)
+    add = top.add_argument
+    add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
+    add("--recipes", metavar="A,B", help="recipes, bf16 first (the preset's)")
+    add("--seeds", type=int, help="trainings of each recipe, with seeds 0, 1, ...")
+    add("--steps", type=int, help="optimizer steps of a training")
+    add("--batch-size", type=int, help="questions a step")
+    add("--lr", type=float, help="peak learning rate")
+    add("--train-scenes", type=int, help="scenes for training")
+    add("--test-questions", type=int, help="questions for tests")
+    add("--out", type=Path, metavar="FILE", help="results file; figures go beside it")
+    return top
+
+
+def read_settings(given: dict[str, Any]) -> Settings:
+    """Returns the preset's settings, overridden by those given that are not None."""
+    given = {k: v for k, v in given.items() if v is not None}
+    if "recipes" in given:
+        given["recipes"] = tuple(given["recipes"].split(","))
+    return dataclasses.replace(PRESETS[given["preset"]], **given)
+
+
+class Study:
+    """The trainings of a results file, and those that it lacks.
+
+    Args:
+      settings: The settings.
+      out: The results file, which is written after each training. The trainings that it
+        holds already are not repeated. None writes no file.
+
+    Raises:
+      ValueError: If `out` has trainings with other settings.
+    """
+
+    def __init__(self, settings: Settings, out: Path | None = None) -> None:
+        self._settings = settings
+        self._out = out
+        self._trainers: dict[str, Trainer] = {}
+        shared = dataclasses.asdict(settings)
+        self._shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
+        known = (lambda of: known_rows(out, of)) if out else (lambda of: [])
+        self._rows, self._curves = known("rows"), known("curves")
+        self._captions, theirs = known("captions"), known("settings_rows")
+        if theirs and theirs != [self._shared]:
+            raise ValueError(
+                f"{out} has trainings of other settings; name another --out"
+            )
+
+    @cached_property
+    def data(self) -> Data:
+        """The scenes and questions of all trainings."""
+        return data.make(self._settings)
+
+    def train_missing(self) -> None:
+        """Runs the trainings that there is no row of, and writes each."""
+        missing, steps = self.missing(), self._settings.steps
+        with tqdm(total=len(missing) * steps, unit="step", disable=None) as bar:
+            for recipe, seed in missing:
+                bar.set_description(f"{recipe}, seed {seed}")
+                self.train(recipe, seed, bar)
+                self.write()
+
+    def missing(self) -> list[tuple[Recipe, int]]:
+        """Returns the trainings that there is no row of, seed by seed."""
+        done = {(row["recipe"], row["seed"]) for row in self._rows}
+        return [
+            (recipe, seed)
+            for seed in range(self._settings.seeds)
+            for recipe in self._settings.recipes
+            if (recipe, seed) not in done
+        ]
+
+    def train(self, recipe: Recipe, seed: int, bar: tqdm) -> None:
+        """Runs one training, answers the test's questions, and keeps both."""
+        words = len(self.data.vocabulary.words)
+        if recipe not in self._trainers:
+            self._trainers[recipe] = new_trainer(self._settings, recipe, words)
+        trainer = self._trainers[recipe]
+        state, losses, seconds = _fit(trainer, self._settings, self.data, seed, bar)
+        test = self.data.test
+        loss, right = trainer.evaluate(state, test.batch(np.arange(len(test.which))))
+        tokens = self._settings.batch_size * (self._settings.length - 1)
+        row = {
+            "recipe": recipe,
+            "seed": seed,
+            "commit": versions()["commit"],
+            "parameters": trainer.parameters,
+            "train_loss": float(losses[-max(1, len(losses) // 10) :].mean()),
+            "test_loss": loss,
+            "seconds": seconds,
+            "tokens_per_s": tokens * len(losses) / seconds,
+            "saved_activation_bytes": trainer.saved_activation_bytes(),
+            "optimizer_bytes_per_param": tree_bytes(state.opt_state)
+            / trainer.parameters,
+            "right": "".join("01"[int(x)] for x in right),
+        }
+        self._rows = joined(self._rows, row, _training)
+        self._curves = joined(self._curves, _curve(recipe, seed, losses), _training)
+        if seed == 0:
+            for caption in _captions(trainer, state, self.data, recipe):
+                self._captions = joined(self._captions, caption, _captioned)
+
+    def results(self) -> dict[str, Any]:
+        """Returns the results of this run's recipes and seeds, as in the file."""
+        recipes = self._settings.recipes
+
+        def chosen(rows: list[Row]) -> list[Row]:
+            own = [row for row in rows if row["recipe"] in recipes]
+            own = [r for r in own if r.get("seed", 0) < self._settings.seeds]
+            return sorted(own, key=lambda row: recipes.index(row["recipe"]))
+
+        rows = chosen(self._rows)
+        summary = summarize(rows)
+        return {
+            "rows": rows,
+            "bars": report.bars(summary),
+            "summary": summary,
+            "curves": chosen(self._curves),
+            "captions": chosen(self._captions),
+        }
+
+    def write(self) -> None:
+        """Writes the results file, with all trainings that it has."""
+        if self._out is None:
+            return
+        summary = summarize(self._rows)
+        write_results(
+            self._out,
+            rows=self._rows,
+            bars=report.bars(summary),
+            settings_rows=[self._shared],
+            summary=summary,
+            curves=self._curves,
+            captions=self._captions,
+        )
+
+
+def show(study: Study, out: Path) -> None:
+    """Prints tables, and draws figures beside the results file."""
+    results = study.results()
+    figures = {
+        "losses": report.draw_losses(results),
+        "kinds": report.draw_accuracies(results),
+        "captions": report.draw_captions(study.data, results),
+    }
+    for name, figure in figures.items():
+        figure.savefig(out.with_name(f"{out.stem}_{name}.png"))
+    console = Console()
+    for table in (report.accuracies, report.differences, report.costs):
+        console.print(table(results))
+    if results["bars"]:
+        console.print(tables.bars(results["bars"]))
+    print(f"{out}, and figures beside it")
+
+
+def _fit(
+    trainer: Trainer, settings: Settings, found: Data, seed: int, bar: tqdm
+) -> tuple[TrainState, np.ndarray, float]:
+    """Trains one model; returns it, the loss of each step, and the seconds taken."""
+    state, losses = trainer.init(seed), []
+    stream = data.batches(found, settings, seed)
+    _ = trainer.compiled  # Compiling is not training.
+    started = time.perf_counter()
+    for _ in range(settings.steps):
+        state, loss = trainer.step(state, next(stream))
+        losses.append(loss)
+        bar.update()
+    values = np.array(jax.device_get(losses))
+    return state, values, time.perf_counter() - started
+
+
+def _curve(recipe: Recipe, seed: int, losses: np.ndarray) -> Row:
+    """Returns losses as means over equally many steps."""
+    each = -(-len(losses) // _CURVE_POINTS)
+    ends = list(range(each, len(losses) + 1, each))
+    means = losses[: ends[-1]].reshape(-1, each).mean(axis=1)
+    values = [round(float(x), 5) for x in means]
+    return {"recipe": recipe, "seed": seed, "steps": ends, "losses": values}
+
+
+def _captions(
+    trainer: Trainer, state: TrainState, found: Data, recipe: Recipe
+) -> list[Row]:
+    """Returns the captions of the first scenes that the test asks captions of."""
+    step, offset = len(KINDS), KINDS.index("caption")
+    chosen = np.arange(offset, len(found.test.questions), step)[:_CAPTIONS]
+    batch: Batch = found.test.batch(chosen)
+    prompts = data.prompt_length(batch.is_answer)
+    room = batch.tokens.shape[1] - int(prompts.max())
+    written = trainer.answers(state, batch, prompts, room)
+    return [
+        {
+            "recipe": recipe,
+            "question": int(question),
+            "caption": found.vocabulary.decode(tokens),
+        }
+        for question, tokens in zip(chosen, written, strict=True)
+    ]
+
+
+def _training(row: Row) -> tuple[str, int]:
+    return row["recipe"], row["seed"]
+
+
+def _captioned(row: Row) -> tuple[str, int]:
+    return row["recipe"], row["question"]

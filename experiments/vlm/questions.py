@@ -1,0 +1,95 @@
+"""Questions and captions that follow from a scene's annotation."""
+
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+from experiments.vlm.pictures import DIGIT, NAMES
+from experiments.vlm.scenes import COLORS, MOST_DIGITS, Scene, places
+
+Kind = Literal["caption", "presence", "count", "place", "color", "sum"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+CATEGORIES = (*NAMES, DIGIT)
+# The largest sum of distinct digits.
+_LARGEST_SUM = sum(range(10 - MOST_DIGITS, 10))
+_NOTHING = "nothing"
+
+
+class Question(NamedTuple):
+    """A question and its answer, in words with spaces between them.
+
+    Attributes:
+      kind: The kind of question.
+      question: The question.
+      answer: The answer.
+    """
+
+    kind: Kind
+    question: str
+    answer: str
+
+
+def caption(scene: Scene) -> str:
+    """Returns the caption of a scene, thing by thing."""
+    names = places(scene.grid)
+    return " , ".join(
+        f"{names[thing.cell]} : {thing.name} on {thing.color}" for thing in scene.things
+    )
+
+
+def ask(
+    rng: np.random.Generator, scene: Scene, kind: Kind, known: list[str]
+) -> Question | None:
+    """Returns a question of a kind, or None if the scene allows none.
+
+    Half of the questions for presence have the answer "no".
+
+    Args:
+      rng: The source of randomness.
+      scene: The scene.
+      kind: The kind of question.
+      known: The names of all drawings and digits.
+    """
+    thing = scene.things[rng.integers(len(scene.things))]
+    match kind:
+        case "caption":
+            return Question(kind, "describe the picture", caption(scene))
+        case "presence":
+            present = {thing.name for thing in scene.things}
+            absent = [name for name in known if name not in present]
+            yes = rng.random() < 0.5
+            name = thing.name if yes else str(rng.choice(absent))
+            return Question(kind, f"is there {name}", "yes" if yes else "no")
+        case "count":
+            category = str(rng.choice(CATEGORIES))
+            if rng.random() < 0.7:
+                category = thing.category
+            count = sum(each.category == category for each in scene.things)
+            return Question(kind, f"how many {category} things", str(count))
+        case "place":
+            names = {each.cell: each.name for each in scene.things}
+            cell = int(rng.integers(scene.grid**2))
+            if rng.random() < 0.7:
+                cell = thing.cell
+            place = places(scene.grid)[cell]
+            return Question(kind, f"what is at {place}", names.get(cell, _NOTHING))
+        case "color":
+            return Question(kind, f"which color is behind {thing.name}", thing.color)
+        case "sum":
+            if not scene.digits:
+                return None
+            return Question(kind, "what is the sum of digits", str(sum(scene.digits)))
+
+
+def words(grid: int, known: list[str]) -> list[str]:
+    """Returns all words of questions and answers about scenes, each once."""
+    texts = (
+        "describe the picture , : is there yes no how many things what is at which",
+        f"color behind on the sum of digits {_NOTHING}",
+        *CATEGORIES,
+        *places(grid),
+        *COLORS,
+        *known,
+        *map(str, range(_LARGEST_SUM + 1)),
+    )
+    return list(dict.fromkeys(" ".join(texts).split()))

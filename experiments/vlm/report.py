@@ -1,0 +1,222 @@
+"""Tables and figures of `experiments.vlm`, with the paper's beside them."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common.results import Bar
+from experiments.common.style import RECIPE_COLORS
+from experiments.common.tables import new_table
+from experiments.pretrain.plots import trailing_mean
+from experiments.vlm.data import Data, Examples
+from experiments.vlm.intervals import ALL
+from experiments.vlm.pictures import CREDIT
+from experiments.vlm.questions import KINDS
+
+Results = Mapping[str, Any]
+# The paper's table 5: VILA1.5-7B after fine-tuning (stage 3), percent.
+TABLE_5_COLUMNS = (
+    *("VideoMME", "POPE", "VizWiz", "GQA", "VQAv2", "TextVQA", "SEED image"),
+    *("SEED video", "MMMU val", "average"),
+)
+TABLE_5 = {
+    "bf16": (42.96, 86.9, 61.42, 64.55, 81.47, 65.6, 73.4, 45.65, 38.56, 62.8),
+    "te": (43.19, 87.64, 57.61, 64.53, 81.34, 64.7, 73.51, 43.12, 35.89, 61.88),
+    "coat": (44.56, 87.43, 61.36, 64.44, 81.2, 64.65, 73.36, 43.76, 37.22, 62.51),
+}
+# Bars need as many questions and seeds; smaller runs are for show.
+_QUESTIONS, _SEEDS = 2000, 3
+_MOST_POINTS = 2.0
+
+
+def paper() -> Table:
+    """Returns the paper's table 5."""
+    title = "The paper's table 5: VILA1.5-7B, percent"
+    found = new_table(title, "", *TABLE_5_COLUMNS)
+    for recipe, values in TABLE_5.items():
+        found.add_row(recipe, *map(str, values))
+    return found
+
+
+def accuracies(results: Results) -> Table:
+    """Returns a table of accuracies by recipe and kind, with 95% intervals."""
+    first = results["summary"][0]
+    title = "Right answers, percent, and 95% intervals; the paper's average last"
+    found = new_table(title, "", *KINDS, ALL, "table 5")
+    for recipe, cells in _by_recipe(results).items():
+        texts = []
+        for kind in (*KINDS, ALL):
+            row = cells[kind]
+            low, high = row["accuracy_low_percent"], row["accuracy_high_percent"]
+            texts.append(f"{row['accuracy_percent']:.1f}\n{low:.0f} to {high:.0f}")
+        average = TABLE_5[recipe][-1] if recipe in TABLE_5 else "-"
+        found.add_row(recipe, *texts, str(average))
+    seeds = "seed" if first["seeds"] == 1 else "seeds"
+    found.caption = (
+        f"{_by_recipe(results)['bf16'][ALL]['questions']:,} questions, "
+        f"{first['seeds']} {seeds}"
+    )
+    return found
+
+
+def differences(results: Results) -> Table:
+    """Returns a table of paired differences to `bf16`, with 95% intervals."""
+    title = "Points above bf16 on the same questions, and 95% intervals"
+    found = new_table(title, "", *KINDS, ALL, "seeds", "table 5")
+    for recipe, cells in _by_recipe(results).items():
+        if recipe == "bf16":
+            continue
+        texts = []
+        for kind in (*KINDS, ALL):
+            row = cells[kind]
+            half = row["difference_high_points"] - row["difference_points"]
+            texts.append(f"{row['difference_points']:+.1f}\n± {half:.1f}")
+        row = cells[ALL]
+        least = row["difference_least_seed_points"]
+        most = row["difference_most_seed_points"]
+        printed = "-"
+        if recipe in TABLE_5:
+            printed = f"{TABLE_5[recipe][-1] - TABLE_5['bf16'][-1]:+.2f}"
+        found.add_row(recipe, *texts, f"{least:+.1f},\n{most:+.1f}", printed)
+    return found
+
+
+def costs(results: Results) -> Table:
+    """Returns a table of losses, memory and speed, each the mean over seeds."""
+    columns = ("training loss", "test loss", "saved activations", "moments, B each")
+    title = "Losses in nats a token of answers, and what training takes"
+    found = new_table(title, "", *columns, "tokens/s")
+    for recipe in _by_recipe(results):
+        rows = [row for row in results["rows"] if row["recipe"] == recipe]
+
+        def mean(key: str, rows: Sequence[Mapping[str, Any]] = rows) -> float:
+            return float(np.mean([row[key] for row in rows]))
+
+        found.add_row(
+            recipe,
+            f"{mean('train_loss'):.4f}",
+            f"{mean('test_loss'):.4f}",
+            f"{mean('saved_activation_bytes') / 2**20:,.1f} MiB",
+            f"{mean('optimizer_bytes_per_param'):.2f}",
+            f"{mean('tokens_per_s'):,.0f}",
+        )
+    return found
+
+
+def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """Returns a bar for each recipe beside `bf16`, if questions and seeds suffice.
+
+    The measured value is the end of the paired difference's 95% interval that is
+    farther from zero.
+    """
+    found = []
+    for row in summary:
+        enough = row["questions"] >= _QUESTIONS and row["seeds"] >= _SEEDS
+        if row["kind"] == ALL and row["recipe"] != "bf16" and enough:
+            ends = row["difference_low_points"], row["difference_high_points"]
+            name = f"{row['recipe']}, points from bf16, farther end of 95%"
+            found.append(Bar.of(name, "<=", _MOST_POINTS, max(map(abs, ends))))
+    return found
+
+
+def draw_losses(results: Results) -> Figure:
+    """Draws training losses by recipe, means over seeds, and gaps to `bf16` below."""
+    drawn = Figure(figsize=(8, 5), layout="constrained", dpi=150)
+    losses, gaps = drawn.subplots(2, sharex=True, height_ratios=(5, 2))
+    reference = None
+    for recipe in _by_recipe(results):
+        own = [c for c in results["curves"] if c["recipe"] == recipe]
+        steps = np.array(own[0]["steps"])
+        values = np.mean([curve["losses"] for curve in own], axis=0)
+        smooth = trailing_mean(values, max(1, len(values) // 25))
+        reference = smooth if reference is None else reference
+        style = {"color": RECIPE_COLORS[recipe], "linewidth": 1.5}
+        losses.plot(steps, smooth, **style, label=recipe)
+        gaps.plot(steps, 100 * (smooth / reference - 1), **style)
+    losses.set_yscale("log")
+    losses.set_title("Loss of answers while training", loc="left", fontsize=11)
+    losses.set_ylabel("nats a token")
+    losses.legend(frameon=False)
+    gaps.set_ylabel("% from bf16")
+    gaps.set_xlabel("step")
+    for axes in (losses, gaps):
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def draw_accuracies(results: Results) -> Figure:
+    """Draws accuracies by kind of question, with their intervals."""
+    drawn = Figure(figsize=(8, 3.2), layout="constrained", dpi=150)
+    axes = drawn.subplots()
+    kinds, recipes = (*KINDS, ALL), _by_recipe(results)
+    for offset, (recipe, cells) in enumerate(recipes.items()):
+        rows = [cells[kind] for kind in kinds]
+        shares = np.array([row["accuracy_percent"] for row in rows])
+        low = shares - [row["accuracy_low_percent"] for row in rows]
+        high = [row["accuracy_high_percent"] for row in rows] - shares
+        width = 0.8 / len(recipes)
+        places = np.arange(len(kinds)) + (offset - (len(recipes) - 1) / 2) * width
+        style = {"color": RECIPE_COLORS[recipe], "label": recipe}
+        error = {"elinewidth": 0.8, "ecolor": "0.3"}
+        # Rounding may leave ends of an interval within the share by 1e-14.
+        ends = np.maximum([low, high], 0)
+        axes.bar(places, shares, width, yerr=ends, error_kw=error, **style)
+    axes.set_xticks(np.arange(len(kinds)), kinds)
+    axes.set_ylabel("right answers, %")
+    axes.legend(frameon=False, ncols=len(recipes), loc="upper right")
+    axes.set_ylim(0, 115)
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def draw_questions(examples: Examples, count: int = 6) -> Figure:
+    """Draws scenes with a question and its answer, the first `count` questions."""
+    texts = [
+        f"{q.question}?\n{textwrap.fill(q.answer, 30)}"
+        for q in examples.questions[:count]
+    ]
+    return _draw_scenes(examples, list(range(count)), texts)
+
+
+def draw_captions(data: Data, results: Results) -> Figure:
+    """Draws scenes with each recipe's caption and the annotation."""
+    shown = list(dict.fromkeys(row["question"] for row in results["captions"]))
+    texts = []
+    for question in shown:
+        lines = [f"annotation: {data.test.questions[question].answer}"]
+        lines += [
+            f"{row['recipe']}: {row['caption']}"
+            for row in results["captions"]
+            if row["question"] == question
+        ]
+        texts.append("\n".join(textwrap.fill(line, 38) for line in lines))
+    return _draw_scenes(data.test, shown, texts, columns=min(3, len(shown)))
+
+
+def _draw_scenes(
+    examples: Examples, shown: Sequence[int], texts: Sequence[str], columns: int = 3
+) -> Figure:
+    rows = -(-len(shown) // columns)
+    lines = max(text.count("\n") for text in texts) + 1
+    height = rows * (2.2 + 0.16 * lines)
+    drawn = Figure(figsize=(3 * columns, height), layout="constrained", dpi=120)
+    panels = np.ravel(drawn.subplots(rows, columns, squeeze=False))
+    for axes in panels:
+        axes.set_axis_off()
+    for axes, question, text in zip(panels, shown, texts, strict=False):
+        axes.imshow(examples.images[examples.which[question]], interpolation="nearest")
+        axes.set_title(text, fontsize=8, loc="left", y=-0.03, va="top")
+    drawn.supxlabel(CREDIT, fontsize=6, color="0.4")
+    return drawn
+
+
+def _by_recipe(results: Results) -> dict[str, dict[str, Mapping[str, Any]]]:
+    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for row in results["summary"]:
+        found.setdefault(row["recipe"], {})[row["kind"]] = row
+    return found

@@ -1,0 +1,210 @@
+"""Settings of `experiments.vlm`, and presets: shapes of models and settings."""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from coat_jax.layers.recipes import RECIPES
+from coat_jax.layers.recipes import RecipeName as Recipe
+from coat_jax.models import llama, vit, vlm
+from experiments.vlm.scenes import MARGIN, places
+
+# The words of a caption's question, and of a thing in a caption, at most.
+_QUESTION, _THING = 3, 9
+_POSITIVE = ("seeds", "steps", "batch_size", "lr", "clip_norm", "test_questions")
+_POSITIVE += ("train_scenes", "most_things", "names_per_category")
+
+
+class Shape(NamedTuple):
+    """A model's shape; `model_config` sets its vocabulary and its recipes.
+
+    Attributes:
+      vision: The encoder; images have as many pixels as it says.
+      text: The decoder.
+      merge_size: The side of the square of patches that becomes an image token.
+    """
+
+    vision: vit.VitConfig
+    text: llama.LlamaConfig
+    merge_size: int
+
+
+def _shape(image: int, vision: dict[str, int], text: dict[str, int]) -> Shape:
+    heads = text["num_heads"]
+    return Shape(
+        vit.VitConfig(image_size=image, **vision),
+        llama.LlamaConfig(vocab_size=1, num_kv_heads=heads, **text),
+        merge_size=2,
+    )
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str, int]:
+    return dict(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+    )
+
+
+SHAPES: dict[str, Shape] = {
+    "tiny": _shape(24, _sizes(32, 48, 1, 2) | {"patch_size": 6}, _sizes(32, 48, 1, 2)),
+    "cpu": _shape(
+        48, _sizes(64, 128, 1, 2) | {"patch_size": 12}, _sizes(64, 128, 2, 2)
+    ),
+    "gpu": _shape(
+        96, _sizes(384, 1536, 6, 6) | {"patch_size": 8}, _sizes(512, 1408, 8, 8)
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings that decide what a run computes.
+
+    Those of the optimizer have the names that `experiments.pretrain` gives them.
+
+    Attributes:
+      preset: Name of the preset that gives the model's shape and default settings.
+      recipes: Recipes to train with; "bf16" is the first, which the others are compared
+        with.
+      seeds: Number of trainings of each recipe, with the seeds 0, 1, ...
+      data_seed: Seed of the scenes and questions, which all trainings share.
+      grid: Number of cells in a row of a scene, and of rows.
+      most_things: Largest number of things in a scene.
+      names_per_category: Number of drawings of each category.
+      train_scenes: Number of scenes for training, each with a question of every kind.
+      test_questions: Number of questions for tests, each about a scene of its own.
+      steps: Number of optimizer steps.
+      batch_size: Questions per step.
+      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
+      end_lr: Learning rate of the last step, as a part of the peak.
+      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
+      weight_decay: Weight decay of all parameters but those of norms.
+      b1: Decay rate of the first moment.
+      b2: Decay rate of the second moment.
+      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
+    """
+
+    preset: str
+    recipes: tuple[Recipe, ...] = ("bf16", "te", "coat", "coat_max")
+    seeds: int = 1
+    data_seed: int = 0
+    grid: int
+    most_things: int
+    names_per_category: int
+    train_scenes: int
+    test_questions: int
+    steps: int
+    batch_size: int
+    lr: float
+    end_lr: float = 0.1
+    warmup_steps: int = 200
+    weight_decay: float = 0.05
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.preset not in SHAPES:
+            raise ValueError(f"presets are {', '.join(SHAPES)}; got {self.preset!r}")
+        for recipe in self.recipes:
+            if recipe not in RECIPES:
+                raise ValueError(f"recipes are {', '.join(RECIPES)}; got {recipe!r}")
+        if self.recipes[:1] != ("bf16",) or len(set(self.recipes)) < len(self.recipes):
+            raise ValueError(
+                f"recipes must be bf16 and then others, each once: {self.recipes}"
+            )
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if not 0 < value < math.inf:
+                raise ValueError(f"{name} must be positive, got {value}")
+        if self.data_seed < 0:
+            raise ValueError(f"data_seed must be zero or more, got {self.data_seed}")
+        cells = len(places(self.grid))
+        if self.most_things > cells:
+            raise ValueError(
+                f"most_things must be at most the {cells} cells, got {self.most_things}"
+            )
+        if self.batch_size > self.train_scenes:
+            raise ValueError(
+                "batch_size must be at most train_scenes, got "
+                f"{self.batch_size}, {self.train_scenes}"
+            )
+
+    @property
+    def picture_size(self) -> int:
+        """The height and width of drawings and digits, in pixels."""
+        return SHAPES[self.preset].vision.image_size // self.grid - MARGIN
+
+    @property
+    def tokens_per_image(self) -> int:
+        """The number of image tokens of an image."""
+        shape = SHAPES[self.preset]
+        return (shape.vision.grid_size // shape.merge_size) ** 2
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of a sequence and the target behind it.
+
+        The number of input tokens is a multiple of four.
+        """
+        longest = self.tokens_per_image + _QUESTION + _THING * self.most_things
+        return -(-longest // 4) * 4 + 1
+
+
+PRESETS: dict[str, Settings] = {
+    "tiny": Settings(
+        preset="tiny",
+        recipes=("bf16", "coat"),
+        grid=2,
+        most_things=2,
+        names_per_category=2,
+        train_scenes=16,
+        test_questions=12,
+        steps=4,
+        batch_size=4,
+        lr=3e-3,
+    ),
+    "cpu": Settings(
+        preset="cpu",
+        recipes=("bf16", "te", "coat"),
+        grid=2,
+        most_things=2,
+        names_per_category=2,
+        train_scenes=2500,
+        test_questions=480,
+        steps=200,
+        batch_size=32,
+        lr=4e-3,
+    ),
+    "gpu": Settings(
+        preset="gpu",
+        seeds=3,
+        grid=3,
+        most_things=4,
+        names_per_category=16,
+        train_scenes=40_000,
+        test_questions=2400,
+        steps=3000,
+        batch_size=256,
+        lr=6e-4,
+    ),
+}
+
+
+def model_config(
+    settings: Settings, recipe: Recipe, vocab_size: int, image_token: int
+) -> vlm.VlmConfig:
+    """Returns the preset's shape with a vocabulary, and one recipe in all its parts.
+
+    The vocabulary is rounded up to a multiple of 128.
+    """
+    shape = SHAPES[settings.preset]
+    padded = -(-vocab_size // 128) * 128  # Whole tiles of a matmul.
+    return vlm.VlmConfig(
+        vision=dataclasses.replace(shape.vision, recipe=recipe),
+        text=dataclasses.replace(shape.text, recipe=recipe, vocab_size=padded),
+        image_token=image_token,
+        merge_size=shape.merge_size,
+    )

@@ -1,0 +1,219 @@
+"""The training step of one recipe, and answers of the trained model."""
+
+import math
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
+
+import coat_jax as coat
+from coat_jax.models import vlm
+from experiments.common.timing import OPTIONS
+from experiments.pretrain.training import Optimizer
+from experiments.vlm.data import END, IMAGE, PAD, Batch
+from experiments.vlm.settings import Settings, model_config
+
+# The number of sequences of a batch whose answers are computed together.
+_ANSWERED = 240
+
+
+class TrainState(NamedTuple):
+    """The training state that a step updates."""
+
+    params: nnx.State
+    opt_state: optax.OptState
+
+
+class Trainer:
+    """A compiled training step and answers of one recipe.
+
+    Args:
+      config: The configuration of the model, with its recipe.
+      settings: The settings of the training.
+      words: The number of words, including special ones.
+
+    Attributes:
+      parameters: Number of parameters of the model.
+    """
+
+    def __init__(self, config: vlm.VlmConfig, settings: Settings, words: int) -> None:
+        self._config = config
+        self._settings = settings
+        self._words = words
+        self._optimizer = Optimizer.of(config.text.recipe)
+        self._tx = self._optimizer.transformation(settings, settings.steps)
+        model = nnx.eval_shape(self._model)
+        self._graphdef, params = nnx.split(model, nnx.Param)
+        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+        self._options = OPTIONS if jax.default_backend() == "gpu" else None
+        self._compiled_init = jax.jit(self._init)
+        self._compiled_evaluate = jax.jit(
+            self._evaluate, compiler_options=self._options
+        )
+        self._compiled_answers = jax.jit(
+            self._answers, static_argnames="count", compiler_options=self._options
+        )
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the state before the first step, which depends on the seed alone."""
+        return self._compiled_init(seed)
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled step."""
+        step = jax.jit(self._step, donate_argnums=0)
+        state = jax.eval_shape(self._init, 0)
+        return step.lower(state, self._abstract_batch).compile(self._options)
+
+    def step(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Float32[Array, ""]]:
+        """Runs one optimizer step and returns its loss; `state` is donated."""
+        return self.compiled(state, jax.tree.map(jnp.asarray, batch))
+
+    def evaluate(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[float, Bool[np.ndarray, " b"]]:
+        """Returns the mean loss of the answers, and which of them are right.
+
+        An answer is right if greedy decoding would write it, which is the case if each
+        of its tokens is the likeliest behind those before it.
+        """
+        losses, right, sizes = [], [], []
+        for start in range(0, len(batch.tokens), _ANSWERED):
+            part = Batch(*(x[start : start + _ANSWERED] for x in batch))
+            loss, is_right = self._compiled_evaluate(state.params, part)
+            losses.append(float(loss))
+            right.append(np.asarray(is_right))
+            sizes.append(part.is_answer.sum())
+        return float(np.average(losses, weights=sizes)), np.concatenate(right)
+
+    def answers(
+        self,
+        state: TrainState,
+        batch: Batch,
+        prompts: Int[np.ndarray, " b"],
+        count: int,
+    ) -> Int32[np.ndarray, "b count"]:
+        """Writes answers by greedy decoding, which computes each sequence anew.
+
+        Args:
+          state: The state of the training.
+          batch: Sequences, of which only the prompts are read.
+          prompts: The number of tokens of each prompt.
+          count: The number of tokens to write.
+
+        Raises:
+          ValueError: If sequences have no room for as many tokens.
+        """
+        room = batch.tokens.shape[1] - int(prompts.max())
+        if count > room:
+            raise ValueError(f"count must be at most {room}, got {count}")
+        written = self._compiled_answers(
+            state.params, batch.images, batch.tokens, prompts, count=count
+        )
+        return np.asarray(written)
+
+    def saved_activation_bytes(self) -> int:
+        """Returns the bytes that the forward pass saves for the backward pass."""
+        params = jax.eval_shape(self._init, 0).params
+        return coat.residual_report(self._loss, params, self._abstract_batch).nbytes
+
+    @property
+    def _abstract_batch(self) -> Batch:
+        s, size = self._settings, self._config.vision.image_size
+        tokens = s.batch_size, s.length
+        return Batch(
+            jax.ShapeDtypeStruct((s.batch_size, size, size, 3), jnp.uint8),
+            jax.ShapeDtypeStruct(tokens, jnp.int32),
+            jax.ShapeDtypeStruct(tokens, jnp.bool_),
+        )
+
+    def _model(self, seed: int | Array = 0) -> vlm.VisionLanguageModel:
+        rngs = nnx.Rngs(jax.random.key(seed))
+        model = vlm.VisionLanguageModel(self._config, rngs=rngs)
+        # Llama's initial 0.02 suits layers of a few thousand features. A standard
+        # deviation of 1 / sqrt(h) lets narrow ones look at images hundreds of steps
+        # earlier.
+        factor = 1 / (0.02 * math.sqrt(self._config.text.hidden_size))
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight = getattr(model.text.layers, name)
+            weight[...] = factor * weight[...]
+        return model
+
+    def _init(self, seed: int | Array) -> TrainState:
+        params = nnx.split(self._model(seed), nnx.Param)[1]
+        return TrainState(params, self._tx.init(params))
+
+    def _loss(self, params: nnx.State, batch: Batch) -> Float[Array, ""]:
+        model = nnx.merge(self._graphdef, params)
+        return vlm.cross_entropy(
+            model,
+            normalized(batch.images),
+            batch.tokens[:, :-1],
+            batch.tokens[:, 1:],
+            batch.is_answer[:, 1:],
+        )
+
+    def _evaluate(
+        self, params: nnx.State, batch: Batch
+    ) -> tuple[Float[Array, ""], Bool[Array, " b"]]:
+        model = nnx.merge(self._graphdef, params)
+        logits = model(normalized(batch.images), batch.tokens[:, :-1])
+        agrees = self._likeliest(logits) == batch.tokens[:, 1:]
+        right = jnp.all(agrees | ~batch.is_answer[:, 1:], axis=1)
+        return self._loss(params, batch), right
+
+    def _answers(
+        self, params: nnx.State, images: Array, tokens: Array, prompts: Array, count
+    ) -> Int32[Array, "b count"]:
+        model = nnx.merge(self._graphdef, params)
+        seen = model.encode(normalized(images))
+        places = jnp.arange(tokens.shape[1])
+
+        def write(i, tokens):
+            hidden = model.hidden(seen, tokens)
+            last = (prompts + i - 1)[:, None, None]
+            logits = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
+            new = self._likeliest(logits)
+            return jnp.where(places == (prompts + i)[:, None], new[:, None], tokens)
+
+        prompt = jnp.where(places < prompts[:, None], tokens, PAD)
+        written = jax.lax.fori_loop(0, count, write, prompt)
+        answer = prompts[:, None] + jnp.arange(count)
+        return jnp.take_along_axis(written, answer, axis=1)
+
+    def _likeliest(self, logits: Float[Array, "*b vocab"]) -> Int32[Array, "*b"]:
+        """Returns the likeliest tokens among words and the end of an answer."""
+        tokens = jnp.arange(logits.shape[-1])
+        written = (tokens >= END) & (tokens < self._words)
+        likeliest = jnp.argmax(jnp.where(written, logits, -jnp.inf), axis=-1)
+        return likeliest.astype(jnp.int32)
+
+    def _step(
+        self, state: TrainState, batch: Batch
+    ) -> tuple[TrainState, Float[Array, ""]]:
+        loss, grads = jax.value_and_grad(self._loss)(state.params, batch)
+        if self._optimizer.fused:
+            params, opt_state = coat.fused_update(
+                self._tx, grads, state.opt_state, state.params
+            )
+        else:
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state), loss
+
+
+def new_trainer(settings: Settings, recipe: str, words: int) -> Trainer:
+    """Returns the trainer of a recipe, for a vocabulary of `words` words."""
+    return Trainer(model_config(settings, recipe, words, IMAGE), settings, words)
+
+
+def normalized(images: Array) -> Float32[Array, "b 1 size size 3"]:
+    """Returns images of bytes as one image a sequence, with values in [-1, 1]."""
+    return images[:, None].astype(jnp.float32) / 127.5 - 1

@@ -1,0 +1,154 @@
+"""Tests the image encoder beside NumPy in float64, and its recipes beside BF16."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import vision
+from helpers.gradients import (
+    FP8,
+    assert_close,
+    compiled,
+    cosine,
+    saved,
+    saved_bytes,
+)
+from helpers.models import normal, parameters
+
+from coat_jax.models import vit
+
+RECIPES = ["bf16", "te", "coat", "coat_max"]
+
+
+def config(**changes) -> vit.VitConfig:
+    shape = {"image_size": 32, "patch_size": 4, "num_layers": 2, "num_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "recipe": "bf16"}
+    return vit.VitConfig(**{**shape, **sizes, **changes})
+
+
+def split(config: vit.VitConfig):
+    """Returns a model's structure, and parameters of which none is 0 or 1."""
+    graph, params = parameters(lambda: vit.Vit(config, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(1)
+    moved = jax.tree.map(
+        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32), params
+    )
+    return graph, moved
+
+
+def images(size: int = 32, channels: int = 3):
+    return normal(2, 2, size, size, channels)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"patch_size": 8, "num_heads": 2, "norm_eps": 1e-2},
+        {"image_size": 12, "num_channels": 1},
+    ],
+    ids=["four by four", "larger patches", "one channel"],
+)
+def test_features(changes):
+    own = config(dtype=jnp.float32, **changes)
+    graph, params = split(own)
+    given = images(own.image_size, own.num_channels)
+    features = compiled(lambda p, x: nnx.merge(graph, p)(x), params, given)
+    assert features.shape == (2, own.grid_size**2, own.hidden_size)
+    plain = jax.tree.map(lambda p: np.float64(p), nnx.to_pure_dict(params))
+    assert_close(features, vision.encoded(own, plain, given), 1e-5)
+
+
+@functools.cache
+def computed(recipe: str):
+    """Returns features, the gradients of a loss, and the bytes saved for them."""
+    graph, params = split(config(recipe=recipe))
+
+    def features(params):
+        return nnx.merge(graph, params)(images())
+
+    def loss(params):
+        return jnp.sum(jnp.sin(features(params).astype(jnp.float32)))
+
+    found = compiled(lambda p: (features(p), jax.grad(loss)(p)), params)
+    return *found, saved(features, params)
+
+
+def test_features_have_the_dtype_of_the_configuration():
+    assert computed("bf16")[0].dtype == jnp.bfloat16
+
+
+def test_recipes_share_initialization_and_structure():
+    first, *others = [split(config(recipe=recipe))[1] for recipe in RECIPES]
+    for other in others:
+        assert jax.tree.structure(other) == jax.tree.structure(first)
+        jax.tree.map(np.testing.assert_array_equal, other, first)
+
+
+def test_fp8_recipes_compute_nearly_the_same_features():
+    """Features do not depend on the residuals saved."""
+    plain, te, coat, coat_max = (computed(recipe)[0] for recipe in RECIPES)
+    np.testing.assert_array_equal(te, coat)
+    np.testing.assert_array_equal(coat, coat_max)
+    assert 0.99 < cosine(coat, plain) < 1 - 1e-5
+
+
+@pytest.mark.parametrize("recipe", RECIPES[1:])
+def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
+    plain, mine = computed("bf16")[1], computed(recipe)[1]
+    assert 0.98 < cosine(mine, plain) < 1 - 1e-5
+
+
+def test_recipes_save_what_they_say():
+    found = {recipe: computed(recipe)[2] for recipe in RECIPES}
+    sizes = [saved_bytes(found[recipe]) for recipe in RECIPES]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[2] < sizes[0] / 2
+    heads = (2, 2, 64, 4, 16)  # Layers, images, patches, heads, size of a head.
+    dtypes = {
+        recipe: {r.dtype for r in residuals if r.shape == heads}
+        for recipe, residuals in found.items()
+    }
+    assert dtypes["coat"] == {jnp.dtype(jnp.bfloat16)}
+    assert dtypes["coat_max"] == {jnp.dtype(FP8[0])}
+
+
+def test_attention_has_no_mask():
+    graph, params = split(config(dtype=jnp.float32))
+    changed = images().at[:, -1, -1].add(1.0)  # A pixel of the last patch.
+    before, after = compiled(
+        lambda p: tuple(nnx.merge(graph, p)(x) for x in (images(), changed)), params
+    )
+    assert np.all(np.any(before != after, axis=-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"patch_size": 5}, "patch_size must divide image_size, got 5, 32"),
+        ({"num_heads": 3}, "num_heads must divide hidden_size, got 3, 64"),
+        ({"num_layers": 0}, "num_layers"),
+        ({"recipe": "fp4"}, "recipe must be one of bf16, te, .*, got 'fp4'"),
+        ({"dtype": jnp.int8}, "dtype must be floating, got int8"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (np.zeros((2, 32, 31, 3), np.float32), r"shape \[b, 32, 32, 3\], got \(2, 32"),
+        (np.zeros((32, 32, 3), np.float32), r"shape \[b, 32, 32, 3\], got \(32, 32"),
+        (np.zeros((2, 32, 32, 3), np.uint8), "must be floating, got dtype uint8"),
+    ],
+)
+def test_images_that_do_not_fit_are_refused(given, message):
+    model = nnx.eval_shape(lambda: vit.Vit(config(), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=message):
+        model(jnp.asarray(given))

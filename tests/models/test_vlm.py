@@ -1,0 +1,203 @@
+"""Tests vision-language models: where images go, losses and recipes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import small_models, vision
+from helpers.gradients import assert_close, compiled, cosine
+from helpers.models import normal, parameters
+
+from coat_jax.models import llama, vit, vlm
+
+IMAGE = 127
+
+
+def config(recipe="bf16", dtype=jnp.bfloat16, text=(), **changes) -> vlm.VlmConfig:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "dtype": dtype}
+    encoder = {"image_size": 16, "patch_size": 4, "num_layers": 1, "num_heads": 4}
+    text = {"recipe": recipe, "tie_embeddings": False, **sizes, **dict(text)}
+    return vlm.VlmConfig(
+        **{
+            "vision": vit.VitConfig(recipe=recipe, **sizes, **encoder),
+            "text": small_models.config(**text),
+            "image_token": IMAGE,
+            "merge_size": 2,
+            **changes,
+        }
+    )
+
+
+@functools.cache
+def split(config: vlm.VlmConfig):
+    """Returns a model's structure, and parameters of which none is 0 or 1."""
+    make = lambda: vlm.VisionLanguageModel(config, rngs=nnx.Rngs(0))  # noqa: E731
+    graph, params = parameters(make)
+    rng = np.random.default_rng(1)
+    moved = jax.tree.map(
+        lambda p: p + np.float32(0.05) * rng.standard_normal(p.shape, np.float32),
+        params,
+    )
+    return graph, moved
+
+
+def images(count: int = 1):
+    return normal(2, 2, count, 16, 16, 3)
+
+
+def tokens(images: int = 1):
+    """Returns text with four image tokens for each image, in front and within."""
+    rng = np.random.default_rng(3)
+    found = rng.integers(0, IMAGE, (2, 20), np.int32)
+    found[:, :4] = IMAGE
+    if images == 2:
+        found[0, 9:13] = found[1, 5:9] = IMAGE
+    return found
+
+
+@pytest.mark.parametrize("merge_size", [1, 2])
+def test_image_embeddings(merge_size):
+    own, count = config(dtype=jnp.float32, merge_size=merge_size), 2
+    graph, params = split(own)
+    given = images(count)
+    found = compiled(lambda p, x: nnx.merge(graph, p).encode(x), params, given)
+    plain = jax.tree.map(lambda p: np.float64(p), nnx.to_pure_dict(params))
+    features = [vision.encoded(own.vision, plain["vision"], x) for x in given]
+    expected = [vision.projected(own, plain["projector"], x) for x in features]
+    assert found.shape == (2, count * own.tokens_per_image, 64)
+    assert_close(found, np.stack(expected).reshape(found.shape), 1e-5)
+
+
+def test_images_are_read_in_place_of_image_tokens():
+    """Each image embedding becomes a word of its own in a Llama with more words."""
+    own, count = config(dtype=jnp.float32), 2
+    graph, params = split(own)
+    embeddings = normal(4, 2, 4 * count, 64)
+    given = tokens(count)
+    logits = compiled(
+        lambda p, e: (m := nnx.merge(graph, p)).logits(m.hidden(e, given)),
+        params,
+        embeddings,
+    )
+    words = given.copy()
+    words[given == IMAGE] = np.arange(8 * count) + 128
+    larger = small_models.config(
+        hidden_size=64,
+        intermediate_size=96,
+        tie_embeddings=False,
+        dtype=jnp.float32,
+        vocab_size=128 + 8 * count,
+    )
+    table = params["text"]["embedding"][...]
+    table = jnp.concatenate([table, embeddings.reshape(-1, 64)])
+    llama_graph, _ = parameters(lambda: llama.Llama(larger, rngs=nnx.Rngs(0)))
+    text = nnx.State({**params["text"], "embedding": nnx.Param(table)})
+    expected = compiled(lambda p: nnx.merge(llama_graph, p)(words), text)
+    assert_close(logits, expected, 1e-5)
+
+
+def test_loss_is_that_of_answers():
+    graph, params = split(config(dtype=jnp.float32))
+    given, targets = tokens()[:, :-1], tokens()[:, 1:]
+    is_answer = np.zeros(targets.shape, bool)
+    is_answer[0, 8:11] = is_answer[1, 12:18] = True
+
+    logits, loss = compiled(
+        lambda p: (
+            (m := nnx.merge(graph, p))(images(), given),
+            vlm.cross_entropy(m, images(), given, targets, is_answer),
+        ),
+        params,
+    )
+    logits = np.float64(logits)
+    own = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    losses = np.log(np.exp(logits).sum(-1)) - own
+    assert float(loss) == pytest.approx(losses[is_answer].mean(), rel=1e-5)
+
+
+def test_loss_without_answers_is_zero():
+    graph, params = split(config(dtype=jnp.float32))
+    given, targets = tokens()[:, :-1], tokens()[:, 1:]
+    nothing = np.zeros(targets.shape, bool)
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return vlm.cross_entropy(model, images(), given, targets, nothing)
+
+    value, grads = compiled(jax.value_and_grad(loss), params)
+    assert value == 0
+    assert not any(np.any(g) for g in jax.tree.leaves(grads))
+
+
+@functools.cache
+def loss_and_gradients(recipe: str):
+    graph, params = split(config(recipe))
+    given, targets = tokens(2)[:, :-1], tokens(2)[:, 1:]
+
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return vlm.cross_entropy(model, images(2), given, targets, targets != IMAGE)
+
+    return compiled(jax.value_and_grad(loss), params)
+
+
+@pytest.mark.parametrize("part", ["vision", "projector", "text"])
+@pytest.mark.parametrize("recipe", ["te", "coat_max"])
+def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe, part):
+    (plain, expected), (mine, grads) = map(loss_and_gradients, ("bf16", recipe))
+    assert float(mine) == pytest.approx(float(plain), rel=0.01)
+    assert all(np.any(g) for g in jax.tree.leaves(grads[part]))
+    assert 0.97 < cosine(grads[part], expected[part]) < 1 - 1e-5
+
+
+def test_a_sequence_with_more_image_tokens_than_embeddings_is_nan():
+    graph, params = split(config(dtype=jnp.float32))
+    given = np.stack([tokens(1)[0], tokens(2)[0]])
+    hidden = compiled(
+        lambda p: nnx.merge(graph, p).hidden(normal(4, 2, 4, 64), given), params
+    )
+    assert np.all(np.isfinite(hidden[0]))
+    assert np.all(np.isnan(hidden[1, 9:]))
+
+
+def test_image_tokens_are_counted():
+    own = config()
+    vlm.check_tokens(own, tokens(), 1)
+    vlm.check_tokens(own, tokens(2), 2)
+    given = tokens(2)
+    given[1, 5] = 0
+    with pytest.raises(ValueError, match="needs 8 image tokens, sequence 1 has 7"):
+        vlm.check_tokens(own, given, 2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"merge_size": 3}, "merge_size must divide the patches in a row, got 3, 4"),
+        ({"merge_size": 0}, "merge_size"),
+        ({"image_token": 128}, "image_token must be in the vocabulary of 128, got 128"),
+        ({"image_token": -1}, "image_token must be .* got -1"),
+        ({"text": {"dtype": jnp.float32}}, "one dtype, got bfloat16, float32"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize("name", ["targets", "is_answer"])
+def test_shapes_that_do_not_fit_are_refused(name):
+    given = {"tokens": tokens(), "targets": tokens(), "is_answer": tokens() > 0}
+    given[name] = given[name][:, 1:]
+    model = nnx.eval_shape(lambda: vlm.VisionLanguageModel(config(), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=rf"{name} must have .*\(2, 20\) of tokens"):
+        vlm.cross_entropy(model, images(), **given)
+
+
+def test_images_need_the_axis_of_sequences():
+    model = nnx.eval_shape(lambda: vlm.VisionLanguageModel(config(), rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"\[b, i, h, w, c\], got \(2, 16, 16, 3\)"):
+        model.encode(images()[:, 0])
