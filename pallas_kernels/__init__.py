@@ -16,10 +16,9 @@ from pallas_kernels.ops.quantize.api import (
     maxima,
     quantize_groups,
     quantize_rows,
-    quantize_tensor,
-    transpose,
 )
 from pallas_kernels.ops.quantize.scales import Bound, tensor_scales
+from pallas_kernels.ops.quantize.tensor import quantize_tensor, transpose
 from pallas_kernels.ops.rope.api import join_heads
 
 __all__ = [

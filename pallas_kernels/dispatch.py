@@ -31,6 +31,11 @@ def has_hopper() -> bool:
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
+def has_gpu() -> bool:
+    """Returns whether JAX's default device is a GPU."""
+    return _device().platform == "gpu"
+
+
 def multiprocessors() -> int:
     """Returns the number of multiprocessors of the target GPU; 132 if it is unknown."""
     # An abstract device is the target of a compilation without that GPU.

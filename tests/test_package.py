@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import coat_jax
-from experiments import readme
+from experiments.readme import pages
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -83,9 +83,9 @@ def test_examples_of_readme_and_guides_run(block):
 
 
 def test_results_on_pages_are_those_of_the_results_files():
-    assert readme.headline(_README) == _README
+    assert pages.headline(_README) == _README
     results = (_ROOT / "experiments" / "README.md").read_text()
-    assert readme.results() == results
+    assert pages.results() == results
 
 
 def test_the_readme_is_short():

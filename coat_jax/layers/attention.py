@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import stand_ins
+from pallas_kernels import dispatch, stand_ins
 
 
 def causal_attention(
@@ -93,7 +93,7 @@ def _has_flash_attention(q: Array) -> bool:
     # cuDNN's kernel has a backward pass only for these shapes and dtypes.
     _, length, _, head_dim = q.shape
     return (
-        (stand_ins.active() or jax.default_backend() == "gpu")
+        (stand_ins.active() or dispatch.has_gpu())
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.layers.matmul import once
-from coat_jax.meshes import on_explicit_tokens
+from coat_jax.layers.matmul import in_rows, once
 from coat_jax.quantization.array import PerBlock, QuantizedArray, quantize
 from pallas_kernels import Scaled, placement
 
@@ -44,17 +43,7 @@ def linear(
       Array([[0, 0, 0],
              [0, 0, 0]], dtype=bfloat16)
     """
-    k = x.shape[-1]
-    if w.ndim < 2 or w.shape[-1] != k:
-        raise ValueError(
-            f"x and w need [..., k] and [..., n, k], got {x.shape}, {w.shape}"
-        )
-
-    def product(x, w):
-        y = _linear(x.reshape(-1, k), w.reshape(-1, k))
-        return y.reshape(*x.shape[:-1], *w.shape[:-1])
-
-    return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)
+    return in_rows(lambda x, w: _linear(x, w.reshape(-1, w.shape[-1])), x, w)
 
 
 @jax.custom_vjp

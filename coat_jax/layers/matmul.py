@@ -9,6 +9,7 @@ In the FP8 flow weights are [..., k], and forward matmuls take one scale per out
 feature. An output feature is one row, so one pass over the weights quantizes them.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -51,6 +52,19 @@ def linear(
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4))).dtype
       dtype(bfloat16)
     """
+    return in_rows(lambda x, w: fp8_matmul(x, w, x.dtype, 1), x, w)
+
+
+def in_rows(
+    multiply: Callable[[Float[Array, "m k"], Array], Float[Array, "m n"]],
+    x: Float[Array, "*batch k"],
+    w: Float[Array, "... k"],
+) -> Float[Array, "..."]:
+    """Applies a matmul of rows, whose result merges the output axes of `w`.
+
+    Raises:
+      ValueError: If the contracted sizes differ.
+    """
     k = x.shape[-1]
     if w.ndim < 2 or w.shape[-1] != k:
         raise ValueError(
@@ -58,7 +72,7 @@ def linear(
         )
 
     def product(x, w):
-        y = fp8_matmul(x.reshape(-1, k), w, x.dtype, 1)
+        y = multiply(x.reshape(-1, k), w)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
     return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)

@@ -16,16 +16,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from coat_jax.layers import blockwise, flow, functional, matmul
+from coat_jax.layers import blockwise, flow, functional, matmul, parts
 from coat_jax.layers.attention import causal_attention
-from coat_jax.layers.flow import (
-    Heads,
-    Norm,
-    Params,
-    Stream,
-    biased,
-    joined,
-)
+from coat_jax.layers.flow import Params, biased, joined
+from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.optimizers.adam import fp8_adamw
 from coat_jax.remat.api import fp8_remat
 from pallas_kernels import Activation, NormKind
@@ -278,7 +272,7 @@ class Fp8Recipe(Recipe):
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""
-        return flow.leave(x)
+        return parts.leave(x)
 
 
 # This saves exactly the arrays that jax.vjp saves.

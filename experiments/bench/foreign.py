@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
-from experiments.common.foreign_layers import LAYERS, Sizes, made
-from experiments.common.layer_cases import normal, random_params
+from experiments.common.foreign_layers import LAYERS, made
+from experiments.common.layer_cases import Shape, normal, random_params
 from experiments.common.programs import new_parser
 from experiments.common.results import (
     Bar,
@@ -57,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    sizes = Sizes(
+    shape = Shape(
         hidden=args.hidden,
         seq=args.seq,
         batch=args.batch,
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
     rows = [row for row in known if row["layer"] not in args.layers]
     for name in tqdm(args.layers, unit="layer", disable=None):
-        rows += layer_rows(name, sizes, **options)
+        rows += layer_rows(name, shape, **options)
         write_results(args.out, rows=rows, bars=bars(rows))
     console = Console(width=110)
     console.print(table(rows))
@@ -97,22 +96,22 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def case_of(name: str, case: str, sizes: Sizes) -> tuple[Callable, nnx.State]:
+def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
     """Returns a case as a function of parameters and inputs, and the parameters."""
     dot_general, wrap = CASES[case]
-    graph, params = made(name, sizes, dot_general)
+    graph, params = made(name, shape, dot_general)
     return wrap(lambda params, *xs: nnx.merge(graph, params)(*xs)), params
 
 
-def layer_rows(name: str, sizes: Sizes, **options: float) -> list[Row]:
+def layer_rows(name: str, shape: Shape, **options: float) -> list[Row]:
     """Times the cases of a layer in turns, and returns a row per case.
 
     `options` has the options of `in_turns`.
     """
-    _, params = case_of(name, "bf16", sizes)
-    stream = jax.ShapeDtypeStruct((sizes.batch, sizes.seq, sizes.hidden), jnp.bfloat16)
+    _, params = case_of(name, "bf16", shape)
+    stream = shape.input()
     xs = [stream] * LAYERS[name].inputs
-    functions = {case: case_of(name, case, sizes)[0] for case in CASES}
+    functions = {case: case_of(name, case, shape)[0] for case in CASES}
 
     def compiled(fn):
         jitted = jax.jit(partial(forward_backward, fn))
@@ -133,9 +132,9 @@ def layer_rows(name: str, sizes: Sizes, **options: float) -> list[Row]:
     }
     return [
         {"layer": name, "case": case}
-        | dataclasses.asdict(sizes)
+        | dataclasses.asdict(shape)
         | {"forward_backward_ms": time, "ratio_to_bf16": ms[0] / time}
-        | {"saved_units": saved[case] / sizes.unit}
+        | {"saved_units": saved[case] / shape.unit}
         | {"times_smaller": saved["bf16"] / saved[case]}
         | {"commit": versions()["commit"]}
         for case, time in zip(functions, ms, strict=True)

@@ -4,7 +4,6 @@ They differ in what the library's own layers fix: separate matmuls for queries, 
 values, norms of single heads, biases, LayerNorm, cross attention.
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,33 +13,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from experiments.common.layer_cases import Shape
+
 DotGeneral = Callable[..., Array] | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a layer and of its input.
-
-    Attributes:
-      hidden: The size of the residual stream.
-      seq: The number of tokens in a sequence.
-      batch: The number of sequences.
-      intermediate: The size of the MLP's hidden layer.
-      kv_heads: The number of key and value heads, where it may differ.
-      head_dim: The size of a head. There are `hidden / head_dim` query heads.
-    """
-
-    hidden: int
-    seq: int
-    batch: int
-    intermediate: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def unit(self) -> int:
-        """The unit U of memory: the bytes of the residual stream in BF16."""
-        return self.batch * self.seq * self.hidden * 2
 
 
 class Modules:
@@ -74,8 +49,8 @@ class Layer(nnx.Module):
 
     inputs = 1
 
-    def __init__(self, sizes: Sizes, make: Modules):
-        self.head_dim = sizes.head_dim
+    def __init__(self, shape: Shape, make: Modules):
+        self.head_dim = shape.head_dim
 
     def heads(self, x: Float[Array, "b s m"]) -> Float[Array, "b s n d"]:
         """Splits an array into heads."""
@@ -106,9 +81,9 @@ def rope(x: Float[Array, "b s n d"], theta: float = 500_000.0) -> Array:
 class Llama(Layer):
     """RMSNorm, grouped queries, RoPE and a gated MLP."""
 
-    def __init__(self, sizes: Sizes, make: Modules):
-        super().__init__(sizes, make)
-        h, f, kv = sizes.hidden, sizes.intermediate, sizes.kv_heads * sizes.head_dim
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        h, f, kv = shape.hidden, shape.intermediate, shape.kv_heads * shape.head_dim
         self.norms = nnx.List([make.rms_norm(h) for _ in range(2)])
         self.q, self.o = make.linear(h, h), make.linear(h, h)
         self.k, self.v = make.linear(h, kv), make.linear(h, kv)
@@ -130,9 +105,9 @@ class Llama(Layer):
 class Qwen(Llama):
     """A Llama layer with norms of queries and keys, as in Qwen 3."""
 
-    def __init__(self, sizes: Sizes, make: Modules):
-        super().__init__(sizes, make)
-        self.q_norm, self.k_norm = (make.rms_norm(sizes.head_dim) for _ in range(2))
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        self.q_norm, self.k_norm = (make.rms_norm(shape.head_dim) for _ in range(2))
 
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values."""
@@ -143,9 +118,9 @@ class Qwen(Llama):
 class VisionTransformer(Layer):
     """LayerNorm, attention to all tokens, a GELU MLP, and biases everywhere."""
 
-    def __init__(self, sizes: Sizes, make: Modules):
-        super().__init__(sizes, make)
-        h, f = sizes.hidden, 4 * sizes.hidden
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        h, f = shape.hidden, 4 * shape.hidden
         linear = partial(make.linear, bias=True)
         self.norms = nnx.List([make.layer_norm(h) for _ in range(2)])
         self.q, self.k, self.v, self.o = (linear(h, h) for _ in range(4))
@@ -164,9 +139,9 @@ class Decoder(Layer):
 
     inputs = 2
 
-    def __init__(self, sizes: Sizes, make: Modules):
-        super().__init__(sizes, make)
-        h, f = sizes.hidden, 4 * sizes.hidden
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        h, f = shape.hidden, 4 * shape.hidden
         self.norms = nnx.List([make.rms_norm(h) for _ in range(3)])
         self.own, self.cross = (
             nnx.List([make.linear(h, h) for _ in range(4)]) for _ in range(2)
@@ -194,8 +169,8 @@ LAYERS: dict[str, type[Layer]] = {
 }
 
 
-def made(name: str, sizes: Sizes, dot_general: DotGeneral = None) -> Any:
+def made(name: str, shape: Shape, dot_general: DotGeneral = None) -> Any:
     """Returns a layer's graph and its abstract parameters."""
     return nnx.split(
-        nnx.eval_shape(lambda: LAYERS[name](sizes, Modules(dot_general, nnx.Rngs(0))))
+        nnx.eval_shape(lambda: LAYERS[name](shape, Modules(dot_general, nnx.Rngs(0))))
     )

@@ -11,14 +11,15 @@ from helpers.gradients import saved, saved_bytes
 
 import coat_jax as coat
 from experiments.bench import foreign
-from experiments.common.foreign_layers import LAYERS, Modules, Sizes
+from experiments.common.foreign_layers import LAYERS, Modules
+from experiments.common.layer_cases import Shape
 
-_SIZES = Sizes(hidden=128, seq=32, batch=2, intermediate=256, kv_heads=1, head_dim=64)
+_SHAPE = Shape(hidden=128, seq=32, batch=2, intermediate=256, kv_heads=1, head_dim=64)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_both_lines_and_the_conversion_save_the_same(name):
-    module = LAYERS[name](_SIZES, Modules(None, nnx.Rngs(0)))
+    module = LAYERS[name](_SHAPE, Modules(None, nnx.Rngs(0)))
     xs = [
         jax.random.normal(jax.random.key(i), (2, 32, 128), jnp.bfloat16)
         for i in range(module.inputs)
@@ -26,14 +27,14 @@ def test_both_lines_and_the_conversion_save_the_same(name):
     assert module(*xs).shape == (2, 32, 128)
     size = {}
     for case in foreign.CASES:
-        fn, params = foreign.case_of(name, case, _SIZES)
+        fn, params = foreign.case_of(name, case, _SHAPE)
         size[case] = saved_bytes(saved(fn, params, *xs, params=len(params)))
     assert size["both"] == size["fp8"] < size["fp8_dot_general"] / 3
     assert size["both"] < 1.05 * size["fp8_remat"]
 
 
 def test_causal_layers_do_not_look_ahead():
-    module = LAYERS["llama"](_SIZES, Modules(coat.fp8_dot_general, nnx.Rngs(0)))
+    module = LAYERS["llama"](_SHAPE, Modules(coat.fp8_dot_general, nnx.Rngs(0)))
     x = jax.random.normal(jax.random.key(0), (1, 32, 128), jnp.bfloat16)
     later = x.at[:, 20:].set(0)
     first, second = (np.asarray(module(a), np.float32)[:, :20] for a in (x, later))

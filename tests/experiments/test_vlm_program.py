@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from experiments import readme
+from experiments.readme import training as sections
 from experiments.vlm import (
     data,
     intervals,
@@ -304,8 +304,8 @@ def test_figures_and_tables_of_results(finished):
 
 def test_the_page_of_results_shows_what_a_gpu_has_measured(finished, monkeypatch):
     found = json.loads(finished.read_text())
-    monkeypatch.setattr(readme, "load", lambda *names: found)
-    header, _, *rows = readme._vision_language().splitlines()[2:6]
+    monkeypatch.setattr(sections, "load", lambda *names: found)
+    header, _, *rows = sections.vision_language().splitlines()[2:6]
     assert header.count("|") == len(questions.KINDS) + 5
     assert [row.split("|")[1].strip() for row in rows] == ["`bf16`", "`coat`"]
     for row, recipe in zip(rows, found["rows"], strict=True):

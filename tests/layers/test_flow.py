@@ -14,7 +14,7 @@ from helpers import oracle, segments
 from helpers.gradients import compiled, fake, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
-from coat_jax.layers import flow
+from coat_jax.layers import flow, parts
 
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16
@@ -107,7 +107,7 @@ def test_gated_mlp(kind, gate, biased, dtype):
     )
     x, dy = normal(7, *TOKENS, HIDDEN, dtype=dtype), normal(8, *TOKENS, HIDDEN)
     dy = (dy * 1e-3).astype(dtype)
-    how = flow.Norm(kind=kind, eps=1e-5)
+    how = parts.Norm(kind=kind, eps=1e-5)
     y, (dparams, dx) = value_and_vjp(
         lambda p, x: segments.gated_mlp(p, x, how, gate), dy, params, x
     )
@@ -171,14 +171,14 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
         biases=[("qkv_bias", (columns,))] if biased else [],
         dtype=dtype,
     )
-    heads = flow.Heads(num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, theta=100.0)
+    heads = parts.Heads(num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, theta=100.0)
     x = normal(7, *TOKENS, HIDDEN, dtype=dtype)
     dheads = tuple(
         normal(10 + i, *TOKENS, n, HEAD_DIM, dtype=dtype)
         for i, n in enumerate((num_heads, num_kv_heads, num_kv_heads))
     )
     dx_around = normal(8, *TOKENS, HIDDEN, dtype=dtype)
-    how = flow.Norm(kind=kind, eps=1e-5)
+    how = parts.Norm(kind=kind, eps=1e-5)
     out, (dparams, dx) = value_and_vjp(
         lambda p, x: segments.attention_in(p, x, how, heads),
         (*dheads, (), dx_around),
@@ -213,8 +213,8 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
 @pytest.mark.parametrize("biased", [False, True])
 def test_copies_of_heads_change_nothing(biased):
     params = weights(("qkv", (128, HIDDEN)), biases=[("qkv_bias", (128,))] * biased)
-    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
-    how = flow.Norm(kind="rms", eps=1e-5)
+    heads = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = parts.Norm(kind="rms", eps=1e-5)
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dheads = [normal(n, *TOKENS, n, HEAD_DIM, dtype=BF16) for n in (4, 2, 2)]
     results = []
@@ -264,7 +264,7 @@ def test_gradients_far_below_the_largest_survive():
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)
-    how = flow.Norm(kind="rms", eps=1e-5)
+    how = parts.Norm(kind="rms", eps=1e-5)
 
     def dx(dy):
         _, (_, dx) = value_and_vjp(
@@ -285,7 +285,7 @@ def test_what_is_saved():
     """
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
-    how = flow.Norm(kind="rms", eps=1e-5)
+    how = parts.Norm(kind="rms", eps=1e-5)
     residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
     tokens = TOKENS[0] * TOKENS[1]
     in_groups = tokens * (HIDDEN + 2 * INNER) * (1 + 2 / 16)
@@ -296,7 +296,7 @@ def test_what_is_saved():
 def test_nan_is_not_hidden():
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
-    how = flow.Norm(kind="rms", eps=1e-5)
+    how = parts.Norm(kind="rms", eps=1e-5)
     dy = jnp.ones_like(x).at[0, 3, 5].set(jnp.nan)
     _, (dparams, _) = value_and_vjp(
         lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
@@ -313,11 +313,11 @@ def test_nan_is_not_hidden():
 def test_the_gradient_of_the_stream_has_its_scale(dtype):
     x, dy = (normal(i, *TOKENS, HIDDEN, dtype=dtype) for i in (7, 8))
     dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]
-    heads = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
-    how = flow.Norm(kind="rms", eps=1e-5)
+    heads = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+    how = parts.Norm(kind="rms", eps=1e-5)
     mlp = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     attention = weights(("qkv", (8 * HEAD_DIM, HIDDEN)))
-    out = jax.vjp(flow.leave, flow.Stream.of(x))[1](dy)[0]
+    out = jax.vjp(parts.leave, parts.Stream.of(x))[1](dy)[0]
     streams = [out]
     for fn, params, cotangent in (
         (lambda p, s: flow.gated_mlp(p, s, how, "silu"), mlp, out),
@@ -327,7 +327,7 @@ def test_the_gradient_of_the_stream_has_its_scale(dtype):
             (*dheads, (), dy),
         ),
     ):
-        _, (_, stream) = value_and_vjp(fn, cotangent, params, flow.Stream.of(x))
+        _, (_, stream) = value_and_vjp(fn, cotangent, params, parts.Stream.of(x))
         streams.append(stream)
     for stream in streams:
         largest = np.abs(np.asarray(stream.x, np.float64)).max()

@@ -15,7 +15,7 @@ from helpers.models import normal, parameters
 
 import coat_jax as coat
 import pallas_kernels as kernels
-from coat_jax.layers import flow
+from coat_jax.layers import parts
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
 from coat_jax.quantization.delayed import LENGTH, new_history, recorded, scale_of
@@ -23,8 +23,8 @@ from coat_jax.quantization.delayed import LENGTH, new_history, recorded, scale_o
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16
 BF16 = jnp.bfloat16
-NORM = flow.Norm(kind="rms", eps=1e-5)
-HEADS = flow.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
+NORM = parts.Norm(kind="rms", eps=1e-5)
+HEADS = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
 
 
 def weights(**shapes):

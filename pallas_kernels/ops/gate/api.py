@@ -26,7 +26,7 @@ from pallas_kernels.ops.gate.reference import (
     Activation,
     Gated,
 )
-from pallas_kernels.ops.quantize.api import Wanted, wanted
+from pallas_kernels.ops.quantize.tensor import Wanted, wanted
 from pallas_kernels.placement import WHOLE, Axes, tokens, transposed_tokens
 
 _LOG2_E = math.log2(math.e)

@@ -15,7 +15,7 @@ from pallas_kernels.numerics import GROUP, NormKind, Scaled
 from pallas_kernels.ops.norm import kernel as norm_kernel
 from pallas_kernels.ops.norm import reference
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
-from pallas_kernels.ops.quantize.api import Wanted, transpose, wanted
+from pallas_kernels.ops.quantize.tensor import Wanted, transpose, wanted
 from pallas_kernels.placement import WHOLE, Axes, tokens
 
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)

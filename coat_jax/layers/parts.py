@@ -1,0 +1,204 @@
+"""The parts of the FP8 flow: the residual stream, norms, and the order of heads.
+
+`coat_jax.layers.flow` makes segments of them.
+"""
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
+from coat_jax.layers.functional import angles, rotary
+from coat_jax.layers.matmul import checked, quantize_tensor
+from coat_jax.quantization.delayed import scale_of
+from coat_jax.quantization.formats import E5M2
+from pallas_kernels import Codes, NormKind, Scaled
+from pallas_kernels.ops.rope.reference import split_heads
+
+
+class Stream(NamedTuple):
+    """The residual stream, whose gradient comes with its scale.
+
+    Only one operation may read a stream. Two readers would add their gradients, and the
+    scale would not fit the sum.
+
+    Attributes:
+      x: The stream [b, s, h].
+      scale: A float32 dummy scalar. Its gradient carries the per-tensor scale with
+        which the gradient of `x` is quantized. It is unused if scaling is delayed.
+    """
+
+    x: Float[Array, "b s h"]
+    scale: Float[Array, ""]
+
+    @classmethod
+    def of(cls, x: Float[Array, "b s h"]) -> "Stream":
+        """Returns a stream, whose scale is only there to be differentiated.
+
+        It follows from `x` because `vmap` must not share it among the examples of a
+        batch: its gradient is another for each. XLA drops the sum, which nothing reads.
+        """
+        return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))
+
+    @classmethod
+    def gradient(
+        cls, dx: Float[Array, "b s h"], maxima: Array | None = None
+    ) -> "Stream":
+        """Returns a gradient with its scale, from the amax of parts if known."""
+        found = kernels.maxima(dx) if maxima is None else maxima
+        return cls(dx, scale_of(E5M2, None, lambda: kernels.Bound((found,))))
+
+    def codes(self, history: Array | None) -> Codes:
+        """Quantizes a gradient to E5M2 codes and their transpose."""
+        scale = self.scale if history is None else None
+        return quantize_tensor(
+            self.x, E5M2, copies="both", scale=scale, history=history
+        )
+
+
+@jax.custom_vjp
+def leave(stream: Stream) -> Float[Array, "b s h"]:
+    """Returns the residual stream [b, s, h] behind the last segment.
+
+    Backward computes the scale of the stream's gradient.
+    """
+    return stream.x
+
+
+def _leave_grads(_, dx):
+    return (Stream.gradient(dx),)
+
+
+leave.defvjp(lambda stream: (stream.x, None), _leave_grads)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Heads:
+    """The order of heads in the columns of the matmul before attention.
+
+    For every key head the columns are its queries, then its key, then its value.
+
+    Attributes:
+      num_kv_heads: The number of key heads, k.
+      head_dim: The size of a head, d.
+      theta: The base of RoPE's frequencies.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    theta: float
+
+    def angles(
+        self, length: int, start: Int[Array, ""] | int = 0
+    ) -> tuple[Array, Array]:
+        """Returns cosines and sines of `length` positions' angles, [length, d / 2]."""
+        return angles(length, self.head_dim, self.theta, start)
+
+    def split(
+        self, y: Float[Array, "b s m"], start: Int[Array, ""] | int = 0
+    ) -> tuple[Array, Array, Array]:
+        """Splits `y` into heads and applies RoPE to queries and keys.
+
+        Args:
+          y: The columns of all heads.
+          start: The position of the first token.
+
+        Returns:
+          Queries [b, s, n, d], keys and values [b, s, k, d].
+        """
+        angles = self.angles(y.shape[1], start)
+        return split_heads(y, *angles, num_kv_heads=self.num_kv_heads, dtype=y.dtype)
+
+    def gradient(
+        self, q: Array, k: Array, v: Array, history: Array | None = None
+    ) -> Codes:
+        """Computes codes of the gradient of `split`'s input, from those of its outputs.
+
+        RoPE is undone in the same kernel.
+        """
+        cos, sin = self.angles(q.shape[1])
+
+        def bound():
+            # A rotation increases the amax by a factor of sqrt(2) at most.
+            return kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
+
+        scale, delayed = scale_of(E5M2, history, bound), history is not None
+        arrays = q, k, v, cos, sin, scale
+        codes = kernels.join_heads(*arrays, dtype=E5M2.dtype, keep_maxima=delayed)
+        return checked(codes)
+
+    def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
+        """Returns the gradient of `split`'s input, summed over all tokens."""
+        q, k = (rotary(x, theta=self.theta, inverse=True) for x in (q, k))
+        q = q.reshape(*k.shape[:3], -1, self.head_dim)
+        sums = [token_sum(q)]
+        sums += [token_sum(x)[:, None] for x in (k, v)]
+        return jnp.concatenate(sums, axis=1).reshape(-1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Norm:
+    """The norm at the beginning of a segment.
+
+    Attributes:
+      kind: "rms" for RMSNorm or "layer" for LayerNorm.
+      eps: The number that is added to the mean square, or to the variance.
+    """
+
+    kind: NormKind
+    eps: float
+
+    def forward(
+        self, x: Float[Array, "b s h"], weight: Array | None
+    ) -> tuple[Scaled, Scaled]:
+        """Returns the norm's output with per-token scales, and `x` in groups of 16.
+
+        Backward reads the groups.
+        """
+        out = kernels.norm(
+            x, weight, kind=self.kind, eps=self.eps, scale="row", keep_groups=True
+        )
+        return Scaled(out.y, out.scale), out.groups
+
+    def backward(
+        self,
+        x: Scaled,
+        dy: Array,
+        weight: Array | None,
+        scale: Float[Array, ""],
+        add: Array,
+        delayed: bool,
+    ) -> tuple[Stream, Array | None, Float[Array, "h tokens"]]:
+        """Computes the gradients of the norm's input and weight, and its output again.
+
+        Returns:
+          The gradient of the input plus `add`, with its scale unless scaling is
+          delayed; the gradient of the weight; and the norm's output, recomputed as
+          transposed E4M3 codes with `scale`.
+        """
+        # The kernel adds bfloat16 arrays only.
+        fused = add.dtype == jnp.bfloat16
+        out = kernels.norm_grad(
+            x,
+            dy,
+            weight,
+            kind=self.kind,
+            eps=self.eps,
+            y_scale=scale,
+            add=add if fused else None,
+            keep_maxima=fused and not delayed,
+        )
+        dx = out.dx if fused else out.dx.astype(add.dtype) + add
+        stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
+        dweight = None if weight is None else out.dweight.astype(weight.dtype)
+        return stream, dweight, out.y
+
+
+def token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
+    """Computes a bias gradient, the sum of `dy` over tokens, in the dtype of `like`."""
+    total = jnp.sum(dy, (0, 1), dtype=jnp.float32)
+    return total if like is None else total.astype(like.dtype)

@@ -1,0 +1,1 @@
+"""Renders the headline table of README.md, and experiments/README.md."""

@@ -1,0 +1,69 @@
+"""The headline table of README.md, and experiments/README.md."""
+
+from pathlib import Path
+
+from experiments.common.results import load
+from experiments.readme import optimizer, speed, training
+
+PROJECT = Path(__file__).resolve().parents[2]
+# Case and batch size of each row of the table at the top of README.md.
+_HEADLINE = (
+    ("bf16", 2),
+    ("bf16, products and attention saved", 8),
+    ("te", 2),
+    ("coat", 2),
+    ("coat", 8),
+)
+_BEGIN, _END = "<!-- headline: begin -->\n", "<!-- headline: end -->\n"
+_RESULTS = """\
+# Results
+
+Every figure comes from a file `results/NAME/NAME.json`, which also says by which
+`command`, on which `device` and with which `versions` it was measured. `rows` holds the
+records, with units in their keys, and `bars` says what was asked for and whether it
+holds. `uv run python -m experiments.readme` renders this page from these files. Where a
+command has `--data runs/packages`, that folder held the .py files of the machine's
+installed packages.
+
+"""
+
+
+def headline(readme: str) -> str:
+    """Returns README.md's text with a new table between the two headline markers."""
+    before, _, rest = readme.partition(_BEGIN)
+    _, _, after = rest.partition(_END)
+    return before + _BEGIN + _headline() + _END + after
+
+
+def results() -> str:
+    """Returns the text of experiments/README.md."""
+    sections = (
+        speed.end_to_end(),
+        speed.estimates(),
+        speed.layer(),
+        speed.activations(),
+        training.pretraining(),
+        training.meshes(),
+        training.vision_language(),
+        optimizer.optimizer(),
+        optimizer.drift(),
+        optimizer.curves(),
+        optimizer.wrapped(),
+        speed.kernels(),
+    )
+    return _RESULTS + "\n".join(filter(None, sections))
+
+
+def _headline() -> str:
+    rows = {(row["case"], row["batch"]): row for row in load("bench_e2e")["rows"]}
+    lines = [
+        "| Recipe, batch | tokens/s | peak memory | of which optimizer |",
+        "| --- | --- | --- | --- |",
+    ]
+    for case, batch in _HEADLINE:
+        row = rows[case, batch]
+        lines.append(
+            f"| {case}, {batch} | {row['tokens_per_s']:,.0f} "
+            f"| {row['peak_gib']:.0f} GiB | {row['optimizer_gib']:.0f} GiB |"
+        )
+    return "\n".join([*lines, ""])

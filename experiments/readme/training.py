@@ -1,0 +1,111 @@
+"""Sections on training."""
+
+from experiments.common.results import load
+from experiments.pretrain.mesh_losses import ALONE, EARLY
+from experiments.pretrain.settings import PRESETS
+from experiments.readme.image import markdown_image
+
+
+def pretraining() -> str:
+    """Returns the section on pretraining."""
+    results = load("pretrain", "pretrain_124m")
+    first = results["rows"][0]
+    settings = PRESETS[results["preset"]].settings
+    tokens = results["steps"] * settings.tokens_per_step
+    lines = [
+        f"**Pretraining** (`pretrain_124m`): the 124m preset on the bytes of Python "
+        f"packages, {first['parameters'] / 1e6:.0f}M parameters with the small "
+        f"vocabulary, {results['steps']:,} steps of "
+        f"{settings.batch_size} x {settings.seq_len} tokens "
+        f"({tokens / 1e6:.0f}M) on one {results['device']['name']} each:",
+        "",
+        "| | validation loss | gap | optimizer, bytes a parameter | saved activations "
+        "| memory of a step | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        lines.append(
+            f"| `{row['recipe']}` | {row['val_loss']:.4f} "
+            f"| {row['val_gap_percent']:+.2f}% "
+            f"| {row['optimizer_bytes_per_param']:.3f} "
+            f"| {row['saved_activation_bytes'] / 2**30:.2f} GiB "
+            f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
+        )
+    image = markdown_image(
+        "Loss curves and their difference", "pretrain", "pretrain_124m"
+    )
+    return "\n".join([*lines, "", image, "", *_seeds()])
+
+
+def _seeds() -> list[str]:
+    summary = load("pretrain", "pretrain_124m_seeds")["summary"]
+    lines = [
+        "Over several seeds (`pretrain_124m_seeds`), each beside `bf16` with the same "
+        "seed and data:",
+        "",
+        "| | scaling | seeds | gap | standard error |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in summary:
+        error = row["standard_error_percent"]
+        error = "-" if error is None else f"{error:.2f}%"
+        lines.append(
+            f"| `{row['recipe']}` | {row['scaling'].replace('_', ' ')} "
+            f"| {row['seeds']} | {row['val_gap_percent']:+.2f}% | {error} |"
+        )
+    return [*lines, ""]
+
+
+def meshes() -> str:
+    """Returns the section on training on meshes."""
+    found = load("pretrain", "mesh_losses")
+    lines = [
+        f"**Training on meshes** (`mesh_losses`): the tiny preset, {found['steps']} "
+        "steps on eight virtual devices, with one initialization and one order of the "
+        "data. `bf16` is computed in float32. Differences are those of a step's loss "
+        f"to one device's: the largest of {EARLY} steps and of all.",
+        "",
+        f"| | mesh | {EARLY} steps | all | validation |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in found["rows"]:
+        gap = f"{row['val_gap_percent']:+.3f}%"
+        sizes = row["largest_early_difference"], row["largest_difference"]
+        if row["mesh"] != ALONE:
+            cells = " | ".join(f"{100 * size:.1g}%" for size in sizes)
+            lines.append(f"| `{row['recipe']}` | {row['mesh']} | {cells} | {gap} |")
+    image = markdown_image("Loss curves on meshes", "pretrain", "mesh_losses")
+    return "\n".join([*lines, "", image, ""])
+
+
+def vision_language() -> str:
+    """Returns the section on a vision-language model, if a GPU has measured it."""
+    name = "vlm_gpu"
+    try:
+        results = load("vlm", name)
+    except FileNotFoundError:  # No GPU has measured it yet.
+        return ""
+    rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
+    recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*rows, strict=True))
+    first = rows["bf16", "all"]
+    lines = [
+        f"**A vision-language model** (`{name}`): a ViT encoder, a projector and "
+        f"a Llama decoder, {results['rows'][0]['parameters'] / 1e6:.1f}M parameters, "
+        "trained to answer questions about scenes. Right answers in percent to "
+        f"{first['questions']:,} questions about unseen scenes, {first['seeds']} "
+        f"seed{'s' * (first['seeds'] > 1)}, on one {results['device']['name']}; then "
+        "points above `bf16` on the same questions with a 95% interval.",
+        "",
+        "| | test loss | " + " | ".join(kinds) + " | points |",
+        "| --- | --- |" + " --- |" * (len(kinds) + 1),
+    ]
+    for recipe in recipes:
+        own = [r["test_loss"] for r in results["rows"] if r["recipe"] == recipe]
+        shares = (rows[recipe, kind]["accuracy_percent"] for kind in kinds)
+        cells = " | ".join(f"{share:.1f}" for share in shares)
+        points = rows[recipe, "all"]["difference_points"]
+        half = rows[recipe, "all"]["difference_high_points"] - points
+        gap = "-" if recipe == "bf16" else f"{points:+.1f} ± {half:.1f}"
+        lines.append(f"| `{recipe}` | {sum(own) / len(own):.4f} | {cells} | {gap} |")
+    image = markdown_image("Loss while training", "vlm", f"{name}_losses")
+    return "\n".join([*lines, "", image, ""])
