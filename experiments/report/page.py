@@ -1,0 +1,48 @@
+"""The page of all tables and figures."""
+
+from pathlib import Path
+
+from experiments.report.paper import FIGURES
+from experiments.report.sections import tables
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"
+# The picture or notebook that corresponds to a figure of the paper, and a remark.
+_RESULTS = "experiments/results"
+_OURS = {
+    1: ("", "`experiments.estimate` draws it for any model; not kept for 13B"),
+    2: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
+    3: (f"{_RESULTS}/quantization_error/quantization_error_124m_codes.png", ""),
+    4: (
+        f"{_RESULTS}/mixed_granularity/mixed_granularity_124m_flows.png",
+        "times: mixed_granularity_124m_times.png beside it",
+    ),
+    5: (f"{_RESULTS}/pretrain/pretrain_124m.png", "a 124M Llama on source code"),
+    6: ("", "not run: 300 billion tokens of a 7B model do not fit"),
+    7: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),
+    8: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),
+    9: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
+}
+_HEAD = """\
+# The paper's tables and figures
+
+Every table and figure of COAT (arXiv 2410.19313) and of its poster, with this project's
+own beside it. **Bold** numbers were measured here and come from the files in
+`experiments/results/`, the others are printed in the paper. Letters say why a number
+does not exist here. `uv run python -m experiments.report` renders this page.
+"""
+
+
+def page() -> str:
+    """Returns the page in Markdown."""
+    parts = [_HEAD, *(section.render() for section in tables()), figures()]
+    return "\n".join(parts)
+
+
+def figures() -> str:
+    """Returns the section of the figures."""
+    lines = ["## Figures", "", "| | the paper's | here |", "| --- | --- | --- |"]
+    for number, title in FIGURES.items():
+        picture, remark = _OURS[number]
+        cells = filter(None, (f"`{picture}`" if picture else "", remark))
+        lines.append(f"| {number} | {title} | {'; '.join(cells)} |")
+    return "\n".join([*lines, ""])

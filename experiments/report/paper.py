@@ -1,0 +1,79 @@
+"""Figures of the paper (arXiv 2410.19313 and its poster) that no other module has."""
+
+LOSS_COLUMNS = ("train loss", "WikiText ppl", "C4 ppl", "Pile ppl", "average ppl")
+TASK_COLUMNS = ("COPA", "ARC easy", "SciQ", "HellaSwag", "average accuracy")
+# Rows have the columns of losses, then those of tasks.
+TABLE_3 = {
+    "bf16": (2.995, 30.499, 27.966, 17.405, 25.29, 0.6, 0.456, 0.673, 0.337, 0.516),
+    "te": (3.001, 30.736, 28.064, 17.434, 25.411, 0.62, 0.454, 0.639, 0.338, 0.513),
+    "coat": (3.008, 30.619, 28.099, 17.453, 25.391, 0.61, 0.442, 0.676, 0.337, 0.515),
+}
+POSTER = {
+    "bf16": (2.366, 12.053, 12.874, 8.596, 11.174, 0.83, 0.657, 0.875, 0.569, 0.732),
+    "coat": (2.379, 12.166, 12.988, 8.684, 11.279, 0.81, 0.619, 0.872, 0.606, 0.727),
+}
+TABLE_4_COLUMNS = ("Mathematics", "SVAMP", "NumGLUE", "GSM8k", "average")
+TABLE_4 = {
+    "before": (6.0, 14.6, 34.5, 29.9, 21.3),
+    "bf16": (46.3, 64.2, 54.8, 57.7, 55.7),
+    "te": (45.3, 66.1, 53.5, 57.7, 55.6),
+    "coat": (47.8, 64.4, 53.3, 56.6, 55.5),
+}
+# Optimizer, activations and peak in GB, largest batch, and tokens/s of a GPU, by model
+# and number of H100s with 80 GB; None where the paper prints nothing, () where memory
+# does not suffice. The batch of a GPU is in the key, and sequences have 2,048 tokens
+# (1,024 for 30B).
+TABLE_7_COLUMNS = ("optimizer", "activations", "peak", "largest batch", "tokens/s")
+TABLE_7: dict[tuple[str, int, int], dict[str, tuple[float | None, ...]]] = {
+    ("Llama-2-7B", 1, 1): {
+        "bf16": (),
+        "te": (),
+        "coat": (13.1, 8.1, 79.3, 1, 5906),
+    },
+    ("Llama-2-7B", 2, 2): {
+        "bf16": (None, None, None, 1, 6130),
+        "te": (None, None, None, 1, 6842),
+        "coat": (6.5, 16.9, 52.8, 4, 11351),
+    },
+    ("Llama-2-7B", 4, 2): {
+        "bf16": (13.1, 25.8, 55.1, 2, 7730),
+        "te": (13.1, 21.9, 51.1, 2, 9577),
+        "coat": (3.2, 16.9, 35.6, 4, 11257),
+    },
+    ("Llama-2-7B", 8, 2): {
+        "bf16": (6.5, 25.8, 41.2, 4, 8238),
+        "te": (6.5, 21.9, 37.2, 4, 11704),
+        "coat": (1.6, 16.9, 27.0, 8, 11241),
+    },
+    ("Llama-2-13B", 2, 1): {
+        "bf16": (),
+        "te": (),
+        "coat": (12.6, 10.1, 73.2, 1, 2137),
+    },
+    ("Llama-2-13B", 4, 1): {
+        "bf16": (25.1, 20.1, 76.1, 1, 2345),
+        "te": (25.1, 17.2, 73.0, 1, 2851),
+        "coat": (6.3, 13.2, 49.1, 2, 5295),
+    },
+    ("Llama-2-13B", 8, 1): {
+        "bf16": (12.6, 20.1, 49.4, 2, 3907),
+        "te": (12.6, 17.2, 46.5, 2, 5604),
+        "coat": (3.1, 13.2, 32.5, 4, 5650),
+    },
+    ("Llama-30B", 8, 1): {
+        "bf16": (),
+        "te": (),
+        "coat": (7.8, 24.2, 70.5, 1, 1363),
+    },
+}
+FIGURES = {
+    1: "shares of a step's memory",
+    2: "dynamic range of optimizer states before and after the expansion",
+    3: "use of E4M3's range before and after the expansion",
+    4: "quantization error and time of granularities",
+    5: "loss curves of OLMo-1B",
+    6: "loss curves of OLMo-7B",
+    7: "loss curves of VILA1.5-7B",
+    8: "captions of one image",
+    9: "distributions of both moments before and after the expansion",
+}

@@ -1,0 +1,219 @@
+"""The paper's tables, each beside what was measured here."""
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from experiments.activations import operations
+from experiments.bench.layer_report import TABLE_6
+from experiments.common.results import load
+from experiments.optimizer.error_studies import CODES
+from experiments.optimizer.error_tables import TABLE_1, TABLE_8
+from experiments.report.cells import Cell, Here, NotRun, Printed, Section, Text
+from experiments.report.paper import (
+    LOSS_COLUMNS,
+    POSTER,
+    TABLE_3,
+    TABLE_4,
+    TABLE_4_COLUMNS,
+    TABLE_7,
+    TABLE_7_COLUMNS,
+    TASK_COLUMNS,
+)
+from experiments.vlm.report import TABLE_5, TABLE_5_COLUMNS
+
+_RECIPES = ("bf16", "te", "coat")
+_OTHER_DATA = NotRun("no downloads of these data sets; see the text")
+Rows = list[tuple[str, Sequence[Cell]]]
+
+
+def tables() -> list[Section]:
+    """Returns the sections of all tables, in the paper's order."""
+    return [
+        _moments("Table 1", TABLE_1),
+        _activations(),
+        _pretraining(),
+        _poster(),
+        _finetuning(),
+        _vision(),
+        _layers(),
+        _end_to_end(),
+        _moments("Table 8", TABLE_8),
+    ]
+
+
+def _source(results: dict[str, Any]) -> str:
+    device = results["device"]["name"]
+    return f"on one {device} on {results['date'][:10]} by `{results['command']}`"
+
+
+def _printed(values: Iterable[float | None]) -> list[Cell]:
+    return [Text("-") if value is None else Printed(value) for value in values]
+
+
+def _moments(title: str, paper: dict[str, tuple[float, ...]]) -> Section:
+    results = load("quantization_error", "quantization_error_124m")
+    columns = list(CODES)[: len(next(iter(paper.values())))]
+    errors: dict[tuple[str, str], list[float]] = {}
+    for row in results["rows"]:
+        if row["study"] == "pairs":
+            errors.setdefault((row["mu"], row["nu"]), []).append(row["error"])
+    rows: Rows = []
+    for mu, printed in paper.items():
+        rows.append((f"{mu}, here", [Here(fmean(errors[mu, nu])) for nu in columns]))
+        rows.append((f"{mu}, paper", _printed(printed)))
+    return Section(
+        title=f"{title}: error of Adam's update by the formats of both moments",
+        text="Rows are formats of the first moment, columns of the second. Ours are of "
+        "a 124M Llama, scaled so that two moments of E4M3+Expand have the paper's "
+        "error. Elements whose second moment became zero are left out.",
+        columns=columns,
+        rows=rows,
+        source=_source(results),
+    )
+
+
+def _activations() -> Section:
+    results = load("activation_memory")
+    names = list(operations.TITLES)
+    rows: Rows = []
+    for row in results["rows"]:
+        if row["recipe"] in (*_RECIPES, "coat_max"):
+            units = [row[f"{name}_units"] for name in names]
+            cells = [Here(value) for value in (*units, row["units"])]
+            rows.append((f"{row['recipe']}, here", cells))
+        if paper := operations.PAPER.get(row["recipe"]):
+            values = [paper[name] for name in (*names, "total")]
+            rows.append((f"{row['recipe']}, paper", _printed(values)))
+    return Section(
+        title="Table 2: saved activations of one layer, in U",
+        text="U is batch x sequence x hidden x 2 bytes, for Llama-2-7B's layer. JAX's "
+        "autodiff saves more of norms and gates than the paper's BF16, and rope saves "
+        "nothing here, because its angles are recomputed.",
+        columns=[*operations.TITLES.values(), "total"],
+        rows=rows,
+        source=_source(results),
+    )
+
+
+def _pretraining() -> Section:
+    results = load("pretrain", "pretrain_124m")
+    columns = (*LOSS_COLUMNS, "validation loss", *TASK_COLUMNS)
+    at = len(LOSS_COLUMNS)
+    rows: Rows = []
+    ours = {row["recipe"]: row for row in results["rows"]}
+    for recipe in _RECIPES:
+        missing = [_OTHER_DATA] * (len(columns) - 2)
+        cells = [Here(ours[recipe]["train_loss"], 4), *missing]
+        cells.insert(at, Here(ours[recipe]["val_loss"], 4))
+        rows.append((f"{recipe}, here", cells))
+        values = list(TABLE_3[recipe])
+        cells = _printed([*values[:at], None, *values[at:]])
+        rows.append((f"{recipe}, paper", cells))
+    return Section(
+        title="Table 3: pretraining of OLMo-1B",
+        text=f"Ours is a {ours['bf16']['parameters'] / 1e6:.0f}M Llama after "
+        f"{results['steps']:,} steps on source code, in nats a byte; the paper's "
+        "OLMo-1B has read text in tokens. Gaps between recipes compare, losses do not. "
+        "The paper's perplexities and tasks need data sets that would be downloads.",
+        columns=columns,
+        rows=rows,
+        source=_source(results),
+    )
+
+
+def _poster() -> Section:
+    columns = (*LOSS_COLUMNS, *TASK_COLUMNS)
+    missing = [NotRun("300 billion tokens of a 7B model do not fit")] * len(columns)
+    rows: Rows = []
+    for recipe, values in POSTER.items():
+        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
+    return Section(
+        title="The poster's table: pretraining of OLMo-7B",
+        text="After 300 billion tokens.",
+        columns=columns,
+        rows=rows,
+    )
+
+
+def _finetuning() -> Section:
+    missing = [NotRun("`experiments.finetune.compare` has not run on a GPU yet")] * 5
+    rows: Rows = []
+    for recipe, values in TABLE_4.items():
+        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
+    return Section(
+        title="Table 4: fine-tuning of Llama-2-7B on mathematics, percent",
+        text="`experiments.finetune` generates four families of problems that stand "
+        "for the four benchmarks.",
+        columns=TABLE_4_COLUMNS,
+        rows=rows,
+    )
+
+
+def _vision() -> Section:
+    count = len(TABLE_5_COLUMNS)
+    missing = [NotRun("`experiments.vlm` has not run on a GPU yet")] * count
+    rows: Rows = []
+    for recipe, values in TABLE_5.items():
+        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
+    return Section(
+        title="Table 5: fine-tuning of VILA1.5-7B, percent",
+        text="`experiments.vlm` trains a small model of VILA's shape on generated "
+        "scenes; notebook 07_vision_language shows its small form.",
+        columns=TABLE_5_COLUMNS,
+        rows=rows,
+    )
+
+
+def _layers() -> Section:
+    results = load("bench_layer")
+    rows: Rows = []
+    ours = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
+    for (hidden, seq), paper in TABLE_6.items():
+        first = paper["bf16"]
+        for recipe in _RECIPES:
+            row = ours[recipe, hidden, seq]
+            label = f"{hidden:,}, {seq:,}, {recipe}"
+            keys = ("forward_ms", "backward_ms", "forward_backward_ms")
+            cells = [Here(row[key]) for key in (*keys, "ratio_to_bf16")]
+            rows.append((f"{label}, here", [*cells, Here(row["saved_mib"], 0)]))
+            forward, backward, mib = paper[recipe]
+            total = forward + backward
+            ratio = round(sum(first[:2]) / total, 2)
+            values = (forward, backward, round(total, 2), ratio, mib)
+            rows.append((f"{label}, paper", _printed(values)))
+    return Section(
+        title="Table 6: one layer, forward and backward",
+        text="By hidden size, sequence and recipe, at batch 4. The paper's are of an "
+        "H100, so ratios compare.",
+        columns=("forward, ms", "backward, ms", "both, ms", "times bf16", "saved, MiB"),
+        rows=rows,
+        source=_source(results),
+    )
+
+
+def _end_to_end() -> Section:
+    results = load("bench_e2e")
+    rows: Rows = []
+    for row in results["rows"]:
+        if row["case"] in _RECIPES:
+            sizes = (row["optimizer_gib"], row["activations_gib"], row["peak_gib"])
+            cells = [Here(size, 1) for size in sizes]
+            largest = NotRun("batches up to 16 were tried, none to its limit")
+            cells += [largest, Here(row["tokens_per_s"], 0)]
+            label = f"Llama-2-7B, 1 GPU, batch {row['batch']}, {row['case']}, here"
+            rows.append((label, cells))
+    for (model, gpus, batch), paper in TABLE_7.items():
+        for recipe, values in paper.items():
+            label = f"{model}, {gpus} GPU{'s' * (gpus > 1)}, batch {batch}, {recipe}"
+            cells = _printed(values) or [Text("OOM")] * len(TABLE_7_COLUMNS)
+            rows.append((f"{label}, paper", cells))
+    return Section(
+        title="Table 7: training steps, GB and tokens/s of a GPU",
+        text="Ours are of one GPU with 141 GB, where BF16 fits too, with BF16 "
+        "parameters and float32 moments of `bf16` and `te`. Nothing was measured on "
+        "several GPUs yet; `experiments.estimate` predicts their memory.",
+        columns=TABLE_7_COLUMNS,
+        rows=rows,
+        source=_source(results),
+    )

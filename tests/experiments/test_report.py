@@ -1,0 +1,103 @@
+"""Tests of the page of the paper's tables and figures."""
+
+import json
+import re
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from experiments.report import page
+from experiments.report.cells import Here, NotRun, Printed, Section, Text
+from experiments.report.paper import FIGURES, TABLE_3, TABLE_4, TABLE_7
+from experiments.report.sections import tables
+
+_ROOT = Path(__file__).parents[2]
+_RESULTS = _ROOT / "experiments" / "results"
+
+
+def rows_of(title: str) -> dict[str, list[str]]:
+    """Returns the cells of a table of the committed page, by their rows' labels."""
+    _, _, text = page.PAGE.read_text().partition(f"## {title}")
+    lines = [s for s in text.partition("\n## ")[0].splitlines() if s.startswith("|")]
+    cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
+    return {label: rest for label, *rest in cells}
+
+
+def test_the_committed_page_is_that_of_the_results():
+    assert page.PAGE.read_text() == page.page()
+
+
+def test_every_table_and_figure_has_its_place():
+    text = page.PAGE.read_text()
+    for number in range(1, 9):
+        assert f"## Table {number}: " in text
+    assert "## The poster's table" in text
+    assert sorted(FIGURES) == list(range(1, 10))
+    pictures = re.findall(r"`(experiments/results/\S+\.png)`", text)
+    assert len(pictures) >= 5
+    for picture in pictures:
+        assert (_ROOT / picture).exists()
+
+
+def test_cells_are_those_of_results_files():
+    found = json.loads(
+        (_RESULTS / "quantization_error/quantization_error_124m.json").read_text()
+    )
+    errors = [
+        row["error"]
+        for row in found["rows"]
+        if row.get("mu") == "DE8" and row.get("nu") == "E5M2"
+    ]
+    assert rows_of("Table 8")["DE8, here"][2] == f"**{fmean(errors):.2f}**"
+    found = json.loads((_RESULTS / "bench_layer/bench_layer.json").read_text())
+    (row,) = (
+        row
+        for row in found["rows"]
+        if (row["case"], row["hidden"], row["seq"]) == ("coat", 2048, 4096)
+    )
+    cells = rows_of("Table 6")["2,048, 4,096, coat, here"]
+    assert cells[2] == f"**{row['forward_backward_ms']:.2f}**"
+    assert cells[3] == f"**{row['ratio_to_bf16']:.2f}**"
+
+
+def test_printed_cells_are_not_bold_and_complete():
+    for section in tables():
+        for label, cells in section.rows:
+            ours = [cell for cell in cells if isinstance(cell, Here | NotRun)]
+            assert bool(ours) == label.endswith("here")
+            if not ours:
+                assert all(isinstance(cell, Printed | Text) for cell in cells)
+
+
+def test_averages_of_the_paper_are_those_of_its_columns():
+    """Copied figures that a slip of the pen would change."""
+    for *parts, average in TABLE_4.values():
+        assert fmean(parts) == pytest.approx(average, abs=0.06)
+    for row in TABLE_3.values():
+        assert fmean(row[1:4]) == pytest.approx(row[4], abs=0.01)
+        # The paper has averaged before it rounded.
+        assert fmean(row[5:9]) == pytest.approx(row[9], abs=0.0015)
+    for (_, gpus, _), rows in TABLE_7.items():
+        if rows["te"]:
+            assert rows["coat"][4] > rows["bf16"][4]
+        assert len(rows["coat"]) == 5
+        assert gpus in (1, 2, 4, 8)
+
+
+def test_sections_letter_their_reasons():
+    section = Section(
+        title="t",
+        text="Text.",
+        columns=("x", "y", "z"),
+        rows=[
+            ("one", [Here(1234.5, 1), NotRun("no time"), NotRun("no GPU")]),
+            ("two", [Printed(12345), NotRun("no GPU"), Text("OOM")]),
+        ],
+    )
+    lines = section.render().splitlines()
+    assert "| one | **1,234.5** | (a) | (b) |" in lines
+    assert "| two | 12,345 | (b) | OOM |" in lines
+    assert "(a) not run: no time; (b) not run: no GPU." in lines
+    with pytest.raises(ValueError, match="row 'one' of 't' needs 2 cells, got 1"):
+        Section(title="t", text="", columns=("x", "y"), rows=[("one", [Printed(1)])])
