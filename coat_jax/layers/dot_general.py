@@ -42,7 +42,9 @@ def fp8_dot_general(
 
     Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
     numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
-    in FP8, and `rhs`, the weights, by reference.
+    in FP8, and `rhs`, the weights, by reference. Within `fp8_remat` several matmuls of
+    one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
+    `lhs` is saved or recomputed.
 
     Args:
       lhs: The activations.

@@ -58,10 +58,10 @@ class RowLog:
 
 
 class NoRows:
-    """A `RowLog` of a process that writes none.
+    """A `RowLog` without rows: another process writes them, or there are none.
 
     Attributes:
-      name: The name of the file that another process writes.
+      name: The name of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +80,7 @@ class NoRows:
         """Leaves the rows to the main process."""
 
     def sync(self) -> int:
-        """Returns a checksum that is not used."""
+        """Returns the checksum of no rows."""
         return 0
 
 

@@ -235,7 +235,13 @@ class Run:
         return [row for row, _ in read_rows(self.folder / _HEALTH)]
 
     def append_health(self, recipe: Recipe) -> RowLog | NoRows:
-        """Opens health.jsonl for more rows of a recipe; a context manager."""
+        """Opens health.jsonl for more rows of a recipe; a context manager.
+
+        The file exists only if there were or can be reports.
+        """
+        path = self.folder / _HEALTH
+        if self.settings.health_every is None and not path.exists():
+            return NoRows(path)
         return self._append(_HEALTH, recipe)
 
     def _drop_unsaved_rows(self) -> None:
@@ -250,7 +256,8 @@ class Run:
                 saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
         for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
-            path.touch()
+            if path.name != _HEALTH:
+                path.touch()
             kept = [
                 (row, line)
                 for row, line in read_rows(path)
@@ -266,7 +273,7 @@ class Run:
                         "are not those that were written"
                     )
             lines = b"".join(line for _, line in kept)
-            if lines != path.read_bytes():
+            if path.exists() and lines != path.read_bytes():
                 replace_file(path, lines)
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:

@@ -1,1 +1,1 @@
-"""One page of all tables and figures of the paper, with this project's beside them."""
+"""A page of all tables and figures of the paper, with this project's beside them."""

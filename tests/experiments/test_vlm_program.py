@@ -328,7 +328,10 @@ def test_bars_need_questions_and_seeds():
     ("arguments", "message"),
     [
         (["--recipes", "coat"], "recipes must be bf16 and then others"),
-        (["--recipes", "bf16,fp4"], "recipes are bf16, te, coat, coat_max; got 'fp4'"),
+        (
+            ["--recipes", "bf16,fp4"],
+            "recipes are bf16, te, coat, coat_max, coat_block; got 'fp4'",
+        ),
         (["--seeds", "0"], "seeds must be positive, got 0"),
         (["--lr", "nan"], "lr must be positive, got nan"),
         (["--batch-size", "5000"], "batch_size must be at most train_scenes"),

@@ -89,11 +89,11 @@ def test_recipes_share_initialization_and_structure():
 
 
 def test_fp8_recipes_compute_nearly_the_same_features():
-    """Features do not depend on the residuals saved."""
-    plain, te, coat, coat_max = (computed(recipe)[0] for recipe in RECIPES)
-    np.testing.assert_array_equal(te, coat)
-    np.testing.assert_array_equal(coat, coat_max)
-    assert 0.99 < cosine(coat, plain) < 1 - 1e-5
+    """Within `fp8_remat` matmuls have a scale for each token, so recipes differ."""
+    plain, *others = (computed(recipe)[0] for recipe in RECIPES)
+    for features in others:
+        assert 0.99 < cosine(features, plain) < 1 - 1e-5
+        assert cosine(features, others[0]) > 0.99
 
 
 @pytest.mark.parametrize("recipe", RECIPES[1:])
