@@ -3,6 +3,7 @@
 The tests need no GPU.
 """
 
+import functools
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from coat_jax.layers import attention
+from experiments.bench import foreign
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
 from experiments.kernels.resources import FAMILIES, RESULTS
@@ -103,6 +105,27 @@ def test_backward_takes_no_more_memory_than_bf16s():
         return backward.memory_analysis().temp_size_in_bytes
 
     assert 0 < temporaries("coat") <= temporaries("bf16")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_a_foreign_layer_runs_kernels_alone_in_less_memory_than_bf16(monkeypatch):
+    """Merged matmuls are kernels, too: XLA's library multiplies nothing."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")  # The layer asks.
+    sizes = {"hidden": 2048, "intermediate": 5632, "kv_heads": 4, "head_dim": 128}
+    shape = layer_cases.Shape(seq=2048, batch=4, **sizes)
+    x = shape.input()
+
+    def compiled(case):
+        layer, params = foreign.case_of("llama", case, shape)
+        step = functools.partial(foreign.forward_backward, layer)
+        return sm90.compiled(step, params, x, x, options=OPTIONS)
+
+    plain, both = compiled("bf16"), compiled("both")
+    assert "cublas" in plain.as_text()
+    assert "cublas" not in both.as_text()
+    temporaries = (p.memory_analysis().temp_size_in_bytes for p in (both, plain))
+    assert 0 < next(temporaries) < 0.75 * next(temporaries)
 
 
 def _fully_sharded(shape) -> P:
