@@ -107,9 +107,9 @@ def test_gated_mlp(kind, gate, biased, dtype):
     )
     x, dy = normal(7, *TOKENS, HIDDEN, dtype=dtype), normal(8, *TOKENS, HIDDEN)
     dy = (dy * 1e-3).astype(dtype)
-    how = parts.Norm(kind=kind, eps=1e-5)
+    its_norm = parts.Norm(kind=kind, eps=1e-5)
     y, (dparams, dx) = value_and_vjp(
-        lambda p, x: segments.gated_mlp(p, x, how, gate), dy, params, x
+        lambda p, x: segments.gated_mlp(p, x, its_norm, gate), dy, params, x
     )
 
     plain = {name: None if p is None else float32(p) for name, p in params.items()}
@@ -178,9 +178,9 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
         for i, n in enumerate((num_heads, num_kv_heads, num_kv_heads))
     )
     dx_around = normal(8, *TOKENS, HIDDEN, dtype=dtype)
-    how = parts.Norm(kind=kind, eps=1e-5)
+    its_norm = parts.Norm(kind=kind, eps=1e-5)
     out, (dparams, dx) = value_and_vjp(
-        lambda p, x: segments.attention_in(p, x, how, heads),
+        lambda p, x: segments.attention_in(p, x, its_norm, heads),
         (*dheads, (), dx_around),
         params,
         x,
@@ -214,14 +214,14 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
 def test_copies_of_heads_change_nothing(biased):
     params = weights(("qkv", (128, HIDDEN)), biases=[("qkv_bias", (128,))] * biased)
     heads = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
-    how = parts.Norm(kind="rms", eps=1e-5)
+    its_norm = parts.Norm(kind="rms", eps=1e-5)
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dheads = [normal(n, *TOKENS, n, HEAD_DIM, dtype=BF16) for n in (4, 2, 2)]
     results = []
     for keep in (False, True):
 
         def call(params, x, keep=keep):
-            return segments.attention_in(params, x, how, heads, keep)
+            return segments.attention_in(params, x, its_norm, heads, keep)
 
         dkept = tuple(jnp.full_like(d, jnp.nan) for d in dheads) if keep else ()
         out, grads = value_and_vjp(call, (*dheads, dkept, x), params, x)
@@ -264,11 +264,11 @@ def test_gradients_far_below_the_largest_survive():
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
     dy = normal(8, *TOKENS, HIDDEN, dtype=BF16).at[0].multiply(2.0**-12)
-    how = parts.Norm(kind="rms", eps=1e-5)
+    its_norm = parts.Norm(kind="rms", eps=1e-5)
 
     def dx(dy):
         _, (_, dx) = value_and_vjp(
-            lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
+            lambda p, x: segments.gated_mlp(p, x, its_norm, "silu"), dy, params, x
         )
         return float32(dx) - float32(dy)
 
@@ -285,8 +285,10 @@ def test_what_is_saved():
     """
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
-    how = parts.Norm(kind="rms", eps=1e-5)
-    residuals = saved(lambda p, x: segments.gated_mlp(p, x, how, "silu"), params, x)
+    its_norm = parts.Norm(kind="rms", eps=1e-5)
+    residuals = saved(
+        lambda p, x: segments.gated_mlp(p, x, its_norm, "silu"), params, x
+    )
     tokens = TOKENS[0] * TOKENS[1]
     in_groups = tokens * (HIDDEN + 2 * INNER) * (1 + 2 / 16)
     assert saved_bytes(residuals) == in_groups + 4 * tokens + 4 * 4
@@ -296,14 +298,15 @@ def test_what_is_saved():
 def test_nan_is_not_hidden():
     params = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
-    how = parts.Norm(kind="rms", eps=1e-5)
+    its_norm = parts.Norm(kind="rms", eps=1e-5)
     dy = jnp.ones_like(x).at[0, 3, 5].set(jnp.nan)
     _, (dparams, _) = value_and_vjp(
-        lambda p, x: segments.gated_mlp(p, x, how, "silu"), dy, params, x
+        lambda p, x: segments.gated_mlp(p, x, its_norm, "silu"), dy, params, x
     )
     assert all(np.isnan(g).any() for g in jax.tree.leaves(dparams))
     y = compiled(
-        lambda x: segments.gated_mlp(params, x, how, "silu"), x.at[1, 2, 3].set(jnp.nan)
+        lambda x: segments.gated_mlp(params, x, its_norm, "silu"),
+        x.at[1, 2, 3].set(jnp.nan),
     )
     assert np.isnan(y[1, 2]).all()
     assert np.isfinite(y[0]).all()
@@ -314,15 +317,15 @@ def test_the_gradient_of_the_stream_has_its_scale(dtype):
     x, dy = (normal(i, *TOKENS, HIDDEN, dtype=dtype) for i in (7, 8))
     dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]
     heads = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
-    how = parts.Norm(kind="rms", eps=1e-5)
+    its_norm = parts.Norm(kind="rms", eps=1e-5)
     mlp = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     attention = weights(("qkv", (8 * HEAD_DIM, HIDDEN)))
     out = jax.vjp(parts.leave, parts.Stream.of(x))[1](dy)[0]
     streams = [out]
     for fn, params, cotangent in (
-        (lambda p, s: flow.gated_mlp(p, s, how, "silu"), mlp, out),
+        (lambda p, s: flow.gated_mlp(p, s, its_norm, "silu"), mlp, out),
         (
-            lambda p, s: flow.attention_in(p, s, how, heads),
+            lambda p, s: flow.attention_in(p, s, its_norm, heads),
             attention,
             (*dheads, (), dy),
         ),
