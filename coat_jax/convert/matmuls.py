@@ -51,11 +51,12 @@ class Conversion:
         sources = self._sources(program, keys, is_param)
         eqns = []
         for eqn in program.eqns:
-            if side := self._side(eqn, sources):
-                eqns.extend(_fp8(eqn, side - 1))
-            else:
+            side = self._side(eqn, sources)
+            if side is None:
                 self._check(eqn, sources)
                 eqns.append(eqn)
+            else:
+                eqns.extend(_fp8(eqn, side))
         return program.replace(eqns=eqns)
 
     def _sources(
@@ -73,20 +74,21 @@ class Conversion:
                 found |= dict.fromkeys(eqn.outvars, union)
         return found
 
-    def _side(self, eqn: core.JaxprEqn, sources: dict) -> int:
-        """Returns 1 or 2 for the operand of a chosen matmul that is a weight, or 0."""
+    def _side(self, eqn: core.JaxprEqn, sources: dict) -> int | None:
+        """Returns the operand of a chosen matmul that is a weight, 0 or 1, or None."""
         if eqn.primitive.name != "dot_general":
-            return 0
+            return None
         if not all(_is_wide_float(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            return 0
+            return None
         weights = [i for i, v in enumerate(eqn.invars) if sources.get(v)]
         others = [i for i, v in enumerate(eqn.invars) if v not in sources]
         if len(weights) != 1 or len(others) != 1:
-            return 0
+            return None
         (side,) = weights
         if self.chosen is None:
-            return side + 1 if _is_large(eqn, side) else 0
-        return side + 1 if any(map(self._is_chosen, sources[eqn.invars[side]])) else 0
+            return side if _is_large(eqn, side) else None
+        paths = sources[eqn.invars[side]]
+        return side if any(map(self._is_chosen, paths)) else None
 
     def _is_chosen(self, path: str) -> bool:
         chosen = self.chosen

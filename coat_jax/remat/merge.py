@@ -8,7 +8,7 @@ saved in FP8 or recomputed.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.extend import core
@@ -68,7 +68,8 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool]) -> core.Jaxpr:
             groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
     first = {id(eqns[0]): eqns for eqns in groups.values()}
     others = {id(eqn) for eqns in groups.values() for eqn in eqns[1:]}
-    weights = _makers(program, {w for eqns in first.values() for _, w in _pairs(eqns)})
+    read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
+    weights = _makers(program, read)
     eqns = [eqn for eqn in program.eqns if id(eqn) in weights]
     for eqn in program.eqns:
         if id(eqn) in first:
@@ -96,10 +97,6 @@ def _has_call(eqn: core.JaxprEqn) -> bool:
     return _is_call(eqn) or any(map(_has_call, eqn.params["jaxpr"].jaxpr.eqns))
 
 
-def _pairs(eqns: Sequence[core.JaxprEqn]) -> Iterator[tuple]:
-    return (eqn.invars for eqn in eqns)
-
-
 def _from_params(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
     """Returns the variables that follow from parameters and constants alone."""
     found = {v for v, p in zip(program.invars, is_param, strict=True) if p}
@@ -124,7 +121,7 @@ def _merged(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of calls."""
     call = _MERGED[eqns[0].params["name"]]
     x = eqns[0].invars[0]
-    weights = [w for _, w in _pairs(eqns)]
+    weights = [eqn.invars[1] for eqn in eqns]
     results = [v for eqn in eqns for v in eqn.outvars]
     closed = jax.make_jaxpr(functools.partial(call, dtype=results[0].aval.dtype))(
         x.aval, tuple(w.aval for w in weights)

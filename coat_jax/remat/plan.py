@@ -325,7 +325,7 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
     only_products = bool(readers) and all(map(_is_product, readers))
-    row = math.prod(_merged(aval)) if _merged(aval) else aval.shape[-1]
+    row = math.prod(_merged(aval) or aval.shape[-1:])
     group = _group_of_products(row, options.group)
     # XLA fuses dequantization into a slice, so a slice counts as the reader here.
     whole = traced.readers(index, cut=False)

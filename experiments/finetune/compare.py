@@ -24,13 +24,13 @@ from matplotlib.figure import Figure
 from rich.console import Console, Group
 from rich.table import Table
 
+from experiments.common.intervals import mean_and_half
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.style import RECIPE_COLORS
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import new_table
 from experiments.finetune import arguments, program
-from experiments.finetune.exact_match import NORMAL
 from experiments.finetune.settings import FinetuneRun
 from experiments.pretrain.arguments import read
 
@@ -185,9 +185,7 @@ def _over_questions(
     values: Float[np.ndarray, "seeds questions"],
 ) -> tuple[float, float]:
     """Returns the mean and half of its 95% interval over questions, times 100."""
-    each = 100 * values.mean(axis=0)
-    error = each.std(ddof=1) / np.sqrt(each.size) if each.size > 1 else np.inf
-    return float(each.mean()), float(NORMAL * error)
+    return mean_and_half(100 * values.mean(axis=0))
 
 
 def _families(hits: Hits) -> list[str]:

@@ -1,7 +1,6 @@
 """Exact match: generated answers beside the right ones, with intervals."""
 
 import dataclasses
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from coat_jax.models.llama import Llama
+from experiments.common.intervals import wilson
 from experiments.finetune.conversations import (
     Conversation,
     encode,
@@ -21,7 +21,6 @@ from experiments.pretrain.text import TextCodec
 _BATCH = 128
 _BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.
 _SPARE = 8  # Tokens that an answer may have more than the longest right one.
-NORMAL = 1.959964  # The 97.5% quantile of the normal distribution.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -128,7 +127,7 @@ def rows(recipe: str, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
     families = list(dict.fromkeys(answer.family for answer in answers))
     for family in [*families, "all"] if families != ["all"] else families:
         own = [a for a in answers if family in ("all", a.family)]
-        low, high = interval(sum(a.exact for a in own), len(own))
+        low, high = wilson(sum(a.exact for a in own), len(own))
         yield {
             "recipe": recipe,
             "family": family,
@@ -137,21 +136,3 @@ def rows(recipe: str, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
             "low_percent": 100 * low,
             "high_percent": 100 * high,
         }
-
-
-def interval(hits: int, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval of a share, from `hits` of `count` trials.
-
-    Example:
-      >>> [round(x, 3) for x in interval(5, 10)]
-      [0.237, 0.763]
-    """
-    if not 0 <= hits <= count or count < 1:
-        raise ValueError(
-            f"hits must be 0 to count, and count positive: {hits}, {count}"
-        )
-    share, square = hits / count, NORMAL**2 / count
-    middle = share + square / 2
-    half = math.sqrt(square * (share * (1 - share) + square / 4))
-    low, high = (middle - half) / (1 + square), (middle + half) / (1 + square)
-    return max(low, 0.0), min(high, 1.0)

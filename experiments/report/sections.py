@@ -1,6 +1,6 @@
 """The paper's tables, each beside what was measured here."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -123,46 +123,51 @@ def _pretraining() -> Section:
 
 
 def _poster() -> Section:
-    columns = (*LOSS_COLUMNS, *TASK_COLUMNS)
-    missing = [NotRun("300 billion tokens of a 7B model do not fit")] * len(columns)
-    rows: Rows = []
-    for recipe, values in POSTER.items():
-        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
-    return Section(
+    return _unmeasured(
         title="The poster's table: pretraining of OLMo-7B",
         text="After 300 billion tokens.",
-        columns=columns,
-        rows=rows,
+        columns=(*LOSS_COLUMNS, *TASK_COLUMNS),
+        paper=POSTER,
+        reason="300 billion tokens of a 7B model do not fit",
     )
 
 
 def _finetuning() -> Section:
-    missing = [NotRun("`experiments.finetune.compare` has not run on a GPU yet")] * 5
-    rows: Rows = []
-    for recipe, values in TABLE_4.items():
-        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
-    return Section(
+    return _unmeasured(
         title="Table 4: fine-tuning of Llama-2-7B on mathematics, percent",
         text="`experiments.finetune` generates four families of problems that stand "
         "for the four benchmarks.",
         columns=TABLE_4_COLUMNS,
-        rows=rows,
+        paper=TABLE_4,
+        reason="`experiments.finetune.compare` has not run on a GPU yet",
     )
 
 
 def _vision() -> Section:
-    count = len(TABLE_5_COLUMNS)
-    missing = [NotRun("`experiments.vlm` has not run on a GPU yet")] * count
-    rows: Rows = []
-    for recipe, values in TABLE_5.items():
-        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
-    return Section(
+    return _unmeasured(
         title="Table 5: fine-tuning of VILA1.5-7B, percent",
         text="`experiments.vlm` trains a small model of VILA's shape on generated "
         "scenes; notebook 07_vision_language shows its small form.",
         columns=TABLE_5_COLUMNS,
-        rows=rows,
+        paper=TABLE_5,
+        reason="`experiments.vlm` has not run on a GPU yet",
     )
+
+
+def _unmeasured(
+    *,
+    title: str,
+    text: str,
+    columns: Sequence[str],
+    paper: Mapping[str, Sequence[float]],
+    reason: str,
+) -> Section:
+    """Returns a table of which nothing was measured, for one reason."""
+    missing = [NotRun(reason)] * len(columns)
+    rows: Rows = []
+    for recipe, values in paper.items():
+        rows += [(f"{recipe}, here", missing), (f"{recipe}, paper", _printed(values))]
+    return Section(title=title, text=text, columns=columns, rows=rows)
 
 
 def _layers() -> Section:

@@ -1,31 +1,15 @@
 """Accuracies and paired differences of recipes, with 95% intervals over questions."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float
 
+from experiments.common.intervals import mean_and_half, wilson
 from experiments.vlm.questions import KINDS
 
-# The 97.5% quantile of the standard normal distribution.
-_Z = 1.959964
 ALL = "all"
-
-
-def wilson(share: float, count: int) -> tuple[float, float]:
-    """Returns Wilson's 95% interval for a share of `count` questions.
-
-    Example:
-      >>> [round(end, 3) for end in wilson(0.5, 100)]
-      [0.404, 0.596]
-    """
-    shrink = 1 + _Z**2 / count
-    center = (share + _Z**2 / (2 * count)) / shrink
-    spread = share * (1 - share) / count + _Z**2 / (4 * count**2)
-    half = _Z / shrink * math.sqrt(max(spread, 0.0))
-    return max(center - half, 0.0), min(center + half, 1.0)
 
 
 def paired(
@@ -36,11 +20,7 @@ def paired(
     Both are about the same questions. The standard error is that of the mean of the
     differences.
     """
-    differences = own - other
-    mean = float(differences.mean())
-    if len(differences) < 2:
-        return mean, -math.inf, math.inf
-    half = _Z * float(differences.std(ddof=1)) / math.sqrt(len(differences))
+    mean, half = mean_and_half(own - other)
     return mean, mean - half, mean + half
 
 
@@ -85,7 +65,7 @@ def _summary(
         own = slice(KINDS.index(kind), None, len(KINDS))
         right, reference = right[:, own], reference[:, own]
     share, count = float(right.mean()), right.shape[1]
-    low, high = wilson(share, count)
+    low, high = wilson(share * count, count)
     mean, least, most = paired(right.mean(axis=0), reference.mean(axis=0))
     by_seed = 100 * (right.mean(axis=1) - reference.mean(axis=1))
     return {

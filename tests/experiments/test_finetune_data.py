@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 
+from experiments.common.intervals import wilson
 from experiments.finetune import tasks
 from experiments.finetune.conversations import (
     Conversation,
@@ -16,7 +17,6 @@ from experiments.finetune.conversations import (
     read_conversations,
     result_of,
 )
-from experiments.finetune.exact_match import interval
 from experiments.finetune.packing import PackedWindows
 from experiments.pretrain.text import bpe_encoder, text_codec
 
@@ -253,7 +253,7 @@ def test_windows_hold_each_conversation_once_and_whole(rng):
 @pytest.mark.parametrize(("hits", "count"), [(0, 7), (3, 10), (250, 1000), (40, 40)])
 def test_intervals_end_where_shares_are_unlikely(hits, count):
     share = hits / count
-    low, high = interval(hits, count)
+    low, high = wilson(hits, count)
     assert 0 <= low <= share <= high <= 1
     for end in (low, high):
         if 0 < end < 1:  # Here the share is 1.96 standard deviations from the end.
@@ -263,4 +263,4 @@ def test_intervals_end_where_shares_are_unlikely(hits, count):
 
 def test_counts_that_cannot_be_are_named():
     with pytest.raises(ValueError, match="hits must be 0 to count"):
-        interval(3, 2)
+        wilson(3, 2)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from experiments.common.intervals import wilson
 from experiments.readme import training as sections
 from experiments.vlm import (
     data,
@@ -225,7 +226,7 @@ def test_images_lie_between_minus_one_and_one():
 @pytest.mark.parametrize(("right", "count"), [(0, 10), (7, 10), (431, 600), (9, 9)])
 def test_intervals_of_shares(right, count):
     expected = stats.binomtest(right, count).proportion_ci(method="wilson")
-    assert intervals.wilson(right / count, count) == pytest.approx(expected, abs=1e-6)
+    assert wilson(right, count) == pytest.approx(expected, abs=1e-6)
 
 
 def test_intervals_of_paired_differences():
