@@ -14,6 +14,9 @@ import pytest
 flags = os.environ.setdefault("XLA_FLAGS", "")
 if not Path("/dev/nvidia0").exists():
     os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
+# Warpgroups of interpreted kernels wait for one another in threads of XLA's pool, which
+# has one for each core by default.
+os.environ.setdefault("NPROC", "16")
 # Several processes share a GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 

@@ -1,17 +1,20 @@
-"""Training steps of Llama-2-7B on one GPU: tokens per second and use of memory.
+"""Training steps of Llama-2-7B: tokens per second and use of memory.
 
     uv run python -m experiments.bench.e2e
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
+    uv run python -m experiments.bench.e2e --layers 12 --gpus 1 2 --out two_gpus.json
 
 Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
 train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
-`coat.fp8_adamw` in one pass (`coat.fused_update`). Each case and batch size runs in its
-own process. New rows are added to the rows of the results file, so that cases can be
-measured one by one.
+`coat.fp8_adamw` in one pass (`coat.fused_update`). On several GPUs parameters, moments
+and the batch are split over all of them. Each case, batch size and number of GPUs runs
+in its own process. New rows are added to the rows of the results file, so that cases
+can be measured one by one.
 """
 
 import argparse
 import dataclasses
+import itertools
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -63,9 +66,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ValueError as error:
         top.error(str(error))
     console = Console(width=130)
-    chosen = [(case, batch) for case in args.cases for batch in args.batch]
-    for case, batch in tqdm(chosen, unit="case", disable=None):
-        row = measured(case, model, batch, args.steps)
+    chosen = list(itertools.product(args.cases, args.gpus, args.batch))
+    for case, gpus, batch in tqdm(chosen, unit="case", disable=None):
+        row = measured(case, model, batch, args.steps, gpus)
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
@@ -79,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     add = top.add_argument
     add("--cases", nargs="+", choices=CASES, default=_DEFAULT, metavar="CASE")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
+    add("--gpus", type=int, nargs="+", default=[1], metavar="N")
     add("--steps", type=int, default=6, help="timed, behind two that are not")
     for name, default in _sizes().items():
         add(f"--{name.replace('_', '-')}", type=int, default=default)
@@ -104,53 +108,65 @@ def known_rows(path: Path, model: Model) -> list[Row]:
     return rows
 
 
-def measured(case: str, model: Model, batch: int, steps: int) -> Row:
+def measured(case: str, model: Model, batch: int, steps: int, gpus: int) -> Row:
     """Measures a row in a new process; the row has an error if the process dies."""
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row["commit"] = versions()["commit"]
-    if model == Model():
+    if model == Model() and gpus == 1:
         row |= PAPER.get((case, batch), {})
     with ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
-            row |= pool.submit(measure_alone, case, model, batch, steps).result()
+            row |= pool.submit(measure_alone, case, model, batch, steps, gpus).result()
         except BrokenProcessPool:
             row["error"] = "its process died"
     return row
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Returns sorted rows with `row`, which replaces one of its case and batch size."""
+    """Returns sorted rows with `row`, which replaces that of its case, batch, GPUs."""
     return sorted(results.joined(rows, row, _key), key=_key)
 
 
-def _key(row: Row) -> tuple[int, int]:
-    return list(CASES).index(row["case"]), row["batch"]
+def _key(row: Row) -> tuple[int, int, int]:
+    return list(CASES).index(row["case"]), row.get("gpus", 1), row["batch"]
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds the ratios of tokens per second to `bf16` and to the fastest BF16 row.
+    """Adds the ratios of tokens per second to those of other rows.
 
     `ratio_to_bf16` compares rows of the same batch size and commit, because GPUs of one
     kind differ by 2%, and rows of one commit were measured on one GPU. A row keeps its
-    ratio if only `bf16` was measured again, at another commit.
+    ratio if only `bf16` was measured again, at another commit. `ratio_to_one_gpu`
+    compares tokens per second and GPU in the same way. `ratio_to_best_bf16` is to the
+    fastest BF16 row on as many GPUs.
     """
-    rates = {
-        (row["case"], row["commit"], row["batch"]): row["tokens_per_s"]
-        for row in rows
-        if _ran(row)
-    }
-    best = max((rate for (case, *_), rate in rates.items() if case in PLAIN), default=0)
+    rates = {_identity(row): _rate(row) for row in rows if _ran(row)}
+    best: dict[int, float] = {}
+    for row in rows:
+        if _ran(row) and row["case"] in PLAIN:
+            gpus = row.get("gpus", 1)
+            best[gpus] = max(best.get(gpus, 0.0), _rate(row))
     found = []
     for row in rows:
-        ratios = {}
-        if _ran(row) and best:
-            ratios["ratio_to_best_bf16"] = row["tokens_per_s"] / best
-        beside = "bf16", row["commit"], row["batch"]
-        if _ran(row) and beside in rates:
-            ratios["ratio_to_bf16"] = row["tokens_per_s"] / rates[beside]
+        others = {
+            "ratio_to_best_bf16": best.get(row.get("gpus", 1)),
+            "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
+        }
+        if row.get("gpus", 1) > 1:
+            others["ratio_to_one_gpu"] = rates.get(_identity(row | {"gpus": 1}))
+        ratios = {k: _rate(row) / v for k, v in others.items() if v and _ran(row)}
         found.append(row | ratios)
     return found
+
+
+def _identity(row: Row) -> tuple[Any, ...]:
+    return row["commit"], *_key(row)
+
+
+def _rate(row: Row) -> float:
+    """Returns tokens per second and GPU."""
+    return row["tokens_per_s"] / row.get("gpus", 1)
 
 
 def _ran(row: Row) -> bool:
@@ -159,8 +175,11 @@ def _ran(row: Row) -> bool:
 
 def bars(rows: list[Row]) -> list[Bar]:
     """Returns the targets of the 7B model for the cases that were measured."""
+    found = _bars_of_two(rows)
+    if any(row.get("layers", Model().layers) < Model().layers for row in rows):
+        return found
+    rows = [row for row in rows if row.get("gpus", 1) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
-    found = []
     if {("coat", 2), ("bf16", 2)} <= at.keys():
         coat, bf16 = at["coat", 2], at["bf16", 2]
         peak = coat["peak_gib"] / bf16["peak_gib"]
@@ -177,18 +196,39 @@ def bars(rows: list[Row]) -> list[Bar]:
     return found
 
 
+def _bars_of_two(rows: list[Row]) -> list[Bar]:
+    """Returns the targets on two GPUs, for the cases that were measured there."""
+    rows = [row for row in rows if row.get("gpus", 1) == 2 and _ran(row)]
+    best = max((_rate(row) for row in rows if row["case"] in PLAIN), default=None)
+    found = []
+    for row in rows:
+        if row["case"] != "coat" or "ratio_to_one_gpu" not in row:
+            continue
+        name = f"two GPUs, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
+        least = 0.92 if row["layers"] == Model().layers else 0.94
+        found.append(Bar.of(name, ">=", least, row["ratio_to_one_gpu"]))
+    rates = [_rate(row) for row in rows if row["case"] == "coat"]
+    if best and rates:
+        name = "two GPUs, coat, its best / BF16's best"
+        found.append(Bar.of(name, ">=", 1.6, max(rates) / best))
+    return found
+
+
 def table(rows: list[Row]) -> Table:
     """Returns a table of all rows, with the paper's figures below ours."""
     columns = {
         "tokens/s": ("tokens_per_s", ",.0f"),
         "x bf16": ("ratio_to_bf16", ".2f"),
         "x its best": ("ratio_to_best_bf16", ".2f"),
+        "x one GPU": ("ratio_to_one_gpu", ".2f"),
         "optimizer": ("optimizer_gib", ".1f"),
         "activations": ("activations_gib", ".1f"),
         "peak, GiB": ("peak_gib", ".1f"),
         "device's": ("device_peak_gib", ".1f"),
         "compiled in s": ("compile_s", ".0f"),
     }
+    if not any("ratio_to_one_gpu" in row for row in rows):
+        del columns["x one GPU"]
     found = Table(
         title="Training steps (the paper's below)",
         title_justify="left",
@@ -206,7 +246,9 @@ def table(rows: list[Row]) -> Table:
             cells.append(cell if theirs is None else f"{cell}\n({theirs:g})")
         if "error" in row:
             cells[0] = row["error"]
-        found.add_row(row["case"], str(row["batch"]), *cells)
+        gpus = row.get("gpus", 1)
+        batch = f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
+        found.add_row(row["case"], batch, *cells)
     return found
 
 

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Float32, Int32
 
 import coat_jax as coat
@@ -29,6 +31,7 @@ from experiments.common.layer_cases import (
     random_params,
 )
 from experiments.common.timing import OPTIONS
+from experiments.pretrain import meshes
 from experiments.pretrain.settings import COAT_RECIPES
 from experiments.pretrain.training import tree_bytes
 
@@ -51,7 +54,7 @@ class Model:
     vocab: int = 32_000
     seq: int = 2048
 
-    def config(self, case: Case) -> llama.LlamaConfig:
+    def config(self, case: Case, mesh: Mesh | None = None) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16."""
         return llama.LlamaConfig(
             vocab_size=self.vocab,
@@ -63,6 +66,7 @@ class Model:
             param_dtype=jnp.bfloat16,
             recipe=case.recipe,
             scaling=case.scaling,
+            batch_axes=None if mesh is None else meshes.BATCH_AXES,
         )
 
 
@@ -79,14 +83,16 @@ class _Wrapped(nnx.Module):
         return apply(params, x)
 
 
-def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
+def loss_function(
+    case: str, model: Model, mesh: Mesh | None = None
+) -> tuple[Callable, LayerState]:
     """Returns the loss function, and its abstract parameters and histories.
 
     The loss function takes parameters, histories and tokens [b, s + 1].
     """
 
     def build():
-        found = llama.Llama(model.config(CASES[case]), rngs=nnx.Rngs(0))
+        found = llama.Llama(model.config(CASES[case], mesh), rngs=nnx.Rngs(0))
         found.layers = _Wrapped(found.layers, CASES[case].wrap)
         return found
 
@@ -99,8 +105,10 @@ def loss_function(case: str, model: Model) -> tuple[Callable, LayerState]:
     return loss, LayerState(*state)
 
 
-def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
-    """Runs `measure` with most of the device's memory.
+def measure_alone(
+    case: str, model: Model, batch: int, steps: int, gpus: int = 1
+) -> Row:
+    """Runs `measure` with most of the devices' memory.
 
     JAX must not have been used in this process yet.
     """
@@ -108,16 +116,26 @@ def measure_alone(case: str, model: Model, batch: int, steps: int) -> Row:
     # This is the older name of the variable below.
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
-    return measure(case, model, batch, steps)
+    return measure(case, model, batch, steps, gpus)
 
 
-def measure(case: str, model: Model, batch: int, steps: int) -> Row:
+def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> Row:
     """Measures the time and memory of a case's training step.
 
-    The row has an error if memory does not suffice.
+    On several GPUs parameters, moments and the batch are split over all of them, and
+    sizes are those on one of them. The row has an error if memory does not suffice.
+
+    Args:
+      case: A name in `CASES`.
+      model: The model's sizes.
+      batch: The number of sequences of a step on each GPU.
+      steps: The number of timed steps.
+      gpus: The number of GPUs.
     """
+    mesh = meshes.make({"fsdp": gpus}, devices=gpus)
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    loss, (params, histories) = loss_function(case, model)
+    row |= {"gpus": gpus, "mesh": meshes.name_of(mesh)}
+    loss, (params, histories) = loss_function(case, model, mesh)
     fused = CASES[case].recipe in COAT_RECIPES
     tx, update = fused_step() if fused else chain_step(optax_adamw())
 
@@ -128,28 +146,51 @@ def measure(case: str, model: Model, batch: int, steps: int) -> Row:
         )
         return (update((params, opt_state), grads), histories), value
 
-    abstract = (params, jax.eval_shape(tx.init, params)), histories
-    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    carry = (params, jax.eval_shape(tx.init, params)), histories
+    there, batch_there = _shardings(tx, carry, mesh)
+    abstract = jax.tree.map(_placed, carry, there)
+    shape = gpus * batch, model.seq + 1
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
     saved = coat.residual_report(loss, params, histories, tokens)
     row |= {
-        "parameters_gib": tree_bytes(params) / GIB,
-        "optimizer_gib": tree_bytes(abstract[0][1]) / GIB,
-        "activations_gib": saved.nbytes / GIB,
+        "parameters_gib": tree_bytes(params) / gpus / GIB,
+        "optimizer_gib": tree_bytes(abstract[0][1]) / gpus / GIB,
+        "activations_gib": saved.nbytes / gpus / GIB,
     }
     try:
         started = time.perf_counter()
-        jitted = jax.jit(step, donate_argnums=0)
+        whole = None if mesh is None else NamedSharding(mesh, P())
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(there, whole))
         compiled = jitted.lower(abstract, tokens).compile(OPTIONS)
         row["compile_s"] = time.perf_counter() - started
         row["peak_gib"] = peak_bytes(compiled) / GIB
-        params = random_params(params)
-        carry = (params, jax.jit(tx.init)(params)), first_histories(histories)
-        row |= _timed(compiled, carry, _random_tokens(model, batch), steps)
+        params = random_params(abstract[0][0])
+        opt_state = jax.jit(tx.init, out_shardings=there[0][1])(params)
+        histories = jax.device_put(first_histories(histories), there[1])
+        tokens = jax.device_put(_random_tokens(model, gpus * batch), batch_there)
+        row |= _timed(compiled, ((params, opt_state), histories), tokens, steps)
+        row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / gpus
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         row["error"] = "out of memory"
     return row
+
+
+def _shardings(tx: Any, carry: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Returns the shardings of the state and of the batch."""
+    (params, _), histories = carry
+    if mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.tree.map(lambda _: device, carry), device
+    there = meshes.param_shardings(params, mesh)
+    moments = coat.opt_state_sharding(tx, params, there)
+    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), histories)
+    return ((there, moments), whole), meshes.batch_sharding(mesh)
+
+
+def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> Row:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 import coat_jax as coat
@@ -187,4 +188,7 @@ def random_params(abstract: Any) -> Any:
 @partial(jax.jit, static_argnums=1)
 def normal(seed: int, like: jax.ShapeDtypeStruct) -> Array:
     """Draws normal numbers with the shape and dtype of `like`."""
-    return jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
+    drawn = jax.random.normal(jax.random.key(seed), like.shape, like.dtype)
+    if isinstance(like.sharding, NamedSharding):
+        drawn = jax.lax.with_sharding_constraint(drawn, like.sharding)
+    return drawn

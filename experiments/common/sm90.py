@@ -1,7 +1,9 @@
 """Compiles kernels for an H200 without a GPU, and reports the resources they take.
 
-This needs packages beyond the project's: nvidia-cuda-nvcc, and jax-cuda13-plugin and
-jax-cuda13-pjrt in JAX's version, installed without their dependencies.
+This needs packages beyond the project's: nvidia-cuda-nvcc, nvidia-nvjitlink, and
+jax-cuda13-plugin and jax-cuda13-pjrt in JAX's version, installed without their
+dependencies. JAX 0.11 compiles with the assembler of the first, JAX 0.12 with the
+second, which every installation of JAX for GPUs has.
 """
 
 import contextlib
@@ -74,6 +76,7 @@ _MESH = AbstractMesh(
 )
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 _ASSEMBLER = "nvidia-cuda-nvcc"
+_LINKER = "nvidia-nvjitlink"
 # Environment variables that make Mosaic GPU print the output that `resources` parses.
 _REPORTS = ("MOSAIC_GPU_DUMP_PTXAS", "MOSAIC_GPU_DUMP_RESOURCES")
 
@@ -87,18 +90,21 @@ class Resources:
       registers: The largest number of registers per thread.
       spill_bytes: The bytes of register spills, stores and loads, summed over all
         kernels.
+      losses: The number of times that the assembler warns of a "potential performance
+        loss". The usual one is that wgmma instructions wait for one another.
       shared_bytes: The largest shared memory of a thread block, in bytes.
     """
 
     kernels: int
     registers: int
     spill_bytes: int
+    losses: int
     shared_bytes: int
 
 
 def missing() -> str | None:
     """Returns why kernels cannot be compiled here; None if they can."""
-    for package in (*_PLUGINS, _ASSEMBLER):
+    for package in (*_PLUGINS, _ASSEMBLER, _LINKER):
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -109,8 +115,9 @@ def missing() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions of JAX and the assembler, which registers depend on."""
-    return {"jax": jax.__version__, _ASSEMBLER: metadata.version(_ASSEMBLER)}
+    """Returns the versions of JAX and its compilers, which registers depend on."""
+    compilers = {name: metadata.version(name) for name in (_ASSEMBLER, _LINKER)}
+    return {"jax": jax.__version__} | compilers
 
 
 def mesh_of(
@@ -184,6 +191,7 @@ def resources(fn: Callable, *args: Any) -> Resources:
         kernels=len(registers),
         registers=max(registers),
         spill_bytes=sum(_numbers(r"(\d+) bytes spill", text)),
+        losses=text.count("Potential Performance Loss"),
         shared_bytes=max(_numbers(r"smem_scratch_bytes=(\d+)", text)),
     )
 

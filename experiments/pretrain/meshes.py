@@ -69,17 +69,21 @@ def parse(text: str) -> dict[str, int]:
     return sizes
 
 
-def make(sizes: Mapping[str, int] | None) -> Mesh | None:
+def make(
+    sizes: Mapping[str, int] | None, *, devices: int | None = None
+) -> Mesh | None:
     """Returns the mesh that a training is spread over; None means one device.
 
     Args:
       sizes: The size of each axis that is not 1. None means all devices as `fsdp`; the
         virtual devices of a process on a CPU are used only if a mesh is named.
+      devices: The number of devices to use, the first ones; None means all.
 
     Raises:
       ValueError: If the product of the sizes is not the number of devices.
     """
-    devices = _devices()
+    count, devices = devices, _devices()
+    devices = devices[:count]
     if sizes is None:
         alone = devices[0].platform == "cpu" and jax.process_count() == 1
         sizes = {"fsdp": 1 if alone else len(devices)}

@@ -1,15 +1,10 @@
-"""Kernel launch, stores and register counts for Mosaic GPU."""
+"""Kernel launch and stores for Mosaic GPU."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-from pallas_kernels.mosaic.codec import LANES
-
-_REGISTERS = 2**16  # Registers of a multiprocessor.
-_LOADING_REGISTERS = 24  # Registers of a lane that only issues copies.
 
 
 def kernel(body: Callable, **options: Any) -> Callable:
@@ -29,16 +24,3 @@ def store(ref: Any, value: jax.Array) -> None:
         plgpu.store(ref, value, optimized=False)
     else:  # JAX 0.11 has no `plgpu.store`.
         ref[...] = value
-
-
-def registers(computing: int) -> tuple[int, int]:
-    """Returns the registers of a loading lane and of a computing lane.
-
-    In a thread block one warpgroup loads and `computing` warpgroups compute. Together
-    they may use the registers with which all lanes start. A kernel that asks for more
-    waits forever.
-    """
-    warpgroups = computing + 1
-    start = _REGISTERS // (LANES * warpgroups) // 8 * 8
-    rest = start * warpgroups - _LOADING_REGISTERS
-    return _LOADING_REGISTERS, min(rest // computing // 8 * 8, 240)

@@ -284,6 +284,29 @@ def test_rows_join_and_bars_compare_them():
     assert [row.get("ratio_to_bf16") for row in again if row["batch"] == 2] == [1, 1.8]
 
 
+def test_rows_of_two_gpus_stand_beside_one():
+    def step(case, gpus, rate, batch=8):
+        row = _step(case, batch, rate)
+        return row | {"gpus": gpus, "layers": 12, "mesh": f"fsdp={gpus}"}
+
+    rows = []
+    for row in (
+        step("bf16", 2, 50_000.0, batch=4),
+        step("coat", 1, 60_000.0),
+        step("coat", 2, 114_000.0),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    one, two = rows[1:]
+    assert "ratio_to_best_bf16" not in one  # No row of BF16 is on one GPU.
+    assert two["ratio_to_one_gpu"] == pytest.approx(0.95)
+    assert two["ratio_to_best_bf16"] == pytest.approx(2.28)
+    assert {b.name: (round(b.measured, 3), b.holds) for b in bench_e2e.bars(rows)} == {
+        "two GPUs, coat, batch 8 a GPU: tokens/s a GPU / one's": (0.95, True),
+        "two GPUs, coat, its best / BF16's best": (2.28, True),
+    }
+    assert "2 x 8" in _printed(bench_e2e.table(rows))
+
+
 def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     out = tmp_path / "e2e.json"

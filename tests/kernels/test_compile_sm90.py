@@ -28,8 +28,6 @@ from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = json.loads(RESULTS.read_text())
-# Other compilers assign registers differently, so they may spill this much.
-_SPILL_BYTES = {"added, 128 x 192, together False, cluster m": 16}
 _HOW = "python -m experiments.kernels.resources records what they take"
 
 
@@ -61,11 +59,9 @@ def test_kernels_compile_and_take_no_more_than_recorded(family):
     assert rows
     recorded = by_case(r for r in _RECORDED["rows"] if r["family"] == family)
     assert by_case(rows).keys() == recorded.keys(), _HOW
-    as_recorded = sm90.versions() == _RECORDED["compiled_by"]
-    spills = {row["kernel"]: row["spill_bytes"] for row in rows if row["spill_bytes"]}
-    assert spills.items() <= ({} if as_recorded else _SPILL_BYTES).items()
-    if not as_recorded:
-        return
+    assert not [row for row in rows if row["spill_bytes"] or row["losses"]]
+    if sm90.versions() != _RECORDED["compiled_by"]:
+        return  # Other compilers assign registers differently.
     grown = [
         (row, recorded[case])
         for case, row in by_case(rows).items()
@@ -75,11 +71,10 @@ def test_kernels_compile_and_take_no_more_than_recorded(family):
     assert not grown, _HOW
 
 
-def test_all_families_are_recorded_without_spills():
+def test_all_families_are_recorded():
     assert {row["family"] for row in _RECORDED["rows"]} == set(FAMILIES)
     measured = {case.kernel for case in kernel_cases.elementwise((8192, 4096))}
     assert measured <= {row["kernel"] for row in _RECORDED["rows"]}
-    assert all(row["spill_bytes"] == 0 for row in _RECORDED["rows"])
 
 
 @pytest.fixture

@@ -154,8 +154,9 @@ def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:
         filled=barrier(num_arrivals=len(jax.tree.leaves(inputs))),
         free=barrier(num_arrivals=tuning.warpgroups),
     )
-    count = tuning.warpgroups + 1
-    return dict(num_threads=count, thread_name="warpgroup", scratch_types=scratch)
+    return dict(
+        num_threads=tuning.warpgroups, thread_name="warpgroup", scratch_types=scratch
+    )
 
 
 def _staged(inputs: Inputs, tuning: Tuning) -> Inputs:
@@ -182,56 +183,52 @@ def _fitting(inputs: Inputs, tuning: Tuning) -> Tuning:
 def _pipeline(
     inputs: Inputs, update, refs: State, *, rows, steps, tuning, smem, filled, free
 ) -> None:
-    """Goes over steps; each computing warpgroup has one tile of a step."""
+    """Goes over steps; each warpgroup has one tile of a step.
+
+    The first warpgroup also keeps the copy engine busy.
+    """
     cta, ctas = lax.axis_index("cta"), lax.axis_size("cta")
     own = lax.div(steps - cta + ctas - 1, ctas)
     warpgroup = lax.axis_index("warpgroup")
-    of_loads, of_computing = mosaic.registers(tuning.warpgroups)
     width = inputs.mu.shape[1]
 
-    @pl.when(warpgroup == tuning.warpgroups)
+    def fill(step):
+        stage = lax.rem(step, tuning.stages)
+        first = (cta + step * ctas) * tuning.rows
+        for ref, to in zip(*map(jax.tree.leaves, (inputs, smem)), strict=True):
+            length = to.shape[1]
+            at = pl.ds(lax.div(first, length) * length, length)
+            plgpu.copy_gmem_to_smem(ref.at[at], to.at[stage], filled.at[stage])
+
+    @pl.when(warpgroup == 0)
     def _():
-        plgpu.set_max_registers(of_loads, action="decrease")
+        pl.loop(0, lax.min(own, tuning.stages))(fill)
 
-        @pl.loop(0, own)
-        def _(step):
-            stage = lax.rem(step, tuning.stages)
+    @pl.loop(0, own)
+    def _(step):
+        stage = lax.rem(step, tuning.stages)
+        start = (cta + step * ctas) * tuning.rows + warpgroup * TALL
 
-            @pl.when(step >= tuning.stages)
-            def _():
-                plgpu.barrier_wait(free.at[stage])
+        def loads(ref):
+            at = pl.ds(lax.rem(start, ref.shape[1]), TALL)
+            return functools.partial(load, ref.at[stage, at], width)
 
-            first = (cta + step * ctas) * tuning.rows
-            for ref, to in zip(*map(jax.tree.leaves, (inputs, smem)), strict=True):
-                length = to.shape[1]
-                at = pl.ds(lax.div(first, length) * length, length)
-                plgpu.copy_gmem_to_smem(ref.at[at], to.at[stage], filled.at[stage])
+        plgpu.barrier_wait(filled.at[stage])
+        values = smem.map(loads, loads).loaded()
+        # All inputs are in registers now, so that the stage can be filled again.
+        plgpu.barrier_arrive(free.at[stage])
 
-        # The thread block must not end before the last arrival at its barriers.
-        @pl.loop(lax.max(own - tuning.stages, 0), own)
-        def _(step):
-            plgpu.barrier_wait(free.at[lax.rem(step, tuning.stages)])
+        @pl.when(warpgroup == 0)
+        def _():
+            # After the last step, too: a thread block must not end before the last
+            # arrival at its barriers.
+            plgpu.barrier_wait(free.at[stage])
+            following = step + tuning.stages
+            pl.when(following < own)(lambda: fill(following))
 
-    @pl.when(warpgroup < tuning.warpgroups)
-    def _():
-        plgpu.set_max_registers(of_computing, action="increase")
-
-        @pl.loop(0, own)
-        def _(step):
-            stage = lax.rem(step, tuning.stages)
-            start = (cta + step * ctas) * tuning.rows + warpgroup * TALL
-
-            def loads(ref):
-                at = pl.ds(lax.rem(start, ref.shape[1]), TALL)
-                return functools.partial(load, ref.at[stage, at], width)
-
-            plgpu.barrier_wait(filled.at[stage])
-            values = smem.map(loads, loads).loaded()
-            # All inputs are in registers now, so that the stage can be filled again.
-            plgpu.barrier_arrive(free.at[stage])
-            to = State(*(ref.at[pl.ds(start, TALL)] for ref in refs))
-            column = jnp.int32(0)
-            pl.when(start < rows)(lambda: update(to, values, start, column))
+        to = State(*(ref.at[pl.ds(start, TALL)] for ref in refs))
+        column = jnp.int32(0)
+        pl.when(start < rows)(lambda: update(to, values, start, column))
 
 
 def _direct(inputs: Inputs, update, refs: State, *, columns, starts=None) -> None:

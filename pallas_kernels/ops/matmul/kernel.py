@@ -1,9 +1,13 @@
 """The FP8 matmul kernel for Hopper GPUs.
 
-Persistent thread blocks go over the output tiles. In each, one warpgroup keeps the copy
-engine busy, and does not stop between tiles. The other warpgroups multiply. They are
-cooperative and share the rows of a tile, or they are ping-pong and take turns with
-tiles.
+Persistent thread blocks go over the output tiles. Their warpgroups are cooperative and
+share the rows of a tile, or they are ping-pong and take turns with tiles. One of those
+that have read a stage of shared memory starts the copies that fill it again, so that
+the copy engine does not stop between tiles.
+
+No warpgroup only loads. It would need few registers, and the others more than all start
+with. But JAX 0.12 compiles kernels with nvJitLink where that is installed, which
+ignores requests for registers (`setmaxnreg`).
 """
 
 import functools
@@ -73,7 +77,7 @@ def run(
         kernel_name=product.name,
         grid=(min(walk.total, blocks),),
         grid_names=("sm",),
-        num_threads=tuning.warpgroups + 1,
+        num_threads=tuning.warpgroups,
         thread_name="warpgroup",
         **pair,
     )(a, b, a_scale, b_scale, more)
@@ -121,7 +125,7 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
             transforms=stored,
         ),
         filled=plgpu.Barrier(num_arrivals=copies, num_barriers=t.warpgroups * t.stages),
-        free=barrier(num_arrivals=readers, num_barriers=t.stages),
+        free=barrier(num_arrivals=readers, num_barriers=t.warpgroups * t.stages),
     )
 
 
@@ -134,64 +138,39 @@ def _kernel(
     scales = None
     if product.scaling == "blocks":
         scales = smem["a_scale_smem"], smem["b_scale_smem"]
-    buffers = (smem[x] for x in ("a_smem", "b_smem", "filled", "free"))
-    stages = Stages(walk, *buffers, scales)
-    load = functools.partial(_load, walk, stages, a, b, a_scale, b_scale)
-    pl.when(warpgroup == t.warpgroups)(load)
+    a_smem, b_smem = smem["a_smem"], smem["b_smem"]
 
-    @pl.when(warpgroup < t.warpgroups)
-    def _():
-        _, of_products = mosaic.registers(t.warpgroups)
-        plgpu.set_max_registers(of_products, action="increase")
-        tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
+    def copies(step, rows, columns, stage, filled):
+        along = pl.ds(step * TILE_K, TILE_K)
+        for x, where, to, shared in (
+            (a, rows, a_smem, t.cluster == "n"),
+            (b, columns, b_smem, t.cluster == "m"),
+        ):
+            plgpu.copy_gmem_to_smem(
+                x.at[where, along],
+                to.at[stage],
+                filled,
+                collective_axes="pair" if shared else None,
+            )
+        if scales is not None:
+            block = lax.div(columns.start, BLOCK)
+            blocks = pl.ds(lax.div(block, SCALES) * SCALES, SCALES)
+            for x, where, to in (
+                (a_scale, rows, scales[0]),
+                (b_scale, blocks, scales[1]),
+            ):
+                plgpu.copy_gmem_to_smem(x.at[step, where], to.at[stage], filled)
 
-        @walk.tiles
-        def _(number, rows, columns):
-            if t.together:
-                tile.compute(number, rows, columns, part=warpgroup)
-            else:
-                turn = lax.rem(number, t.warpgroups) == warpgroup
-                pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _load(walk: Walk, stages: Stages, a, b, a_scale, b_scale) -> None:
-    """Loads steps along k into stages, as these become free."""
-    of_loads, _ = mosaic.registers(walk.tuning.warpgroups)
-    plgpu.set_max_registers(of_loads, action="decrease")
-    cluster = walk.tuning.cluster
+    stages = Stages(walk, a_smem, b_smem, smem["filled"], smem["free"], scales, copies)
+    stages.fill()
+    tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
 
     @walk.tiles
     def _(number, rows, columns):
-        @pl.loop(0, walk.steps)
-        def _(step):
-            along = pl.ds(step * TILE_K, TILE_K)
+        if t.together:
+            tile.compute(number, rows, columns, part=warpgroup)
+        else:
+            turn = lax.rem(number, t.warpgroups) == warpgroup
+            pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
 
-            def copies(stage, filled):
-                for x, where, smem, shared in (
-                    (a, rows, stages.a, cluster == "n"),
-                    (b, columns, stages.b, cluster == "m"),
-                ):
-                    plgpu.copy_gmem_to_smem(
-                        x.at[where, along],
-                        smem.at[stage],
-                        filled,
-                        collective_axes="pair" if shared else None,
-                    )
-
-                if stages.scales is not None:
-                    block = lax.div(columns.start, BLOCK)
-                    blocks = pl.ds(lax.div(block, SCALES) * SCALES, SCALES)
-                    for x, where, smem in (
-                        (a_scale, rows, stages.scales[0]),
-                        (b_scale, blocks, stages.scales[1]),
-                    ):
-                        plgpu.copy_gmem_to_smem(
-                            x.at[step, where], smem.at[stage], filled
-                        )
-
-            stages.fill(number, step, copies)
-
-    # The thread block must not end before the last arrival at its barriers.
-    stages.drain()
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)

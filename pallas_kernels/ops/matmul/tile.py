@@ -68,10 +68,15 @@ class Tile:
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
                 # Only the newest wgmma is still running: the stage before is free.
                 plgpu.wgmma_wait(1)
-                pl.when(step > 0)(lambda: stages.release(number, step - 1))
+
+                @pl.when(step > 0)
+                def _():
+                    stages.release(number, step - 1)
+                    stages.refill(number, step - 1)
 
             value = acc[...]
             stages.release(number, steps - 1)
+            stages.refill(number, steps - 1)
             return value
 
         shape = (self.tuning.height, self.tuning.tile_n)
@@ -95,16 +100,33 @@ class Tile:
                 first = first + length
             return self._pieces(number, columns, own, pieces, None, sums)
 
+        # Filling a stage again waits for all warpgroups that read it, while this one
+        # does not multiply. An iteration later they have read it.
+        behind = 2 if t.stages >= 3 * together else 1
+
+        def refill(j, count=together):
+            for step in range(count):
+                self.stages.refill(number, j * together + step)
+
         def body(j, sums):
+            # Here no accumulator is alive. That matters because compilers move
+            # additions beyond a branch, so that they need more registers.
+            pl.when(j >= behind)(lambda: refill(j - behind))
             return chunks(j * together, [every] * t.chunks, sums)
 
         shape = (t.height, t.tile_n // t.parts)
         zero = plgpu.layout_cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        sums = lax.fori_loop(0, steps // together, body, (zero,) * t.parts)
+        whole = steps // together
+        sums = lax.fori_loop(0, whole, body, (zero,) * t.parts)
+        for j in range(max(whole - behind, 0), whole):
+            refill(j)
         # The remaining steps do not fill an iteration of the loop.
         rest = steps % together
         lengths = [every] * (rest // every) + [rest % every] * (rest % every > 0)
-        return chunks(steps - rest, lengths, sums) if rest else sums
+        if rest:
+            sums = chunks(steps - rest, lengths, sums)
+            refill(whole, rest)
+        return sums
 
     def _pieces(self, number, columns, own, todo, running, sums):
         """Starts the first piece of `todo`, promotes the running one, then recurses."""
@@ -126,12 +148,16 @@ class Tile:
         if not todo:
             return promoted(0)
 
+        piece, *rest = todo
+        if piece.part == 0:
+            # Before the accumulator exists: with a branch between its zeros and the
+            # first wgmma, compilers let no other wgmma run beside this one.
+            for step in piece.steps:
+                stages.wait(number, step)
+
         def start(acc):
-            piece, *rest = todo
             part = pl.ds(piece.part * width, width)
             for step in piece.steps:
-                if piece.part == 0:
-                    stages.wait(number, step)
                 at = stages.at(number, step)
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
             # All parts of a step have the same row scales.
@@ -233,7 +259,7 @@ class Tile:
     @property
     def _angles_held(self) -> int:
         """The number of angles per position that are in registers at a time."""
-        return math.gcd(self.product.heads.size // 2, 16)
+        return math.gcd(self.product.heads.size // 2, 8)
 
     def _angles(self, rows, own):
         """Returns an iterator of cosines and sines, in the order of their use."""

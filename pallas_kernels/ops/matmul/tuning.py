@@ -28,7 +28,12 @@ def candidates(product: Product) -> list[Tuning]:
     if product.promote == 128:
         return [Tuning(**_TRIPLE), Tuning(**narrow, chunks=4, width=16)]
     if product.promote:
-        return [Tuning(parts=4, cluster="m"), Tuning(**narrow)]
+        thirds = {"tile_n": 192, "parts": 3}
+        return [
+            Tuning(**thirds, cluster="m", width=16),
+            Tuning(**thirds),
+            Tuning(**narrow),
+        ]
     # A wgmma instruction with more columns takes less energy per column, and a training
     # step runs at the GPU's power limit. Ping-pong warpgroups store a tile while the
     # next tile is computed.

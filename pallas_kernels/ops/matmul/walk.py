@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -29,25 +30,54 @@ class Walk:
         The number counts the tiles of this thread block. The last tiles overlap with
         others. Shared elements are computed and written twice, with the same values.
         """
-        t, (m, n) = self.tuning, self.shape
 
-        @plgpu.nd_loop((self.total,), collective_axes="sm")
-        def _(info):
-            at = list(plgpu.planar_snake(info.index[0], self.grid, 0, t.width))
-            if t.cluster:
-                # The two thread blocks of a cluster have neighbouring tiles.
-                axis = "mn".index(t.cluster)
-                at[axis] = 2 * at[axis] + lax.axis_index("pair")
-            rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
-            columns = lax.min(at[1] * t.tile_n, n - t.tile_n)
-            rows, columns = pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n)
-            body(info.local_index, rows, columns)
+        @pl.loop(0, self._tiles())
+        def _(number):
+            body(number, *self.place(number))
+
+    def place(self, number: Array) -> tuple[Any, Any]:
+        """Returns the rows and columns of a tile of this thread block."""
+        t, (m, n) = self.tuning, self.shape
+        index = lax.axis_index("sm") + number * lax.axis_size("sm")
+        at = snake(index, self.grid, t.width)
+        if t.cluster:
+            # The two thread blocks of a cluster have neighbouring tiles.
+            axis = "mn".index(t.cluster)
+            at[axis] = 2 * at[axis] + lax.axis_index("pair")
+        rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
+        columns = lax.min(at[1] * t.tile_n, n - t.tile_n)
+        return pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n)
 
     def all_steps(self) -> Array:
         """Returns the number of steps along k in all tiles of this thread block."""
+        return self._tiles() * self.steps
+
+    def _tiles(self) -> Array:
         blocks = lax.axis_size("sm")
-        mine = lax.div(self.total - lax.axis_index("sm") + blocks - 1, blocks)
-        return mine * self.steps
+        return lax.div(self.total - lax.axis_index("sm") + blocks - 1, blocks)
+
+
+def snake(index: Array, grid: tuple[int, int], width: int) -> list[Array]:
+    """Returns the row and column of a tile, by its number in the order of visits.
+
+    The visits go over stripes of `width` rows, and within a stripe column by column,
+    backwards in every other stripe. The last stripe can have fewer rows. `index` is
+    less than 2**20.
+    """
+    rows, columns = grid
+    whole, fewer = divmod(rows, width)
+    stripe, within = (f(index, width * columns) for f in (lax.div, lax.rem))
+    column, row = lax.div(within, width), lax.rem(within, width)
+    if fewer:
+        # A division by `width` or `fewer` would become one by a variable. The compiler
+        # calls a function for it, and with a call no wgmma runs beside another one.
+        share = (within.astype(jnp.float32) + 0.5) * (1 / fewer)
+        column_of_last = share.astype(jnp.int32)
+        last = stripe == whole
+        column = lax.select(last, column_of_last, column)
+        row = lax.select(last, within - column_of_last * fewer, row)
+    backwards = lax.rem(stripe, 2) == 1
+    return [stripe * width + row, lax.select(backwards, columns - 1 - column, column)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +92,8 @@ class Stages:
       free: Barriers that complete when no warpgroup reads a stage any longer.
       scales: The scales of a's rows and of b's blocks for each stage; None without
         per-block scales.
+      copies: Starts the copies of a step, at rows of a and rows of b, into a stage; its
+        last argument is the barrier at which they arrive.
     """
 
     walk: Walk
@@ -70,48 +102,63 @@ class Stages:
     filled: Any
     free: Any
     scales: tuple[Any, Any] | None
+    copies: Callable
 
-    def fill(self, number: Array, step: Array, copies: Callable) -> None:
-        """Waits until the stage is free, and calls `copies` with it and its barrier."""
-        position = number * self.walk.steps + step
-        stage = self.at(number, step)
+    def fill(self) -> None:
+        """Starts the copies of the first steps, which fill all stages."""
 
-        @pl.when(position >= self.walk.tuning.stages)
+        @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            plgpu.barrier_wait(self.free.at[stage])
+            @pl.loop(0, lax.min(self.walk.all_steps(), self.walk.tuning.stages))
+            def _(position):
+                self._load(position)
 
-        copies(stage, self._filled(number, stage))
+    def _load(self, position: Array) -> None:
+        """Starts the copies of a step, which is counted over all tiles."""
+        number = lax.div(position, self.walk.steps)
+        step = lax.rem(position, self.walk.steps)
+        stage = lax.rem(position, self.walk.tuning.stages)
+        barrier = self._own(self.filled, number, stage)
+        self.copies(step, *self.walk.place(number), stage, barrier)
 
     def wait(self, number: Array, step: Array) -> None:
         """Waits until a step of a tile has arrived in its stage."""
-        plgpu.barrier_wait(self._filled(number, self.at(number, step)))
+        plgpu.barrier_wait(self._own(self.filled, number, self.at(number, step)))
 
     def release(self, number: Array, step: Array) -> None:
         """Signals that this warpgroup has read a step of a tile."""
-        plgpu.barrier_arrive(self.free.at[self.at(number, step)])
+        plgpu.barrier_arrive(self._own(self.free, number, self.at(number, step)))
 
-    def drain(self) -> None:
-        """Waits until all filled stages are free."""
-        stages = self.walk.tuning.stages
+    def refill(self, number: Array, step: Array) -> None:
+        """Fills the stage of a step that this warpgroup has released.
 
-        @pl.loop(0, stages)
-        def _(j):
-            position = self.walk.all_steps() - 1 - j
+        One of the warpgroups that read the step waits for the others, and starts the
+        copies of the step that is next in this stage.
+        """
+        free = self._own(self.free, number, self.at(number, step))
 
-            @pl.when(position >= 0)
-            def _():
-                plgpu.barrier_wait(self.free.at[lax.rem(position, stages)])
+        def fill():
+            # After the last step, too: a thread block must not end before the last
+            # arrival at its barriers.
+            plgpu.barrier_wait(free)
+            following = number * self.walk.steps + step + self.walk.tuning.stages
+            pl.when(following < self.walk.all_steps())(lambda: self._load(following))
+
+        if self.walk.tuning.together:
+            pl.when(lax.axis_index("warpgroup") == 0)(fill)
+        else:
+            fill()
 
     def at(self, number: Array, step: Array) -> Array:
         """Returns the stage of a step of a tile."""
         return lax.rem(number * self.walk.steps + step, self.walk.tuning.stages)
 
-    def _filled(self, number: Array, stage: Array) -> Any:
-        """Returns the barrier that completes when a stage is filled.
+    def _own(self, barriers: Any, number: Array, stage: Array) -> Any:
+        """Returns the barrier of a stage for the warpgroups that compute a tile.
 
         Each ping-pong warpgroup has barriers of its own. A warpgroup that does not wait
         for every completion of a barrier cannot tell whether the barrier has completed.
         """
         tuning = self.walk.tuning
         turn = 0 if tuning.together else lax.rem(number, tuning.warpgroups)
-        return self.filled.at[turn * tuning.stages + stage]
+        return barriers.at[turn * tuning.stages + stage]

@@ -356,5 +356,5 @@ def _backward_tuning(function: Norm) -> Tuning:
     if function.kind == "rms" and 8192 < function.n <= 11264:
         # Registers have room for a row of this length if more sums are in shared
         # memory.
-        return Tuning(ctas=2, stages=3, held=function.n, sums=32)
+        return Tuning(ctas=2, stages=3, held=function.n, sums=24)
     return Tuning(ctas=2, stages=3)

@@ -1,0 +1,23 @@
+"""Tests that a step is measured on several devices as on one."""
+
+import pytest
+
+from experiments.bench import model_step
+
+pytestmark = pytest.mark.distributed
+MODEL = model_step.Model(
+    hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, vocab=256, seq=32
+)
+
+
+@pytest.mark.parametrize("case", ["bf16", "te", "coat"])
+def test_a_step_on_two_devices_has_the_losses_of_one(case):
+    """Two sequences on each of two devices are the batch of four of one device."""
+    one = model_step.measure(case, MODEL, 4, 2, gpus=1)
+    two = model_step.measure(case, MODEL, 2, 2, gpus=2)
+    assert (two["mesh"], two["gpus"]) == ("fsdp=2", 2)
+    assert two["first_loss"] == pytest.approx(one["first_loss"], rel=2e-3)
+    assert two["last_loss"] == pytest.approx(one["last_loss"], rel=2e-3)
+    assert two["last_loss"] < two["first_loss"]
+    assert two["tokens_per_s_per_gpu"] == two["tokens_per_s"] / 2
+    assert two["parameters_gib"] == one["parameters_gib"] / 2
