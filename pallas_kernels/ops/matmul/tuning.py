@@ -150,7 +150,7 @@ def tiles(product: Product, m: int, n: int, k: int) -> Tuning | None:
 
 @functools.cache
 def heuristic(product: Product, m: int, n: int) -> Tuning | None:
-    """Returns the first candidate that computes at most 3% of the output twice.
+    """Returns the first candidate that computes at most 4% of the output twice.
 
     If there is none, returns the candidate that computes the fewest elements twice, or
     None if no candidate can compute the output. Thread blocks with few tiles each are
@@ -159,7 +159,7 @@ def heuristic(product: Product, m: int, n: int) -> Tuning | None:
     tried = (t for t in candidates(product) if not t.transposed)
     able = [t for t in tried if obstacle(product, t, m, n) is None]
     found = [t for t in able if t.cluster is None or m * n >= _PAIRED] or able
-    frugal = (t for t in found if _computed(t, m, n) <= 1.03 * m * n)
+    frugal = (t for t in found if _computed(t, m, n) <= 1.04 * m * n)
     return next(frugal, min(found, key=lambda t: _computed(t, m, n), default=None))
 
 
