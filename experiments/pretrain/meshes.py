@@ -69,9 +69,7 @@ def parse(text: str) -> dict[str, int]:
     return sizes
 
 
-def make(
-    sizes: Mapping[str, int] | None, *, devices: int | None = None
-) -> Mesh | None:
+def make(sizes: Mapping[str, int] | None, *, devices: int | None = None) -> Mesh | None:
     """Returns the mesh that a training is spread over; None means one device.
 
     Args:
