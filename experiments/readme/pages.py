@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from experiments.common.results import load
-from experiments.readme import optimizer, speed, training
+from experiments.readme import layers, optimizer, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Case and batch size of each row of the table at the top of README.md.
@@ -41,6 +41,8 @@ def results() -> str:
         speed.end_to_end(),
         speed.estimates(),
         speed.layer(),
+        layers.versions(),
+        layers.foreign(),
         speed.activations(),
         training.pretraining(),
         training.meshes(),

@@ -1,0 +1,59 @@
+"""Sections of experiments/README.md on layers: on two versions of JAX, and of users."""
+
+from experiments.common.results import load
+
+_VERSIONS = ("0.11.2", "0.12.0.1")
+
+
+def versions() -> str:
+    """Returns the section on one Llama layer with the oldest and the newest JAX."""
+    found = [load("bench_layer", f"bench_layer_h100_jax_{v}") for v in _VERSIONS]
+    old, new = ({row["case"]: row for row in f["rows"]} for f in found)
+    shape = next(iter(new.values()))
+    lines = [
+        "**One Llama layer with the oldest and the newest JAX** (`bench_layer`): the "
+        f"layer of Llama-3-8B (hidden {shape['hidden']:,}, {shape['intermediate']:,}, "
+        f"{shape['kv_heads']} key heads, batch {shape['batch']}, sequence "
+        f"{shape['seq']:,}), each version on one of two {found[0]['device']['name']} "
+        "of one machine: milliseconds of forward, of backward and of both, and times "
+        "`bf16`.",
+        "",
+        "| | saved | " + " | ".join(f"JAX {v}" for v in _VERSIONS) + " |",
+        "| --- | --- |" + " --- |" * len(_VERSIONS),
+    ]
+    for case, row in new.items():
+        cells = [
+            f"{r['forward_ms']:.2f} + {r['backward_ms']:.2f} = "
+            f"{r['forward_backward_ms']:.2f} ({r['ratio_to_bf16']:.2f})"
+            for r in (old[case], row)
+        ]
+        lines.append(f"| {case} | {row['saved_units']:.1f}U | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def foreign() -> str:
+    """Returns the section on layers that users of Flax wrote."""
+    results = load("bench_foreign")
+    rows = {(row["layer"], row["case"]): row for row in results["rows"]}
+    cases = list(dict.fromkeys(case for _, case in rows))
+    shape = results["rows"][0]
+    lines = [
+        "**Layers of plain Flax** (`bench_foreign`): milliseconds of forward and "
+        f"backward in BF16 (hidden {shape['hidden']:,}, batch {shape['batch']}, "
+        f"sequence {shape['seq']:,}) on one {results['device']['name']} with JAX "
+        f"{results['versions']['jax']}, times `bf16`, and what is saved. `both` is "
+        "`coat.fp8_remat` around a layer whose `dot_general` is "
+        "`coat.fp8_dot_general`, and `fp8` the layer converted by `coat.fp8`. "
+        + results.get("note", ""),
+        "",
+        "| | " + " | ".join(f"`{case}`" for case in cases) + " |",
+        "| --- |" + " --- |" * len(cases),
+    ]
+    for layer in dict.fromkeys(layer for layer, _ in rows):
+        cells = [
+            f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f}), "
+            f"{row['saved_units']:.1f}U"
+            for row in (rows[layer, case] for case in cases)
+        ]
+        lines.append(f"| {layer} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
