@@ -1,0 +1,37 @@
+"""Tests the order in which a matmul visits its tiles."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.ops.matmul.walk import snake
+
+
+def visits(rows, columns, width):
+    """Yields the tiles stripe by stripe, as a person would list them."""
+    for number, first in enumerate(range(0, rows, width)):
+        stripe = range(first, min(first + width, rows))
+        order = range(columns) if number % 2 == 0 else reversed(range(columns))
+        for column in order:
+            for row in stripe:
+                yield row, column
+
+
+@pytest.mark.parametrize("width", [1, 4, 8, 16])
+@pytest.mark.parametrize("grid", [(8, 8), (43, 32), (5, 7), (3, 200), (1, 1)])
+def test_visits_go_to_and_fro_in_stripes(grid, width):
+    numbers = jnp.arange(grid[0] * grid[1], dtype=jnp.int32)
+    rows, columns = jax.vmap(lambda number: snake(number, grid, width))(numbers)
+    found = zip(np.asarray(rows).tolist(), np.asarray(columns).tolist(), strict=True)
+    assert list(found) == list(visits(*grid, width))
+
+
+@pytest.mark.parametrize("width", [3, 7, 13, 15])
+def test_shares_of_the_last_stripe_are_whole_numbers(width):
+    """The division in float32 is exact for more tiles than a matmul has."""
+    columns = 60_000
+    numbers = jnp.arange(width * columns, dtype=jnp.int32)
+    rows, found = jax.vmap(lambda n: snake(n, (width, columns), 16))(numbers)
+    np.testing.assert_array_equal(found, np.arange(width * columns) // width)
+    np.testing.assert_array_equal(rows, np.arange(width * columns) % width)
