@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from experiments.pretrain.memory import device_peak_bytes
 from experiments.pretrain.rows import NoRows, RowLog
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Recipe
-from experiments.pretrain.training import Metrics, Trainer, TrainState
+from experiments.pretrain.training import Trainer, TrainState
 
 _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profiled.
 
@@ -89,8 +90,10 @@ class Loop:
                 if row is None:
                     continue
                 stopping, step = processes.anywhere(stop.made), self.progress.step
-                if self._is_due(self.run.settings.eval_every):
-                    self._validate(row)
+                due = self._is_due(self.run.settings.eval_every)
+                if due and self._validate(row) == "rollback":
+                    self._roll_back()
+                    continue
                 self.metrics.write(row)
                 self._show(row)
                 is_due = self._is_due(self.run.settings.save_every)
@@ -134,10 +137,11 @@ class Loop:
         self._done += 1
         if found.ok:
             self._losses.append(row["loss"])
-        elif self._answer(step, found, limit) == "rollback":
-            self._roll_back()
-            return None
         else:
+            line = description(found, self.trainer.parameter_names, limit)
+            if self._answer(step, line, "skipped") == "rollback":
+                self._roll_back()
+                return None
             self.progress.skipped += 1
             row["skipped"] = True
         for report in health.rows(found.reports):
@@ -145,15 +149,23 @@ class Loop:
         self.progress.step = step
         return row
 
-    def _answer(self, step: int, found: Metrics, limit: float) -> str:
-        """Says what is done about a bad step and returns it: "skip" or "rollback"."""
+    def _answer(self, step: int, found: str, skip: str) -> str:
+        """Says what is done about a bad step and returns it: "skip" or "rollback".
+
+        Args:
+          step: The step.
+          found: A description of what is bad about it.
+          skip: What is done to skip it.
+
+        Raises:
+          BadStep: If the answer is to stop.
+        """
         answer, origin = self.run.settings.bad_step, self.progress.origin
-        line = f"{self.recipe}, step {step}: "
-        line += description(found, self.trainer.parameter_names, limit)
+        line = f"{self.recipe}, step {step}: {found}"
         is_last = answer == "rollback" and self.progress.rollbacks == MOST_ROLLBACKS
         if answer == "stop" or is_last:
             raise BadStep(line)
-        going_on = f"back to step {origin}" if answer == "rollback" else "skipped"
+        going_on = f"back to step {origin}" if answer == "rollback" else skip
         tqdm.write(f"{line}; {going_on}")
         return answer
 
@@ -182,10 +194,19 @@ class Loop:
 
         return deque(processes.on_main(read), maxlen=LOSSES)
 
-    def _validate(self, row: dict[str, Any]) -> None:
-        row |= self.measure(self.trainer, self.state)
-        for found in self.trainer.moment_rows(self.state):
-            self.moments.write({"recipe": self.recipe, "step": row["step"]} | found)
+    def _validate(self, row: dict[str, Any]) -> str | None:
+        """Validates the state; returns what is done about results that are not finite.
+
+        Training can go on for long with parameters that only some inputs send to NaN.
+        """
+        found, answer = self.measure(self.trainer, self.state), None
+        if bad := [f"{k} {v:.4g}" for k, v in found.items() if not math.isfinite(v)]:
+            answer = self._answer(row["step"], ", ".join(bad), "the training goes on")
+        row |= found
+        if answer != "rollback":
+            for own in self.trainer.moment_rows(self.state):
+                self.moments.write({"recipe": self.recipe, "step": row["step"]} | own)
+        return answer
 
     def _save(self) -> None:
         logs = self.metrics, self.moments, self.health

@@ -228,6 +228,45 @@ def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsy
     assert [r["step"] for r in _rows(out) if "skipped" in r] == [5, 6, 7, 8]
 
 
+@pytest.fixture(scope="module")
+def bad_validation(text, tmp_path_factory):
+    """A file of text with a mark in the windows of validation alone."""
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_bytes(text)
+    held_out = sum(map(len, data.load_corpus([path]).validation))
+    path.write_bytes(text[:-held_out] + text[-held_out:].replace(b" ", _NAN))
+    batches = itertools.islice(_batches(path), 2 * _STEPS)
+    assert not any((batch == ord(_NAN)).any() for batch in batches)
+    return path
+
+
+def test_a_nan_in_validation_stops(bad_validation, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert _train(bad_validation, out) == 1
+    assert "error: bf16, step 6: val_loss nan; to leave it" in capsys.readouterr().out
+    assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4, 5]
+    assert _resume(out, "--bad-step", "skip") == 0
+    said = capsys.readouterr().out
+    assert "bf16, step 6: val_loss nan; the training goes on" in said
+    rows = _rows(out)
+    assert [row["step"] for row in rows if row.get("val_loss", 0) is None] == [6, 12]
+    assert not any("skipped" in row for row in rows)
+    assert [row["loss"] for row in rows] == _trained(bad_validation, set())[0]
+
+
+def test_a_nan_in_validation_rolls_back(bad_validation, tmp_path, capsys):
+    out = tmp_path / "run"
+    assert _train(bad_validation, out, "--bad-step", "rollback") == 1
+    said = capsys.readouterr().out
+    assert said.count("bf16, step 6: val_loss nan; back to step 4") == 3
+    assert "error: bf16, step 6: val_loss nan" in said
+    # Each return goes on with the next two batches.
+    losses, _ = _trained(bad_validation, {5, 6, 7, 8, 9, 10}, count=5)
+    rows = _rows(out)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in rows] == losses
+
+
 def _interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
