@@ -14,7 +14,7 @@ from experiments.estimate.measured import estimate
 from experiments.pretrain.memory import device_limit_bytes
 
 Row = dict[str, Any]
-# From the largest to the smallest.
+# The largest comes first.
 PRESETS = ("llama-30b", "llama2-13b", "llama2-7b")
 TINY = Model(
     hidden=256, intermediate=512, layers=2, heads=2, kv_heads=2, vocab=512, seq=128

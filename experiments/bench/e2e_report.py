@@ -256,13 +256,13 @@ def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float
 def live(rows: Sequence[Row]) -> Table:
     """Returns what `e2e_live` has measured, with predictions; sizes in MiB."""
     first = rows[0]
-    title = "{layers} layers of {hidden}, one sequence of {seq} tokens".format(**first)
     found = new_table(
-        title,
+        f"{first['layers']} layers of {first['hidden']}, one sequence of "
+        f"{first['seq']} tokens; sizes in MiB",
         "",
         "ms a step",
         "tokens/s",
-        "optimizer, MiB",
+        "optimizer",
         "saved",
         "peak",
         "predicted for a GPU",
