@@ -16,7 +16,6 @@ import argparse
 import dataclasses
 import itertools
 import multiprocessing
-import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -28,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from experiments.bench.model_step import Model, measure_alone
+from experiments.bench.model_step import Model, measure_alone, take_memory
 from experiments.common import results
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.programs import new_parser
@@ -60,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     model = Model(**{name: getattr(args, name) for name in _sizes()})
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    take_memory(at_once=False)
     try:
         rows = known_rows(args.out, model)
     except ValueError as error:

@@ -112,11 +112,19 @@ def measure_alone(
 
     JAX must not have been used in this process yet.
     """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "true"
+    take_memory(at_once=True)
+    return measure(case, model, batch, steps, gpus)
+
+
+def take_memory(*, at_once: bool) -> None:
+    """Lets this process have most of the devices' memory, at once or as it needs it.
+
+    JAX must not have been used in this process yet.
+    """
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(at_once).lower()
     # This is the older name of the variable below.
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
-    return measure(case, model, batch, steps, gpus)
 
 
 def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> Row:

@@ -1,8 +1,10 @@
 """The figure of a step's memory by kind, as the paper's figure 1."""
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 # The kinds of memory, from left to right in the figure, and their names.
@@ -15,42 +17,34 @@ KINDS = {
     "gathered": "gathered weights",
     "logits": "logits",
 }
-_COLORS = (
-    "#33415c",
-    "#d1495b",
-    "#8a94a8",
-    "#2a9d8f",
-    "#edae49",
-    "#8338ec",
-    "#b08968",
-)
 # The smallest share whose number is written into the bar.
 _LEAST = 0.04
 
 
+class Look(NamedTuple):
+    """The look of a kind of memory: lightness and hatch also tell kinds in grey."""
+
+    color: str
+    hatch: str = ""
+
+
+LOOKS = {
+    "parameters": Look("#33415c"),
+    "optimizer": Look("#d1495b", "//"),
+    "gradients": Look("#8a94a8"),
+    "saved": Look("#a9dfd6", ".."),
+    "workspace": Look("#f3cf8a"),
+    "gathered": Look("#8338ec", "\\\\"),
+    "logits": Look("#b08968", "xx"),
+}
+
+
 def draw(rows: list[dict[str, Any]]) -> Figure:
     """Draws a bar for each recipe, in GiB, with the share of each kind."""
-    figure = Figure(figsize=(9, 1.4 + 0.6 * len(rows)), layout="constrained", dpi=150)
+    figure = Figure(figsize=(9, 2 + 0.6 * len(rows)), layout="constrained", dpi=150)
     axes = figure.subplots()
-    places = np.arange(len(rows))[::-1]
-    starts = np.zeros(len(rows))
-    totals = np.array([row["peak_gib"] for row in rows])
-    for (kind, name), color in zip(KINDS.items(), _COLORS, strict=True):
-        values = np.array([row[f"{kind}_gib"] for row in rows])
-        if not values.any():
-            continue
-        axes.barh(places, values, 0.6, left=starts, color=color, label=name)
-        for place, start, value, total in zip(
-            places, starts, values, totals, strict=True
-        ):
-            if value > _LEAST * max(totals):
-                at = start + value / 2, place
-                text = f"{value / total:.0%}"
-                axes.text(*at, text, ha="center", va="center", color="w", fontsize=8)
-        starts += values
-    for place, total in zip(places, totals, strict=True):
-        axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
-    axes.set_yticks(places, [row["recipe"] for row in rows])
+    parts = {kind: [row[f"{kind}_gib"] for row in rows] for kind in KINDS}
+    stack(axes, [row["recipe"] for row in rows], parts, names=KINDS, looks=LOOKS)
     first = rows[0]
     where = first["mesh"] or "one GPU"
     axes.set_title(
@@ -59,12 +53,51 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
         fontsize=10,
     )
     axes.set_xlabel("GiB a GPU at the peak of a step")
-    figure.legend(
-        ncols=4,
-        frameon=False,
-        fontsize=8,
-        loc="upper center",
-        bbox_to_anchor=(0.5, -0.3),
-    )
-    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
     return figure
+
+
+def stack(
+    axes: Axes,
+    labels: Sequence[str],
+    parts: Mapping[str, Sequence[float]],
+    *,
+    names: Mapping[str, str],
+    looks: Mapping[str, Look],
+) -> None:
+    """Draws horizontal bars of stacked parts, with the parts' shares and the sums.
+
+    Args:
+      axes: The axes.
+      labels: The bars' labels, from top to bottom.
+      parts: The sizes of each kind of part, one for each bar.
+      names: The kinds' names in a legend.
+      looks: The kinds' looks.
+    """
+    places = np.arange(len(labels))[::-1]
+    sums = np.sum(list(parts.values()), axis=0)
+    starts = np.zeros(len(labels))
+    for kind, sizes in parts.items():
+        values = np.array(sizes)
+        if not values.any():
+            continue
+        color, hatch = looks[kind]
+        style = {"color": color, "hatch": hatch, "label": names[kind]}
+        axes.barh(places, values, 0.6, left=starts, edgecolor="white", **style)
+        for place, start, value, total in zip(
+            places, starts, values, sums, strict=True
+        ):
+            if value > _LEAST * max(sums):
+                _write_share(axes, start + value / 2, place, value / total)
+        starts += values
+    for place, total in zip(places, sums, strict=True):
+        axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
+    axes.set_yticks(places, labels)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _write_share(axes: Axes, x: float, y: float, share: float) -> None:
+    """Writes a share on a light ground, which is readable on every color and hatch."""
+    ground = {"boxstyle": "round,pad=0.15", "facecolor": "white", "linewidth": 0}
+    style = {"ha": "center", "va": "center", "fontsize": 8, "bbox": ground}
+    axes.text(x, y, f"{share:.0%}", **style)

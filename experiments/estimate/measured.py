@@ -52,24 +52,27 @@ def end_to_end(cases: Container[str] = CASES) -> Iterator[Row]:
         if "peak_gib" not in row or row["case"] not in cases:
             continue
         sizes = {field.name: row[field.name] for field in dataclasses.fields(Model)}
-        model = Model(**sizes)
-        loss, state = loss_function(row["case"], model)
-        tokens = jax.ShapeDtypeStruct((row["batch"], model.seq + 1), jnp.int32)
-        found = estimate_step(
-            loss,
-            *state,
-            tokens,
-            optimizer=default_optimizer(CASES[row["case"]].recipe),
-            logits=chunk_of_logits(row["batch"] * model.seq, model.vocab),
-        )
         names = {"of": "bench_e2e", "case": row["case"], "batch": row["batch"]}
         yield names | compared(
-            found,
+            estimate(row["case"], Model(**sizes), row["batch"]),
             step=row["peak_gib"],
             device=row.get("device_peak_gib"),
             saved=row["activations_gib"],
             optimizer=row["optimizer_gib"],
         )
+
+
+def estimate(case: str, model: Model, batch: int) -> MemoryEstimate:
+    """Returns the prediction for a case's step on one GPU."""
+    loss, state = loss_function(case, model)
+    tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    return estimate_step(
+        loss,
+        *state,
+        tokens,
+        optimizer=default_optimizer(CASES[case].recipe),
+        logits=chunk_of_logits(batch * model.seq, model.vocab),
+    )
 
 
 def pretraining() -> Iterator[Row]:

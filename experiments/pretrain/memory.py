@@ -21,6 +21,11 @@ def device_peak_bytes() -> int | None:
     return _largest("peak_bytes_in_use")
 
 
+def device_limit_bytes() -> int | None:
+    """Returns what this process may take of a device; None if no device says it."""
+    return _largest("bytes_limit")
+
+
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
     """Returns whether an error of JAX says that memory ran out."""
     return "RESOURCE_EXHAUSTED" in str(error)
@@ -45,7 +50,7 @@ def description(trainer: Trainer, settings: Settings) -> str:
     }
     largest = max(parts, key=parts.__getitem__)
     listed = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
-    limit = _largest("bytes_limit")
+    limit = device_limit_bytes()
     of = "" if limit is None else f" of {_gib(limit)}"
     advice = (
         "a smaller --batch-size or a larger --accumulate"

@@ -9,7 +9,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"
 # The picture or notebook that corresponds to a figure of the paper, and a remark.
 _RESULTS = "experiments/results"
 _OURS = {
-    1: ("", "`experiments.estimate` draws it for any model; not kept for 13B"),
+    1: ("", "predicted for 13B, beside the paper's, in notebook 08_end_to_end"),
     2: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
     3: (f"{_RESULTS}/quantization_error/quantization_error_124m_codes.png", ""),
     4: (

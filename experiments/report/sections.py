@@ -216,8 +216,9 @@ def _end_to_end() -> Section:
     return Section(
         title="Table 7: training steps, GB and tokens/s of a GPU",
         text="Ours are of one GPU with 141 GB, where BF16 fits too, with BF16 "
-        "parameters and float32 moments of `bf16` and `te`. Nothing was measured on "
-        "several GPUs yet; `experiments.estimate` predicts their memory.",
+        "parameters and float32 moments of `bf16` and `te`. Neither several GPUs "
+        "nor larger models were measured yet; notebook 08_end_to_end has their "
+        "predicted memory.",
         columns=TABLE_7_COLUMNS,
         rows=rows,
         source=_source(results),

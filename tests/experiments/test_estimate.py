@@ -67,6 +67,14 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
     widths = [[bar.get_width() for bar in bars] for bars in axes.containers]
     assert widths == [[3, 3], [1, 1]]
     assert {text.get_text() for text in axes.texts} == {"75%", "25%", " 4.0"}
+    figure.draw_without_rendering()
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.texts] == [
+        "parameters",
+        "saved activations",
+    ]
+    found, whole = legend.get_window_extent(), figure.bbox
+    assert whole.y0 <= found.y0 < found.y1 < axes.get_tightbbox().y0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Training steps of the largest Llama that fits on this GPU, or of a tiny one.
+
+The notebook 08_end_to_end calls it. Without a GPU the model is a tiny one that shows
+how a measurement goes and whose times mean nothing.
+"""
+
+from typing import Any
+
+from coat_jax.models import llama
+from coat_jax.models.memory import GIB
+from experiments.bench.e2e import measured
+from experiments.bench.model_step import Model, measure
+from experiments.estimate.measured import estimate
+from experiments.pretrain.memory import device_limit_bytes
+
+Row = dict[str, Any]
+# The largest comes first.
+PRESETS = ("llama-30b", "llama2-13b", "llama2-7b")
+TINY = Model(
+    hidden=256, intermediate=512, layers=2, heads=2, kv_heads=2, vocab=512, seq=128
+)
+_ON_GPU = ("bf16", "te", "coat", "coat_max")
+_ON_CPU = ("bf16", "coat")
+_STEPS = 3
+
+
+def measured_here() -> list[Row]:
+    """Measures steps of one sequence, and predicts their memory.
+
+    On a GPU each case runs in a process of its own. This process needs
+    `model_step.take_memory(at_once=False)` before it uses JAX there.
+    """
+    limit = device_limit_bytes()
+    if limit is None:
+        return [
+            measure(case, TINY, 1, _STEPS) | predicted(case, TINY) for case in _ON_CPU
+        ]
+    model = largest_model(limit)
+    return [
+        measured(case, model, 1, _STEPS, gpus=1) | predicted(case, model)
+        for case in _ON_GPU
+    ]
+
+
+def predicted(case: str, model: Model) -> Row:
+    """Returns the predicted peak of a case's step of one sequence."""
+    return {"predicted_peak_gib": estimate(case, model, 1).peak_bytes / GIB}
+
+
+def largest_model(limit: int) -> Model:
+    """Returns the largest model whose `coat` step of one sequence is predicted to fit.
+
+    It is the tiny one if no preset fits.
+
+    Args:
+      limit: The bytes of a GPU that the step may take.
+    """
+    models = (model_of(preset) for preset in PRESETS)
+    fit = (m for m in models if estimate("coat", m, 1).peak_bytes <= limit)
+    return next(fit, TINY)
+
+
+def model_of(preset: str) -> Model:
+    """Returns the sizes of a preset of `coat_jax.models.llama`."""
+    config = llama.CONFIGS[preset]
+    return Model(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        vocab=config.vocab_size,
+    )

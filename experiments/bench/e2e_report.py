@@ -1,0 +1,284 @@
+"""Tables and the figure of whole training steps, beside the paper's.
+
+The paper's are its table 7 and figure 1. Rows are those of `experiments.bench.e2e`, of
+`experiments.estimate.measured` and of `experiments.estimate.table_7`.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common.tables import new_table
+from experiments.estimate.figure import LOOKS, Look, stack
+from experiments.report.paper import TABLE_7
+
+Row = dict[str, Any]
+_MODEL = "Llama-2-7B"
+_RECIPES = ("bf16", "te", "coat", "coat_max")
+# The batch that most cases were measured with, and that of the paper's 7B model.
+_BATCH = 2
+# The number of GPUs of the paper's row that a single H200 with 141 GB stands beside.
+_PAPER_GPUS = 4
+_MIB_PER_GIB = 1024
+# The kinds of memory in the figure. The last is the paper's, which prints no other sum.
+_KINDS = {
+    "optimizer": "optimizer",
+    "saved": "saved activations",
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "rest": "the rest",
+    "unprinted": "parameters, gradients and the rest, in the paper",
+}
+_LOOKS = LOOKS | {"rest": LOOKS["workspace"], "unprinted": Look("#5f6b7d", "xx")}
+
+
+def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
+    """Returns the measured memory of the 7B model, with the prediction, by recipe.
+
+    Args:
+      measured: The rows of `bench_e2e`.
+      predicted: The rows of `estimate`.
+    """
+    found = new_table(
+        f"{_MODEL}, batch {_BATCH} a GPU, GiB; the paper's in GB",
+        "",
+        "optimizer",
+        "saved",
+        "the rest",
+        "peak",
+        "predicted peak",
+        "error",
+    )
+    peaks = {(r["case"], r["batch"]): r for r in predicted if r["of"] == "bench_e2e"}
+    paper = TABLE_7[_MODEL, _PAPER_GPUS, _BATCH]
+    for row in measured:
+        if row["case"] not in _RECIPES or row["batch"] != _BATCH:
+            continue
+        sizes = (row["optimizer_gib"], row["activations_gib"], row["device_peak_gib"])
+        prediction = peaks[row["case"], _BATCH]
+        found.add_row(
+            f"{row['case']}, one H200",
+            *_parts(*sizes),
+            f"{prediction['peak_gib']:.1f}",
+            f"{prediction['error_percent']:+.1f}%",
+        )
+        if row["case"] in paper:
+            label = f"  paper, {_PAPER_GPUS} H100s"
+            found.add_row(label, *_parts(*paper[row["case"]][:3]), "", "")
+    return found
+
+
+def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
+    """Returns the cells of the two sizes, the rest of the peak and the peak."""
+    return [
+        f"{size:.1f}" for size in (optimizer, saved, peak - optimizer - saved, peak)
+    ]
+
+
+def speed(measured: Sequence[Row]) -> Table:
+    """Returns the measured tokens per second by case and batch.
+
+    Args:
+      measured: The rows of `bench_e2e`.
+    """
+    found = new_table(
+        f"{_MODEL} on one H200, here",
+        "",
+        "batch",
+        "tokens/s",
+        "x bf16, same batch",
+        "x fastest bf16",
+    )
+    for row in measured:
+        ratio = row.get("ratio_to_bf16")
+        found.add_row(
+            row["case"],
+            str(row["batch"]),
+            f"{row['tokens_per_s']:,.0f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{row['ratio_to_best_bf16']:.2f}",
+        )
+    return found
+
+
+def paper_speed() -> Table:
+    """Returns the paper's tokens per second of a GPU at the largest batch."""
+    found = new_table(
+        "The paper's, on H100s of 80 GB",
+        "",
+        "GPUs",
+        "recipe",
+        "largest batch a GPU",
+        "tokens/s a GPU",
+        "x bf16",
+    )
+    for (model, gpus, _), by_recipe in TABLE_7.items():
+        bf16 = by_recipe["bf16"]
+        for recipe, values in by_recipe.items():
+            if not values:
+                cells = ["out of memory", "", ""]
+            else:
+                *_, batch, rate = values
+                ratio = f"{rate / bf16[-1]:.2f}" if bf16 else ""
+                cells = [str(batch), f"{rate:,}", ratio]
+            found.add_row(model, str(gpus), recipe, *cells)
+    return found
+
+
+def of_the_paper(predicted: Sequence[Row]) -> Table:
+    """Returns predictions for the paper's GPUs and batches, above the paper's figures.
+
+    Args:
+      predicted: The rows of `estimate_table_7`.
+    """
+    found = new_table(
+        "Predicted, GiB a GPU; the paper's below, GB",
+        "",
+        "recipe",
+        "optimizer",
+        "saved",
+        "the rest",
+        "peak",
+        "largest batch a GPU",
+    )
+    rows = [row for row in predicted if row["study"] == "paper"]
+    for key, group in itertools.groupby(rows, _setting):
+        model, gpus, batch = key
+        where = f"{gpus} GPU{'s' * (gpus > 1)}"
+        title = f"{model}, {where}, batch {batch}"
+        for row in group:
+            sizes = (row["optimizer_gib"], row["all_saved_gib"], row["peak_gib"])
+            most = str(row["largest_batch"] // gpus or "none")
+            found.add_row(title, row["recipe"], *_parts(*sizes), most)
+            title = ""
+            if row["recipe"] in TABLE_7[key]:
+                found.add_row("  paper", "", *_printed(TABLE_7[key][row["recipe"]]))
+        found.add_section()
+    return found
+
+
+def _setting(row: Row) -> tuple[str, int, int]:
+    """Returns the key of the paper's table."""
+    return row["model"], row["gpus"], row["batch"] // row["gpus"]
+
+
+def _printed(values: Sequence[float | None]) -> list[str]:
+    """Returns the cells of a row of the paper's table."""
+    if not values:
+        return ["", "", "", "out of memory", "none"]
+    optimizer, saved, peak, batch, _ = values
+    if optimizer is None or saved is None or peak is None:
+        return ["-", "-", "-", "-", str(batch)]
+    return [*_parts(optimizer, saved, peak), str(batch)]
+
+
+def of_gpus(predicted: Sequence[Row]) -> Table:
+    """Returns the predicted peaks and largest batches on one and on two GPUs.
+
+    Args:
+      predicted: The rows of `estimate_table_7`.
+    """
+    rows = [row for row in predicted if row["study"] == "gpus"]
+    memories = sorted({row["gpu_memory_gib"] for row in rows})
+    columns = [f"largest batch, {memory} GB" for memory in memories]
+    found = new_table(
+        "Predicted, a GPU, sequences of 2,048 tokens",
+        "",
+        "GPUs",
+        "recipe",
+        "peak of batch 1, GiB",
+        *columns,
+    )
+    most = {_case(row, row["gpu_memory_gib"]): row["largest_batch"] for row in rows}
+    for row in rows:
+        if row["gpu_memory_gib"] != memories[0]:
+            continue
+        found.add_row(
+            row["model"],
+            str(row["gpus"]),
+            row["recipe"],
+            f"{row['peak_gib']:.1f}",
+            *(str(most[_case(row, m)] // row["gpus"] or "none") for m in memories),
+        )
+    return found
+
+
+def _case(row: Row, memory: int) -> tuple[str, int, str, int]:
+    return row["model"], row["gpus"], row["recipe"], memory
+
+
+def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
+    """Draws the memory of a model by kind, predicted and the paper's, as in figure 1.
+
+    There is a panel for each number of GPUs on which the paper has all recipes.
+
+    Args:
+      predicted: The rows of `estimate_table_7`.
+      model: The model's name in the paper's table 7.
+    """
+    chosen = [k for k, v in TABLE_7.items() if k[0] == model and all(v.values())]
+    figure = Figure(figsize=(9, 1 + 3 * len(chosen)), layout="constrained", dpi=150)
+    panels = figure.subplots(len(chosen), 1, sharex=True, squeeze=False)
+    for axes, key in zip(panels.flat, chosen, strict=True):
+        bars: dict[str, dict[str, float]] = {}
+        for row in predicted:
+            if row["study"] == "paper" and _setting(row) == key:
+                bars[f"{row['recipe']}, predicted"] = _kinds(row)
+                if values := TABLE_7[key].get(row["recipe"]):
+                    bars[f"{row['recipe']}, paper"] = _paper_kinds(*values[:3])
+        parts = {k: [bar.get(k, 0.0) for bar in bars.values()] for k in _KINDS}
+        stack(axes, list(bars), parts, names=_KINDS, looks=_LOOKS)
+        _, gpus, batch = key
+        title = f"{model}, {gpus} GPUs, batch {batch} a GPU"
+        axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel("memory of a GPU at the peak of a step, GiB (the paper's: GB)")
+    handles, names = axes.get_legend_handles_labels()
+    style = {"ncols": 3, "frameon": False, "fontsize": 8}
+    figure.legend(handles, names, loc="outside lower center", **style)
+    return figure
+
+
+def _kinds(row: Row) -> dict[str, float]:
+    """Returns the GiB of a prediction by the figure's kinds."""
+    found = {kind: row[f"{kind}_gib"] for kind in list(_KINDS)[:4]}
+    return found | {"rest": row["peak_gib"] - sum(found.values())}
+
+
+def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float]:
+    """Returns the paper's GB by the figure's kinds."""
+    rest = peak - optimizer - saved
+    return {"optimizer": optimizer, "saved": saved, "unprinted": rest}
+
+
+def live(rows: Sequence[Row]) -> Table:
+    """Returns what `e2e_live` has measured, with predictions; sizes in MiB."""
+    first = rows[0]
+    found = new_table(
+        f"{first['layers']} layers of {first['hidden']}, one sequence of "
+        f"{first['seq']} tokens; sizes in MiB",
+        "",
+        "ms a step",
+        "tokens/s",
+        "optimizer",
+        "saved",
+        "peak",
+        "predicted for a GPU",
+    )
+    for row in rows:
+        peak = row.get("device_peak_gib") or row.get("peak_gib")
+        sizes = (row.get("optimizer_gib"), row.get("activations_gib"), peak)
+        found.add_row(
+            row["case"],
+            row.get("error") or f"{row['ms_per_step']:,.1f}",
+            "" if "error" in row else f"{row['tokens_per_s']:,.0f}",
+            *("" if size is None else _mib(size) for size in sizes),
+            _mib(row["predicted_peak_gib"]),
+        )
+    return found
+
+
+def _mib(gib: float) -> str:
+    return f"{gib * _MIB_PER_GIB:,.1f}"

@@ -1,0 +1,90 @@
+"""Predicts the memory of the models in the paper's table 7, without a GPU.
+
+    uv run python -m experiments.estimate.table_7
+
+The rows of the study "paper" have the paper's numbers of GPUs, batches and sequences,
+on GPUs of 80 GiB. Those of the study "gpus" have one and two GPUs of 80 and of 141 GiB,
+one sequence of 2,048 tokens on each. Parameters are BF16, and several GPUs split
+parameters, optimizer and batch (FSDP). Batches are those of all GPUs together.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from coat_jax.layers.recipes import RecipeName
+from experiments.common.programs import new_parser
+from experiments.common.results import default_path, write_results
+from experiments.estimate.__main__ import parser, row_of
+from experiments.report.paper import TABLE_7
+
+Row = dict[str, Any]
+RECIPES: tuple[RecipeName, ...] = ("bf16", "te", "coat", "coat_max")
+PRESETS = {
+    "Llama-2-7B": "llama2-7b",
+    "Llama-2-13B": "llama2-13b",
+    "Llama-30B": "llama-30b",
+}
+# GiB of an H100 and of an H200, as their names say; they have half a GiB less.
+GPU_MEMORIES = (80, 141)
+_SEQUENCE = 2048
+# The paper trains the 30B model on shorter sequences.
+_PAPER_SEQUENCES = {"Llama-30B": 1024}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = new_parser("experiments.estimate.table_7", __doc__)
+    out = default_path("estimate", "estimate_table_7")
+    top.add_argument("--out", type=Path, default=out)
+    args = top.parse_args(argv)
+    cases = itertools.chain(of_the_paper(), of_gpus())
+    write_results(args.out, rows=list(tqdm(cases, unit="case", disable=None)))
+
+
+def of_the_paper() -> Iterator[Row]:
+    """Yields the predictions for each setting of the paper's table."""
+    for model, gpus, batch in TABLE_7:
+        sequence = _PAPER_SEQUENCES.get(model, _SEQUENCE)
+        sizes = {"gpus": gpus, "batch": batch * gpus, "sequence": sequence}
+        for recipe in RECIPES:
+            yield prediction("paper", model, recipe, **sizes)
+
+
+def of_gpus() -> Iterator[Row]:
+    """Yields the predictions for one and two GPUs of both memories."""
+    for model, gpus, memory in itertools.product(PRESETS, (1, 2), GPU_MEMORIES):
+        for recipe in RECIPES:
+            sizes = {"gpus": gpus, "batch": gpus, "gpu_memory": memory}
+            yield prediction("gpus", model, recipe, **sizes)
+
+
+def prediction(
+    study: str,
+    model: str,
+    recipe: RecipeName,
+    *,
+    gpus: int,
+    batch: int,
+    sequence: int = _SEQUENCE,
+    gpu_memory: int = GPU_MEMORIES[0],
+) -> Row:
+    """Returns what `experiments.estimate` predicts, with the largest batch."""
+    options = {
+        "--preset": PRESETS[model],
+        "--batch": batch,
+        "--sequence": sequence,
+        "--gpu-memory": gpu_memory,
+    }
+    if gpus > 1:
+        options["--mesh"] = f"fsdp={gpus}"
+    argv = [str(part) for option in options.items() for part in option]
+    row = row_of(parser().parse_args([*argv, "--largest-batch"]), recipe)
+    return {"study": study, "model": model, "gpu_memory_gib": gpu_memory} | row
+
+
+if __name__ == "__main__":
+    main()
