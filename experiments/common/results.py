@@ -107,6 +107,11 @@ def load(experiment: str, name: str | None = None) -> dict[str, Any]:
     return json.loads((_PROJECT / default_path(experiment, name)).read_text())
 
 
+def picture(experiment: str, name: str) -> Path:
+    """Returns the path of the committed picture beside a results file."""
+    return _PROJECT / default_path(experiment, name).with_suffix(".png")
+
+
 def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
     """Returns the rows of a results file, or its entry `of`; no rows without a file.
 

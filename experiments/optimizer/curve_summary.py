@@ -18,11 +18,10 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
+from experiments.common.intervals import half_of_few
 from experiments.common.results import Bar
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
-# The 97.5% quantile of Student's t distribution with 1, 2, ... degrees of freedom.
-_T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _MOST_PERCENT = 0.5
 
 
@@ -84,8 +83,8 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         if error is not None:
             row["standard_error"] = float(error)
-            quantile = _T_975[min(len(last) - 1, len(_T_975)) - 1]
-            row["most_percent"] = float(unit * (mean + quantile * error))
+            half = half_of_few(float(error), len(last))
+            row["most_percent"] = float(unit * (mean + half))
         summary.append(row)
     return summary
 

@@ -1,53 +1,67 @@
-"""Plots loss.png: the training curves of a run's recipes, and their differences."""
+"""Draws the training curves of recipes and their differences, such as loss.png."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS
 from experiments.pretrain.runs import Run
+from experiments.pretrain.settings import Settings
 
-_MARKER = dict(marker="o", linestyle="none", markersize=5, markerfacecolor="white")
+_MARKER = dict(linestyle="none", markersize=5, markerfacecolor="white")
 
 
 def plot_losses(run: Run, token: str) -> Figure:
-    """Draws loss.png in the run's folder.
+    """Draws loss.png in the folder of a finished run; see `draw_losses`."""
+    figure = draw_losses(run.metrics(), run.settings, token)
+    figure.savefig(run.folder / "loss.png")
+    return figure
+
+
+def draw_losses(
+    metrics: Sequence[Mapping[str, Any]], settings: Settings, token: str
+) -> Figure:
+    """Draws the losses of trainings with the recipes of the settings.
 
     The upper panel shows each recipe's training loss, as a trailing moving average, and
     its validation losses. The lower panel shows the difference of both to the first
     recipe's losses, in percent.
 
     Args:
-      run: A finished run.
+      metrics: The rows of each recipe's steps.
+      settings: The settings of the trainings.
       token: The unit of the tokens: "byte" or "token".
     """
     figure = Figure(figsize=(9, 6.5), layout="constrained", dpi=150)
     losses, gaps = figure.subplots(2, sharex=True, height_ratios=(5, 2))
-    metrics = run.metrics()
-    window = max(1, run.steps // 40)
+    steps_in_all = max(row["step"] for row in metrics)
+    window = max(1, steps_in_all // 40)
     first = None
-    for recipe in run.settings.recipes:
+    for recipe in settings.recipes:
         rows = [row for row in metrics if row["recipe"] == recipe]
         val = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
         raw = np.array([row["loss"] for row in rows])
         smooth = trailing_mean(raw, window)
         first = first or (smooth, val)
         style = dict(color=RECIPE_COLORS[recipe])
+        line = style | dict(linestyle=RECIPE_LINES[recipe])
+        marker = style | _MARKER | dict(marker=RECIPE_MARKERS[recipe])
         steps = np.arange(1, raw.size + 1)
         losses.plot(steps, raw, **style, linewidth=0.6, alpha=0.15)
-        losses.plot(steps, smooth, **style, linewidth=1.6, label=recipe)
-        losses.plot(*_xy(val), **style, **_MARKER)
-        gaps.plot(steps, 100 * (smooth / first[0] - 1), **style, linewidth=1.4)
+        losses.plot(steps, smooth, **line, linewidth=1.6, label=recipe)
+        losses.plot(*_xy(val), **marker, label=f"{recipe}, validation")
+        gaps.plot(steps, 100 * (smooth / first[0] - 1), **line, linewidth=1.4)
         # Recipes that a longer run found at different steps have other validations.
         gap = {s: 100 * (x / first[1][s] - 1) for s, x in val.items() if s in first[1]}
-        gaps.plot(*_xy(gap), **style, **_MARKER, label=f"{recipe}, validation")
+        gaps.plot(*_xy(gap), **marker, label=f"{recipe}, validation")
     losses.set_ylim(*_interesting(metrics))
-    losses.set_ylabel(f"nats / {token}")
-    _explain(losses, gaps, run)
-    figure.savefig(run.folder / "loss.png")
+    losses.set_ylabel(f"loss, nats / {token}")
+    _explain(losses, gaps, settings)
+    gaps.set_xlim(0, 1.01 * steps_in_all)
     return figure
 
 
@@ -69,7 +83,7 @@ def _xy(points: Mapping[int, float]) -> tuple[list[int], list[float]]:
     return list(points.keys()), list(points.values())
 
 
-def _interesting(metrics: list[dict]) -> tuple[float, float]:
+def _interesting(metrics: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
     """Returns y limits that cut off the steep fall of the loss in the first steps."""
     values = [row[k] for row in metrics for k in ("loss", "val_loss") if k in row]
     values = np.array(values)[np.isfinite(values)]
@@ -78,20 +92,19 @@ def _interesting(metrics: list[dict]) -> tuple[float, float]:
     return low - margin, high + 3 * margin
 
 
-def _explain(losses: Axes, gaps: Axes, run: Run) -> None:
-    settings = run.settings
+def _explain(losses: Axes, gaps: Axes, settings: Settings) -> None:
     losses.set_title(
         f"{settings.preset}: {settings.batch_size} x {settings.seq_len} tokens a step",
         loc="left",
         fontsize=11,
     )
-    losses.plot([], [], color="0.4", **_MARKER, label="validation")
-    losses.legend(frameon=False, loc="upper right")
+    losses.legend(
+        frameon=False, loc="upper right", ncols=len(settings.recipes), handlelength=3
+    )
     gaps.set_ylabel(f"% from {settings.recipes[0]}")
     gaps.set_xlabel("step")
     gaps.axhspan(-1, 1, color="0.93", zorder=0)
     gaps.set_ylim(-2.5, 2.5)
-    gaps.set_xlim(0, 1.01 * run.steps)
     for axes in (losses, gaps):
         axes.grid(color="0.9", linewidth=0.6)
         axes.spines[["top", "right"]].set_visible(False)

@@ -16,7 +16,10 @@ _OURS = {
         f"{_RESULTS}/mixed_granularity/mixed_granularity_124m_flows.png",
         "times: mixed_granularity_124m_times.png beside it",
     ),
-    5: (f"{_RESULTS}/pretrain/pretrain_124m.png", "a 124M Llama on source code"),
+    5: (
+        f"{_RESULTS}/pretrain/pretrain_124m.png",
+        "a 124M Llama on source code; a small form is in notebook 05_pretraining",
+    ),
     6: ("", "not run: 300 billion tokens of a 7B model do not fit"),
     7: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),
     8: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),

@@ -115,7 +115,8 @@ def _pretraining() -> Section:
         text=f"Ours is a {ours['bf16']['parameters'] / 1e6:.0f}M Llama after "
         f"{results['steps']:,} steps on source code, in nats a byte; the paper's "
         "OLMo-1B has read text in tokens. Gaps between recipes compare, losses do not. "
-        "The paper's perplexities and tasks need data sets that would be downloads.",
+        "The paper's perplexities and tasks need data sets that would be downloads. "
+        "Notebook 05_pretraining compares gaps over several seeds with the paper's.",
         columns=columns,
         rows=rows,
         source=_source(results),

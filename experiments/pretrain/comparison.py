@@ -1,0 +1,214 @@
+"""Tables and a figure of trainings, with the paper's table 3 and poster beside them."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common.intervals import half_of_few
+from experiments.common.tables import new_table
+from experiments.optimizer.curve_summary import mean_and_error
+from experiments.pretrain.small import Trainings
+from experiments.report.paper import (
+    LOSS_COLUMNS,
+    POSTER,
+    POSTER_TOKENS,
+    TABLE_3,
+    TASK_COLUMNS,
+)
+
+Row = Mapping[str, Any]
+_PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}
+_TRAIN, _AVERAGE = LOSS_COLUMNS.index("train loss"), LOSS_COLUMNS.index("average ppl")
+_SETS = {name: LOSS_COLUMNS.index(f"{name} ppl") for name in ("WikiText", "C4", "Pile")}
+
+
+class _Final(NamedTuple):
+    """The end of a training: its loss, and the perplexity of held-out text."""
+
+    loss: float
+    held_out: float
+
+    def cells(self, bf16: "_Final") -> list[str]:
+        """Returns both and the training's perplexity, each with its gap to `bf16`."""
+        own, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
+        return [
+            cell
+            for x, reference in zip(own, theirs, strict=True)
+            for cell in (f"{x:#.5g}", f"{100 * (x / reference - 1):+.2f}")
+        ]
+
+
+def table_3(results: Mapping[str, Any]) -> Table:
+    """Returns a table of losses and perplexities beside the paper's, by recipe.
+
+    Args:
+      results: A summary of `experiments.pretrain`, with a row of `bf16`.
+    """
+    rows = {row["recipe"]: row for row in results["rows"]}
+    name = f"{rows['bf16']['parameters'] / 1e6:.0f}M Llama, here"
+    models = {
+        name: {
+            recipe: _Final(row["train_loss"], math.exp(row["val_loss"]))
+            for recipe, row in rows.items()
+        }
+    }
+    for model, values in _PAPER.items():
+        models[model] = {r: _Final(x[_TRAIN], x[_AVERAGE]) for r, x in values.items()}
+    names = ("training\nloss", "training\nperplexity", "held-out\nperplexity")
+    heads = [head for name in names for head in (name, "gap, %")]
+    title = "Table 3: losses in nats and perplexities, a byte (here) or a token (paper)"
+    table = new_table(title, "", "", *heads)
+    for recipe in rows:
+        for model, finals in models.items():
+            if recipe in finals:
+                cells = finals[recipe].cells(finals["bf16"])
+                table.add_row(recipe, model, *cells)
+    return table
+
+
+def accuracies() -> Table:
+    """Returns the paper's accuracies of tasks, none of which is measured here."""
+    table = new_table("The paper's accuracies", "", "", *TASK_COLUMNS)
+    for model, rows in _PAPER.items():
+        for recipe, values in rows.items():
+            table.add_row(recipe, model, *map(str, values[len(LOSS_COLUMNS) :]))
+    return table
+
+
+def days(results: Mapping[str, Any]) -> Table:
+    """Returns a table of the days that the poster's training takes on one device.
+
+    Args:
+      results: The results of `experiments.bench.e2e`, which times steps of a 7B model.
+    """
+    device, tokens = results["device"]["name"], POSTER_TOKENS
+    title = f"A 7B model on {tokens / 1e9:.0f} billion tokens"
+    table = new_table(title, "", "tokens/s", "days")
+    speeds = [(row["case"], row["tokens_per_s"]) for row in results["rows"]]
+    for recipe in TABLE_3:
+        fastest = max(speed for case, speed in speeds if case == recipe)
+        label = f"{recipe}, one {device}"
+        table.add_row(label, f"{fastest:,.0f}", f"{tokens / fastest / 86_400:.0f}")
+    return table
+
+
+def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
+    """Returns by how many percent losses exceed `bf16`'s of the same seed.
+
+    Args:
+      rows: The rows of a results file of `experiments.pretrain.seeds`.
+      key: The loss that is compared.
+
+    Returns:
+      The gaps of all seeds, by recipe and scaling, in the order of the rows.
+    """
+    rows = list(rows)
+    plain = {row["seed"]: row[key] for row in rows if row["recipe"] == "bf16"}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        if row["recipe"] != "bf16":
+            delayed = ", delayed" if row["scaling"] == "delayed" else ""
+            own = found.setdefault(row["recipe"] + delayed, [])
+            own.append(100 * (row[key] / plain[row["seed"]] - 1))
+    return found
+
+
+def seeds(rows: Sequence[Row]) -> Table:
+    """Returns a table of gaps to `bf16` of the same seed, with 95% intervals."""
+    losses = {"training loss": "train_loss", "validation loss": "val_loss"}
+    found = {name: gaps(rows, key) for name, key in losses.items()}
+    title = "Loss above bf16's of the same seed, percent, and 95% intervals"
+    heads = [head for name in losses for head in (name, "each seed")]
+    table = new_table(title, "", "seeds", *heads)
+    for recipe, first in found["training loss"].items():
+        cells = []
+        for by_recipe in found.values():
+            each = by_recipe[recipe]
+            cells += [_interval(each), " ".join(f"{gap:+.2f}" for gap in each)]
+        table.add_row(recipe, str(len(first)), *cells)
+    return table
+
+
+def _interval(values: Sequence[float]) -> str:
+    """Returns the mean and half of its 95% interval; one value has no interval."""
+    mean, half = _mean_and_half(values)
+    return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
+
+
+def _mean_and_half(values: Sequence[float]) -> tuple[float, float | None]:
+    mean, error = mean_and_error(np.array(values))
+    half = None if error is None else half_of_few(float(error), len(values))
+    return float(mean), half
+
+
+def draw_gaps(rows: Sequence[Row]) -> Figure:
+    """Draws gaps of the training loss by recipe and seed, and the paper's.
+
+    Args:
+      rows: The rows of a results file of `experiments.pretrain.seeds`.
+    """
+    drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
+    axes = drawn.subplots()
+    found = gaps(rows, "train_loss")
+    places = {recipe: -place for place, recipe in enumerate(found)}
+    for recipe, values in found.items():
+        mean, half = _mean_and_half(values)
+        if half is not None:
+            axes.errorbar(mean, places[recipe], xerr=half, fmt="|k", capsize=4, ms=14)
+        here = axes.scatter(values, [places[recipe]] * len(values), c="0.3", zorder=3)
+    here.set_label("one seed, here")
+    for (model, values), marker in zip(_PAPER.items(), "sD", strict=True):
+        bf16 = values["bf16"][_TRAIN]
+        own = [recipe for recipe in values if recipe in places]
+        percent = [100 * (values[recipe][_TRAIN] / bf16 - 1) for recipe in own]
+        heights = [places[recipe] - 0.28 for recipe in own]
+        style = {"marker": marker, "facecolor": "white", "edgecolor": "black"}
+        axes.scatter(percent, heights, **style, label=model)
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    axes.set_yticks(list(places.values()), list(places))
+    axes.set_ylim(min(places.values()) - 0.6, 0.6)
+    axes.set_xlabel("training loss above bf16's, % (bars: 95% interval of the mean)")
+    axes.set_ylabel("recipe")
+    axes.legend(frameon=False, fontsize=9)
+    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)
+    return drawn
+
+
+def texts(trainings: Trainings) -> Table:
+    """Returns a table of perplexities by kind of text, beside the paper's.
+
+    Gaps are to `bf16` with the same seed, with 95% intervals over seeds.
+    """
+    kinds = list(dict.fromkeys(row["text"] for row in trainings.texts))
+    losses = {
+        (recipe, kind): np.array(
+            [
+                row["loss"]
+                for row in trainings.texts
+                if (row["recipe"], row["text"]) == (recipe, kind)
+            ]
+        )
+        for recipe in trainings.settings.recipes
+        for kind in kinds
+    }
+    title = "Perplexity of held-out text, a byte (here) or a token (paper)"
+    table = new_table(title, "", "text", "bf16", "perplexity", "gap, %")
+    for recipe in trainings.settings.recipes:
+        if recipe == "bf16":
+            continue
+        for kind in kinds:
+            plain, own = losses["bf16", kind], losses[recipe, kind]
+            cells = (f"{math.exp(x.mean()):.3f}" for x in (plain, own))
+            gap = _interval(100 * np.expm1(own - plain))
+            table.add_row(recipe, f"{kind}, here", *cells, gap)
+        for model, values in _PAPER.items():
+            for name, at in _SETS.items() if recipe in values else ():
+                plain, own = values["bf16"][at], values[recipe][at]
+                gap = f"{100 * (own / plain - 1):+.2f}"
+                table.add_row(recipe, f"{name}, {model}", str(plain), str(own), gap)
+    return table

@@ -1,0 +1,47 @@
+"""Texts that no training read, of other kinds than the text that it read.
+
+The paper validates on three sets of text, of which no download is at hand. These come
+with the packages that every machine with this project has.
+"""
+
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+
+import jax
+import numpy as np
+from jaxtyping import Int32
+
+from experiments.pretrain import data, text
+from experiments.pretrain.settings import Settings
+
+
+def source_of_jax() -> Iterator[bytes]:
+    """Yields the Python files of JAX, sorted by path."""
+    for path in sorted(Path(jax.__file__).parent.rglob("*.py")):
+        yield path.read_bytes()
+
+
+def descriptions() -> Iterator[bytes]:
+    """Yields the descriptions of all installed packages: English prose, with markup."""
+    found = {each.metadata.json.get("description") for each in metadata.distributions()}
+    for description in sorted(filter(None, found)):
+        yield str(description).encode()
+
+
+KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
+    "Python files of JAX": source_of_jax,
+    "prose of packages": descriptions,
+}
+
+
+def batches(settings: Settings) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
+    """Returns batches of each kind of text, as many and as large as of validation."""
+    return {
+        kind: data.validation_batches(
+            data.Windows([text.encode_bytes(texts())], settings.seq_len, kind),
+            batch_size=settings.batch_size,
+            count=settings.eval_batches,
+        )
+        for kind, texts in KINDS.items()
+    }
