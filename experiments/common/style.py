@@ -9,6 +9,7 @@ RECIPE_COLORS: dict[RecipeName, str] = {
     "coat_max": "#edae49",
     "coat_block": "#7b4ea3",
 }
+# Lines, markers and bars differ in grey, too.
 RECIPE_LINES: dict[RecipeName, str | tuple[int, tuple[float, ...]]] = {
     "bf16": "-",
     "te": (0, (4, 1.5)),
@@ -22,4 +23,11 @@ RECIPE_MARKERS: dict[RecipeName, str] = {
     "coat": "^",
     "coat_max": "D",
     "coat_block": "v",
+}
+RECIPE_HATCHES: dict[RecipeName, str] = {
+    "bf16": "",
+    "te": "////",
+    "coat": "...",
+    "coat_max": "xxx",
+    "coat_block": "---",
 }

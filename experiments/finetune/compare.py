@@ -9,10 +9,11 @@ with the first one question by question.
 
 There are two intervals of a difference. That over questions holds for these seeds: a
 question's differences are averaged over the seeds, and questions are independent. That
-over seeds holds for these questions, and is wide where seeds are few.
+over seeds holds for these questions, is wide where seeds are few, and infinite for one.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,22 +21,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from rich.console import Console, Group
-from rich.table import Table
 
-from experiments.common.intervals import mean_and_half
+from experiments.common.intervals import mean_and_half, wilson
 from experiments.common.programs import new_parser, one_line
-from experiments.common.results import Bar, default_path, write_results
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.results import default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
-from experiments.common.tables import new_table
-from experiments.finetune import arguments, program
+from experiments.finetune import arguments, compare_report, program
 from experiments.finetune.settings import FinetuneRun
 from experiments.pretrain.arguments import read
+from experiments.pretrain.plots import curve
+from experiments.pretrain.rows import read_rows
 
-# The distance from the first recipe that an interval may reach, in points.
-_MARGIN = 2.0
 # The 97.5% quantile of Student's distribution, by degrees of freedom.
 _STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
 _STUDENT |= {8: 2.306, 9: 2.262}
@@ -74,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument("--runs", type=Path, default=Path("runs/finetune-compare"))
     top.add_argument("--out", type=Path, default=out, help="results file", metavar="F")
     args, flags = top.parse_known_args(argv)
-    if not 2 <= args.seeds <= len(_STUDENT) + 1:
-        top.error(f"--seeds must be 2 to {len(_STUDENT) + 1}, got {args.seeds}")
+    if not 1 <= args.seeds <= len(_STUDENT) + 1:
+        top.error(f"--seeds must be 1 to {len(_STUDENT) + 1}, got {args.seeds}")
     if not args.out.parent.is_dir():
         top.error(f"no folder {args.out.parent} to write {args.out.name} to")
     folders = [args.runs / f"seed-{seed}" for seed in range(args.seeds)]
@@ -83,15 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code := _run(folder, [*flags, "--seed", str(seed)]):
             return code
     try:
-        hits = read_hits(folders)
+        found = compared(folders)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    rows, differences = shares(hits), paired(hits)
-    bars = list(_bars(differences))
-    write_results(args.out, rows=rows, bars=bars, differences=differences)
-    figure(rows, differences).savefig(args.out.with_suffix(".png"))
-    Console().print(Group(*tables(rows, differences), bars_table(bars)))
+    write_results(args.out, **found)
+    compare_report.draw_exact_match(found).savefig(args.out.with_suffix(".png"))
+    shown = [compare_report.exact_match(found), compare_report.differences(found)]
+    Console().print(Group(*shown, bars_table(found["bars"])))
     print(f"{args.out}, and a figure beside it")
     return 0
 
@@ -110,19 +106,71 @@ def _run(folder: Path, flags: Sequence[str]) -> int:
     return 0
 
 
+def compared(folders: Sequence[Path]) -> dict[str, Any]:
+    """Returns the entries of a results file about finished runs.
+
+    Raises:
+      ValueError: If a run is damaged, or has other recipes or questions than the first.
+    """
+    hits = read_hits(folders)
+    rows, differences = shares(hits), paired(hits)
+    return {
+        "rows": rows,
+        "bars": compare_report.bars(rows, differences),
+        "differences": differences,
+        "training": _training(folders[0]),
+        "curves": [row for seed, f in enumerate(folders) for row in _curves(f, seed)],
+        "samples": _samples(folders[0]),
+    }
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    """Returns the entries of a run's summary that hold for all seeds."""
+    summary = read_results(folder / "summary.json")
+    shared = {key: summary[key] for key in ("preset", "steps", "nats_per", "base")}
+    measured = next(iter(summary["recipes"].values()))
+    return shared | {"parameters": measured["parameters"]}
+
+
+def _curves(folder: Path, seed: int) -> list[dict[str, Any]]:
+    """Returns the losses of a run's recipes."""
+    losses: dict[str, list[float]] = {}
+    for row, _ in read_rows(folder / "metrics.jsonl"):
+        losses.setdefault(row["recipe"], []).append(row["loss"])
+    return [
+        {"recipe": recipe, "seed": seed} | curve(np.array(own))
+        for recipe, own in losses.items()
+    ]
+
+
+def _samples(folder: Path) -> list[dict[str, str]]:
+    """Returns a run's answers to the first question of each family."""
+    known = [answer for own in _answers(folder).values() for answer in own]
+    first = {answer["family"]: answer["question"] for answer in known[::-1]}
+    keys = ("recipe", "family", "question", "expected", "given")
+    return [
+        {key: answer[key] for key in keys}
+        for answer in known
+        if answer["question"] == first[answer["family"]]
+    ]
+
+
+def _answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Returns the answers of a finished run by recipe."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for line in (folder / "answers.jsonl").read_text().splitlines():
+        answer = json.loads(line)
+        found.setdefault(answer["recipe"], []).append(answer)
+    return found
+
+
 def read_hits(folders: Sequence[Path]) -> Hits:
     """Reads the answers of finished runs.
 
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
     """
-    found: list[dict[str, list[dict]]] = []
-    for folder in folders:
-        own: dict[str, list[dict]] = {}
-        for line in (folder / "answers.jsonl").read_text().splitlines():
-            answer = json.loads(line)
-            own.setdefault(answer["recipe"], []).append(answer)
-        found.append(own)
+    found = [_answers(folder) for folder in folders]
     first = found[0]
     asked = [(a["family"], a["question"]) for a in first["before"]]
     for folder, own in zip(folders, found, strict=True):
@@ -140,16 +188,18 @@ def shares(hits: Hits) -> list[dict[str, Any]]:
     rows = []
     for family in _families(hits):
         for recipe, exact in zip(hits.recipes, hits.of(family).exact, strict=True):
-            share, half = _over_questions(exact)
+            # Hits are means over seeds.
+            share, count = float(exact.mean()), exact.shape[1]
+            low, high = wilson(share * count, count)
             rows.append(
                 {
                     "recipe": recipe,
                     "family": family,
                     "seeds": exact.shape[0],
-                    "questions": exact.shape[1],
-                    "exact_match_percent": share,
-                    "low_percent": max(share - half, 0.0),
-                    "high_percent": min(share + half, 100.0),
+                    "questions": count,
+                    "exact_match_percent": 100 * share,
+                    "low_percent": 100 * low,
+                    "high_percent": 100 * high,
                 }
             )
     return rows
@@ -162,10 +212,8 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
         exact = hits.of(family).exact[1:]  # The first entry is "before".
         for recipe, own in zip(hits.recipes[2:], exact[1:], strict=True):
             difference = own - exact[0]
-            mean, half = _over_questions(difference)
-            by_seed = 100 * difference.mean(axis=1)
-            error = by_seed.std(ddof=1) / np.sqrt(by_seed.size)
-            wide = float(_STUDENT[by_seed.size - 1] * error)
+            mean, half = mean_and_half(100 * difference.mean(axis=0))
+            wide = _half_over_seeds(100 * difference.mean(axis=1))
             rows.append(
                 {
                     "recipe": recipe,
@@ -181,81 +229,17 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
     return rows
 
 
-def _over_questions(
-    values: Float[np.ndarray, "seeds questions"],
-) -> tuple[float, float]:
-    """Returns the mean and half of its 95% interval over questions, times 100."""
-    return mean_and_half(100 * values.mean(axis=0))
+def _half_over_seeds(differences: Float[np.ndarray, " seeds"]) -> float:
+    """Returns half of the 95% interval of a mean over seeds, infinite for one seed."""
+    if differences.size < 2:
+        return math.inf
+    error = differences.std(ddof=1) / np.sqrt(differences.size)
+    return float(_STUDENT[differences.size - 1] * error)
 
 
 def _families(hits: Hits) -> list[str]:
     families = list(dict.fromkeys(hits.families))
     return families if families == ["all"] else [*families, "all"]
-
-
-def _bars(differences: Sequence[dict[str, Any]]) -> list[Bar]:
-    bars = []
-    for row in differences:
-        if row["family"] == "all":
-            name = f"{row['recipe']} - {row['beside']}, farthest end of the interval"
-            farthest = max(abs(row["low_points"]), abs(row["high_points"]))
-            bars.append(Bar.of(f"{name}, points", "<=", _MARGIN, farthest))
-    return bars
-
-
-def tables(
-    rows: Sequence[dict[str, Any]], differences: Sequence[dict[str, Any]]
-) -> list[Table]:
-    """Returns the shares and the differences as tables for a terminal."""
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    count = f"{rows[-1]['questions']:,} questions, {rows[-1]['seeds']} seeds"
-    share = new_table(f"Exact match, %, {count}", "", *families)
-    for recipe in recipes:
-        own = [row for row in rows if row["recipe"] == recipe]
-        share.add_row(recipe, *(f"{row['exact_match_percent']:.1f}" for row in own))
-    apart = new_table("Differences, points", "", "", "over questions", "over seeds")
-    for row in differences:
-        over = [f"{row[f'low{x}_points']:+.2f} to {row[f'high{x}_points']:+.2f}"
-                for x in ("", "_over_seeds")]  # fmt: skip
-        name = f"{row['recipe']} - {row['beside']}, {row['family']}"
-        apart.add_row(name, f"{row['difference_points']:+.2f}", *over)
-    return [share, apart]
-
-
-def figure(
-    rows: Sequence[dict[str, Any]], differences: Sequence[dict[str, Any]]
-) -> Figure:
-    """Draws shares by family, and differences with their intervals over questions."""
-    found = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
-    share, apart = found.subplots(1, 2, width_ratios=(3, 2))
-    families = list(dict.fromkeys(row["family"] for row in rows))
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    width = 0.8 / len(recipes)
-    for number, recipe in enumerate(recipes):
-        own = [row for row in rows if row["recipe"] == recipe]
-        heights = np.array([row["exact_match_percent"] for row in own])
-        ends = np.array([[row["low_percent"], row["high_percent"]] for row in own])
-        places = np.arange(len(families)) + (number - (len(recipes) - 1) / 2) * width
-        color = dict(RECIPE_COLORS).get(recipe, "0.75")
-        errors = np.abs(ends.T - heights)
-        share.bar(places, heights, width, yerr=errors, color=color, label=recipe)
-    share.set_xticks(range(len(families)), families)
-    share.set(ylabel="exact match, %", ylim=(0, 105))
-    share.legend(frameon=False, ncols=len(recipes), loc="upper center")
-    for number, row in enumerate(differences[::-1]):
-        mean, color = row["difference_points"], RECIPE_COLORS[row["recipe"]]
-        half = row["high_points"] - mean
-        apart.errorbar([mean], [number], xerr=[half], fmt="o", color=color, capsize=3)
-    names = [f"{row['recipe']}, {row['family']}" for row in differences[::-1]]
-    apart.set_yticks(range(len(names)), names)
-    apart.axvspan(-_MARGIN, _MARGIN, color="0.93", zorder=0)
-    apart.axvline(0, color="0.6", linewidth=0.8)
-    beside = differences[0]["beside"] if differences else ""
-    apart.set_xlabel(f"points from {beside}, 95% interval over questions")
-    for axes in (share, apart):
-        axes.spines[["top", "right"]].set_visible(False)
-    return found
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Settings
 
+_CURVE_POINTS = 200
 _MARKER = dict(linestyle="none", markersize=5, markerfacecolor="white")
 
 
@@ -77,6 +78,50 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
     starts = np.maximum(ends - window, 0)
     number = counts[ends] - counts[starts]
     return np.where(number, sums[ends] - sums[starts], np.nan) / np.maximum(number, 1)
+
+
+def curve(losses: Float[np.ndarray, " n"]) -> dict[str, list[float]]:
+    """Returns losses as means over equally many steps, with the last of these steps.
+
+    They are at most 200, for results files.
+    """
+    each = -(-len(losses) // _CURVE_POINTS)
+    ends = list(range(each, len(losses) + 1, each))
+    means = losses[: ends[-1]].reshape(-1, each).mean(axis=1)
+    return {"steps": ends, "losses": [round(float(x), 5) for x in means]}
+
+
+def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> Figure:
+    """Draws curves by recipe, means over seeds, and gaps to the first recipe below.
+
+    Args:
+      curves: Rows with "recipe", and "steps" and "losses" as `curve` returns them.
+      title: The title.
+      unit: The unit of losses.
+    """
+    drawn = Figure(figsize=(8, 5), layout="constrained", dpi=150)
+    losses, gaps = drawn.subplots(2, sharex=True, height_ratios=(5, 2))
+    reference = None
+    recipes = list(dict.fromkeys(row["recipe"] for row in curves))
+    for recipe in recipes:
+        own = [row for row in curves if row["recipe"] == recipe]
+        steps = np.array(own[0]["steps"])
+        values = np.mean([row["losses"] for row in own], axis=0)
+        smooth = trailing_mean(values, max(1, len(values) // 25))
+        reference = smooth if reference is None else reference
+        style = {"color": RECIPE_COLORS[recipe], "linestyle": RECIPE_LINES[recipe]}
+        losses.plot(steps, smooth, **style, linewidth=1.5, label=recipe)
+        gaps.plot(steps, 100 * (smooth / reference - 1), **style, linewidth=1.5)
+    losses.set_yscale("log")
+    losses.set_title(title, loc="left", fontsize=11)
+    losses.set_ylabel(unit)
+    losses.legend(frameon=False)
+    gaps.set_ylabel(f"% from {recipes[0]}")
+    gaps.set_xlabel("step")
+    for axes in (losses, gaps):
+        axes.grid(color="0.9", linewidth=0.6)
+        axes.spines[["top", "right"]].set_visible(False)
+    return drawn
 
 
 def _xy(points: Mapping[int, float]) -> tuple[list[int], list[float]]:

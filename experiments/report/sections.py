@@ -137,7 +137,7 @@ def _finetuning() -> Section:
     return _unmeasured(
         title="Table 4: fine-tuning of Llama-2-7B on mathematics, percent",
         text="`experiments.finetune` generates four families of problems that stand "
-        "for the four benchmarks.",
+        "for the four benchmarks; notebook 06_math_finetuning shows a small form.",
         columns=TABLE_4_COLUMNS,
         paper=TABLE_4,
         reason="`experiments.finetune.compare` has not run on a GPU yet",

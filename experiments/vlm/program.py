@@ -36,6 +36,7 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.pretrain.interrupts import STOPPED
+from experiments.pretrain.plots import curve
 from experiments.pretrain.training import tree_bytes
 from experiments.vlm import data, report
 from experiments.vlm.data import Batch, Data
@@ -46,7 +47,6 @@ from experiments.vlm.training import Trainer, TrainState, new_trainer
 
 Row = dict[str, Any]
 _CAPTIONS = 3
-_CURVE_POINTS = 200
 # Settings that choose trainings, not what a training does.
 _NOT_SHARED = ("recipes", "seeds")
 
@@ -174,7 +174,8 @@ class Study:
             "right": "".join("01"[int(x)] for x in right),
         }
         self._rows = joined(self._rows, row, _training)
-        self._curves = joined(self._curves, _curve(recipe, seed, losses), _training)
+        curve_row = {"recipe": recipe, "seed": seed} | curve(losses)
+        self._curves = joined(self._curves, curve_row, _training)
         if seed == 0:
             for caption in _captions(trainer, state, self.data, recipe):
                 self._captions = joined(self._captions, caption, _captioned)
@@ -246,15 +247,6 @@ def _fit(
         bar.update()
     values = np.array(jax.device_get(losses))
     return state, values, time.perf_counter() - started
-
-
-def _curve(recipe: Recipe, seed: int, losses: np.ndarray) -> Row:
-    """Returns losses as means over equally many steps."""
-    each = -(-len(losses) // _CURVE_POINTS)
-    ends = list(range(each, len(losses) + 1, each))
-    means = losses[: ends[-1]].reshape(-1, each).mean(axis=1)
-    values = [round(float(x), 5) for x in means]
-    return {"recipe": recipe, "seed": seed, "steps": ends, "losses": values}
 
 
 def _captions(

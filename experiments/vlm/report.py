@@ -11,7 +11,7 @@ from rich.table import Table
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS
 from experiments.common.tables import new_table
-from experiments.pretrain.plots import trailing_mean
+from experiments.pretrain.plots import draw_curves
 from experiments.vlm.data import Data, Examples
 from experiments.vlm.intervals import ALL
 from experiments.vlm.pictures import CREDIT
@@ -125,28 +125,8 @@ def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
 
 def draw_losses(results: Results) -> Figure:
     """Draws training losses by recipe, means over seeds, and gaps to `bf16` below."""
-    drawn = Figure(figsize=(8, 5), layout="constrained", dpi=150)
-    losses, gaps = drawn.subplots(2, sharex=True, height_ratios=(5, 2))
-    reference = None
-    for recipe in _by_recipe(results):
-        own = [c for c in results["curves"] if c["recipe"] == recipe]
-        steps = np.array(own[0]["steps"])
-        values = np.mean([curve["losses"] for curve in own], axis=0)
-        smooth = trailing_mean(values, max(1, len(values) // 25))
-        reference = smooth if reference is None else reference
-        style = {"color": RECIPE_COLORS[recipe], "linewidth": 1.5}
-        losses.plot(steps, smooth, **style, label=recipe)
-        gaps.plot(steps, 100 * (smooth / reference - 1), **style)
-    losses.set_yscale("log")
-    losses.set_title("Loss of answers while training", loc="left", fontsize=11)
-    losses.set_ylabel("nats a token")
-    losses.legend(frameon=False)
-    gaps.set_ylabel("% from bf16")
-    gaps.set_xlabel("step")
-    for axes in (losses, gaps):
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
-    return drawn
+    title = "Loss of answers while training"
+    return draw_curves(results["curves"], title, "nats a token")
 
 
 def draw_accuracies(results: Results) -> Figure:

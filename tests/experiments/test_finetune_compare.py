@@ -1,12 +1,15 @@
 """Tests the comparison of fine-tunings over seeds."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
+from experiments.common.intervals import wilson
 from experiments.common.results import read_results
-from experiments.finetune import compare
+from experiments.finetune import compare, compare_report, small_form
+from experiments.finetune.tasks import BENCHMARKS, problems
 
 _RECIPES = ("before", "bf16", "coat")
 
@@ -14,12 +17,22 @@ _RECIPES = ("before", "bf16", "coat")
 def _write(folder, exact, families, recipes=_RECIPES):
     folder.mkdir(parents=True)
     lines = [
-        {"recipe": recipe, "family": family, "question": f"q{n}", "exact": bool(hit)}
+        {
+            "recipe": recipe,
+            "family": family,
+            "question": f"q{n}",
+            "expected": "1",
+            "given": "1" if hit else "0",
+            "exact": bool(hit),
+        }
         for recipe, hits in zip(recipes, exact, strict=True)
         for n, (family, hit) in enumerate(zip(families, hits, strict=True))
     ]
-    path = folder / "answers.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _write_lines(folder / "answers.jsonl", lines)
+
+
+def _write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -28,8 +41,18 @@ def runs(tmp_path, rng):
     exact = rng.random((3, 3, 40)) < np.array([0.1, 0.6, 0.5])[:, None]
     families = ["sums", "words"] * 20
     folders = [tmp_path / f"seed-{seed}" for seed in range(3)]
-    for folder, own in zip(folders, exact, strict=True):
+    for seed, (folder, own) in enumerate(zip(folders, exact, strict=True)):
         _write(folder, own, families)
+        rows = [
+            {"recipe": recipe, "step": step, "loss": 2.0 + seed + step / 10}
+            for recipe in _RECIPES[1:]
+            for step in (1, 2, 3)
+        ]
+        _write_lines(folder / "metrics.jsonl", rows)
+    summary = {"preset": "tiny", "steps": 3, "nats_per": "byte", "base": "b"}
+    summary |= {"command": "c", "date": "d", "device": {"name": "n"}, "rows": []}
+    summary |= {"recipes": {"bf16": {"parameters": 7}}}
+    (folders[0] / "summary.json").write_text(json.dumps(summary))
     return folders, exact.astype(float)
 
 
@@ -48,6 +71,9 @@ def test_differences_are_of_the_same_questions(runs):
             row = rows[recipe, family]
             assert row["exact_match_percent"] == pytest.approx(100 * own[:, n].mean())
             assert (row["seeds"], row["questions"]) == (3, own.shape[2])
+            ends = wilson(own[:, n].sum() / 3, own.shape[2])
+            percents = row["low_percent"], row["high_percent"]
+            assert percents == pytest.approx([100 * end for end in ends])
         row = found[family]
         assert (row["recipe"], row["beside"]) == ("coat", "bf16")
         each = 100 * (own[:, 2] - own[:, 1])
@@ -90,9 +116,10 @@ def test_the_program_goes_through_seeds_and_writes_results(runs, monkeypatch, ca
     ]
     found = read_results(out)
     assert len(found["rows"]) == 9
-    assert [bar["holds"] for bar in found["bars"]] == [False]  # 40 questions are few.
+    assert not found["bars"]  # 40 questions are few.
+    assert found["training"]["parameters"] == 7
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "coat - bf16, all" in capsys.readouterr().out
+    assert "Points above bf16 on the same questions" in capsys.readouterr().out
 
     monkeypatch.setattr(compare.program, "main", lambda argv: 130)
     assert compare.main(flags) == 130
@@ -101,5 +128,113 @@ def test_the_program_goes_through_seeds_and_writes_results(runs, monkeypatch, ca
     assert compare.main(flags) == 2
     assert "run.json is damaged" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        compare.main(["--seeds", "1"])
-    assert "--seeds must be 2 to 10, got 1" in capsys.readouterr().err
+        compare.main(["--seeds", "0"])
+    assert "--seeds must be 1 to 10, got 0" in capsys.readouterr().err
+
+
+def test_results_hold_curves_and_samples(runs):
+    folders, exact = runs
+    found = compare.compared(folders)
+    assert [(row["recipe"], row["seed"]) for row in found["curves"]] == [
+        (recipe, seed) for seed in range(3) for recipe in _RECIPES[1:]
+    ]
+    assert found["curves"][3]["losses"] == pytest.approx([3.1, 3.2, 3.3])
+    samples = [(row["question"], row["recipe"]) for row in found["samples"]]
+    assert samples == [(q, r) for r in _RECIPES for q in ("q0", "q1")]
+    given = [row["given"] for row in found["samples"]]
+    assert given == [str(int(hit)) for hit in exact[0, :, :2].ravel()]
+
+
+def test_one_seed_has_no_interval_over_seeds(runs):
+    folders, exact = runs
+    found = compare.compared(folders[:1])
+    row = found["differences"][-1]
+    difference = 100 * (exact[0, 2] - exact[0, 1]).mean()
+    assert row["difference_points"] == pytest.approx(difference)
+    assert row["high_over_seeds_points"] == math.inf
+    assert math.isfinite(row["high_points"])
+    assert len(compare_report.draw_exact_match(found).axes) == 2
+
+
+def test_bars_need_questions_seeds_and_something_learned():
+    first = {"recipe": "bf16", "family": "all", "questions": 2000, "seeds": 3}
+    before = first | {"recipe": "before", "high_percent": 5.0}
+    row = {"recipe": "coat", "beside": "bf16", "family": "all"}
+    row |= {"low_points": -2.5, "high_points": 0.5}
+    for low, holds in ((15.0, True), (14.0, False)):
+        rows = [before, first | {"low_percent": low}]
+        gain, apart = compare_report.bars(rows, [row, row | {"family": "steps"}])
+        assert (gain.measured, gain.holds) == (low - 5, holds)
+        assert (apart.measured, apart.holds) == (2.5, False)
+    assert not compare_report.bars([before, first | {"seeds": 2}], [row])
+    assert not compare_report.bars([before, first | {"questions": 1999}], [row])
+
+
+def _cells(table, label):
+    columns = [list(column.cells) for column in table.columns]
+    at = columns[0].index(label)
+    return [[column[n] for column in columns[1:]] for n in range(at, len(columns[0]))]
+
+
+def test_tables_have_the_paper_below(tmp_path, rng):
+    families = [*BENCHMARKS] * 5
+    _write(tmp_path / "run", rng.random((3, 20)) < 0.5, families)
+    hits = compare.read_hits([tmp_path / "run"])
+    found = {"rows": compare.shares(hits), "differences": compare.paired(hits)}
+    share, _, printed = _cells(compare_report.exact_match(found), "coat")
+    assert len(share) == 5
+    # The figures are those of the paper's table 4.
+    assert printed == ["(47.8)", "(64.4)", "(53.3)", "(56.6)", "(55.5)"]
+    printed = _cells(compare_report.differences(found), "coat")[-1]
+    assert printed == ["(+1.5)", "(+0.2)", "(-1.5)", "(-1.1)", "(-0.2)"]
+
+
+def test_other_questions_have_no_figures_of_the_paper(runs):
+    found = compare.compared(runs[0])
+    assert _cells(compare_report.exact_match(found), "coat")[2] == ["-"] * 3
+    assert _cells(compare_report.differences(found), "coat")[-1] == ["-"] * 3
+    assert compare_report.answers(found).row_count == 2
+    assert len(compare_report.draw_losses(found).axes) == 2
+
+
+def test_examples_name_their_benchmarks():
+    asked = problems("test", 4)
+    table = compare_report.examples(asked)
+    for n, problem in enumerate(asked):
+        cells = [list(column.cells)[n] for column in table.columns]
+        benchmark = BENCHMARKS[problem.family]
+        assert cells == [problem.family, benchmark, problem.question, problem.answer]
+
+
+def test_large_results_are_those_of_the_file(monkeypatch, capsys):
+    known = {"device": {"name": "a GPU"}, "date": "2026-01-02T03", "command": "made so"}
+    monkeypatch.setattr(small_form, "load", lambda *names: known)
+    assert small_form.results(is_large=True) is known
+    assert capsys.readouterr().out == "a GPU, 2026-01-02:\nmade so\n"
+
+
+def test_without_the_file_its_commands_are_said(monkeypatch, capsys):
+    def missing(*names):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(small_form, "load", missing)
+    monkeypatch.setattr(small_form, "run", lambda: {"device": {"name": "two cores"}})
+    small_form.results(is_large=True)
+    said = capsys.readouterr().out
+    assert "finetune_compare.json does not exist. Its commands:" in said
+    assert small_form.LARGE in said
+    assert "the small form on a CPU, two cores" in said
+
+
+def test_the_small_form_says_why_it_failed(monkeypatch):
+    monkeypatch.setattr(small_form, "FLAGS", ["--seeds", "0"])
+    with pytest.raises(RuntimeError, match="--seeds must be 1 to 10, got 0"):
+        small_form.run()
+
+
+def test_commands_of_both_forms_are_valid():
+    base, large = small_form.LARGE.splitlines()
+    assert compare.arguments.parser().parse_args(small_form.FLAGS[2:]).largest == 20
+    flags = large.partition("finetune.compare ")[2].split()
+    given = compare.arguments.parser().parse_args(flags)
+    assert str(given.base).endswith(base.split()[-1])

@@ -397,6 +397,14 @@ def test_results_files_have_one_schema(tmp_path):
     assert results.known_rows(path) == rows
 
 
+def test_curves_have_at_most_200_points(rng):
+    losses = rng.random(901)  # Five steps a point, and one step more.
+    found = plots.curve(losses)
+    assert found["steps"] == [*range(5, 901, 5)]
+    expected = [losses[end - 5 : end].mean() for end in found["steps"]]
+    np.testing.assert_allclose(found["losses"], expected, atol=1e-5)
+
+
 def test_trailing_mean(rng):
     x = rng.normal(size=20)
     expected = [x[max(0, i - 4) : i + 1].mean() for i in range(20)]

@@ -1,0 +1,211 @@
+"""Tables and figures of `experiments.finetune.compare`, and the paper's table 4."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from experiments.common.results import Bar
+from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES
+from experiments.common.tables import new_table
+from experiments.finetune.tasks import BENCHMARKS, Problem
+from experiments.pretrain.plots import draw_curves
+from experiments.report.paper import TABLE_4, TABLE_4_COLUMNS
+
+Row = Mapping[str, Any]
+Results = Mapping[str, Any]
+# Bars need as many questions and seeds; smaller runs are for show.
+_QUESTIONS, _SEEDS = 2000, 3
+# The distance from the first recipe that an interval may reach, in points.
+_MARGIN = 2.0
+# Recipes that have learned nothing do not differ. The first recipe must be better than
+# before by as many points, from the end of one interval to that of the other.
+_GAIN = 10.0
+
+
+def bars(rows: Sequence[Row], differences: Sequence[Row]) -> list[Bar]:
+    """Returns the bars of a comparison, if it has enough questions and seeds."""
+    before, first = [row for row in rows if row["family"] == "all"][:2]
+    if first["questions"] < _QUESTIONS or first["seeds"] < _SEEDS:
+        return []
+    apart = first["low_percent"] - before["high_percent"]
+    name = f"{first['recipe']} above before, from interval to interval, points"
+    found = [Bar.of(name, ">=", _GAIN, apart)]
+    for row in differences:
+        if row["family"] == "all":
+            name = f"{row['recipe']} - {row['beside']}, farthest end of the interval"
+            farthest = max(abs(row["low_points"]), abs(row["high_points"]))
+            found.append(Bar.of(f"{name}, points", "<=", _MARGIN, farthest))
+    return found
+
+
+def examples(problems: Sequence[Problem]) -> Table:
+    """Returns a table of problems, with the benchmarks for which they stand."""
+    found = new_table("Generated problems", "family", "for", "question", "answer")
+    for problem in problems:
+        stands_for = BENCHMARKS[problem.family]
+        found.add_row(problem.family, stands_for, problem.question, problem.answer)
+    return _of_text(found)
+
+
+def answers(results: Results) -> Table:
+    """Returns a table of what each model wrote, for a question of each family."""
+    samples = results["samples"]
+    recipes = list(dict.fromkeys(row["recipe"] for row in samples))
+    found = new_table("Answers of seed 0", "question", "right", *recipes)
+    for question in dict.fromkeys(row["question"] for row in samples):
+        own = [row for row in samples if row["question"] == question]
+        given = (row["given"] for row in own)
+        found.add_row(question, own[0]["expected"], *given)
+    return _of_text(found)
+
+
+def _of_text(table: Table) -> Table:
+    for column in table.columns:
+        column.justify, column.overflow = "left", "fold"
+    return table
+
+
+def exact_match(results: Results) -> Table:
+    """Returns a table of exact match by recipe and family, with the paper's below."""
+    rows = results["rows"]
+    found = _by_family("Exact match, %", rows)
+    for recipe, own in _grouped(rows):
+        found.add_row(recipe, *(f"{row['exact_match_percent']:.1f}" for row in own))
+        ends = (f"{row['low_percent']:.1f} to {row['high_percent']:.1f}" for row in own)
+        found.add_row("  95% interval", *ends)
+        found.add_row("  the paper's", *_texts(_paper(recipe, own), ".1f"))
+    seeds = rows[-1]["seeds"]
+    found.caption = (
+        f"{rows[-1]['questions']:,} questions, {seeds} seed{'s' * (seeds > 1)}"
+    )
+    return found
+
+
+def differences(results: Results) -> Table:
+    """Returns a table of paired differences by family, with the paper's below."""
+    rows = results["differences"]
+    beside = rows[0]["beside"] if rows else "the first recipe"
+    title = f"Points above {beside} on the same questions, and 95% intervals"
+    found = _by_family(title, results["rows"])
+    for recipe, own in _grouped(rows):
+        found.add_row(recipe, *(f"{row['difference_points']:+.1f}" for row in own))
+        for over, key in (("questions", ""), ("seeds", "_over_seeds")):
+            ends = (
+                f"{row[f'low{key}_points']:+.1f} to {row[f'high{key}_points']:+.1f}"
+                for row in own
+            )
+            found.add_row(f"  over {over}", *ends)
+        pairs = zip(_paper(recipe, own), _paper(beside, own), strict=True)
+        printed = [None if None in pair else pair[0] - pair[1] for pair in pairs]
+        found.add_row("  the paper's", *_texts(printed, "+.1f"))
+    return found
+
+
+def draw_losses(results: Results) -> Figure:
+    """Draws training losses by recipe, means over seeds, and gaps to the first one."""
+    unit = f"nats a {results['training']['nats_per']}"
+    return draw_curves(results["curves"], "Loss of answers while training", unit)
+
+
+def draw_exact_match(results: Results) -> Figure:
+    """Draws exact match by family, and differences with both of their intervals."""
+    found = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
+    share, apart = found.subplots(1, 2, width_ratios=(3, 2))
+    _draw_shares(share, results["rows"])
+    _draw_differences(apart, results["differences"])
+    for axes in (share, apart):
+        axes.spines[["top", "right"]].set_visible(False)
+    return found
+
+
+def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
+    groups = _grouped(rows)
+    families = [row["family"] for row in groups[0][1]]
+    width = 0.8 / len(groups)
+    for number, (recipe, own) in enumerate(groups):
+        heights = np.array([row["exact_match_percent"] for row in own])
+        ends = np.array([[row["low_percent"], row["high_percent"]] for row in own])
+        places = np.arange(len(families)) + (number - (len(groups) - 1) / 2) * width
+        axes.bar(
+            places,
+            heights,
+            width,
+            yerr=np.abs(ends.T - heights),
+            error_kw={"elinewidth": 0.8, "ecolor": "0.3"},
+            color=dict(RECIPE_COLORS).get(recipe, "0.85"),
+            hatch=dict(RECIPE_HATCHES).get(recipe, ""),
+            edgecolor="white",
+            label=recipe,
+        )
+    axes.set_xticks(range(len(families)), map(_head, families))
+    top = max(row["high_percent"] for row in rows)
+    # The legend lies above the bars.
+    axes.set(ylabel="exact match, %", ylim=(0, 1.2 * top))
+    axes.legend(frameon=False, ncols=len(groups), loc="upper center")
+
+
+def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
+    names = []
+    for recipe, own in _grouped(rows)[::-1]:
+        for row in own[::-1]:
+            mean, place = row["difference_points"], len(names)
+            style = {"color": RECIPE_COLORS[recipe], "fmt": "none"}
+            for key, width, cap in (("", 2.0, 4), ("_over_seeds", 0.8, 0)):
+                half = row[f"high{key}_points"] - mean
+                if np.isfinite(half):
+                    axes.errorbar(
+                        mean, place, xerr=half, linewidth=width, capsize=cap, **style
+                    )
+            axes.plot(mean, place, "o", color=RECIPE_COLORS[recipe])
+            names.append(f"{recipe}, {row['family']}")
+    axes.set_yticks(range(len(names)), names)
+    axes.axvspan(-_MARGIN, _MARGIN, color="0.93", zorder=0)
+    axes.axvline(0, color="0.6", linewidth=0.8)
+    # Few seeds have intervals so wide that no other could be seen beside them.
+    reach = [abs(row[f"{end}_points"]) for row in rows for end in ("low", "high")]
+    reach = 1.5 * max([_MARGIN, *reach])
+    axes.set_xlim(-reach, reach)
+    beside = rows[0]["beside"] if rows else "the first recipe"
+    axes.set_xlabel(
+        f"points above {beside}; 95% intervals over questions (thick)\n"
+        "and over seeds (thin, may go on); bars ask for the grey part"
+    )
+
+
+def _by_family(title: str, rows: Sequence[Row]) -> Table:
+    """Returns an empty table with a column for each family."""
+    return new_table(title, "", *map(_head, dict.fromkeys(r["family"] for r in rows)))
+
+
+def _head(family: str) -> str:
+    """Returns a family's name, with the benchmark for which it stands below."""
+    return f"{family}\n({BENCHMARKS[family]})" if family in BENCHMARKS else family
+
+
+def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """Returns the rows of each recipe."""
+    recipes = dict.fromkeys(row["recipe"] for row in rows)
+    return [(name, [r for r in rows if r["recipe"] == name]) for name in recipes]
+
+
+def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
+    """Returns the figures of the paper's table 4 for rows, or None where it has none.
+
+    The paper's average is that of all its benchmarks.
+    """
+    columns = dict(BENCHMARKS)
+    families = [row["family"] for row in rows]
+    if set(BENCHMARKS) <= set(families):
+        columns["all"] = "average"
+    known = dict(zip(TABLE_4_COLUMNS, TABLE_4.get(recipe, ()), strict=False))
+    return [known.get(columns.get(family, "")) for family in families]
+
+
+def _texts(values: Sequence[float | None], spec: str) -> Iterator[str]:
+    """Yields the paper's figures in parentheses."""
+    for value in values:
+        yield "-" if value is None else f"({value:{spec}})"
