@@ -127,13 +127,7 @@ def quantize_tensor(
     """
     x = _numbers(x)
     if scale is None:
-        # XLA takes the amax of a gradient in the fusion that computes the gradient.
-        how = "reference" if format == E5M2 else None
-        scale = scale_of(
-            format,
-            history,
-            lambda: kernels.Bound((kernels.maxima(x, implementation=how),)),
-        )
+        scale = scale_of(format, history, lambda: kernels.Bound((kernels.maxima(x),)))
     codes = kernels.quantize_tensor(
         x,
         scale,
