@@ -33,23 +33,23 @@ from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, versions, write_results
 from experiments.common.tables import bars as bars_table
+from experiments.report.paper import TABLE_7, TABLE_7_COLUMNS
 
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 # The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run
 # out of memory. The activations of batch 2 are on each of four GPUs.
-_PAPER_COAT = {
-    "paper_tokens_per_s": 5906,
-    "paper_optimizer_gib": 13.1,
-    "paper_activations_gib": 8.1,
-    "paper_peak_gib": 79.3,
-}
+_ALONE = dict(zip(TABLE_7_COLUMNS, TABLE_7["Llama-2-7B", 1, 1]["coat"], strict=True))
 PAPER: dict[tuple[str, int], Row] = {
-    ("coat", 1): _PAPER_COAT,
-    ("bf16", 2): {"paper_activations_gib": 25.8},
-    ("te", 2): {"paper_activations_gib": 21.9},
-    ("coat", 2): {"paper_activations_gib": 16.9},
+    ("coat", 1): {
+        "paper_tokens_per_s": _ALONE["tokens/s"],
+        "paper_optimizer_gib": _ALONE["optimizer"],
+        "paper_activations_gib": _ALONE["activations"],
+        "paper_peak_gib": _ALONE["peak"],
+    }
 }
+for _recipe, _values in TABLE_7["Llama-2-7B", 4, 2].items():
+    PAPER[_recipe, 2] = {"paper_activations_gib": _values[1]}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -128,7 +128,7 @@ def joined(rows: list[Row], row: Row) -> list[Row]:
 
 
 def _key(row: Row) -> tuple[int, int, int]:
-    return list(CASES).index(row["case"]), row.get("gpus", 1), row["batch"]
+    return list(CASES).index(row["case"]), _gpus(row), row["batch"]
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
@@ -144,19 +144,24 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     best: dict[int, float] = {}
     for row in rows:
         if _ran(row) and row["case"] in PLAIN:
-            gpus = row.get("gpus", 1)
+            gpus = _gpus(row)
             best[gpus] = max(best.get(gpus, 0.0), _rate(row))
     found = []
     for row in rows:
         others = {
-            "ratio_to_best_bf16": best.get(row.get("gpus", 1)),
+            "ratio_to_best_bf16": best.get(_gpus(row)),
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
-        if row.get("gpus", 1) > 1:
+        if _gpus(row) > 1:
             others["ratio_to_one_gpu"] = rates.get(_identity(row | {"gpus": 1}))
         ratios = {k: _rate(row) / v for k, v in others.items() if v and _ran(row)}
         found.append(row | ratios)
     return found
+
+
+def _gpus(row: Row) -> int:
+    """Returns the number of GPUs; rows of earlier versions do not have it."""
+    return row.get("gpus", 1)
 
 
 def _identity(row: Row) -> tuple[Any, ...]:
@@ -165,7 +170,7 @@ def _identity(row: Row) -> tuple[Any, ...]:
 
 def _rate(row: Row) -> float:
     """Returns tokens per second and GPU."""
-    return row["tokens_per_s"] / row.get("gpus", 1)
+    return row["tokens_per_s"] / _gpus(row)
 
 
 def _ran(row: Row) -> bool:
@@ -177,7 +182,7 @@ def bars(rows: list[Row]) -> list[Bar]:
     found = _bars_of_two(rows)
     if any(row.get("layers", Model().layers) < Model().layers for row in rows):
         return found
-    rows = [row for row in rows if row.get("gpus", 1) == 1]
+    rows = [row for row in rows if _gpus(row) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
     if {("coat", 2), ("bf16", 2)} <= at.keys():
         coat, bf16 = at["coat", 2], at["bf16", 2]
@@ -197,7 +202,7 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 def _bars_of_two(rows: list[Row]) -> list[Bar]:
     """Returns the targets on two GPUs, for the cases that were measured there."""
-    rows = [row for row in rows if row.get("gpus", 1) == 2 and _ran(row)]
+    rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
     best = max((_rate(row) for row in rows if row["case"] in PLAIN), default=None)
     found = []
     for row in rows:
@@ -245,7 +250,7 @@ def table(rows: list[Row]) -> Table:
             cells.append(cell if theirs is None else f"{cell}\n({theirs:g})")
         if "error" in row:
             cells[0] = row["error"]
-        gpus = row.get("gpus", 1)
+        gpus = _gpus(row)
         batch = f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
         found.add_row(row["case"], batch, *cells)
     return found

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Float32, Int32
 
 import coat_jax as coat
@@ -155,7 +154,9 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
         return (update((params, opt_state), grads), histories), value
 
     carry = (params, jax.eval_shape(tx.init, params)), histories
-    there, batch_there = _shardings(tx, carry, mesh)
+    *of_state, of_histories = meshes.state_shardings(tx, *carry[0], histories, mesh)
+    there = tuple(of_state), of_histories
+    batch_there = meshes.whole(None) if mesh is None else meshes.batch_sharding(mesh)
     abstract = jax.tree.map(_placed, carry, there)
     shape = gpus * batch, model.seq + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
@@ -167,8 +168,8 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     }
     try:
         started = time.perf_counter()
-        whole = None if mesh is None else NamedSharding(mesh, P())
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(there, whole))
+        placed = there, meshes.whole(mesh)
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=placed)
         compiled = jitted.lower(abstract, tokens).compile(OPTIONS)
         row["compile_s"] = time.perf_counter() - started
         row["peak_gib"] = peak_bytes(compiled) / GIB
@@ -183,18 +184,6 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
             raise
         row["error"] = "out of memory"
     return row
-
-
-def _shardings(tx: Any, carry: Any, mesh: Mesh | None) -> tuple[Any, Any]:
-    """Returns the shardings of the state and of the batch."""
-    (params, _), histories = carry
-    if mesh is None:
-        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return jax.tree.map(lambda _: device, carry), device
-    there = meshes.param_shardings(params, mesh)
-    moments = coat.opt_state_sharding(tx, params, there)
-    whole = jax.tree.map(lambda _: NamedSharding(mesh, P()), histories)
-    return ((there, moments), whole), meshes.batch_sharding(mesh)
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Float
 from rich.console import Console, Group
 
-from experiments.common.intervals import mean_and_half, wilson
+from experiments.common.intervals import half_of_few, mean_and_half, wilson
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
@@ -33,9 +33,7 @@ from experiments.pretrain.arguments import read
 from experiments.pretrain.plots import curve
 from experiments.pretrain.rows import read_rows
 
-# The 97.5% quantile of Student's distribution, by degrees of freedom.
-_STUDENT = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}
-_STUDENT |= {8: 2.306, 9: 2.262}
+_MOST_SEEDS = 10
 
 
 class Hits(NamedTuple):
@@ -71,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     top.add_argument("--runs", type=Path, default=Path("runs/finetune-compare"))
     top.add_argument("--out", type=Path, default=out, help="results file", metavar="F")
     args, flags = top.parse_known_args(argv)
-    if not 1 <= args.seeds <= len(_STUDENT) + 1:
-        top.error(f"--seeds must be 1 to {len(_STUDENT) + 1}, got {args.seeds}")
+    if not 1 <= args.seeds <= _MOST_SEEDS:
+        top.error(f"--seeds must be 1 to {_MOST_SEEDS}, got {args.seeds}")
     if not args.out.parent.is_dir():
         top.error(f"no folder {args.out.parent} to write {args.out.name} to")
     folders = [args.runs / f"seed-{seed}" for seed in range(args.seeds)]
@@ -234,7 +232,7 @@ def _half_over_seeds(differences: Float[np.ndarray, " seeds"]) -> float:
     if differences.size < 2:
         return math.inf
     error = differences.std(ddof=1) / np.sqrt(differences.size)
-    return float(_STUDENT[differences.size - 1] * error)
+    return float(half_of_few(error, differences.size))
 
 
 def _families(hits: Hits) -> list[str]:

@@ -20,9 +20,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import (
+    AxisType,
+    Mesh,
+    NamedSharding,
+    Sharding,
+    SingleDeviceSharding,
+)
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Int32, Int64
+
+import coat_jax as coat
 
 AXES = ("data", "fsdp", "tensor")
 BATCH_AXES = ("data", "fsdp")
@@ -162,6 +170,33 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, spec)
 
     return jax.tree_util.tree_map_with_path(of, params)
+
+
+def whole(mesh: Mesh | None) -> Sharding:
+    """Returns the sharding of an array that each device has; None: the first device."""
+    if mesh is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return NamedSharding(mesh, P())
+
+
+def state_shardings(
+    tx: Any, params: Any, opt_state: Any, histories: Any, mesh: Mesh | None
+) -> tuple[Any, Any, Any]:
+    """Returns the shardings of parameters, of their optimizer's state and of histories.
+
+    Args:
+      tx: The optimizer.
+      params: The parameters of a `Llama`, or the shape of each.
+      opt_state: The optimizer's state, or its shapes.
+      histories: The amax histories, or their shapes.
+      mesh: The mesh; None means the first device.
+    """
+    if mesh is None:
+        state = params, opt_state, histories
+        return jax.tree.map(lambda _: whole(None), state)
+    there = param_shardings(params, mesh)
+    moments = coat.opt_state_sharding(tx, params, there)
+    return there, moments, jax.tree.map(lambda _: whole(mesh), histories)
 
 
 def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:

@@ -23,8 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float32, Int32
 
 import coat_jax as coat
@@ -201,7 +200,7 @@ class Trainer:
     def _compiled_step(self, reporting: bool) -> jax.stages.Compiled:
         placed = None
         if self.mesh is not None:
-            placed = self._shardings, NamedSharding(self.mesh, P())
+            placed = self._shardings, meshes.whole(self.mesh)
         step = partial(self._step, reporting=reporting)
         step = jax.jit(step, donate_argnums=0, out_shardings=placed)
         limit = jax.ShapeDtypeStruct((), jnp.float32)
@@ -308,14 +307,10 @@ class Trainer:
     def _shardings(self) -> TrainState:
         """The sharding of each array of the state."""
         state = jax.eval_shape(self._init, 0)
-        if self.mesh is None:
-            device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-            return jax.tree.map(lambda _: device, state)
-        params = meshes.param_shardings(state.params, self.mesh)
-        opt_state = coat.opt_state_sharding(self._tx, state.params, params)
-        whole = NamedSharding(self.mesh, P())
-        histories = jax.tree.map(lambda _: whole, state.histories)
-        return TrainState(params, opt_state, whole, histories)
+        params, opt_state, histories = meshes.state_shardings(
+            self._tx, state.params, state.opt_state, state.histories, self.mesh
+        )
+        return TrainState(params, opt_state, meshes.whole(self.mesh), histories)
 
     def _placed(
         self, batch: Int32[np.ndarray, "rows length+1"], size: int
