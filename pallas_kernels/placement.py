@@ -10,6 +10,7 @@ says nothing about that.
 
 import dataclasses
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,12 +43,17 @@ class Axes:
         array is reduced to one element.
       sizes: The lengths of axes that occur in merged axes only.
       own: Whether the array stays as it is split, whatever its names.
+      gathered: Whether the array's last axis may be split further than its name. Then
+        the operation gets these parts gathered, one behind another along the first
+        axis, which has one element before. Gathered along the last axis they would have
+        to be copied once more, since they are no contiguous memory there.
     """
 
     names: str
     reduced: Literal["sum", "max"] | None = None
     sizes: tuple[tuple[str, int], ...] = ()
     own: bool = False
+    gathered: bool = False
 
     @property
     def merged(self) -> list[list[str]]:
@@ -218,8 +224,11 @@ class _Call:
         """Computes the operation with its kernel, with one element for each amax."""
         return self._with_amax(self.operation.kernel(*arrays))
 
-    def part(self, arrays: tuple, mesh: Mesh, split: Mapping, wanted: Specs) -> Any:
+    def part(
+        self, arrays: tuple, mesh: Mesh, split: Mapping, taken: Specs, wanted: Specs
+    ) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
+        arrays = self._gathered(arrays, split, taken)
         if why := self.operation.obstacle(*arrays):
             warn_once(f"{self.operation.name} of each device's part runs in jnp: {why}")
         # The arrays are one device's parts, to which no mesh applies.
@@ -234,6 +243,14 @@ class _Call:
             for x, axes, spec in zip(leaves, self.results, specs, strict=True)
         ]
         return tree.unflatten(whole)
+
+    def _gathered(self, arrays: tuple, split: Mapping, taken: Specs) -> tuple:
+        """Returns the arrays; those in more parts than their names say are gathered."""
+        leaves, tree = jax.tree.flatten(arrays)
+        for j, (axes, spec) in enumerate(zip(self.operands, taken, strict=True)):
+            if axes.gathered and (further := _further(axes, split, spec)):
+                leaves[j] = lax.all_gather(leaves[j], further, axis=0, tiled=True)
+        return tree.unflatten(leaves)
 
     def _with_amax(self, out: Any) -> Any:
         leaves, tree = jax.tree.flatten(out)
@@ -285,6 +302,8 @@ class _Call:
                 found.append(P(*wanted[j]))
                 continue
             spec = [split.get(names[0]) or None for names in axes.merged]
+            if axes.gathered and wanted and _further(axes, split, wanted[j]):
+                spec[-1] = wanted[j][-1]
             if axes.reduced == "sum" and j < len(wanted):
                 spec = _scattered(spec, axes, split, wanted[j])
             found.append(P(*spec))
@@ -350,6 +369,18 @@ def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
         yield from _leaves(x, own)
 
 
+def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
+    """Returns the mesh axes that split the last axis of an array beyond its name."""
+    if len(spec) < len(axes.merged) or not spec[-1]:
+        return ()
+    *others, last = [split.get(names[0], ()) for names in axes.merged]
+    parts = _tuple(spec[-1])
+    further = parts[len(last) :]
+    if parts[: len(last)] != last or set(further) & set(itertools.chain(*others)):
+        return ()
+    return further
+
+
 def _scattered(spec: list, axes: Axes, split: Mapping, wanted: Sequence) -> list:
     """Returns the spec of a sum whose parts are sent only to where they are wanted."""
     summed = _missing(axes, split)
@@ -390,9 +421,12 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
         shardings = [NamedSharding(mesh, spec) for spec in specs]
         return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
-    (taken,) = placed(args, call.specs(call.operands, split, specs))
+    taken_specs = call.specs(call.operands, split, specs)
+    (taken,) = placed(args, taken_specs)
     returned = placed(results, call.specs(call.results, split, wanted_specs))
-    part = functools.partial(call.part, mesh=mesh, split=split, wanted=wanted_specs)
+    part = functools.partial(
+        call.part, mesh=mesh, split=split, taken=taken_specs, wanted=wanted_specs
+    )
     return mesh, part, returned, (taken,)
 
 

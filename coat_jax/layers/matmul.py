@@ -117,12 +117,14 @@ def quantize_tensor(
     format: Format,
     *,
     copies: Literal["row", "transposed", "both"],
+    merge: bool = True,
     scale: Float[Array, ""] | None = None,
     history: Float[Array, " length"] | None = None,
     after: Array | None = None,
 ) -> Codes:
     """Quantizes `x` with `scale`, the scale of `history`, or that of its own amax.
 
+    Without `merge` the transpose has all axes of `x`, the last one first.
     `after` is an array that must be computed before the codes.
     """
     x = _numbers(x)
@@ -133,6 +135,7 @@ def quantize_tensor(
         scale,
         dtype=format.dtype,
         copies=copies,
+        merge=merge,
         keep_maxima=history is not None,
         after=after,
     )
@@ -167,13 +170,13 @@ class Fp8Weight(NamedTuple):
       value: The unquantized weight [..., k].
       rows: The codes for forward [n, k], with one scale per output feature. Output axes
         are merged.
-      transposed: The codes for backward [k, n].
+      transposed: The codes for backward [k, ...].
       scale: The per-tensor scale of `transposed`.
     """
 
     value: Float[Array, "... k"]
     rows: Scaled | None
-    transposed: Float[Array, "k n"] | None
+    transposed: Float[Array, "k ..."] | None
     scale: Float[Array, ""] | None
 
     @classmethod
@@ -277,7 +280,12 @@ def weight_gradient(
         return Fp8Weight(dw, None, None, None)
     # The output axes of `w` stay apart, because a mesh may split the last of them.
     gradient = dy.transposed.reshape(*w.shape[:-1], -1)
-    return matmul_codes(gradient, x, dy.scale, scale, dtype=w.dtype)
+    multiply = partial(matmul_codes, dtype=w.dtype)
+    if gradient.ndim == 2 or placement.mesh_of(gradient) is None:
+        return multiply(gradient, x, dy.scale, scale)
+    # Devices add up and split each half by itself. Its parts are contiguous memory.
+    halves = [multiply(half, x, dy.scale, scale) for half in gradient]
+    return jnp.stack(halves)
 
 
 def once[Result](result: Result) -> Result:
@@ -303,15 +311,14 @@ def _forward_codes(w: Weight) -> tuple[Scaled, Scaled | Float[Array, ""]]:
 
 def _backward_codes(
     w: Weight, scale: Array, after: Array | None = None
-) -> Float[Array, "k n"]:
+) -> Float[Array, "k ..."]:
     """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
-    quantize = partial(quantize_tensor, format=E4M3, scale=scale, after=after)
-    if w.ndim == 2 or placement.mesh_of(w) is None:
-        return quantize(_flat(w), copies="transposed").transposed
-    # Merging axes that a mesh splits moves data, and codes are smaller than weights.
-    return kernels.transpose(_flat(quantize(w, copies="row").row))
+    codes = quantize_tensor(
+        w, E4M3, copies="transposed", merge=False, scale=scale, after=after
+    )
+    return codes.transposed
 
 
 def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
@@ -326,7 +333,7 @@ def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 def matmul_codes(
     a: Float[Array, "... k"],
-    b: Float[Array, "n k"],
+    b: Float[Array, "n *k"],
     a_scale: Array,
     b_scale: Array,
     add: Float[Array, "... n"] | None = None,

@@ -29,7 +29,7 @@ def product(a, b, *scales, accumulator=None, **options):
     product = Product(out_dtype=jnp.dtype(jnp.bfloat16), **options)
     operation = _Matmul(product=product, tuning=None)
     scales = scales or (jnp.ones(()), jnp.ones(()))
-    return call(operation, a, b, *scales, accumulator)
+    return call(operation, a, b.reshape(1, len(b), 1, -1), *scales, accumulator)
 
 
 def test_merged_axes_have_several_names():
@@ -43,20 +43,20 @@ def test_merged_axes_have_several_names():
     [
         # Rows are split: the weights are gathered.
         (
-            [P(("data", "fsdp")), P("fsdp")],
+            [P(("data", "fsdp")), P(None, "fsdp")],
             {"t0": ("data", "fsdp"), "n": ()},
             P(("data", "fsdp"), None),
         ),
         # Both are split over axes of their own.
         (
-            [P("data"), P("fsdp")],
+            [P("data"), P(None, "fsdp")],
             {"t0": ("data",), "n": ("fsdp",)},
             P("data", "fsdp"),
         ),
         # The contracted axis is split: the result is a sum.
-        ([P(None, "data"), P(None, "data")], {"k": ("data",)}, P(None, None)),
+        ([P(None, "data"), P(None, None, None, "data")], {"k": ("data",)}, P(None, None)),
         # Mesh axes that do not divide are dropped, the last first.
-        ([P(None), P(("fsdp", "data"))], {"n": ("fsdp",)}, P(None, "fsdp")),
+        ([P(None), P(None, ("fsdp", "data"))], {"n": ("fsdp",)}, P(None, "fsdp")),
     ],
 )
 def test_operands_decide_how_a_matmul_is_split(specs, split, result):
@@ -80,7 +80,7 @@ def test_sums_with_an_accumulator_are_not_split():
         accumulator=accumulator,
         accumulate=True,
     )
-    specs = [P(None, "data"), P(None, "data"), P(), P(), P()]
+    specs = [P(None, "data"), P(None, None, None, "data"), P(), P(), P()]
     assert found.split(SIZES, shapes, specs) == {}
 
 
@@ -91,7 +91,12 @@ def test_the_rule_names_axes_in_order_and_those_that_stay_whole():
     assert rule == "t0 t1 (g e) -> t0 t1 (g e), t0 t1 g"
     assert options == {"need_replication_factors": ("e",), "e": 16}
     tensor = _QuantizeTensor(
-        dtype=E4M3, row=False, transposed=True, keep_maxima=True, tuning=None
+        dtype=E4M3,
+        row=False,
+        transposed=True,
+        merge=True,
+        keep_maxima=True,
+        tuning=None,
     )
     after = jnp.ones((5, 3))
     found, shapes = call(tensor, x, jnp.ones(()), after)

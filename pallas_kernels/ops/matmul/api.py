@@ -33,7 +33,7 @@ _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 def matmul(
     a: Float[Array, "... k"],
-    b: Float[Array, "n k"],
+    b: Float[Array, "n *k"],
     a_scale: Float[Array, "..."] | float = 1.0,
     b_scale: Float[Array, "..."] | float = 1.0,
     accumulator: Float[Array, "... n"] | None = None,
@@ -57,7 +57,10 @@ def matmul(
 
     Args:
       a: Codes, e4m3 or e5m2.
-      b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3.
+      b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3. Several axes behind
+        the first one are contracted in their order. On a mesh the last of them can be
+        split over devices that need all of it: the kernel reads it in parts, as they
+        are gathered.
       a_scale: The scales of `a`, float32.
       b_scale: The scales of `b`, float32.
       accumulator: An array to add, in the result's dtype.
@@ -84,6 +87,7 @@ def matmul(
     """
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if accumulator is None else accumulator.dtype
+    b = _in_parts(a, b)
     call = _Call.of(a, b, a_scale, b_scale)
     product = Product(
         out_dtype=jnp.dtype(out_dtype),
@@ -149,6 +153,7 @@ def matmul_heads(
       >>> q.shape, k.shape, v.shape
       ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
     """
+    b = _in_parts(a, b)
     call = _Call.without_blocks(a, b, a_scale, b_scale)
     check_positive(copies=copies)
     if a.ndim != 3:
@@ -180,6 +185,8 @@ def matmul_heads(
 class _OfProduct(dispatch.Operation):
     """A matmul of the arrays a, b, a_scale, b_scale and more.
 
+    b is [parts, n, groups, c], and k has the order of groups, parts and c.
+
     Attributes:
       product: The static parameters of the kernel.
       tuning: The settings that the caller named, or None.
@@ -194,7 +201,7 @@ class _OfProduct(dispatch.Operation):
 
     def obstacle(self, a, b, *more) -> str | None:
         *leading, k = a.shape
-        shape = math.prod(leading), b.shape[0], k
+        shape = math.prod(leading), b.shape[1], k
         if why := _obstacle(self.product, shape, self._settings(*shape)):
             return why
         if self.product.heads and leading[-1] % PIECE_M:
@@ -202,7 +209,7 @@ class _OfProduct(dispatch.Operation):
         return None
 
     def slower(self, a, b, *more) -> str | None:
-        m, n, k = math.prod(a.shape[:-1]), *b.shape
+        m, n, k = math.prod(a.shape[:-1]), b.shape[1], a.shape[-1]
         if self.tuning or tuning.choose(self.product, m, n, k):
             return None
         return f"XLA is faster for {m} x {n} x {k}"
@@ -231,7 +238,7 @@ class _Matmul(_OfProduct):
         if accumulator is not None:
             accumulator = accumulator.reshape(call.m, call.n)
         y = reference.matmul(
-            *call.arrays,
+            *call.merged,
             accumulator,
             out_dtype=self.product.out_dtype,
             promote=self.product.promote,
@@ -244,10 +251,12 @@ class _Matmul(_OfProduct):
         # A sum over devices has its accumulator and its amax only afterwards.
         late = self.product.accumulate or self.product.maxima
         depth = "_" if in_blocks or late else "k"
+        depth = "_" if b.shape[2] > 1 else depth
         columns = "_" if in_blocks else "n"
         scales = self._scale_axes(a_scale, b_scale, rows, columns)
         out = Axes(f"{rows} {columns}", reduced="sum")
-        operands = Axes(f"{rows} {depth}"), Axes(f"{columns} {depth}"), *scales, out
+        of_b = Axes(f"_ {columns} _ {depth}", gathered=not in_blocks)
+        operands = Axes(f"{rows} {depth}"), of_b, *scales, out
         return operands, (out, Axes("_", reduced="max"))
 
     def kernel(self, a, b, a_scale, b_scale, accumulator) -> tuple:
@@ -277,7 +286,7 @@ class _MatmulHeads(_OfProduct):
     def axes(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         angles, heads = Axes("s _"), Axes("b s _ _")
         scales = self._scale_axes(a_scale, b_scale, "b s", "_")
-        operands = Axes("b s _"), Axes("_ _"), *scales, angles, angles
+        operands = Axes("b s _"), Axes("_ _ _ _"), *scales, angles, angles
         return operands, heads
 
     def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
@@ -291,7 +300,8 @@ class _Call:
     """The operands of a matmul, with one axis of rows, and the kind of their scales.
 
     Attributes:
-      arrays: The operands and their scales, with one axis of rows.
+      arrays: The operands and their scales, with one axis of rows of a. b is
+        [parts, n, groups, c].
       scaling: The kind of the scales.
       leading: The lengths of the axes that were merged to rows.
       scales: The scales as they were given, in float32.
@@ -304,7 +314,7 @@ class _Call:
 
     m = property(lambda self: self.arrays[0].shape[0])
     k = property(lambda self: self.arrays[0].shape[1])
-    n = property(lambda self: self.arrays[1].shape[0])
+    n = property(lambda self: self.arrays[1].shape[1])
 
     @classmethod
     def of(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
@@ -319,13 +329,9 @@ class _Call:
                 "a and b must be e4m3, or one of them e5m2, got "
                 f"{a.dtype} and {b.dtype}"
             )
-        if not a.ndim or b.ndim != 2 or a.shape[-1] != b.shape[1]:
-            raise ValueError(
-                f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
-            )
         a_scale, b_scale = (jnp.asarray(s, jnp.float32) for s in scales)
         *leading, k = a.shape
-        n, m = b.shape[0], math.prod(leading)
+        n, m = b.shape[1], math.prod(leading)
         blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
         given = a_scale, b_scale
         found = a_scale.shape, b_scale.shape
@@ -342,7 +348,7 @@ class _Call:
             a_scale = a_scale.reshape(m, k // BLOCK)
         else:
             raise ValueError(
-                f"scales of {a.shape} and {b.shape} are scalars, {tuple(leading)} and "
+                f"scales of {a.shape} and {(n, k)} are scalars, {tuple(leading)} and "
                 f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
             )
         arrays = (a.reshape(m, k), b, a_scale, b_scale)
@@ -356,9 +362,37 @@ class _Call:
             raise ValueError("scales for blocks are for `matmul` only")
         return call
 
+    @property
+    def merged(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays, with one axis of k in b."""
+        a, b, *scales = self.arrays
+        return a, b.transpose(1, 2, 0, 3).reshape(self.n, self.k), *scales
+
+    @property
+    def readable(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays, with one axis of k in b unless the kernel can read its parts."""
+        parts, _, groups, c = self.arrays[1].shape
+        in_steps = c % TILE_K == 0 and self.scaling != "blocks"
+        return self.arrays if parts * groups > 1 and in_steps else self.merged
+
     def wide(self) -> Float[Array, "m n"]:
         """Computes the matmul with the reference, in float32."""
-        return reference.matmul(*self.arrays, None, out_dtype=jnp.float32, promote=None)
+        return reference.matmul(*self.merged, None, out_dtype=jnp.float32, promote=None)
+
+
+def _in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
+    """Returns b [n, ...] as one part, whose last axis stays apart from the others.
+
+    Raises:
+      ValueError: If `a` and `b` do not have as many elements along k.
+    """
+    n, *contracted = b.shape or (0,)
+    if not a.ndim or not contracted or a.shape[-1] != math.prod(contracted):
+        raise ValueError(
+            f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
+        )
+    *groups, c = contracted
+    return b.reshape(1, n, math.prod(groups), c)
 
 
 def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:
@@ -421,7 +455,7 @@ def _run(
         arrays = (a, b, a_scale, b_scale, more)
         return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
 
-    out, largest = kernel(*call.arrays, more)
+    out, largest = kernel(*call.readable, more)
     if largest is not None:
         largest = largest.reshape(-1)
         if product.out_dtype == jnp.bfloat16:

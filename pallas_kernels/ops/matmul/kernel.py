@@ -45,6 +45,9 @@ def run(
 ) -> tuple[Array, ...]:
     """Computes the matmul a @ b.T of a [m, k] and b [n, k].
 
+    Instead of [n, k], one of them can be [parts, n, groups, c], if c is a multiple of
+    128. Then k has the order of groups, parts and c.
+
     The scales of a and b have these shapes:
 
     - Per-tensor: [1] and [1].
@@ -62,7 +65,8 @@ def run(
     """
     if tuning.stages < (held := tuning.held(product)):
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
-    walk = Walk(tuning, (a.shape[0], b.shape[0], a.shape[1]))
+    (m, k), (n, _) = (_sizes(x) for x in (a, b))
+    walk = Walk(tuning, (m, n, k))
     blocks = sms // (2 if tuning.cluster else 1)
     pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
     return mosaic.kernel(
@@ -81,6 +85,12 @@ def run(
         thread_name="warpgroup",
         **pair,
     )(a, b, a_scale, b_scale, more)
+
+
+def _sizes(x: Array) -> tuple[int, int]:
+    """Returns the number of rows of an operand, and k."""
+    rows = x.shape[-3] if x.ndim == 4 else x.shape[0]
+    return rows, x.size // rows
 
 
 def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
@@ -141,13 +151,12 @@ def _kernel(
     a_smem, b_smem = smem["a_smem"], smem["b_smem"]
 
     def copies(step, rows, columns, stage, filled):
-        along = pl.ds(step * TILE_K, TILE_K)
         for x, where, to, shared in (
             (a, rows, a_smem, t.cluster == "n"),
             (b, columns, b_smem, t.cluster == "m"),
         ):
             plgpu.copy_gmem_to_smem(
-                x.at[where, along],
+                _along_k(x, where, step),
                 to.at[stage],
                 filled,
                 collective_axes="pair" if shared else None,
@@ -174,3 +183,14 @@ def _kernel(
             pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _along_k(x: Any, rows: Any, step: Array) -> Any:
+    """Returns the reference to some rows of an operand in a step along k."""
+    if len(x.shape) == 2:
+        return x.at[rows, pl.ds(step * TILE_K, TILE_K)]
+    parts, _, _, c = x.shape
+    steps = c // TILE_K  # Those of a part. Divisions below are by constants.
+    part, within = lax.div(step, steps), lax.rem(step, steps)
+    group, part = lax.div(part, parts), lax.rem(part, parts)
+    return x.at[part, rows, group, pl.ds(within * TILE_K, TILE_K)]

@@ -28,6 +28,7 @@ def quantize_tensor(
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     copies: Wanted = "row",
+    merge: bool = True,
     keep_maxima: bool = False,
     after: Array | None = None,
     implementation: dispatch.Implementation | None = None,
@@ -44,6 +45,8 @@ def quantize_tensor(
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
       copies: The copies to return: codes [..., n], their transpose [n, tokens] or both.
         All leading axes are tokens.
+      merge: Whether the transpose has one axis of tokens. Otherwise it is [n, ...], so
+        that each of its axes can be split over the devices of a mesh.
       keep_maxima: Whether to return the amax of parts of `x` as well, like `maxima`,
         for the scale of a later `x`.
       after: An array that must be computed before the codes. It is not read. Without
@@ -70,6 +73,7 @@ def quantize_tensor(
         dtype=jnp.dtype(dtype),
         row=row,
         transposed=transposed,
+        merge=merge,
         keep_maxima=keep_maxima,
         tuning=tuning,
     )
@@ -82,6 +86,7 @@ class _QuantizeTensor(dispatch.Operation):
     dtype: jnp.dtype
     row: bool
     transposed: bool
+    merge: bool
     keep_maxima: bool
     tuning: Tuning | None
     name = "quantize_tensor"
@@ -90,7 +95,7 @@ class _QuantizeTensor(dispatch.Operation):
         return copies_obstacle(x.shape, self.transposed)
 
     def reference(self, x, scale, after) -> Codes:
-        return reference.quantize_tensor(
+        codes = reference.quantize_tensor(
             x,
             scale if after is None else behind(scale, after),
             dtype=self.dtype,
@@ -98,10 +103,12 @@ class _QuantizeTensor(dispatch.Operation):
             transposed=self.transposed,
             keep_maxima=self.keep_maxima,
         )
+        return self._unmerged(codes, x)
 
     def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
-        row, transposed = f"{leading} n", f"n {transposed_tokens(x.ndim - 1)}"
+        behind_n = transposed_tokens(x.ndim - 1) if self.merge else leading
+        row, transposed = f"{leading} n", f"n {behind_n}"
         operands = Axes(row), WHOLE, None if after is None else as_it_is(after)
         largest = Axes("_", reduced="max")
         results = Codes(Axes(row), Axes(transposed), WHOLE, largest)
@@ -121,12 +128,19 @@ class _QuantizeTensor(dispatch.Operation):
             ),
             tuning=self.tuning,
         )
-        return Codes(
+        codes = Codes(
             None if out.row is None else out.row.reshape(x.shape),
             None if out.transposed is None else out.transposed[0],
             scale,
             out.maxima,
         )
+        return self._unmerged(codes, x)
+
+    def _unmerged(self, codes: Codes, x: Array) -> Codes:
+        if self.merge or codes.transposed is None:
+            return codes
+        shape = x.shape[-1], *x.shape[:-1]
+        return codes._replace(transposed=codes.transposed.reshape(shape))
 
 
 def transpose(
