@@ -54,7 +54,11 @@ def test_merged_axes_have_several_names():
             P("data", "fsdp"),
         ),
         # The contracted axis is split: the result is a sum.
-        ([P(None, "data"), P(None, None, None, "data")], {"k": ("data",)}, P(None, None)),
+        (
+            [P(None, "data"), P(None, None, None, "data")],
+            {"k": ("data",)},
+            P(None, None),
+        ),
         # Mesh axes that do not divide are dropped, the last first.
         ([P(None), P(None, ("fsdp", "data"))], {"n": ("fsdp",)}, P(None, "fsdp")),
     ],
@@ -63,6 +67,32 @@ def test_operands_decide_how_a_matmul_is_split(specs, split, result):
     found, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
     assert found.split(SIZES, shapes, [*specs, P(), P()]) == split
     assert found.specs(found.results, split) == [result]
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "taken", "gathered"),
+    [
+        # Tokens are split over the axis that splits b along k: b is gathered in parts.
+        (P("fsdp"), P(None, None, None, "fsdp"), "fsdp", ("fsdp",)),
+        (
+            P("fsdp", "data"),
+            P(None, None, None, ("data", "fsdp")),
+            ("data", "fsdp"),
+            ("fsdp",),
+        ),
+        # What splits k first is not what splits a's k: XLA gathers b.
+        (P("fsdp"), P(None, None, None, ("fsdp", "data")), ("data",), ()),
+        # Only k is split.
+        (P(), P(None, None, None, "data"), ("data",), ()),
+    ],
+)
+def test_what_splits_k_further_is_gathered_in_parts(of_a, of_b, taken, gathered):
+    found, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    specs = [of_a, of_b, P(), P()]
+    split = found.split(SIZES, shapes, specs)
+    (_, b, *_) = found.specs(found.operands, split, specs)
+    assert b == P(None, split.get("n") or None, None, taken)
+    assert placement._further(found.operands[1], split, b) == gathered
 
 
 def test_a_sum_is_sent_where_it_is_wanted():

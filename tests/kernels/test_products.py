@@ -24,7 +24,8 @@ from jax.sharding import PartitionSpec as P
 import pallas_kernels
 from experiments.common import kernel_cases
 from pallas_kernels.ops.matmul import tuning
-from pallas_kernels.ops.matmul.plan import Tuning
+from pallas_kernels.ops.matmul.api import _Matmul
+from pallas_kernels.ops.matmul.plan import Product, Tuning
 
 SMALL = Tuning(stages=2)
 NARROW = Tuning(tile_n=128, stages=4)
@@ -64,6 +65,16 @@ def scales(kind, shape, seed=1):
     b = rng.uniform(0.1, 1, (-(-n // 128), k // 128)).astype(np.float32)
     wide_a, wide_b = np.repeat(a, 128, 1), np.repeat(np.repeat(b, 128, 0), 128, 1)
     return a, b, wide_a.astype(np.float64), wide_b[:n].astype(np.float64)
+
+
+def in_parts(b, parts, groups):
+    """Returns b [n, k] as `_Matmul` takes it, and as a user writes it.
+
+    The first is [parts, n, groups, c], and the second [n, groups, parts * c].
+    """
+    whole = b.reshape(len(b), groups, -1)
+    pieces = jnp.split(whole, parts, axis=2)
+    return jnp.stack(pieces), whole
 
 
 def error(actual, expected):
@@ -246,6 +257,32 @@ def test_the_kernel_has_no_races(tuning):
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         y = pallas_kernels.matmul(a, b, implementation="mosaic", tuning=tuning)
     assert error(y, wide_a @ wide_b.T) < 2.0**-9
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("parts", "groups", "k", "tuning"),
+    [
+        (2, 1, 512, Tuning(stages=2)),
+        (2, 2, 512, Tuning(stages=2, cluster="m")),
+        (3, 2, 768, Tuning(stages=2, transposed=True)),
+        (4, 1, 512, Tuning(tile_n=128, stages=2, together=False, cluster="n")),
+        (4, 1, 768, Tuning(stages=2)),  # Parts that are no whole steps are merged.
+    ],
+)
+def test_the_right_operand_is_read_in_parts(implementation, parts, groups, k, tuning):
+    m, n = 256, 512
+    a, b, wide_a, wide_b = operands((m, n, k), E5M2, seed=parts)
+    split, whole = in_parts(b, parts, groups)
+    operation = _Matmul(product=Product(out_dtype=BF16), tuning=tuning)
+
+    def multiply(a, split, whole, *, implementation):
+        one, how = jnp.ones((), F32), {"implementation": implementation}
+        y, _ = operation(a, split, one, one, None, **how)
+        return y, pallas_kernels.matmul(a, whole, tuning=tuning, **how)
+
+    for y in kernels.run(implementation, multiply, a, split, whole):
+        assert error(y, wide_a @ wide_b.T) < 3e-3
 
 
 @every_implementation
