@@ -301,16 +301,20 @@ class _GatedGrad(dispatch.Operation):
         *leading, n = dy.shape
         count = math.prod(leading)
         with_product = product_scale is not None
+        apart = len(operands) == 2
+        encoding = _encoding(scale, self.dtype, self.row, self.transposed)
+        if apart:  # The amax of each would take registers.
+            encoding = dataclasses.replace(encoding, maxima=False)
         out = elementwise.run(
             ProductGrad(activation=self.activation, with_product=with_product),
             (*_tall(operands, count), dy.reshape(count, 1, n)),
             scale,
             product_scale,
             name=self.name,
-            encoding=_encoding(scale, self.dtype, self.row, self.transposed),
+            encoding=encoding,
             more=_PRODUCT if with_product else None,
             parts=2,
-            apart=len(operands) == 2,
+            apart=apart,
             tuning=self.tuning,
         )
         product = out.pop().transposed[0] if with_product else None

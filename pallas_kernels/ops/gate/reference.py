@@ -45,8 +45,8 @@ class Gated(NamedTuple):
       transposed: The transpose of the codes, [f, tokens], or [2 f, tokens] for
         gradients.
       scale: The per-token scales of `values`, float32 [...], with scale="row".
-      largest: The amax of parts of the values, float32 [k], unless scale="row". The
-        kernel chooses k.
+      largest: The amax of parts of the values, float32 [k], unless scale="row" or the
+        values are a pair. The kernel chooses k.
       groups: Gate and up [..., 2, f] in groups of 16.
       largest_scale: The largest group scale of each token, float32 [...].
       product: The float8_e4m3fn codes of activation(gate) * up, [f, tokens]; only
@@ -130,15 +130,16 @@ def gated_grad(
 
 
 def joined(parts: Sequence[Gated]) -> Gated:
-    """Returns outputs as one: values and transposes as tuples, and all amaxes."""
+    """Returns outputs as one, with values and transposes as tuples.
+
+    The amax is that of a single part.
+    """
 
     def every(name):
         found = tuple(getattr(own, name) for own in parts)
         return None if found[0] is None else found
 
-    largest, *others = every("largest")
-    if others:
-        largest = jnp.concatenate([largest, *others])
+    largest = parts[0].largest if len(parts) == 1 else None
     return Gated(every("values"), every("transposed"), largest=largest)
 
 
