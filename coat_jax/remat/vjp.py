@@ -78,8 +78,9 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
 
 def _are_default(options: Options) -> bool:
     """Returns whether residuals are saved as kernels save the inputs of gates."""
-    asked = options.where, options.policy, options.key
-    return options.format == E4M3 and options.group == GROUP and not any(asked)
+    others = options.where, options.policy, options.key
+    same = options.format == E4M3 and options.group == GROUP
+    return same and all(option is None for option in others)
 
 
 def _is_traced(x: Any) -> bool:

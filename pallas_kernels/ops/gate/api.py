@@ -329,6 +329,10 @@ def _operands(gate_up: Scaled | Array | Pair) -> Operands:
         return (gate_up,)
     if len(gate_up) != 2:
         raise ValueError(f"gate and up must be a pair, got {len(gate_up)} arrays")
+    if len({isinstance(x, Scaled) for x in gate_up}) > 1:
+        raise ValueError("gate and up must both be codes, or neither")
+    gate, up = (jax.tree.leaves(x)[0] for x in gate_up)
+    check_shape("up", up, gate.shape)
     return tuple(
         jax.tree.map(lambda x: x.reshape(*x.shape[:-1], 1, x.shape[-1]), own)
         for own in gate_up
@@ -449,7 +453,6 @@ def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:
         check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
         if values.ndim < 2 or values.shape[-2] * len(operands) != 2:
             raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
-        check_shape("up", values, jax.tree.leaves(operands)[0].shape)
         n = values.shape[-1]
         if in_groups and (count := x.scale.shape[-1]) != -(-n // GROUP):
             raise ValueError(f"groups must have 16 of {n} elements, got {count}")
