@@ -15,6 +15,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+import pallas_kernels as kernels
+from coat_jax.layers.flow import gate_gradient
 from coat_jax.layers.matmul import (
     fp8_matmul,
     matmul_codes,
@@ -26,7 +28,12 @@ from coat_jax.layers.matmul import (
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.merge import mergeable
-from pallas_kernels import placement
+from coat_jax.remat.notes import Note
+from pallas_kernels import Scaled, placement
+from pallas_kernels.numerics import GROUP
+
+_READER = "the gradient of a gate"
+_SCALES = {"uint16": "bfloat16", "uint32": "float32"}
 
 
 def fp8_dot_general(
@@ -97,7 +104,8 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim))
+    gated = _gated_products if a.ndim == 2 else None
+    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim), gated)
     return product(a, b).reshape(expected.shape)
 
 
@@ -136,21 +144,36 @@ def _products(x, weights, dtype):
 @placement.on_common_mesh
 def _products_fwd(x, weights, dtype):
     rows = quantize_tokens(x)
+    ys, w_scales = _forward(rows, weights, dtype)
+    scales = *tensor_scales(rows), *w_scales
+    return tuple(map(once, ys)), (*_saved(x), weights, scales)
+
+
+@placement.on_common_mesh
+def _products_bwd(dtype, residuals, dys):
+    gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
+    return _backward(residuals, gradients)
+
+
+def _forward(rows, weights, dtype):
+    """Multiplies codes by each of the weights; also returns the weights' scales."""
     codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
     ys = [
         matmul_codes(rows.codes, w.transposed, rows.scale, w.scale, dtype=dtype)
         for w in codes
     ]
+    return ys, [w.scale for w in codes]
+
+
+def _saved(x):
+    """Returns what backward reads of x: its numbers, and an array with its dtype."""
     # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
-    narrow = x.astype(jnp.bfloat16)
-    scales = *tensor_scales(rows), *(w.scale for w in codes)
-    return tuple(map(once, ys)), (narrow, weights, scales, jnp.zeros(0, x.dtype))
+    return x.astype(jnp.bfloat16), jnp.zeros(0, x.dtype)
 
 
-@placement.on_common_mesh
-def _products_bwd(dtype, residuals, dys):
-    x, weights, (scale, *w_scales), like = residuals
-    gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
+def _backward(residuals, gradients):
+    """Returns the gradients of x and of the weights, from codes of results'."""
+    x, like, weights, (scale, *w_scales) = residuals
     # `after` delays codes until they are read, which are in memory until then.
     dx, last = None, gradients[-1].transposed
     for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
@@ -165,6 +188,71 @@ def _products_bwd(dtype, residuals, dys):
 
 
 _products.defvjp(_products_fwd, _products_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _gated_products(x, gate, up, down, activation, inner, dtype):
+    """Multiplies activation(x @ gate) * (x @ up) by `down`, within `fp8_remat`.
+
+    x is [m, k], and weights are [k, f] and [f, n]. The results of the first matmuls
+    have the dtype `inner`. One kernel reads both: it writes the codes that the last
+    matmul reads, and the copies of both, in groups of 16, that backward reads.
+    """
+    return _gated_fwd(x, gate, up, down, activation, inner, dtype)[0]
+
+
+@placement.on_common_mesh
+def _gated_fwd(x, gate, up, down, activation, inner, dtype):
+    rows = quantize_tokens(x)
+    pair, w_scales = _forward(rows, (gate, up), inner)
+    with Note(f"{E4M3}, groups of {GROUP}", _READER).scope():
+        out = kernels.gated(
+            tuple(pair), activation=activation, scale="row", keep_groups=True
+        )
+    a = Scaled(out.values, out.scale)
+    (y,), (down_scale,) = _forward(a, (down,), dtype)
+    scale, a_scale = tensor_scales(rows, a)
+    # An outer `fp8_remat` saves integers exactly.
+    with Note(f"scales of groups of {GROUP}", _READER).scope():
+        copies = jax.tree.map(_bits, (out.groups, out.largest_scale))
+    outer = *_saved(x), (gate, up), (scale, *w_scales)
+    return once(y), (outer, copies, down, (a_scale, down_scale))
+
+
+@placement.on_common_mesh
+def _gated_bwd(activation, inner, dtype, residuals, dy):
+    outer, copies, down, (a_scale, down_scale) = residuals
+    groups, largest_scale = jax.tree.map(_numbers_of, copies)
+    gradient = quantize_tensor(dy, E5M2, copies="both")
+    wq = quantize_tensor(
+        down, E4M3, copies="row", scale=down_scale, after=gradient.transposed
+    )
+    da, da_maxima = matmul_codes(
+        *(gradient.row, wq.row, gradient.scale, down_scale),
+        dtype=inner,
+        keep_maxima=True,
+    )
+    pair, a = gate_gradient(groups, largest_scale, da, da_maxima, activation, a_scale)
+    d_down = matmul_codes(
+        a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
+    )
+    dx, (d_gate, d_up) = _backward(outer, pair)
+    return dx, d_gate, d_up, d_down
+
+
+_gated_products.defvjp(_gated_fwd, _gated_bwd)
+
+
+def _bits(x: Array) -> Array:
+    """Bitcasts scales to integers; codes stay as they are."""
+    size = x.dtype.itemsize
+    return x if size == 1 else lax.bitcast_convert_type(x, f"uint{8 * size}")
+
+
+def _numbers_of(x: Array) -> Array:
+    """Returns codes and scales of which `_bits` returned `x`."""
+    dtype = _SCALES.get(x.dtype.name)
+    return lax.bitcast_convert_type(x, dtype) if dtype else x
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

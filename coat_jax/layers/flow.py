@@ -24,6 +24,7 @@ histories of the next step.
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float
@@ -221,7 +222,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         gradient, params["down"], down_scale, dy.dtype, keep_maxima=True
     )
     history = amax.get("gate_up_grad")
-    inner, a = _gate_gradient(
+    inner, a = gate_gradient(
         inner_groups, largest_scale, da, da_maxima, gate, a_scale, history
     )
     # `after` delays the quantization of the weights until `da` is freed and the codes
@@ -248,15 +249,15 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
 _mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
 
 
-def _gate_gradient(
-    gate_up: Scaled,
+def gate_gradient(
+    gate_up: Scaled | tuple[Scaled, Scaled],
     largest_scale: Float[Array, "..."],
     da: Array,
     da_maxima: Float[Array, " parts"],
     gate: Activation,
     a_scale: Float[Array, ""],
-    history: Array | None,
-) -> tuple[Codes, Float[Array, "f tokens"]]:
+    history: Array | None = None,
+) -> tuple[Any, Float[Array, "f tokens"]]:
     """Computes the gradient of gate and up, and the gate's output a again.
 
     Just-in-time scaling uses an upper bound of the amax:
@@ -264,8 +265,9 @@ def _gate_gradient(
     pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
 
     Returns:
-      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, and the
-      transposed E4M3 codes of a with `a_scale`.
+      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, or one such
+      gradient [..., f] for each of a pair; and the transposed E4M3 codes of a with
+      `a_scale`.
     """
 
     def bound():
@@ -282,12 +284,15 @@ def _gate_gradient(
         dtype=E5M2.dtype,
         product_scale=a_scale,
     )
-    codes = out.values.reshape(*da.shape[:-1], -1)
-    # A separate kernel transposes the codes. `da` is freed by now, so that backward
-    # needs no more memory at a time than BF16.
-    transposed = kernels.transpose(codes)
     maxima = None if history is None else out.largest
-    return checked(Codes(codes, transposed, scale, maxima)), out.product
+
+    def codes(values):
+        rows = values.reshape(*da.shape[:-1], -1)
+        # A separate kernel transposes the codes. `da` is freed by now, so that backward
+        # needs no more memory at a time than BF16.
+        return checked(Codes(rows, kernels.transpose(rows), scale, maxima))
+
+    return jax.tree.map(codes, out.values), out.product
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

@@ -4,15 +4,20 @@ A function that saves FP8 codes of its activations cannot know who else saves th
 `fp8_remat` it can leave that to the plan of residuals: its merged form, which takes
 several weights, saves the activations themselves, and the plan decides whether they are
 saved in FP8 or recomputed.
+
+A gated MLP is one call: of the merged matmuls of gate and up, the gate, and the matmul
+that follows, which then reads the codes that the gate's kernel writes.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend import core
 
+from coat_jax.remat.gates import Gate, gate_of
 from coat_jax.remat.programs import (
     deduplicated,
     embedded,
@@ -20,13 +25,27 @@ from coat_jax.remat.programs import (
     variables,
 )
 from pallas_kernels import dispatch
+from pallas_kernels.checks import WIDE
 
-# The merged forms of calls, by the names that `mergeable` gives to the calls.
-_MERGED: dict[str, Callable] = {}
+
+class _Forms(NamedTuple):
+    """The forms of calls that `mergeable` documents."""
+
+    merged: Callable
+    gated: Callable | None
+
+
+# The forms of calls, by the names that `mergeable` gives to the calls.
+_FORMS: dict[str, _Forms] = {}
 
 
 @functools.cache
-def mergeable(fn: Callable, merged: Callable, ranks: tuple[int, int]) -> Callable:
+def mergeable(
+    fn: Callable,
+    merged: Callable,
+    ranks: tuple[int, int],
+    gated: Callable | None = None,
+) -> Callable:
     """Returns `fn(x, w)` in a form that `fp8_remat` can find and merge.
 
     Args:
@@ -35,13 +54,16 @@ def mergeable(fn: Callable, merged: Callable, ranks: tuple[int, int]) -> Callabl
         It returns a tuple of the results of `fn`.
       ranks: The ranks of activations and weights. They are part of the call's name, so
         that calls that `vmap` has changed are not found.
+      gated: A function of activations, the weights of gate, up and down, the name of
+        the activation, and the dtypes of gate and of the result, if there is one. It
+        returns `fn(activation(fn(x, gate)) * fn(x, up), down)`.
     """
 
     def call(x, w):
         return fn(x, w)
 
     call.__name__ = "_".join((fn.__name__, *map(str, ranks)))
-    _MERGED[call.__name__] = merged
+    _FORMS[call.__name__] = _Forms(merged, gated)
     jitted = jax.jit(call)
 
     def traced(x, w):
@@ -52,10 +74,11 @@ def mergeable(fn: Callable, merged: Callable, ranks: tuple[int, int]) -> Callabl
     return traced
 
 
-def merged(program: core.Jaxpr, is_param: Sequence[bool]) -> core.Jaxpr:
+def merged(program: core.Jaxpr, is_param: Sequence[bool], gates: bool) -> core.Jaxpr:
     """Merges the mergeable calls of a program that read the same activations.
 
     Weights must follow from parameters, as `is_param` marks them among the arguments.
+    With `gates`, gated MLPs are merged, too.
     """
     if not any(map(_has_call, program.eqns)):
         return program
@@ -66,21 +89,57 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool]) -> core.Jaxpr:
         x, w = eqn.invars
         if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
             groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
-    first = {id(eqns[0]): eqns for eqns in groups.values()}
-    others = {id(eqn) for eqns in groups.values() for eqn in eqns[1:]}
     read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
     weights = _makers(program, read)
+    replaced: dict[int, list[core.JaxprEqn]] = {}
+    for mlp in list(_mlps(program, groups)) if gates else []:
+        pair = groups.pop(mlp.pair)
+        (down,) = groups.pop(mlp.down)
+        replaced |= {id(eqn): [] for eqn in (*pair, *mlp.gate.eqns)}
+        replaced[id(down)] = _gated(mlp.gate, pair, down)
+    for eqns in groups.values():
+        replaced |= {id(eqn): [] for eqn in eqns[1:]}
+        replaced[id(eqns[0])] = _merged(eqns)
     eqns = [eqn for eqn in program.eqns if id(eqn) in weights]
     for eqn in program.eqns:
-        if id(eqn) in first:
-            eqns.extend(_merged(first[id(eqn)]))
-        elif id(eqn) not in others | weights:
-            eqns.append(eqn)
+        if id(eqn) not in weights:
+            eqns.extend(replaced.get(id(eqn), [eqn]))
     return program.replace(eqns=eqns)
 
 
+class _Mlp(NamedTuple):
+    """A gated MLP: its gate, and the keys of its calls."""
+
+    gate: Gate
+    pair: Any
+    down: Any
+
+
+def _mlps(program: core.Jaxpr, groups: dict[Any, list]) -> Iterator[_Mlp]:
+    """Yields the gated MLPs among calls, which are grouped by what they read."""
+    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+    readers = defaultdict(list)
+    for reader in (*program.eqns, program):
+        operands = program.outvars if reader is program else reader.invars
+        for var in variables(operands):
+            readers[var].append(reader)
+    pairs = {
+        eqn.outvars[0]: key
+        for key, eqns in groups.items()
+        for eqn in eqns
+        if len(eqns) == 2 and eqn.outvars[0].aval.dtype in WIDE
+    }
+    for key, eqns in groups.items():
+        product, name, _ = key
+        if len(readers[product]) > 1 or _FORMS[name].gated is None:
+            continue
+        gate = gate_of(product, program, makers, readers, pairs)
+        if gate and pairs[gate.gate] == pairs[gate.up] and len(eqns) == 1:
+            yield _Mlp(gate, pairs[gate.gate], key)
+
+
 def _is_call(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "jit" or eqn.params["name"] not in _MERGED:
+    if eqn.primitive.name != "jit" or eqn.params["name"] not in _FORMS:
         return False
     ranks = [v.aval.ndim for v in eqn.invars]
     return eqn.params["name"].endswith("_".join(("", *map(str, ranks))))
@@ -119,12 +178,35 @@ def _makers(program: core.Jaxpr, wanted: set[core.Var]) -> set[int]:
 
 def _merged(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of calls."""
-    call = _MERGED[eqns[0].params["name"]]
-    x = eqns[0].invars[0]
+    form = _FORMS[eqns[0].params["name"]].merged
+    results = [eqn.outvars[0] for eqn in eqns]
     weights = [eqn.invars[1] for eqn in eqns]
-    results = [v for eqn in eqns for v in eqn.outvars]
-    closed = jax.make_jaxpr(functools.partial(call, dtype=results[0].aval.dtype))(
-        x.aval, tuple(w.aval for w in weights)
+
+    def call(x, *weights):
+        return form(x, weights, dtype=results[0].aval.dtype)
+
+    return _traced(call, [eqns[0].invars[0], *weights], results, eqns[0])
+
+
+def _gated(
+    gate: Gate, pair: Sequence[core.JaxprEqn], down: core.JaxprEqn
+) -> list[core.JaxprEqn]:
+    """Returns the operations of the merged form of a gated MLP."""
+    weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
+    operands = [pair[0].invars[0], weights[gate.gate], weights[gate.up], down.invars[1]]
+    call = functools.partial(
+        _FORMS[down.params["name"]].gated,
+        activation=gate.activation,
+        inner=gate.gate.aval.dtype,
+        dtype=down.outvars[0].aval.dtype,
     )
-    made, _ = embedded(closed.jaxpr, [x, *weights], results)
-    return [eqn.replace(source_info=eqns[0].source_info) for eqn in made]
+    return _traced(call, operands, down.outvars, down)
+
+
+def _traced(
+    call: Callable, operands: Sequence, results: Sequence, like: core.JaxprEqn
+) -> list[core.JaxprEqn]:
+    """Returns the operations of a call, with the place in the source of `like`."""
+    closed = jax.make_jaxpr(call)(*(v.aval for v in operands))
+    made, _ = embedded(closed.jaxpr, operands, results)
+    return [eqn.replace(source_info=like.source_info) for eqn in made]

@@ -14,6 +14,7 @@ from jax.dtypes import float0
 from jax.extend import core
 
 from coat_jax.quantization.array import QuantizedArray, undifferentiated
+from coat_jax.quantization.formats import E4M3
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.merge import merged
@@ -21,6 +22,7 @@ from coat_jax.remat.notes import Note
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import placement
+from pallas_kernels.numerics import GROUP
 
 
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
@@ -54,7 +56,7 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         if options.rewrite is not None:
             keys = [key for (key, _), d in zip(paths, dynamic, strict=True) if d]
             program = options.rewrite(program, keys, is_param)
-        program = merged(program, is_param)
+        program = merged(program, is_param, gates=_are_default(options))
         closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
@@ -72,6 +74,13 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         return jax.tree.unflatten(jax.tree.structure(out), results)
 
     return wrapped
+
+
+def _are_default(options: Options) -> bool:
+    """Returns whether residuals are saved as kernels save the inputs of gates."""
+    others = options.where, options.policy, options.key
+    same = options.format == E4M3 and options.group == GROUP
+    return same and all(option is None for option in others)
 
 
 def _is_traced(x: Any) -> bool:

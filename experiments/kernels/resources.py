@@ -122,6 +122,18 @@ def _gate(activation: str) -> Iterator[Case]:
     arrays = (_groups(tokens, 2, f), _array(tokens, f), _array(dtype=_F32))
     yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
 
+    def pair(gate, up, **options):
+        options |= {"scale": "row", "keep_groups": True, "activation": activation}
+        return pk.gated((gate, up), **options)
+
+    def pair_backward(gate, up, dy, scale, **options):
+        return backward((gate, up), dy, scale, product_scale=scale, **options)
+
+    wide = _array(tokens, f)
+    yield Case(f"{activation} gate of two arrays, to rows", pair, (wide, wide))
+    arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
+    yield Case(f"{activation} gate of two arrays, backward", pair_backward, arrays)
+
 
 def _heads() -> Iterator[Case]:
     yield from _measured("heads")

@@ -12,6 +12,7 @@ transposed tile, which the copy engine writes out.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -48,7 +49,9 @@ class Encoded(NamedTuple):
 
 @functools.partial(
     jax.jit,
-    static_argnames=("fn", "name", "encoding", "more", "group", "parts", "tuning"),
+    static_argnames=(
+        *("fn", "name", "encoding", "more", "group", "parts", "apart", "tuning"),
+    ),
 )
 def run(
     fn: Callable,
@@ -62,6 +65,7 @@ def run(
     more: Encoding | None = None,
     group: int = GROUP,
     parts: int = 1,
+    apart: bool = False,
     tuning: Tuning | None = None,
 ) -> list[Encoded]:
     """Computes the values `fn(*operands)` and encodes them.
@@ -80,6 +84,7 @@ def run(
       more: The outputs to write for the additional value, if there is one.
       group: The number of elements of a group, in operands and values.
       parts: The number of parts of the values.
+      apart: Whether each part has outputs of its own, instead of all in one array.
       tuning: Tile sizes; None means the default.
 
     Returns:
@@ -90,7 +95,10 @@ def run(
     if more is not None:  # The parts use tiles if the additional value does.
         encoding = dataclasses.replace(encoding, tiles=encoding.tiles or more.tiles)
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
-    wanted = [(encoding, parts)] if more is None else [(encoding, parts), (more, 1)]
+    wanted = [(encoding, 1)] * parts if apart else [(encoding, parts)]
+    scales = [scale] * len(wanted)
+    if more is not None:
+        wanted, scales = [*wanted, (more, 1)], [*scales, more_scale]
     out_type = [outputs(each, walk, count) for each, count in wanted]
     staged = encoding.tiles
 
@@ -117,10 +125,9 @@ def run(
         loaded = [list(strips()) for strips in load[:ahead]]
         for j, place in enumerate(places):
             loaded += [list(strips()) for strips in load[j + ahead :][:1]]
-            values = fn(*loaded.pop(0))
-            sinks[0].put(values[:parts], place)
-            for sink in sinks[1:]:
-                sink.put(values[parts:], place)
+            values = iter(fn(*loaded.pop(0)))
+            for sink, (_, count) in zip(sinks, wanted, strict=True):
+                sink.put(itertools.islice(values, count), place)
         for sink in sinks:
             sink.finish(walk, cta)
 
@@ -146,8 +153,8 @@ def run(
         )(operands, scales, after)
         return out
 
-    scales = [None if x is None else view(jnp.asarray(x)) for x in (scale, more_scale)]
-    out = launch(jax.tree.map(view, operands), scales[: len(wanted)], after)
+    scales = [None if x is None else view(jnp.asarray(x)) for x in scales]
+    out = launch(jax.tree.map(view, operands), scales, after)
     return [_reshaped(x, (rows, -1, n)) for x in out]
 
 

@@ -216,6 +216,70 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype):
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
 
 
+def apart(gate_up):
+    """Returns gate and up as two arrays."""
+    gate = jax.tree.map(lambda x: x[..., 0, :], gate_up)
+    return gate, jax.tree.map(lambda x: x[..., 1, :], gate_up)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, TILES, strict=True))
+)
+def test_gate_and_up_as_two_arrays(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    y, size = exact(groups, activation)
+    gated = functools.partial(pk.gated, activation=activation, copies="both")
+    out = run(implementation, with_scale(gated), apart(groups), jnp.float32(SCALE))
+    assert_rounded(out.values, y, size, SCALE)
+    assert_transposed(out)
+    how = {"activation": activation, "product_scale": jnp.float32(0.25)}
+    grad = functools.partial(pk.gated_grad, copies="both", **how)
+    out = run(implementation, with_scale(grad), apart(groups), dy, jnp.float32(SCALE))
+    row = functools.partial(pk.gated_grad, **how)
+    rows = run(implementation, with_scale(row), apart(groups), dy, jnp.float32(SCALE))
+    assert out.largest is None
+    assert rows.transposed is None
+    assert_identical(rows.values, out.values)
+    grads, sizes = exact(groups, activation, dy)
+    for j in range(2):
+        own = out._replace(values=out.values[j], transposed=out.transposed[j])
+        assert own.values.shape == dy.shape
+        assert_rounded(own.values, grads[..., j, :], sizes[..., j, :], SCALE)
+        assert_transposed(own)
+    y, size = (x.reshape(-1, shape[-1]).T for x in (y, size))
+    assert_rounded(out.product, y, size, 0.25)
+    assert_identical(rows.product, out.product)
+
+
+@every_implementation
+def test_wide_gradients_of_two_arrays(implementation):
+    groups, dy = inputs((3, 11, 2, 144))
+    out = run(implementation, pk.gated_grad, apart(groups), dy)
+    grads, sizes = exact(groups, "silu", dy)
+    for j, values in enumerate(out.values):
+        assert values.dtype == BF16
+        assert_rounded(values, grads[..., j, :], sizes[..., j, :])
+
+
+@every_implementation
+@pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064)])
+def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
+    groups, _ = inputs(shape)
+    wide = jnp.asarray(decoded(groups), BF16)
+    gated = functools.partial(pk.gated, scale="row", keep_groups=True)
+    # Gate and up may differ in their dtypes.
+    pair = wide[..., 0, :], wide[..., 1, :].astype(F32)
+    out = run(implementation, gated, pair)
+    ones = np.ones((*shape[:-1], shape[-1] // 16))
+    y, size = exact(pk.Scaled(np.asarray(wide, np.float64), ones), "silu")
+    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
+    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
+    codes, scale = encoded_groups(wide, E4M3, 16)
+    assert_identical(out.groups, apart(pk.Scaled(codes, scale)))
+    assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
+
+
 @every_implementation
 def test_what_is_not_finite(implementation):
     groups, dy = inputs((16, 2, 2048))
@@ -315,6 +379,13 @@ def test_what_cannot_run_is_named():
         pk.gated(jax.tree.map(lambda x: x[:, 0], groups))
     with pytest.raises(ValueError, match=r"shape \(16, 128\), got \(8, 128\)"):
         pk.gated_grad(groups, dy[:8])
+    gate, up = apart(groups)
+    with pytest.raises(ValueError, match="both be codes, or neither"):
+        pk.gated((gate, dy))
+    with pytest.raises(ValueError, match="must be a pair, got 3 arrays"):
+        pk.gated((gate, up, up))
+    with pytest.raises(ValueError, match=r"up must .* \(16, 128\), got \(8, 128\)"):
+        pk.gated((gate, jax.tree.map(lambda x: x[:8], up)))
 
 
 def with_scale(function):

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,9 @@ from pallas_kernels.ops.gate.reference import (
     GELU_MAX,
     Activation,
     Gated,
+    Operands,
+    Pair,
+    joined,
 )
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
 from pallas_kernels.placement import WHOLE, Axes, tokens, transposed_tokens
@@ -49,7 +52,7 @@ _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
 def gated(
-    gate_up: Scaled | Float[Array, "... 2 f"],
+    gate_up: Scaled | Float[Array, "... 2 f"] | Pair,
     *,
     activation: Activation = "silu",
     scale: Float[Array, ""] | Literal["row"] | None = None,
@@ -62,7 +65,8 @@ def gated(
     """Computes `y = activation(gate) * up` in float32 and rounds it once.
 
     Args:
-      gate_up: Gate and up [..., 2, f], in groups of 16, or bfloat16 or float32.
+      gate_up: Gate and up [..., 2, f], in groups of 16, or bfloat16 or float32. Or a
+        pair of such arrays [..., f].
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the output. None returns bfloat16. A float32 scalar returns
         codes of y / scale. "row" returns codes and per-token scales, amax / code_max.
@@ -89,9 +93,10 @@ def gated(
       >>> gated(gate_up, scale=jnp.float32(2.0), copies="both").transposed.shape
       (16, 3)
     """
-    row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    operands = _operands(gate_up)
+    row, transposed = _checked(operands, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None, "row")
-    if keep_groups and (isinstance(gate_up, Scaled) or not isinstance(scale, str)):
+    if keep_groups and (isinstance(operands[0], Scaled) or not isinstance(scale, str)):
         raise ValueError(
             f"keep_groups needs wide arrays and scale='row', got scale={scale!r}"
         )
@@ -105,12 +110,13 @@ def gated(
         keep_groups=keep_groups,
         tuning=tuning,
     )
-    arrays = gate_up, None if by_token else scale
-    return operation(*arrays, implementation=implementation)
+    arrays = operands, None if by_token else scale
+    out = operation(*arrays, implementation=implementation)
+    return out._replace(groups=_result(out.groups))
 
 
 def gated_grad(
-    gate_up: Scaled,
+    gate_up: Scaled | Pair,
     dy: Float[Array, "... f"],
     *,
     activation: Activation = "silu",
@@ -127,7 +133,8 @@ def gated_grad(
     `dy * activation(gate)`.
 
     Args:
-      gate_up: Gate and up, codes [..., 2, f] in groups of 16.
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16. Or a pair of codes
+        [..., f].
       dy: The gradient of `gated`'s output, bfloat16 or float32.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the gradients. None returns bfloat16. A float32 scalar returns
@@ -153,14 +160,15 @@ def gated_grad(
     """
     if isinstance(scale, str):
         raise ValueError(f"scale must be None or a scalar, got {scale!r}")
-    row, transposed = _checked(gate_up, activation, scale, dtype, copies)
+    operands = _operands(gate_up)
+    row, transposed = _checked(operands, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None)
     product_scale = scalar("product_scale", product_scale, None)
     with_product = product_scale is not None
     if with_product and scale is None:
         raise ValueError("product_scale needs a scale, got None")
     check_dtype("dy", dy.dtype, WIDE)
-    *leading, _, n = gate_up.codes.shape
+    *leading, _, n = operands[0].codes.shape
     check_shape("dy", dy, (*leading, n))
     operation = _GatedGrad(
         activation=activation,
@@ -169,8 +177,12 @@ def gated_grad(
         transposed=transposed,
         tuning=tuning,
     )
-    arrays = gate_up, dy, scale, product_scale
-    return operation(*arrays, implementation=implementation)
+    arrays = operands, dy, scale, product_scale
+    out = operation(*arrays, implementation=implementation)
+    transposed = out.transposed
+    if transposed is not None and len(transposed) == 1:
+        (transposed,) = transposed
+    return out._replace(values=_result(out.values), transposed=transposed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,15 +208,15 @@ class _Gated(dispatch.Operation):
     tuning: Tuning | None
     name = "gated"
 
-    def obstacle(self, gate_up, scale) -> str | None:
-        *leading, _, n = jax.tree.leaves(gate_up)[0].shape
+    def obstacle(self, operands, scale) -> str | None:
+        *leading, _, n = jax.tree.leaves(operands)[0].shape
         if self.scale == "row":
             return gate_rows.obstacle(math.prod(leading), n)
         return strips.obstacle(math.prod(leading), 2, n, transposed=self.transposed)
 
-    def reference(self, gate_up, scale) -> Gated:
+    def reference(self, operands, scale) -> Gated:
         return reference.gated(
-            gate_up,
+            operands,
             activation=self.activation,
             scale=self.scale or scale,
             dtype=self.dtype,
@@ -213,14 +225,13 @@ class _Gated(dispatch.Operation):
             keep_groups=self.keep_groups,
         )
 
-    def axes(self, gate_up, scale) -> tuple:
-        return (_pair(gate_up), WHOLE), _results(gate_up, "_")
+    def axes(self, operands, scale) -> tuple:
+        return (_parted(operands), WHOLE), _results(operands, "_")
 
-    def kernel(self, gate_up, scale) -> Gated:
-        shape = jax.tree.leaves(gate_up)[0].shape
-        *leading, parts, n = shape
+    def kernel(self, operands, scale) -> Gated:
+        *leading, _, n = jax.tree.leaves(operands)[0].shape
         product = Product(activation=self.activation)
-        tall = _tall(gate_up, math.prod(leading), parts)
+        tall = _tall(operands, math.prod(leading))
         if self.scale == "row":
             out = gate_rows.run(
                 product, tall, dtype=self.dtype, keep_groups=self.keep_groups
@@ -228,13 +239,15 @@ class _Gated(dispatch.Operation):
             values, scale = out.values.reshape(*leading, n), out.scale.reshape(leading)
             if not self.keep_groups:
                 return Gated(values, scale=scale)
-            groups = jax.tree.map(lambda x: x.reshape(*shape[:-1], -1), out.groups)
+            groups = jax.tree.map(
+                lambda x: x.reshape(*leading, x.shape[1], -1), out.groups
+            )
             largest = out.largest_scale.reshape(leading)
             return Gated(values, scale=scale, groups=groups, largest_scale=largest)
         encoding = _encoding(scale, self.dtype, self.row, self.transposed)
         (out,) = elementwise.run(
             product,
-            (tall,),
+            tall,
             scale,
             name=self.name,
             encoding=encoding,
@@ -262,14 +275,14 @@ class _GatedGrad(dispatch.Operation):
     tuning: Tuning | None
     name = "gated_grad"
 
-    def obstacle(self, gate_up, dy, scale, product_scale) -> str | None:
+    def obstacle(self, operands, dy, scale, product_scale) -> str | None:
         *leading, n = dy.shape
         transposed = self.transposed or product_scale is not None
         return strips.obstacle(math.prod(leading), 2, n, transposed=transposed)
 
-    def reference(self, gate_up, dy, scale, product_scale) -> Gated:
+    def reference(self, operands, dy, scale, product_scale) -> Gated:
         return reference.gated_grad(
-            gate_up,
+            operands,
             dy,
             activation=self.activation,
             scale=scale,
@@ -279,51 +292,84 @@ class _GatedGrad(dispatch.Operation):
             product_scale=product_scale,
         )
 
-    def axes(self, gate_up, dy, scale, product_scale) -> tuple:
+    def axes(self, operands, dy, scale, product_scale) -> tuple:
         row = Axes(f"{tokens(dy.ndim - 1)} _")
-        operands = _pair(gate_up), row, WHOLE, WHOLE
-        return operands, _results(gate_up, "_ _")
+        taken = _parted(operands), row, WHOLE, WHOLE
+        return taken, _results(operands, "_ _")
 
-    def kernel(self, gate_up, dy, scale, product_scale) -> Gated:
-        *leading, parts, n = gate_up.codes.shape
+    def kernel(self, operands, dy, scale, product_scale) -> Gated:
+        *leading, n = dy.shape
         count = math.prod(leading)
         with_product = product_scale is not None
-        out, *more = elementwise.run(
+        apart = len(operands) == 2
+        encoding = _encoding(scale, self.dtype, self.row, self.transposed)
+        if apart:  # The amax of each would take registers.
+            encoding = dataclasses.replace(encoding, maxima=False)
+        out = elementwise.run(
             ProductGrad(activation=self.activation, with_product=with_product),
-            (_tall(gate_up, count, parts), dy.reshape(count, 1, n)),
+            (*_tall(operands, count), dy.reshape(count, 1, n)),
             scale,
             product_scale,
             name=self.name,
-            encoding=_encoding(scale, self.dtype, self.row, self.transposed),
+            encoding=encoding,
             more=_PRODUCT if with_product else None,
-            parts=parts,
+            parts=2,
+            apart=apart,
             tuning=self.tuning,
         )
-        product = more[0].transposed[0] if more else None
-        return _gated(out, gate_up.codes.shape)._replace(product=product)
+        product = out.pop().transposed[0] if with_product else None
+        shapes = [x.codes.shape for x in operands]
+        grads = [_gated(*each) for each in zip(out, shapes, strict=True)]
+        return joined(grads)._replace(product=product)
 
 
-def _pair(gate_up: Scaled | Array) -> Axes:
-    return Axes(f"{tokens(jax.tree.leaves(gate_up)[0].ndim - 2)} _ _")
+def _operands(gate_up: Scaled | Array | Pair) -> Operands:
+    """Returns gate and up as arrays of parts: a pair is two arrays of one part."""
+    if isinstance(gate_up, Scaled) or not isinstance(gate_up, tuple):
+        return (gate_up,)
+    if len(gate_up) != 2:
+        raise ValueError(f"gate and up must be a pair, got {len(gate_up)} arrays")
+    if len({isinstance(x, Scaled) for x in gate_up}) > 1:
+        raise ValueError("gate and up must both be codes, or neither")
+    gate, up = (jax.tree.leaves(x)[0] for x in gate_up)
+    check_shape("up", up, gate.shape)
+    return tuple(
+        jax.tree.map(lambda x: x.reshape(*x.shape[:-1], 1, x.shape[-1]), own)
+        for own in gate_up
+    )
 
 
-def _results(gate_up: Scaled | Array, values: str) -> Gated:
+def _result(arrays: tuple[Any, ...] | None) -> Any:
+    """Returns arrays of parts in the form in which gate and up were given."""
+    if arrays is None or len(arrays) == 1:
+        return arrays and arrays[0]
+    return tuple(
+        jax.tree.map(lambda x: x.reshape(*x.shape[:-2], x.shape[-1]), own)
+        for own in arrays
+    )
+
+
+def _parted(operands: Operands) -> Axes:
+    return Axes(f"{tokens(jax.tree.leaves(operands)[0].ndim - 2)} _ _")
+
+
+def _results(operands: Operands, values: str) -> Gated:
     """Returns the axes of results; `values` names those of values without tokens."""
-    count = jax.tree.leaves(gate_up)[0].ndim - 2
+    count = jax.tree.leaves(operands)[0].ndim - 2
     token, transposed = tokens(count), Axes(f"_ {transposed_tokens(count)}")
     return Gated(
         values=Axes(f"{token} {values}"),
         transposed=transposed,
         scale=Axes(token),
-        groups=_pair(gate_up),
+        groups=_parted(operands),
         largest_scale=Axes(token),
         largest=Axes("_", reduced="max"),
         product=transposed,
     )
 
 
-def _tall(gate_up: Scaled | Array, count: int, parts: int) -> Scaled | Array:
-    return jax.tree.map(lambda x: x.reshape(count, parts, -1), gate_up)
+def _tall(operands: Operands, count: int) -> Operands:
+    return jax.tree.map(lambda x: x.reshape(count, *x.shape[-2:]), operands)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -395,20 +441,21 @@ def _normal(x: Array) -> tuple[Array, Array]:
     return jnp.where(x < 0, tail, 1.0 - tail), _DENSITY * bell
 
 
-def _checked(gate_up, activation, scale, dtype, copies) -> tuple[bool, bool]:
+def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:
     """Checks the arguments; returns whether to write codes, and their transpose."""
     if activation not in get_args(Activation):
         names = ", ".join(get_args(Activation))
         raise ValueError(f"activation must be one of {names}, got {activation!r}")
     check_dtype("codes", dtype, CODES)
-    in_groups = isinstance(gate_up, Scaled)
-    values = gate_up.codes if in_groups else gate_up
-    check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
-    if values.ndim < 2 or values.shape[-2] != 2:
-        raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
-    n = values.shape[-1]
-    if in_groups and (count := gate_up.scale.shape[-1]) != -(-n // GROUP):
-        raise ValueError(f"groups must have 16 of {n} elements, got {count}")
+    in_groups = isinstance(operands[0], Scaled)
+    for x in operands:
+        values = x.codes if in_groups else x
+        check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
+        if values.ndim < 2 or values.shape[-2] * len(operands) != 2:
+            raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
+        n = values.shape[-1]
+        if in_groups and (count := x.scale.shape[-1]) != -(-n // GROUP):
+            raise ValueError(f"groups must have 16 of {n} elements, got {count}")
     if isinstance(scale, str) and scale != "row":
         raise ValueError(f"scale must be None, a scalar or 'row', got {scale!r}")
     row, transposed = wanted(copies)

@@ -6,6 +6,7 @@ until the scale of the row is known; then each lane reads its own values again.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,46 +48,50 @@ def obstacle(tokens: int, n: int) -> str | None:
 @functools.partial(jax.jit, static_argnames=("fn", "dtype", "keep_groups"))
 def run(
     fn: Callable,
-    gate_up: Scaled | Float[Array, "tokens 2 n"],
+    operands: tuple[Scaled | Float[Array, "tokens parts n"], ...],
     *,
     dtype: DTypeLike,
     keep_groups: bool = False,
 ) -> Gated:
     """Quantizes y = fn(gate, up) per token: scale = amax / code_max, codes y / scale.
 
-    With `keep_groups` it also returns gate and up in groups of 16.
+    Gate and up are the parts of one operand, or two operands of one part. With
+    `keep_groups` the operands are also returned in groups of 16.
     """
-    tokens, parts, n = jax.tree.leaves(gate_up)[0].shape
+    tokens, _, n = jax.tree.leaves(operands)[0].shape
     groups = n // GROUP
     strips = -(-groups // LANES)
     layout = strip_layout((LANES, GROUP))
     quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
 
-    def kernel(gate_up, out, held):
+    def kernel(operands, out, held):
         row = lax.axis_index("row")
 
         def place(strip, part):  # The last two strips may overlap.
             start = jnp.minimum(strip * LANES, groups - LANES)
             return row, part, pl.ds(start, LANES)
 
-        def load(strip, part):
-            def load(ref):
+        def load(strip):
+            def load(ref, part):
                 of_strip = layout if len(ref.shape) == 4 else layout.reduce(1)
                 x = ref.at[place(strip, part)]
                 return plgpu.load(x, layout=of_strip, optimized=False)
 
-            return jax.tree.map(load, gate_up)
+            return [
+                jax.tree.map(functools.partial(load, part=part), x)
+                for x, part in _parts(operands)
+            ]
 
         def hold(strip, carry):
             largest, most, loaded = carry
             # The next strip is loaded before this one is computed, to hide the latency.
-            following = jnp.minimum(strip + 1, strips - 1)
-            later = [load(following, part) for part in range(parts)]
-            for part, x in enumerate(loaded if keep_groups else ()):
-                kept = encode_groups(decode(x), jnp.float8_e4m3fn)
-                for ref, value in zip(out.groups, kept, strict=True):
-                    mosaic.store(ref.at[place(strip, part)], value)
-                most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
+            later = load(jnp.minimum(strip + 1, strips - 1))
+            if keep_groups:
+                for (to, part), x in zip(_parts(out.groups), loaded, strict=True):
+                    kept = encode_groups(decode(x), jnp.float8_e4m3fn)
+                    for ref, value in zip(to, kept, strict=True):
+                        mosaic.store(ref.at[place(strip, part)], value)
+                    most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
             (value,) = fn(*loaded)
             x = plgpu.layout_cast(value, quads)
             for j in range(_QUADS):
@@ -108,8 +113,7 @@ def run(
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         largest = plgpu.layout_cast(zeros, quads)
         most = plgpu.layout_cast(jnp.zeros(LANES, jnp.uint32), layout.reduce(1))
-        first = [load(0, part) for part in range(parts)]
-        largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, first))
+        largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, load(0)))
         # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
         bits = total_max(magnitude_bits(largest))
         scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
@@ -122,20 +126,20 @@ def run(
     def like(dtype, *shape):
         return jax.ShapeDtypeStruct((tokens, *shape), dtype)
 
-    kept = Scaled(
-        like(jnp.float8_e4m3fn, parts, groups, GROUP),
-        like(jnp.bfloat16, parts, groups),
-    )
+    def kept(x):
+        parts = jax.tree.leaves(x)[0].shape[1]
+        codes = like(jnp.float8_e4m3fn, parts, groups, GROUP)
+        return Scaled(codes, like(jnp.bfloat16, parts, groups))
 
     @jax.custom_batching.sequential_vmap
-    def launch(gate_up):
+    def launch(operands):
         (out,) = mosaic.kernel(
             kernel,
             out_type=(
                 Gated(
                     values=like(dtype, groups, GROUP),
                     scale=like(jnp.float32),
-                    groups=kept if keep_groups else None,
+                    groups=tuple(map(kept, operands)) if keep_groups else None,
                     largest_scale=like(jnp.float32) if keep_groups else None,
                 ),
             ),
@@ -149,11 +153,17 @@ def run(
                 # Each lane reads only those shared values that it wrote itself.
                 unsafe_no_auto_barriers=True,
             ),
-        )(gate_up)
+        )(operands)
         return out
 
     def view(x):
-        return x.reshape(tokens, parts, groups, GROUP) if x.shape[-1] == n else x
+        return x.reshape(*x.shape[:-1], groups, GROUP) if x.shape[-1] == n else x
 
-    out = launch(jax.tree.map(view, gate_up))
-    return out
+    return launch(jax.tree.map(view, operands))
+
+
+def _parts(operands: tuple[Any, ...]) -> list[tuple[Any, int]]:
+    """Returns each part of all operands, as the operand and the part's index."""
+    return [
+        (x, part) for x in operands for part in range(jax.tree.leaves(x)[0].shape[1])
+    ]

@@ -1,7 +1,9 @@
 """Gated activations with FP8 inputs and outputs, in jnp."""
 
+import functools
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,33 +29,41 @@ GELU_CUBIC = 0.044715
 GELU_MAX = 32.0
 
 
+# Arrays for gate and for up: one [..., 2, f], or two [..., 1, f].
+Operands = tuple[Scaled | Float[Array, "... parts f"], ...]
+Pair = tuple[Any, Any]
+
+
 class Gated(NamedTuple):
     """Outputs of `gated` [..., f], or of `gated_grad` [..., 2, f] for gate and up.
+
+    If gate and up were given as a pair of arrays [..., f], their gradients and groups
+    are such pairs, too.
 
     Attributes:
       values: The values, bfloat16 or FP8 codes; None if only the transpose was wanted.
       transposed: The transpose of the codes, [f, tokens], or [2 f, tokens] for
         gradients.
       scale: The per-token scales of `values`, float32 [...], with scale="row".
-      largest: The amax of parts of the values, float32 [k], unless scale="row". The
-        kernel chooses k.
+      largest: The amax of parts of the values, float32 [k], unless scale="row" or the
+        values are a pair. The kernel chooses k.
       groups: Gate and up [..., 2, f] in groups of 16.
       largest_scale: The largest group scale of each token, float32 [...].
       product: The float8_e4m3fn codes of activation(gate) * up, [f, tokens]; only
         `gated_grad` returns them.
     """
 
-    values: Float[Array, "..."] | None = None
-    transposed: Float[Array, "n tokens"] | None = None
+    values: Float[Array, "..."] | Pair | None = None
+    transposed: Float[Array, "n tokens"] | Pair | None = None
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
-    groups: Scaled | None = None
+    groups: Scaled | Pair | None = None
     largest_scale: Float[Array, "..."] | None = None
     product: Float[Array, "f tokens"] | None = None
 
 
 def gated(
-    gate_up: Scaled | Float[Array, "... 2 f"],
+    operands: Operands,
     *,
     activation: Activation,
     scale: Float[Array, ""] | Literal["row"] | None,
@@ -62,8 +72,8 @@ def gated(
     transposed: bool,
     keep_groups: bool,
 ) -> Gated:
-    """Computes `pallas_kernels.gated` in jnp."""
-    gate, up = _decoded(gate_up)
+    """Computes `pallas_kernels.gated` in jnp; `groups` are like `operands`."""
+    gate, up = _decoded(operands)
     factor, _ = _activation(gate, activation)
     y = gate * factor * up
     if isinstance(scale, str):
@@ -72,14 +82,18 @@ def gated(
         out = Gated(codes, scale=scale)
         if not keep_groups:
             return out
-        groups = quantize_groups(gate_up, dtype=jnp.float8_e4m3fn, group=16)
-        largest = magnitude(groups.scale.astype(jnp.float32), axis=(-1, -2))
+        quantize = functools.partial(quantize_groups, dtype=jnp.float8_e4m3fn, group=16)
+        groups = tuple(map(quantize, operands))
+        largest = [
+            magnitude(q.scale.astype(jnp.float32), axis=(-1, -2)) for q in groups
+        ]
+        largest = functools.reduce(jnp.maximum, largest)
         return out._replace(groups=groups, largest_scale=largest)
     return _encoded(y, scale, dtype, row, transposed)
 
 
 def gated_grad(
-    gate_up: Scaled,
+    operands: Operands,
     dy: Float[Array, "... f"],
     *,
     activation: Activation,
@@ -89,20 +103,44 @@ def gated_grad(
     transposed: bool,
     product_scale: Float[Array, ""] | None,
 ) -> Gated:
-    """Computes `pallas_kernels.gated_grad` in jnp."""
-    gate, up = _decoded(gate_up)
+    """Computes `pallas_kernels.gated_grad` in jnp.
+
+    Values and their transposes are tuples of arrays like `operands`.
+    """
+    gate, up = _decoded(operands)
     factor, slope = _activation(gate, activation)
     dy = dy.astype(jnp.float32)
-    grads = jnp.stack([dy * up * slope, dy * (gate * factor)], axis=-2)
-    out = _encoded(grads, scale, dtype, row, transposed=False)
+    grads = dy * up * slope, dy * (gate * factor)
+    if len(operands) == 1:
+        grads = (jnp.stack(grads, axis=-2),)
+    else:
+        grads = tuple(jnp.expand_dims(grad, -2) for grad in grads)
+    out = joined(
+        [_encoded(grad, scale, dtype, row, transposed=False) for grad in grads]
+    )
     if transposed:
-        codes = encode(grads, scale, dtype).reshape(-1, 2 * grads.shape[-1])
-        out = out._replace(transposed=transpose(codes))
+        codes = (encode(grad, scale, dtype) for grad in grads)
+        flat = (x.reshape(-1, x.shape[-2] * x.shape[-1]) for x in codes)
+        out = out._replace(transposed=tuple(map(transpose, flat)))
     if product_scale is None:
         return out
     y = gate * factor * up
     product = _encoded(y, product_scale, jnp.float8_e4m3fn, row=False, transposed=True)
     return out._replace(product=product.transposed)
+
+
+def joined(parts: Sequence[Gated]) -> Gated:
+    """Returns outputs as one, with values and transposes as tuples.
+
+    The amax is that of a single part.
+    """
+
+    def every(name):
+        found = tuple(getattr(own, name) for own in parts)
+        return None if found[0] is None else found
+
+    largest = parts[0].largest if len(parts) == 1 else None
+    return Gated(every("values"), every("transposed"), largest=largest)
 
 
 def _encoded(y, scale, dtype, row, transposed):
@@ -117,12 +155,17 @@ def _encoded(y, scale, dtype, row, transposed):
     )
 
 
-def _decoded(gate_up: Scaled | Array) -> tuple[Array, Array]:
-    if isinstance(gate_up, Scaled):
-        both = dequantize_groups(gate_up, dtype=jnp.float32)
-    else:
-        both = gate_up.astype(jnp.float32)
-    return both[..., 0, :], both[..., 1, :]
+def _decoded(operands: Operands) -> list[Array]:
+    return [
+        part
+        for x in operands
+        for part in jnp.unstack(
+            dequantize_groups(x, dtype=jnp.float32)
+            if isinstance(x, Scaled)
+            else x.astype(jnp.float32),
+            axis=-2,
+        )
+    ]
 
 
 def _activation(gate: Array, activation: Activation) -> tuple[Array, Array]:

@@ -1,0 +1,331 @@
+"""Tests that `fp8_remat` gives gated MLPs the kernels of gates, and nothing else."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import oracle
+from helpers.gradients import (
+    assert_close,
+    fake,
+    flat,
+    fp8_bytes,
+    saved,
+    saved_bytes,
+    value_and_vjp,
+)
+from helpers.models import normal
+from jax.ad_checkpoint import checkpoint_name
+
+import coat_jax as coat
+import pallas_kernels as pk
+from coat_jax import fp8_dot_general, fp8_remat
+
+TOKENS, K, F = 96, 48, 64
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def linear(x, w):
+    return fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def mlp(product, dtype=BF16):
+    """Returns a function of weights and x with `product(gate, up)` before the last."""
+
+    def fn(weights, x):
+        gate, up, down = (w.astype(dtype) for w in weights)
+        return linear(product(linear(x, gate), linear(x, up)), down)
+
+    return fn
+
+
+def silu(gate, up):
+    return nn.silu(gate) * up
+
+
+def given(dtype=BF16, f=F, tokens=(TOKENS,)):
+    """Returns weights, activations with an outlier, and a gradient."""
+    shapes = (K, f), (K, f), (f, 32)
+    weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
+    x = normal(9, *tokens, K, dtype=dtype).at[..., 3].mul(8)
+    return weights, x, normal(20, *tokens, 32, dtype=dtype)
+
+
+def gates(fn, *args) -> set[str]:
+    """Returns the dtypes and shapes of the gates that the gate's kernels compute."""
+    choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
+    return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
+
+
+def tensor(x, format=oracle.E4M3):
+    """Quantizes per tensor and dequantizes, in float64."""
+    return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
+
+
+def rows(x):
+    """Quantizes with a float32 scale for each token and dequantizes, in float64."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(448)
+    return oracle.E4M3.round(x / scale).astype(np.float64) * scale
+
+
+def bfloat16(x):
+    return np.asarray(jnp.asarray(x, BF16), float)
+
+
+def assert_near(actual, expected, tolerance=1e-2):
+    """Asserts an error that is small beside the norm and beside that of one rounding.
+
+    Where sums in another order round to another code, single results differ more.
+    """
+    error = np.linalg.norm(np.asarray(actual, float) - expected)
+    assert error <= tolerance * np.linalg.norm(expected)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def phi(x):
+    return np.vectorize(math.erf)(x / math.sqrt(2)) / 2 + 0.5
+
+
+def tanh_gelu(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS = {
+    "silu": (nn.silu, lambda x: x * sigmoid(x)),
+    "gelu": (nn.gelu, tanh_gelu),
+    "gelu_exact": (lambda x: nn.gelu(x, approximate=False), lambda x: x * phi(x)),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_products_and_gradients_follow_their_formulas(name):
+    activation, exact = ACTIVATIONS[name]
+    weights, x, dy = given()
+    fn = fp8_remat(mlp(lambda gate, up: activation(gate) * up))
+    y, (dws, dx) = value_and_vjp(fn, dy, weights, x)
+    gate, up, down = (tensor(w.astype(BF16)) for w in weights)
+    by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
+    g, u = (bfloat16(by_token @ w) for w in (gate, up))
+    assert_near(y, rows(exact(g) * u) @ down)
+    # Backward reads the copies of gate and up, which are in groups of 16.
+    g, u = (fake(v.astype(np.float32), 16).astype(np.float64) for v in (g, u))
+    step = 1e-5
+    slope = (exact(g + step) - exact(g - step)) / (2 * step)
+    dyq = tensor(dy, oracle.E5M2)
+    da = bfloat16(dyq @ down.T)
+    dg, du = (tensor(v, oracle.E5M2) for v in (da * u * slope, da * exact(g)))
+    again = tensor(fake(np.asarray(x, np.float32), 16))
+    assert_near(dx, dg @ gate.T + du @ up.T)
+    expected = [again.T @ dg, again.T @ du, tensor(exact(g) * u).T @ dyq]
+    for dw, right in zip(dws, expected, strict=True):
+        assert_near(dw, right)
+
+
+@pytest.mark.parametrize(
+    ("product", "dtype"),
+    [
+        (silu, BF16),
+        (silu, F32),
+        (lambda gate, up: up * nn.silu(gate), BF16),
+        (lambda gate, up: nn.silu(up) * gate, BF16),
+        (lambda gate, up: gate * (jax.nn.sigmoid(gate) * up), BF16),
+        (lambda gate, up: jax.jit(nn.silu)(gate) * up, BF16),
+        (lambda gate, up: (nn.silu(gate.astype(F32)) * up).astype(BF16), BF16),
+        (lambda gate, up: nn.gelu(gate.astype(F32)).astype(BF16) * up, BF16),
+        (lambda gate, up: up * nn.gelu(gate, approximate=False), F32),
+        (lambda gate, up: gate * 0.5 * up * jax.lax.erfc(-gate * math.sqrt(0.5)), F32),
+    ],
+)
+def test_gates_are_found_in_each_form(product, dtype):
+    weights, x, dy = given(dtype)
+    fn = mlp(product, dtype)
+    assert gates(fp8_remat(fn), weights, x) == {" ".join(2 * [f"{x.dtype}[96,1,64]"])}
+    assert not gates(fn, weights, x)
+    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
+    assert_close(merged, plain, 0.15)
+
+
+NEAR_MISSES = {
+    "another activation": lambda gate, up: nn.relu(gate) * up,
+    "a slope of its own": lambda gate, up: gate * nn.sigmoid(1.702 * gate) * up,
+    "another power": lambda gate, up: nn.silu(gate) * up * up,
+    "a sum": lambda gate, up: nn.silu(gate) + up,
+    "a bias": lambda gate, up: nn.silu(gate + 1) * up,
+    "a factor": lambda gate, up: nn.silu(gate) * up * 2,
+    "a limit": lambda gate, up: nn.silu(jnp.minimum(gate, 7)) * up,
+    "one array": lambda gate, up: nn.silu(gate) * gate,
+    "a narrow cast": lambda gate, up: (
+        (nn.silu(gate).astype(jnp.float8_e4m3fn).astype(gate.dtype)) * up
+    ),
+    "a name": lambda gate, up: checkpoint_name(nn.silu(gate), "a") * up,
+    "a shift": lambda gate, up: nn.silu(gate) * jnp.roll(up, 1, axis=0),
+    "a transpose": lambda gate, up: (nn.silu(gate).T * up.T).T,
+    "a row": lambda gate, up: nn.silu(gate) * up[:1],
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_left_alone(name):
+    fn = mlp(NEAR_MISSES[name])
+    weights, x, _ = given()
+    assert_as_without_gates(fn, weights, x)
+
+
+def assert_as_without_gates(fn, weights, x):
+    """Asserts that a program is the one without gates, as with an option."""
+    assert not gates(fp8_remat(fn), weights, x)
+    programs = [
+        str(jax.make_jaxpr(fp8_remat(fn, **options))(weights, x))
+        for options in ({}, {"where": lambda _: True})
+    ]
+    assert programs[0] == programs[1]
+
+
+def test_what_others_read_is_left_alone():
+    def returned(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        gate = linear(x, gate)
+        return gate, linear(nn.silu(gate) * linear(x, up), down)
+
+    def read_twice(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        product = nn.silu(linear(x, gate)) * linear(x, up)
+        return linear(product, down) + product[..., :32]
+
+    def two_downs(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        product = nn.silu(linear(x, gate)) * linear(x, up)
+        return linear(product, down), linear(product, down[:, :16])
+
+    def a_third(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        product = nn.silu(linear(x, gate)) * linear(x, up)
+        return linear(product, down), linear(x, gate + up)
+
+    def other_inputs(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        return linear(nn.silu(linear(x, gate)) * linear(2 * x, up), down)
+
+    def no_matmul(weights, x):
+        gate, up, down = (w.astype(BF16) for w in weights)
+        return linear(nn.silu(linear(x, gate)) * (x @ up), down)
+
+    weights, x, _ = given()
+    for fn in (returned, read_twice, two_downs, a_third, other_inputs, no_matmul):
+        assert_as_without_gates(fn, weights, x)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"format": coat.E5M2},
+        {"group": 32},
+        {"where": lambda _: True},
+        {"policy": jax.checkpoint_policies.nothing_saveable},
+        {"key": jax.random.key(0)},
+    ],
+)
+def test_other_ways_to_save_are_not_the_kernels(options):
+    weights, x, _ = given()
+    assert not gates(fp8_remat(mlp(silu), **options), weights, x)
+
+
+def test_float16_is_left_alone():
+    weights, x, _ = given(jnp.float16)
+    assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
+
+
+@pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
+def test_edge_shapes(tokens, f):
+    weights, x, dy = given(f=f, tokens=tokens)
+    fn = mlp(silu)
+    assert len(gates(fp8_remat(fn), weights, x)) == 1
+    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
+    assert_close(merged, plain, 0.2)
+
+
+def test_gradients_are_as_close_to_exact_ones_as_without_gates():
+    weights, x, dy = given(f=256, tokens=(4, 64))
+
+    def exact(weights, x):
+        gate, up, down = weights
+        x = x.astype(F32)
+        return silu(x @ gate, x @ up) @ down
+
+    wide = [w.astype(BF16).astype(F32) for w in weights]
+    _, (expected, _) = value_and_vjp(exact, dy.astype(F32), wide, x)
+    found = {
+        name: value_and_vjp(fp8_remat(mlp(silu), **options), dy, weights, x)[1][0]
+        for name, options in (("gates", {}), ("apart", {"where": lambda _: True}))
+    }
+    for own, apart, right in zip(found["gates"], found["apart"], expected, strict=True):
+        errors = [np.linalg.norm(flat(g) - flat(right)) for g in (own, apart)]
+        assert 0 < errors[0] <= 1.05 * errors[1] < 0.2 * np.linalg.norm(flat(right))
+
+
+def test_saved_are_codes_and_scales_of_gate_up_and_x():
+    weights, x, _ = given()
+    found = saved(fp8_remat(mlp(silu)), weights, x, params=3)
+    statistics = 4 * TOKENS + 2 * 4  # The largest scales of tokens; two scales.
+    copies = 2 * fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
+    assert saved_bytes(found) == copies + statistics
+    report = coat.residual_report(fp8_remat(mlp(silu)), weights, x)
+    kept = [row.kept for row in report.rows if row.shape == (TOKENS, F)]
+    assert kept == 2 * ["E4M3, groups of 16"]
+
+
+def test_nested_and_transformed():
+    """Within scan, jit, `vmap` and another `fp8_remat` results stay the same."""
+    weights, x, dy = given(tokens=(TOKENS,))
+    fn = fp8_remat(mlp(silu))
+    expected = value_and_vjp(fn, dy, weights, x)
+    nested = fp8_remat(lambda weights, x: fn(weights, x))
+    assert_close(value_and_vjp(nested, dy, weights, x), expected, 1e-2)
+
+    def scanned(weights, x):
+        stacked = jax.tree.map(lambda w: w[None], weights)
+        return jax.lax.scan(lambda x, w: (x, fn(w, x)), x, stacked)[1][0]
+
+    assert_close(value_and_vjp(scanned, dy, weights, x), expected, 1e-5)
+
+    def batched(weights, x):
+        return jax.vmap(fn, (None, 0))(weights, jnp.stack([x, 2 * x]))[0]
+
+    assert_close(value_and_vjp(batched, dy, weights, x)[0], expected[0], 1e-5)
+
+
+def test_flax_modules():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def dense(n, name):
+                options = {"use_bias": False, "dtype": BF16, "name": name}
+                return nn.Dense(n, dot_general=fp8_dot_general, **options)
+
+            h = nn.silu(dense(F, "gate")(x)) * dense(F, "up")(x)
+            return dense(K, "down")(h)
+
+    class Nnx(nnx.Module):
+        def __init__(self):
+            options = {"use_bias": False, "dot_general": fp8_dot_general}
+            options |= {"dtype": BF16, "rngs": nnx.Rngs(0)}
+            self.gate, self.up = (nnx.Linear(K, F, **options) for _ in range(2))
+            self.down = nnx.Linear(F, K, **options)
+
+        def __call__(self, x):
+            return self.down(nnx.silu(self.gate(x)) * self.up(x))
+
+    x = normal(1, 2, TOKENS, K, dtype=BF16)
+    linen = Linen()
+    params = linen.init(jax.random.key(0), x)
+    assert len(gates(fp8_remat(linen).apply, params, x)) == 1
+    graph, state = nnx.split(fp8_remat(Nnx()))
+    assert len(gates(lambda s, x: nnx.merge(graph, s)(x), state, x)) == 1
