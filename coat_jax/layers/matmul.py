@@ -315,6 +315,9 @@ def _backward_codes(
     """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
+    if placement.mesh_of(w) is not None:
+        # Devices that gather the codes should start while they compute something else.
+        after = None
     codes = quantize_tensor(
         w, E4M3, copies="transposed", merge=False, scale=scale, after=after
     )
