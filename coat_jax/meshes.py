@@ -1,5 +1,6 @@
 """Functions of arrays on meshes, with explicit axes or automatic ones."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -28,24 +29,40 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
 
 
-def on_explicit_tokens(fn: Callable, x: Array, tokens: int, results: Any) -> Callable:
+def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     """Wraps `fn` like `on_explicit_mesh`, with results that are split like tokens.
 
     Args:
       fn: A function of trees of arrays.
       x: An array of tokens, whose type has the mesh.
-      tokens: The number of leading axes that are tokens.
-      results: A tree like the results: True for arrays with the sharding of the tokens
-        of `x` on their leading axes, False for replicated arrays.
+      results: A tree like the results: the number of leading axes of each array that
+        are tokens, with the sharding of those of `x`. With 0 an array is replicated.
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
         return fn
-    specs = {True: P(*where.spec[:tokens]), False: P()}
     out = jax.tree.map(
-        lambda split: jax.NamedSharding(where.mesh, specs[split]), results
+        lambda tokens: jax.NamedSharding(where.mesh, P(*where.spec[:tokens])), results
     )
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)
+
+
+def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
+    """Returns the number of shards that a mesh splits the batch into, the first axis.
+
+    Args:
+      x: An array, whose type has the mesh.
+      batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
+        None counts as one shard then, because types do not say how arrays are split.
+    """
+    mesh = placement.mesh_of(x)
+    if mesh is None or mesh.manual_axes:
+        return 1
+    if mesh.explicit_axes:
+        batch_axes, *_ = *jax.typeof(x).sharding.spec, None
+    names = batch_axes if isinstance(batch_axes, tuple) else (batch_axes,)
+    shards = math.prod(mesh.shape[name] for name in names if name is not None)
+    return 1 if len(x) % shards else shards
 
 
 def embedded(

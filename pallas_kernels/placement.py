@@ -14,9 +14,10 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -68,6 +69,10 @@ class Axes:
             else:
                 found.append([word])
         return found
+
+    def mapped(self, name: str) -> "Axes":
+        """Returns the axes with one in front, over which `vmap` maps."""
+        return dataclasses.replace(self, names=f"{name} {self.names}", gathered=False)
 
 
 WHOLE = Axes("")  # Scalars.
@@ -182,7 +187,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
       *arrays: Its arrays, spread over a mesh that is not manual.
     """
 
-    @jax.custom_batching.sequential_vmap
+    @jax.custom_batching.custom_vmap
     def step(arrays):
         call, out = _Call.of(operation, arrays)
         run = functools.partial(_partitioned, call)
@@ -190,7 +195,102 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
             run = call.on_one_device  # JAX would run the definition of a partition.
         return call.on_explicit_axes(run, arrays, out)
 
+    @step.def_vmap
+    def _(size, mapped, arrays):
+        (mapped,) = mapped
+        out = on_parts(_Mapped(operation, tuple(jax.tree.leaves(mapped))), *arrays)
+        return out, jax.tree.map(lambda _: True, out)
+
     return step(arrays)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped:
+    """An operation that `vmap` maps over a first axis of its arrays.
+
+    Devices can split this axis. One that has a single element of it runs the operation
+    itself.
+
+    Attributes:
+      operation: The operation.
+      mapped: Whether each array has the axis.
+    """
+
+    operation: Any
+    mapped: tuple[bool, ...]
+
+    name = property(lambda self: self.operation.name)
+    depth = property(lambda self: getattr(self.operation, "depth", 0) + 1)
+
+    def __call__(self, *arrays: Any) -> Any:
+        return self._over_all(self.operation, arrays)
+
+    def kernel(self, *arrays: Any) -> Any:
+        return self._over_all(self.operation.kernel, arrays)
+
+    def reference(self, *arrays: Any) -> Any:
+        return self._vmap(self.operation.reference, arrays)
+
+    def obstacle(self, *arrays: Any) -> str | None:
+        return self.operation.obstacle(*self._ones(arrays))
+
+    def axes(self, *arrays: Any) -> tuple:
+        ones, name = self._ones(arrays), f"vmap{self.depth}"
+        operands, results = self.operation.axes(*ones)
+        out = jax.eval_shape(self.operation.reference, *ones)
+        given = zip(_leaves(arrays, operands), self.mapped, strict=True)
+        operands = [axes.mapped(name) if mapped else axes for axes, mapped in given]
+        results = [axes.mapped(name) for axes in _leaves(out, results)]
+        trees = jax.tree.structure(arrays), jax.tree.structure(out)
+        return trees[0].unflatten(operands), trees[1].unflatten(results)
+
+    def _ones(self, arrays: tuple) -> tuple:
+        """Returns the shapes of one element of the axis."""
+        leaves, tree = jax.tree.flatten(arrays)
+        pairs = zip(leaves, self.mapped, strict=True)
+        shapes = [x.shape[1:] if mapped else x.shape for x, mapped in pairs]
+        return tree.unflatten(map(_shaped, shapes, leaves))
+
+    def _over_all(self, fn: Callable, arrays: tuple) -> Any:
+        leaves, tree = jax.tree.flatten(arrays)
+        pairs = list(zip(leaves, self.mapped, strict=True))
+        if any(len(x) != 1 for x, mapped in pairs if mapped):
+            return self._vmap(fn, arrays)
+        out = fn(*tree.unflatten([x[0] if mapped else x for x, mapped in pairs]))
+        return jax.tree.map(lambda x: x[None], out)
+
+    def _vmap(self, fn: Callable, arrays: tuple) -> Any:
+        axes = [0 if mapped else None for mapped in self.mapped]
+        return jax.vmap(fn, jax.tree.structure(arrays).unflatten(axes))(*arrays)
+
+
+def total(x: Array) -> Array:
+    """Adds up an array [n, ...] along its first axis, in float32.
+
+    On a mesh each device adds up its own part. The sums are added in the dtype of `x`,
+    and only sent to where they are wanted.
+    """
+    operation = _Total()
+    return operation.reference(x) if mesh_of(x) is None else on_parts(operation, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Total:
+    """`total`, of which each device computes its own part."""
+
+    name: ClassVar[str] = "total"
+
+    def reference(self, x: Array) -> Array:
+        return x[0] if len(x) == 1 else jnp.sum(x, 0, jnp.float32).astype(x.dtype)
+
+    kernel = __call__ = reference
+
+    def obstacle(self, x: Array) -> None:
+        return None
+
+    def axes(self, x: Array) -> tuple:
+        rest = tokens(x.ndim - 1)
+        return (Axes(f"parts {rest}"),), Axes(rest, reduced="sum")
 
 
 def in_jnp(operation: Any, *arrays: Any) -> Any:
@@ -201,11 +301,19 @@ def in_jnp(operation: Any, *arrays: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """An operation and the axes of all arrays that one call takes and returns."""
+    """An operation and the axes of all arrays that one call takes and returns.
+
+    Attributes:
+      operation: The operation.
+      operands: The axes of the arrays that it takes.
+      results: The axes of its results.
+      single: The names of axes of length 1.
+    """
 
     operation: Any
     operands: tuple[Axes, ...]
     results: tuple[Axes, ...]
+    single: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, operation: Any, arrays: tuple) -> tuple["_Call", Any]:
@@ -214,7 +322,10 @@ class _Call:
         shapes = jax.tree.map(_untyped, arrays)
         out = jax.eval_shape(operation.reference, *shapes)
         axes = tuple(_leaves(arrays, operands)), tuple(_leaves(out, results))
-        return cls(operation, *axes), out
+        call = cls(operation, *axes)
+        lengths = call._lengths([x.shape for x in jax.tree.leaves((arrays, out))])
+        single = frozenset(name for name, length in lengths.items() if length == 1)
+        return dataclasses.replace(call, single=single), out
 
     def reference(self, arrays: tuple) -> Any:
         """Computes the operation in jnp, with one element for each amax."""
@@ -256,10 +367,7 @@ class _Call:
         leaves, tree = jax.tree.flatten(out)
         pairs = zip(leaves, self.results, strict=True)
         return tree.unflatten(
-            [
-                magnitude(x).reshape((1,) * x.ndim) if axes.reduced == "max" else x
-                for x, axes in pairs
-            ]
+            [_amax(x, axes) if axes.reduced == "max" else x for x, axes in pairs]
         )
 
     def split(
@@ -336,7 +444,11 @@ class _Call:
             return axis
 
         def text(axes: Axes) -> str:
-            words = [" ".join(map(name, names)) for names in axes.merged]
+            # Shardy takes no factors of size 1 in merged axes.
+            merged = [
+                [n for n in m if n not in self.single] or m[:1] for m in axes.merged
+            ]
+            words = [" ".join(map(name, names)) for names in merged]
             return " ".join(f"({word})" if " " in word else word for word in words)
 
         sides = [", ".join(map(text, side)) for side in (self.operands, self.results)]
@@ -367,6 +479,13 @@ def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
         return
     for x, own in zip(tree, axes, strict=True):
         yield from _leaves(x, own)
+
+
+def _amax(x: Array, axes: Axes) -> Array:
+    """Returns the amax of an array along its axes that have no name."""
+    named = sum(name != "_" for (name, *_) in axes.merged)
+    unnamed = tuple(range(named, x.ndim))
+    return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))
 
 
 def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
@@ -437,7 +556,11 @@ def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
 
 def _untyped(x: Array) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of an array, without its mesh."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return _shaped(x.shape, x)
+
+
+def _shaped(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, like.dtype)
 
 
 def _is_manual(mesh: AbstractMesh) -> bool:

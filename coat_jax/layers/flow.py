@@ -42,6 +42,7 @@ from coat_jax.layers.matmul import (
     weight_gradient,
 )
 from coat_jax.layers.parts import Heads, Norm, Stream, token_sum
+from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
@@ -77,15 +78,15 @@ def attention_in(
     def segment(params, stream):
         return _attention_segment(params, stream, norm, heads, keep_copies)
 
-    results = True, True, True, (True,) * (3 * keep_copies), True
-    return on_explicit_tokens(segment, stream.x, 2, results)(params, stream)
+    results = 2, 2, 2, (2,) * (3 * keep_copies), stream.tokens()
+    return on_explicit_tokens(segment, stream.x, results)(params, stream)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _attention_segment(params, stream, norm, heads, keep_copies):
     # Nothing is saved if nothing is differentiated, so the copies need no arrays.
-    (q, k, v, _, x), _ = _attention_in(params, stream, norm, heads, False)
-    return q, k, v, (q, k, v) if keep_copies else (), x
+    (q, k, v, _, stream), _ = _attention_in(params, stream, norm, heads, False)
+    return q, k, v, (q, k, v) if keep_copies else (), stream
 
 
 @placement.on_common_mesh
@@ -105,14 +106,14 @@ def _attention_in(params, stream, norm, heads, keep_copies):
         y, w = product(h, params["qkv"], x.dtype)
         q, k, v = heads.split(biased(y, bias))
         kept = (q, k, v) if keep_copies else ()
-    return (q, k, v, tuple(kept), x), (params, groups, *tensor_scales(h, w))
+    return (q, k, v, tuple(kept), stream), (params, groups, *tensor_scales(h, w))
 
 
-@placement.on_common_mesh
+@by_shards(False, True, False, False)
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, w_scale = residuals
     amax = params.get("amax", {})
-    *dheads, _, dx = cotangents
+    *dheads, _, (dx, _) = cotangents
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # `after` delays the quantization of the weights until attention's backward pass is
     # over. XLA could quantize them earlier, and their codes would take memory.
@@ -133,32 +134,30 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
 _attention_segment.defvjp(_attention_in, _attention_in_grads)
 
 
-def attention_out(
-    params: Params, o: Float[Array, "b s n d"], x: Float[Array, "b s h"]
-) -> Stream:
+def attention_out(params: Params, o: Float[Array, "b s n d"], stream: Stream) -> Stream:
     """Computes `x + o @ out.T + out_bias` for attention's output `o`.
 
     `params` holds `out` [h, n * d] and optionally `out_bias` [h]. Backward reads `o`,
     which attention's backward pass saves anyway.
     """
-    results = Stream(True, False)
-    return on_explicit_tokens(_out_segment, x, 2, results)(params, o, x)
+    results = stream.tokens()
+    return on_explicit_tokens(_out_segment, stream.x, results)(params, o, stream)
 
 
 @jax.custom_vjp
-def _out_segment(params, o, x):
-    return _attention_out(params, o, x)[0]
+def _out_segment(params, o, stream):
+    return _attention_out(params, o, stream)[0]
 
 
 @placement.on_common_mesh
-def _attention_out(params, o, x):
+def _attention_out(params, o, stream):
     rows = quantize_tokens(joined(o))
-    x = biased(x, params.get("out_bias"))
+    x = biased(stream.x, params.get("out_bias"))
     y, w = product(rows, params["out"], x.dtype, x)
-    return Stream.of(y), (params, o, *tensor_scales(rows, w))
+    return stream.with_array(y), (params, o, *tensor_scales(rows, w))
 
 
-@placement.on_common_mesh
+@by_shards(False, True, False, False)
 def _attention_out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
@@ -171,7 +170,7 @@ def _attention_out_grads(residuals, dy):
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = token_sum(dy.x, bias)
     do = input_gradient(gradient, params["out"], w_scale, o.dtype)
-    return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy.x
+    return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
 
 
 _out_segment.defvjp(_attention_out, _attention_out_grads)
@@ -188,8 +187,7 @@ def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> S
     def segment(params, stream):
         return _mlp_segment(params, stream, norm, gate)
 
-    results = Stream(True, False)
-    return on_explicit_tokens(segment, stream.x, 2, results)(params, stream)
+    return on_explicit_tokens(segment, stream.x, stream.tokens())(params, stream)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -209,10 +207,10 @@ def _gated_mlp(params, stream, norm, gate):
     y, down = product(a, params["down"], x.dtype, x)
     scales = tensor_scales(h, a, gate_up, down)
     inner = out.groups, out.largest_scale
-    return Stream.of(y), (params, groups, inner, scales)
+    return stream.with_array(y), (params, groups, inner, scales)
 
 
-@placement.on_common_mesh
+@by_shards(False, True, True, False)
 def _gated_mlp_grads(norm, gate, residuals, dy):
     params, groups, (inner_groups, largest_scale), scales = residuals
     h_scale, a_scale, gate_up_scale, down_scale = scales

@@ -75,7 +75,7 @@ def in_rows(
         y = multiply(x.reshape(-1, k), w)
         return y.reshape(*x.shape[:-1], *w.shape[:-1])
 
-    return on_explicit_tokens(product, x, x.ndim - 1, True)(x, w)
+    return on_explicit_tokens(product, x, x.ndim - 1)(x, w)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -269,11 +269,13 @@ def input_gradient(
 
 def weight_gradient(
     x: Float[Array, "k tokens"], scale: Float[Array, ""], dy: Codes, w: Weight
-) -> Weight:
+) -> Weight | list[Array]:
     """Computes the gradient of a matmul's weights, `dy.transposed @ x.T`.
 
     `x` holds the transposed codes of the activations, and `scale` is their scale. The
-    gradient has the shape and dtype of `w`.
+    gradient has the shape and dtype of `w`. If a mesh splits the second axis of `w`, it
+    is the list of the gradients along the first axis. Devices add up and scatter each
+    of them by itself, because its parts are contiguous memory.
     """
     if isinstance(w, Fp8Weight):
         dw = weight_gradient(x, scale, dy, w.value)
@@ -283,9 +285,7 @@ def weight_gradient(
     multiply = partial(matmul_codes, dtype=w.dtype)
     if gradient.ndim == 2 or placement.mesh_of(gradient) is None:
         return multiply(gradient, x, dy.scale, scale)
-    # Devices add up and split each half by itself. Its parts are contiguous memory.
-    halves = [multiply(half, x, dy.scale, scale) for half in gradient]
-    return jnp.stack(halves)
+    return [multiply(half, x, dy.scale, scale) for half in gradient]
 
 
 def once[Result](result: Result) -> Result:

@@ -7,13 +7,13 @@ import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from coat_jax.layers.functional import angles, rotary
 from coat_jax.layers.matmul import checked, quantize_tensor
+from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E5M2
 from pallas_kernels import Codes, NormKind, Scaled
@@ -28,21 +28,36 @@ class Stream(NamedTuple):
 
     Attributes:
       x: The stream [b, s, h].
-      scale: A float32 dummy scalar. Its gradient carries the per-tensor scale with
-        which the gradient of `x` is quantized. It is unused if scaling is delayed.
+      scale: A float32 dummy, a scalar or an array with an entry for each shard of the
+        batch. Its gradient carries the per-tensor scales with which the gradient of `x`
+        is quantized. It is unused if scaling is delayed.
     """
 
     x: Float[Array, "b s h"]
-    scale: Float[Array, ""]
+    scale: Float[Array, "*shards"]
 
     @classmethod
-    def of(cls, x: Float[Array, "b s h"]) -> "Stream":
+    def of(cls, x: Float[Array, "b s h"], shards: int = 1) -> "Stream":
         """Returns a stream, whose scale is only there to be differentiated.
 
         It follows from `x` because `vmap` must not share it among the examples of a
         batch: its gradient is another for each. XLA drops the sum, which nothing reads.
         """
-        return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))
+        if shards == 1:
+            return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))
+
+        def nans(x):
+            return jnp.sum(jnp.isnan(x).reshape(shards, -1), axis=1, dtype=jnp.float32)
+
+        return cls(x, on_explicit_tokens(nans, x, 1)(x))
+
+    def with_array(self, x: Float[Array, "b s h"]) -> "Stream":
+        """Returns another stream with as many shards."""
+        return Stream.of(x, max(self.scale.size, 1))
+
+    def tokens(self) -> "Stream":
+        """Returns the number of leading axes of each array that are tokens."""
+        return Stream(2, self.scale.ndim)
 
     @classmethod
     def gradient(
@@ -58,22 +73,6 @@ class Stream(NamedTuple):
         return quantize_tensor(
             self.x, E5M2, copies="both", scale=scale, history=history
         )
-
-
-@jax.custom_vjp
-def leave(stream: Stream) -> Float[Array, "b s h"]:
-    """Returns the residual stream [b, s, h] behind the last segment.
-
-    Backward computes the scale of the stream's gradient.
-    """
-    return stream.x
-
-
-def _leave_grads(_, dx):
-    return (Stream.gradient(dx),)
-
-
-leave.defvjp(lambda stream: (stream.x, None), _leave_grads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

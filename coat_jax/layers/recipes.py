@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from coat_jax.layers import blockwise, flow, functional, matmul, parts
+from coat_jax.layers import blockwise, flow, functional, matmul, shards
 from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.flow import Params, biased, joined
 from coat_jax.layers.parts import Heads, Norm, Stream
+from coat_jax.meshes import batch_shards
 from coat_jax.optimizers.adam import fp8_adamw
 from coat_jax.remat.api import fp8_remat
 from pallas_kernels import Activation, NormKind
@@ -32,7 +33,7 @@ Scaling = Literal["just_in_time", "delayed"]
 Residual = Float[Array, "b s h"] | Stream
 # Queries [b, s, n, d], keys and values [b, s, k, d], copies of them to save for
 # backward (may be empty), and the residual stream for the next segment.
-Attended = tuple[Array, Array, Array, tuple[Array, ...], Float[Array, "b s h"]]
+Attended = tuple[Array, Array, Array, tuple[Array, ...], Residual]
 # A function that wraps a function and keeps its signature.
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 NORMS: dict[NormKind, Callable[..., Array]] = {
@@ -69,8 +70,17 @@ class Recipe(abc.ABC):
         return self.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
 
     @abc.abstractmethod
-    def enter(self, x: Float[Array, "b s h"]) -> Residual:
+    def enter(
+        self,
+        x: Float[Array, "b s h"],
+        batch_axes: str | tuple[str, ...] | None = None,
+    ) -> Residual:
         """Returns the residual stream in the form that the first segment takes.
+
+        Args:
+          x: The residual stream.
+          batch_axes: The mesh axes that split the batch, if the mesh's axes are
+            automatic. Each shard's gradients then have scales of their own.
 
         Raises:
           ValueError: If the recipe uses the FP8 flow and `x` is neither bfloat16 nor
@@ -99,7 +109,7 @@ class Recipe(abc.ABC):
         k: Float[Array, "b s k d"],
         v: Float[Array, "b s k d"],
         kept: tuple[Array, ...],
-        x: Float[Array, "b s h"],
+        x: Residual,
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Residual:
         """Computes `x + causal_attention(q, k, v) @ out.T + out_bias`.
@@ -156,7 +166,11 @@ class PlainRecipe(Recipe):
     scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
     takes_codes: ClassVar[bool] = False
 
-    def enter(self, x: Float[Array, "b s h"]) -> Residual:
+    def enter(
+        self,
+        x: Float[Array, "b s h"],
+        batch_axes: str | tuple[str, ...] | None = None,
+    ) -> Residual:
         """Returns `x`."""
         return x
 
@@ -234,10 +248,14 @@ class Fp8Recipe(Recipe):
     takes_codes: ClassVar[bool] = True
     pointwise: ClassVar[Wrapper] = staticmethod(jax.checkpoint)
 
-    def enter(self, x: Float[Array, "b s h"]) -> Residual:
+    def enter(
+        self,
+        x: Float[Array, "b s h"],
+        batch_axes: str | tuple[str, ...] | None = None,
+    ) -> Residual:
         """Returns the stream that carries the scale of its gradient."""
         check_dtype("the residual stream", x.dtype, WIDE)
-        return Stream.of(x)
+        return Stream.of(x, batch_shards(x, batch_axes))
 
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm, heads: Heads
@@ -253,7 +271,7 @@ class Fp8Recipe(Recipe):
         k: Array,
         v: Array,
         kept: tuple[Array, ...],
-        x: Array,
+        x: Residual,
         segment_ids: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
@@ -272,7 +290,7 @@ class Fp8Recipe(Recipe):
 
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""
-        return parts.leave(x)
+        return shards.leave(x)
 
 
 # This saves exactly the arrays that jax.vjp saves.

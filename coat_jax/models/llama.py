@@ -178,7 +178,7 @@ class Llama(nnx.Module):
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output from embeddings, as `hidden` from tokens."""
         recipe = recipes.RECIPES[self.config.recipe]
-        x = recipe.enter(x)
+        x = recipe.enter(x, self.config.batch_axes)
         x = recipe.leave(apply_layers(self.layers, x, segment_ids))
         return self.final_norm(x)
 
@@ -292,7 +292,7 @@ def cross_entropy(
         return weighted_loss(hidden, head, targets, token_shares(targets, weights))
 
     hidden = model.hidden(tokens, segment_ids)
-    loss = on_explicit_tokens(mean, hidden, 2, results=False)
+    loss = on_explicit_tokens(mean, hidden, results=0)
     return loss(hidden, model.head_weight(), targets, weights)
 
 

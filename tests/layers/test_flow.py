@@ -14,7 +14,7 @@ from helpers import oracle, segments
 from helpers.gradients import compiled, fake, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
-from coat_jax.layers import flow, parts
+from coat_jax.layers import flow, parts, shards
 
 TOKENS = (2, 24)
 HIDDEN, INNER, HEAD_DIM = 64, 96, 16
@@ -320,14 +320,14 @@ def test_the_gradient_of_the_stream_has_its_scale(dtype):
     its_norm = parts.Norm(kind="rms", eps=1e-5)
     mlp = weights(("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER)))
     attention = weights(("qkv", (8 * HEAD_DIM, HIDDEN)))
-    out = jax.vjp(parts.leave, parts.Stream.of(x))[1](dy)[0]
+    out = jax.vjp(shards.leave, parts.Stream.of(x))[1](dy)[0]
     streams = [out]
     for fn, params, cotangent in (
         (lambda p, s: flow.gated_mlp(p, s, its_norm, "silu"), mlp, out),
         (
             lambda p, s: flow.attention_in(p, s, its_norm, heads),
             attention,
-            (*dheads, (), dy),
+            (*dheads, (), parts.Stream(dy, jnp.float32(0))),
         ),
     ):
         _, (_, stream) = value_and_vjp(fn, cotangent, params, parts.Stream.of(x))
