@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels.numerics import floats, magnitude, magnitude_bits
+from pallas_kernels.numerics import behind, floats, magnitude, magnitude_bits
 
 Specs = Sequence[Sequence[Any]]
 
@@ -198,7 +198,13 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     @step.def_vmap
     def _(size, mapped, arrays):
         (mapped,) = mapped
-        out = on_parts(_Mapped(operation, tuple(jax.tree.leaves(mapped))), *arrays)
+        mapped = tuple(jax.tree.leaves(mapped))
+        operands = _leaves(arrays, operation.axes(*arrays)[0])
+        if all(x.own for x, own in zip(operands, mapped, strict=True) if own):
+            # The arrays over which `vmap` maps are not read.
+            out = on_parts(operation, *arrays)
+            return out, jax.tree.map(lambda _: False, out)
+        out = on_parts(_Mapped(operation, mapped), *arrays)
         return out, jax.tree.map(lambda _: True, out)
 
     return step(arrays)
@@ -272,6 +278,36 @@ def total(x: Array) -> Array:
     """
     operation = _Total()
     return operation.reference(x) if mesh_of(x) is None else on_parts(operation, x)
+
+
+def ready(number: Array, x: Array) -> Array:
+    """Returns `number`, a scalar, which depends on `x` so that `x` is computed before.
+
+    On a mesh it depends on each device's own part of `x`.
+    """
+    operation = _Ready()
+    if mesh_of((number, x)) is None:
+        return operation.reference(number, x)
+    return on_parts(operation, number, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """`ready`, on each device's own part."""
+
+    name: ClassVar[str] = "ready"
+
+    def reference(self, number: Array, x: Array) -> Array:
+        return behind(number, x)
+
+    kernel = __call__ = reference
+
+    def obstacle(self, number: Array, x: Array) -> None:
+        return None
+
+    def axes(self, number: Array, x: Array) -> tuple:
+        own = Axes(tokens(number.ndim))
+        return (own, as_it_is(x)), own
 
 
 @dataclasses.dataclass(frozen=True)

@@ -109,15 +109,19 @@ def _attention_in(params, stream, norm, heads, keep_copies):
     return (q, k, v, tuple(kept), stream), (params, groups, *tensor_scales(h, w))
 
 
-@by_shards(False, True, False, False)
+# Devices may add up this segment's gradients while they compute the next layer's.
+@by_shards(False, True, False, False, known=False)
 def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
     params, groups, scale, w_scale = residuals
     amax = params.get("amax", {})
-    *dheads, _, (dx, _) = cotangents
+    *dheads, _, (dx, _, token) = cotangents
+    if token is not None:
+        scale = scale + token  # Other segments' gradients are added up by now.
     gradient = heads.gradient(*dheads, history=amax.get("qkv_grad"))
     # `after` delays the quantization of the weights until attention's backward pass is
-    # over. XLA could quantize them earlier, and their codes would take memory.
-    after = gradient.transposed
+    # over. XLA could quantize them earlier, and their codes would take memory. Devices
+    # that gather the codes do it during attention's backward pass.
+    after = gradient.transposed if token is None else dx
     dh = input_gradient(gradient, params["qkv"], w_scale, dx.dtype, after)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], scale, dx, delayed)
@@ -162,6 +166,8 @@ def _attention_out_grads(residuals, dy):
     params, o, scale, w_scale = residuals
     amax = params.get("amax", {})
     gradient = dy.codes(amax.get("out_grad"))
+    if dy.token is not None:
+        scale = scale + dy.token  # The gradients of the MLP are added up by now.
     codes = quantize_tensor(joined(o), E4M3, copies="transposed", scale=scale)
     grads = {
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
@@ -169,7 +175,8 @@ def _attention_out_grads(residuals, dy):
     }
     if (bias := params.get("out_bias")) is not None:
         grads["out_bias"] = token_sum(dy.x, bias)
-    do = input_gradient(gradient, params["out"], w_scale, o.dtype)
+    after = None if dy.token is None else gradient.row
+    do = input_gradient(gradient, params["out"], w_scale, o.dtype, after)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
 
 
@@ -204,7 +211,11 @@ def _gated_mlp(params, stream, norm, gate):
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Scaled(out.values, out.scale)
     x = biased(x, params.get("down_bias"))
-    y, down = product(a, params["down"], x.dtype, x)
+    after = None if stream.token is None else y
+    y, down = product(a, params["down"], x.dtype, x, after=after)
+    if stream.token is not None:
+        # Scales are for backward. Devices exchange them when they have gathered codes.
+        a = a._replace(scale=placement.ready(a.scale, y))
     scales = tensor_scales(h, a, gate_up, down)
     inner = out.groups, out.largest_scale
     return stream.with_array(y), (params, groups, inner, scales)
@@ -226,7 +237,8 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # `after` delays the quantization of the weights until `da` is freed and the codes
     # of the gradient of gate and up are transposed. The codes of the weights then live
     # for this matmul only, and the matmul of the weight gradient can follow at once.
-    after = inner.transposed
+    # Devices that gather the codes do it while the gate's gradient is computed.
+    after = inner.transposed if placement.mesh_of(da) is None else da
     dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, after)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)

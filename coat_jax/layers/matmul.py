@@ -155,9 +155,12 @@ def checked(codes: Codes) -> Codes:
     return codes._replace(scale=scale, largest=largest)
 
 
-def quantize_tokens(x: Float[Array, "... n"]) -> Scaled:
-    """Quantizes `x` to E4M3 with one scale per token, or per output feature."""
-    return kernels.quantize_rows(_numbers(x))
+def quantize_tokens(x: Float[Array, "... n"], after: Array | None = None) -> Scaled:
+    """Quantizes `x` to E4M3 with one scale per token, or per output feature.
+
+    `after` is an array that must be computed before the codes.
+    """
+    return kernels.quantize_rows(_numbers(x), after=after)
 
 
 class Fp8Weight(NamedTuple):
@@ -183,7 +186,7 @@ class Fp8Weight(NamedTuple):
     def of(cls, w: Float[Array, "... k"]) -> "Fp8Weight":
         """Quantizes a weight for forward and backward."""
         values = lax.stop_gradient(w)
-        rows, _ = _forward_codes(values)
+        rows, _ = _forward_codes(values, None)
         (scale,) = tensor_scales(rows)
         return cls(w, rows, _backward_codes(values, scale), scale)
 
@@ -207,6 +210,7 @@ def product(
     w: Weight,
     dtype: DTypeLike,
     accumulator: Float[Array, "*batch n"] | None = None,
+    after: Array | None = None,
 ) -> tuple[Float[Array, "*batch n"], Scaled | Float[Array, ""]]:
     """Computes `x @ w.T + accumulator`, with output axes of `w` merged to n.
 
@@ -215,12 +219,13 @@ def product(
       w: The weight [..., k].
       dtype: The dtype of the result.
       accumulator: An array that is added.
+      after: An array that is computed before the weight is quantized.
 
     Returns:
       The result, and an argument of `tensor_scales` for the scale of `w` in backward.
     """
     multiply = partial(matmul_codes, dtype=dtype)
-    y, scaled = _product_by(multiply, x, w, accumulator)
+    y, scaled = _product_by(multiply, x, w, accumulator, after=after)
     return once(y), scaled
 
 
@@ -244,8 +249,8 @@ def product_heads(
     return (*once(heads[:3]), *heads[3:]), scaled
 
 
-def _product_by(multiply, x, w, *more):
-    rows, scaled = _forward_codes(w)
+def _product_by(multiply, x, w, *more, after=None):
+    rows, scaled = _forward_codes(w, after)
     return multiply(x.codes, rows.codes, x.scale, rows.scale, *more), scaled
 
 
@@ -297,14 +302,16 @@ def once[Result](result: Result) -> Result:
     return lax.optimization_barrier(result)
 
 
-def _forward_codes(w: Weight) -> tuple[Scaled, Scaled | Float[Array, ""]]:
+def _forward_codes(
+    w: Weight, after: Array | None
+) -> tuple[Scaled, Scaled | Float[Array, ""]]:
     """Returns codes of weights for forward, and the source of the backward scale.
 
     The source is an argument of `tensor_scales`.
     """
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
-    codes, scale = quantize_tokens(w)
+    codes, scale = quantize_tokens(w, after)
     rows = Scaled(_flat(codes), scale.reshape(-1))
     return rows, rows
 
@@ -315,9 +322,6 @@ def _backward_codes(
     """Returns transposed codes of weights, for the gradient of activations."""
     if isinstance(w, Fp8Weight):
         return w.transposed
-    if placement.mesh_of(w) is not None:
-        # Devices that gather the codes should start while they compute something else.
-        after = None
     codes = quantize_tensor(
         w, E4M3, copies="transposed", merge=False, scale=scale, after=after
     )

@@ -31,10 +31,14 @@ class Stream(NamedTuple):
       scale: A float32 dummy, a scalar or an array with an entry for each shard of the
         batch. Its gradient carries the per-tensor scales with which the gradient of `x`
         is quantized. It is unused if scaling is delayed.
+      token: A float32 dummy scalar if there are several shards, else None. Its gradient
+        is zero, and known when the devices have added up the gradients of weights in
+        the segments behind. What depends on it does not run before.
     """
 
     x: Float[Array, "b s h"]
     scale: Float[Array, "*shards"]
+    token: Float[Array, ""] | None = None
 
     @classmethod
     def of(cls, x: Float[Array, "b s h"], shards: int = 1) -> "Stream":
@@ -49,15 +53,16 @@ class Stream(NamedTuple):
         def nans(x):
             return jnp.sum(jnp.isnan(x).reshape(shards, -1), axis=1, dtype=jnp.float32)
 
-        return cls(x, on_explicit_tokens(nans, x, 1)(x))
+        return cls(x, on_explicit_tokens(nans, x, 1)(x), jnp.zeros(()))
 
     def with_array(self, x: Float[Array, "b s h"]) -> "Stream":
-        """Returns another stream with as many shards."""
-        return Stream.of(x, max(self.scale.size, 1))
+        """Returns another stream with as many shards, and the same token."""
+        found = Stream.of(x, max(self.scale.size, 1))
+        return found._replace(token=self.token)
 
     def tokens(self) -> "Stream":
         """Returns the number of leading axes of each array that are tokens."""
-        return Stream(2, self.scale.ndim)
+        return Stream(2, self.scale.ndim, None if self.token is None else 0)
 
     @classmethod
     def gradient(

@@ -1,9 +1,13 @@
-"""Gradient scales of their own for each shard of the batch.
+"""Backward passes over the shards of a batch, and the order of what devices exchange.
 
 A per-tensor scale needs the amax of the whole tensor. If a mesh splits the batch, the
-devices would wait for one another's amax several times a layer. Instead each shard is
-quantized like a batch of its own, as microbatches are: backward maps over the shards.
-The gradients of weights are added up in the end.
+devices would wait for one another's amax several times a layer. Instead each shard's
+gradients are quantized with scales of their own, as those of microbatches are: backward
+maps over the shards. The gradients of weights are added up in the end.
+
+Devices gather codes of weights and scatter gradients while they compute something else.
+XLA starts a collective operation as early as its operand is known, but at times only
+when its result is needed. `Stream.token` says when that is.
 """
 
 from collections.abc import Callable
@@ -19,7 +23,9 @@ from coat_jax.meshes import on_explicit_tokens
 from pallas_kernels import placement
 
 
-def by_shards(*mapped: bool) -> Callable[[Callable], Callable]:
+def by_shards(
+    *mapped: bool, known: bool = True
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Wraps the backward pass of a segment to map over the shards of the batch.
 
     The last arguments of the backward pass are residuals and cotangents. There is one
@@ -30,6 +36,8 @@ def by_shards(*mapped: bool) -> Callable[[Callable], Callable]:
 
     Args:
       *mapped: Whether each residual is a tree of arrays of tokens.
+      known: Whether the token of the resulting stream is known only when the sums of
+        gradients are.
     """
 
     def wrap(backward):
@@ -38,26 +46,34 @@ def by_shards(*mapped: bool) -> Callable[[Callable], Callable]:
         def wrapped(*args):
             *options, residuals, cotangents = args
             run = partial(backward, *options)
-            (scale,) = (x.scale for x in _leaves(cotangents) if isinstance(x, Stream))
-            if scale.ndim and "amax" not in residuals[0]:
-                grads, *rest = _mapped(run, mapped, scale.size, residuals, cotangents)
+            stream = _stream(cotangents)
+            if stream.scale.ndim and "amax" not in residuals[0]:
+                grads, *rest = _over_shards(run, mapped, residuals, cotangents)
             else:
                 grads, *rest = run(residuals, cotangents)
-                rest = jax.tree.map(partial(_with_scales, scale.shape), rest, **_STREAM)
-            return jax.tree.map(_stacked, grads, is_leaf=_is_list), *rest
+            token = stream.token
+            if known and token is not None:
+                matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
+                for gradient in matrices:
+                    token = placement.ready(token, gradient)
+            like = partial(_like, stream.scale.shape, token)
+            grads = jax.tree.map(_stacked, grads, is_leaf=_is_list)
+            return grads, *_map(like, rest)
 
         return wrapped
 
     return wrap
 
 
-def _mapped(run: Callable, mapped: tuple, shards: int, residuals: Any, cotangents: Any):
-    axes = tuple(0 if own else None for own in mapped)
-    split = partial(jax.tree.map, partial(_split, shards), **_STREAM)
+def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) -> Any:
+    split = partial(_split, _stream(cotangents).scale.size)
     given = zip(residuals, mapped, strict=True)
-    residuals = tuple(split(x) if own else x for x, own in given)
-    grads, *rest = jax.vmap(run, (axes, 0))(residuals, split(cotangents))
-    return jax.tree.map(placement.total, grads), *jax.tree.map(_merged, rest, **_STREAM)
+    residuals = tuple(_map(split, x) if own else x for x, own in given)
+    axes = tuple(0 if own else None for own in mapped)
+    cotangents = _map(split, cotangents)
+    of_cotangents = _map(_axes, cotangents)
+    grads, *rest = jax.vmap(run, (axes, of_cotangents))(residuals, cotangents)
+    return jax.tree.map(placement.total, grads), *_map(_merged, rest)
 
 
 @jax.custom_vjp
@@ -78,9 +94,10 @@ def _leave_grads(scale, dx):
         return (Stream.gradient(dx),)
 
     def gradient(dx):
-        return _merged(jax.vmap(Stream.gradient)(_split(scale.size, dx)))
+        found = _merged(jax.vmap(Stream.gradient)(_split(scale.size, dx)))
+        return found._replace(token=jnp.zeros(()))
 
-    return (on_explicit_tokens(gradient, dx, Stream(2, 1))(dx),)
+    return (on_explicit_tokens(gradient, dx, Stream(2, 1, 0))(dx),)
 
 
 leave.defvjp(_leave, _leave_grads)
@@ -89,21 +106,27 @@ leave.defvjp(_leave, _leave_grads)
 def _split(shards: int, x: Array | Stream) -> Any:
     """Returns tokens [b, ...] as [shards, b / shards, ...]."""
     if isinstance(x, Stream):
-        return Stream(_split(shards, x.x), x.scale)
+        return x._replace(x=_split(shards, x.x))
     return x.reshape(shards, -1, *x.shape[1:])
 
 
 def _merged(x: Array | Stream) -> Any:
     """Returns tokens [shards, b / shards, ...] as [b, ...]."""
     if isinstance(x, Stream):
-        return Stream(_merged(x.x), x.scale)
+        return x._replace(x=_merged(x.x))
     return x.reshape(-1, *x.shape[2:])
 
 
-def _with_scales(shape: tuple[int, ...], x: Array | Stream) -> Array | Stream:
+def _axes(x: Array | Stream) -> Any:
+    """Returns the axes over which `vmap` maps: all shards have one token."""
+    return Stream(0, 0, None) if isinstance(x, Stream) else 0
+
+
+def _like(shape: tuple[int, ...], token: Array | None, x: Array | Stream) -> Any:
+    """Returns a stream with a token and scales of a shape; arrays as they are."""
     if not isinstance(x, Stream):
         return x
-    return Stream(x.x, jnp.broadcast_to(x.scale, shape))
+    return Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
 
 
 def _stacked(gradient: Array | list[Array]) -> Array:
@@ -114,8 +137,16 @@ def _is_list(x: Any) -> bool:
     return isinstance(x, list)
 
 
-_STREAM: dict[str, Any] = {"is_leaf": lambda x: isinstance(x, Stream)}
+def _map(fn: Callable, tree: Any) -> Any:
+    """Maps over the arrays and streams of a tree."""
+    return jax.tree.map(fn, tree, is_leaf=_is_stream)
 
 
-def _leaves(tree: Any) -> list[Any]:
-    return jax.tree.leaves(tree, **_STREAM)
+def _stream(tree: Any) -> Stream:
+    """Returns the only stream in a tree."""
+    (found,) = filter(_is_stream, jax.tree.leaves(tree, is_leaf=_is_stream))
+    return found
+
+
+def _is_stream(x: Any) -> bool:
+    return isinstance(x, Stream)

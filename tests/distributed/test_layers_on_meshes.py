@@ -257,3 +257,37 @@ def test_models_train_fully_sharded(monkeypatch, axis_type):
     assert max(distances(grads, alone[1])) < 0.06
     # The batch stays split: no device holds another's stream.
     assert "[8,64,128]" not in compiled.as_text()
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore:.* of each device's part runs in jnp")
+def test_shards_of_the_batch_are_quantized_like_microbatches(monkeypatch, axis_type):
+    # The first sequence has its own tokens, and gradients 2**30 times larger: with a
+    # scale in common the others' codes would be zero.
+    rng = np.random.default_rng(1)
+    tokens = rng.integers(128, 256, (8, 65), np.int32)
+    tokens[0] -= 128
+    weights = np.full((8, 64), 2.0**-30, np.float32)
+    weights[0] = 1
+    graph, params = model()
+    step = jax.jit(loss_and_gradients(graph))
+    parts = [jax.device_get(step(params, part)) for part in np.split(tokens, 8)]
+    each = zip(*(jax.tree.leaves(grads) for _, grads in parts), strict=True)
+    shares = weights[:, 0].astype(np.float64) / weights[:, 0].sum()
+    expected = [np.tensordot(shares, np.asarray(own, np.float64), 1) for own in each]
+    as_kernels(monkeypatch)
+    mesh = mesh_of(axis_type)
+    graph, _ = model(("data", "fsdp") if axis_type == AUTO else None)
+
+    def loss(params, tokens, weights):
+        found, own = nnx.merge(graph, params), (tokens[:, :-1], tokens[:, 1:])
+        return llama.cross_entropy(found, *own, weights=weights)
+
+    params = jax.device_put(params, NamedSharding(mesh, P()))
+    batch = jax.device_put((tokens, weights), NamedSharding(mesh, BATCH))
+    grads = jax.device_get(jax.jit(jax.grad(loss))(params, *batch))
+    jax.clear_caches()
+    assert max(distances(grads, expected)) < 2e-3
+    # The embedding is the first parameter.
+    rows = [jax.tree.leaves(tree)[0][128:] for tree in (grads, expected)]
+    assert max(distances(*rows)) < 2e-3

@@ -25,6 +25,7 @@ from pallas_kernels.ops.quantize import rows as rows_kernel
 from pallas_kernels.placement import (
     Axes,
     alike,
+    as_it_is,
     grouped,
     tokens,
 )
@@ -107,6 +108,7 @@ def quantize_rows(
     x: Float[Array, "... n"],
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
+    after: Array | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: NormTuning | None = None,
 ) -> Scaled:
@@ -118,6 +120,7 @@ def quantize_rows(
     Args:
       x: The array to quantize, bfloat16 or float32. All axes but the last are tokens.
       dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      after: An array that must be computed before the kernel runs. It is not read.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Settings of the kernel's pipeline; None means the default.
 
@@ -137,7 +140,7 @@ def quantize_rows(
     check_dtype("codes", dtype, CODES)
     check_dtype("x", x.dtype, WIDE)
     operation = _QuantizeRows(dtype=jnp.dtype(dtype), tuning=tuning)
-    return operation(x, implementation=implementation)
+    return operation(x, after, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,22 +149,23 @@ class _QuantizeRows(dispatch.Operation):
     tuning: NormTuning | None
     name = "quantize_rows"
 
-    def obstacle(self, x) -> str | None:
+    def obstacle(self, x, after) -> str | None:
         return rows_obstacle(x.shape, _LONGEST_ROW)
 
-    def reference(self, x) -> Scaled:
+    def reference(self, x, after) -> Scaled:
         return reference.quantize_rows(x, dtype=self.dtype)
 
-    def axes(self, x) -> tuple:
+    def axes(self, x, after) -> tuple:
         leading = tokens(x.ndim - 1)
         row = Axes(f"{leading} _")
-        return (row,), Scaled(row, Axes(leading))
+        operands = row, None if after is None else as_it_is(after)
+        return operands, Scaled(row, Axes(leading))
 
-    def kernel(self, x) -> Scaled:
+    def kernel(self, x, after) -> Scaled:
         rows = x.reshape(-1, x.shape[-1])
         # A multiprocessor has enough registers for this many thread blocks.
         tuning = self.tuning or NormTuning(ctas=8 if x.shape[-1] <= 4096 else 4)
-        codes, scale = rows_kernel.run(rows, dtype=self.dtype, tuning=tuning)
+        codes, scale = rows_kernel.run(rows, after, dtype=self.dtype, tuning=tuning)
         return Scaled(codes.reshape(x.shape), scale.reshape(x.shape[:-1]))
 
 

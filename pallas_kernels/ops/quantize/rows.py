@@ -15,18 +15,23 @@ from pallas_kernels.numerics import GROUP, magnitude_bits, normal, reciprocal
 
 @functools.partial(jax.jit, static_argnames=("dtype", "tuning"))
 def run(
-    x: Float[Array, "tokens n"], *, dtype: DTypeLike, tuning: Tuning
+    x: Float[Array, "tokens n"],
+    after: Array | None,
+    *,
+    dtype: DTypeLike,
+    tuning: Tuning,
 ) -> tuple[Float[Array, "tokens n"], Float[Array, " tokens"]]:
     """Returns the codes of x / scale and the per-token scales.
 
-    See `quantize_rows` for the scale.
+    See `quantize_rows` for the scale. `after` is not read.
     """
     tokens, n = x.shape
     tiles = Row(n=n)
     rows = Rows(x.reshape(-1, GROUP))
     share = Share.of(rows, n, tuning)
 
-    def kernel(rows, out):
+    def kernel(rows, *others):
+        *_, out = others
         codes, scales = out
 
         def row(row, index, _):
@@ -48,5 +53,6 @@ def run(
         jax.ShapeDtypeStruct(rows.x.shape, dtype),
         jax.ShapeDtypeStruct((tokens,), jnp.float32),
     )
-    codes, scales = share.launch("quantize_rows", kernel, outputs, rows)
+    operands = (rows,) if after is None else (rows, after)
+    codes, scales = share.launch("quantize_rows", kernel, outputs, *operands)
     return codes.reshape(x.shape), scales
