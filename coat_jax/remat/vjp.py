@@ -1,6 +1,7 @@
 """The custom derivative of a function whose backward pass reads FP8 residuals."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -16,46 +17,130 @@ from jax.extend import core
 from coat_jax.quantization.array import QuantizedArray, undifferentiated
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
+from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.merge import merged
 from coat_jax.remat.notes import Note
+from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
-from pallas_kernels import placement
+from pallas_kernels import dispatch, placement
 
 
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
+    """Applies `fp8_remat` to a function; arguments that are not arrays are static.
+
+    Calls that differ in nothing but the values of arrays are traced once.
+    """
+
+    @functools.lru_cache(maxsize=KEPT)
+    def known(call: _Call) -> _Light:
+        return _Light(call, options)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
-        paths, tree = jax.tree.flatten_with_path((args, kwargs))
-        leaves = [x for _, x in paths]
-        dynamic = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        static = tuple(_Array if _is_array(x) else x for x in leaves)
+        params = frozenset(n + len(args) if n < 0 else n for n in argnums)
+        call = _Call(fn, tree, static, params)
+        light = _Light(call, options) if call.key is None else known(call)
+        return light(*filter(_is_array, leaves))
 
-        def flat_fn(*arrays):
+    return wrapped
+
+
+class _Array:
+    """Stands for an array among the arguments of a call."""
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+class _Call:
+    """A call of a function, but for the values of arrays.
+
+    Calls are equal if the same programs are traced from them.
+
+    Attributes:
+      key: What equal calls have in common, or None if that is not known.
+    """
+
+    def __init__(
+        self, fn: Callable, tree: Any, static: tuple[Any, ...], params: frozenset[int]
+    ):
+        """Describes a call.
+
+        Args:
+          fn: The function.
+          tree: The tree structure of its arguments.
+          static: The leaves of its arguments, with `_Array` in the place of arrays.
+          params: The positions of the arguments that are parameters.
+        """
+        self._fn, self._tree, self._static, self._params = fn, tree, static, params
+        found = fingerprint(fn, static)
+        self.key = None if found is None else (found, tree, params)
+
+    def __eq__(self, other: Any) -> bool:
+        known = isinstance(other, _Call) and self.key is not None
+        return self is other or (known and self.key == other.key)
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def function(self) -> Callable:
+        """Returns a new function of the arrays, of which JAX has no program yet."""
+
+        def flat(*arrays):
             given = iter(arrays)
-            every = [
-                next(given) if d else x for x, d in zip(leaves, dynamic, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, every)
-            return fn(*args, **kwargs)
+            leaves = [next(given) if x is _Array else x for x in self._static]
+            args, kwargs = jax.tree.unflatten(self._tree, leaves)
+            return self._fn(*args, **kwargs)
 
-        params = {n + len(args) if n < 0 else n for n in argnums}
-        marks = [
-            jax.tree.map(lambda _, i=i: i in params, a) for i, a in enumerate(args)
+        return flat
+
+    def arrays(self) -> tuple[list[Any], list[bool]]:
+        """Returns the path of each array, and whether it belongs to a parameter."""
+        numbers = jax.tree.unflatten(self._tree, range(len(self._static)))
+        params = [a for i, a in enumerate(numbers[0]) if i in self._params]
+        marked = {*jax.tree.leaves(params)}
+        chosen = [
+            (path, n in marked)
+            for path, n in jax.tree.leaves_with_path(numbers)
+            if self._static[n] is _Array
         ]
-        marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
-        arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-        is_param = [m for m, d in zip(marks, dynamic, strict=True) if d]
-        # Values that fn closes over become arguments, which are saved by reference.
-        # They are differentiated unless they are constants.
-        jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        program = jaxpr.jaxpr
+        return [path for path, _ in chosen], [m for _, m in chosen]
+
+
+class _Light:
+    """A call whose backward pass reads FP8 residuals, as a function of arrays."""
+
+    def __init__(self, call: _Call, options: Options):
+        """Traces nothing yet."""
+        self._call, self._options = call, options
+        # JAX keeps the programs of this function, for as long as it exists.
+        self._kept = None if call.key is None else call.function()
+        self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
+
+    def __call__(self, *arrays: Any) -> Any:
+        with dispatch.counted():
+            fn = self._kept or self._call.function()
+            jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*arrays)
+            if jaxpr.consts:
+                self._kept = None  # Values that a function closes over may change.
+            # Values that fn closes over become arguments, which are saved by reference.
+            # They are differentiated unless they are constants, which come first.
+            closed_over = sorted(jaxpr.consts, key=_is_traced)
+            make = self._shared if self._kept else self._differentiable
+            results = make(jaxpr)(self._options.key, *closed_over, *arrays)
+        return jax.tree.unflatten(jax.tree.structure(out), results)
+
+    def _differentiable(self, jaxpr: core.ClosedJaxpr) -> Callable:
+        """Returns a program as a function of a key, its constants and arrays."""
+        program, options = jaxpr.jaxpr, self._options
+        paths, is_param = self._call.arrays()
         if options.rewrite is not None:
-            keys = [key for (key, _), d in zip(paths, dynamic, strict=True) if d]
-            program = options.rewrite(program, keys, is_param)
+            program = options.rewrite(program, paths, is_param)
         program = merged(program, is_param)
-        closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
 
@@ -64,14 +149,15 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
             consts = [next(given if t else fixed) for t in traced]
             return core.jaxpr_as_fun(core.ClosedJaxpr(program, consts))(*given)
 
-        is_param = [True] * len(closed_over) + is_param
+        is_param = [True] * len(traced) + is_param
         # The key is an argument: functions that JAX keeps must not hold its tracer.
         keyless = dataclasses.replace(options, key=None)
-        light = _with_fp8_residuals(flat, is_param, keyless, constants)
-        results = light(options.key, *closed_over, *arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        once = outlined if self._kept else _as_it_is
+        return _with_fp8_residuals(flat, is_param, keyless, constants, once)
 
-    return wrapped
+
+def _as_it_is(fn: Callable) -> Callable:
+    return fn
 
 
 def _is_traced(x: Any) -> bool:
@@ -79,12 +165,17 @@ def _is_traced(x: Any) -> bool:
 
 
 def _with_fp8_residuals(
-    fn: Callable, is_param: Sequence[bool], options: Options, constants: int
+    fn: Callable,
+    is_param: Sequence[bool],
+    options: Options,
+    constants: int,
+    once: Callable[[Callable], Callable],
 ) -> Callable:
     """Gives `fn`, which returns a list of arrays, a backward pass that reads FP8.
 
     The first argument of the result is the key of stochastic rounding, or None. The
-    arguments of `fn` follow; the first `constants` of them have no gradients.
+    arguments of `fn` follow; the first `constants` of them have no gradients. `once`
+    wraps both passes.
     """
     if options.policy is not None:
         # Recomputation reads FP8 copies, or arrays behind the barrier of `_after`. XLA
@@ -95,6 +186,7 @@ def _with_fp8_residuals(
     def run(key, *args):
         return fn(*args)
 
+    @once
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
         planned = plan(traced, is_param, options)
@@ -115,7 +207,8 @@ def _with_fp8_residuals(
         ]
         return outputs, (references, saved, planned)
 
-    def backward(residuals, cotangents):
+    @once
+    def pull(residuals, cotangents):
         references, saved, planned = residuals
         saved, cotangents = _after(saved, cotangents)
 
@@ -134,11 +227,30 @@ def _with_fp8_residuals(
             next(recomputed) if kept == "recompute" else x
             for kept, x in zip(planned.kept, values, strict=False)
         ]
+        cotangents = [
+            np.zeros(c.shape, float0) if isinstance(c, _Nothing) else c
+            for c in cotangents
+        ]
         gradients = jax.tree.unflatten(planned.vjp_tree, leaves)(cotangents)
-        return None, *[None] * constants, *gradients
+        # Gradients of integers are no arrays that a program could return.
+        return [None if g.dtype == float0 else g for g in gradients]
+
+    def backward(residuals, cotangents):
+        given = [
+            _Nothing(c.shape) if jnp.result_type(c) == float0 else c for c in cotangents
+        ]
+        return None, *[None] * constants, *pull(residuals, given)
 
     run.defvjp(forward, backward)
     return run
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """Stands for the cotangent of an array of integers, which has no elements."""
+
+    shape: tuple[int, ...]
 
 
 def _save(
@@ -194,13 +306,7 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     Without it XLA may dequantize the copies of all layers before backward starts.
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
-    # A cotangent may be a Python number.
-    given = [i for i, leaf in enumerate(leaves) if jnp.result_type(leaf) != float0]
-    for i, leaf in zip(
-        given, lax.optimization_barrier([leaves[i] for i in given]), strict=True
-    ):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
 
 _BITS = {"bfloat16": "uint16", "uint16": "bfloat16"}
