@@ -21,7 +21,7 @@ def outlined(fn: Callable) -> Callable:
     result, are no results of that call, because a loop would stack them once more. `fn`
     runs as it is where nothing is traced to a program. It closes over no tracers.
     """
-    called = functools.lru_cache(maxsize=KEPT)(_called)
+    called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
 
     @functools.wraps(fn)
     def call(*args):
@@ -29,9 +29,9 @@ def outlined(fn: Callable) -> Callable:
         if not any(isinstance(x, pe.DynamicJaxprTracer) for x in leaves):
             return fn(*args)
         with dispatch.counted():
-            jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*args)
-            results = called(jaxpr, fn.__name__)(leaves)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+            traced = jitted.trace(*args)
+            results = called(traced.jaxpr, fn.__name__)(leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     return call
 

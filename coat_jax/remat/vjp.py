@@ -118,21 +118,29 @@ class _Light:
         """Traces nothing yet."""
         self._call, self._options = call, options
         # JAX keeps the programs of this function, for as long as it exists.
-        self._kept = None if call.key is None else call.function()
+        self._kept = None if call.key is None else jax.jit(call.function())
         self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
 
     def __call__(self, *arrays: Any) -> Any:
         with dispatch.counted():
-            fn = self._kept or self._call.function()
-            jaxpr, out = jax.make_jaxpr(fn, return_shape=True)(*arrays)
-            if jaxpr.consts:
-                self._kept = None  # Values that a function closes over may change.
+            jaxpr, tree = self._traced(arrays)
             # Values that fn closes over become arguments, which are saved by reference.
             # They are differentiated unless they are constants, which come first.
             closed_over = sorted(jaxpr.consts, key=_is_traced)
             make = self._shared if self._kept else self._differentiable
             results = make(jaxpr)(self._options.key, *closed_over, *arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        return jax.tree.unflatten(tree, results)
+
+    def _traced(self, arrays: Sequence[Any]) -> tuple[core.ClosedJaxpr, Any]:
+        """Returns the program of the call, and the tree structure of its results."""
+        if self._kept is not None:
+            traced = self._kept.trace(*arrays)
+            # JAX puts tracers that a function closes over before its arguments.
+            if len(traced.jaxpr.in_avals) == len(arrays) and not traced.jaxpr.consts:
+                return traced.jaxpr, traced.out_tree
+            self._kept = None  # Arrays that a function closes over may change.
+        jaxpr, out = jax.make_jaxpr(self._call.function(), return_shape=True)(*arrays)
+        return jaxpr, jax.tree.structure(out)
 
     def _differentiable(self, jaxpr: core.ClosedJaxpr) -> Callable:
         """Returns a program as a function of a key, its constants and arrays."""
