@@ -59,6 +59,8 @@ def _of(x: Any, depth: int) -> Hashable:
         return _of_function(x, depth)
     if kind is types.BuiltinFunctionType:
         return x.__name__, _of(x.__self__, depth - 1)
+    if isinstance(x, set | frozenset):
+        return kind, frozenset(_of(part, depth - 1) for part in x)
     if (parts := _parts(x)) is not None:
         return kind, tuple(_of(part, depth - 1) for part in parts)
     if _is_of_library(kind):

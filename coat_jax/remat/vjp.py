@@ -1,5 +1,6 @@
 """The custom derivative of a function whose backward pass reads FP8 residuals."""
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -25,16 +26,13 @@ from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import dispatch, placement
 
+_CALLS = 256  # The calls of which programs are kept.
+
 
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """Applies `fp8_remat` to a function; arguments that are not arrays are static.
-
-    Calls that differ in nothing but the values of arrays are traced once.
-    """
-
-    @functools.lru_cache(maxsize=KEPT)
-    def known(call: _Call) -> _Light:
-        return _Light(call, options)
+    """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
+    # The key is an argument: functions that JAX keeps must not hold its tracer.
+    keyless = dataclasses.replace(options, key=None)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
@@ -42,8 +40,8 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         static = tuple(_Array if _is_array(x) else x for x in leaves)
         params = frozenset(n + len(args) if n < 0 else n for n in argnums)
         call = _Call(fn, tree, static, params)
-        light = _Light(call, options) if call.key is None else known(call)
-        return light(*filter(_is_array, leaves))
+        light = _known(call, keyless) or _Light(keyless, keeps=False)
+        return light(call, options.key, list(filter(_is_array, leaves)))
 
     return wrapped
 
@@ -56,96 +54,122 @@ def _is_array(x: Any) -> bool:
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Call:
     """A call of a function, but for the values of arrays.
 
-    Calls are equal if the same programs are traced from them.
-
     Attributes:
-      key: What equal calls have in common, or None if that is not known.
+      fn: The function.
+      tree: The tree structure of its arguments.
+      static: The leaves of its arguments, with `_Array` in the place of arrays.
+      params: The positions of the arguments that are parameters.
     """
 
-    def __init__(
-        self, fn: Callable, tree: Any, static: tuple[Any, ...], params: frozenset[int]
-    ):
-        """Describes a call.
+    fn: Callable
+    tree: Any
+    static: tuple[Any, ...]
+    params: frozenset[int]
 
-        Args:
-          fn: The function.
-          tree: The tree structure of its arguments.
-          static: The leaves of its arguments, with `_Array` in the place of arrays.
-          params: The positions of the arguments that are parameters.
-        """
-        self._fn, self._tree, self._static, self._params = fn, tree, static, params
-        found = fingerprint(fn, static)
-        self.key = None if found is None else (found, tree, params)
-
-    def __eq__(self, other: Any) -> bool:
-        known = isinstance(other, _Call) and self.key is not None
-        return self is other or (known and self.key == other.key)
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-    def function(self) -> Callable:
-        """Returns a new function of the arrays, of which JAX has no program yet."""
-
-        def flat(*arrays):
-            given = iter(arrays)
-            leaves = [next(given) if x is _Array else x for x in self._static]
-            args, kwargs = jax.tree.unflatten(self._tree, leaves)
-            return self._fn(*args, **kwargs)
-
-        return flat
+    def __call__(self, *arrays: Any) -> Any:
+        given = iter(arrays)
+        leaves = [next(given) if x is _Array else x for x in self.static]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        return self.fn(*args, **kwargs)
 
     def arrays(self) -> tuple[list[Any], list[bool]]:
         """Returns the path of each array, and whether it belongs to a parameter."""
-        numbers = jax.tree.unflatten(self._tree, range(len(self._static)))
-        params = [a for i, a in enumerate(numbers[0]) if i in self._params]
+        numbers = jax.tree.unflatten(self.tree, range(len(self.static)))
+        params = [a for i, a in enumerate(numbers[0]) if i in self.params]
         marked = {*jax.tree.leaves(params)}
         chosen = [
             (path, n in marked)
             for path, n in jax.tree.leaves_with_path(numbers)
-            if self._static[n] is _Array
+            if self.static[n] is _Array
         ]
         return [path for path, _ in chosen], [m for _, m in chosen]
 
 
-class _Light:
-    """A call whose backward pass reads FP8 residuals, as a function of arrays."""
+def _known(call: _Call, options: Options) -> "_Light | None":
+    """Returns what is kept of calls like this one, or None if that is not known."""
+    found = fingerprint(call.fn, call.static, options.where, options.policy)
+    if found is None:
+        return None
+    # Static values in a tree structure may be equal and differ in type.
+    key = found, call.tree, str(call.tree), call.params
+    try:
+        return _kept(key, options)
+    except TypeError:  # An option is not hashable.
+        return None
 
-    def __init__(self, call: _Call, options: Options):
-        """Traces nothing yet."""
-        self._call, self._options = call, options
+
+@functools.lru_cache(maxsize=_CALLS)
+def _kept(key: Any, options: Options) -> "_Light":
+    del key
+    return _Light(options, keeps=True)
+
+
+_current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
+
+
+def _flat_function() -> Callable:
+    """Returns a new function of the arrays of the current call."""
+
+    def flat(*arrays):
+        return _current.get()(*arrays)
+
+    return flat
+
+
+class _Light:
+    """A call whose backward pass reads FP8 residuals.
+
+    Calls with the same fingerprint share an object of this class, which keeps programs
+    of theirs. It keeps neither functions nor arrays.
+    """
+
+    def __init__(self, options: Options, keeps: bool):
+        """Traces nothing yet.
+
+        Args:
+          options: The options, without a key.
+          keeps: Whether to keep programs for later calls.
+        """
+        self._options = options
         # JAX keeps the programs of this function, for as long as it exists.
-        self._kept = None if call.key is None else jax.jit(call.function())
+        self._once = jax.jit(_flat_function()) if keeps else None
         self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
 
-    def __call__(self, *arrays: Any) -> Any:
-        with dispatch.counted():
-            jaxpr, tree = self._traced(arrays)
-            # Values that fn closes over become arguments, which are saved by reference.
-            # They are differentiated unless they are constants, which come first.
-            closed_over = sorted(jaxpr.consts, key=_is_traced)
-            make = self._shared if self._kept else self._differentiable
-            results = make(jaxpr)(self._options.key, *closed_over, *arrays)
-        return jax.tree.unflatten(tree, results)
+    def __call__(
+        self, call: _Call, key: jax.Array | None, arrays: Sequence[Any]
+    ) -> Any:
+        token = _current.set(call)
+        try:
+            with dispatch.counted():
+                jaxpr, tree = self._traced(arrays)
+                make = self._shared if self._once else self._differentiable
+                run = make(jaxpr)
+                # Values that fn closes over become arguments, saved by reference. They
+                # are differentiated unless they are constants, which come first.
+                closed_over = sorted(jaxpr.consts, key=_is_traced)
+                return jax.tree.unflatten(tree, run(key, *closed_over, *arrays))
+        finally:
+            _current.reset(token)
 
     def _traced(self, arrays: Sequence[Any]) -> tuple[core.ClosedJaxpr, Any]:
         """Returns the program of the call, and the tree structure of its results."""
-        if self._kept is not None:
-            traced = self._kept.trace(*arrays)
+        if self._once is not None:
+            traced = self._once.trace(*arrays)
             # JAX puts tracers that a function closes over before its arguments.
             if len(traced.jaxpr.in_avals) == len(arrays) and not traced.jaxpr.consts:
                 return traced.jaxpr, traced.out_tree
-            self._kept = None  # Arrays that a function closes over may change.
-        jaxpr, out = jax.make_jaxpr(self._call.function(), return_shape=True)(*arrays)
+            self._once = None  # Arrays that a function closes over may change.
+        jaxpr, out = jax.make_jaxpr(_flat_function(), return_shape=True)(*arrays)
         return jaxpr, jax.tree.structure(out)
 
     def _differentiable(self, jaxpr: core.ClosedJaxpr) -> Callable:
         """Returns a program as a function of a key, its constants and arrays."""
         program, options = jaxpr.jaxpr, self._options
-        paths, is_param = self._call.arrays()
+        paths, is_param = _current.get().arrays()
         if options.rewrite is not None:
             program = options.rewrite(program, paths, is_param)
         program = merged(program, is_param)
@@ -158,10 +182,8 @@ class _Light:
             return core.jaxpr_as_fun(core.ClosedJaxpr(program, consts))(*given)
 
         is_param = [True] * len(traced) + is_param
-        # The key is an argument: functions that JAX keeps must not hold its tracer.
-        keyless = dataclasses.replace(options, key=None)
-        once = outlined if self._kept else _as_it_is
-        return _with_fp8_residuals(flat, is_param, keyless, constants, once)
+        once = outlined if self._once else _as_it_is
+        return _with_fp8_residuals(flat, is_param, options, constants, once)
 
 
 def _as_it_is(fn: Callable) -> Callable:
@@ -216,7 +238,7 @@ def _with_fp8_residuals(
         return outputs, (references, saved, planned)
 
     @once
-    def pull(residuals, cotangents):
+    def backward(residuals, cotangents):
         references, saved, planned = residuals
         saved, cotangents = _after(saved, cotangents)
 
@@ -243,13 +265,13 @@ def _with_fp8_residuals(
         # Gradients of integers are no arrays that a program could return.
         return [None if g.dtype == float0 else g for g in gradients]
 
-    def backward(residuals, cotangents):
+    def gradients_of(residuals, cotangents):
         given = [
             _Nothing(c.shape) if jnp.result_type(c) == float0 else c for c in cotangents
         ]
-        return None, *[None] * constants, *pull(residuals, given)
+        return None, *[None] * constants, *backward(residuals, given)
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, gradients_of)
     return run
 
 
