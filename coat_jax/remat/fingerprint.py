@@ -19,9 +19,9 @@ from flax import nnx
 
 _DEPTH = 20  # The nesting of values that is searched; a cycle has no end.
 _ATOMS = (bool, int, float, complex, str, bytes, types.NoneType, types.EllipsisType)
-# Nothing in these objects changes.
+# Objects in which nothing changes.
 _FIXED = (type, enum.Enum, types.ModuleType, types.CodeType, np.dtype)
-# Nor in other objects of these packages, such as meshes and tree structures.
+# Other objects of these packages do not change either: meshes and tree structures.
 _LIBRARIES = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes")
 _CHANGING = (jax.Array, np.ndarray, np.generic, nnx.Pytree, nnx.Variable)
 

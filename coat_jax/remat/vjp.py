@@ -14,6 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
+from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantization.array import QuantizedArray, undifferentiated
 from coat_jax.quantization.rounding import random_bits
@@ -172,14 +173,15 @@ class _Light:
         paths, is_param = _current.get().arrays()
         if options.rewrite is not None:
             program = options.rewrite(program, paths, is_param)
-        program = merged(program, is_param)
+        # The constants become arguments, since tracers among them must not be kept.
+        program = pe.convert_constvars_jaxpr(merged(program, is_param))
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
 
         def flat(*args):
             fixed, given = iter(args[:constants]), iter(args[constants:])
             consts = [next(given if t else fixed) for t in traced]
-            return core.jaxpr_as_fun(core.ClosedJaxpr(program, consts))(*given)
+            return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*consts, *given)
 
         is_param = [True] * len(traced) + is_param
         once = outlined if self._once else _as_it_is
