@@ -71,9 +71,9 @@ def fp8_remat[Target](
     devices if every device has whole groups of the last axis.
 
     Layers that differ in nothing but the values of arrays are traced once, as one
-    function under `jax.jit` is. Attributes of NNX modules, values that a function closes
-    over and globals that it names are compared at every call; other things that it
-    reads, such as attributes of classes, must not change.
+    function under `jax.jit` is. Attributes of NNX modules, values that a function
+    closes over and globals that it names are compared at every call. Other things that
+    it reads, such as attributes of classes, must not change.
 
     Args:
       target: A function, a Linen or NNX module, or a Linen or NNX module class. The
