@@ -1,6 +1,5 @@
 """The first state of a transformation, with its moving averages in 8 bits."""
 
-import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -102,14 +101,15 @@ def _shared(zeros: Callable) -> Callable:
     This is for tracers alone. Each result of a jitted function has its own memory, and
     XLA compiles a model's zeros once for all parameters of a shape.
     """
-    known = functools.cache(lambda t, moment, *key: zeros(like[t], moment, *key))
-    like: dict[Any, Any] = {}
+    known: dict[Any, Any] = {}
 
     def of(param, *others):
         if not isinstance(param, jax.core.Tracer):
             return zeros(param, *others)
-        like.setdefault(jax.typeof(param), param)
-        return known(jax.typeof(param), *others)
+        key = jax.typeof(param), *others
+        if key not in known:
+            known[key] = zeros(param, *others)
+        return known[key]
 
     return of
 

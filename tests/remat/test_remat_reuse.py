@@ -133,6 +133,40 @@ def test_an_attribute_that_changes_between_calls_is_read_again():
     np.testing.assert_array_equal(gradients([light])[0], first[0])
 
 
+class Counting(Layer):
+    """A layer whose call counts, sums, and makes a variable."""
+
+    def __init__(self, seed):
+        super().__init__(seed)
+        self.calls, self.made = 0, nnx.data(None)
+        self.total = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls += 1
+        self.total[...] += jnp.sum(x)
+        self.made = nnx.Cache(x[0] * self.calls)
+        return super().__call__(x)
+
+
+@pytest.mark.parametrize("jit", [nnx.jit, lambda fn: fn])
+def test_changes_of_equal_layers_reach_each_of_them(jit):
+    def changed(layers):
+        @jit
+        def run(layers, x):
+            for layer in [*layers, *layers]:
+                x = layer(x)
+            return x
+
+        return run(nnx.List(layers), X), *map(nnx.state, layers), layers[1].calls
+
+    expected = changed([Counting(i) for i in range(3)])
+    found = changed([coat.fp8_remat(Counting(i)) for i in range(3)])
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    assert found[-1] == 2
+
+
 @dataclasses.dataclass
 class Settings:
     """Settings that change."""
