@@ -1,13 +1,15 @@
 """The first state of a transformation, with its moving averages in 8 bits."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
 from jax.tree_util import keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import KNOWN, Moment
@@ -55,7 +57,8 @@ def initial_state(
             )
     arrays_by_path = by_path(arrays)
     allowed = by_path(unboxed(_resolved_mask(choices.quantize_mask, params)))
-    abstract = jax.eval_shape(inner.init, jax.tree.map(_float32, arrays))
+    wide = jax.tree.map(_float32, arrays)
+    program, abstract = jax.make_jaxpr(inner.init, return_shape=True)(wide)
     leaves, treedef = jax.tree.flatten_with_path(abstract)
     fields = dict(fields_of(abstract))
     moments = {
@@ -79,20 +82,43 @@ def initial_state(
     _check_zero(inner, arrays, named)
     _warn_of(unknown)
     rest = [path for path, _ in leaves if path not in chosen]
-    values = dict(zip(rest, _initial(inner, arrays, rest), strict=True))
+    wanted = [path not in chosen for path, _ in leaves]
+    values = dict(zip(rest, _initial(program, arrays, wanted), strict=True))
     dtypes = {path: leaf.dtype for path, leaf in leaves}
+    zeros = _shared(zeros_like)
     for path, (place, moment) in chosen.items():
-        values[path] = zeros_like(
-            arrays_by_path[place], moment, choices.granularity, dtypes[path]
-        )
+        param, dtype = arrays_by_path[place], dtypes[path]
+        values[path] = zeros(param, moment, choices.granularity, dtype)
     state = treedef.unflatten([values[path] for path, _ in leaves])
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
 
 
-def _float32(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.float32)
+def _shared(zeros: Callable) -> Callable:
+    """Lets results of `zeros` be the same arrays for parameters of the same type.
+
+    This is for tracers alone. Each result of a jitted function has its own memory, and
+    XLA compiles a model's zeros once for all parameters of a shape.
+    """
+    known: dict[Any, Any] = {}
+
+    def of(param, *others):
+        if not isinstance(param, jax.core.Tracer):
+            return zeros(param, *others)
+        key = jax.typeof(param), *others
+        if key not in known:
+            known[key] = zeros(param, *others)
+        return known[key]
+
+    return of
+
+
+def _float32(x: Any) -> Any:
+    """Returns the type of a parameter as a float32 array."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+    return jax.typeof(x).update(dtype=jnp.dtype(jnp.float32), weak_type=False)
 
 
 def _check_names(moments: Mapping, fields: dict[Path, str]) -> None:
@@ -137,24 +163,21 @@ def _warn_of(unknown: set[tuple[str, str]]) -> None:
     )
 
 
-def _initial(inner: Any, params: Any, paths: list[Path]) -> list[Any]:
-    """Returns the initial values at these paths, without memory for all others.
+def _initial(
+    program: core.ClosedJaxpr, params: Any, wanted: Sequence[bool]
+) -> list[Any]:
+    """Returns the wanted results of `inner.init`, and computes no others."""
+    pruned, used = pe.dce_jaxpr(program.jaxpr, wanted)
+    fn = core.jaxpr_as_fun(core.ClosedJaxpr(pruned, program.consts))
+    given = [x for x, u in zip(jax.tree.leaves(params), used, strict=True) if u]
 
-    Under jit XLA does not compute the values that are not returned.
-    """
-    known = [isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params)]
-
-    def pick(params):
-        wide = jax.tree.map(lambda p: jnp.asarray(p, jnp.float32), params)
-        values = by_path(inner.init(wide))
-        return [values[path] for path in paths]
+    def run(given):
+        return fn(*(jnp.asarray(x, jnp.float32) for x in given))
 
     # Abstract parameters have no values, and are replaced by zeros.
-    if any(known):
-        return jax.jit(
-            lambda: pick(jax.tree.map(lambda p: jnp.zeros(p.shape), params))
-        )()
-    return jax.jit(pick)(params)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in given):
+        return jax.jit(lambda: run([jnp.zeros(x.shape) for x in given]))()
+    return jax.jit(run)(given)
 
 
 def _resolved_mask(mask: Any, params: optax.Params) -> Any:

@@ -70,6 +70,11 @@ def fp8_remat[Target](
     Residuals of sharded arrays are sharded in the same way. No data moves between
     devices if every device has whole groups of the last axis.
 
+    Layers that differ in nothing but the values of arrays are traced once, as one
+    function under `jax.jit` is. Attributes of NNX modules, values that a function
+    closes over and globals that it names are compared at every call. Other things that
+    it reads, such as attributes of classes, must not change.
+
     Args:
       target: A function, a Linen or NNX module, or a Linen or NNX module class. The
         variables of a module are parameters, and the arguments of its call are

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 from flax import linen as nn
@@ -17,8 +18,27 @@ from coat_jax.remat.vjp import fp8_function
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 
 
+# Modules of one class are traced once if they are of one class when wrapped, too.
+_CLASSES: WeakValueDictionary[Any, type[nnx.Module]] = WeakValueDictionary()
+
+
 def nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
-    """Returns a subclass of an NNX module class whose call saves FP8 residuals."""
+    """Returns a subclass of an NNX module class whose call saves FP8 residuals.
+
+    It is the same for the same options, except for a key.
+    """
+    if options.key is not None:
+        return _new_nnx_class(cls, options)
+    try:
+        found = _CLASSES.get((cls, options))
+    except TypeError:  # An option is not hashable.
+        return _new_nnx_class(cls, options)
+    if found is None:
+        found = _CLASSES[cls, options] = _new_nnx_class(cls, options)
+    return found
+
+
+def _new_nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
     call = over_nodes(cls.__call__, (), options)
 
     def reduce(self, protocol=None):
@@ -54,6 +74,8 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
     to the caller's objects: values, new variables and static attributes. The exception
     are values of `nnx.Param` variables.
     """
+    plain = fp8_function(fn, argnums, options)
+    updating = _updating(fn, argnums, options)
 
     @wraps(fn)
     def call(*args, **kwargs):
@@ -69,56 +91,61 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
         leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
         nodes = [leaf for leaf in leaves if _is_node(leaf)]
         if not nodes:
-            return fp8_function(fn, argnums, options)(*args, **kwargs)
-
-        def on_nodes(nodes, *args, **kwargs):
-            leaves = tree.flatten_up_to((args, kwargs))
-            every = [nodes[x.number] if isinstance(x, _Place) else x for x in leaves]
-            args, kwargs = jax.tree.unflatten(tree, every)
-            return fn(*args, **kwargs)
-
+            return plain(*args, **kwargs)
         numbers = itertools.count()
         places = [_Place(next(numbers)) if _is_node(x) else x for x in leaves]
         placed, kwargs = jax.tree.unflatten(tree, places)
-        return _updating(on_nodes, nodes, argnums, options)(*placed, **kwargs)
+        return updating(nodes, *placed, **kwargs)
 
     return call
 
 
-def _updating(
-    fn: Callable, nodes: list[Any], argnums: Sequence[int], options: Options
-) -> Callable:
-    """Applies `fp8_remat` to a function of NNX objects, and updates the objects."""
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """The structure of NNX objects, as one argument that is static."""
+
+    graph: nnx.GraphDef
+
+
+def _updating(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
+    """Applies `fp8_remat` to a function of NNX objects, and updates the objects.
+
+    The result takes the objects first, then the function's arguments with a `_Place`
+    for each object.
+    """
+
+    def pure(params, rest, structure, *args, **kwargs):
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+            inner = context.merge(structure.graph, params, rest)
+        args, kwargs = jax.tree.map(
+            lambda x: inner[x.number] if isinstance(x, _Place) else x, (args, kwargs)
+        )
+        before_graph = nnx.graphdef(inner)
+        before = {path: _value(x) for path, x in _variables(inner)}
+        out = fn(*args, **kwargs)
+        if nnx.graphdef(inner) == before_graph:
+            # A value that was not set is the same object.
+            changed = [
+                (path, x)
+                for path, x in _variables(inner)
+                if not isinstance(x, nnx.Param) and _value(x) is not before[path]
+            ]
+            return out, None, nnx.from_flat_state(changed)
+        with nnx.split_context(_CONTEXT) as context:
+            graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
+        # Parameters would be copied if they were results.
+        found = nnx.to_flat_state(params_after)
+        new = [(path, x) for path, x in found if path not in before]
+        return out, graph_after, (nnx.from_flat_state(new), rest)
+
+    marked = (0, 1, *(n + 3 if n >= 0 else n for n in argnums))
+    light = fp8_function(pure, marked, options)
 
     @nnx.update_context(_CONTEXT)
-    def call(*args, **kwargs):
+    def call(nodes, *args, **kwargs):
         with nnx.split_context(_CONTEXT) as context:
             graph, params, rest = context.split(nodes, nnx.Param, ...)
-
-        def pure(params, rest, *args, **kwargs):
-            with nnx.merge_context(_CONTEXT, inner=True) as context:
-                inner = context.merge(graph, params, rest)
-            structure = nnx.graphdef(inner)
-            before = {path: _value(x) for path, x in _variables(inner)}
-            out = fn(inner, *args, **kwargs)
-            if nnx.graphdef(inner) == structure:
-                # A value that was not set is the same object.
-                changed = [
-                    (path, x)
-                    for path, x in _variables(inner)
-                    if not isinstance(x, nnx.Param) and _value(x) is not before[path]
-                ]
-                return out, None, nnx.from_flat_state(changed)
-            with nnx.split_context(_CONTEXT) as context:
-                graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
-            # Parameters would be copied if they were results.
-            found = nnx.to_flat_state(params_after)
-            new = [(path, x) for path, x in found if path not in before]
-            return out, graph_after, (nnx.from_flat_state(new), rest)
-
-        marked = (0, 1, *(n + 2 if n >= 0 else n for n in argnums))
-        light = fp8_function(pure, marked, options)
-        out, graph_after, changed = light(params, rest, *args, **kwargs)
+        out, graph_after, changed = light(params, rest, _Graph(graph), *args, **kwargs)
         if graph_after is not None:
             with nnx.merge_context(_CONTEXT, inner=False) as context:
                 context.merge(graph_after, params, *changed)

@@ -1,6 +1,8 @@
 """The custom derivative of a function whose backward pass reads FP8 residuals."""
 
+import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -12,68 +14,186 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
+from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantization.array import QuantizedArray, undifferentiated
 from coat_jax.quantization.formats import E4M3
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
+from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.merge import merged
 from coat_jax.remat.notes import Note
+from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
-from pallas_kernels import placement
+from pallas_kernels import dispatch, placement
 from pallas_kernels.numerics import GROUP
+
+_CALLS = 256  # The calls of which programs are kept.
 
 
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
     """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
+    # The key is an argument: functions that JAX keeps must not hold its tracer.
+    keyless, gates = dataclasses.replace(options, key=None), _are_default(options)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
-        paths, tree = jax.tree.flatten_with_path((args, kwargs))
-        leaves = [x for _, x in paths]
-        dynamic = [isinstance(x, jax.Array | np.ndarray | np.generic) for x in leaves]
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        static = tuple(_Array if _is_array(x) else x for x in leaves)
+        params = frozenset(n + len(args) if n < 0 else n for n in argnums)
+        call = _Call(fn, tree, static, params)
+        light = _known(call, keyless, gates) or _Light(keyless, False, gates)
+        return light(call, options.key, list(filter(_is_array, leaves)))
 
-        def flat_fn(*arrays):
-            given = iter(arrays)
-            every = [
-                next(given) if d else x for x, d in zip(leaves, dynamic, strict=True)
-            ]
-            args, kwargs = jax.tree.unflatten(tree, every)
-            return fn(*args, **kwargs)
+    return wrapped
 
-        params = {n + len(args) if n < 0 else n for n in argnums}
-        marks = [
-            jax.tree.map(lambda _, i=i: i in params, a) for i, a in enumerate(args)
+
+class _Array:
+    """Stands for an array among the arguments of a call."""
+
+
+def _is_array(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a function, but for the values of arrays.
+
+    Attributes:
+      fn: The function.
+      tree: The tree structure of its arguments.
+      static: The leaves of its arguments, with `_Array` in the place of arrays.
+      params: The positions of the arguments that are parameters.
+    """
+
+    fn: Callable
+    tree: Any
+    static: tuple[Any, ...]
+    params: frozenset[int]
+
+    def __call__(self, *arrays: Any) -> Any:
+        given = iter(arrays)
+        leaves = [next(given) if x is _Array else x for x in self.static]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        return self.fn(*args, **kwargs)
+
+    def arrays(self) -> tuple[list[Any], list[bool]]:
+        """Returns the path of each array, and whether it belongs to a parameter."""
+        numbers = jax.tree.unflatten(self.tree, range(len(self.static)))
+        params = [a for i, a in enumerate(numbers[0]) if i in self.params]
+        marked = {*jax.tree.leaves(params)}
+        chosen = [
+            (path, n in marked)
+            for path, n in jax.tree.leaves_with_path(numbers)
+            if self.static[n] is _Array
         ]
-        marks = jax.tree.leaves((marks, jax.tree.map(lambda _: False, kwargs)))
-        arrays = [x for x, d in zip(leaves, dynamic, strict=True) if d]
-        is_param = [m for m, d in zip(marks, dynamic, strict=True) if d]
-        # Values that fn closes over become arguments, which are saved by reference.
-        # They are differentiated unless they are constants.
-        jaxpr, out = jax.make_jaxpr(flat_fn, return_shape=True)(*arrays)
-        program = jaxpr.jaxpr
+        return [path for path, _ in chosen], [m for _, m in chosen]
+
+
+def _known(call: _Call, options: Options, gates: bool) -> "_Light | None":
+    """Returns what is kept of calls like this one, or None if that is not known."""
+    found = fingerprint(call.fn, call.static, options.where, options.policy)
+    if found is None:
+        return None
+    # Static values in a tree structure may be equal and differ in type.
+    key = found, call.tree, str(call.tree), call.params
+    try:
+        return _kept(key, options, gates)
+    except TypeError:  # An option is not hashable.
+        return None
+
+
+@functools.lru_cache(maxsize=_CALLS)
+def _kept(key: Any, options: Options, gates: bool) -> "_Light":
+    del key
+    return _Light(options, True, gates)
+
+
+_current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
+
+
+def _flat_function() -> Callable:
+    """Returns a new function of the arrays of the current call."""
+
+    def flat(*arrays):
+        return _current.get()(*arrays)
+
+    return flat
+
+
+class _Light:
+    """A call whose backward pass reads FP8 residuals.
+
+    Calls with the same fingerprint share an object of this class, which keeps programs
+    of theirs. It keeps neither functions nor arrays.
+    """
+
+    def __init__(self, options: Options, keeps: bool, gates: bool):
+        """Traces nothing yet.
+
+        Args:
+          options: The options, without a key.
+          keeps: Whether to keep programs for later calls.
+          gates: Whether gated MLPs may save what kernels of gates save.
+        """
+        self._options, self._gates = options, gates
+        # JAX keeps the programs of this function, for as long as it exists.
+        self._once = jax.jit(_flat_function()) if keeps else None
+        self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
+
+    def __call__(
+        self, call: _Call, key: jax.Array | None, arrays: Sequence[Any]
+    ) -> Any:
+        token = _current.set(call)
+        try:
+            with dispatch.counted():
+                jaxpr, tree = self._traced(arrays)
+                make = self._shared if self._once else self._differentiable
+                run = make(jaxpr)
+                # Values that fn closes over become arguments, saved by reference. They
+                # are differentiated unless they are constants, which come first.
+                closed_over = sorted(jaxpr.consts, key=_is_traced)
+                return jax.tree.unflatten(tree, run(key, *closed_over, *arrays))
+        finally:
+            _current.reset(token)
+
+    def _traced(self, arrays: Sequence[Any]) -> tuple[core.ClosedJaxpr, Any]:
+        """Returns the program of the call, and the tree structure of its results."""
+        if self._once is not None:
+            traced = self._once.trace(*arrays)
+            # JAX puts tracers that a function closes over before its arguments.
+            if len(traced.jaxpr.in_avals) == len(arrays) and not traced.jaxpr.consts:
+                return traced.jaxpr, traced.out_tree
+            self._once = None  # Arrays that a function closes over may change.
+        jaxpr, out = jax.make_jaxpr(_flat_function(), return_shape=True)(*arrays)
+        return jaxpr, jax.tree.structure(out)
+
+    def _differentiable(self, jaxpr: core.ClosedJaxpr) -> Callable:
+        """Returns a program as a function of a key, its constants and arrays."""
+        program, options = jaxpr.jaxpr, self._options
+        paths, is_param = _current.get().arrays()
         if options.rewrite is not None:
-            keys = [key for (key, _), d in zip(paths, dynamic, strict=True) if d]
-            program = options.rewrite(program, keys, is_param)
-        program = merged(program, is_param, gates=_are_default(options))
-        closed_over = sorted(jaxpr.consts, key=_is_traced)  # Constants come first.
+            program = options.rewrite(program, paths, is_param)
+        # The constants become arguments, since tracers among them must not be kept.
+        program = merged(program, is_param, gates=self._gates)
+        program = pe.convert_constvars_jaxpr(program)
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
 
         def flat(*args):
             fixed, given = iter(args[:constants]), iter(args[constants:])
             consts = [next(given if t else fixed) for t in traced]
-            return core.jaxpr_as_fun(core.ClosedJaxpr(program, consts))(*given)
+            return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*consts, *given)
 
-        is_param = [True] * len(closed_over) + is_param
-        # The key is an argument: functions that JAX keeps must not hold its tracer.
-        keyless = dataclasses.replace(options, key=None)
-        light = _with_fp8_residuals(flat, is_param, keyless, constants)
-        results = light(options.key, *closed_over, *arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), results)
+        is_param = [True] * len(traced) + is_param
+        once = outlined if self._once else _as_it_is
+        return _with_fp8_residuals(flat, is_param, options, constants, once)
 
-    return wrapped
+
+def _as_it_is(fn: Callable) -> Callable:
+    return fn
 
 
 def _are_default(options: Options) -> bool:
@@ -88,12 +208,17 @@ def _is_traced(x: Any) -> bool:
 
 
 def _with_fp8_residuals(
-    fn: Callable, is_param: Sequence[bool], options: Options, constants: int
+    fn: Callable,
+    is_param: Sequence[bool],
+    options: Options,
+    constants: int,
+    once: Callable[[Callable], Callable],
 ) -> Callable:
     """Gives `fn`, which returns a list of arrays, a backward pass that reads FP8.
 
     The first argument of the result is the key of stochastic rounding, or None. The
-    arguments of `fn` follow; the first `constants` of them have no gradients.
+    arguments of `fn` follow; the first `constants` of them have no gradients. `once`
+    wraps both passes.
     """
     if options.policy is not None:
         # Recomputation reads FP8 copies, or arrays behind the barrier of `_after`. XLA
@@ -104,6 +229,7 @@ def _with_fp8_residuals(
     def run(key, *args):
         return fn(*args)
 
+    @once
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
         planned = plan(traced, is_param, options)
@@ -124,6 +250,7 @@ def _with_fp8_residuals(
         ]
         return outputs, (references, saved, planned)
 
+    @once
     def backward(residuals, cotangents):
         references, saved, planned = residuals
         saved, cotangents = _after(saved, cotangents)
@@ -143,11 +270,30 @@ def _with_fp8_residuals(
             next(recomputed) if kept == "recompute" else x
             for kept, x in zip(planned.kept, values, strict=False)
         ]
+        cotangents = [
+            np.zeros(c.shape, float0) if isinstance(c, _Nothing) else c
+            for c in cotangents
+        ]
         gradients = jax.tree.unflatten(planned.vjp_tree, leaves)(cotangents)
-        return None, *[None] * constants, *gradients
+        # Gradients of integers are no arrays that a program could return.
+        return [None if g.dtype == float0 else g for g in gradients]
 
-    run.defvjp(forward, backward)
+    def gradients_of(residuals, cotangents):
+        given = [
+            _Nothing(c.shape) if jnp.result_type(c) == float0 else c for c in cotangents
+        ]
+        return None, *[None] * constants, *backward(residuals, given)
+
+    run.defvjp(forward, gradients_of)
     return run
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Nothing:
+    """Stands for the cotangent of an array of integers, which has no elements."""
+
+    shape: tuple[int, ...]
 
 
 def _save(
@@ -203,13 +349,7 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     Without it XLA may dequantize the copies of all layers before backward starts.
     """
     leaves, tree = jax.tree.flatten((saved, cotangents))
-    # A cotangent may be a Python number.
-    given = [i for i, leaf in enumerate(leaves) if jnp.result_type(leaf) != float0]
-    for i, leaf in zip(
-        given, lax.optimization_barrier([leaves[i] for i in given]), strict=True
-    ):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
 
 _BITS = {"bfloat16": "uint16", "uint16": "bfloat16"}

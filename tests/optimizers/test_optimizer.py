@@ -213,6 +213,28 @@ def test_init_takes_abstract_parameters():
     assert_trees_equal(tx.init(abstract), concrete)
 
 
+def test_a_jitted_init_traces_the_zeros_of_one_shape_once():
+    tx = coat.fp8_adamw(1e-3)
+
+    def params(count):
+        kinds = (SHAPE, jnp.bfloat16), (SHAPE, jnp.float32), ((4,), jnp.float32)
+        return {
+            f"{shape} {dtype.__name__} {i}": jnp.ones(shape, dtype)
+            for shape, dtype in kinds
+            for i in range(count)
+        }
+
+    def operations(count):
+        return len(jax.make_jaxpr(tx.init)(params(count)).eqns)
+
+    assert operations(10) == operations(2)
+    state = jax.jit(tx.init)(params(3))
+    assert_trees_equal(state, tx.init(params(3)))
+    # Every array has its own memory, so that a step may take all of it.
+    leaves = jax.tree.leaves(state)
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
+
+
 @pytest.mark.parametrize(
     "mask",
     [

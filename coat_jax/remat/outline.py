@@ -1,0 +1,68 @@
+"""Functions that are traced once, and that are one call in the programs of others."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+
+from pallas_kernels import dispatch
+
+# The programs of one function that are kept, for different types of arguments.
+KEPT = 64
+
+
+def outlined(fn: Callable) -> Callable:
+    """Returns `fn` in a form that is traced once for all arguments of the same types.
+
+    In a program it is one jitted call. Results that are arguments, or equal to another
+    result, are no results of that call, because a loop would stack them once more. `fn`
+    runs as it is where nothing is traced to a program. It closes over no tracers.
+    """
+    called, jitted = functools.lru_cache(maxsize=KEPT)(_called), jax.jit(fn)
+
+    @functools.wraps(fn)
+    def call(*args):
+        leaves = jax.tree.leaves(args)
+        if not any(isinstance(x, pe.DynamicJaxprTracer) for x in leaves):
+            return fn(*args)
+        with dispatch.counted():
+            traced = jitted.trace(*args)
+            results = called(traced.jaxpr, fn.__name__)(leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    return call
+
+
+def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], list[Any]]:
+    """Returns a function that calls a program, and gives its results."""
+    program = jaxpr.jaxpr
+    given = {*program.invars, *program.constvars}
+    made = dict.fromkeys(
+        v for v in program.outvars if isinstance(v, core.Var) and v not in given
+    )
+    literals = [v for v in program.outvars if isinstance(v, core.Literal)]
+    results = program.replace(
+        outvars=[*made, *literals], debug_info=program.debug_info.with_unknown_names()
+    )
+    body = core.jaxpr_as_fun(core.ClosedJaxpr(results, jaxpr.consts))
+
+    def run(*args):
+        return body(*args)
+
+    run.__name__ = name
+    jitted = jax.jit(run)
+
+    def call(args):
+        found = iter(jitted(*args))
+        values = dict(zip(program.constvars, jaxpr.consts, strict=True))
+        values |= zip(program.invars, args, strict=True)
+        values |= zip(made, found, strict=False)
+        return [
+            values[v] if isinstance(v, core.Var) else next(found)
+            for v in program.outvars
+        ]
+
+    return call
