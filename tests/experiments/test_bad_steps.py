@@ -43,8 +43,8 @@ def _trainer_for(config, settings, *, steps, mesh):
 
 @pytest.fixture(scope="module", autouse=True)
 def marked_losses():
-    """Losses of batches with a mark are NaN or a hundredfold; steps compile once."""
-    original = llama.cross_entropy
+    """Losses of batches with a mark are NaN or a hundredfold; trainers trace once."""
+    original, saved = llama.cross_entropy, training.Trainer.saved_activation_bytes
 
     def cross_entropy(model, tokens, targets):
         factor = jnp.where((tokens == ord(_SPIKE)).any(), 100.0, 1.0)
@@ -54,6 +54,7 @@ def marked_losses():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "cross_entropy", cross_entropy)
         patch.setattr(pretrain, "Trainer", _trainer_for)
+        patch.setattr(training.Trainer, saved.__name__, functools.cache(saved))
         patch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
         yield
 
