@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import compiled_cache
 
 import coat_jax as coat
 from experiments.common import results
@@ -54,12 +55,8 @@ def compilation_cache(tmp_path_factory):
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with compiled_cache.own_settings(**options):
+        yield {name.upper(): str(value) for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")
