@@ -70,11 +70,16 @@ def test_public_names_exist():
 
 
 def _blocks():
-    """Yields the Python code of the README and of each guide, by page and number."""
+    """Yields the Python code of the README and of each guide, by page and number.
+
+    The default run has the first of each page, and a training on a mesh.
+    """
     for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
         code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
         for number, block in enumerate(code):
-            yield pytest.param(block, id=f"{page.stem}-{number}")
+            name = f"{page.stem}-{number}"
+            marks = [pytest.mark.slow] if number and name != "gpus-1" else []
+            yield pytest.param(block, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("block", list(_blocks()))

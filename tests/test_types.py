@@ -36,12 +36,12 @@ def test_types_of_public_names_are_known(package):
     assert len(known.keys() & set(public)) > len(public) / 2
 
 
+_STRICT = ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/null")
+
+
 @pytest.mark.parametrize(
     "checker",
-    [
-        ("pyright",),
-        ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/null"),
-    ],
+    [("pyright",), pytest.param(_STRICT, marks=pytest.mark.slow)],
     ids=lambda checker: checker[0],
 )
 def test_checkers_accept_a_users_program(checker):

@@ -43,8 +43,8 @@ def _trainer_for(config, settings, *, steps, mesh):
 
 @pytest.fixture(scope="module", autouse=True)
 def marked_losses():
-    """Losses of batches with a mark are NaN or a hundredfold; steps compile once."""
-    original = llama.cross_entropy
+    """Losses of batches with a mark are NaN or a hundredfold; trainers trace once."""
+    original, saved = llama.cross_entropy, training.Trainer.saved_activation_bytes
 
     def cross_entropy(model, tokens, targets):
         factor = jnp.where((tokens == ord(_SPIKE)).any(), 100.0, 1.0)
@@ -54,6 +54,7 @@ def marked_losses():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "cross_entropy", cross_entropy)
         patch.setattr(pretrain, "Trainer", _trainer_for)
+        patch.setattr(training.Trainer, saved.__name__, functools.cache(saved))
         patch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
         yield
 
@@ -145,7 +146,12 @@ def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
     return losses, _bits(state)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+bf16_or_slowly_coat = pytest.mark.parametrize(
+    "recipe", ["bf16", pytest.param("coat", marks=pytest.mark.slow)]
+)
+
+
+@bf16_or_slowly_coat
 def test_a_nan_stops_and_a_resumed_run_skips_it(recipe, corpus, tmp_path, capsys):
     out, path = tmp_path / "run", corpus(_NAN, 7)
     assert _train(path, out, recipe=recipe) == 1
@@ -321,7 +327,7 @@ def test_rollbacks_before_and_after_a_stop_count_together(
     assert _resume(out) == 1
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@bf16_or_slowly_coat
 def test_a_spike_is_bad_if_it_is_asked_for(recipe, corpus, tmp_path, capsys):
     path, flags = corpus(_SPIKE, 7), ["--bad-step", "skip"]
     assert _train(path, tmp_path / "off", *flags, recipe=recipe) == 0

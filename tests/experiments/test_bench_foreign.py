@@ -41,13 +41,18 @@ def test_causal_layers_do_not_look_ahead():
     np.testing.assert_allclose(first, second, atol=0.1)
 
 
-def test_a_command_line_leaves_rows_and_bars(tmp_path, capsys):
+@pytest.mark.parametrize(
+    "cases",
+    [("bf16", "both", "fp8"), pytest.param(foreign.CASES, marks=pytest.mark.slow)],
+)
+def test_a_command_line_leaves_rows_and_bars(cases, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(foreign, "CASES", {name: foreign.CASES[name] for name in cases})
     out = tmp_path / "foreign.json"
     sizes = "--hidden 128 --seq 32 --batch 2 --intermediate 256 --kv-heads 1"
     options = f"--head-dim 64 --calls 1 --rounds 1 --round-s 0 --out {out}"
     foreign.main([*sizes.split(), *options.split(), "--layers", "llama"])
     results = json.loads(out.read_text())
-    assert [row["case"] for row in results["rows"]] == list(foreign.CASES)
+    assert [row["case"] for row in results["rows"]] == list(cases)
     assert all(row["forward_backward_ms"] > 0 for row in results["rows"])
     names = [bar["name"] for bar in results["bars"]]
     assert names == [

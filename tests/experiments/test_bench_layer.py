@@ -329,7 +329,7 @@ def test_profiles_stand_beside_floors(monkeypatch):
         ]
     )
     monkeypatch.setattr(profiling, "kernel_ms", lambda call: (call(), next(found))[1])
-    shape = Shape(hidden=64, seq=8, batch=1, intermediate=128, kv_heads=1, head_dim=64)
+    (shape,) = bench_layer.shapes(bench_layer.parser().parse_args(_TINY.split()))
     cases = ["bf16", "bf16, nothing saved", "coat"]
     compiled = bench_layer.compile_cases([shape], cases)[shape]
     parts = bench_layer.profile_rows(shape, compiled)

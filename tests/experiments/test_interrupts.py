@@ -21,7 +21,7 @@ _PATIENCE = 60.0  # Seconds in which a process reaches what it is awaited at.
 class Process:
     """A process of the main job, with a folder of its own for temporary files."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, *flags: str, **variables: str) -> None:
         self.scratch, self.out = folder / "scratch", folder / "run"
         self.scratch.mkdir()
         program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
@@ -29,10 +29,7 @@ class Process:
         with self._stderr.open("wb") as errors:
             self._process = subprocess.Popen(
                 [*program, *_TINY, *flags, "--out", str(self.out)],
-                # Nothing is compiled yet, and LLVM takes its time, as without tests.
-                env=os.environ
-                | {"TMPDIR": str(self.scratch), "XLA_FLAGS": ""}
-                | {"JAX_COMPILATION_CACHE_DIR": str(folder / "compiled")},
+                env=os.environ | {"TMPDIR": str(self.scratch)} | variables,
                 stdout=subprocess.PIPE,
                 stderr=errors,
             )
@@ -106,8 +103,8 @@ def start(tmp_path):
     """Returns a function that starts a process; it does not outlive the test."""
     started = []
 
-    def start(*flags):
-        started.append(Process(tmp_path, *flags))
+    def start(*flags, **variables):
+        started.append(Process(tmp_path, *flags, **variables))
         return started[-1]
 
     yield start
@@ -136,8 +133,10 @@ def test_training_of_a_tokenizer_is_left(start):
     assert not process.out.exists()
 
 
-def test_compilation_is_left(start):
-    process = start()
+def test_compilation_is_left(start, tmp_path):
+    # Nothing is compiled yet, and LLVM takes its time, as without tests.
+    compiled = str(tmp_path / "compiled")
+    process = start(XLA_FLAGS="", JAX_COMPILATION_CACHE_DIR=compiled)
     process.wait(lambda: process.said("bf16: compiling"))
     time.sleep(2)  # It traces first.
     assert process.signal(signal.SIGINT, _NOW) < 0.8
@@ -150,7 +149,7 @@ def test_compilation_is_left(start):
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_step_is_finished_unless_there_is_a_second_signal(twice, start):
     # A step takes a second on two idle cores. The second signal must come within it.
-    size = "32" if twice else "8"
+    size = "16" if twice else "4"
     process = start("--steps", "99", "--batch-size", size, "--seq-len", "512")
     process.wait(lambda: process.said("bf16: compiled in"))
     process.wait(lambda: (process.out / "metrics.jsonl").read_text())

@@ -9,9 +9,10 @@ from nbclient import NotebookClient
 _FOLDER = Path(__file__).parents[2] / "experiments" / "notebooks"
 _SECONDS_A_CELL = 300
 
-each_notebook = pytest.mark.parametrize(
-    "path", sorted(_FOLDER.glob("*.ipynb")), ids=lambda path: path.stem
-)
+_PATHS = sorted(_FOLDER.glob("*.ipynb"))
+_QUICK = ("00_quickstart", "02_activation_memory", "08_end_to_end")
+
+each_notebook = pytest.mark.parametrize("path", _PATHS, ids=lambda path: path.stem)
 
 
 def _code(notebook):
@@ -24,7 +25,15 @@ def _warnings_and_errors(notebook):
 
 
 @pytest.mark.notebook
-@each_notebook
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, id=path.stem, marks=[] if path.stem in _QUICK else [pytest.mark.slow]
+        )
+        for path in _PATHS
+    ],
+)
 def test_runs_in_a_fresh_kernel(path):
     notebook = nbformat.read(path, as_version=4)
     shown = [bool(cell.outputs) for cell in _code(notebook)]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import compiled_cache
 
 import coat_jax as coat
 from experiments.common import results
@@ -54,12 +55,8 @@ def compilation_cache(tmp_path_factory):
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in options.items():
-        jax.config.update(name, value)
-    yield {name.upper(): str(value) for name, value in options.items()}
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with compiled_cache.own_settings(**options):
+        yield {name.upper(): str(value) for name, value in options.items()}
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +136,11 @@ def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
     assert (finished / "moments.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache):
+@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_interruptions_change_no_bit(
+    stops, finished, text, tmp_path, compilation_cache
+):
+    """Kills a run, with `stops` one that was stopped by Ctrl-C and resumed before."""
     folder = tmp_path / "disturbed"
     program = [sys.executable, "-W", "error", "-m", "experiments.pretrain"]
 
@@ -160,14 +161,16 @@ def test_interruptions_change_no_bit(finished, text, tmp_path, compilation_cache
             time.sleep(0.01)
         return process.communicate(timeout=300)[0], process.returncode
 
-    start = [*_TINY, "--data", str(text), "--out", str(folder)]
-    said, code = interrupt(start, "bf16", 4, signal.SIGINT)
-    assert code == pretrain.STOPPED
-    assert f"--resume {folder}" in said.replace("\n", "")
-    saved = [*(folder / "checkpoints" / "bf16").iterdir()]
-    assert [int(path.name) >= 4 for path in saved] == [True]
+    command = [*_TINY, "--data", str(text), "--out", str(folder)]
+    if stops:
+        said, code = interrupt(command, "bf16", 4, signal.SIGINT)
+        assert code == pretrain.STOPPED
+        assert f"--resume {folder}" in said.replace("\n", "")
+        saved = [*(folder / "checkpoints" / "bf16").iterdir()]
+        assert [int(path.name) >= 4 for path in saved] == [True]
+        command = ["--resume", str(folder)]
 
-    _, code = interrupt(["--resume", str(folder)], "coat", 12, signal.SIGKILL)
+    _, code = interrupt(command, "coat", 12, signal.SIGKILL)
     assert code == -signal.SIGKILL
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"recipe": "coat", "st')  # This is what a kill in mid-write leaves.

@@ -111,7 +111,9 @@ def setup(tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["full", "renamed"])
+@pytest.mark.parametrize(
+    "kind", ["full", pytest.param("renamed", marks=pytest.mark.slow)]
+)
 def test_a_run_without_its_disk_ends_in_one_line(kind, setup):
     at = {"full": setup.budgets(3)[1], "renamed": 4}[kind]
     row = full_disk.trial(setup, kind, at)

@@ -1,5 +1,7 @@
 """Tests sequences of several documents, and weights of tokens in the loss."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,18 +85,21 @@ def test_loss_is_the_weighted_mean_of_the_documents():
         assert_close(actual, expected, 1e-4)
 
 
-@pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
+@functools.cache
+def gradients(recipe: str):
+    """Returns a packed sequence's loss and gradients in bfloat16."""
+    graph, params = split(recipe, jnp.bfloat16)
+    read, targets, weights = tokens(), tokens(1), jnp.array(_SEGMENTS > 0)
+    return compiled(
+        jax.value_and_grad(lambda p: packed_loss(graph, p, read, targets, weights)),
+        params,
+    )
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param("te", marks=pytest.mark.slow), "coat", "coat_max"]
+)
 def test_gradients_of_packed_sequences_by_recipe(recipe):
-    read, targets = tokens(), tokens(1)
-    weights = jnp.array(_SEGMENTS > 0)
-
-    def gradients(recipe):
-        graph, params = split(recipe, jnp.bfloat16)
-        return compiled(
-            jax.value_and_grad(lambda p: packed_loss(graph, p, read, targets, weights)),
-            params,
-        )
-
     loss, grads = gradients(recipe)
     expected_loss, expected = gradients("bf16")
     np.testing.assert_allclose(loss, expected_loss, rtol=0.02)

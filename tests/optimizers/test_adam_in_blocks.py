@@ -47,8 +47,14 @@ def _trained(shape, dtype, key, size, monkeypatch, fused):
     return params, state
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("dtype", "fused"), [(jnp.float32, 0), (jnp.bfloat16, 1)])
+PLAIN, FUSED = (jnp.float32, False), (jnp.bfloat16, True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fused"),
+    [(SHAPES[0], *PLAIN)]
+    + [(shape, *how) for shape, how in zip(SHAPES, [FUSED, PLAIN] * 2, strict=True)],
+)
 def test_blocks_have_the_bits_of_the_whole(shape, dtype, fused, monkeypatch):
     arguments = shape, dtype, jax.random.key(3)
     whole = _trained(*arguments, 2**30, monkeypatch, fused)

@@ -1,14 +1,9 @@
 """Tests FP8 states on disk: every bit comes back, and misfits are refused."""
 
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -196,74 +191,3 @@ def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_pat
         tx.update({"w": GRADS[0]["w"]}, state)
     with pytest.raises(ValueError, match=message):
         coat.to_optax_state(state)
-
-
-def on_another_mesh(folder: Path) -> None:
-    """Saves from 4 x 2 devices; resumes on 4 x 2, 2 x 4, 8 x 1 and one device."""
-    from jax.sharding import Mesh, NamedSharding
-    from jax.sharding import PartitionSpec as P
-
-    shape = (64, 1024)
-    tx = optax.chain(optax.clip_by_global_norm(1e3), coat.fp8_adamw(1e-2))
-    abstract = {"w": jax.ShapeDtypeStruct(shape, jnp.bfloat16)}
-    grads = [{"w": gradients(i, shape)} for i in range(4)]
-
-    def place(rows: int, columns: int) -> dict:
-        devices = np.array(jax.devices()[: rows * columns]).reshape(rows, columns)
-        spec = NamedSharding(Mesh(devices, ("data", "model")), P("data", "model"))
-        params = {"w": spec}
-        opt_state = coat.opt_state_sharding(tx, abstract, params)
-        return {"params": params, "opt_state": opt_state}
-
-    def go_on(state: dict, grads: list) -> dict:
-        for g in grads:
-            updates, opt_state = jax.jit(tx.update)(
-                g, state["opt_state"], state["params"]
-            )
-            params = optax.apply_updates(state["params"], updates)
-            state = {"params": params, "opt_state": opt_state}
-        return state
-
-    def start() -> dict:
-        params = {"w": jnp.ones(shape, jnp.bfloat16)}
-        return {"params": params, "opt_state": tx.init(params)}
-
-    state = go_on(jax.device_put(start(), place(4, 2)), grads[:2])
-    assert len(state["opt_state"][1][0].nu["w"].scale.sharding.device_set) == 8
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        expected = jax.device_get(go_on(state, grads[2:]))
-        for mesh in ((4, 2), (2, 4), (8, 1), (1, 1)):
-            like = jax.tree.map(
-                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-                jax.eval_shape(start),
-                place(*mesh),
-            )
-            restored = checkpointer.restore(folder / "state", like)
-            codes = restored["opt_state"][1][0].mu["w"].codes
-            assert codes.sharding.mesh.devices.shape == mesh
-            assert_same_bits(jax.device_get(restored), jax.device_get(state))
-            assert_same_bits(jax.device_get(go_on(restored, grads[2:])), expected)
-
-
-def test_a_run_goes_on_bit_for_bit_on_another_mesh(tmp_path):
-    """The run needs a process of its own, which fixes the number of devices."""
-    program = (
-        "import pathlib, sys, test_serialization\n"
-        "test_serialization.on_another_mesh(pathlib.Path(sys.argv[1]))"
-    )
-    folder, tests, project = Path(__file__).parents[:3]
-    environment = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(map(str, (folder, tests, project))),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", program, tmp_path],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr

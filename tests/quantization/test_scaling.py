@@ -207,7 +207,9 @@ def small_llama(**how):
     return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
 
-@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+@pytest.mark.parametrize(
+    "recipe", ["coat", pytest.param("coat_max", marks=pytest.mark.slow)]
+)
 def test_training_follows_scaling_just_in_time(recipe):
     tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)
 

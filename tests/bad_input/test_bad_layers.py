@@ -1,0 +1,101 @@
+"""Tests that matmuls, layers and models refuse bad input by name."""
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax import nnx
+from helpers.bad_input import BadInput, assert_refused
+
+import coat_jax as coat
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.layers.matmul import linear
+from coat_jax.models import llama
+
+X = jnp.ones((4, 256))
+INTEGERS = jnp.ones((4, 256), jnp.int32)
+KEY = jax.random.key(0)
+SIZES = dict(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=1, num_heads=4,
+    num_kv_heads=2,
+)  # fmt: skip
+LAYER = dict(
+    hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16
+)
+TABLE = BadInput()
+refused = TABLE.refused
+
+NUMBERS = (((1,), (0,)), ((), ()))
+refused(
+    lambda v: coat.fp8_dot_general(v, v.T, NUMBERS),
+    [INTEGERS, X > 0],
+    name="fp8_dot_general",
+    contains="lhs must be floating",
+)
+refused(
+    lambda v: coat.fp8_dot_general(X, X.T.astype(v), NUMBERS),
+    ["int32", "bool"],
+    name="fp8_dot_general, weights",
+    contains="rhs must be floating",
+)
+refused(
+    lambda v: coat.fp8_dot_general(X, X.T, v),
+    [(((0,), (0,)), ((), ())), (((5,), (0,)), ((), ()))],
+    name="dimension numbers",
+    contains="dot_general",
+)
+refused(
+    lambda v: coat.fp8_dot_general(X, X.T, NUMBERS, **{v: None}),
+    ["prefered_element_type", "out_shardings"],
+    name="keyword",
+)
+refused(lambda v: linear(X, jnp.ones(v)), [(3, 255), (256,), (256, 3)], name="linear")
+for option in LAYER:
+    refused(
+        lambda v, name=option: DecoderLayer(**(LAYER | {name: v}), rngs=nnx.Rngs(0)),
+        [0, -1],
+        name=option,
+    )
+for option, values in {
+    "recipe": ["fp8", None, "COAT"],
+    "scaling": ["never", None],
+    "norm": ["batch", None],
+    "gate": ["relu", None],
+}.items():
+    refused(
+        lambda v, name=option: DecoderLayer(**LAYER, **{name: v}, rngs=nnx.Rngs(0)),
+        values,
+        name=f"{option} of a layer",
+    )
+    refused(
+        lambda v, name=option: llama.LlamaConfig(**SIZES, **{name: v}),
+        values,
+        name=f"{option} of a Llama",
+    )
+refused(
+    lambda v: llama.LlamaConfig(**SIZES, recipe=v, scaling="delayed"),
+    ["bf16", "te"],
+    name="delayed scaling",
+)
+for option in ("vocab_size", "num_layers", "num_heads"):
+    refused(
+        lambda v, name=option: llama.LlamaConfig(**(SIZES | {name: v})),
+        [0, -2],
+        name=option,
+    )
+refused(
+    lambda v: llama.LlamaConfig(**SIZES, dtype=v),
+    [jnp.int32, "int8"],
+    name="dtype of a Llama",
+    contains="dtype must be floating",
+)
+
+
+@TABLE.each
+def test_operands_and_sizes_are_refused_by_name(call, contains):
+    assert_refused(call, contains)
+
+
+def test_a_dense_layer_hands_its_keywords_on():
+    layer = nn.Dense(8, dot_general=coat.fp8_dot_general, precision="highest")
+    params = layer.init(KEY, X)
+    assert layer.apply(params, X).shape == (4, 8)
