@@ -1,5 +1,7 @@
 """Sections of experiments/README.md on layers: on two versions of JAX, and of users."""
 
+from typing import Any
+
 from experiments.common.results import load
 
 _VERSIONS = ("0.11.2", "0.12.0.1")
@@ -31,29 +33,58 @@ def versions() -> str:
     return "\n".join([*lines, ""])
 
 
+def newest() -> str:
+    """Returns the section on the layers of the paper's table 6 with the newest JAX."""
+    results = load("bench_layer", f"bench_layer_jax_{_VERSIONS[-1]}")
+    rows = {(r["hidden"], r["seq"], r["case"]): r for r in results["rows"]}
+    shapes = list(dict.fromkeys((hidden, seq) for hidden, seq, _ in rows))
+    titles = (f"{hidden:,}, sequence {seq:,}" for hidden, seq in shapes)
+    lines = [
+        f"The layers of the paper's table 6 with JAX {results['versions']['jax']} on "
+        f"one {results['device']['name']} (batch {results['rows'][0]['batch']}), "
+        "milliseconds of forward and backward and times `bf16`:",
+        "",
+        "| | hidden " + " | hidden ".join(titles) + " |",
+        "| --- |" + " --- |" * len(shapes),
+    ]
+    for case in dict.fromkeys(case for *_, case in rows):
+        cells = [_time(rows[*shape, case]) for shape in shapes]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
+def _time(row: dict[str, Any]) -> str:
+    return f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
+
+
 def foreign() -> str:
     """Returns the section on layers that users of Flax wrote."""
-    results = load("bench_foreign")
-    rows = {(row["layer"], row["case"]): row for row in results["rows"]}
-    cases = list(dict.fromkeys(case for _, case in rows))
-    shape = results["rows"][0]
-    lines = [
+    newest = load("bench_foreign")
+    shape = newest["rows"][0]
+    text = (
         "**Layers of plain Flax** (`bench_foreign`): milliseconds of forward and "
         f"backward in BF16 (hidden {shape['hidden']:,}, batch {shape['batch']}, "
-        f"sequence {shape['seq']:,}) on one {results['device']['name']} with JAX "
-        f"{results['versions']['jax']}, times `bf16`, and what is saved. `both` is "
+        f"sequence {shape['seq']:,}), times `bf16`, and what is saved. `both` is "
         "`coat.fp8_remat` around a layer whose `dot_general` is "
-        "`coat.fp8_dot_general`, and `fp8` the layer converted by `coat.fp8`. "
+        "`coat.fp8_dot_general`, and `fp8` the layer converted by `coat.fp8`."
+    )
+    others = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
+    return "\n".join([text, "", *_foreign(others), "", *_foreign(newest), ""])
+
+
+def _foreign(results: dict[str, Any]) -> list[str]:
+    """Returns the lines of a results file, with a table."""
+    rows = {(row["layer"], row["case"]): row for row in results["rows"]}
+    cases = list(dict.fromkeys(case for _, case in rows))
+    lines = [
+        f"One {results['device']['name']} with JAX {results['versions']['jax']}. "
         + results.get("note", ""),
         "",
         "| | " + " | ".join(f"`{case}`" for case in cases) + " |",
         "| --- |" + " --- |" * len(cases),
     ]
     for layer in dict.fromkeys(layer for layer, _ in rows):
-        cells = [
-            f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f}), "
-            f"{row['saved_units']:.1f}U"
-            for row in (rows[layer, case] for case in cases)
-        ]
+        found = (rows[layer, case] for case in cases)
+        cells = [f"{_time(row)}, {row['saved_units']:.1f}U" for row in found]
         lines.append(f"| {layer} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return lines

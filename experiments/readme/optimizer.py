@@ -90,7 +90,8 @@ def curves() -> str:
             "",
             markdown_image("Loss curves and differences", "optimizer_curves", name),
             "",
-            f"The same with a learning rate that falls to zero (`{name}_falling`):",
+            f"The same with a learning rate that falls to zero (`{name}_falling`), "
+            f"{falling['summary'][0]['seeds']} seeds. {falling['note']}",
             "",
             *_gaps(falling),
             "",

@@ -39,9 +39,11 @@ def results() -> str:
     """Returns the text of experiments/README.md."""
     sections = (
         speed.end_to_end(),
+        speed.several_gpus(),
         speed.estimates(),
         speed.layer(),
         layers.versions(),
+        layers.newest(),
         layers.foreign(),
         speed.activations(),
         training.pretraining(),

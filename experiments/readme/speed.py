@@ -35,6 +35,33 @@ def end_to_end() -> str:
     return "\n".join([*lines, ""])
 
 
+def several_gpus() -> str:
+    """Returns the section on training steps of several GPUs with FSDP."""
+    results = load("bench_e2e", "bench_e2e_several_gpus")
+    first = results["rows"][0]
+    lines = [
+        f"**Several GPUs** (`bench_e2e_several_gpus`): {first['layers']} layers of "
+        f"Llama-2-7B's shape, fully sharded under jit, {first['batch']} sequences of "
+        f"{first['seq']:,} tokens on each {results['device']['name']}, JAX "
+        f"{results['versions']['jax']}. Peaks are those of one GPU.",
+        "",
+        "| | GPUs | tokens/s a GPU | of one GPU's | times `bf16` | peak |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in results["rows"]:
+        cells = [row.get("error"), "-", "-"]
+        if "tokens_per_s" in row:
+            alone, plain = row.get("ratio_to_one_gpu"), row.get("ratio_to_bf16")
+            cells = [
+                f"{row['tokens_per_s_per_gpu']:,.0f}",
+                "-" if alone is None else f"{alone:.1%}",
+                "-" if plain is None else f"{plain:.2f}",
+            ]
+        cells += [f"{row['peak_gib']:.1f} GiB"]
+        lines.append(f"| {row['case']} | {row['gpus']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""])
+
+
 def estimates() -> str:
     """Returns the section on predicted memory."""
     results = load("estimate")
