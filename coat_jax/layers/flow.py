@@ -16,7 +16,8 @@ are quantized beforehand.
 
 Scales are computed just in time by default. The scale of the stream's gradient is
 computed by the operation that computes the gradient, so between segments the stream is
-a `Stream`, which carries the scale. If the parameters of a segment hold `amax`, the
+a `Stream`, which carries the scale. On a mesh there is one for each shard of the batch;
+see `coat_jax.layers.shards`. If the parameters of a segment hold `amax`, the
 scales of gradients are delayed. `amax` has a history per gradient: `qkv_grad` is that
 of the output of the matmul with the weight `qkv`. The gradients of histories are the
 histories of the next step.

@@ -40,7 +40,8 @@ class LlamaConfig:
       scaling: The scaling of gradients in the layers; see `DecoderLayer`.
       batch_axes: The mesh axes that split the batch, for meshes whose axes are
         automatic: there no type says how tokens are split, and XLA may split the
-        residual stream in another way.
+        residual stream in another way. Each shard of the batch has gradient scales of
+        its own if scaling is just in time.
     """
 
     vocab_size: int
