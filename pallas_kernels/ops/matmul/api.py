@@ -371,9 +371,9 @@ class _Call:
     @property
     def readable(self) -> tuple[Array, Array, Array, Array]:
         """The arrays, with one axis of k in b unless the kernel can read its parts."""
-        parts, _, groups, c = self.arrays[1].shape
+        parts, _, _, c = self.arrays[1].shape
         in_steps = c % TILE_K == 0 and self.scaling != "blocks"
-        return self.arrays if parts * groups > 1 and in_steps else self.merged
+        return self.arrays if parts > 1 and in_steps else self.merged
 
     def wide(self) -> Float[Array, "m n"]:
         """Computes the matmul with the reference, in float32."""
