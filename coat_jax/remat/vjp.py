@@ -43,8 +43,8 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         static = tuple(_Array if _is_array(x) else x for x in leaves)
         params = frozenset(n + len(args) if n < 0 else n for n in argnums)
         call = _Call(fn, tree, static, params)
-        light = _known(call, keyless, gates) or _Light(keyless, False, gates)
-        return light(call, options.key, list(filter(_is_array, leaves)))
+        programs = _known(call, keyless, gates) or _Programs(keyless, False, gates)
+        return programs(call, options.key, list(filter(_is_array, leaves)))
 
     return wrapped
 
@@ -92,7 +92,7 @@ class _Call:
         return [path for path, _ in chosen], [m for _, m in chosen]
 
 
-def _known(call: _Call, options: Options, gates: bool) -> "_Light | None":
+def _known(call: _Call, options: Options, gates: bool) -> "_Programs | None":
     """Returns what is kept of calls like this one, or None if that is not known."""
     found = fingerprint(call.fn, call.static, options.where, options.policy)
     if found is None:
@@ -106,9 +106,9 @@ def _known(call: _Call, options: Options, gates: bool) -> "_Light | None":
 
 
 @functools.lru_cache(maxsize=_CALLS)
-def _kept(key: Any, options: Options, gates: bool) -> "_Light":
+def _kept(key: Any, options: Options, gates: bool) -> "_Programs":
     del key
-    return _Light(options, True, gates)
+    return _Programs(options, True, gates)
 
 
 _current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
@@ -123,7 +123,7 @@ def _flat_function() -> Callable:
     return flat
 
 
-class _Light:
+class _Programs:
     """A call whose backward pass reads FP8 residuals.
 
     Calls with the same fingerprint share an object of this class, which keeps programs
