@@ -80,7 +80,7 @@ def test_operands_decide_how_a_matmul_is_split(specs, split, result):
             ("data", "fsdp"),
             ("fsdp",),
         ),
-        # What splits k first is not what splits a's k: XLA gathers b.
+        # The axes that split b along k begin with those of a's tokens: XLA gathers b.
         (P("fsdp"), P(None, None, None, ("fsdp", "data")), ("data",), ()),
         # Only k is split.
         (P(), P(None, None, None, "data"), ("data",), ()),

@@ -190,7 +190,8 @@ def _along_k(x: Any, rows: Any, step: Array) -> Any:
     if len(x.shape) == 2:
         return x.at[rows, pl.ds(step * TILE_K, TILE_K)]
     parts, _, _, c = x.shape
-    steps = c // TILE_K  # Those of a part. Divisions below are by constants.
+    steps = c // TILE_K
+    # The divisors are constants, so that no division is a function call.
     part, within = lax.div(step, steps), lax.rem(step, steps)
     group, part = lax.div(part, parts), lax.rem(part, parts)
     return x.at[part, rows, group, pl.ds(within * TILE_K, TILE_K)]
