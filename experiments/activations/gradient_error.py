@@ -30,7 +30,7 @@ from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
 from experiments.common import timing
 from experiments.common.results import write_results
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.style import RECIPE_COLORS, framed
 from experiments.pretrain import arguments, trained
 from experiments.pretrain.settings import Recipe
 
@@ -241,8 +241,7 @@ def draw(rows: list[Row]) -> Figure:
         axes.set_title(kind, loc="left", fontsize=11)
         axes.set_yscale("log")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)
     for row in panels:
         row[0].set_ylabel("error, %")
     for axes in panels[-1]:

@@ -12,6 +12,7 @@ from experiments.activations.granularity_studies import (
     mean_error,
 )
 from experiments.activations.layer_flow import OPERATORS, SITES
+from experiments.common.style import framed
 
 _COLORS = ("#b8c0cc", "#edae49", "#2a9d8f", "#33415c", "#d1495b", "#8338ec")
 
@@ -124,9 +125,8 @@ def _lines(axes: Axes, rows: list[Row], wanted: Row) -> None:
 
 
 def _tidy(axes: Axes) -> None:
-    axes.grid(color="0.9", linewidth=0.6)
+    framed(axes)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _table(title: str, *columns: str) -> Table:

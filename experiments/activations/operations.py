@@ -14,6 +14,7 @@ from rich.table import Table
 
 from coat_jax.remat.report import Residual, ResidualReport
 from experiments.common.layer_cases import Shape
+from experiments.common.style import framed
 
 Operation = Literal["norm", "gate", "rope", "attention", "linear"]
 TITLES: dict[Operation, str] = {
@@ -145,9 +146,8 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
     handles = axes.containers[: len(TITLES)]
     axes.legend(handles, TITLES.values(), frameon=False, loc="lower right")
-    axes.grid(axis="x", color="0.9", linewidth=0.6)
+    framed(axes, grid="x")
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
     return figure
 
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from experiments.activations import operations as activation_operations
 from experiments.common.layer_cases import Shape
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.style import RECIPE_COLORS, framed
 
 Row = dict[str, Any]
 # The paper's table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds
@@ -138,9 +138,8 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
     axes.set_ylabel("forward and backward, ms")
     axes.set_xlim(0, 1.25 * max(units for units, _ in points.values()))
     axes.set_ylim(0, 1.15 * max(ms for _, ms in points.values()))
-    axes.grid(color="0.9", linewidth=0.6)
+    framed(axes)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _by_shape(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:

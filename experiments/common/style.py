@@ -1,5 +1,9 @@
 """The look of figures, which is to be told apart in grey as well."""
 
+from typing import Literal
+
+from matplotlib.axes import Axes
+
 from coat_jax.layers.recipes import RecipeName
 
 RECIPE_COLORS: dict[RecipeName, str] = {
@@ -31,3 +35,10 @@ RECIPE_HATCHES: dict[RecipeName, str] = {
     "coat_max": "xxx",
     "coat_block": "---",
 }
+
+
+def framed(axes: Axes, grid: Literal["both", "x"] | None = "both") -> None:
+    """Draws a light grid, if any, and removes the frame above and on the right."""
+    if grid is not None:
+        axes.grid(axis=grid, color="0.9", linewidth=0.6)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -7,6 +7,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.style import framed
+
 # The kinds of memory, from left to right in the figure, and their names.
 KINDS = {
     "parameters": "parameters",
@@ -93,7 +95,7 @@ def stack(
     for place, total in zip(places, sums, strict=True):
         axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
     axes.set_yticks(places, labels)
-    axes.spines[["top", "right"]].set_visible(False)
+    framed(axes, grid=None)
 
 
 def _write_share(axes: Axes, x: float, y: float, share: float) -> None:

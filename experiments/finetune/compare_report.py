@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.common.results import Bar
-from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES
+from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
 from experiments.common.tables import new_table
 from experiments.finetune.tasks import BENCHMARKS, Problem
 from experiments.pretrain.plots import draw_curves
@@ -118,7 +118,7 @@ def draw_exact_match(results: Results) -> Figure:
     _draw_shares(share, results["rows"])
     _draw_differences(apart, results["differences"])
     for axes in (share, apart):
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes, grid=None)
     return found
 
 

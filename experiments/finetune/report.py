@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 
 from experiments.common.results import replace_file, write_results
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
 from experiments.finetune import exact_match
 from experiments.finetune.exact_match import Answer
@@ -105,8 +105,7 @@ def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
     )
     axes.set(xlabel="step", ylabel="%", ylim=(-2, 102))
     axes.legend(frameon=False, loc="upper left")
-    axes.grid(color="0.9", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    framed(axes)
     figure.savefig(run.folder / "exact_match.png")
     return figure
 

@@ -20,6 +20,7 @@ from rich.table import Table
 
 from experiments.common.intervals import half_of_few
 from experiments.common.results import Bar
+from experiments.common.style import framed
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
 _MOST_PERCENT = 0.5
@@ -149,8 +150,7 @@ def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     below.set_ylabel(f"difference to {name}, nats")
     below.set_xlabel("step")
     for axes in (above, below):
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)
     return drawn
 
 

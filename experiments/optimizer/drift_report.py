@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.common.style import framed
 from experiments.common.tables import new_table
 from experiments.optimizer.drift_cases import METHODS, OURS, STORIES
 
@@ -84,8 +85,7 @@ def figure(curves: Sequence[Row]) -> Figure:
                 label=method,
             )
         axes.set(yscale="log", ylim=(0.1, 10))
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)
     for axes in list(panels):
         axes.set_axis_off()
     first = found.axes[0]

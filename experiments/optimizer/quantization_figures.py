@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import coat_jax as coat
+from experiments.common.style import framed
 from experiments.optimizer import error_studies as studies
 from experiments.optimizer.error_studies import DEFAULT, REFERENCE_ERROR, Row
 from experiments.optimizer.moments import GROUP, Moments
@@ -149,6 +150,5 @@ def _shade(axes: Axes) -> None:
 
 
 def _tidy(axes: Axes) -> None:
-    axes.grid(color="0.9", linewidth=0.6)
+    framed(axes)
     axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)

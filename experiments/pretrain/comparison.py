@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.common.intervals import half_of_few
+from experiments.common.style import framed
 from experiments.common.tables import new_table
 from experiments.optimizer.curve_summary import mean_and_error
 from experiments.pretrain.small import Trainings
@@ -174,8 +175,7 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
     axes.set_xlabel("training loss above bf16's, % (bars: 95% interval of the mean)")
     axes.set_ylabel("recipe")
     axes.legend(frameon=False, fontsize=9)
-    axes.grid(axis="x", color="0.9", linewidth=0.6)
-    axes.spines[["top", "right"]].set_visible(False)
+    framed(axes, grid="x")
     return drawn
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.style import framed
 from experiments.pretrain.runs import Run
 
 _COLORS = {
@@ -48,8 +49,7 @@ def plot_health(run: Run) -> Figure | None:
     layers.set_ylabel("layer")
     panels[0, -1].legend(frameon=False, fontsize=8)
     for axes in panels[:2].flat:
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)
     for axes in panels[0]:
         axes.set_yscale("log")
     figure.savefig(run.folder / "health.png")

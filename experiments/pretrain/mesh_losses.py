@@ -25,6 +25,7 @@ from tqdm import tqdm
 from experiments.common import tables
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
+from experiments.common.style import framed
 from experiments.pretrain import data, meshes
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
@@ -150,8 +151,7 @@ def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
     axes[1, 0].set_ylabel("% from one device")
     axes[0, -1].legend(frameon=False, fontsize=8)
     for panel in axes.flat:
-        panel.grid(color="0.9", linewidth=0.6)
-        panel.spines[["top", "right"]].set_visible(False)
+        framed(panel)
     figure.savefig(path)
 
 

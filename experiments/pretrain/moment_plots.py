@@ -8,6 +8,7 @@ from jaxtyping import Float, Int
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.common.style import framed
 from experiments.pretrain.runs import Run
 
 _COLORS = {"mu": "#33659c", "nu": "#d1495b"}
@@ -146,5 +147,4 @@ def _explain(panels: np.ndarray) -> None:
     errors.set_ylim(0, 1.2 * errors.get_ylim()[1])
     errors.legend(frameon=False, loc="upper left", ncols=2)
     for axes in panels[1:].flat:
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)

@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS
+from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS, framed
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Settings
 
@@ -119,8 +119,7 @@ def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> F
     gaps.set_ylabel(f"% from {recipes[0]}")
     gaps.set_xlabel("step")
     for axes in (losses, gaps):
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)
     return drawn
 
 
@@ -151,5 +150,4 @@ def _explain(losses: Axes, gaps: Axes, settings: Settings) -> None:
     gaps.axhspan(-1, 1, color="0.93", zorder=0)
     gaps.set_ylim(-2.5, 2.5)
     for axes in (losses, gaps):
-        axes.grid(color="0.9", linewidth=0.6)
-        axes.spines[["top", "right"]].set_visible(False)
+        framed(axes)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.common.results import Bar
-from experiments.common.style import RECIPE_COLORS
+from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
 from experiments.pretrain.plots import draw_curves
 from experiments.vlm.data import Data, Examples
@@ -150,7 +150,7 @@ def draw_accuracies(results: Results) -> Figure:
     axes.set_ylabel("right answers, %")
     axes.legend(frameon=False, ncols=len(recipes), loc="upper right")
     axes.set_ylim(0, 115)
-    axes.spines[["top", "right"]].set_visible(False)
+    framed(axes, grid=None)
     return drawn
 
 
