@@ -13,7 +13,7 @@ import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from pallas_kernels import placement, stand_ins
-from pallas_kernels.placement import Axes
+from pallas_kernels.axes import Axes
 
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
 # for any device.

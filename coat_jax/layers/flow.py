@@ -49,6 +49,7 @@ from coat_jax.quantization.delayed import recorded, scale_of
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, Scaled, placement
 from pallas_kernels.numerics import on_last_axes
+from pallas_kernels.ops import exchange
 
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
@@ -216,7 +217,7 @@ def _gated_mlp(params, stream, norm, gate):
     y, down = product(a, params["down"], x.dtype, x, after=after)
     if stream.token is not None:
         # Scales are for backward. Devices exchange them when they have gathered codes.
-        a = a._replace(scale=placement.ready(a.scale, y))
+        a = a._replace(scale=exchange.ready(a.scale, y))
     scales = tensor_scales(h, a, gate_up, down)
     inner = out.groups, out.largest_scale
     return stream.with_array(y), (params, groups, inner, scales)

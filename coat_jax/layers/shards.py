@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 from coat_jax.layers.parts import Stream
 from coat_jax.meshes import on_explicit_tokens
 from pallas_kernels import placement
+from pallas_kernels.ops import exchange
 
 
 def by_shards(
@@ -55,7 +56,7 @@ def by_shards(
             if known and token is not None:
                 matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
                 for gradient in matrices:
-                    token = placement.ready(token, gradient)
+                    token = exchange.ready(token, gradient)
             like = partial(_like, stream.scale.shape, token)
             grads = jax.tree.map(_stacked, grads, is_leaf=_is_list)
             return grads, *_map(like, rest)
@@ -73,7 +74,7 @@ def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) 
     cotangents = _map(split, cotangents)
     of_cotangents = _map(_axes, cotangents)
     grads, *rest = jax.vmap(run, (axes, of_cotangents))(residuals, cotangents)
-    return jax.tree.map(placement.total, grads), *_map(_merged, rest)
+    return jax.tree.map(exchange.total, grads), *_map(_merged, rest)
 
 
 @jax.custom_vjp

@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, placement
-from pallas_kernels.placement import Axes
+from pallas_kernels.axes import Axes
 
 # The number of logits in a chunk of `weighted_loss`, at most: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26

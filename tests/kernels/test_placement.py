@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import dispatch, placement
+from pallas_kernels.axes import Axes
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
 from pallas_kernels.ops.quantize.api import _QuantizeGroups
 from pallas_kernels.ops.quantize.tensor import _QuantizeTensor
-from pallas_kernels.placement import Axes
 
 E4M3 = jnp.float8_e4m3fn
 SIZES = {"data": 2, "fsdp": 4}

@@ -277,9 +277,10 @@ def test_the_right_operand_is_read_in_parts(implementation, parts, groups, k, tu
     operation = _Matmul(product=Product(out_dtype=BF16), tuning=tuning)
 
     def multiply(a, split, whole, *, implementation):
-        one, how = jnp.ones((), F32), {"implementation": implementation}
-        y, _ = operation(a, split, one, one, None, **how)
-        return y, pallas_kernels.matmul(a, whole, tuning=tuning, **how)
+        one, named = jnp.ones((), F32), implementation
+        y, _ = operation(a, split, one, one, None, implementation=named)
+        whole = pallas_kernels.matmul(a, whole, tuning=tuning, implementation=named)
+        return y, whole
 
     for y in kernels.run(implementation, multiply, a, split, whole):
         assert error(y, wide_a @ wide_b.T) < 3e-3

@@ -8,13 +8,13 @@ from jax import lax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_kernels import dispatch, placement
+from pallas_kernels.axes import WHOLE, Axes, grouped
 from pallas_kernels.checks import check_shape
 from pallas_kernels.ops.adam import kernel as adam_kernel
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.kernel import Tuning
 from pallas_kernels.ops.adam.reference import GROUP, AdamScalars, Moments
 from pallas_kernels.ops.adam.tile import TILE, UNIT, Step, factors, merged
-from pallas_kernels.placement import WHOLE, Axes, grouped
 from pallas_kernels.rounding import random_words, row_major
 
 _DTYPES = (jnp.bfloat16, jnp.float32)

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import WHOLE, Axes, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.codec import decode
@@ -30,7 +31,6 @@ from pallas_kernels.ops.gate.reference import (
     joined,
 )
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
-from pallas_kernels.placement import WHOLE, Axes, tokens, transposed_tokens
 
 _LOG2_E = math.log2(math.e)
 _GELU = -_LOG2_E * GELU

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import Axes, tokens
 from pallas_kernels.checks import check_positive, check_shape
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import reference, tuning
@@ -25,7 +26,6 @@ from pallas_kernels.ops.matmul.plan import (
 )
 from pallas_kernels.ops.quantize.reference import maxima
 from pallas_kernels.ops.rope.reference import split_heads
-from pallas_kernels.placement import Axes, tokens
 
 _ROWS = 8  # Rows that the copy engine swizzles together.
 _FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))

@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import WHOLE, Axes, tokens
 from pallas_kernels.checks import check_shape, scalar
 from pallas_kernels.mosaic.rows import Norm, Params, Rows, Tuning, obstacle
 from pallas_kernels.numerics import GROUP, NormKind, Scaled
@@ -16,7 +17,6 @@ from pallas_kernels.ops.norm import kernel as norm_kernel
 from pallas_kernels.ops.norm import reference
 from pallas_kernels.ops.norm.reference import CODES, Normed, NormGrads
 from pallas_kernels.ops.quantize.tensor import Wanted, transpose, wanted
-from pallas_kernels.placement import WHOLE, Axes, tokens
 
 _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 

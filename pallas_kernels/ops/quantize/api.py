@@ -7,6 +7,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import (
+    Axes,
+    alike,
+    as_it_is,
+    grouped,
+    tokens,
+)
 from pallas_kernels.checks import (
     CODES,
     WIDE,
@@ -22,13 +29,6 @@ from pallas_kernels.numerics import Scaled
 from pallas_kernels.ops.quantize import maxima as maxima_kernel
 from pallas_kernels.ops.quantize import reference
 from pallas_kernels.ops.quantize import rows as rows_kernel
-from pallas_kernels.placement import (
-    Axes,
-    alike,
-    as_it_is,
-    grouped,
-    tokens,
-)
 
 _LONGEST_ROW = 24576  # The longest row that fits in the registers of a warpgroup.
 

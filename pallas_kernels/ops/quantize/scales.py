@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import Axes, alike
 from pallas_kernels.checks import CODES, check_dtype
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES
@@ -26,7 +27,6 @@ from pallas_kernels.numerics import (
     magnitude_bits,
     power_of_two_scale,
 )
-from pallas_kernels.placement import Axes, alike
 
 _STRIPS = 8  # The most strips whose loads are in flight at once.
 _LONGEST = 2**15  # The longest array that need not be reduced before the kernel.

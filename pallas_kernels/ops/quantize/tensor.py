@@ -10,13 +10,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import WHOLE, Axes, as_it_is, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, scalar
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.strips import Encoding, Tuning
 from pallas_kernels.numerics import Codes, behind
 from pallas_kernels.ops.quantize import reference
 from pallas_kernels.ops.quantize.api import flat, numbers
-from pallas_kernels.placement import WHOLE, Axes, as_it_is, tokens, transposed_tokens
 
 # The copies to write: an array, its transpose or both.
 Wanted = Literal["row", "transposed", "both"]

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
+from pallas_kernels.axes import WHOLE, Axes
 from pallas_kernels.checks import CODES, check_dtype, scalar
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
@@ -28,7 +29,6 @@ from pallas_kernels.mosaic.elementwise import (
 from pallas_kernels.mosaic.strips import Encoding, Walk
 from pallas_kernels.numerics import GROUP, Codes
 from pallas_kernels.ops.rope import reference
-from pallas_kernels.placement import WHOLE, Axes
 
 _LARGEST_HEAD = 128
 _STRIPS = 2  # The most strips of each half of a head that a thread block handles.

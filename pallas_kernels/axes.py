@@ -1,0 +1,91 @@
+"""The names of arrays' axes, from which follows how a mesh may split them."""
+
+import dataclasses
+from typing import Literal
+
+from jaxtyping import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """The names of an array's axes, separated by spaces.
+
+    Axes of one name are split alike, and the first operand that is split decides how.
+    An axis named "_" is whole on every device. "(g e)" is the axes `g` and `e`, merged:
+    `g` may be split, while `e` is whole.
+
+    Attributes:
+      names: The names, as many as the array has axes.
+      reduced: How parts become a result, if an operand's axis that is missing in the
+        result is split. None means that the parts are equal. A "max" is an amax: its
+        array is reduced to one element.
+      sizes: The lengths of axes that occur in merged axes only.
+      own: Whether the array stays as it is split, whatever its names.
+      gathered: Whether the array's last axis may be split further than its name. Then
+        the operation gets these parts gathered, one behind another along the first
+        axis, which has one element before. Gathered along the last axis they would have
+        to be copied once more, since they are no contiguous memory there.
+    """
+
+    names: str
+    reduced: Literal["sum", "max"] | None = None
+    sizes: tuple[tuple[str, int], ...] = ()
+    own: bool = False
+    gathered: bool = False
+
+    @property
+    def merged(self) -> list[list[str]]:
+        """The names of each axis of the array: several if it is merged."""
+        found, inside = [], False
+        for word in self.names.replace("(", "( ").replace(")", " )").split():
+            if word in "()":
+                inside = word == "("
+                found += [[]] if inside else []
+            elif inside:
+                found[-1].append(word)
+            else:
+                found.append([word])
+        return found
+
+    def mapped(self, name: str) -> "Axes":
+        """Returns the axes with one in front, over which `vmap` maps."""
+        return dataclasses.replace(self, names=f"{name} {self.names}", gathered=False)
+
+
+WHOLE = Axes("")  # Scalars.
+
+
+def tokens(count: int) -> str:
+    """Returns names for `count` axes of tokens."""
+    return " ".join(f"t{j}" for j in range(count))
+
+
+def grouped(count: int, n: int, group: int) -> tuple[Axes, Axes]:
+    """Returns the axes of elements in groups along the last axis, and of the groups.
+
+    The last axis may be split between whole groups.
+
+    Args:
+      count: The number of leading axes.
+      n: The length of the last axis.
+      group: The number of elements of a group.
+    """
+    leading = tokens(count)
+    if n <= group or n % group:
+        return Axes(f"{leading} _"), Axes(f"{leading} _")
+    return Axes(f"{leading} (g e)", sizes=(("e", group),)), Axes(f"{leading} g")
+
+
+def alike(x: Array) -> Axes:
+    """Returns axes that arrays share if their lengths are equal, for maxima."""
+    return Axes(" ".join(f"a{j}x{length}" for j, length in enumerate(x.shape)))
+
+
+def as_it_is(x: Array) -> Axes:
+    """Returns the axes of an array that is not read."""
+    return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
+
+
+def transposed_tokens(count: int) -> str:
+    """Returns the name of the axis that merges `count` axes of tokens."""
+    return f"({tokens(count)})" if count > 1 else tokens(count) or "_"

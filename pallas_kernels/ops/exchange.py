@@ -1,0 +1,70 @@
+"""Operations by which the devices of a mesh wait for one another's results."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from pallas_kernels.axes import Axes, as_it_is, tokens
+from pallas_kernels.numerics import behind
+from pallas_kernels.placement import mesh_of, on_parts
+
+
+def total(x: Array) -> Array:
+    """Adds up an array [n, ...] along its first axis, in float32.
+
+    On a mesh each device adds up its own part. The sums are added in the dtype of `x`,
+    and only sent to where they are wanted.
+    """
+    operation = _Total()
+    return operation.reference(x) if mesh_of(x) is None else on_parts(operation, x)
+
+
+def ready(number: Array, x: Array) -> Array:
+    """Returns `number`, which depends on `x` so that `x` is computed before.
+
+    On a mesh it depends on each device's own part of `x`. Both may have any shape.
+    """
+    operation = _Ready()
+    if mesh_of((number, x)) is None:
+        return operation.reference(number, x)
+    return on_parts(operation, number, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ready:
+    """`ready`, on each device's own part."""
+
+    name: ClassVar[str] = "ready"
+
+    def reference(self, number: Array, x: Array) -> Array:
+        return behind(number, x)
+
+    kernel = __call__ = reference
+
+    def obstacle(self, number: Array, x: Array) -> None:
+        return None
+
+    def axes(self, number: Array, x: Array) -> tuple:
+        own = Axes(tokens(number.ndim))
+        return (own, as_it_is(x)), own
+
+
+@dataclasses.dataclass(frozen=True)
+class _Total:
+    """`total`, of which each device computes its own part."""
+
+    name: ClassVar[str] = "total"
+
+    def reference(self, x: Array) -> Array:
+        return x[0] if len(x) == 1 else jnp.sum(x, 0, jnp.float32).astype(x.dtype)
+
+    kernel = __call__ = reference
+
+    def obstacle(self, x: Array) -> None:
+        return None
+
+    def axes(self, x: Array) -> tuple:
+        rest = tokens(x.ndim - 1)
+        return (Axes(f"parts {rest}"),), Axes(rest, reduced="sum")
