@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
@@ -176,3 +177,47 @@ def test_kernels_run_on_a_mesh_of_one_device(monkeypatch, kind):
     mesh = jax.make_mesh((1,), ("data",), axis_types=types)
     x = jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(mesh, P("data")))
     assert jax.jit(Told())(x).all()
+
+
+def test_vmap_maps_over_an_axis_that_devices_may_split():
+    tensor = _QuantizeTensor(
+        dtype=E4M3,
+        row=True,
+        transposed=True,
+        merge=True,
+        keep_maxima=True,
+        tuning=None,
+    )
+    x, scale = jnp.ones((8, 4, 6, 32)), jnp.ones(())
+    found, shapes = call(placement._Mapped(tensor, (True, False)), x, scale, None)
+    rule, options = found.rule()
+    assert rule == (
+        "vmap1 t0 t1 n,  -> vmap1 t0 t1 n, vmap1 n (t0 t1), vmap1, vmap1 u4"
+    )
+    assert options == {"need_replication_factors": ("t1", "u4")}
+    split = found.split(SIZES, shapes, [P(("data", "fsdp")), P()])
+    assert split == {"vmap1": ("data", "fsdp")}
+    *_, largest = found.specs(found.results, split)
+    # Each device keeps the amax of its own elements of the axis.
+    assert largest == P(("data", "fsdp"), None)
+
+
+def test_amaxes_are_those_of_each_named_element():
+    x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    of_all = placement._amax(jnp.asarray(x), Axes("_ _", reduced="max"))
+    of_rows = placement._amax(jnp.asarray(x), Axes("vmap1 _", reduced="max"))
+    np.testing.assert_array_equal(of_all, np.abs(x).max().reshape(1, 1))
+    np.testing.assert_array_equal(of_rows, np.abs(x).max(axis=1, keepdims=True))
+
+
+def test_merged_axes_have_no_factors_of_length_one():
+    tensor = _QuantizeTensor(
+        dtype=E4M3,
+        row=False,
+        transposed=True,
+        merge=True,
+        keep_maxima=False,
+        tuning=None,
+    )
+    found, _ = call(tensor, jnp.ones((1, 6, 32)), jnp.ones(()), None)
+    assert found.rule()[0] == "t0 t1 n,  -> n t1, "
