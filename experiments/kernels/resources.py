@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from experiments.common import kernel_cases, sm90
 from experiments.common.results import write_results
+from pallas_kernels import dispatch
+from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import Product
 
@@ -204,6 +206,24 @@ def _products() -> Iterator[Case]:
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
 
 
+def _parts() -> Iterator[Case]:
+    """Yields matmuls that read an operand in parts, as devices gather them."""
+    one = _array(1, dtype=_F32)
+    arrays = _array(8192, 4096, dtype=_E4M3), _array(2, 4096, 2, 1024, dtype=_E4M3)
+
+    def multiply(product, tiles, a, b, a_scale, b_scale, implementation):
+        del implementation
+        sms = dispatch.multiprocessors()
+        return matmul_kernel.run(product, a, b, a_scale, b_scale, (), tiles, sms)
+
+    for name, maxima in (("product", False), ("product and maxima", True)):
+        product = Product(out_dtype=_BF16, maxima=maxima)
+        for tiles in _tiles(product):
+            if not tiles.transposed:
+                call = functools.partial(multiply, product, tiles)
+                yield Case(f"{name} of parts, {tiles}", call, (*arrays, one, one))
+
+
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "adam": _adam,
     "quantize": _quantize,
@@ -213,6 +233,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
     "heads": _heads,
     "norm": _norm,
     "products": _products,
+    "parts": _parts,
 }
 
 
