@@ -132,8 +132,8 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
         "amax": _recorded(amax, qkv_grad=gradient),
     }
-    if (bias := params.get("qkv_bias")) is not None:
-        grads["qkv_bias"] = heads.bias_gradient(*dheads).astype(bias.dtype)
+    if params.get("qkv_bias") is not None:
+        grads["qkv_bias"] = heads.bias_gradient(*dheads)
     return {name: grads.get(name) for name in params}, dx
 
 
@@ -175,8 +175,8 @@ def _attention_out_grads(residuals, dy):
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
         "amax": _recorded(amax, out_grad=gradient),
     }
-    if (bias := params.get("out_bias")) is not None:
-        grads["out_bias"] = token_sum(dy.x, bias)
+    if params.get("out_bias") is not None:
+        grads["out_bias"] = token_sum(dy.x)
     after = None if dy.token is None else gradient.row
     do = input_gradient(gradient, params["out"], w_scale, o.dtype, after)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
@@ -250,11 +250,11 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
         "amax": _recorded(amax, gate_up_grad=inner, down_grad=gradient),
     }
-    if (bias := params.get("down_bias")) is not None:
-        grads["down_bias"] = token_sum(dy, bias)
-    if (bias := params.get("gate_up_bias")) is not None:
+    if params.get("down_bias") is not None:
+        grads["down_bias"] = token_sum(dy)
+    if params.get("gate_up_bias") is not None:
         wide = kernels.gated_grad(inner_groups, da, activation=gate).values
-        grads["gate_up_bias"] = token_sum(wide, bias)
+        grads["gate_up_bias"] = token_sum(wide)
     return {name: grads.get(name) for name in params}, dx
 
 

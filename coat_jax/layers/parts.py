@@ -198,11 +198,9 @@ class Norm:
         )
         dx = out.dx if fused else out.dx.astype(add.dtype) + add
         stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
-        dweight = None if weight is None else out.dweight.astype(weight.dtype)
-        return stream, dweight, out.y
+        return stream, None if weight is None else out.dweight, out.y
 
 
-def token_sum(dy: Float[Array, "b s ..."], like: Array | None = None) -> Array:
-    """Computes a bias gradient, the sum of `dy` over tokens, in the dtype of `like`."""
-    total = jnp.sum(dy, (0, 1), dtype=jnp.float32)
-    return total if like is None else total.astype(like.dtype)
+def token_sum(dy: Float[Array, "b s ..."]) -> Float[Array, "..."]:
+    """Computes a bias gradient, the sum of `dy` over tokens, in float32."""
+    return jnp.sum(dy, (0, 1), dtype=jnp.float32)

@@ -32,7 +32,8 @@ def by_shards(
     The last arguments of the backward pass are residuals and cotangents. There is one
     `Stream` among the cotangents, and its scale has an entry for each shard, or is a
     scalar if there is only one. The first residual is the segment's parameters, and the
-    first result their gradients. The other results are arrays of tokens and streams.
+    first result their gradients, which get the dtypes of the parameters when they are
+    added up. The other results are arrays of tokens and streams.
     Delayed scales are known before the pass, and shards have them in common.
 
     Args:
@@ -58,7 +59,8 @@ def by_shards(
                 for gradient in matrices:
                     token = exchange.ready(token, gradient)
             like = partial(_like, stream.scale.shape, token)
-            grads = jax.tree.map(_stacked, grads, is_leaf=_is_list)
+            params = residuals[0]
+            grads = {name: _finished(g, params[name]) for name, g in grads.items()}
             return grads, *_map(like, rest)
 
         return wrapped
@@ -128,6 +130,12 @@ def _like(shape: tuple[int, ...], token: Array | None, x: Array | Stream) -> Any
     if not isinstance(x, Stream):
         return x
     return Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
+
+
+def _finished(gradient: Any, param: Any) -> Any:
+    """Returns a parameter's gradient in its form and dtype."""
+    gradient = jax.tree.map(_stacked, gradient, is_leaf=_is_list)
+    return gradient.astype(param.dtype) if hasattr(param, "dtype") else gradient
 
 
 def _stacked(gradient: Array | list[Array]) -> Array:

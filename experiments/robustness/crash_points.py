@@ -75,11 +75,14 @@ class Saver:
         self._process.wait()
         self._process.stdout.close()
 
-    def save(self, folder: Path, step: int, kill: int = 0) -> tuple[bool, list[str]]:
+    def save(
+        self, folder: Path, step: int, kill: int = 0
+    ) -> tuple[bool, dict[int, str]]:
         """Saves a step, and dies in call `kill` unless it is 0.
 
         Returns:
-          Whether the process was killed, and the names of the calls it began.
+          Whether the process was killed, and the names of the calls it began, by
+          their numbers.
         """
         self._log.unlink(missing_ok=True)
         print(json.dumps([str(folder), step, kill]), file=self._process.stdin)
@@ -87,7 +90,8 @@ class Saver:
         status, _ = json.loads(self._process.stdout.readline())
         if status not in (0, signal.SIGKILL):
             raise RuntimeError(f"a save ended with status {status}")
-        return status != 0, [name for name, _ in faults.logged(self._log)]
+        calls = faults.logged(self._log).items()
+        return status != 0, {number: name for number, (name, _) in calls}
 
 
 def spread(total: int, count: int | None) -> list[int]:
@@ -118,7 +122,7 @@ def save_points(
             "in": f"{kind} save",
             "call": call,
             "of": len(calls),
-            "name": found[call - 1] if died else None,
+            "name": found[call] if died else None,
             "loaded_step": loaded,
             "holds": same and loaded in (step, max(before, default=0)),
         }
@@ -161,7 +165,7 @@ def run_points(library: Path, folder: Path, count: int) -> Iterator[Row]:
     ended = trials.wait(trials.start(*given, "--out", whole, **logging))
     if ended.code:
         raise RuntimeError(ended.said)
-    calls = [name for name, _ in faults.logged(log)]
+    calls = faults.logged(log)
     expected = trials.outcome(whole)
     for call in tqdm(spread(len(calls), count), desc="a run", unit="point"):
         run = folder / f"killed-{call}"
@@ -173,7 +177,7 @@ def run_points(library: Path, folder: Path, count: int) -> Iterator[Row]:
             "in": "run",
             "call": call,
             "of": len(calls),
-            "name": calls[call - 1] if died.code else None,
+            "name": calls[call][0] if died.code else None,
             "loaded_step": None,
             "holds": ended.code == 0 and found is None,
         }

@@ -38,8 +38,11 @@ def environment(
     return found | {f"FAULTS_{k}": str(v) for k, v in given.items() if v is not None}
 
 
-def logged(path: Path) -> list[tuple[str, int]]:
-    """Returns the names of the calls in a log, in their order, and their bytes."""
+def logged(path: Path) -> dict[int, tuple[str, int]]:
+    """Returns the names and bytes of the calls in a log, by their numbers from 1.
+
+    If the process was killed, calls that its other threads began just then are missing.
+    """
     lines = [line.split() for line in path.read_text().splitlines()]
-    lines.sort(key=lambda line: int(line[0]))
-    return [(name, int(size)) for _, name, size in lines]
+    found = {int(number): (name, int(size)) for number, name, size in lines}
+    return dict(sorted(found.items()))

@@ -58,7 +58,7 @@ class Setup:
         ended = trials.wait(trials.start(*given, "--out", run, **noting))
         if ended.code:
             raise RuntimeError(ended.said)
-        writes = [size for _, size in faults.logged(log) if size]
+        writes = [size for _, size in faults.logged(log).values() if size]
         return cls(folder, library, given, trials.outcome(run), writes)
 
     def budgets(self, count: int) -> list[int]:
