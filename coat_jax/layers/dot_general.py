@@ -26,6 +26,7 @@ from coat_jax.layers.matmul import (
     tensor_scales,
 )
 from coat_jax.meshes import on_explicit_mesh
+from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.merge import mergeable
 from coat_jax.remat.notes import Note
@@ -33,7 +34,6 @@ from pallas_kernels import Scaled, placement
 from pallas_kernels.numerics import GROUP
 
 _READER = "the gradient of a gate"
-_SCALES = {"uint16": "bfloat16", "uint32": "float32"}
 
 
 def fp8_dot_general(
@@ -214,7 +214,7 @@ def _gated_fwd(x, gate, up, down, activation, inner, dtype):
     scale, a_scale = tensor_scales(rows, a)
     # An outer `fp8_remat` saves integers exactly.
     with Note(f"scales of groups of {GROUP}", _READER).scope():
-        copies = jax.tree.map(_bits, (out.groups, out.largest_scale))
+        copies = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
     outer = *_saved(x), (gate, up), (scale, *w_scales)
     return once(y), (outer, copies, down, (a_scale, down_scale))
 
@@ -222,7 +222,7 @@ def _gated_fwd(x, gate, up, down, activation, inner, dtype):
 @placement.on_common_mesh
 def _gated_bwd(activation, inner, dtype, residuals, dy):
     outer, copies, down, (a_scale, down_scale) = residuals
-    groups, largest_scale = jax.tree.map(_numbers_of, copies)
+    groups, largest_scale = jax.tree.map(scales_as_bits, copies)
     gradient = quantize_tensor(dy, E5M2, copies="both")
     wq = quantize_tensor(
         down, E4M3, copies="row", scale=down_scale, after=gradient.transposed
@@ -241,18 +241,6 @@ def _gated_bwd(activation, inner, dtype, residuals, dy):
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
-
-
-def _bits(x: Array) -> Array:
-    """Bitcasts scales to integers; codes stay as they are."""
-    size = x.dtype.itemsize
-    return x if size == 1 else lax.bitcast_convert_type(x, f"uint{8 * size}")
-
-
-def _numbers_of(x: Array) -> Array:
-    """Returns codes and scales of which `_bits` returned `x`."""
-    dtype = _SCALES.get(x.dtype.name)
-    return lax.bitcast_convert_type(x, dtype) if dtype else x
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class Stream(NamedTuple):
 
     def with_array(self, x: Float[Array, "b s h"]) -> "Stream":
         """Returns another stream with as many shards, and the same token."""
-        found = Stream.of(x, max(self.scale.size, 1))
+        found = Stream.of(x, self.scale.size)
         return found._replace(token=self.token)
 
     def tokens(self) -> "Stream":

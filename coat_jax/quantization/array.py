@@ -426,3 +426,16 @@ def _merge(groups: Array, shape: tuple[int, ...]) -> Array:
 def _broadcastable(scale: Array) -> Array:
     """Reshapes [g0, g1, ...] to [g0, 1, g1, 1, ...], to broadcast against `_split`."""
     return scale.reshape([d for n in scale.shape for d in (n, 1)])
+
+
+_FLOATS = {"bfloat16": "uint16", "float32": "uint32"}
+_BITS = _FLOATS | {bits: name for name, bits in _FLOATS.items()}
+
+
+def scales_as_bits(x: Array) -> Array:
+    """Bitcasts scales to unsigned integers, and these to scales; leaves codes alone.
+
+    `fp8_remat` saves integers exactly.
+    """
+    dtype = _BITS.get(x.dtype.name)
+    return lax.bitcast_convert_type(x, dtype) if dtype else x

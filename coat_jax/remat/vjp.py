@@ -16,7 +16,11 @@ from jax.dtypes import float0
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.quantization.array import QuantizedArray, undifferentiated
+from coat_jax.quantization.array import (
+    QuantizedArray,
+    scales_as_bits,
+    undifferentiated,
+)
 from coat_jax.quantization.formats import E4M3
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
@@ -257,7 +261,7 @@ def _with_fp8_residuals(
 
         def read(kept, x):
             if isinstance(kept, Copy):
-                values = read_copy(_scales_as_bits(x), fused=kept.fused)
+                values = read_copy(_with_bits(x), fused=kept.fused)
                 if kept.merged:
                     values = values.reshape(*values.shape[:-1], *kept.merged)
                 return values
@@ -340,7 +344,7 @@ def _fp8_copy(
             x, format=options.format, granularity=copy.granularity, noise=noise
         )
     with Note(f"scales of {groups}", reader).scope():
-        return _scales_as_bits(q)
+        return _with_bits(q)
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
@@ -352,13 +356,6 @@ def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
     return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
 
-_BITS = {"bfloat16": "uint16", "uint16": "bfloat16"}
-
-
-def _scales_as_bits(q: QuantizedArray) -> QuantizedArray:
-    """Bitcasts the scales from bfloat16 to uint16, or from uint16 to bfloat16.
-
-    An outer `fp8_remat` saves integers exactly.
-    """
-    bits = lax.bitcast_convert_type(q.scale, _BITS[q.scale.dtype.name])
-    return dataclasses.replace(q, scale=bits)
+def _with_bits(q: QuantizedArray) -> QuantizedArray:
+    """Returns the array with its scales as bits, or with the scales of these bits."""
+    return dataclasses.replace(q, scale=scales_as_bits(q.scale))

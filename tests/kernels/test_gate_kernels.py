@@ -233,10 +233,11 @@ def test_gate_and_up_as_two_arrays(implementation, activation, shape):
     out = run(implementation, with_scale(gated), apart(groups), jnp.float32(SCALE))
     assert_rounded(out.values, y, size, SCALE)
     assert_transposed(out)
-    how = {"activation": activation, "product_scale": jnp.float32(0.25)}
-    grad = functools.partial(pk.gated_grad, copies="both", **how)
+    row = functools.partial(
+        pk.gated_grad, activation=activation, product_scale=jnp.float32(0.25)
+    )
+    grad = functools.partial(row, copies="both")
     out = run(implementation, with_scale(grad), apart(groups), dy, jnp.float32(SCALE))
-    row = functools.partial(pk.gated_grad, **how)
     rows = run(implementation, with_scale(row), apart(groups), dy, jnp.float32(SCALE))
     assert out.largest is None
     assert rows.transposed is None

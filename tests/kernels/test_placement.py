@@ -33,6 +33,17 @@ def product(a, b, *scales, accumulator=None, **options):
     return call(operation, a, b.reshape(1, len(b), 1, -1), *scales, accumulator)
 
 
+def quantize_tensor(*, row, keep_maxima):
+    return _QuantizeTensor(
+        dtype=E4M3,
+        row=row,
+        transposed=True,
+        merge=True,
+        keep_maxima=keep_maxima,
+        tuning=None,
+    )
+
+
 def test_merged_axes_have_several_names():
     axes = Axes("b _ (g e)", sizes=(("e", 16),))
     assert axes.merged == [["b"], ["_"], ["g", "e"]]
@@ -121,14 +132,7 @@ def test_the_rule_names_axes_in_order_and_those_that_stay_whole():
     rule, options = found.rule()
     assert rule == "t0 t1 (g e) -> t0 t1 (g e), t0 t1 g"
     assert options == {"need_replication_factors": ("e",), "e": 16}
-    tensor = _QuantizeTensor(
-        dtype=E4M3,
-        row=False,
-        transposed=True,
-        merge=True,
-        keep_maxima=True,
-        tuning=None,
-    )
+    tensor = quantize_tensor(row=False, keep_maxima=True)
     after = jnp.ones((5, 3))
     found, shapes = call(tensor, x, jnp.ones(()), after)
     rule, options = found.rule()
@@ -180,14 +184,7 @@ def test_kernels_run_on_a_mesh_of_one_device(monkeypatch, kind):
 
 
 def test_vmap_maps_over_an_axis_that_devices_may_split():
-    tensor = _QuantizeTensor(
-        dtype=E4M3,
-        row=True,
-        transposed=True,
-        merge=True,
-        keep_maxima=True,
-        tuning=None,
-    )
+    tensor = quantize_tensor(row=True, keep_maxima=True)
     x, scale = jnp.ones((8, 4, 6, 32)), jnp.ones(())
     found, shapes = call(placement._Mapped(tensor, (True, False)), x, scale, None)
     rule, options = found.rule()
@@ -211,13 +208,6 @@ def test_amaxes_are_those_of_each_named_element():
 
 
 def test_merged_axes_have_no_factors_of_length_one():
-    tensor = _QuantizeTensor(
-        dtype=E4M3,
-        row=False,
-        transposed=True,
-        merge=True,
-        keep_maxima=False,
-        tuning=None,
-    )
+    tensor = quantize_tensor(row=False, keep_maxima=False)
     found, _ = call(tensor, jnp.ones((1, 6, 32)), jnp.ones(()), None)
     assert found.rule()[0] == "t0 t1 n,  -> n t1, "
