@@ -5,10 +5,18 @@ Where the plain twin of optax, JAX or Flax works, the library's function must wo
 
 import pytest
 from helpers import switches
+from helpers.marks import slow
 
 
-@pytest.mark.parametrize("switch", switches.SWITCHES)
-@pytest.mark.parametrize("function", switches.cases())
+def _cells():
+    """Yields each function with each switch, of which all but a third are slow."""
+    for i, function in enumerate(switches.cases()):
+        for j, switch in enumerate(switches.SWITCHES):
+            cell = function, switch
+            yield slow(*cell) if (i + j) % 3 else cell
+
+
+@pytest.mark.parametrize(("function", "switch"), _cells())
 def test_functions_work_where_their_plain_twins_do(function, switch):
     text, wrong = switches.cell(function, switch)
     assert not wrong

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.marks import slow
 
 import coat_jax
 import pallas_kernels
@@ -41,7 +42,7 @@ _STRICT = ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/
 
 @pytest.mark.parametrize(
     "checker",
-    [("pyright",), pytest.param(_STRICT, marks=pytest.mark.slow)],
+    [("pyright",), slow(_STRICT)],
     ids=lambda checker: checker[0],
 )
 def test_checkers_accept_a_users_program(checker):

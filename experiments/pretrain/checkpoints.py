@@ -15,6 +15,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
 
@@ -85,8 +86,27 @@ class Progress:
             self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Saving:
+    """A checkpoint that a thread is writing.
+
+    Attributes:
+      path: Its folder.
+      origin: The step of its `Progress.origin`.
+      written: The thread's result.
+    """
+
+    path: Path
+    origin: int | None
+    written: Future[None]
+
+
 class Checkpoints:
     """The latest checkpoints of one recipe.
+
+    `save` copies the state to host memory, and a thread writes it to disk while the
+    training goes on. `finish`, which the next `save` and the end of the `with` block
+    call, waits for the thread and raises its errors.
 
     A new checkpoint replaces the oldest one only when it is complete, and never the one
     that its `Progress.origin` names. Beside every checkpoint there is a list of its
@@ -106,6 +126,8 @@ class Checkpoints:
         self._folder = folder.resolve()
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._saving: _Saving | None = None
         if processes.is_main():
             # The folder around them is not made, because without it there is no run.
             for needed in (self._folder.parent, self._folder):
@@ -118,11 +140,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(
                 self._folder,
                 item_names=("state", "progress"),
-                options=ocp.CheckpointManagerOptions(
-                    create=False,
-                    # The next step donates the state, so it has to be on disk by then.
-                    enable_async_checkpointing=False,
-                ),
+                options=ocp.CheckpointManagerOptions(create=False),
             )
         return self._manager
 
@@ -150,24 +168,52 @@ class Checkpoints:
         return self
 
     def __exit__(self, *_) -> None:
-        if self._manager is not None:
-            self._manager.close()
+        try:
+            self.finish()
+        finally:
+            self._thread.shutdown()
+            if self._manager is not None:
+                self._manager.close()
 
     def save(self, state: TrainState, progress: Progress) -> None:
-        """Saves a checkpoint, unless there is one of this step."""
+        """Begins to save a checkpoint, unless there is one of this step.
+
+        The state may be donated as soon as this returns.
+        """
+        self.finish()
         manager = self._opened()
-        if progress.step != manager.latest_step():
-            processes.on_main(lambda: _check_space(self._folder, state))
-            items = ocp.args.Composite(
-                state=ocp.args.StandardSave(_not_empty(state)),
-                progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
-            )
-            path = self._folder / str(progress.step)
-            with _errors_of_disk(path):
-                manager.save(progress.step, args=items)
-            older = sorted(manager.all_steps())[: -self._keep]
-            processes.on_main(lambda: _write_list(path))
-            self._delete(step for step in older if step != progress.origin)
+        if progress.step == manager.latest_step():
+            return
+        processes.on_main(lambda: _check_space(self._folder, state))
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_not_empty(state)),
+            progress=ocp.args.JsonSave(dataclasses.asdict(progress)),
+        )
+        path = self._folder / str(progress.step)
+        with _errors_of_disk(path):
+            manager.save(progress.step, args=items)
+        written = self._thread.submit(self._write, path)
+        self._saving = _Saving(path=path, origin=progress.origin, written=written)
+
+    def _write(self, path: Path) -> None:
+        """Waits until a checkpoint is on disk, and writes its list of checksums."""
+        self._opened().wait_until_finished()
+        if processes.is_main():
+            _write_list(path)
+
+    def finish(self) -> None:
+        """Waits until the last checkpoint is on disk, and deletes older ones.
+
+        Raises:
+          OSError: If it could not be written.
+        """
+        if self._saving is None:
+            return
+        saving, self._saving = self._saving, None
+        with processes.together(), _errors_of_disk(saving.path):
+            saving.written.result()
+        older = sorted(self._opened().all_steps())[: -self._keep]
+        self._delete(step for step in older if step != saving.origin)
 
     def roll_back(self, step: int) -> None:
         """Deletes the checkpoints after `step`, whose own is then the latest.
@@ -175,6 +221,7 @@ class Checkpoints:
         Raises:
           OSError: If the checkpoint of `step` is damaged or missing.
         """
+        self.finish()
         path = self._folder / str(step)
 
         def check() -> None:
@@ -214,6 +261,7 @@ class Checkpoints:
         Args:
           abstract: The shapes, dtypes and placement of the state.
         """
+        self.finish()
         items = ocp.args.Composite(state=ocp.args.StandardRestore(_not_empty(abstract)))
         manager = self._opened()
         restored = manager.restore(manager.latest_step(), args=items)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.kills import Killed, kill, on_call
+from helpers.marks import slow
 from jax.interpreters import partial_eval
 
 from coat_jax.models import llama
@@ -146,9 +148,7 @@ def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
     return losses, _bits(state)
 
 
-bf16_or_slowly_coat = pytest.mark.parametrize(
-    "recipe", ["bf16", pytest.param("coat", marks=pytest.mark.slow)]
-)
+bf16_or_slowly_coat = pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
 
 
 @bf16_or_slowly_coat
@@ -178,7 +178,7 @@ def test_a_nan_stops_and_a_resumed_run_skips_it(recipe, corpus, tmp_path, capsys
     assert np.isfinite([summary["train_loss"], summary["val_loss"]]).all()
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
 def test_a_skipped_step_changes_nothing(recipe, corpus, tmp_path):
     out, path = tmp_path / "run", corpus(_NAN, 6)
     assert _train(path, out, "--bad-step", "skip", recipe=recipe) == 0
@@ -199,9 +199,9 @@ def test_a_skipped_step_changes_nothing(recipe, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "bad", "left_out"),
     [
-        ("bf16", [7], {5, 6, 7}),
+        slow("bf16", [7], {5, 6, 7}),
         ("coat", [7], {5, 6, 7}),
-        ("bf16", [2], {1, 2}),
+        slow("bf16", [2], {1, 2}),
         # One after the other before there is a new checkpoint.
         ("bf16", [5, 6, 7], {5, 6, 7}),
     ],
@@ -281,14 +281,14 @@ def _interrupt():
 @pytest.mark.parametrize(
     ("owner", "name", "number", "action", "code"),
     [
-        (training.Trainer, "step", 6, _interrupt, 130),
+        slow(training.Trainer, "step", 6, _interrupt, 130),
         (training.Trainer, "step", 7, _interrupt, 130),
-        (training.Trainer, "step", 9, _interrupt, 130),
+        slow(training.Trainer, "step", 9, _interrupt, 130),
         (training.Trainer, "step", 9, kill, None),
-        (Checkpoints, "roll_back", 1, kill, None),
-        (RowLog, "drop_after", 1, kill, None),
+        slow(Checkpoints, "roll_back", 1, kill, None),
+        slow(RowLog, "drop_after", 1, kill, None),
         (RowLog, "drop_after", 2, kill, None),
-        (loop.Loop, "_recent_losses", 2, kill, None),
+        slow(loop.Loop, "_recent_losses", 2, kill, None),
     ],
 )
 def test_a_rollback_is_the_same_after_any_end(
@@ -383,6 +383,9 @@ def test_a_damaged_checkpoint_is_not_returned_to(corpus, tmp_path, monkeypatch, 
     out = tmp_path / "run"
 
     def damage():
+        # A thread writes the checkpoint, and last the list of its checksums.
+        while not (out / "checkpoints" / "checksums" / "bf16" / "4.json").exists():
+            time.sleep(0.01)
         (largest,) = sorted(
             (out / "checkpoints" / "bf16" / "4").rglob("d/*"),
             key=lambda path: path.stat().st_size,

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.gradients import saved, saved_bytes
+from helpers.marks import slow
 
 import coat_jax as coat
 from experiments.bench import foreign
@@ -43,7 +44,7 @@ def test_causal_layers_do_not_look_ahead():
 
 @pytest.mark.parametrize(
     "cases",
-    [("bf16", "both", "fp8"), pytest.param(foreign.CASES, marks=pytest.mark.slow)],
+    [("bf16", "both", "fp8"), slow(foreign.CASES)],
 )
 def test_a_command_line_leaves_rows_and_bars(cases, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(foreign, "CASES", {name: foreign.CASES[name] for name in cases})

@@ -17,11 +17,14 @@ class Sizes(NamedTuple):
     share: float
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(
     scope="module",
     params=[
         Sizes(steps=500, elements=16_000_000, share=0.5),
-        pytest.param(Sizes(4000, 16_000_000, 0.01), marks=pytest.mark.slow),
+        Sizes(steps=4000, elements=16_000_000, share=0.01),
     ],
     ids=["short", "long"],
 )

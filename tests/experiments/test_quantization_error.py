@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from helpers import oracle
+from helpers.marks import slow
 
 from coat_jax.models import llama
 from experiments.optimizer import error_studies as studies
@@ -132,7 +133,7 @@ def test_a_replay_in_float32_is_exact(captured):
 # Presets, and the largest error of this library's default over that of COAT.
 @pytest.fixture(
     scope="module",
-    params=[("tiny", 0.6), pytest.param(("cpu", 0.5), marks=pytest.mark.slow)],
+    params=[("tiny", 0.6), slow(("cpu", 0.5))],
     ids=["tiny", "cpu"],
 )
 def finished(request, tmp_path_factory, text):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.marks import slow
 
 from experiments.robustness import crash_points, damages, faults, full_disk, trials
 
@@ -113,9 +114,7 @@ def setup(tmp_path_factory):
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "kind", ["full", pytest.param("renamed", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["full", slow("renamed")])
 def test_a_run_without_its_disk_ends_in_one_line(kind, setup):
     at = {"full": setup.budgets(3)[1], "renamed": 4}[kind]
     row = full_disk.trial(setup, kind, at)

@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from helpers import layers
+
 
 def encoded(config, params, images):
     """Computes the encoder's output from images, patch by patch."""
@@ -32,22 +34,17 @@ def projected(config, params, features):
             ]
             squares.append(np.concatenate(square, axis=-1))
     x = np.stack(squares, axis=1)
-    return _linear(params["down"], _gelu(_linear(params["up"], x)))
+    return _linear(params["down"], layers.gelu(_linear(params["up"], x)))
 
 
 def _block(config, params, x):
-    hidden = x.shape[-1]
     y = _linear(params["qkv"], _norm(config, params["attention_norm"], x))
-    dim = hidden // config.num_heads
-    attended = np.zeros_like(x)
-    for head in range(config.num_heads):
-        at = slice(dim * head, dim * (head + 1))
-        q, k, v = (y[..., i * hidden : (i + 1) * hidden][..., at] for i in range(3))
-        scores = np.exp(q @ k.swapaxes(1, 2) / np.sqrt(dim))
-        attended[..., at] = scores / scores.sum(-1, keepdims=True) @ v
+    shape = (*x.shape[:2], config.num_heads, -1)
+    q, k, v = (part.reshape(shape) for part in np.split(y, 3, axis=-1))
+    attended = layers.attention(q, k, v, causal=False).reshape(x.shape)
     x = x + _linear(params["out"], attended)
     y = _linear(params["up"], _norm(config, params["mlp_norm"], x))
-    return x + _linear(params["down"], _gelu(y))
+    return x + _linear(params["down"], layers.gelu(y))
 
 
 def _linear(params, x):
@@ -55,13 +52,8 @@ def _linear(params, x):
 
 
 def _norm(config, params, x):
-    centered = x - x.mean(-1, keepdims=True)
-    y = centered / np.sqrt(np.mean(centered**2, -1, keepdims=True) + config.norm_eps)
-    return y * params["scale"] + params["bias"]
-
-
-def _gelu(x):
-    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+    scale, bias = params["scale"], params["bias"]
+    return layers.norm(x, scale, bias, kind="layer", eps=config.norm_eps)
 
 
 def _at(tree, i):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
@@ -112,12 +113,12 @@ CASES = [
     ((40, 256), BF16, "nearest", SCALARS),
     ((3, 11, 256), F32, "nearest", SCALARS),
     ((25, 384), BF16, "stochastic", SCALARS),
-    ((33, 128), F32, "nearest", GENERAL),
-    ((24, 200), BF16, "nearest", SCALARS),
+    slow((33, 128), F32, "nearest", GENERAL),
+    slow((24, 200), BF16, "nearest", SCALARS),
     ((16, 136), BF16, "update", GENERAL),
     ((40, 100), BF16, "stochastic", SCALARS),
-    ((9, 5, 64), BF16, "nearest", SCALARS),
-    ((51, 128), BF16, "update", GENERAL),
+    slow((9, 5, 64), BF16, "nearest", SCALARS),
+    slow((51, 128), BF16, "update", GENERAL),
     ((16, 128), F32, "update", SCALARS),
     # Nesterov's momentum with b1 = 0.
     ((16, 128), F32, "nearest", SCALARS._replace(b1=0, mu_weight=0, grad_weight=1)),

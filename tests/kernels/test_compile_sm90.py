@@ -125,6 +125,7 @@ def test_a_foreign_layer_runs_kernels_alone_in_less_memory_than_bf16(monkeypatch
     assert 0 < next(temporaries) < 0.75 * next(temporaries)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_a_foreign_gate_saves_kernels_and_memory(monkeypatch):

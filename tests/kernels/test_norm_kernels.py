@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import layers
 from helpers.kernels import (
     BF16,
     E4M3,
@@ -62,10 +63,8 @@ def wide(x):
 
 
 def expected_norm(x, weight, bias, kind):
-    x = x - x.mean(-1, keepdims=True) if kind == "layer" else x
-    y = x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
-    y = y if weight is None else y * wide(weight)
-    return y if bias is None else y + wide(bias)
+    given = [None if p is None else wide(p) for p in (weight, bias)]
+    return layers.norm(x, *given, kind=kind, eps=EPS)
 
 
 def expected_grad(x, dy, weight, kind):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from helpers import kernels
+from helpers import kernels, layers
 from helpers.kernels import (
     BF16,
     E4M3,
@@ -17,6 +17,7 @@ from helpers.kernels import (
     assert_identical,
     every_implementation,
 )
+from helpers.marks import slow
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -86,21 +87,21 @@ def error(actual, expected):
 # steps than stages, and two tiles for each ping-pong warpgroup.
 CASES = [
     ((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
-    ((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
+    slow((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
     ((128, 128, 640), E4M3, "tensor", BF16, 256, NARROW),
     ((128, 256, 256), E4M3, "rows", F32, 128, Tuning(parts=4, stages=2)),
-    ((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
+    slow((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
     ((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
     ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
-    ((256, 352, 256), E4M3, "rows", BF16, None, ODD),
+    slow((256, 352, 256), E4M3, "rows", BF16, None, ODD),
     ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
-    ((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
+    slow((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
     ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
     ((200, 320, 256), E4M3, "rows", BF16, None, SMALL),
-    ((192, 256, 384), E4M3, "rows", BF16, None, LOW),
+    slow((192, 256, 384), E4M3, "rows", BF16, None, LOW),
     ((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
     ((256, 384, 256), E5M2, "tensor", BF16, None, TURNED),
-    ((448, 512, 128), E5M2, "tensor", BF16, None, replace(LARGE, transposed=True)),
+    slow((448, 512, 128), E5M2, "tensor", BF16, None, replace(LARGE, transposed=True)),
     ((384, 320, 128), E5M2, "tensor", BF16, None, replace(WIDE, transposed=True)),
 ]
 
@@ -181,21 +182,6 @@ def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     assert np.isnan(np.asarray(largest).max())
 
 
-def in_heads(y, angles, kv_heads):
-    """Splits [b, s, columns] into q, k and v, and applies RoPE to q and k.
-
-    Results are float64.
-    """
-    b, s, _ = y.shape
-    half = angles.shape[1]
-    y = y.reshape(b, s, kv_heads, -1, 2, half)
-    phase = np.exp(1j * angles)[:, None, None]
-    turned = (y[..., 0, :] + 1j * y[..., 1, :]) * phase
-    turned = np.concatenate([turned.real, turned.imag], axis=-1)
-    values = np.concatenate([y[..., -1, 0, :], y[..., -1, 1, :]], axis=-1)
-    return turned[..., :-2, :].reshape(b, s, -1, 2 * half), turned[..., -2, :], values
-
-
 @every_implementation
 @pytest.mark.parametrize(
     ("heads", "size", "kind", "dtype", "tuning"),
@@ -223,7 +209,7 @@ def test_products_are_turned_heads(implementation, heads, size, kind, dtype, tun
     within = 2.0**-9 if dtype == BF16 else 2.0**-20
     if jax.default_backend() == "gpu":
         within += 2e-3
-    for x, expected in zip(got[:3], in_heads(y, angles, m), strict=True):
+    for x, expected in zip(got[:3], layers.split_heads(y, angles, m), strict=True):
         assert (x.shape, x.dtype) == (expected.shape, dtype)
         assert error(x, expected) < within
 
@@ -264,9 +250,9 @@ def test_the_kernel_has_no_races(tuning):
     ("parts", "groups", "k", "tuning"),
     [
         (2, 1, 512, Tuning(stages=2)),
-        (2, 2, 512, Tuning(stages=2, cluster="m")),
+        slow(2, 2, 512, Tuning(stages=2, cluster="m")),
         (3, 2, 768, Tuning(stages=2, transposed=True)),
-        (4, 1, 512, Tuning(tile_n=128, stages=2, together=False, cluster="n")),
+        slow(4, 1, 512, Tuning(tile_n=128, stages=2, together=False, cluster="n")),
         (4, 1, 768, Tuning(stages=2)),  # Parts that are no whole steps are merged.
     ],
 )

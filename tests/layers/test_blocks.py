@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from helpers import small_models
+from helpers import layers, small_models
 from helpers.gradients import assert_close, compiled, cosine, saved, value_and_vjp
+from helpers.marks import slow
 from helpers.models import normal, parameters
 from jax.extend.core import jaxprs_in_params
 
@@ -83,57 +84,6 @@ def test_counting_by_hand_gives_the_published_numbers():
 # Comparison with NumPy in float64.
 
 
-def attention(q, k, v):
-    """Computes causal softmax attention, one query head at a time."""
-    out = np.zeros_like(q)
-    for head in range(q.shape[2]):
-        key = head // (q.shape[2] // k.shape[2])
-        scores = q[:, :, head] @ k[:, :, key].swapaxes(1, 2) / np.sqrt(q.shape[-1])
-        future = np.triu(np.ones(scores.shape[1:], bool), 1)
-        p = np.exp(np.where(future, -np.inf, scores - scores.max(-1, keepdims=True)))
-        out[:, :, head] = p / p.sum(-1, keepdims=True) @ v[:, :, key]
-    return out
-
-
-def rotate(x, theta):
-    half = x.shape[-1] // 2
-    angle = np.arange(x.shape[1])[:, None, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
-
-
-def normalize(config, x, weight):
-    if config.norm == "layer":
-        x = x - x.mean(-1, keepdims=True)
-    y = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config.norm_eps)
-    return y if weight is None else y * weight
-
-
-def reference(config: llama.LlamaConfig, params: dict, tokens) -> np.ndarray:
-    """Computes the logits, layer by layer."""
-    x = params["embedding"][tokens]
-    kv = config.num_kv_heads
-    dim = config.head_dim or config.hidden_size // config.num_heads
-    for i in range(config.num_layers):
-        layer = {name: p[i] for name, p in params["layers"].items()}
-        y = normalize(config, x, layer.get("attention_norm")) @ layer["qkv"].T
-        y = y.reshape(*y.shape[:2], kv, -1, dim)
-        q = y[..., :-2, :].reshape(*y.shape[:2], -1, dim)
-        k, v = y[..., -2, :], y[..., -1, :]
-        q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
-        x = x + attention(q, k, v).reshape(*x.shape[:2], -1) @ layer["out"].T
-        y = normalize(config, x, layer.get("mlp_norm"))
-        gate, up = (y @ w.T for w in layer["gate_up"])
-        if config.gate == "silu":
-            gate = gate / (1 + np.exp(-gate))
-        else:
-            inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-            gate = gate * (1 + np.tanh(inner)) / 2
-        x = x + (gate * up) @ layer["down"].T
-    head = params["embedding"].T if config.tie_embeddings else params["head"]
-    return normalize(config, x, params.get("norm")) @ head
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -152,7 +102,7 @@ def test_logits(options):
     plain = wide(nnx.to_pure_dict(params))
     assert ("head" in plain) != config.tie_embeddings
     assert ("norm" in plain) == (config.norm == "rms")
-    assert_close(logits, reference(config, plain, np.asarray(tokens(16))), 1e-5)
+    assert_close(logits, layers.llama(config, plain, np.asarray(tokens(16))), 1e-5)
 
 
 def test_attention_and_its_gradient():
@@ -160,13 +110,13 @@ def test_attention_and_its_gradient():
     dy = normal(4, *q.shape)
     y, gradients = value_and_vjp(causal_attention, dy, q, k, v)
     at = wide([q, k, v])
-    assert_close(y, attention(*at), 1e-5)
+    assert_close(y, layers.attention(*at, causal=True), 1e-5)
     for i, gradient in enumerate(wide(gradients)):
         direction = np.random.default_rng(i).standard_normal(gradient.shape)
         ends = []
         for step in (1e-5, -1e-5):
             moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
-            ends.append(attention(*moved))
+            ends.append(layers.attention(*moved, causal=True))
         slope = np.sum((ends[0] - ends[1]) * wide(dy)) / 2e-5
         assert np.sum(gradient * direction) == pytest.approx(slope, rel=1e-4, abs=1e-4)
 
@@ -381,7 +331,7 @@ def test_plain_recipes_have_no_codes(recipe):
         layer.quantize_weights()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
 def test_gradients_go_through_layers_with_their_scales(dtype):
     recipe = blocks.RECIPES["coat"]
     layers = [DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(i)) for i in range(2)]

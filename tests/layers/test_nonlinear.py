@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import layers
 from helpers.gradients import (
     GROUP,
     assert_close,
@@ -27,31 +28,23 @@ def wide(*arrays):
 
 
 def rms_norm(x, weight):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + EPS) * weight
+    return layers.norm(x, weight, kind="rms", eps=EPS)
 
 
 def layer_norm(x, weight, bias):
-    return (x - x.mean(axis=-1, keepdims=True)) / np.sqrt(
-        x.var(axis=-1, keepdims=True) + EPS
-    ) * weight + bias
+    return layers.norm(x, weight, bias, kind="layer", eps=EPS)
 
 
 def swiglu(gate, up):
-    return gate / (1 + np.exp(-gate)) * up
+    return layers.silu(gate) * up
 
 
 def geglu(gate, up):
-    inner = np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-    return gate * (1 + np.tanh(inner)) / 2 * up
+    return layers.gelu(gate) * up
 
 
 def rotary(x, theta=10_000.0):
-    """Applies RoPE as a rotation of complex numbers made of the two halves."""
-    half = x.shape[-1] // 2
-    frequency = theta ** (-np.arange(half) / half)
-    angle = np.arange(x.shape[1])[:, None, None] * frequency
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angle)
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    return layers.rotate(x, layers.angles(x.shape[1], x.shape[-1] // 2, theta))
 
 
 def inputs(dtype=jnp.float32):

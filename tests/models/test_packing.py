@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import assert_close, compiled, cosine
+from helpers.marks import slow
 
 import coat_jax as coat
 from coat_jax.models import llama
@@ -96,9 +97,7 @@ def gradients(recipe: str):
     )
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("te", marks=pytest.mark.slow), "coat", "coat_max"]
-)
+@pytest.mark.parametrize("recipe", [slow("te"), "coat", "coat_max"])
 def test_gradients_of_packed_sequences_by_recipe(recipe):
     loss, grads = gradients(recipe)
     expected_loss, expected = gradients("bf16")

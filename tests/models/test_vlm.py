@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import small_models, vision
 from helpers.gradients import assert_close, compiled, cosine
+from helpers.marks import slow
 from helpers.models import normal, parameters
 
 from coat_jax.models import llama, vit, vlm
@@ -145,9 +146,7 @@ def loss_and_gradients(recipe: str):
 
 
 @pytest.mark.parametrize("part", ["vision", "projector", "text"])
-@pytest.mark.parametrize(
-    "recipe", [pytest.param("te", marks=pytest.mark.slow), "coat_max"]
-)
+@pytest.mark.parametrize("recipe", [slow("te"), "coat_max"])
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe, part):
     (plain, expected), (mine, grads) = map(loss_and_gradients, ("bf16", recipe))
     assert float(mine) == pytest.approx(float(plain), rel=0.01)

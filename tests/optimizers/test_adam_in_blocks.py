@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow
 from helpers.optimizers import assert_same_bits
 
 import coat_jax as coat
@@ -52,7 +53,7 @@ PLAIN, FUSED = (jnp.float32, False), (jnp.bfloat16, True)
 
 @pytest.mark.parametrize(
     ("shape", "dtype", "fused"),
-    [(SHAPES[0], *PLAIN)]
+    [slow(SHAPES[0], *PLAIN)]
     + [(shape, *how) for shape, how in zip(SHAPES, [FUSED, PLAIN] * 2, strict=True)],
 )
 def test_blocks_have_the_bits_of_the_whole(shape, dtype, fused, monkeypatch):

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers.kernels import OPTIMIZED
+from helpers.marks import slow
 
 import coat_jax as coat
 
@@ -80,7 +81,7 @@ def test_updates_are_exact_ones_on_average(story, b2, rms, steps):
     assert largest < 2.5
 
 
-@pytest.mark.parametrize("steps", [3000, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [3000, slow(20_000)])
 def test_nothing_adds_up_over_many_steps(steps):
     mean, error, largest = ratios("stationary", 0.9999, steps)
     assert mean == pytest.approx(1, abs=0.05)

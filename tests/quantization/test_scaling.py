@@ -11,6 +11,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import segments as plain
 from helpers.gradients import compiled, value_and_vjp
+from helpers.marks import slow
 from helpers.models import normal, parameters
 
 import coat_jax as coat
@@ -207,9 +208,7 @@ def small_llama(**how):
     return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
 
-@pytest.mark.parametrize(
-    "recipe", ["coat", pytest.param("coat_max", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("recipe", ["coat", slow("coat_max")])
 def test_training_follows_scaling_just_in_time(recipe):
     tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)
 
