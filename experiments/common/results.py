@@ -53,7 +53,7 @@ def write_results(
     """Writes a results file, whole or not at all, and returns its contents.
 
     Args:
-      path: The path of the file; its folder must exist.
+      path: The path of the file; its folder is created.
       rows: Flat records of strings, numbers, booleans and None. Keys contain the units.
       bars: The targets of the experiment.
       command: The command line that repeats the experiment; None means that of this
@@ -87,7 +87,9 @@ def write_results(
     if taken := results.keys() & extra.keys():
         raise ValueError(f"{sorted(taken)} are entries of the schema, not extra ones")
     results |= extra
-    write_json(Path(path), results)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, results)
     return results
 
 

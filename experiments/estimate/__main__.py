@@ -46,7 +46,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=110)
     console.print(title(rows[0]))
     console.print(table(rows))
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     write_results(args.out, rows=rows)
     figure = args.out.with_suffix(".png")
     draw(rows).savefig(figure)

@@ -319,7 +319,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         "leaf": lambda: large_leaf(args.elements, measured=True),
         "layers": lambda: unrolled_layers(args.layers, args.repeats),
     }
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     sizes = {"steps": _STEPS, "leaves": _LEAVES, "elements": _ELEMENTS}
     sizes |= {"layers": _LAYERS}
     chosen = {k: getattr(args, k) for k, size in sizes.items()}

@@ -1,12 +1,15 @@
 """Tests a training step of BF16 parameters: initialization and rounding."""
 
 import dataclasses
+import errno
+import threading
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments.pretrain import checkpoints as checkpoints_module
 from experiments.pretrain import training
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
@@ -101,6 +104,44 @@ def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_p
     with Checkpoints(tmp_path / "saved") as checkpoints:
         restored = checkpoints.state(stochastic.abstract_state())
     assert _bits(advance(restored, batches[3:])) == _bits(undisturbed)
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    stochastic, batches, tmp_path, monkeypatch
+):
+    """Steps donate the state that is being saved, and change no bit of the copy."""
+    trained, write = threading.Event(), checkpoints_module._write_list
+
+    def late(path):
+        assert trained.wait(60)
+        write(path)
+
+    state = stochastic.init()
+    expected = _bits(state)
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        monkeypatch.setattr(checkpoints_module, "_write_list", late)
+        checkpoints.save(state, Progress(step=3))
+        for batch in batches:
+            state, _ = stochastic.step(state, batch)
+        assert not (tmp_path / "checksums").exists()
+        trained.set()
+    assert (tmp_path / "checksums" / "saved" / "3.json").exists()
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        assert _bits(checkpoints.state(stochastic.abstract_state())) == expected
+
+
+def test_the_next_save_raises_the_errors_of_the_thread(
+    stochastic, tmp_path, monkeypatch
+):
+    def full(path):
+        raise OSError(errno.ENOSPC, "no space", str(path))
+
+    state = stochastic.init()
+    monkeypatch.setattr(checkpoints_module, "_write_list", full)
+    with Checkpoints(tmp_path / "saved") as checkpoints:
+        checkpoints.save(state, Progress(step=3))
+        with pytest.raises(OSError, match="no space"):
+            checkpoints.save(state, Progress(step=5))
 
 
 @pytest.mark.parametrize(
