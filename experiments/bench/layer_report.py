@@ -132,7 +132,7 @@ def _frontier(axes: Axes, rows: list[Row]) -> None:
         for units, ms in sorted(points.values())
         if not any(u <= units and m < ms for u, m in points.values())
     ]
-    line = {"color": "0.6", "linewidth": 1, "zorder": 1}
+    line = {"color": "0.6", "linewidth": 1, "zorder": 1, "label": "frontier"}
     axes.step(*zip(*best, strict=True), where="post", **line)
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
     axes.set_ylabel("forward and backward, ms")

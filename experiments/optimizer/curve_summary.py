@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from rich import box
 from rich.table import Table
 
@@ -129,24 +130,36 @@ def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     """Draws validation losses above and differences to the compared optimizer below.
 
-    Lines are means over seeds. Bands reach one standard error to either side.
+    Lines are means over seeds. Bands reach one standard error to either side. If the
+    optimizers have several counterparts, each is dashed, in its counterpart's colour.
     """
     found, beside = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})
     drawn = Figure(figsize=(9, 7.5), layout="constrained", dpi=150)
     above, below = drawn.subplots(2, sharex=True, height_ratios=(5, 4))
     gaps = {name: curves - found[beside[name]] for name, curves in found.items()}
-    for color, (name, curves) in zip(itertools.cycle(_COLORS), found.items()):
-        style = dict(color=color, linestyle="--" if "BF16" in name else "-")
+    others = list(dict.fromkeys(beside.values()))
+    in_pairs = len(others) > 1
+    colors = dict(zip(others if in_pairs else found, itertools.cycle(_COLORS)))
+    for name, curves in found.items():
+        dashed = name not in others if in_pairs else "BF16" in name
+        color = colors[beside[name] if in_pairs else name]
+        style = dict(color=color, linestyle="--" if dashed else "-")
         _line(above, steps, curves, **style, label=name)
-        _line(below, steps, gaps[name], **style)
+        if name not in others:
+            _line(below, steps, gaps[name], **style)
+    below.axhline(0, color="0.4", linewidth=0.8)
     _limit(above, np.stack(list(found.values())))
     _limit(below, np.stack(list(gaps.values())))
     above.set_title(title, loc="left", fontsize=11)
     above.set_ylabel("validation loss, nats")
-    above.legend(frameon=False, loc="upper right")
-    others = set(beside.values())
-    name = others.pop() if len(others) == 1 else "its counterpart"
+    handles, labels = above.get_legend_handles_labels()
+    if above.collections:
+        handles.append(Patch(color="0.85"))
+        labels.append("one standard error")
+    where = dict(loc="outside lower center", ncols=4, fontsize=9)
+    drawn.legend(handles, labels, frameon=False, **where)
+    name = "its counterpart" if in_pairs else others[0]
     below.set_ylabel(f"difference to {name}, nats")
     below.set_xlabel("step")
     for axes in (above, below):

@@ -70,7 +70,7 @@ def figure(curves: Sequence[Row]) -> Figure:
     panels = found.subplots(-(-len(STORIES) // columns), columns, sharey=True).flat
     for story, axes in zip(STORIES, panels, strict=False):
         axes.set_title(story.name, loc="left", fontsize=10)
-        axes.axhspan(0.95, 1.05, color="0.9", zorder=0)
+        axes.axhspan(0.95, 1.05, color="0.9", zorder=0, label="within 5%")
         for method, color in zip(METHODS, _COLORS, strict=True):
             points = [
                 (row["step"], np.nan if row["ratio"] is None else row["ratio"])
@@ -89,7 +89,8 @@ def figure(curves: Sequence[Row]) -> Figure:
     for axes in list(panels):
         axes.set_axis_off()
     first = found.axes[0]
-    first.set_ylabel("updates over exact ones")
+    found.supylabel("updates over exact ones", fontsize=10)
+    found.supxlabel("step", fontsize=10)
     legend = dict(frameon=False, loc="lower right", bbox_to_anchor=(0.99, 0.04))
     found.legend(*first.get_legend_handles_labels(), **legend)
     run = curves[0]

@@ -47,6 +47,9 @@ def ranges(moments: Moments) -> Figure:
         _histogram(right, widths, np.arange(0, 25.5, 0.5))
         right.axvline(_FULL, color="0.4", linestyle=":", linewidth=1)
         right.set_title(f"median k = {np.median(k):.2f}", loc="left", fontsize=11)
+    shades, names = left.get_legend_handles_labels()
+    style = dict(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.legend(shades[:2], names[:2], **style)
     left.set_xlabel("log2 of a magnitude over its group's largest")
     right.set_xlabel("octaves from a group's smallest to its largest")
     return figure
@@ -145,8 +148,9 @@ def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
 
 
 def _shade(axes: Axes) -> None:
-    axes.axvspan(_NORMAL, 0, color="0.9", zorder=0, linewidth=0)
-    axes.axvspan(_SMALLEST, _NORMAL, color="0.95", zorder=0, linewidth=0)
+    style = dict(zorder=0, linewidth=0)
+    axes.axvspan(_NORMAL, 0, color="0.88", label="E4M3, normal", **style)
+    axes.axvspan(_SMALLEST, _NORMAL, color="0.95", label="E4M3, subnormal", **style)
 
 
 def _tidy(axes: Axes) -> None:

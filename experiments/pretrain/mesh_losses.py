@@ -149,7 +149,9 @@ def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
         gaps.set_xlabel("step")
     axes[0, 0].set_ylabel("nats / byte")
     axes[1, 0].set_ylabel("% from one device")
-    axes[0, -1].legend(frameon=False, fontsize=8)
+    lines, names = axes[0, 0].get_legend_handles_labels()
+    where = dict(loc="outside lower center", ncols=3, fontsize=8)
+    figure.legend(lines, names, frameon=False, **where)
     for panel in axes.flat:
         framed(panel)
     figure.savefig(path)

@@ -134,7 +134,8 @@ def _draw_lines(shares: Axes, errors: Axes, history: History, moment: str) -> No
         history.steps, 100 * history.error, **style, label=f"{_NAMES[moment]} moment"
     )
     low, high = 100 * history.error_range
-    errors.fill_between(history.steps, low, high, color=style["color"], alpha=0.15)
+    band = dict(color=style["color"], alpha=0.15, label="smallest to largest")
+    errors.fill_between(history.steps, low, high, **band)
 
 
 def _explain(panels: np.ndarray) -> None:
