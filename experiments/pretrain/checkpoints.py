@@ -12,12 +12,14 @@ import os
 import re
 import shutil
 import sys
+import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 import jax
 import orbax.checkpoint as ocp
@@ -94,11 +96,13 @@ class _Saving:
       path: Its folder.
       origin: The step of its `Progress.origin`.
       written: The thread's result.
+      heard: The stream for errors meanwhile.
     """
 
     path: Path
     origin: int | None
     written: Future[None]
+    heard: "_Heard"
 
 
 class Checkpoints:
@@ -192,8 +196,13 @@ class Checkpoints:
         path = self._folder / str(progress.step)
         with _errors_of_disk(path):
             manager.save(progress.step, args=items)
-        written = self._thread.submit(self._write, path)
-        self._saving = _Saving(path=path, origin=progress.origin, written=written)
+        self._saving = _Saving(
+            path=path,
+            origin=progress.origin,
+            written=self._thread.submit(self._write, path),
+            heard=_Heard(sys.stderr),
+        )
+        sys.stderr = self._saving.heard
 
     def _write(self, path: Path) -> None:
         """Waits until a checkpoint is on disk, and writes its list of checksums."""
@@ -210,8 +219,14 @@ class Checkpoints:
         if self._saving is None:
             return
         saving, self._saving = self._saving, None
-        with processes.together(), _errors_of_disk(saving.path):
-            saving.written.result()
+        try:
+            with processes.together(), _errors_of_disk(saving.path):
+                saving.written.result()
+        except BaseException:
+            self._manager = None  # It would raise the error again.
+            raise
+        finally:
+            sys.stderr = saving.heard.stream
         older = sorted(self._opened().all_steps())[: -self._keep]
         self._delete(step for step in older if step != saving.origin)
 
@@ -268,12 +283,30 @@ class Checkpoints:
         return TrainState(**restored["state"])
 
 
+class _Heard:
+    """A stream for errors that passes on what the main thread writes.
+
+    What other threads write is kept. Where a disk is full, those of orbax print tens of
+    errors beside the one that is raised.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.kept = io.StringIO()
+
+    def write(self, text: str) -> int:
+        is_main = threading.current_thread() is threading.main_thread()
+        return (self.stream if is_main else self.kept).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 @contextlib.contextmanager
 def _errors_of_disk(path: Path) -> Iterator[None]:
     """Raises tensorstore's errors of the operating system as OSError, and no others.
 
-    orbax prints them as well, and its tasks that are left behind raise errors of their
-    own, which nothing handles. Neither is shown.
+    orbax prints them as well. Only if another error is raised, this is shown.
     """
     said = io.StringIO()
     try:
@@ -284,14 +317,25 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
         if not code and not isinstance(error, OSError):
             sys.stderr.write(said.getvalue())
             raise
-        logging.getLogger("asyncio").setLevel(logging.CRITICAL)
-        sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
-        atexit.register(gc.collect)  # At exit, tasks need modules that are still there.
+        _forget_tasks(error)
         if not code:
             raise
         number = int(code[1])
         raise OSError(number, os.strerror(number), str(path)) from None
     sys.stderr.write(said.getvalue())
+
+
+def _forget_tasks(error: BaseException) -> None:
+    """Frees orbax's tasks that an error has left behind, without their own errors.
+
+    They could not be freed at exit, when modules that they need are gone.
+    """
+    logging.getLogger("asyncio").setLevel(logging.CRITICAL)
+    sys.unraisablehook = _without_closed_loops(sys.unraisablehook)
+    with contextlib.redirect_stderr(io.StringIO()):
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+    atexit.register(gc.collect)
 
 
 def _without_closed_loops(hook: Callable[[Any], None]) -> Callable[[Any], None]:
