@@ -163,14 +163,32 @@ def test_one_seed_has_no_standard_error(rng):
 
 def test_the_figure_shows_losses_and_differences(rng):
     curves = {name: rng.normal(2, 0.1, (3, 4)) for name in ("a", "b BF16")}
-    above, below = curve_summary.figure(_written(curves), "title").axes
-    for name, line, gap in zip(curves, above.lines, below.lines, strict=True):
+    drawn = curve_summary.figure(_written(curves), "title")
+    above, below = drawn.axes
+    for name, line in zip(curves, above.lines, strict=True):
         assert line.get_label() == name
         np.testing.assert_array_equal(line.get_xdata(), [10, 20, 30, 40])
         np.testing.assert_allclose(line.get_ydata(), curves[name].mean(axis=0))
-        expected = (curves[name] - curves["a"]).mean(axis=0)
-        np.testing.assert_allclose(gap.get_ydata(), expected)
-    assert len(below.collections) == 2
+    gap, zero = below.lines
+    expected = (curves["b BF16"] - curves["a"]).mean(axis=0)
+    np.testing.assert_allclose(gap.get_ydata(), expected)
+    assert list(zero.get_ydata()) == [0, 0]
+    assert (len(above.collections), len(below.collections)) == (2, 1)
+    (legend,) = drawn.legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["a", "b BF16", "one standard error"]
+
+
+def test_pairs_have_one_colour(rng):
+    names = "lion", "lion, 8 bits", "adan", "adan, 8 bits"
+    rows = _written({name: rng.normal(2, 0.1, (3, 4)) for name in names})
+    for row in rows:
+        row["beside"] = row["optimizer"].removesuffix(", 8 bits")
+    above, below = curve_summary.figure(rows, "title").axes
+    colors = [line.get_color() for line in above.lines]
+    assert colors[0] == colors[1] != colors[2] == colors[3]
+    assert [line.get_linestyle() for line in above.lines] == ["-", "--", "-", "--"]
+    assert [line.get_color() for line in below.lines[:2]] == colors[1::2]
 
 
 @pytest.mark.parametrize("variant", optimizer_curves.VARIANTS, ids=lambda v: v.name)
