@@ -16,7 +16,7 @@ def _cells():
             yield slow(*cell) if (i + j) % 3 else cell
 
 
-@pytest.mark.parametrize(("function", "switch"), _cells())
+@pytest.mark.parametrize(("function", "switch"), list(_cells()))
 def test_functions_work_where_their_plain_twins_do(function, switch):
     text, wrong = switches.cell(function, switch)
     assert not wrong

@@ -212,7 +212,7 @@ def train_batches(
     def read(numbers: np.ndarray) -> np.ndarray:
         return np.stack([windows[number] for number in numbers[rows].tolist()])
 
-    # By default 500 batches are read ahead, whether they are needed or not.
+    # grain reads 500 batches ahead by default, whether they are needed or not.
     ahead = grain.ReadOptions(num_threads=4, prefetch_buffer_size=16)
     return iter(dataset.batch(batch_size).map(read).to_iter_dataset(ahead))
 
