@@ -29,11 +29,12 @@ from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.merge import mergeable
+from coat_jax.remat.norms import Source
 from coat_jax.remat.notes import Note
 from pallas_kernels import Scaled, placement
 from pallas_kernels.numerics import GROUP
 
-_READER = "the gradient of a gate"
+_GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
 
 
 def fp8_dot_general(
@@ -104,7 +105,7 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    gated = _gated_products if a.ndim == 2 else None
+    gated = _gated if a.ndim == 2 else None
     product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim), gated)
     return product(a, b).reshape(expected.shape)
 
@@ -119,9 +120,15 @@ def _dot(dtype: jnp.dtype) -> Callable:
     return fp8_dot_general
 
 
-def _dots(x, weights, dtype):
-    """Multiplies x [*batch, m, k] by each of the weights [*batch, k, n]."""
-    return _batched(partial(_products, dtype=dtype), x)(x, weights)
+def _dots(source, weights, norm, dtype):
+    """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
+
+    Those of a norm are its output, with leading axes merged to m.
+    """
+    product = partial(_products, norm=norm, dtype=dtype)
+    if norm is not None:
+        return product(_in_rows(source), weights)
+    return _batched(product, source.x)(source, weights)
 
 
 def _batched(product: Callable, x: Array) -> Callable:
@@ -131,28 +138,51 @@ def _batched(product: Callable, x: Array) -> Callable:
     return product
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _products(x, weights, dtype):
+def _in_rows(source: Source) -> Source:
+    """Returns a source with its activations as [m, k], and its parameters as [k]."""
+    x, *columns = source
+    columns = (None if c is None else c.reshape(-1) for c in columns)
+    return Source(x.reshape(-1, x.shape[-1]), *columns)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _products(source, weights, norm, dtype):
     """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
 
-    Backward reads `x`, which `fp8_remat` saves in FP8 or recomputes. A token's codes
-    have a scale of their own in forward, where one pass over `x` writes them.
+    Here x is the source's array or, unless `norm` is None, its norm. A token's codes
+    have a scale of their own in forward, where one pass over the array writes them.
+    Backward reads the array, which `fp8_remat` saves in FP8 or recomputes, or the copy
+    that the norm's kernel writes, in groups of 16.
     """
-    return _products_fwd(x, weights, dtype)[0]
+    return _products_fwd(source, weights, norm, dtype)[0]
 
 
 @placement.on_common_mesh
-def _products_fwd(x, weights, dtype):
-    rows = quantize_tokens(x)
+def _products_fwd(source, weights, norm, dtype):
+    rows, saved = _read(source, norm)
     ys, w_scales = _forward(rows, weights, dtype)
     scales = *tensor_scales(rows), *w_scales
-    return tuple(map(once, ys)), (*_saved(x), weights, scales)
+    return tuple(map(once, ys)), (saved, weights, scales)
 
 
 @placement.on_common_mesh
-def _products_bwd(dtype, residuals, dys):
+def _products_bwd(norm, dtype, residuals, dys):
     gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
-    return _backward(residuals, gradients)
+    return _backward(residuals, gradients, norm)
+
+
+def _read(source, norm):
+    """Returns codes of activations with a scale per token, and what backward reads."""
+    x, scale, bias = source
+    if norm is None:
+        # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
+        return quantize_tokens(x), (x.astype(jnp.bfloat16), jnp.zeros(0, x.dtype))
+    with Note(f"{E4M3}, groups of {GROUP}", _NORM).scope():
+        out = kernels.norm(*source, **norm._asdict(), scale="row", keep_groups=True)
+    # An outer `fp8_remat` saves integers exactly.
+    with Note(f"scales of groups of {GROUP}", _NORM).scope():
+        groups = jax.tree.map(scales_as_bits, out.groups)
+    return Scaled(out.y, out.scale), (groups, scale, bias)
 
 
 def _forward(rows, weights, dtype):
@@ -165,47 +195,74 @@ def _forward(rows, weights, dtype):
     return ys, [w.scale for w in codes]
 
 
-def _saved(x):
-    """Returns what backward reads of x: its numbers, and an array with its dtype."""
-    # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
-    return x.astype(jnp.bfloat16), jnp.zeros(0, x.dtype)
-
-
-def _backward(residuals, gradients):
-    """Returns the gradients of x and of the weights, from codes of results'."""
-    x, like, weights, (scale, *w_scales) = residuals
+def _backward(residuals, gradients, norm):
+    """Returns the gradients of a source and of the weights, from codes of results'."""
+    saved, weights, (scale, *w_scales) = residuals
+    dtype = saved[1].dtype if norm is None else jnp.bfloat16
     # `after` delays codes until they are read, which are in memory until then.
     dx, last = None, gradients[-1].transposed
     for dy, w, w_scale in zip(gradients, weights, w_scales, strict=True):
         wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=last)
-        dx = matmul_codes(dy.row, wq.row, dy.scale, w_scale, dx, dtype=like.dtype)
-    xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
+        dx = matmul_codes(dy.row, wq.row, dy.scale, w_scale, dx, dtype=dtype)
+    if norm is None:
+        x, _ = saved
+        xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
+        source, xq = Source(dx), xq.transposed
+    else:
+        source, xq = _norm_backward(saved, dx, scale, norm)
     dws = [
-        matmul_codes(xq.transposed, dy.transposed, scale, dy.scale, dtype=w.dtype)
+        matmul_codes(xq, dy.transposed, scale, dy.scale, dtype=w.dtype)
         for dy, w in zip(gradients, weights, strict=True)
     ]
-    return dx, tuple(dws)
+    return source, tuple(dws)
+
+
+def _norm_backward(saved, dy, y_scale, norm):
+    """Returns the gradients of a norm's source, and transposed codes of its output."""
+    copies, scale, bias = saved
+    groups, options = jax.tree.map(scales_as_bits, copies), norm._asdict()
+    biased = bias is not None
+    out = kernels.norm_grad(
+        groups, dy, scale, **options,
+        with_bias=biased, y_scale=None if biased else y_scale,
+    )  # fmt: skip
+    y = out.y
+    if biased:
+        # The kernel of the gradient does not add biases.
+        y = kernels.norm(
+            groups, scale, bias, **options, scale=y_scale, copies="transposed"
+        ).transposed
+    dscale = None if scale is None else out.dweight.astype(scale.dtype)
+    dbias = None if bias is None else out.dbias.astype(bias.dtype)
+    return Source(out.dx, dscale, dbias), y
 
 
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def _gated_products(x, gate, up, down, activation, inner, dtype):
+def _gated(source, gate, up, down, *, norm, activation, inner, dtype):
+    """Computes `_gated_products` of a source with any leading axes."""
+    options = norm, activation, inner, dtype
+    return _gated_products(_in_rows(source), gate, up, down, *options)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _gated_products(source, gate, up, down, norm, activation, inner, dtype):
     """Multiplies activation(x @ gate) * (x @ up) by `down`, within `fp8_remat`.
 
-    x is [m, k], and weights are [k, f] and [f, n]. The results of the first matmuls
-    have the dtype `inner`. One kernel reads both: it writes the codes that the last
-    matmul reads, and the copies of both, in groups of 16, that backward reads.
+    x is [m, k], as in `_products`, and weights are [k, f] and [f, n]. The results of
+    the first matmuls have the dtype `inner`. One kernel reads both: it writes the codes
+    that the last matmul reads, and the copies of both, in groups of 16, that backward
+    reads.
     """
-    return _gated_fwd(x, gate, up, down, activation, inner, dtype)[0]
+    return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype)[0]
 
 
 @placement.on_common_mesh
-def _gated_fwd(x, gate, up, down, activation, inner, dtype):
-    rows = quantize_tokens(x)
+def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype):
+    rows, saved = _read(source, norm)
     pair, w_scales = _forward(rows, (gate, up), inner)
-    with Note(f"{E4M3}, groups of {GROUP}", _READER).scope():
+    with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
         out = kernels.gated(
             tuple(pair), activation=activation, scale="row", keep_groups=True
         )
@@ -213,14 +270,14 @@ def _gated_fwd(x, gate, up, down, activation, inner, dtype):
     (y,), (down_scale,) = _forward(a, (down,), dtype)
     scale, a_scale = tensor_scales(rows, a)
     # An outer `fp8_remat` saves integers exactly.
-    with Note(f"scales of groups of {GROUP}", _READER).scope():
+    with Note(f"scales of groups of {GROUP}", _GATE).scope():
         copies = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
-    outer = *_saved(x), (gate, up), (scale, *w_scales)
+    outer = saved, (gate, up), (scale, *w_scales)
     return once(y), (outer, copies, down, (a_scale, down_scale))
 
 
 @placement.on_common_mesh
-def _gated_bwd(activation, inner, dtype, residuals, dy):
+def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
     outer, copies, down, (a_scale, down_scale) = residuals
     groups, largest_scale = jax.tree.map(scales_as_bits, copies)
     gradient = quantize_tensor(dy, E5M2, copies="both")
@@ -236,8 +293,8 @@ def _gated_bwd(activation, inner, dtype, residuals, dy):
     d_down = matmul_codes(
         a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
     )
-    dx, (d_gate, d_up) = _backward(outer, pair)
-    return dx, d_gate, d_up, d_down
+    source, (d_gate, d_up) = _backward(outer, pair, norm)
+    return source, d_gate, d_up, d_down
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)

@@ -6,18 +6,21 @@ several weights, saves the activations themselves, and the plan decides whether 
 saved in FP8 or recomputed.
 
 A gated MLP is one call: of the merged matmuls of gate and up, the gate, and the matmul
-that follows, which then reads the codes that the gate's kernel writes.
+that follows, which then reads the codes that the gate's kernel writes. Likewise a norm
+belongs to the matmuls that read it, if nothing else does.
 """
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.remat.gates import Gate, gate_of
+from coat_jax.remat.norms import NormOf, Source, norm_of
 from coat_jax.remat.programs import (
     deduplicated,
     embedded,
@@ -50,13 +53,15 @@ def mergeable(
 
     Args:
       fn: A function of activations and weights, which returns one array.
-      merged: A function of activations, a tuple of weights and the dtype of results.
-        It returns a tuple of the results of `fn`.
+      merged: A function of the source of activations, a tuple of weights, a norm and
+        the dtype of results. It returns a tuple of the results of `fn` for the source's
+        array or, unless it is None, its norm.
       ranks: The ranks of activations and weights. They are part of the call's name, so
         that calls that `vmap` has changed are not found.
-      gated: A function of activations, the weights of gate, up and down, the name of
-        the activation, and the dtypes of gate and of the result, if there is one. It
-        returns `fn(activation(fn(x, gate)) * fn(x, up), down)`.
+      gated: A function of the source of activations, the weights of gate, up and down,
+        a norm, the name of the activation, and the dtypes of gate and of the result, if
+        there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
+        as in `merged`.
     """
 
     def call(x, w):
@@ -74,11 +79,11 @@ def mergeable(
     return traced
 
 
-def merged(program: core.Jaxpr, is_param: Sequence[bool], gates: bool) -> core.Jaxpr:
+def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.Jaxpr:
     """Merges the mergeable calls of a program that read the same activations.
 
     Weights must follow from parameters, as `is_param` marks them among the arguments.
-    With `gates`, gated MLPs are merged, too.
+    With `fused`, norms and gated MLPs are merged, too.
     """
     if not any(map(_has_call, program.eqns)):
         return program
@@ -91,20 +96,69 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], gates: bool) -> core.J
             groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
     read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
     weights = _makers(program, read)
+    uses = _Uses.of(program)
+    norms = dict(_norms(uses, groups, fixed)) if fused else {}
     replaced: dict[int, list[core.JaxprEqn]] = {}
-    for mlp in list(_mlps(program, groups)) if gates else []:
+    for found in norms.values():
+        own = (eqn for eqn in found.eqns if not fixed.issuperset(eqn.outvars))
+        replaced |= {id(eqn): [] for eqn in own}
+    for mlp in list(_mlps(uses, groups)) if fused else []:
         pair = groups.pop(mlp.pair)
         (down,) = groups.pop(mlp.down)
         replaced |= {id(eqn): [] for eqn in (*pair, *mlp.gate.eqns)}
-        replaced[id(down)] = _gated(mlp.gate, pair, down)
-    for eqns in groups.values():
+        replaced[id(down)] = _gated(mlp.gate, pair, down, norms.get(mlp.pair))
+    for key, eqns in groups.items():
         replaced |= {id(eqn): [] for eqn in eqns[1:]}
-        replaced[id(eqns[0])] = _merged(eqns)
+        replaced[id(eqns[0])] = _merged(eqns, norms.get(key))
     eqns = [eqn for eqn in program.eqns if id(eqn) in weights]
     for eqn in program.eqns:
         if id(eqn) not in weights:
             eqns.extend(replaced.get(id(eqn), [eqn]))
     return program.replace(eqns=eqns)
+
+
+class _Uses(NamedTuple):
+    """The operations that compute and read the variables of a program.
+
+    Attributes:
+      program: The program.
+      makers: The operation that computes each variable.
+      readers: The operations that read each variable, and the program for its results.
+    """
+
+    program: core.Jaxpr
+    makers: dict[core.Var, core.JaxprEqn]
+    readers: dict[core.Var, list[Any]]
+
+    @classmethod
+    def of(cls, program: core.Jaxpr) -> "_Uses":
+        """Returns the uses of a program's variables."""
+        makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+        readers = defaultdict(list)
+        for reader in (*program.eqns, program):
+            operands = program.outvars if reader is program else reader.invars
+            for var in variables(operands):
+                readers[var].append(reader)
+        return cls(program, makers, readers)
+
+
+def _norms(
+    uses: _Uses, groups: Mapping[Any, list], fixed: set[core.Var]
+) -> Iterator[tuple[Any, NormOf]]:
+    """Yields the norms that nothing but one group of calls reads, by the groups' keys.
+
+    Calls of batches of weights have no merged form with a norm.
+    """
+    makers = {v: eqn for v, eqn in uses.makers.items() if not _is_call(eqn)}
+    for key, eqns in groups.items():
+        x, *_ = key
+        if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:
+            continue
+        if found := norm_of(x, uses.program, makers, fixed):
+            own = {id(eqn) for eqn in (*found.eqns, *eqns)}
+            made = (v for eqn in found.eqns for v in eqn.outvars if v not in fixed)
+            if all(id(reader) in own for v in made for reader in uses.readers[v]):
+                yield key, found
 
 
 class _Mlp(NamedTuple):
@@ -115,14 +169,9 @@ class _Mlp(NamedTuple):
     down: Any
 
 
-def _mlps(program: core.Jaxpr, groups: dict[Any, list]) -> Iterator[_Mlp]:
+def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
     """Yields the gated MLPs among calls, which are grouped by what they read."""
-    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
-    readers = defaultdict(list)
-    for reader in (*program.eqns, program):
-        operands = program.outvars if reader is program else reader.invars
-        for var in variables(operands):
-            readers[var].append(reader)
+    program, makers, readers = uses
     pairs = {
         eqn.outvars[0]: key
         for key, eqns in groups.items()
@@ -176,37 +225,53 @@ def _makers(program: core.Jaxpr, wanted: set[core.Var]) -> set[int]:
     return found
 
 
-def _merged(eqns: Sequence[core.JaxprEqn]) -> list[core.JaxprEqn]:
-    """Returns the operations of the merged form of calls."""
+def _merged(eqns: Sequence[core.JaxprEqn], norm: NormOf | None) -> list[core.JaxprEqn]:
+    """Returns the operations of the merged form of calls, which read a norm or None."""
     form = _FORMS[eqns[0].params["name"]].merged
     results = [eqn.outvars[0] for eqn in eqns]
     weights = [eqn.invars[1] for eqn in eqns]
 
-    def call(x, *weights):
-        return form(x, weights, dtype=results[0].aval.dtype)
+    def call(source, *weights, norm):
+        return form(source, weights, norm=norm, dtype=results[0].aval.dtype)
 
-    return _traced(call, [eqns[0].invars[0], *weights], results, eqns[0])
+    return _traced(call, eqns[0].invars[0], norm, weights, results, eqns[0])
 
 
 def _gated(
-    gate: Gate, pair: Sequence[core.JaxprEqn], down: core.JaxprEqn
+    gate: Gate,
+    pair: Sequence[core.JaxprEqn],
+    down: core.JaxprEqn,
+    norm: NormOf | None,
 ) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of a gated MLP."""
     weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
-    operands = [pair[0].invars[0], weights[gate.gate], weights[gate.up], down.invars[1]]
+    operands = [weights[gate.gate], weights[gate.up], down.invars[1]]
     call = functools.partial(
         _FORMS[down.params["name"]].gated,
         activation=gate.activation,
         inner=gate.gate.aval.dtype,
         dtype=down.outvars[0].aval.dtype,
     )
-    return _traced(call, operands, down.outvars, down)
+    return _traced(call, pair[0].invars[0], norm, operands, down.outvars, down)
 
 
 def _traced(
-    call: Callable, operands: Sequence, results: Sequence, like: core.JaxprEqn
+    call: Callable,
+    x: core.Var,
+    norm: NormOf | None,
+    weights: Sequence,
+    results: Sequence,
+    like: core.JaxprEqn,
 ) -> list[core.JaxprEqn]:
-    """Returns the operations of a call, with the place in the source of `like`."""
-    closed = jax.make_jaxpr(call)(*(v.aval for v in operands))
+    """Returns the operations of `call(source, *weights, norm=...)`.
+
+    They have the place in the source of `like`.
+    """
+    source = Source(x) if norm is None else norm.source
+    call = functools.partial(call, norm=norm and norm.norm)
+    operands, tree = jax.tree.flatten((source, *weights))
+    closed = jax.make_jaxpr(lambda *arrays: call(*tree.unflatten(arrays)))(
+        *(v.aval for v in operands)
+    )
     made, _ = embedded(closed.jaxpr, operands, results)
     return [eqn.replace(source_info=like.source_info) for eqn in made]

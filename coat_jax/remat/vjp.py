@@ -39,7 +39,7 @@ _CALLS = 256  # The calls of which programs are kept.
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
     """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
     # The key is an argument: functions that JAX keeps must not hold its tracer.
-    keyless, gates = dataclasses.replace(options, key=None), _are_default(options)
+    keyless, fused = dataclasses.replace(options, key=None), _are_default(options)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
@@ -47,7 +47,7 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         static = tuple(_Array if _is_array(x) else x for x in leaves)
         params = frozenset(n + len(args) if n < 0 else n for n in argnums)
         call = _Call(fn, tree, static, params)
-        programs = _known(call, keyless, gates) or _Programs(keyless, False, gates)
+        programs = _known(call, keyless, fused) or _Programs(keyless, False, fused)
         return programs(call, options.key, list(filter(_is_array, leaves)))
 
     return wrapped
@@ -96,7 +96,7 @@ class _Call:
         return [path for path, _ in chosen], [m for _, m in chosen]
 
 
-def _known(call: _Call, options: Options, gates: bool) -> "_Programs | None":
+def _known(call: _Call, options: Options, fused: bool) -> "_Programs | None":
     """Returns what is kept of calls like this one, or None if that is not known."""
     found = fingerprint(call.fn, call.static, options.where, options.policy)
     if found is None:
@@ -104,15 +104,15 @@ def _known(call: _Call, options: Options, gates: bool) -> "_Programs | None":
     # Static values in a tree structure may be equal and differ in type.
     key = found, call.tree, str(call.tree), call.params
     try:
-        return _kept(key, options, gates)
+        return _kept(key, options, fused)
     except TypeError:  # An option is not hashable.
         return None
 
 
 @functools.lru_cache(maxsize=_CALLS)
-def _kept(key: Any, options: Options, gates: bool) -> "_Programs":
+def _kept(key: Any, options: Options, fused: bool) -> "_Programs":
     del key
-    return _Programs(options, True, gates)
+    return _Programs(options, True, fused)
 
 
 _current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
@@ -134,15 +134,15 @@ class _Programs:
     of theirs. It keeps neither functions nor arrays.
     """
 
-    def __init__(self, options: Options, keeps: bool, gates: bool):
+    def __init__(self, options: Options, keeps: bool, fused: bool):
         """Traces nothing yet.
 
         Args:
           options: The options, without a key.
           keeps: Whether to keep programs for later calls.
-          gates: Whether gated MLPs may save what kernels of gates save.
+          fused: Whether norms and gated MLPs may save what their kernels save.
         """
-        self._options, self._gates = options, gates
+        self._options, self._fused = options, fused
         # JAX keeps the programs of this function, for as long as it exists.
         self._once = jax.jit(_flat_function()) if keeps else None
         self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
@@ -181,7 +181,7 @@ class _Programs:
         if options.rewrite is not None:
             program = options.rewrite(program, paths, is_param)
         # The constants become arguments, since tracers among them must not be kept.
-        program = merged(program, is_param, gates=self._gates)
+        program = merged(program, is_param, fused=self._fused)
         program = pe.convert_constvars_jaxpr(program)
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
@@ -201,7 +201,7 @@ def _as_it_is(fn: Callable) -> Callable:
 
 
 def _are_default(options: Options) -> bool:
-    """Returns whether residuals are saved as kernels save the inputs of gates."""
+    """Returns whether residuals are saved as kernels of norms and gates save theirs."""
     others = options.where, options.policy, options.key
     same = options.format == E4M3 and options.group == GROUP
     return same and all(option is None for option in others)

@@ -1,0 +1,213 @@
+"""Formulas of small programs, by which norms and gates are found.
+
+A program is found by its arithmetic, not by the names of functions. Casts between
+floating dtypes, such as those that Flax inserts, and copies do not count: kernels
+compute in float32 and round once.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend import core
+
+CALLS = frozenset({"custom_jvp_call", "jit"})
+_CASTS = frozenset({"convert_element_type", "copy"})
+_MOVES = frozenset({"broadcast_in_dim", "reshape"})
+_FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
+_ARITHMETIC = frozenset(
+    {"add", "div", "integer_pow", "max", "mul", "neg", "reduce_sum", "square", "sub"}
+)
+# `jnp.var` chooses by whether there is more than one number.
+_CHOICES = frozenset({"gt", "select_n"})
+KNOWN = CALLS | _CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
+DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
+# Norms and gates have less arithmetic, and smaller powers.
+MAX_STEPS = 24
+_MAX_FACTORS = 8
+
+# The axes of an array: "elements" are [..., n], "columns" are [n] or [1, ..., n],
+# "rows" are [..., 1], and "tokens" are [...], with a number for each row of elements.
+Layout = Literal["elements", "columns", "rows", "tokens"]
+
+
+class Term(NamedTuple):
+    """A product of a number and factors, which are sorted.
+
+    A factor is the name of a variable, a function of a term, or a sum of terms.
+    """
+
+    number: float
+    factors: tuple[tuple[Any, ...], ...] = ()
+
+
+class _Value(NamedTuple):
+    """A term and the layout of its array; numbers have none."""
+
+    term: Term
+    layout: Layout | None = None
+
+
+class _UnknownError(Exception):
+    """Raised for operations that no formula of a norm or a gate has."""
+
+
+def term_of(
+    program: core.Jaxpr, names: Mapping[core.Var, tuple[str, Layout]], width: int | None
+) -> Term | None:
+    """Returns the result of a program of named variables; None if it is unknown.
+
+    Args:
+      program: The program, without calls.
+      names: The names and layouts of its arguments.
+      width: The number of columns, or None if all arrays are elements, which operations
+        keep in their order.
+    """
+    values = {v: _Value(Term(1.0, ((name,),)), of) for v, (name, of) in names.items()}
+    steps = 0
+    try:
+        for eqn in program.eqns:
+            operands = [
+                _Value(Term(float(v.val))) if isinstance(v, core.Literal) else values[v]
+                for v in eqn.invars
+            ]
+            value = _result(eqn, operands, width)
+            steps += eqn.primitive.name not in _CASTS | _MOVES
+            if steps > MAX_STEPS or len(value.term.factors) > _MAX_FACTORS:
+                return None
+            values[eqn.outvars[0]] = value
+    except _UnknownError:
+        return None
+    value = values.get(program.outvars[0])
+    return None if value is None or value.layout != "elements" else value.term
+
+
+def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _Value:
+    """Returns the result of an operation.
+
+    Raises:
+      _UnknownError: If it is no part of a known formula.
+    """
+    name, (x, *_) = eqn.primitive.name, operands
+    if name in _CHOICES:
+        return _chosen(name, operands)
+    if eqn.outvars[0].aval.dtype not in DTYPES:
+        raise _UnknownError
+    if eqn.params.get("sharding") or eqn.params.get("out_sharding"):
+        raise _UnknownError
+    if name in _CASTS:
+        return x
+    if name in _MOVES:
+        return x._replace(layout=_moved(eqn, x.layout, width))
+    if name == "reduce_sum":
+        last = eqn.invars[0].aval.ndim - 1
+        if width is None or x.layout != "elements" or eqn.params["axes"] != (last,):
+            raise _UnknownError
+        inner = Term(1.0, x.term.factors)
+        return _Value(Term(x.term.number, (("row sum", inner),)), "tokens")
+    layouts = {value.layout for value in operands} - {None}
+    if len(layouts) > 1 and not layouts <= {"elements", "columns", "rows"}:
+        raise _UnknownError
+    layout = layouts.pop() if len(layouts) == 1 else "elements" if layouts else None
+    return _Value(_computed(eqn, [value.term for value in operands]), layout)
+
+
+def _chosen(name: str, operands: list[_Value]) -> _Value:
+    """Returns the result of a comparison of numbers, or of a choice by one."""
+    (first, _), *others = operands
+    if first.factors:
+        raise _UnknownError
+    if name == "select_n":
+        return others[int(first.number)]
+    ((second, _),) = others
+    if second.factors:
+        raise _UnknownError
+    return _Value(Term(float(first.number > second.number)))
+
+
+def _moved(
+    eqn: core.JaxprEqn, layout: Layout | None, width: int | None
+) -> Layout | None:
+    """Returns the layout of a reshaped or broadcast array."""
+    old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if layout is None or old == new:
+        return layout
+    if eqn.primitive.name == "reshape":
+        if width is None or (layout == "elements" and old[-1] == new[-1:][0]):
+            return layout
+        if layout == "tokens" and new == (*old, 1):
+            return "rows"
+        if layout == "rows" and new == old[:-1]:
+            return "tokens"
+        if layout == "columns" and math.prod(new[:-1]) == 1:
+            return layout
+        raise _UnknownError
+    axes, leading = eqn.params["broadcast_dimensions"], new[:-1]
+    if layout == "columns" and axes[-1] == len(new) - 1:
+        return layout if math.prod(leading) == 1 else "elements"
+    own = tuple(range(len(old)))
+    rows = {"tokens": old, "rows": old[:-1]}.get(layout)
+    if rows == leading and axes == own:
+        return "rows" if new[-1] == 1 else "elements"
+    raise _UnknownError
+
+
+def _computed(eqn: core.JaxprEqn, operands: list[Term]) -> Term:
+    """Returns the term of an operation on single elements."""
+    name, (x, *others) = eqn.primitive.name, operands
+    if name in _FUNCTIONS:
+        return Term(1.0, ((name, x),))
+    if name == "max":
+        return Term(1.0, (("max", *sorted((x, *others), key=repr)),))
+    if name in ("add", "sub"):
+        (y,) = others
+        return _added(x, _multiplied(Term(-1.0), y) if name == "sub" else y)
+    if name == "integer_pow":
+        power = eqn.params["y"]
+        if 1 <= power <= _MAX_FACTORS:
+            return _multiplied(*[x] * power)
+    if name == "div":
+        return _multiplied(x, _inverse(*others))
+    if name == "mul":
+        return _multiplied(x, *others)
+    if name == "square":
+        return _multiplied(x, x)
+    if name == "neg":
+        return _multiplied(Term(-1.0), x)
+    raise _UnknownError
+
+
+def _inverse(x: Term) -> Term:
+    if not x.factors and x.number:
+        return Term(1 / x.number)
+    match x:
+        case Term(1.0, (("sqrt", inner),)):
+            return Term(1.0, (("rsqrt", inner),))
+    raise _UnknownError
+
+
+def _added(*terms: Term) -> Term:
+    """Returns a sum of terms that are no sums themselves, and of one number at most."""
+    parts: list[Term] = []
+    for term in terms:
+        match term:
+            case Term(1.0, (("sum", *inner),)):
+                parts += inner
+            case _:
+                parts.append(term)
+    number = Term(sum(part.number for part in parts if not part.factors))
+    parts = [part for part in parts if part.factors]
+    if number.number or not parts:
+        parts.append(number)
+    if len(parts) == 1:
+        return parts[0]
+    return Term(1.0, (("sum", *sorted(parts, key=repr)),))
+
+
+def _multiplied(*terms: Term) -> Term:
+    number = functools.reduce(lambda a, b: a * b, (term.number for term in terms))
+    factors = sorted((f for term in terms for f in term.factors), key=repr)
+    # Products of the same numbers in another order differ in the last digits.
+    return Term(float(f"{number:.6g}"), tuple(factors) if number else ())
