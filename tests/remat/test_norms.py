@@ -17,13 +17,15 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
+from helpers.marks import slow
 from helpers.models import normal
 
 import coat_jax as coat
 import pallas_kernels as pk
 from coat_jax import fp8_dot_general, fp8_remat
 
-TOKENS, K, N = 48, 48, 32  # As many tokens as columns, so that shapes tell nothing.
+# There are as many tokens as columns, so that shapes do not tell them apart.
+TOKENS, K, N = 48, 48, 32
 BF16, F32 = jnp.bfloat16, jnp.float32
 EPS = 1e-3
 
@@ -176,7 +178,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("tokens", [(TOKENS,), (2, 24)])
+@pytest.mark.parametrize("tokens", [(TOKENS,), slow((2, 24))])
 @pytest.mark.parametrize("name", FORMS)
 def test_norms_are_found_in_each_form(name, tokens):
     params, x, dy = given(tokens)
