@@ -222,8 +222,10 @@ class Checkpoints:
         try:
             with processes.together(), _errors_of_disk(saving.path):
                 saving.written.result()
-        except BaseException:
+        except BaseException as error:
             self._manager = None  # It would raise the error again.
+            if not isinstance(error, OSError):
+                saving.heard.stream.write(saving.heard.kept.getvalue())
             raise
         finally:
             sys.stderr = saving.heard.stream

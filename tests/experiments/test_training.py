@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import sys
 import threading
 
 import jax
@@ -130,18 +131,26 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         assert _bits(checkpoints.state(stochastic.abstract_state())) == expected
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(OSError(errno.ENOSPC, "no space"), ""), (RuntimeError("no space"), "a task\n")],
+)
 def test_the_next_save_raises_the_errors_of_the_thread(
-    stochastic, tmp_path, monkeypatch
+    error, said, stochastic, tmp_path, monkeypatch, capsys
 ):
-    def full(path):
-        raise OSError(errno.ENOSPC, "no space", str(path))
+    """The thread's own lines are shown unless the disk is to blame."""
+
+    def fail(path):
+        print("a task", file=sys.stderr)
+        raise error
 
     state = stochastic.init()
-    monkeypatch.setattr(checkpoints_module, "_write_list", full)
+    monkeypatch.setattr(checkpoints_module, "_write_list", fail)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(state, Progress(step=3))
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(type(error), match="no space"):
             checkpoints.save(state, Progress(step=5))
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import oracle
+from helpers.dots import OTHER_WAYS, assert_near, linear, rows, tensor
 from helpers.gradients import (
     assert_close,
     fake,
@@ -27,10 +28,6 @@ from coat_jax import fp8_dot_general, fp8_remat
 
 TOKENS, K, F = 96, 48, 64
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-def linear(x, w):
-    return fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def mlp(product, dtype=BF16):
@@ -61,29 +58,8 @@ def gates(fn, *args) -> set[str]:
     return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
 
 
-def tensor(x, format=oracle.E4M3):
-    """Quantizes per tensor and dequantizes, in float64."""
-    return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
-
-
-def rows(x):
-    """Quantizes with a float32 scale for each token and dequantizes, in float64."""
-    x = np.asarray(x, np.float32)
-    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(448)
-    return oracle.E4M3.round(x / scale).astype(np.float64) * scale
-
-
 def bfloat16(x):
     return np.asarray(jnp.asarray(x, BF16), float)
-
-
-def assert_near(actual, expected, tolerance=1e-2):
-    """Asserts an error that is small beside the norm and beside that of one rounding.
-
-    Where sums in another order round to another code, single results differ more.
-    """
-    error = np.linalg.norm(np.asarray(actual, float) - expected)
-    assert error <= tolerance * np.linalg.norm(expected)
 
 
 def sigmoid(x):
@@ -223,16 +199,7 @@ def test_what_others_read_is_left_alone():
         assert_as_without_gates(fn, weights, x)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"format": coat.E5M2},
-        {"group": 32},
-        {"where": lambda _: True},
-        {"policy": jax.checkpoint_policies.nothing_saveable},
-        {"key": jax.random.key(0)},
-    ],
-)
+@pytest.mark.parametrize("options", OTHER_WAYS)
 def test_other_ways_to_save_are_not_the_kernels(options):
     weights, x, _ = given()
     assert not gates(fp8_remat(mlp(silu), **options), weights, x)

@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import layers, oracle
+from helpers.dots import OTHER_WAYS, assert_near, linear, rows, tensor
 from helpers.gradients import (
     assert_close,
     fake,
@@ -20,18 +21,13 @@ from helpers.gradients import (
 from helpers.marks import slow
 from helpers.models import normal
 
-import coat_jax as coat
 import pallas_kernels as pk
-from coat_jax import fp8_dot_general, fp8_remat
+from coat_jax import fp8_remat
 
 # There are as many tokens as columns, so that shapes do not tell them apart.
 TOKENS, K, N = 48, 48, 32
 BF16, F32 = jnp.bfloat16, jnp.float32
 EPS = 1e-3
-
-
-def linear(x, w):
-    return fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
 def after(norm):
@@ -74,23 +70,6 @@ def layer(x, scale, bias):
     y = x.astype(F32)
     y = (y - mean(y)) / jnp.sqrt(jnp.var(y, axis=-1, keepdims=True) + EPS)
     return (y * scale + bias).astype(x.dtype)
-
-
-def tensor(x, format=oracle.E4M3):
-    """Quantizes per tensor and dequantizes, in float64."""
-    return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
-
-
-def rows(x):
-    """Quantizes with a float32 scale for each token and dequantizes, in float64."""
-    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(448)
-    return oracle.E4M3.round((x / scale).astype(np.float32)).astype(np.float64) * scale
-
-
-def assert_near(actual, expected, tolerance=1e-2):
-    """Asserts an error that is small beside the norm and beside one rounding."""
-    error = np.linalg.norm(np.asarray(actual, float) - expected)
-    assert error <= tolerance * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("kind", "norm"), [("rms", rms), ("layer", layer)])
@@ -240,16 +219,7 @@ def test_a_norm_that_others_read_is_left_alone(fn):
     assert not norms(fp8_remat(fn), params, x)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"format": coat.E5M2},
-        {"group": 32},
-        {"where": lambda _: True},
-        {"policy": jax.checkpoint_policies.nothing_saveable},
-        {"key": jax.random.key(0)},
-    ],
-)
+@pytest.mark.parametrize("options", OTHER_WAYS)
 def test_other_ways_to_save_are_not_the_kernels(options):
     params, x, _ = given()
     assert not norms(fp8_remat(after(rms), **options), params, x)

@@ -1,0 +1,42 @@
+"""FP8 matmuls as users write them, and their arithmetic in NumPy."""
+
+import jax
+import numpy as np
+
+import coat_jax as coat
+from helpers import oracle
+from helpers.gradients import fake
+
+# Options of `fp8_remat` with which residuals are not saved as kernels save theirs.
+OTHER_WAYS = [
+    {"format": coat.E5M2},
+    {"group": 32},
+    {"where": lambda _: True},
+    {"policy": jax.checkpoint_policies.nothing_saveable},
+    {"key": jax.random.key(0)},
+]
+
+
+def linear(x, w):
+    return coat.fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def tensor(x, format=oracle.E4M3):
+    """Quantizes per tensor and dequantizes, in float64."""
+    return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
+
+
+def rows(x):
+    """Quantizes with a float32 scale for each token and dequantizes, in float64."""
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) / np.float32(448)
+    return oracle.E4M3.round(x / scale).astype(np.float64) * scale
+
+
+def assert_near(actual, expected, tolerance=1e-2):
+    """Asserts an error that is small beside the norm and beside that of one rounding.
+
+    Where sums in another order round to another code, single results differ more.
+    """
+    error = np.linalg.norm(np.asarray(actual, float) - expected)
+    assert error <= tolerance * np.linalg.norm(expected)
