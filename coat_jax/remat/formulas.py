@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-CALLS = frozenset({"custom_jvp_call", "jit"})
+_CALLS = frozenset({"custom_jvp_call", "jit"})
 _CASTS = frozenset({"convert_element_type", "copy"})
 _MOVES = frozenset({"broadcast_in_dim", "reshape"})
 _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
@@ -22,7 +22,7 @@ _ARITHMETIC = frozenset(
 )
 # `jnp.var` chooses by whether there is more than one number.
 _CHOICES = frozenset({"gt", "select_n"})
-KNOWN = CALLS | _CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
+KNOWN = _CALLS | _CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 # Norms and gates have less arithmetic, and smaller powers.
 MAX_STEPS = 24
@@ -135,7 +135,7 @@ def _moved(
     if layout is None or old == new:
         return layout
     if eqn.primitive.name == "reshape":
-        if width is None or (layout == "elements" and old[-1] == new[-1:][0]):
+        if width is None or (layout == "elements" and old[-1:] == new[-1:]):
             return layout
         if layout == "tokens" and new == (*old, 1):
             return "rows"

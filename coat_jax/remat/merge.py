@@ -150,11 +150,12 @@ def _norms(
     Calls of batches of weights have no merged form with a norm.
     """
     makers = {v: eqn for v, eqn in uses.makers.items() if not _is_call(eqn)}
+    places = {id(eqn): place for place, eqn in enumerate(uses.program.eqns)}
     for key, eqns in groups.items():
         x, *_ = key
         if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:
             continue
-        if found := norm_of(x, uses.program, makers, fixed):
+        if found := norm_of(x, uses.program, makers, places, fixed):
             own = {id(eqn) for eqn in (*found.eqns, *eqns)}
             made = (v for eqn in found.eqns for v in eqn.outvars if v not in fixed)
             if all(id(reader) in own for v in made for reader in uses.readers[v]):

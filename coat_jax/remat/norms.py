@@ -55,6 +55,7 @@ def norm_of(
     y: core.Var,
     program: core.Jaxpr,
     makers: Mapping[core.Var, core.JaxprEqn],
+    places: Mapping[int, int],
     fixed: Collection[core.Var],
 ) -> NormOf | None:
     """Returns the norm that computes `y` from an array of BF16, or None.
@@ -63,9 +64,9 @@ def norm_of(
       y: A variable of BF16.
       program: The program that computes it.
       makers: The operation that computes each variable.
+      places: The place of each operation in the program, by its identity.
       fixed: The variables that follow from parameters and constants alone.
     """
-    places = {id(eqn): place for place, eqn in enumerate(program.eqns)}
     width = y.aval.shape[-1]
     free, columns, taken = {y}, set(), {}
     while len(taken) < 2 * MAX_STEPS:
@@ -141,6 +142,8 @@ def _matched(
         operands = dict(zip(names, columns, strict=True))
         layouts = {v: (name, "columns") for name, v in operands.items()}
         term = term_of(part, {x: ("x", "elements"), **layouts}, width)
+        if term is None:
+            continue
         for eps in _added_numbers(part):
             if kind := _known(width, eps).get(term):
                 return Norm(kind, eps), Source(x, **operands)

@@ -6,6 +6,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 import coat_jax as coat
 from experiments.common.style import framed
@@ -38,7 +39,7 @@ def ranges(moments: Moments) -> Figure:
         with np.errstate(divide="ignore"):
             log = np.log2(x / x.max(axis=1, keepdims=True))
         before, after = (y[np.isfinite(y)] for y in (log, log * k[:, None]))
-        _shade(left)
+        shades = _shade(left)
         _histogram(left, (before, after), np.arange(-25, 0.5, 0.5))
         left.set_title(f"{_TITLES[name]}, step {moments.step}", loc="left", fontsize=11)
         widths = [
@@ -47,9 +48,8 @@ def ranges(moments: Moments) -> Figure:
         _histogram(right, widths, np.arange(0, 25.5, 0.5))
         right.axvline(_FULL, color="0.4", linestyle=":", linewidth=1)
         right.set_title(f"median k = {np.median(k):.2f}", loc="left", fontsize=11)
-    shades, names = left.get_legend_handles_labels()
     style = dict(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
-    figure.legend(shades[:2], names[:2], **style)
+    figure.legend(shades, ["E4M3, normal", "E4M3, subnormal"], **style)
     left.set_xlabel("log2 of a magnitude over its group's largest")
     right.set_xlabel("octaves from a group's smallest to its largest")
     return figure
@@ -147,10 +147,11 @@ def _histogram(axes: Axes, values, edges: Float[np.ndarray, " n"]) -> None:
     _tidy(axes)
 
 
-def _shade(axes: Axes) -> None:
+def _shade(axes: Axes) -> list[Patch]:
+    """Shades the ranges of E4M3's normal and of its subnormal magnitudes."""
+    spans = ((_NORMAL, 0, "0.88"), (_SMALLEST, _NORMAL, "0.95"))
     style = dict(zorder=0, linewidth=0)
-    axes.axvspan(_NORMAL, 0, color="0.88", label="E4M3, normal", **style)
-    axes.axvspan(_SMALLEST, _NORMAL, color="0.95", label="E4M3, subnormal", **style)
+    return [axes.axvspan(low, high, color=c, **style) for low, high, c in spans]
 
 
 def _tidy(axes: Axes) -> None:

@@ -88,6 +88,25 @@ class Progress:
             self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
 
 
+class _Heard:
+    """A stream for errors that passes on what the main thread writes.
+
+    What other threads write is kept. Where a disk is full, those of orbax print tens of
+    errors beside the one that is raised.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.kept = io.StringIO()
+
+    def write(self, text: str) -> int:
+        is_main = threading.current_thread() is threading.main_thread()
+        return (self.stream if is_main else self.kept).write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Saving:
     """A checkpoint that a thread is writing.
@@ -102,7 +121,7 @@ class _Saving:
     path: Path
     origin: int | None
     written: Future[None]
-    heard: "_Heard"
+    heard: _Heard
 
 
 class Checkpoints:
@@ -283,25 +302,6 @@ class Checkpoints:
         manager = self._opened()
         restored = manager.restore(manager.latest_step(), args=items)
         return TrainState(**restored["state"])
-
-
-class _Heard:
-    """A stream for errors that passes on what the main thread writes.
-
-    What other threads write is kept. Where a disk is full, those of orbax print tens of
-    errors beside the one that is raised.
-    """
-
-    def __init__(self, stream: TextIO) -> None:
-        self.stream = stream
-        self.kept = io.StringIO()
-
-    def write(self, text: str) -> int:
-        is_main = threading.current_thread() is threading.main_thread()
-        return (self.stream if is_main else self.kept).write(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
 
 @contextlib.contextmanager

@@ -147,9 +147,8 @@ def _explain(losses: Axes, gaps: Axes, settings: Settings) -> None:
     )
     gaps.set_ylabel(f"% from {settings.recipes[0]}")
     gaps.set_xlabel("step")
-    gaps.axhspan(-1, 1, color="0.93", zorder=0, label="within 1%")
+    band = gaps.axhspan(-1, 1, color="0.93", zorder=0, label="within 1%")
     gaps.set_ylim(-2.5, 2.5)
-    handles, labels = gaps.get_legend_handles_labels()
-    gaps.legend(handles[-1:], labels[-1:], frameon=False, loc="lower right", fontsize=9)
+    gaps.legend(handles=[band], frameon=False, loc="lower right", fontsize=9)
     for axes in (losses, gaps):
         framed(axes)

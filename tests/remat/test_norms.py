@@ -199,6 +199,19 @@ def test_near_misses_are_left_alone(name):
     assert_close(merged, plain, 0.15)
 
 
+@pytest.mark.parametrize("shape", [(4, 1), (1, 1)])
+def test_rows_of_one_element_have_no_norm_that_is_known(shape):
+    def fn(w, x):
+        y = jnp.reshape(x, ()).reshape(shape) if shape == (1, 1) else x
+        return linear(y * jax.lax.rsqrt(3 * y * y + EPS), w)
+
+    w, x = normal(1, 1, N, dtype=BF16), normal(2, *shape, dtype=BF16)
+    assert not norms(fp8_remat(fn), w, x)
+    dy = normal(3, shape[0], N, dtype=BF16)
+    merged, plain = (value_and_vjp(f, dy, w, x)[0] for f in (fp8_remat(fn), fn))
+    assert_close(merged, plain, 0.1)
+
+
 def read_by_another(params, x):
     h = rms(x, params[1])
     return linear(h, params[0][0].astype(BF16)) + h[..., :N]
