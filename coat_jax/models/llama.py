@@ -86,8 +86,7 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
         intermediate_size=intermediate,
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=heads,
-        **{"vocab_size": 32_000, **rest},
+        **{"num_kv_heads": heads, "vocab_size": 32_000, **rest},
     )
 
 
@@ -99,6 +98,9 @@ CONFIGS: dict[str, LlamaConfig] = {
     ),
     "llama2-7b": _llama(4096, 11_008, 32, 32),
     "llama2-13b": _llama(5120, 13_824, 40, 40),
+    "llama3-8b": _llama(
+        4096, 14_336, 32, 32, num_kv_heads=8, vocab_size=128_256, rope_theta=500_000.0
+    ),
     "llama-30b": _llama(6656, 17_920, 60, 52, norm_eps=1e-6),
 }
 

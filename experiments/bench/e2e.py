@@ -1,24 +1,27 @@
-"""Training steps of Llama-2-7B: tokens per second and use of memory.
+"""Training steps of a Llama: tokens per second and use of memory.
 
     uv run python -m experiments.bench.e2e
     uv run python -m experiments.bench.e2e --cases coat coat_max --batch 2 8
     uv run python -m experiments.bench.e2e --layers 12 --gpus 1 2 --out two_gpus.json
+    uv run python -m experiments.bench.e2e --preset llama3-8b --seq 8192 --gpus 4
 
 Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
 train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
 `coat.fp8_adamw` in one pass (`coat.fused_update`). On several GPUs parameters, moments
 and the batch are split over all of them. Each case, batch size and number of GPUs runs
-in its own process. New rows are added to the rows of the results file, so that cases
-can be measured one by one.
+in its own process. New rows are added to the rows of the results file, which may be of
+several models, so that cases can be measured one by one.
 """
 
 import argparse
 import dataclasses
 import itertools
 import multiprocessing
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +30,27 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
-from experiments.bench.model_step import Model, measure_alone, take_memory
+from coat_jax.models import llama
+from experiments.bench.model_step import BY_HAND, Model, measure_alone, take_memory
 from experiments.common import results
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.programs import new_parser
-from experiments.common.results import Bar, default_path, versions, write_results
+from experiments.common.results import (
+    Bar,
+    default_path,
+    known_rows,
+    versions,
+    write_results,
+)
 from experiments.common.tables import bars as bars_table
 from experiments.report.paper import TABLE_7, TABLE_7_COLUMNS
 
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
+_CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
+_PLAIN = (*PLAIN, BY_HAND)
+# The cases whose memory `coat` is to halve.
+_HALVED = ("bf16", "bf16, products saved")
 # The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run
 # out of memory. The activations of batch 2 are on each of four GPUs.
 _ALONE = dict(zip(TABLE_7_COLUMNS, TABLE_7["Llama-2-7B", 1, 1]["coat"], strict=True))
@@ -56,22 +70,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    model = Model(**{name: getattr(args, name) for name in _sizes()})
+    given = {name: getattr(args, name) for name in _sizes()}
+    given = {name: size for name, size in given.items() if size is not None}
+    model = dataclasses.replace(Model.of(args.preset), **given)
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
     take_memory(at_once=False)
     try:
-        rows = known_rows(args.out, model)
+        rows = known_rows(args.out)
     except ValueError as error:
         top.error(str(error))
     console = Console(width=130)
     chosen = list(itertools.product(args.cases, args.gpus, args.batch))
     for case, gpus, batch in tqdm(chosen, unit="case", disable=None):
-        row = measured(case, model, batch, args.steps, gpus)
+        row = measured(case, model, batch, args.steps, gpus, args.xla_flags)
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
-    console.print(table(rows))
+    for own in _by_model(rows).values():
+        console.print(table(own))
     console.print(bars_table(bars(rows)))
 
 
@@ -79,42 +96,34 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     top = new_parser("experiments.bench.e2e", __doc__)
     add = top.add_argument
-    add("--cases", nargs="+", choices=CASES, default=_DEFAULT, metavar="CASE")
+    add("--cases", nargs="+", choices=_CASES, default=_DEFAULT, metavar="CASE")
     add("--batch", type=int, nargs="+", default=[1, 2, 4, 8], metavar="B")
     add("--gpus", type=int, nargs="+", default=[1], metavar="N")
     add("--steps", type=int, default=6, help="timed, behind two that are not")
-    for name, default in _sizes().items():
-        add(f"--{name.replace('_', '-')}", type=int, default=default)
+    presets = "the model's sizes (llama2-7b)"
+    add("--preset", choices=llama.CONFIGS, default="llama2-7b", help=presets)
+    for name in _sizes():
+        add(f"--{name.replace('_', '-')}", type=int, help="the preset's by default")
+    add("--xla-flags", default="", metavar="FLAGS", help="more of XLA_FLAGS")
     out = default_path("bench_e2e")
-    add("--out", type=Path, default=out, help="what is there of this model is kept")
+    add("--out", type=Path, default=out, help="what is there is kept")
     return top
 
 
-def _sizes() -> dict[str, int]:
-    return dataclasses.asdict(Model())
+def _sizes() -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(Model))
 
 
-def known_rows(path: Path, model: Model) -> list[Row]:
-    """Returns the rows of a results file.
-
-    Raises:
-      ValueError: If the rows are of another model or another device.
-    """
-    rows = results.known_rows(path)
-    for row in rows:
-        if any(row[name] != size for name, size in dataclasses.asdict(model).items()):
-            raise ValueError(f"{path} is of another model; name another --out")
-    return rows
-
-
-def measured(case: str, model: Model, batch: int, steps: int, gpus: int) -> Row:
+def measured(
+    case: str, model: Model, batch: int, steps: int, gpus: int, xla_flags: str = ""
+) -> Row:
     """Measures a row in a new process; the row has an error if the process dies."""
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row["commit"] = versions()["commit"]
+    row |= {"commit": versions()["commit"], "xla_flags": xla_flags}
     if model == Model() and gpus == 1:
         row |= PAPER.get((case, batch), {})
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
             row |= pool.submit(measure_alone, case, model, batch, steps, gpus).result()
         except BrokenProcessPool:
@@ -122,38 +131,73 @@ def measured(case: str, model: Model, batch: int, steps: int, gpus: int) -> Row:
     return row
 
 
+@contextmanager
+def _environment(xla_flags: str) -> Iterator[None]:
+    """Adds to XLA_FLAGS, which new processes inherit."""
+    before = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{before or ''} {xla_flags}".strip()
+    try:
+        yield
+    finally:
+        del os.environ["XLA_FLAGS"]
+        if before is not None:
+            os.environ["XLA_FLAGS"] = before
+
+
 def joined(rows: list[Row], row: Row) -> list[Row]:
-    """Returns sorted rows with `row`, which replaces that of its case, batch, GPUs."""
+    """Returns sorted rows with `row`, which replaces the row of the same measurement.
+
+    Measurements are the same if model, case, GPUs, batch and flags are.
+    """
     return sorted(results.joined(rows, row, _key), key=_key)
 
 
-def _key(row: Row) -> tuple[int, int, int]:
-    return list(CASES).index(row["case"]), _gpus(row), row["batch"]
+def _key(row: Row) -> tuple[Any, ...]:
+    places = _CASES.index(row["case"]), _gpus(row), row["batch"]
+    return *dataclasses.astuple(_model(row)), *places, row.get("xla_flags", "")
+
+
+def _model(row: Row) -> Model:
+    return Model(**{name: row[name] for name in _sizes()})
+
+
+def _by_model(rows: list[Row]) -> dict[Model, list[Row]]:
+    """Returns the rows of each model."""
+    found: dict[Model, list[Row]] = {}
+    for row in rows:
+        found.setdefault(_model(row), []).append(row)
+    return found
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds the ratios of tokens per second to those of other rows.
+    """Adds the ratios of tokens per second to those of other rows of the same model.
 
-    `ratio_to_bf16` compares rows of the same batch size and commit, because GPUs of one
-    kind differ by 2%, and rows of one commit were measured on one GPU. A row keeps its
-    ratio if only `bf16` was measured again, at another commit. `ratio_to_one_gpu`
-    compares tokens per second and GPU in the same way. `ratio_to_best_bf16` is to the
-    fastest BF16 row on as many GPUs.
+    `ratio_to_bf16` compares rows of the same batch size, flags and commit, because GPUs
+    of one kind differ by 2%, and rows of one commit were measured on one GPU. A row
+    keeps its ratio if only `bf16` was measured again, at another commit.
+    `ratio_to_one_gpu` compares tokens per second and GPU in the same way with one GPU
+    and any flags. `ratio_to_best_bf16` is to the fastest BF16 row on as many GPUs, with
+    any flags.
     """
     rates = {_identity(row): _rate(row) for row in rows if _ran(row)}
-    best: dict[int, float] = {}
-    for row in rows:
-        if _ran(row) and row["case"] in PLAIN:
-            gpus = _gpus(row)
-            best[gpus] = max(best.get(gpus, 0.0), _rate(row))
+    best: dict[Any, float] = {}
+    alone: dict[Any, float] = {}
+    for row in filter(_ran, rows):
+        if row["case"] in _PLAIN:
+            key = _model(row), _gpus(row)
+            best[key] = max(best.get(key, 0.0), _rate(row))
+        if _gpus(row) == 1:
+            key = _identity(row | {"xla_flags": ""})
+            alone[key] = max(alone.get(key, 0.0), _rate(row))
     found = []
     for row in rows:
         others = {
-            "ratio_to_best_bf16": best.get(_gpus(row)),
+            "ratio_to_best_bf16": best.get((_model(row), _gpus(row))),
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
-            others["ratio_to_one_gpu"] = rates.get(_identity(row | {"gpus": 1}))
+            one = row | {"gpus": 1, "xla_flags": ""}
+            others["ratio_to_one_gpu"] = alone.get(_identity(one))
         ratios = {k: _rate(row) / v for k, v in others.items() if v and _ran(row)}
         found.append(row | ratios)
     return found
@@ -178,10 +222,22 @@ def _ran(row: Row) -> bool:
 
 
 def bars(rows: list[Row]) -> list[Bar]:
-    """Returns the targets of the 7B model for the cases that were measured."""
-    found = _bars_of_two(rows)
-    if any(row.get("layers", Model().layers) < Model().layers for row in rows):
-        return found
+    """Returns the targets for the models and cases that were measured."""
+    found = []
+    groups = _by_model(rows)
+    for model, own in groups.items():
+        targets = _bars_of_one(own) if model == Model() else []
+        targets += _bars_of_two(own, model)
+        if len(groups) > 1:
+            names = (f"{model.name}: {bar.name}" for bar in targets)
+            targets = [b._replace(name=n) for b, n in zip(targets, names, strict=True)]
+        found += targets
+    return found
+
+
+def _bars_of_one(rows: list[Row]) -> list[Bar]:
+    """Returns the targets of the 7B model on one GPU."""
+    found = []
     rows = [row for row in rows if _gpus(row) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
     if {("coat", 2), ("bf16", 2)} <= at.keys():
@@ -191,7 +247,7 @@ def bars(rows: list[Row]) -> list[Bar]:
         found.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
         found.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
     best = max((at[k]["tokens_per_s"] for k in at if k[0] == "coat"), default=None)
-    plain = max((at[k]["tokens_per_s"] for k in at if k[0] in PLAIN), default=None)
+    plain = max((at[k]["tokens_per_s"] for k in at if k[0] in _PLAIN), default=None)
     if best:
         found.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
     if best and plain:
@@ -200,26 +256,34 @@ def bars(rows: list[Row]) -> list[Bar]:
     return found
 
 
-def _bars_of_two(rows: list[Row]) -> list[Bar]:
+def _bars_of_two(rows: list[Row], model: Model) -> list[Bar]:
     """Returns the targets on two GPUs, for the cases that were measured there."""
+    plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
-    best = max((_rate(row) for row in rows if row["case"] in PLAIN), default=None)
+    best = max((_rate(row) for row in rows if row["case"] in _PLAIN), default=None)
     found = []
-    for row in rows:
-        if row["case"] != "coat" or "ratio_to_one_gpu" not in row:
-            continue
+    coat = [row for row in rows if row["case"] == "coat"]
+    beside = [row for row in coat if "ratio_to_one_gpu" in row]
+    if beside:
+        row = max(beside, key=lambda row: row["ratio_to_one_gpu"])
         name = f"two GPUs, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
-        least = 0.92 if row["layers"] == Model().layers else 0.94
+        least = 0.94 if model.layers < Model().layers else 0.92
         found.append(Bar.of(name, ">=", least, row["ratio_to_one_gpu"]))
-    rates = [_rate(row) for row in rows if row["case"] == "coat"]
-    if best and rates:
+    if best and coat:
         name = "two GPUs, coat, its best / BF16's best"
-        found.append(Bar.of(name, ">=", 1.6, max(rates) / best))
+        found.append(Bar.of(name, ">=", 1.6, max(map(_rate, coat)) / best))
+    for case in _HALVED:
+        both = [row for row in coat if _key(row | {"case": case}) in plain]
+        if both:
+            row = max(both, key=lambda row: row["batch"])
+            ratio = row["peak_gib"] / plain[_key(row | {"case": case})]["peak_gib"]
+            name = f"two GPUs, coat, batch {row['batch']} a GPU: peak / that of {case}"
+            found.append(Bar.of(name, "<=", 0.5, ratio))
     return found
 
 
 def table(rows: list[Row]) -> Table:
-    """Returns a table of all rows, with the paper's figures below ours."""
+    """Returns a table of the rows of one model, with the paper's figures below ours."""
     columns = {
         "tokens/s": ("tokens_per_s", ",.0f"),
         "x bf16": ("ratio_to_bf16", ".2f"),
@@ -234,7 +298,7 @@ def table(rows: list[Row]) -> Table:
     if not any("ratio_to_one_gpu" in row for row in rows):
         del columns["x one GPU"]
     found = Table(
-        title="Training steps (the paper's below)",
+        title=f"Training steps of {_model(rows[0]).name} (the paper's below)",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
@@ -252,7 +316,8 @@ def table(rows: list[Row]) -> Table:
             cells[0] = row["error"]
         gpus = _gpus(row)
         batch = f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
-        found.add_row(row["case"], batch, *cells)
+        case = row["case"] + ("\n" + row["xla_flags"] if row.get("xla_flags") else "")
+        found.add_row(case, batch, *cells)
     return found
 
 

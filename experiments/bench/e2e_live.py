@@ -6,7 +6,6 @@ how a measurement goes and whose times mean nothing.
 
 from typing import Any
 
-from coat_jax.models import llama
 from coat_jax.models.memory import GIB
 from experiments.bench.e2e import measured
 from experiments.bench.model_step import Model, measure
@@ -55,19 +54,6 @@ def largest_model(limit: int) -> Model:
     Args:
       limit: The bytes of a GPU that the step may take.
     """
-    models = (model_of(preset) for preset in PRESETS)
+    models = (Model.of(preset) for preset in PRESETS)
     fit = (m for m in models if estimate("coat", m, 1).peak_bytes <= limit)
     return next(fit, TINY)
-
-
-def model_of(preset: str) -> Model:
-    """Returns the sizes of a preset of `coat_jax.models.llama`."""
-    config = llama.CONFIGS[preset]
-    return Model(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        layers=config.num_layers,
-        heads=config.num_heads,
-        kv_heads=config.num_kv_heads,
-        vocab=config.vocab_size,
-    )

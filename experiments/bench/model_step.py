@@ -1,5 +1,9 @@
 """A training step of a whole Llama, for each of the compared cases.
 
+On several GPUs jit splits the work by the shardings of parameters and batch. One more
+case, `BY_HAND`, is BF16 as one writes it without jit's help: under `shard_map` each
+layer's weights are gathered in a loop, and their gradients scattered.
+
 `measure` should run in its own process. The device memory that it reports is then that
 of the step alone, and running out of memory affects nothing else.
 """
@@ -9,12 +13,15 @@ import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32
 
 import coat_jax as coat
@@ -37,6 +44,7 @@ from experiments.pretrain.training import tree_bytes
 GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
+BY_HAND = "bf16, shard_map"
 # The share of the device's memory that JAX may take; JAX's default is three quarters.
 _MEMORY_SHARE = "0.95"
 
@@ -52,6 +60,34 @@ class Model:
     kv_heads: int = 32
     vocab: int = 32_000
     seq: int = 2048
+
+    @classmethod
+    def of(cls, preset: str) -> "Model":
+        """Returns the sizes of a preset of `coat_jax.models.llama`."""
+        config = llama.CONFIGS[preset]
+        return cls(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            layers=config.num_layers,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            vocab=config.vocab_size,
+        )
+
+    @property
+    def name(self) -> str:
+        """The preset with these sizes, or the sizes, and what differs from it."""
+        differs = {"layers": self.layers, "seq": self.seq}
+        for preset in llama.CONFIGS:
+            known = Model.of(preset)
+            if dataclasses.replace(known, **differs) == self:
+                found = preset
+                if self.layers != known.layers:
+                    found += f", {self.layers} layers"
+                break
+        else:
+            found = f"{self.layers} layers of {self.hidden}"
+        return found if self.seq == Model.seq else f"{found}, sequence {self.seq:,}"
 
     def config(self, case: Case, mesh: Mesh | None = None) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16."""
@@ -89,6 +125,8 @@ def loss_function(
 
     The loss function takes parameters, histories and tokens [b, s + 1].
     """
+    if case == BY_HAND:
+        return _loss_by_hand(model, mesh)
 
     def build():
         found = llama.Llama(model.config(CASES[case], mesh), rngs=nnx.Rngs(0))
@@ -102,6 +140,59 @@ def loss_function(
         return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
 
     return loss, LayerState(*state)
+
+
+def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState]:
+    """Returns what `loss_function` returns, for `BY_HAND`.
+
+    Raises:
+      ValueError: If there is no mesh.
+    """
+    if mesh is None:
+        raise ValueError(f"{BY_HAND} needs several devices, got one")
+    names = mesh.axis_names
+
+    def whole(shard: Array, axis: int) -> Array:
+        # Backward gathers again instead of keeping all layers' weights.
+        gathered = lax.all_gather(shard, names, axis=axis, tiled=True)
+        return checkpoint_name(gathered, "gathered")
+
+    def wrap(apply, in_scan):
+        def gathering(shards, x):
+            # Every weight of a layer is split along its outputs, norms are not split.
+            split = (s if s.ndim < 2 else whole(s, s.ndim - 2) for s in leaves(shards))
+            return apply(jax.tree.structure(shards).unflatten(split), x)
+
+        return jax.checkpoint(
+            gathering,
+            policy=jax.checkpoint_policies.save_anything_except_these_names("gathered"),
+            prevent_cse=not in_scan,
+        )
+
+    leaves = jax.tree.leaves
+
+    def build():
+        found = llama.Llama(model.config(CASES["bf16"]), rngs=nnx.Rngs(0))
+        found.layers = _Wrapped(found.layers, wrap)
+        return found
+
+    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    params, histories = LayerState(*state)
+    specs = jax.tree.map(lambda s: s.spec, meshes.param_shardings(params, mesh))
+    placed = {"in_specs": (specs, PartitionSpec(names)), "out_specs": PartitionSpec()}
+
+    @partial(jax.shard_map, mesh=mesh, **placed, check_vma=False)
+    def mean(params, tokens):
+        found = nnx.merge(graph, params, histories)
+        for weight in (found.embedding, found.head):
+            weight.set_value(whole(weight[...], 0))
+        loss = llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
+        return lax.pmean(loss, names)
+
+    def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
+        return mean(params, tokens)
+
+    return loss, LayerState(params, histories)
 
 
 def measure_alone(
@@ -133,7 +224,7 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     sizes are those on one of them. The row has an error if memory does not suffice.
 
     Args:
-      case: A name in `CASES`.
+      case: A name in `CASES`, or `BY_HAND` on several GPUs.
       model: The model's sizes.
       batch: The number of sequences of a step on each GPU.
       steps: The number of timed steps.
@@ -143,7 +234,7 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row |= {"gpus": gpus, "mesh": meshes.name_of(mesh)}
     loss, (params, histories) = loss_function(case, model, mesh)
-    fused = CASES[case].recipe in COAT_RECIPES
+    fused = case != BY_HAND and CASES[case].recipe in COAT_RECIPES
     tx, update = fused_step() if fused else chain_step(optax_adamw())
 
     def step(carry, tokens):

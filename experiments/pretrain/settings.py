@@ -292,6 +292,14 @@ PRESETS: dict[str, Preset] = {
         lr=3e-4,
         param_dtype="bfloat16",
     ),
+    "llama3-8b": _large(
+        "llama3-8b",
+        steps=50_000,
+        batch_size=2,
+        seq_len=8192,
+        lr=3e-4,
+        param_dtype="bfloat16",
+    ),
     "llama-30b": _large(
         "llama-30b",
         steps=50_000,

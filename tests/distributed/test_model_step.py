@@ -21,3 +21,17 @@ def test_a_step_on_two_devices_has_the_losses_of_one(case):
     assert two["last_loss"] < two["first_loss"]
     assert two["tokens_per_s_per_gpu"] == two["tokens_per_s"] / 2
     assert two["parameters_gib"] == one["parameters_gib"] / 2
+
+
+def test_a_step_by_hand_has_the_losses_of_jit():
+    by_jit = model_step.measure("bf16", MODEL, 2, 2, gpus=2)
+    by_hand = model_step.measure(model_step.BY_HAND, MODEL, 2, 2, gpus=2)
+    for name in ("first_loss", "last_loss"):
+        assert by_hand[name] == pytest.approx(by_jit[name], rel=2e-3)
+    for name in ("parameters_gib", "optimizer_gib"):
+        assert by_hand[name] == by_jit[name]
+
+
+def test_a_step_by_hand_needs_several_devices():
+    with pytest.raises(ValueError, match="needs several devices, got one"):
+        model_step.measure(model_step.BY_HAND, MODEL, 2, 2, gpus=1)

@@ -26,8 +26,8 @@ def predicted():
 
 
 def test_presets_are_the_benchmarks_models():
-    assert e2e_live.model_of("llama2-7b") == Model()
-    found = e2e_live.model_of("llama2-13b")
+    assert Model.of("llama2-7b") == Model()
+    found = Model.of("llama2-13b")
     sizes = (found.hidden, found.intermediate, found.layers, found.heads)
     assert sizes == (5120, 13_824, 40, 40)
 
@@ -36,7 +36,7 @@ def test_the_largest_model_fits():
     """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
     least = 6 * _PARAMETERS_13B
     assert e2e_live.largest_model(least) == Model()
-    assert e2e_live.largest_model(2 * least) == e2e_live.model_of("llama2-13b")
+    assert e2e_live.largest_model(2 * least) == Model.of("llama2-13b")
     assert e2e_live.largest_model(30 * _GIB) == e2e_live.TINY
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import io
 import json
 import math
+import os
 import sys
 import time
 from functools import partial
@@ -244,14 +245,19 @@ def test_out_of_memory_is_a_row(monkeypatch):
 
 def _step(case, batch, rate, peak=10.0, commit="first"):
     row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
-    return row | {"commit": commit}
+    return row | {"commit": commit} | dataclasses.asdict(model_step.Model())
+
+
+def _failed(case, batch):
+    row = {"case": case, "batch": batch, "error": "out of memory", "commit": "first"}
+    return row | dataclasses.asdict(model_step.Model())
 
 
 def test_rows_join_and_bars_compare_them():
     rows = []
     for row in (
         _step("coat", 2, 18_000.0, 50.0),
-        {"case": "bf16", "batch": 4, "error": "out of memory", "commit": "first"},
+        _failed("bf16", 4),
         _step("bf16", 2, 1.0),
         _step("coat", 8, 21_000.0),
         _step("bf16, products saved", 4, 12_000.0),
@@ -307,18 +313,82 @@ def test_rows_of_two_gpus_stand_beside_one():
     assert "2 x 8" in _printed(bench_e2e.table(rows))
 
 
-def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch, capsys):
+def test_rows_of_other_flags_and_models_stand_beside_each_other():
+    def step(case, rate, *, gpus=2, flags="", layers=12, peak=10.0):
+        row = _step(case, 8, rate, peak) | {"gpus": gpus, "layers": layers}
+        return row | {"xla_flags": flags}
+
+    rows = []
+    for row in (
+        step("coat", 120_000.0, flags="--fast", peak=20.0),
+        step("bf16", 60_000.0),
+        step("bf16, shard_map", 75_000.0),
+        step("bf16", 50_000.0, flags="--fast", peak=50.0),
+        step("coat", 62_500.0, gpus=1),
+        step("coat", 20_000.0, layers=32),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    assert [(r["case"], r["xla_flags"], r["layers"]) for r in rows] == [
+        ("bf16", "", 12),
+        ("bf16", "--fast", 12),
+        ("bf16, shard_map", "", 12),
+        ("coat", "", 12),
+        ("coat", "--fast", 12),
+        ("coat", "", 32),
+    ]
+    *_, fast, deep = rows
+    assert fast["ratio_to_bf16"] == pytest.approx(2.4)
+    assert fast["ratio_to_best_bf16"] == pytest.approx(1.6)
+    assert fast["ratio_to_one_gpu"] == pytest.approx(0.96)
+    assert "ratio_to_best_bf16" not in deep
+    assert {b.name: (round(b.measured, 3), b.holds) for b in bench_e2e.bars(rows)} == {
+        "llama2-7b, 12 layers: two GPUs, coat, batch 8 a GPU: tokens/s a GPU / one's": (
+            0.96,
+            True,
+        ),
+        "llama2-7b, 12 layers: two GPUs, coat, its best / BF16's best": (1.6, True),
+        "llama2-7b, 12 layers: two GPUs, coat, batch 8 a GPU: peak / that of bf16": (
+            0.4,
+            True,
+        ),
+    }
+    printed = _printed(bench_e2e.table(rows[:-1]))
+    assert "llama2-7b, 12 layers" in printed
+    assert "--fast" in printed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({}, "llama2-7b"),
+        ({"layers": 12}, "llama2-7b, 12 layers"),
+        ({"seq": 8192}, "llama2-7b, sequence 8,192"),
+        ({"hidden": 64, "layers": 2}, "2 layers of 64"),
+    ],
+)
+def test_models_have_the_names_of_presets(sizes, name):
+    assert dataclasses.replace(model_step.Model(), **sizes).name == name
+
+
+def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     out = tmp_path / "e2e.json"
     sizes = "--hidden 64 --intermediate 96 --layers 1 --heads 2 --kv-heads 2 --seq 16"
     argv = [*sizes.split(), "--steps", "2", "--out", str(out), "--batch", "1"]
+    before = os.environ["XLA_FLAGS"]
     bench_e2e.main([*argv, "--cases", "bf16, products saved", "--vocab", "128"])
     (row,) = json.loads(out.read_text())["rows"]
     _check_step(row, dataclasses.replace(_MODEL, layers=1, kv_heads=2), 8)
     assert row["ratio_to_best_bf16"] == 1
-    with pytest.raises(SystemExit):
-        bench_e2e.main([*argv, "--cases", "te", "--vocab", "256"])
-    assert "another model" in capsys.readouterr().err
+    flags = "--xla-flags=--xla_cpu_enable_fast_min_max=true"
+    bench_e2e.main([*argv, "--cases", "te", "--vocab", "256", flags])
+    first, second = json.loads(out.read_text())["rows"]
+    assert first == row
+    assert (second["case"], second["vocab"]) == ("te", 256)
+    assert flags.endswith(second["xla_flags"])
+    assert "tokens_per_s" in second
+    assert "ratio_to_best_bf16" not in second
+    assert os.environ["XLA_FLAGS"] == before
 
 
 def test_profiles_stand_beside_floors(monkeypatch):

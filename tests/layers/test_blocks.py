@@ -63,6 +63,7 @@ def published(vocab: int, hidden: int, intermediate: int, layers: int, *, norms=
         ("olmo-1b", 1_176_764_416),
         ("llama2-7b", 6_738_415_616),
         ("llama2-13b", 13_015_864_320),
+        ("llama3-8b", 8_030_261_248),
         ("llama-30b", 32_528_943_616),
     ],
 )
