@@ -32,6 +32,8 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
 def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     """Wraps `fn` like `on_explicit_mesh`, with results that are split like tokens.
 
+    Within `shard_map` all arguments of `fn` vary over the same devices.
+
     Args:
       fn: A function of trees of arrays.
       x: An array of tokens, whose type has the mesh.
@@ -40,7 +42,7 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
-        return fn
+        return lambda *args: fn(*placement.varying_alike(args))
     out = jax.tree.map(
         lambda tokens: jax.NamedSharding(where.mesh, P(*where.spec[:tokens])), results
     )

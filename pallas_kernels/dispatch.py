@@ -175,6 +175,7 @@ class Operation(abc.ABC):
         Raises:
           ValueError: If the kernel was named and cannot run, or the name is unknown.
         """
+        arrays = placement.varying_alike(arrays)
         chosen = _choose(self, arrays, implementation)
         # Some operations have no kernel: `kernel` is their definition, for parts.
         has_kernel = type(self).kernel is not type(self).reference
@@ -187,7 +188,8 @@ class Operation(abc.ABC):
             # XLA partitions jnp operations, except where types say how.
             explicit = mesh is not None and mesh.explicit_axes
             run = placement.in_jnp if explicit else type(self).reference
-        return run(self, *arrays)
+        # The types of kernels' results do not say over which devices they vary.
+        return placement.varying_like(run(self, *arrays), arrays)
 
 
 def _choose(

@@ -81,6 +81,34 @@ def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
+def varying_alike[Tree](tree: Tree) -> Tree:
+    """Lets all arrays of a tree vary over the same devices, within `shard_map`.
+
+    There an array's type says over which mesh axes its values differ (unless
+    `check_vma=False`). Arguments of a `custom_vjp` have to be alike, because so are the
+    gradients that it returns. JAX then adds up the gradients of those that were not.
+    """
+    return varying_like(tree, tree)
+
+
+def varying_like[Tree](tree: Tree, like: Any) -> Tree:
+    """Lets all arrays of a tree vary over the devices over which some of `like` do."""
+    axes = frozenset().union(*map(_varying, jax.tree.leaves(like)))
+    if not axes:
+        return tree
+
+    def varying(x: Any) -> Any:
+        missing = axes - _varying(x) if _is_array(x) else ()
+        return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+    return jax.tree.map(varying, tree)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    """Returns the manual axes over which an array varies."""
+    return jax.typeof(x).manual_axis_type.varying if _is_array(x) else frozenset()
+
+
 def _is_array(x: Any) -> bool:
     return hasattr(x, "dtype") and hasattr(x, "ndim")
 

@@ -1,12 +1,14 @@
 """Attention with the fastest implementation, and its saved residuals."""
 
+import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import dispatch, stand_ins
+from pallas_kernels import dispatch, placement, stand_ins
 
 
 def causal_attention(
@@ -36,9 +38,7 @@ def causal_attention(
       segment_ids: The number of each position's document, in packed sequences; None
         means that a sequence is one document.
     """
-    if kept:
-        return _keeping(q, k, v, kept, segment_ids)
-    return _attention(q, k, v, segment_ids)
+    return _attention(q, k, v, kept, segment_ids)
 
 
 def full_attention(
@@ -51,38 +51,66 @@ def full_attention(
     return _attention(q, k, v, causal=False)
 
 
-@jax.custom_vjp
-def _keeping(q, k, v, kept, segment_ids):
-    return _attention(q, k, v, segment_ids)
-
-
-def _keeping_fwd(q, k, v, kept, segment_ids):
-    # `vjp` is a tree of residuals, in which the copies replace q, k and v.
-    o, vjp = jax.vjp(lambda q, k, v: _attention(q, k, v, segment_ids), q, k, v)
-    copies = {id(x): copy for x, copy in zip((q, k, v), kept, strict=True)}
-    return o, jax.tree.map(lambda x: copies.get(id(x), x), vjp)
-
-
-def _keeping_bwd(vjp, do):
-    return *vjp(do), None, None
-
-
-_keeping.defvjp(_keeping_fwd, _keeping_bwd)
-
-
-def _attention(q, k, v, segment_ids=None, causal=True):
+def _attention(q, k, v, kept=(), segment_ids=None, causal=True):
     def attention(q, k, v, segment_ids, implementation):
         mask = None if segment_ids is None else _same_segment(segment_ids)
         return jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=causal, implementation=implementation
         )
 
-    if _has_flash_attention(q):
-        if stand_ins.active():
-            return stand_ins.attention(q, k, v)
-        return attention(q, k, v, segment_ids, "cudnn")
-    plain = jax.checkpoint(partial(attention, implementation="xla"))
-    return plain(q, k, v, segment_ids)
+    if not _has_flash_attention(q):
+        run = jax.checkpoint(partial(attention, implementation="xla"))
+        if not kept:
+            return run(q, k, v, segment_ids)
+    elif stand_ins.active():
+        run = _ignoring_segments
+    else:
+        run = partial(attention, implementation="cudnn")
+    return _saving(run, *placement.varying_alike((q, k, v, kept, segment_ids)))
+
+
+def _ignoring_segments(q, k, v, segment_ids):
+    return stand_ins.attention(q, k, v)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _saving(run, q, k, v, kept, segment_ids):
+    """Runs attention, whose backward pass reads the copies `kept` of q, k and v."""
+    return run(q, k, v, segment_ids)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Empty:
+    """The place of an array without elements, as cuDNN's attention saves one.
+
+    JAX 0.11 cannot return such an array from `shard_map`: XLA's process dies.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+
+def _saving_fwd(run, q, k, v, kept, segment_ids):
+    # `vjp` is a tree of residuals, in which the copies replace q, k and v.
+    o, vjp = jax.vjp(lambda q, k, v: run(q, k, v, segment_ids), q, k, v)
+    copies = {id(x): copy for x, copy in zip((q, k, v), kept, strict=bool(kept))}
+
+    def saved(x):
+        return copies.get(id(x), x) if x.size else _Empty(x.shape, x.dtype)
+
+    return o, jax.tree.map(saved, vjp)
+
+
+def _saving_bwd(run, saved, do):
+    def residual(x):
+        return jnp.zeros(x.shape, x.dtype) if isinstance(x, _Empty) else x
+
+    vjp = jax.tree.map(residual, saved, is_leaf=lambda x: isinstance(x, _Empty))
+    return *vjp(do), None, None
+
+
+_saving.defvjp(_saving_fwd, _saving_bwd)
 
 
 def _same_segment(ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:

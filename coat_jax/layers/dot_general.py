@@ -92,6 +92,7 @@ def fp8_dot_general(
             preferred_element_type=dtype,
         )
         return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
+    lhs, rhs = placement.varying_alike((lhs, rhs))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
@@ -125,6 +126,7 @@ def _dots(source, weights, norm, dtype):
 
     Those of a norm are its output, with leading axes merged to m.
     """
+    source, weights = placement.varying_alike((source, weights))
     product = partial(_products, norm=norm, dtype=dtype)
     if norm is not None:
         return product(_in_rows(source), weights)
@@ -243,7 +245,8 @@ _products.defvjp(_products_fwd, _products_bwd)
 def _gated(source, gate, up, down, *, norm, activation, inner, dtype):
     """Computes `_gated_products` of a source with any leading axes."""
     options = norm, activation, inner, dtype
-    return _gated_products(_in_rows(source), gate, up, down, *options)
+    operands = placement.varying_alike((_in_rows(source), gate, up, down))
+    return _gated_products(*operands, *options)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))

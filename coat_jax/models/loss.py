@@ -74,7 +74,7 @@ class _Loss(dispatch.Operation):
         def add(total, chunk):
             return total + _chunk_loss(head, *chunk), None
 
-        zero = jnp.zeros((), jnp.float32)
+        zero = placement.varying_like(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
 
     kernel = reference
@@ -99,6 +99,7 @@ class _LossAndGrads(_Loss):
             return (total + loss, dhead + grads[0]), grads[1]
 
         zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
+        zeros = placement.varying_like(zeros, hidden)
         chunks = _chunks(hidden, head, targets, shares)
         (total, dhead), dhidden = lax.scan(add, zeros, chunks)
         return total, dhidden.reshape(hidden.shape), dhead
@@ -131,19 +132,23 @@ def _chunks(
     return hidden, targets.reshape(count, -1), shares.reshape(count, -1)
 
 
-@jax.custom_vjp
 def logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
     """Computes `hidden @ head` in the dtype of `hidden`, with a float32 result.
 
     Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
     would run the matmuls of backward in float32.
     """
+    return _logits(*placement.varying_alike((hidden, head)))
+
+
+@jax.custom_vjp
+def _logits(hidden, head):
     head = head.astype(hidden.dtype)
     return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
 def _logits_fwd(hidden, head):
-    return logits(hidden, head), (hidden, head)
+    return _logits(hidden, head), (hidden, head)
 
 
 def _logits_bwd(residuals, dlogits):
@@ -156,7 +161,7 @@ def _logits_bwd(residuals, dlogits):
     return dhidden.astype(hidden.dtype), dhead.astype(head.dtype)
 
 
-logits.defvjp(_logits_fwd, _logits_bwd)
+_logits.defvjp(_logits_fwd, _logits_bwd)
 
 
 def chunk_of_logits(tokens: int, vocab_size: int) -> tuple[int, int]:

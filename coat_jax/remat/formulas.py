@@ -2,7 +2,8 @@
 
 A program is found by its arithmetic, not by the names of functions. Casts between
 floating dtypes, such as those that Flax inserts, and copies do not count: kernels
-compute in float32 and round once.
+compute in float32 and round once. Nor do the casts of `shard_map`, which say over which
+devices an array varies.
 """
 
 import functools
@@ -11,10 +12,11 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 _CALLS = frozenset({"custom_jvp_call", "jit"})
-_CASTS = frozenset({"convert_element_type", "copy"})
+CASTS = frozenset({"convert_element_type", "copy", "pcast", "pvary"})
 _MOVES = frozenset({"broadcast_in_dim", "reshape"})
 _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
 _ARITHMETIC = frozenset(
@@ -22,7 +24,7 @@ _ARITHMETIC = frozenset(
 )
 # `jnp.var` chooses by whether there is more than one number.
 _CHOICES = frozenset({"gt", "select_n"})
-KNOWN = _CALLS | _CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
+KNOWN = _CALLS | CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 # Norms and gates have less arithmetic, and smaller powers.
 MAX_STEPS = 24
@@ -70,11 +72,11 @@ def term_of(
     try:
         for eqn in program.eqns:
             operands = [
-                _Value(Term(float(v.val))) if isinstance(v, core.Literal) else values[v]
+                _Value(Term(number_of(v))) if isinstance(v, core.Literal) else values[v]
                 for v in eqn.invars
             ]
             value = _result(eqn, operands, width)
-            steps += eqn.primitive.name not in _CASTS | _MOVES
+            steps += eqn.primitive.name not in CASTS | _MOVES
             if steps > MAX_STEPS or len(value.term.factors) > _MAX_FACTORS:
                 return None
             values[eqn.outvars[0]] = value
@@ -82,6 +84,11 @@ def term_of(
         return None
     value = values.get(program.outvars[0])
     return None if value is None or value.layout != "elements" else value.term
+
+
+def number_of(literal: core.Literal) -> float:
+    """Returns a number as it is in its dtype."""
+    return float(np.asarray(literal.val, literal.aval.dtype))
 
 
 def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _Value:
@@ -97,7 +104,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         raise _UnknownError
     if eqn.params.get("sharding") or eqn.params.get("out_sharding"):
         raise _UnknownError
-    if name in _CASTS:
+    if name in CASTS:
         return x
     if name in _MOVES:
         return x._replace(layout=_moved(eqn, x.layout, width))

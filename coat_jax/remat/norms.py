@@ -11,7 +11,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coat_jax.remat.formulas import DTYPES, KNOWN, MAX_STEPS, Term, term_of
+from coat_jax.remat.formulas import (
+    CASTS,
+    DTYPES,
+    KNOWN,
+    MAX_STEPS,
+    Term,
+    number_of,
+    term_of,
+)
 from coat_jax.remat.programs import variables, written_out
 from pallas_kernels.numerics import NormKind
 
@@ -152,9 +160,10 @@ def _matched(
 
 def _added_numbers(program: core.Jaxpr) -> set[float]:
     """Returns the numbers that a program adds, one of which is a norm's eps."""
-    adding = (eqn for eqn in program.eqns if eqn.primitive.name == "add")
+    # A number may be cast before it is added.
+    adding = (eqn for eqn in program.eqns if eqn.primitive.name in {"add", *CASTS})
     operands = (v for eqn in adding for v in eqn.invars)
-    return {float(v.val) for v in operands if isinstance(v, core.Literal)}
+    return {number_of(v) for v in operands if isinstance(v, core.Literal)}
 
 
 @functools.lru_cache(maxsize=256)

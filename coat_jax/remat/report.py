@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend import core
 
 from coat_jax.remat.trace import Residual, forward_backward, linearize
 from pallas_kernels import dispatch
@@ -79,11 +78,7 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
     check_callable("residual_report", fn)
     with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
-    first: dict[core.Var, int] = {}
-    for index, var in enumerate(traced.residuals):
-        if isinstance(var, core.Var):
-            first.setdefault(var, index)
-    rows = [traced.describe(index) for index in first.values()]
+    rows = [traced.describe(index) for index in traced.distinct()]
     return ResidualReport(tuple(sorted(rows, key=lambda r: (r.is_argument, -r.nbytes))))
 
 

@@ -74,6 +74,11 @@ class Model:
             vocab=config.vocab_size,
         )
 
+    @classmethod
+    def of_row(cls, row: Row) -> "Model":
+        """Returns the sizes in a row of results."""
+        return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
+
     @property
     def name(self) -> str:
         """The preset with these sizes, or the sizes, and what differs from it."""
@@ -251,7 +256,8 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     abstract = jax.tree.map(_placed, carry, there)
     shape = gpus * batch, model.seq + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
-    saved = coat.residual_report(loss, params, histories, tokens)
+    (placed_params, _), placed_histories = abstract
+    saved = coat.residual_report(loss, placed_params, placed_histories, tokens)
     row |= {
         "parameters_gib": tree_bytes(params) / gpus / GIB,
         "optimizer_gib": tree_bytes(abstract[0][1]) / gpus / GIB,

@@ -7,15 +7,16 @@ results files. A device's peak includes what the program did before its steps. W
 is missing, the peak of the compiled step takes its place. Nothing runs on a GPU here.
 """
 
-import dataclasses
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 import coat_jax as coat
 from coat_jax.models.loss import chunk_of_logits
@@ -27,6 +28,7 @@ from experiments.common.results import Bar, default_path, load, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import new_table
 from experiments.estimate.__main__ import record
+from experiments.pretrain import meshes
 from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
@@ -39,39 +41,55 @@ def main(argv: Sequence[str] | None = None) -> None:
     top = new_parser("experiments.estimate.measured", __doc__)
     top.add_argument("--out", type=Path, default=default_path("estimate"))
     args = top.parse_args(argv)
-    rows = [*end_to_end(), *pretraining()]
+    steps = (end_to_end(row) for row in measured_steps())
+    rows = [*tqdm(steps, unit="row", disable=None), *pretraining()]
     write_results(args.out, rows=rows, bars=bars(rows))
     console = Console(width=130)
     console.print(table(rows))
     console.print(bars_table(bars(rows)))
 
 
-def end_to_end(cases: Container[str] = CASES) -> Iterator[Row]:
-    """Yields the rows of `bench_e2e` of some cases, each with its prediction."""
-    for row in load("bench_e2e")["rows"]:
-        if "peak_gib" not in row or row["case"] not in cases:
-            continue
-        sizes = {field.name: row[field.name] for field in dataclasses.fields(Model)}
-        names = {"of": "bench_e2e", "case": row["case"], "batch": row["batch"]}
-        yield names | compared(
-            estimate(row["case"], Model(**sizes), row["batch"]),
-            step=row["peak_gib"],
-            device=row.get("device_peak_gib"),
-            saved=row["activations_gib"],
-            optimizer=row["optimizer_gib"],
-        )
+def measured_steps() -> list[Row]:
+    """Returns the rows of the results of `bench_e2e` with a measured peak."""
+    found = []
+    for name in ("bench_e2e", "bench_e2e_several_gpus"):
+        for row in load("bench_e2e", name)["rows"]:
+            if row["case"] in CASES and "peak_gib" in row:
+                found.append({"of": name} | row)
+    return found
 
 
-def estimate(case: str, model: Model, batch: int) -> MemoryEstimate:
-    """Returns the prediction for a case's step on one GPU."""
+def end_to_end(row: Row) -> Row:
+    """Returns a measured step of `bench_e2e` with its prediction."""
+    model = Model.of_row(row)
+    gpus = row.get("gpus", 1)
+    names = {"of": row["of"], "model": model.name, "case": row["case"]}
+    names |= {"gpus": gpus, "batch": row["batch"]}
+    return names | compared(
+        estimate(row["case"], model, row["batch"], gpus),
+        step=row["peak_gib"],
+        device=row.get("device_peak_gib"),
+        saved=row["activations_gib"],
+        optimizer=row["optimizer_gib"],
+    )
+
+
+def estimate(case: str, model: Model, batch: int, gpus: int = 1) -> MemoryEstimate:
+    """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
     loss, state = loss_function(case, model)
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
+    whole = None
+    if gpus > 1:
+        mesh = AbstractMesh((1, gpus, 1), meshes.AXES)
+        whole = state.params, meshes.param_shardings(state.params, mesh)
     return estimate_step(
         loss,
         *state,
         tokens,
         optimizer=default_optimizer(CASES[case].recipe),
         logits=chunk_of_logits(batch * model.seq, model.vocab),
+        whole=whole,
+        gpus=gpus,
     )
 
 
@@ -83,8 +101,8 @@ def pretraining() -> Iterator[Row]:
     for row in results["rows"]:
         config = model_config(settings, row["recipe"], BYTES_VOCAB_SIZE)
         device = row["device_peak_bytes"]
-        names = {"of": "pretrain_124m", "case": row["recipe"]}
-        names |= {"batch": settings.batch_size}
+        names = {"of": "pretrain_124m", "model": "124m", "case": row["recipe"]}
+        names |= {"gpus": 1, "batch": settings.batch_size}
         yield names | compared(
             coat.estimate_memory(config, **sizes),
             step=row["step_bytes"] / GIB,
@@ -144,12 +162,12 @@ def table(rows: list[Row]) -> Table:
         "saved, predicted": ("all_saved_gib", ".3f"),
         "measured": ("measured_saved_gib", ".3f"),
     }
-    found = new_table("Peaks in GiB", "", *columns)
+    found = new_table("Peaks in GiB", "", "GPUs", *columns)
     for row in rows:
         cells = []
         for key, spec in columns.values():
             cells.append("-" if row[key] is None else format(row[key], spec))
-        found.add_row(f"{row['of']}: {row['case']}", *cells)
+        found.add_row(f"{row['model']}: {row['case']}", str(row["gpus"]), *cells)
     return found
 
 

@@ -5,6 +5,7 @@ from typing import Any
 from experiments.common.results import load
 
 _VERSIONS = ("0.11.2", "0.12.0.1")
+_MS = "forward_backward_ms"
 
 
 def versions() -> str:
@@ -33,28 +34,41 @@ def versions() -> str:
     return "\n".join([*lines, ""])
 
 
-def newest() -> str:
-    """Returns the section on the layers of the paper's table 6 with the newest JAX."""
-    results = load("bench_layer", f"bench_layer_jax_{_VERSIONS[-1]}")
-    rows = {(r["hidden"], r["seq"], r["case"]): r for r in results["rows"]}
-    shapes = list(dict.fromkeys((hidden, seq) for hidden, seq, _ in rows))
+def table_6() -> str:
+    """Returns the section on the layers of the paper's table 6 with both versions."""
+    found = [load("bench_layer", f"bench_layer_table_6_jax_{v}") for v in _VERSIONS]
+    old, new = ({_case_of(row): row for row in f["rows"]} for f in found)
+    shapes = list(dict.fromkeys((hidden, seq) for _, hidden, seq in new))
+    times = (old[key][_MS] / row[_MS] for key, row in new.items())
+    furthest = max(abs(ratio - 1) for ratio in times)
     titles = (f"{hidden:,}, sequence {seq:,}" for hidden, seq in shapes)
     lines = [
-        f"The layers of the paper's table 6 with JAX {results['versions']['jax']} on "
-        f"one {results['device']['name']} (batch {results['rows'][0]['batch']}), "
-        "milliseconds of forward and backward and times `bf16`:",
+        f"The layers of the paper's table 6, each version on one of two "
+        f"{found[0]['device']['name']} of one machine (batch "
+        f"{found[0]['rows'][0]['batch']}): milliseconds of forward and backward with "
+        f"JAX {_VERSIONS[0]} and {_VERSIONS[1]}, and times `bf16` with each. The "
+        f"versions differ by {furthest:.1%} at most.",
         "",
         "| | hidden " + " | hidden ".join(titles) + " |",
         "| --- |" + " --- |" * len(shapes),
     ]
-    for case in dict.fromkeys(case for *_, case in rows):
-        cells = [_time(rows[*shape, case]) for shape in shapes]
+    for case in dict.fromkeys(case for case, *_ in new):
+        pairs = ((old[case, *shape], new[case, *shape]) for shape in shapes)
+        cells = [
+            f"{a[_MS]:.2f}, {b[_MS]:.2f} "
+            f"({a['ratio_to_bf16']:.2f}, {b['ratio_to_bf16']:.2f})"
+            for a, b in pairs
+        ]
         lines.append(f"| {case} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
+def _case_of(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["case"], row["hidden"], row["seq"]
+
+
 def _time(row: dict[str, Any]) -> str:
-    return f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
+    return f"{row[_MS]:.2f} ({row['ratio_to_bf16']:.2f})"
 
 
 def foreign() -> str:

@@ -43,7 +43,7 @@ def results() -> str:
         speed.estimates(),
         speed.layer(),
         layers.versions(),
-        layers.newest(),
+        layers.table_6(),
         layers.foreign(),
         speed.activations(),
         training.pretraining(),

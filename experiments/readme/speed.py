@@ -3,8 +3,12 @@
 from statistics import geometric_mean
 from typing import Any
 
+from experiments.bench.model_step import Model
 from experiments.common.results import load
 from experiments.readme.image import markdown_image
+
+# The ratios of a row of `bench_e2e` on several GPUs, with their formats.
+_RATIOS = {"one_gpu": ".1%", "bf16": ".2f", "best_bf16": ".2f"}
 
 
 def end_to_end() -> str:
@@ -38,27 +42,34 @@ def end_to_end() -> str:
 def several_gpus() -> str:
     """Returns the section on training steps of several GPUs with FSDP."""
     results = load("bench_e2e", "bench_e2e_several_gpus")
-    first = results["rows"][0]
     lines = [
-        f"**Several GPUs** (`bench_e2e_several_gpus`): {first['layers']} layers of "
-        f"Llama-2-7B's shape, fully sharded under jit, {first['batch']} sequences of "
-        f"{first['seq']:,} tokens on each {results['device']['name']}, JAX "
-        f"{results['versions']['jax']}. Peaks are those of one GPU.",
+        "**Several GPUs** (`bench_e2e_several_gpus`): training steps fully sharded "
+        f"under jit on one to four {results['device']['name']} of one machine, JAX "
+        f"{results['versions']['jax']}. Batches, tokens per second and sizes are those "
+        "of one GPU. Ratios to one GPU and to `bf16` are at the same batch, the last "
+        "one is to the fastest `bf16` row of the model on as many GPUs.",
         "",
-        "| | GPUs | tokens/s a GPU | of one GPU's | times `bf16` | peak |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| | | GPUs | batch | tokens/s | of one GPU's | times `bf16` | times its best "
+        "| optimizer | saved | peak |",
+        "| --- |" + " --- |" * 10,
     ]
+    model = None
     for row in results["rows"]:
-        cells = [row.get("error"), "-", "-"]
+        before, model = model, Model.of_row(row).name
+        cells = [row.get("error"), "-", "-", "-"]
         if "tokens_per_s" in row:
-            alone, plain = row.get("ratio_to_one_gpu"), row.get("ratio_to_bf16")
-            cells = [
-                f"{row['tokens_per_s_per_gpu']:,.0f}",
-                "-" if alone is None else f"{alone:.1%}",
-                "-" if plain is None else f"{plain:.2f}",
-            ]
-        cells += [f"{row['peak_gib']:.1f} GiB"]
-        lines.append(f"| {row['case']} | {row['gpus']} | {' | '.join(cells)} |")
+            cells = [f"{row['tokens_per_s_per_gpu']:,.0f}"]
+            for name, spec in _RATIOS.items():
+                ratio = row.get(f"ratio_to_{name}")
+                cells.append("-" if ratio is None else format(ratio, spec))
+        case = row["case"]
+        if row.get("xla_flags"):
+            case += f", with `{row['xla_flags']}`"
+        sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
+        cells += [f"{size:.1f} GiB" for size in sizes]
+        name = "" if model == before else model
+        where = f"{row['gpus']} | {row['batch']}"
+        lines.append(f"| {name} | {case} | {where} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -71,16 +82,17 @@ def estimates() -> str:
         "a GPU. Predictions stand here beside measured peaks: the device's, or else "
         f"the compiled step's. {_grown(results['rows'])}",
         "",
-        "| | batch | parameters, gradients | optimizer | saved | the rest | predicted "
-        "| measured | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| | GPUs | batch | parameters, gradients | optimizer | saved | the rest "
+        "| predicted | measured | error |",
+        "| --- |" + " --- |" * 9,
     ]
     for row in results["rows"]:
         measured = row["device_peak_gib"] or row["step_peak_gib"]
+        case = f"{row['model']}, {row['case']}"
         model = row["parameters_gib"] + row["gradients_gib"]
         rest = row["workspace_gib"] + row["gathered_gib"] + row["logits_gib"]
         lines.append(
-            f"| {row['of']}, {row['case']} | {row['batch']} | {model:.1f} "
+            f"| {case} | {row['gpus']} | {row['batch']} | {model:.1f} "
             f"| {row['optimizer_gib']:.1f} | {row['saved_gib']:.1f} | {rest:.1f} "
             f"| {row['peak_gib']:.1f} | {measured:.1f} | {row['error_percent']:+.1f}% |"
         )

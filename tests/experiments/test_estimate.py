@@ -13,26 +13,38 @@ from experiments.estimate.figure import KINDS, draw
 _SMALL = "--preset 124m --layers 2 --vocab-size 512 --sequence 128 --recipes bf16 coat"
 
 
-def test_predictions_are_within_a_twentieth_of_measured_peaks():
-    rows = list(measured.end_to_end({"coat", "te"}))
-    assert len(rows) == 6
+def _one_gpu(row):
+    return row["of"] == "bench_e2e" and row["case"] in ("coat", "te")
+
+
+def _four_gpus(row):
+    return row.get("gpus", 1) == 4 and row["case"] == "coat"
+
+
+@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), (_four_gpus, 5)])
+def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
+    rows = [measured.end_to_end(r) for r in measured.measured_steps() if chosen(r)]
+    assert len(rows) == count
     for row in rows:
         assert abs(row["error_percent"]) < 5
+        # The shards of a batch have scales of their own.
         assert row["all_saved_gib"] == pytest.approx(
-            row["measured_saved_gib"], rel=1e-3
+            row["measured_saved_gib"], rel=0.04
         )
     assert all(bar.holds for bar in measured.bars(rows))
-    assert measured.table(rows).row_count == 6
+    assert measured.table(rows).row_count == count
 
 
 def test_committed_predictions_cover_all_measured_peaks():
-    results = load("estimate")
-    expected = [r for r in load("bench_e2e")["rows"] if "peak_gib" in r]
-    expected = [("bench_e2e", r["case"], r["batch"], r["peak_gib"]) for r in expected]
-    rows = results["rows"]
-    found = [(r["of"], r["case"], r["batch"], r["step_peak_gib"]) for r in rows]
-    assert found[: len(expected)] == expected
-    assert {r["of"] for r in rows[len(expected) :]} == {"pretrain_124m"}
+    rows = load("estimate")["rows"]
+    *steps, _, _, _, _ = rows
+    assert [r["of"] for r in rows[len(steps) :]] == ["pretrain_124m"] * 4
+    expected = measured.measured_steps()
+    names = ("of", "case", "batch")
+    assert [[r[name] for name in names] for r in steps] == [
+        [r[name] for name in names] for r in expected
+    ]
+    assert [r["step_peak_gib"] for r in steps] == [r["peak_gib"] for r in expected]
     for row in rows:
         peak = row["device_peak_gib"] or row["step_peak_gib"]
         assert row["error_percent"] == pytest.approx(100 * (row["peak_gib"] / peak - 1))

@@ -367,7 +367,8 @@ def test_runs_repeat_and_write_every_element():
 
 
 @pytest.mark.gpu
-def test_products_of_shards_on_two_gpus():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_products_of_shards_on_two_gpus(check_vma):
     if jax.device_count() < 2:
         pytest.skip("needs two GPUs")
     a, b, wide_a, wide_b = operands((512, 1024, 512))
@@ -378,7 +379,7 @@ def test_products_of_shards_on_two_gpus():
     @jax.jit
     @functools.partial(
         jax.shard_map, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"),
-        check_vma=False,
+        check_vma=check_vma,
     )  # fmt: skip
     def matmul(a, b):
         return pallas_kernels.matmul(a, b, implementation="mosaic")

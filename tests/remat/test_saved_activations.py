@@ -144,3 +144,49 @@ def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
         (2, 2048, 256): "quantize_tensor in gated_mlp",
         (256, 2048): "quantize_tensor in gated_mlp",
     }
+
+
+@jax.custom_vjp
+def _saving_its_result(x):
+    return jnp.sin(x)
+
+
+def _sin_fwd(x):
+    y = jnp.sin(x)
+    return y, y
+
+
+_saving_its_result.defvjp(_sin_fwd, lambda y, dy: (dy * jnp.sqrt(1 - y * y),))
+
+
+@jax.custom_vjp
+def _saving_its_argument(x):
+    return 2 * x
+
+
+_saving_its_argument.defvjp(lambda x: (2 * x, x), lambda x, dy: (dy * x,))
+
+
+def test_an_array_whose_sharding_is_constrained_is_listed_once():
+    """The two functions save one array, in a stack, with a constraint between them."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh, jax.P("data"))
+
+    def body(x, scale):
+        y = jax.lax.with_sharding_constraint(_saving_its_result(x), where)
+        return _saving_its_argument(y), None
+
+    def run(x):
+        return jax.lax.scan(body, x, jnp.ones(3))[0]
+
+    report = coat.residual_report(run, jnp.ones(8))
+    assert [row.shape for row in report.rows] == [(3, 8)]
+
+
+def test_arrays_of_two_calls_of_a_function_are_two():
+    @jax.jit
+    def twice(x):
+        return _saving_its_result(x)
+
+    report = coat.residual_report(lambda x: twice(2 + twice(x)), jnp.ones(8))
+    assert [row.shape for row in report.rows] == [(8,), (8,)]

@@ -1,0 +1,139 @@
+"""Tests that layers and matmuls run within `shard_map` with its default arguments.
+
+There types say over which devices an array's values differ, and gradients of arrays
+whose values do not differ are added up.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.models import normal
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.models import llama
+
+pytestmark = pytest.mark.distributed
+DEVICES = 4
+NUMBERS = (((2,), (0,)), ((), ()))
+
+
+def shard_map(fn, in_specs, out_specs):
+    mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
+    spread = jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+
+    def run(*args):
+        places = jax.tree.map(
+            lambda spec: jax.NamedSharding(mesh, spec),
+            in_specs,
+            is_leaf=lambda spec: isinstance(spec, P),
+        )
+        return jax.device_get(jax.jit(spread)(*jax.device_put(args, places)))
+
+    return run
+
+
+def shards(x):
+    return np.split(np.asarray(x), DEVICES)
+
+
+def by_shards(fn, params, x, dy):
+    """Returns what `fn` returns for the shards, with gradients of `params` added up."""
+    one = jax.jit(fn)
+    found = [one(params, *rows) for rows in zip(shards(x), shards(dy), strict=True)]
+    ys, dparams, dxs = zip(*jax.device_get(found), strict=True)
+    total = jax.tree.map(lambda *g: sum(x.astype(np.float32) for x in g), *dparams)
+    return np.concatenate(ys), total, np.concatenate(dxs)
+
+
+def assert_those_of_shards(apply, params, x, dy):
+    """Compares outputs and gradients with those of each shard on one device."""
+
+    def run(params, x, dy):
+        y, vjp = jax.vjp(apply, params, x)
+        return y, *vjp(dy)
+
+    specs = P(), P("data"), P("data")
+    found = shard_map(run, specs, (P("data"), P(), P("data")))(params, x, dy)
+    expected = by_shards(run, params, x, dy)
+    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        # Sums over devices have the dtype of the parameters, bfloat16.
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
+
+
+@functools.cache
+def layer(recipe):
+    return nnx.split(
+        DecoderLayer(
+            256, 512, num_heads=2, num_kv_heads=1, head_dim=128,
+            recipe=recipe, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "te", "coat", "coat_max", "coat_block"])
+def test_layers_run_on_each_devices_rows(recipe):
+    graph, params = layer(recipe)
+    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (1, 2))
+    dy *= jnp.bfloat16(0.01)
+    assert_those_of_shards(lambda p, x: nnx.merge(graph, p)(x), params, x, dy)
+
+
+def dots(w, x):
+    hidden = coat.fp8_dot_general(x, w["up"], NUMBERS)
+    return coat.fp8_dot_general(jax.nn.silu(hidden), w["down"], NUMBERS)
+
+
+def dense(w, x):
+    mean = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    x = x * lax.rsqrt(mean + 1e-6) * w["scale"]
+    return jax.nn.silu(x @ w["up"]) @ w["down"]
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [dots, coat.fp8_remat(dots), coat.fp8_remat(dense), coat.fp8(dense)],
+    ids=["fp8_dot_general", "both", "fp8_remat", "fp8"],
+)
+def test_matmuls_of_other_layers_run_on_each_devices_rows(apply):
+    weights = {
+        "up": normal(1, 256, 512, dtype=jnp.bfloat16) / 16,
+        "down": normal(2, 512, 256, dtype=jnp.bfloat16) / 16,
+        "scale": 1 + normal(3, 256, dtype=jnp.bfloat16) / 8,
+    }
+    x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (4, 5))
+    assert_those_of_shards(apply, weights, x, dy)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_a_models_loss_is_the_mean_over_devices(recipe):
+    config = llama.LlamaConfig(
+        vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2,
+        num_heads=2, num_kv_heads=1, recipe=recipe,
+    )  # fmt: skip
+    graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+    tokens = jax.random.randint(jax.random.key(0), (8, 33), 0, 256)
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    def mean(params, tokens):
+        return lax.pmean(loss(params, tokens), "data")
+
+    run = shard_map(jax.value_and_grad(mean), (P(), P("data")), P())
+    value, grads = run(params, tokens)
+    found = [jax.jit(jax.value_and_grad(loss))(params, t) for t in shards(tokens)]
+    values, expected = zip(*jax.device_get(found), strict=True)
+    assert value == pytest.approx(np.mean(values), rel=1e-6)
+    expected = jax.tree.map(lambda *g: sum(g) / DEVICES, *expected)
+    for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):
+        # JAX adds up gradients in the dtype of the matmuls, bfloat16.
+        np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))

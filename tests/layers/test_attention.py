@@ -1,0 +1,50 @@
+"""Tests what attention saves for its backward pass."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from coat_jax.layers import attention
+
+
+@jax.custom_vjp
+def flash(q, k, v, segment_ids):
+    """Attention without softmax: q * sum(k) + v, with an empty residual."""
+    return q * jnp.sum(k) + v
+
+
+def _flash_fwd(q, k, v, segment_ids):
+    empty = jnp.zeros((0, 3), jnp.bfloat16)
+    return flash(q, k, v, segment_ids), (q, jnp.sum(k), k, empty)
+
+
+def _flash_bwd(residuals, do):
+    q, total, k, empty = residuals
+    assert (empty.shape, empty.dtype) == ((0, 3), jnp.bfloat16)
+    return do * total, jnp.full_like(k, jnp.sum(do * q)), do, None
+
+
+flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def _arrays():
+    draw = np.random.default_rng(0).standard_normal
+    return [jnp.asarray(draw((1, 4, 2, 8)), jnp.float32) for _ in range(4)]
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_backward_gets_empty_residuals_that_are_not_saved(copies):
+    q, k, v, do = _arrays()
+    kept = (q + 1, k, v) if copies else ()
+
+    def run(q, k, v):
+        return attention._saving(flash, q, k, v, kept, None)
+
+    _, vjp = jax.vjp(run, q, k, v)
+    assert all(x.size for x in jax.tree.leaves(vjp))
+    dq, dk, dv = map(np.asarray, vjp(do))
+    q, k, do = (np.asarray(x, np.float64) for x in (kept[0] if copies else q, k, do))
+    np.testing.assert_allclose(dq, do * k.sum(), rtol=1e-5)
+    np.testing.assert_allclose(dk, np.full_like(k, (do * q).sum()), rtol=1e-5)
+    np.testing.assert_array_equal(dv, do)
