@@ -93,19 +93,19 @@ def varying_alike[Tree](tree: Tree) -> Tree:
 
 def varying_like[Tree](tree: Tree, like: Any) -> Tree:
     """Lets all arrays of a tree vary over the devices over which some of `like` do."""
-    axes = frozenset().union(*map(_varying, jax.tree.leaves(like)))
+    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
     if not axes:
         return tree
 
     def varying(x: Any) -> Any:
-        missing = axes - _varying(x) if _is_array(x) else ()
+        missing = axes - varying_axes(x) if _is_array(x) else ()
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(varying, tree)
 
 
-def _varying(x: Any) -> frozenset[str]:
-    """Returns the manual axes over which an array varies."""
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the mesh axes of a `shard_map` over which an array varies."""
     return jax.typeof(x).manual_axis_type.varying if _is_array(x) else frozenset()
 
 

@@ -45,7 +45,7 @@ from coat_jax.layers.matmul import (
 from coat_jax.layers.parts import Heads, Norm, Stream, token_sum
 from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.delayed import recorded, scale_of
+from coat_jax.quantization.delayed import recorded, scale_of, spread
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, Scaled, placement
 from pallas_kernels.numerics import on_last_axes
@@ -81,7 +81,8 @@ def attention_in(
         return _attention_segment(params, stream, norm, heads, keep_copies)
 
     results = 2, 2, 2, (2,) * (3 * keep_copies), stream.tokens()
-    return on_explicit_tokens(segment, stream.x, results)(params, stream)
+    run = on_explicit_tokens(segment, stream.x, results)
+    return run(_with_histories(params, stream), stream)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -146,8 +147,8 @@ def attention_out(params: Params, o: Float[Array, "b s n d"], stream: Stream) ->
     `params` holds `out` [h, n * d] and optionally `out_bias` [h]. Backward reads `o`,
     which attention's backward pass saves anyway.
     """
-    results = stream.tokens()
-    return on_explicit_tokens(_out_segment, stream.x, results)(params, o, stream)
+    run = on_explicit_tokens(_out_segment, stream.x, stream.tokens())
+    return run(_with_histories(params, stream), o, stream)
 
 
 @jax.custom_vjp
@@ -196,7 +197,8 @@ def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> S
     def segment(params, stream):
         return _mlp_segment(params, stream, norm, gate)
 
-    return on_explicit_tokens(segment, stream.x, stream.tokens())(params, stream)
+    run = on_explicit_tokens(segment, stream.x, stream.tokens())
+    return run(_with_histories(params, stream), stream)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -305,6 +307,13 @@ def gate_gradient(
         return checked(Codes(rows, kernels.transpose(rows), scale, maxima))
 
     return jax.tree.map(codes, out.values), out.product
+
+
+def _with_histories(params: Params, stream: Stream) -> Params:
+    """Returns parameters whose histories vary over devices as the stream does."""
+    if "amax" not in params:
+        return params
+    return {**params, "amax": spread(params["amax"], stream.x)}
 
 
 def _recorded(amax: Amax, **quantized: Codes) -> Amax:

@@ -8,16 +8,20 @@ parameters, and their gradients are the histories of the next step.
 """
 
 from collections.abc import Callable
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+from jax import lax
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.quantization.array import tensor_scale
 from coat_jax.quantization.formats import Format
-from pallas_kernels.numerics import magnitude
+from pallas_kernels import placement
+from pallas_kernels.numerics import floats, magnitude, magnitude_bits
 
 # The number of steps whose amax a history holds.
 LENGTH = 16
@@ -53,6 +57,37 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
     The first recorded amax replaces the guess.
     """
     return jnp.zeros(LENGTH, jnp.float32).at[-1].set(guess)
+
+
+def spread[History](history: History, like: Array) -> History:
+    """Lets a history vary over devices as `like` does, within `shard_map`.
+
+    Its gradient is the largest of the devices' next histories. That of another array
+    is the sum of the devices' gradients.
+    """
+
+    def varying(history):
+        axes = placement.varying_axes(like) - placement.varying_axes(history)
+        return _varying(history, tuple(axes)) if axes else history
+
+    return jax.tree.map(varying, history)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _varying(history, axes):
+    return lax.pcast(history, axes, to="varying")
+
+
+def _varying_fwd(history, axes):
+    return _varying(history, axes), None
+
+
+def _varying_bwd(axes, _, following):
+    # The bits of an amax compare like the amax, and NaN is the largest.
+    return (floats(lax.pmax(magnitude_bits(following), axes)),)
+
+
+_varying.defvjp(_varying_fwd, _varying_bwd)
 
 
 def scale_of(

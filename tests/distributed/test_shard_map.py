@@ -86,6 +86,30 @@ def test_layers_run_on_each_devices_rows(recipe):
     assert_those_of_shards(lambda p, x: nnx.merge(graph, p)(x), params, x, dy)
 
 
+def test_next_histories_are_the_largest_of_all_devices():
+    layer = DecoderLayer(
+        256, 512, num_heads=2, num_kv_heads=1, head_dim=128, scaling="delayed",
+        param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    graph, histories, params = nnx.split(layer, coat.OverwriteWithGradient, ...)
+    x = normal(1, 8, 128, 256, dtype=jnp.bfloat16)
+    dy = x * jnp.repeat(jnp.array([3, 1, 5, 2], x.dtype), 2)[:, None, None] / 64
+
+    def run(histories, x, dy):
+        def apply(histories):
+            return nnx.merge(graph, histories, params)(x)
+
+        return jax.vjp(apply, histories)[1](dy)[0]
+
+    specs = P(), P("data"), P("data")
+    found = shard_map(run, specs, P())(histories, x, dy)
+    rows = zip(shards(x), shards(dy), strict=True)
+    each = [jax.device_get(jax.jit(run)(histories, *own)) for own in rows]
+    for a, *b in zip(*map(jax.tree.leaves, (found, *each)), strict=True):
+        np.testing.assert_array_equal(a, np.max(b, axis=0))
+        assert len({own[0] for own in b}) > 1
+
+
 def dots(w, x):
     hidden = coat.fp8_dot_general(x, w["up"], NUMBERS)
     return coat.fp8_dot_general(jax.nn.silu(hidden), w["down"], NUMBERS)
