@@ -11,12 +11,18 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.bench.model_step import Model
+from experiments.common.layer_cases import PLAIN
+from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
+from experiments.estimate.table_7 import PRESETS
 from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"
+_MODELS = {preset: model for model, preset in PRESETS.items()}
+_SEVERAL_GPUS = "bench_e2e_several_gpus"
 _RECIPES = ("bf16", "te", "coat", "coat_max")
 # The batch that most cases were measured with, and that of the paper's 7B model.
 _BATCH = 2
@@ -102,6 +108,116 @@ def speed(measured: Sequence[Row]) -> Table:
             f"{row['ratio_to_best_bf16']:.2f}",
         )
     return found
+
+
+def several(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
+    """Returns the measured steps on one to four GPUs of the table's models.
+
+    Args:
+      measured: The rows of `bench_e2e_several_gpus`.
+      predicted: The rows of `estimate`.
+    """
+    found = new_table(
+        "On H100s of 80 GB, here; tokens/s and memory of each GPU",
+        "",
+        "GPUs",
+        "",
+        "batch",
+        "tokens/s",
+        "x fastest bf16",
+        "peak, GiB",
+        "predicted",
+        "error",
+    )
+    peaks = {_place(r["model"], r): r for r in predicted if r["of"] == _SEVERAL_GPUS}
+    for row in map(_named, measured):
+        if row["model"] not in _MODELS or row.get("xla_flags"):
+            continue
+        prediction = peaks[_place(row["model"], row)]
+        ratio = row.get("ratio_to_best_bf16")
+        rate = row.get("tokens_per_s_per_gpu")
+        found.add_row(
+            _MODELS[row["model"]],
+            str(row["gpus"]),
+            row["case"],
+            str(row["batch"]),
+            row["error"] if rate is None else f"{rate:,.0f}",
+            "" if ratio is None else f"{ratio:.2f}",
+            f"{row.get('device_peak_gib') or row['peak_gib']:.1f}",
+            f"{prediction['peak_gib']:.1f}",
+            f"{prediction['error_percent']:+.1f}%",
+        )
+    return found
+
+
+def _named(row: Row) -> Row:
+    return row | {"model": Model.of_row(row).name}
+
+
+def _place(model: str, row: Row) -> tuple[str, str, int, int]:
+    return model, row["case"], row["gpus"], row["batch"]
+
+
+def draw_scaling(measured: Sequence[Row]) -> Figure:
+    """Draws the tokens per second of a GPU on one to eight GPUs, for the 7B model.
+
+    They are those of the fastest batch that was measured, which is written at the
+    point. The paper's stand beside them, on GPUs where it has a speed.
+
+    Args:
+      measured: The rows of `bench_e2e_several_gpus`.
+    """
+    figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
+    axes = figure.subplots()
+    batches: dict[tuple[str, int], int] = {}
+    for recipe in ("bf16", "te", "coat"):
+        ours: dict[int, float] = {}
+        for row in sorted(map(_named, measured), key=_rate):
+            if row["model"] == "llama2-7b" and _recipe(row["case"]) == recipe:
+                ours[row["gpus"]] = _rate(row)
+                batches[recipe, row["gpus"]] = row["batch"]
+        theirs = {
+            gpus: paper[recipe][-1]
+            for (model, gpus, _), paper in TABLE_7.items()
+            if model == _MODEL and paper[recipe]
+        }
+        look = {"color": RECIPE_COLORS[recipe], "marker": RECIPE_MARKERS[recipe]}
+        axes.plot(*_line(ours), label=f"{recipe}, here", **look)
+        for gpus, rate in ours.items():
+            text = f"batch {batches[recipe, gpus]}"
+            place = {"xytext": (6, 6), "textcoords": "offset points"}
+            axes.annotate(text, (gpus, rate), fontsize=8, **place)
+        axes.plot(
+            *_line(theirs),
+            label=f"{recipe}, paper",
+            linestyle=":",
+            markerfacecolor="white",
+            **look,
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs (H100, 80 GB)")
+    axes.set_ylabel("tokens/s of each GPU")
+    title = f"{_MODEL}, each at the fastest batch that was measured"
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8, ncols=3)
+    framed(axes)
+    return figure
+
+
+def _rate(row: Row) -> float:
+    return row.get("tokens_per_s_per_gpu", 0.0)
+
+
+def _recipe(case: str) -> str:
+    """Returns a case's recipe; policies of `jax.checkpoint` are BF16's."""
+    return "bf16" if case in PLAIN else case
+
+
+def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:
+    gpus = sorted(rates)
+    return gpus, [rates[n] for n in gpus]
 
 
 def paper_speed() -> Table:

@@ -182,3 +182,24 @@ def test_bars_of_the_figure_are_peaks(predicted):
         assert sums[::2] == [ours[0], ours[1], ours[2], ours[3]]
         assert sums[1] == paper
     assert "GiB" in eight.get_xlabel()
+
+
+def test_several_gpus_stand_beside_predictions_and_the_paper():
+    measured = load("bench_e2e", "bench_e2e_several_gpus")["rows"]
+    rows = cells_of(e2e_report.several(measured, load("estimate")["rows"]))
+    assert {row[0] for row in rows} == set(table_7.PRESETS)
+    [row] = [r for r in rows if r[:4] == ("Llama-2-13B", "2", "bf16", "1")]
+    assert row[4] == "out of memory"
+    for row in rows:
+        peak, predicted = map(float, row[6:8])
+        error = float(row[8].rstrip("%"))
+        assert predicted / peak == pytest.approx(1 + error / 100, abs=0.004)
+    [axes] = e2e_report.draw_scaling(measured).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines["coat, paper"] == [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]
+    best = [
+        r for r in measured if (r["case"], r["gpus"], r["batch"]) == ("coat", 2, 12)
+    ]
+    assert lines["coat, here"][1] == [2, best[0]["tokens_per_s_per_gpu"]]
+    texts = {text.get_text() for text in axes.texts}
+    assert {"batch 2", "batch 12"} <= texts
