@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import placement
+from pallas_kernels import array_types
 
 
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
@@ -42,7 +42,7 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
-        return lambda *args: fn(*placement.varying_alike(args))
+        return lambda *args: fn(*array_types.varying_alike(args))
     out = jax.tree.map(
         lambda tokens: jax.NamedSharding(where.mesh, P(*where.spec[:tokens])), results
     )
@@ -57,7 +57,7 @@ def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
         None counts as one shard then, because types do not say how arrays are split.
     """
-    mesh = placement.mesh_of(x)
+    mesh = array_types.mesh_of(x)
     if mesh is None or mesh.manual_axes:
         return 1
     if mesh.explicit_axes:
@@ -80,7 +80,7 @@ def embedded(
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
         None leaves it to XLA.
     """
-    mesh = placement.mesh_of((table, tokens))
+    mesh = array_types.mesh_of((table, tokens))
     if mesh is None or mesh.manual_axes:
         return table[tokens]
     if mesh.explicit_axes:

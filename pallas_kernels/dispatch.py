@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from pallas_kernels import placement, stand_ins
+from pallas_kernels import array_types, placement, stand_ins
 from pallas_kernels.axes import Axes
 
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
@@ -175,13 +175,13 @@ class Operation(abc.ABC):
         Raises:
           ValueError: If the kernel was named and cannot run, or the name is unknown.
         """
-        arrays = placement.varying_alike(arrays)
+        arrays = array_types.varying_alike(arrays)
         chosen = _choose(self, arrays, implementation)
         # Some operations have no kernel: `kernel` is their definition, for parts.
         has_kernel = type(self).kernel is not type(self).reference
         if chosen == "mosaic" and has_kernel and stand_ins.active():
             return stand_ins.kernel(self.name, self.reference, *arrays)
-        mesh = placement.mesh_of(arrays)
+        mesh = array_types.mesh_of(arrays)
         if chosen == "mosaic":
             run = placement.on_parts if mesh else type(self).kernel
         else:
@@ -189,7 +189,7 @@ class Operation(abc.ABC):
             explicit = mesh is not None and mesh.explicit_axes
             run = placement.in_jnp if explicit else type(self).reference
         # The types of kernels' results do not say over which devices they vary.
-        return placement.varying_like(run(self, *arrays), arrays)
+        return array_types.varying_like(run(self, *arrays), arrays)
 
 
 def _choose(
@@ -221,7 +221,7 @@ def _against_kernels(arrays: tuple) -> list[str]:
     """Returns the reasons why no kernel runs on these arrays unless it is named."""
     if not has_hopper():
         return [_no_hopper()]
-    if why := placement.obstacle(arrays):
+    if why := array_types.obstacle(arrays):
         placement.warn_once(f"kernels do not run: {why}")
         return [why]
     return []

@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from pallas_kernels.array_types import mesh_of
 from pallas_kernels.axes import Axes
 from pallas_kernels.numerics import floats, magnitude, magnitude_bits
 
@@ -33,93 +34,6 @@ Specs = Sequence[Sequence[Any]]
 def warn_once(message: str) -> None:
     """Warns, once in a process."""
     warnings.warn(message, stacklevel=2)
-
-
-def mesh_of(arrays: Any) -> AbstractMesh | None:
-    """Returns the mesh over which arrays may be spread.
-
-    None means that any operation can run on the arrays as they are: they are on one
-    device, or they are a device's own parts, within a `shard_map` over all axes of the
-    mesh. A mesh of one device is returned only if it has explicit axes, because these
-    are in the way of reshapes.
-    """
-    for x in jax.tree.leaves(arrays):
-        mesh = jax.typeof(x).sharding.mesh
-        if mesh.empty or _is_manual(mesh):
-            continue
-        if mesh.size > 1 or mesh.explicit_axes:
-            return mesh
-    return None
-
-
-def on_common_mesh(fn: Callable) -> Callable:
-    """Wraps `fn` to take its arguments `with_common_mesh`."""
-
-    @functools.wraps(fn)
-    def wrapped(*args):
-        return fn(*with_common_mesh(args))
-
-    return wrapped
-
-
-def with_common_mesh[Tree](tree: Tree) -> Tree:
-    """Writes the mesh of some arrays of a tree into the types of the others.
-
-    The results of custom calls, such as cuDNN's attention, have types without a mesh.
-    """
-    leaves, structure = jax.tree.flatten(tree)
-    mesh = mesh_of([x for x in leaves if _is_array(x)])
-    if mesh is None or mesh.manual_axes or mesh.explicit_axes:
-        return tree
-    return structure.unflatten([_with_mesh(x, mesh) for x in leaves])
-
-
-def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
-    if not _is_array(x) or not x.ndim or not jax.typeof(x).sharding.mesh.empty:
-        return x
-    spec = P(*[P.UNCONSTRAINED] * x.ndim)
-    return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-
-def varying_alike[Tree](tree: Tree) -> Tree:
-    """Lets all arrays of a tree vary over the same devices, within `shard_map`.
-
-    There an array's type says over which mesh axes its values differ (unless
-    `check_vma=False`). Arguments of a `custom_vjp` have to be alike, because so are the
-    gradients that it returns. JAX then adds up the gradients of those that were not.
-    """
-    return varying_like(tree, tree)
-
-
-def varying_like[Tree](tree: Tree, like: Any) -> Tree:
-    """Lets all arrays of a tree vary over the devices over which some of `like` do."""
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
-    if not axes:
-        return tree
-
-    def varying(x: Any) -> Any:
-        missing = axes - varying_axes(x) if _is_array(x) else ()
-        return lax.pcast(x, tuple(missing), to="varying") if missing else x
-
-    return jax.tree.map(varying, tree)
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    """Returns the mesh axes of a `shard_map` over which an array varies."""
-    return jax.typeof(x).manual_axis_type.varying if _is_array(x) else frozenset()
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype") and hasattr(x, "ndim")
-
-
-def obstacle(arrays: Any) -> str | None:
-    """Returns why no kernel can run where the arrays are, or None."""
-    mesh = mesh_of(arrays)
-    if mesh is None or not mesh.manual_axes:
-        return None
-    others = ", ".join(name for name in mesh.axis_names if name not in mesh.manual_axes)
-    return f"shard_map leaves the axes {others} of the mesh to XLA"
 
 
 def on_parts(operation: Any, *arrays: Any) -> Any:
@@ -481,10 +395,6 @@ def _untyped(x: Array) -> jax.ShapeDtypeStruct:
 
 def _shaped(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, like.dtype)
-
-
-def _is_manual(mesh: AbstractMesh) -> bool:
-    return bool(mesh.manual_axes) and mesh.are_all_axes_manual
 
 
 def _tuple(parts: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import dispatch, placement, stand_ins
+from pallas_kernels import array_types, dispatch, stand_ins
 
 
 def causal_attention(
@@ -66,7 +66,7 @@ def _attention(q, k, v, kept=(), segment_ids=None, causal=True):
         run = _ignoring_segments
     else:
         run = partial(attention, implementation="cudnn")
-    return _saving(run, *placement.varying_alike((q, k, v, kept, segment_ids)))
+    return _saving(run, *array_types.varying_alike((q, k, v, kept, segment_ids)))
 
 
 def _ignoring_segments(q, k, v, segment_ids):

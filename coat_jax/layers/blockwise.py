@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.layers.matmul import in_rows, once
 from coat_jax.quantization.array import PerBlock, QuantizedArray, quantize
-from pallas_kernels import Scaled, placement
+from pallas_kernels import Scaled, array_types
 
 BLOCK = 128
 
@@ -51,14 +51,14 @@ def _linear(x, w):
     return _linear_fwd(x, w)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _linear_fwd(x, w):
     blocks = _blocks(w)
     y = _matmul(_groups(x), blocks, (x.shape[0], w.shape[0]), x.dtype)
     return once(y), (x, w)
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _linear_bwd(residuals, dy):
     x, w = residuals
     (m, k), n = x.shape, w.shape[0]

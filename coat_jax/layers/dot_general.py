@@ -31,7 +31,7 @@ from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.merge import mergeable
 from coat_jax.remat.norms import Source
 from coat_jax.remat.notes import Note
-from pallas_kernels import Scaled, placement
+from pallas_kernels import Scaled, array_types
 from pallas_kernels.numerics import GROUP
 
 _GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
@@ -92,7 +92,7 @@ def fp8_dot_general(
             preferred_element_type=dtype,
         )
         return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
-    lhs, rhs = placement.varying_alike((lhs, rhs))
+    lhs, rhs = array_types.varying_alike((lhs, rhs))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
     lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
     rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
@@ -126,7 +126,7 @@ def _dots(source, weights, norm, dtype):
 
     Those of a norm are its output, with leading axes merged to m.
     """
-    source, weights = placement.varying_alike((source, weights))
+    source, weights = array_types.varying_alike((source, weights))
     product = partial(_products, norm=norm, dtype=dtype)
     if norm is not None:
         return product(_in_rows(source), weights)
@@ -159,7 +159,7 @@ def _products(source, weights, norm, dtype):
     return _products_fwd(source, weights, norm, dtype)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _products_fwd(source, weights, norm, dtype):
     rows, saved = _read(source, norm)
     ys, w_scales = _forward(rows, weights, dtype)
@@ -167,7 +167,7 @@ def _products_fwd(source, weights, norm, dtype):
     return tuple(map(once, ys)), (saved, weights, scales)
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _products_bwd(norm, dtype, residuals, dys):
     gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
     return _backward(residuals, gradients, norm)
@@ -245,7 +245,7 @@ _products.defvjp(_products_fwd, _products_bwd)
 def _gated(source, gate, up, down, *, norm, activation, inner, dtype):
     """Computes `_gated_products` of a source with any leading axes."""
     options = norm, activation, inner, dtype
-    operands = placement.varying_alike((_in_rows(source), gate, up, down))
+    operands = array_types.varying_alike((_in_rows(source), gate, up, down))
     return _gated_products(*operands, *options)
 
 
@@ -261,7 +261,7 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype):
     return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype):
     rows, saved = _read(source, norm)
     pair, w_scales = _forward(rows, (gate, up), inner)
@@ -279,7 +279,7 @@ def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype):
     return once(y), (outer, copies, down, (a_scale, down_scale))
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
     outer, copies, down, (a_scale, down_scale) = residuals
     groups, largest_scale = jax.tree.map(scales_as_bits, copies)

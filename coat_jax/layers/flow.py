@@ -47,7 +47,7 @@ from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import recorded, scale_of, spread
 from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import Activation, Codes, Scaled, placement
+from pallas_kernels import Activation, Codes, Scaled, array_types
 from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops import exchange
 
@@ -92,7 +92,7 @@ def _attention_segment(params, stream, norm, heads, keep_copies):
     return q, k, v, (q, k, v) if keep_copies else (), stream
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -156,7 +156,7 @@ def _out_segment(params, o, stream):
     return _attention_out(params, o, stream)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _attention_out(params, o, stream):
     rows = quantize_tokens(joined(o))
     x = biased(stream.x, params.get("out_bias"))
@@ -206,7 +206,7 @@ def _mlp_segment(params, stream, norm, gate):
     return _gated_mlp(params, stream, norm, gate)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _gated_mlp(params, stream, norm, gate):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
@@ -242,7 +242,7 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
     # of the gradient of gate and up are transposed. The codes of the weights then live
     # for this matmul only, and the matmul of the weight gradient can follow at once.
     # Devices that gather the codes do it while the gate's gradient is computed.
-    after = inner.transposed if placement.mesh_of(da) is None else da
+    after = inner.transposed if array_types.mesh_of(da) is None else da
     dh = input_gradient(inner, params["gate_up"], gate_up_scale, dy.dtype, after)
     delayed = "amax" in params
     dx, dnorm, h = norm.backward(groups, dh, params["norm"], h_scale, dy, delayed)

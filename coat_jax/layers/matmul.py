@@ -24,7 +24,7 @@ from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import scale_of
 from coat_jax.quantization.formats import E4M3, E5M2, Format
-from pallas_kernels import Codes, Scaled, placement
+from pallas_kernels import Codes, Scaled, array_types
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.
@@ -87,7 +87,7 @@ def fp8_matmul(x, w, dtype, contract):
     return _fp8_matmul_fwd(x, w, dtype, contract)[0]
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _fp8_matmul_fwd(x, w, dtype, contract):
     layout = _LAYOUTS[contract]
     xq = quantize_tensor(x, E4M3, copies="both")
@@ -97,7 +97,7 @@ def _fp8_matmul_fwd(x, w, dtype, contract):
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _fp8_matmul_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     layout = _LAYOUTS[1 - contract]
@@ -288,7 +288,7 @@ def weight_gradient(
     # The output axes of `w` stay apart, because a mesh may split the last of them.
     gradient = dy.transposed.reshape(*w.shape[:-1], -1)
     multiply = partial(matmul_codes, dtype=w.dtype)
-    if gradient.ndim == 2 or placement.mesh_of(gradient) is None:
+    if gradient.ndim == 2 or array_types.mesh_of(gradient) is None:
         return multiply(gradient, x, dy.scale, scale)
     return [multiply(half, x, dy.scale, scale) for half in gradient]
 

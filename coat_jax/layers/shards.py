@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.layers.parts import Stream
 from coat_jax.meshes import on_explicit_tokens
-from pallas_kernels import placement
+from pallas_kernels import array_types
 from pallas_kernels.ops import exchange
 
 
@@ -43,7 +43,7 @@ def by_shards(
     """
 
     def wrap(backward):
-        @placement.on_common_mesh
+        @array_types.on_common_mesh
         @wraps(backward)
         def wrapped(*args):
             *options, residuals, cotangents = args

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, placement
+from pallas_kernels import array_types, dispatch
 from pallas_kernels.axes import Axes
 
 # The number of logits in a chunk of `weighted_loss`, at most: 256 MiB in float32.
@@ -17,7 +17,7 @@ _LOGITS_PER_CHUNK = 2**26
 
 
 @jax.custom_vjp
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def weighted_loss(
     hidden: Float[Array, "b s h"],
     head: Float[Array, "h vocab"],
@@ -33,7 +33,7 @@ def weighted_loss(
     return _Loss()(hidden, head, targets, shares)
 
 
-@placement.on_common_mesh
+@array_types.on_common_mesh
 def _weighted_loss_fwd(hidden, head, targets, shares):
     loss, *grads = _LossAndGrads()(hidden, head, targets, shares)
     return loss, grads
@@ -74,7 +74,7 @@ class _Loss(dispatch.Operation):
         def add(total, chunk):
             return total + _chunk_loss(head, *chunk), None
 
-        zero = placement.varying_like(jnp.zeros((), jnp.float32), hidden)
+        zero = array_types.varying_like(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
 
     kernel = reference
@@ -99,7 +99,7 @@ class _LossAndGrads(_Loss):
             return (total + loss, dhead + grads[0]), grads[1]
 
         zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
-        zeros = placement.varying_like(zeros, hidden)
+        zeros = array_types.varying_like(zeros, hidden)
         chunks = _chunks(hidden, head, targets, shares)
         (total, dhead), dhidden = lax.scan(add, zeros, chunks)
         return total, dhidden.reshape(hidden.shape), dhead
@@ -138,7 +138,7 @@ def logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
     Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
     would run the matmuls of backward in float32.
     """
-    return _logits(*placement.varying_alike((hidden, head)))
+    return _logits(*array_types.varying_alike((hidden, head)))
 
 
 @jax.custom_vjp

@@ -37,7 +37,7 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
-from pallas_kernels import AdamScalars, Moments, dispatch, placement
+from pallas_kernels import AdamScalars, Moments, array_types, dispatch
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP
 from pallas_kernels.rounding import hash32, stochastic_bfloat16
@@ -281,7 +281,7 @@ def _in_blocks(grad: Array, moments: Moments) -> bool:
     """
     if dispatch.has_hopper() or jax.sharding.get_abstract_mesh().manual_axes:
         return False
-    return placement.mesh_of((grad, moments)) is None and has_blocks(grad.shape)
+    return array_types.mesh_of((grad, moments)) is None and has_blocks(grad.shape)
 
 
 def _fused_batch(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.quantization.array import tensor_scale
 from coat_jax.quantization.formats import Format
-from pallas_kernels import placement
+from pallas_kernels import array_types
 from pallas_kernels.numerics import floats, magnitude, magnitude_bits
 
 # The number of steps whose amax a history holds.
@@ -67,7 +67,7 @@ def spread[History](history: History, like: Array) -> History:
     """
 
     def varying(history):
-        axes = placement.varying_axes(like) - placement.varying_axes(history)
+        axes = array_types.varying_axes(like) - array_types.varying_axes(history)
         return _varying(history, tuple(axes)) if axes else history
 
     return jax.tree.map(varying, history)

@@ -30,7 +30,7 @@ from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
-from pallas_kernels import dispatch, placement
+from pallas_kernels import array_types, dispatch
 from pallas_kernels.numerics import GROUP
 
 _CALLS = 256  # The calls of which programs are kept.
@@ -239,7 +239,7 @@ def _with_fp8_residuals(
         planned = plan(traced, is_param, options)
         program = traced.with_outputs([extra.var for extra in planned.extras])
         values = core.jaxpr_as_fun(program)(*args)
-        _, values = placement.with_common_mesh((args, values))
+        _, values = array_types.with_common_mesh((args, values))
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
         own = zip(traced.residuals, planned.kept, strict=True)
         ways = [(index, *way) for index, way in enumerate(own)]

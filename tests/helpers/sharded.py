@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from helpers.optimizers import assert_same_bits
-from pallas_kernels import dispatch, placement
+from pallas_kernels import array_types, dispatch
 
 # Shapes and specs of parameters on a mesh of ("data", "model"), both of size 4 or less.
 LAYOUT = {
@@ -36,9 +36,9 @@ def as_kernels(monkeypatch):
     """
 
     def against(arrays):
-        if placement.mesh_of(arrays) is None:
+        if array_types.mesh_of(arrays) is None:
             return ["no GPU"]
-        return [*filter(None, [placement.obstacle(arrays)])]
+        return [*filter(None, [array_types.obstacle(arrays)])]
 
     monkeypatch.setattr(dispatch, "_against_kernels", against)
     jax.clear_caches()

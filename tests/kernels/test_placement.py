@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import dispatch, placement
+from pallas_kernels import array_types, dispatch, placement
 from pallas_kernels.axes import Axes
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
@@ -148,11 +148,11 @@ def test_the_rule_names_axes_in_order_and_those_that_stay_whole():
 
 def test_arrays_of_one_device_are_on_no_mesh():
     x = jnp.ones((8, 8))
-    assert placement.mesh_of((x, None, [x])) is None
-    assert placement.obstacle((x,)) is None
+    assert array_types.mesh_of((x, None, [x])) is None
+    assert array_types.obstacle((x,)) is None
     mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     one = jax.NamedSharding(mesh, P("data"))
-    assert placement.mesh_of(jax.device_put(x, one)) is None
+    assert array_types.mesh_of(jax.device_put(x, one)) is None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from pallas_kernels import dispatch, placement
+from pallas_kernels import array_types, dispatch
 from pallas_kernels.axes import WHOLE, Axes, grouped
 from pallas_kernels.checks import check_shape
 from pallas_kernels.ops.adam import kernel as adam_kernel
@@ -73,7 +73,7 @@ def adam(
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
     traced = [jnp.float32(s) for s, k in zip(scalars, known, strict=True) if k is None]
     places = []
-    if placement.mesh_of((grads, moments, params)) is not None:
+    if array_types.mesh_of((grads, moments, params)) is not None:
         # The position of a group is the sum of its entries in `places`, one per axis.
         # They are split like the groups, so a part's first entries give the position of
         # its first group.
