@@ -1,13 +1,11 @@
 """Gated activations with FP8 inputs and outputs: SwiGLU, GEGLU, their gradients."""
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -15,15 +13,12 @@ from pallas_kernels import dispatch
 from pallas_kernels.axes import WHOLE, Axes, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.mosaic import elementwise, strips
-from pallas_kernels.mosaic.codec import decode
 from pallas_kernels.mosaic.strips import Encoding, Tuning
 from pallas_kernels.numerics import GROUP, Scaled
 from pallas_kernels.ops.gate import kernel as gate_rows
 from pallas_kernels.ops.gate import reference
+from pallas_kernels.ops.gate.formulas import Product, ProductGrad
 from pallas_kernels.ops.gate.reference import (
-    GELU,
-    GELU_CUBIC,
-    GELU_MAX,
     Activation,
     Gated,
     Operands,
@@ -32,22 +27,6 @@ from pallas_kernels.ops.gate.reference import (
 )
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
 
-_LOG2_E = math.log2(math.e)
-_GELU = -_LOG2_E * GELU
-_SQRT_HALF = math.sqrt(0.5)
-_DENSITY = 1 / math.sqrt(2 * math.pi)  # The standard normal density at 0.
-# exp(z**2) * erfc(z) / 2 = t * P(t) with t = 1 / (1 + z * _TAIL), for z from 0 to 9.5;
-# beyond 9.5 erfc underflows. _ERFC has the coefficients of the polynomial P, the
-# constant first. They are fitted in float64, with relative errors of at most 6e-6.
-_TAIL = 0.43
-_ERFC = (
-    0.12162880,
-    0.11625502,
-    0.14068296,
-    -0.0053946,
-    0.20352425,
-    -0.07669386,
-)
 _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
@@ -370,75 +349,6 @@ def _results(operands: Operands, values: str) -> Gated:
 
 def _tall(operands: Operands, count: int) -> Operands:
     return jax.tree.map(lambda x: x.reshape(count, *x.shape[-2:]), operands)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Product:
-    """The function activation(gate) * up on strips."""
-
-    activation: Activation
-
-    def __call__(self, gate: Scaled | Array, up: Scaled | Array) -> tuple[Array]:
-        """Returns the product, as `elementwise.run` expects it."""
-        gate, up = decode(gate), decode(up)
-        if self.activation == "gelu_exact":
-            share, _ = _normal(gate)
-            return (gate * share * up,)
-        exponent = gate * -_LOG2_E
-        if self.activation == "gelu":
-            # The sigmoid is right even if the cube is infinite: it is 0 or 1.
-            exponent = gate * (_GELU + _GELU * GELU_CUBIC * (gate * gate))
-        return (gate * _sigmoid(exponent) * up,)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProductGrad:
-    """The gradients of gate and up on strips, and the product if it is wanted."""
-
-    activation: Activation
-    with_product: bool = False
-
-    def __call__(self, gate: Scaled, up: Scaled, dy: Array) -> tuple[Array, ...]:
-        """Returns the gradients and the product, as `elementwise.run` expects them."""
-        gate, up, dy = decode(gate), decode(up), decode(dy)
-        if self.activation == "silu":
-            s = _sigmoid(gate * -_LOG2_E)
-            y = gate * s
-            slope = s + y * (1 - s)
-        elif self.activation == "gelu_exact":
-            s, density = _normal(gate)
-            y = gate * s
-            slope = s + gate * density
-        else:
-            # An infinite square times 1 - s = 0 would make the slope NaN.
-            square = jnp.minimum(gate * gate, GELU_MAX**2)
-            s = _sigmoid(gate * (_GELU + _GELU * GELU_CUBIC * square))
-            y = gate * s
-            inner = GELU + 3 * GELU * GELU_CUBIC * square
-            slope = s + y * (1 - s) * inner
-        return dy * up * slope, dy * y, *([y * up] if self.with_product else [])
-
-
-def _sigmoid(exponent: Array) -> Array:
-    # This is 1 / (1 + 2 ** exponent). The approximation of tanh would be poor where the
-    # sigmoid is small.
-    return _reciprocal(1.0 + jnp.exp2(exponent))
-
-
-def _reciprocal(x: Array) -> Array:
-    # A root takes fewer instructions than a division or a logarithm. It takes the
-    # fewest if x is 1 plus a magnitude: the compiler knows that x is not denormal.
-    root = lax.rsqrt(x)
-    return root * root
-
-
-def _normal(x: Array) -> tuple[Array, Array]:
-    """Returns the standard normal distribution function of x, and its density."""
-    bell = jnp.exp2(x * x * (-_LOG2_E / 2))
-    t = _reciprocal(1.0 + jnp.abs(x * (_TAIL * _SQRT_HALF)))
-    polynomial = functools.reduce(lambda p, c: p * t + c, _ERFC[::-1])
-    tail = bell * t * polynomial
-    return jnp.where(x < 0, tail, 1.0 - tail), _DENSITY * bell
 
 
 def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:

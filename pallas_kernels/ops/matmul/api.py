@@ -15,6 +15,7 @@ from pallas_kernels.axes import Axes, tokens
 from pallas_kernels.checks import check_positive, check_shape
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import reference, tuning
+from pallas_kernels.ops.matmul.operands import Operands, in_parts
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
     PIECE_M,
@@ -28,7 +29,6 @@ from pallas_kernels.ops.quantize.reference import maxima
 from pallas_kernels.ops.rope.reference import split_heads
 
 _ROWS = 8  # Rows that the copy engine swizzles together.
-_FP8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
 
 
 def matmul(
@@ -87,8 +87,8 @@ def matmul(
     """
     if out_dtype is None:
         out_dtype = jnp.bfloat16 if accumulator is None else accumulator.dtype
-    b = _in_parts(a, b)
-    call = _Call.of(a, b, a_scale, b_scale)
+    b = in_parts(a, b)
+    call = Operands.of(a, b, a_scale, b_scale)
     product = Product(
         out_dtype=jnp.dtype(out_dtype),
         promote=BLOCK if call.scaling == "blocks" else promote,
@@ -153,8 +153,8 @@ def matmul_heads(
       >>> q.shape, k.shape, v.shape
       ((1, 3, 4, 8), (1, 3, 2, 8), (1, 3, 2, 8))
     """
-    b = _in_parts(a, b)
-    call = _Call.without_blocks(a, b, a_scale, b_scale)
+    b = in_parts(a, b)
+    call = Operands.without_blocks(a, b, a_scale, b_scale)
     check_positive(copies=copies)
     if a.ndim != 3:
         raise ValueError(f"a must be [b, s, k], got {a.shape}")
@@ -217,7 +217,7 @@ class _OfProduct(dispatch.Operation):
     def _settings(self, m: int, n: int, k: int) -> Tuning | None:
         return self.tuning or tuning.tiles(self.product, m, n, k)
 
-    def _run(self, call: "_Call", *more: Array) -> tuple[tuple, Array | None]:
+    def _run(self, call: "Operands", *more: Array) -> tuple[tuple, Array | None]:
         settings = self._settings(call.m, call.n, call.k)
         return _run(self.product, call, settings, *more)
 
@@ -234,7 +234,7 @@ class _Matmul(_OfProduct):
     """`matmul`; the last array is the accumulator."""
 
     def reference(self, a, b, a_scale, b_scale, accumulator) -> tuple:
-        call = _Call.of(a, b, a_scale, b_scale)
+        call = Operands.of(a, b, a_scale, b_scale)
         if accumulator is not None:
             accumulator = accumulator.reshape(call.m, call.n)
         y = reference.matmul(
@@ -260,7 +260,7 @@ class _Matmul(_OfProduct):
         return operands, (out, Axes("_", reduced="max"))
 
     def kernel(self, a, b, a_scale, b_scale, accumulator) -> tuple:
-        call = _Call.of(a, b, a_scale, b_scale)
+        call = Operands.of(a, b, a_scale, b_scale)
         added = [] if accumulator is None else [accumulator.reshape(call.m, call.n)]
         (y,), largest = self._run(call, *added)
         return y.reshape(*call.leading, call.n), largest
@@ -271,7 +271,7 @@ class _MatmulHeads(_OfProduct):
     """`matmul_heads`; the last arrays are the cosines and sines."""
 
     def reference(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
-        call = _Call.of(a, b, a_scale, b_scale)
+        call = Operands.of(a, b, a_scale, b_scale)
         y = call.wide().reshape(*call.leading, call.n)
         heads = self.product.heads
         found = split_heads(
@@ -290,112 +290,12 @@ class _MatmulHeads(_OfProduct):
         return operands, heads
 
     def kernel(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
-        call = _Call.of(a, b, a_scale, b_scale)
+        call = Operands.of(a, b, a_scale, b_scale)
         out, _ = self._run(call, cos, sin)
         return tuple(x.reshape(*a.shape[:-1], -1, 2 * cos.shape[-1]) for x in out)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Call:
-    """The operands of a matmul, with one axis of rows, and the kind of their scales.
-
-    Attributes:
-      arrays: The operands and their scales, with one axis of rows of a. b is
-        [parts, n, groups, c].
-      scaling: The kind of the scales.
-      leading: The lengths of the axes that were merged to rows.
-      scales: The scales as they were given, in float32.
-    """
-
-    arrays: tuple[Array, Array, Array, Array]
-    scaling: Literal["tensor", "rows", "blocks"]
-    leading: tuple[int, ...]
-    scales: tuple[Array, Array]
-
-    m = property(lambda self: self.arrays[0].shape[0])
-    k = property(lambda self: self.arrays[0].shape[1])
-    n = property(lambda self: self.arrays[1].shape[1])
-
-    @classmethod
-    def of(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
-        """Checks operands and scales, and merges the leading axes of `a`.
-
-        Raises:
-          ValueError: If their dtypes or shapes do not match.
-        """
-        dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
-        if not dtypes <= set(_FP8) or _FP8[0] not in dtypes:
-            raise ValueError(
-                "a and b must be e4m3, or one of them e5m2, got "
-                f"{a.dtype} and {b.dtype}"
-            )
-        a_scale, b_scale = (jnp.asarray(s, jnp.float32) for s in scales)
-        *leading, k = a.shape
-        n, m = b.shape[1], math.prod(leading)
-        blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
-        given = a_scale, b_scale
-        found = a_scale.shape, b_scale.shape
-        if found == ((), ()):
-            scaling = "tensor"
-        elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
-            scaling = "rows"
-            if not b_scale.ndim:
-                # One scale folded into the other saves a multiplication later.
-                a_scale, b_scale = a_scale * b_scale, jnp.ones(1)
-            a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
-        elif found == blocks and k % BLOCK == 0:
-            scaling = "blocks"
-            a_scale = a_scale.reshape(m, k // BLOCK)
-        else:
-            raise ValueError(
-                f"scales of {a.shape} and {(n, k)} are scalars, {tuple(leading)} and "
-                f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
-            )
-        arrays = (a.reshape(m, k), b, a_scale, b_scale)
-        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading), scales=given)
-
-    @classmethod
-    def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "_Call":
-        """Checks operands and scales like `of`, and rejects per-block scales."""
-        call = cls.of(a, b, *scales)
-        if call.scaling == "blocks":
-            raise ValueError("scales for blocks are for `matmul` only")
-        return call
-
-    @property
-    def merged(self) -> tuple[Array, Array, Array, Array]:
-        """The arrays, with one axis of k in b."""
-        a, b, *scales = self.arrays
-        return a, b.transpose(1, 2, 0, 3).reshape(self.n, self.k), *scales
-
-    @property
-    def readable(self) -> tuple[Array, Array, Array, Array]:
-        """The arrays, with one axis of k in b unless the kernel can read its parts."""
-        parts, _, _, c = self.arrays[1].shape
-        in_steps = c % TILE_K == 0 and self.scaling != "blocks"
-        return self.arrays if parts > 1 and in_steps else self.merged
-
-    def wide(self) -> Float[Array, "m n"]:
-        """Computes the matmul with the reference, in float32."""
-        return reference.matmul(*self.merged, None, out_dtype=jnp.float32, promote=None)
-
-
-def _in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
-    """Returns b [n, ...] as one part, whose last axis stays apart from the others.
-
-    Raises:
-      ValueError: If `a` and `b` do not have as many elements along k.
-    """
-    n, *contracted = b.shape or (0,)
-    if not a.ndim or not contracted or a.shape[-1] != math.prod(contracted):
-        raise ValueError(
-            f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
-        )
-    *groups, c = contracted
-    return b.reshape(1, n, math.prod(groups), c)
-
-
-def _check_result(product: Product, call: _Call, accumulator: Array | None) -> None:
+def _check_result(product: Product, call: Operands, accumulator: Array | None) -> None:
     if product.out_dtype not in (jnp.bfloat16, jnp.float32):
         raise ValueError(
             f"out_dtype must be bfloat16 or float32, got {product.out_dtype}"
@@ -432,7 +332,7 @@ def _obstacle(
 
 def _run(
     product: Product,
-    call: _Call,
+    call: Operands,
     tuning: Tuning,
     *more: Array,
 ) -> tuple[tuple[Array, ...], Array | None]:
