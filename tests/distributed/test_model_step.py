@@ -1,8 +1,11 @@
 """Tests that a step is measured on several devices as on one."""
 
+import jax
+import numpy as np
 import pytest
 
 from experiments.bench import model_step
+from experiments.pretrain import meshes
 
 pytestmark = pytest.mark.distributed
 MODEL = model_step.Model(
@@ -30,6 +33,22 @@ def test_a_step_by_hand_has_the_losses_of_jit():
         assert by_hand[name] == pytest.approx(by_jit[name], rel=2e-3)
     for name in ("parameters_gib", "optimizer_gib"):
         assert by_hand[name] == by_jit[name]
+
+
+def test_gradients_by_hand_are_those_of_jit():
+    mesh = meshes.make({"fsdp": 2}, devices=2)
+    tokens = model_step._random_tokens(MODEL, 4)
+    found = []
+    for case in ("bf16", model_step.BY_HAND):
+        loss, (params, histories) = model_step.loss_function(case, MODEL, mesh)
+        params = model_step.random_params(params)
+        there = meshes.param_shardings(params, mesh)
+        params = jax.device_put(params, there)
+        grads = jax.jit(jax.grad(loss))(params, histories, tokens)
+        found.append(jax.tree.leaves(jax.device_get(grads)))
+    for a, b in zip(*found, strict=True):
+        a, b = a.astype(float), b.astype(float)
+        np.testing.assert_allclose(b, a, atol=2.0**-6 * np.max(np.abs(a)))
 
 
 def test_a_step_by_hand_needs_several_devices():
