@@ -131,7 +131,17 @@ def _gate(activation: str) -> Iterator[Case]:
     def pair_backward(gate, up, dy, scale, **options):
         return backward((gate, up), dy, scale, product_scale=scale, **options)
 
+    def alone(gate, **options):
+        options |= {"scale": "row", "keep_groups": True, "activation": activation}
+        return pk.gated((gate,), **options)
+
+    def alone_backward(gate, dy, scale, **options):
+        return backward((gate,), dy, None, product_scale=scale, **options)
+
     wide = _array(tokens, f)
+    yield Case(f"{activation} without a product, to rows", alone, (wide,))
+    arguments = (_groups(tokens, f), *arrays[1:])
+    yield Case(f"{activation} without a product, backward", alone_backward, arguments)
     yield Case(f"{activation} gate of two arrays, to rows", pair, (wide, wide))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
     yield Case(f"{activation} gate of two arrays, backward", pair_backward, arrays)

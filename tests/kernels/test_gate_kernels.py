@@ -259,6 +259,73 @@ def test_wide_gradients_of_two_arrays(implementation):
         assert_rounded(values, grads[..., j, :], sizes[..., j, :])
 
 
+def alone(gate_up):
+    """Returns the gate, and gate and up with an up of ones."""
+    codes, scale = map(np.array, gate_up)
+    codes[..., 1, :] = scale[..., 1, :] = 1
+    return apart(gate_up)[:1], pk.Scaled(codes, scale)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
+)
+def test_an_activation_without_up(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    gate, ones = alone(groups)
+    y, size = exact(ones, activation)
+    out = run(implementation, functools.partial(pk.gated, activation=activation), gate)
+    assert_rounded(out.values, y, size)
+    assert np.max(out.largest) == np.abs(np.asarray(out.values, np.float32)).max()
+    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
+    grad = functools.partial(pk.gated_grad, activation=activation)
+    out = run(implementation, grad, gate, dy)
+    (values,) = out.values
+    assert_rounded(values, grads, sizes)
+    assert np.max(out.largest) == np.abs(np.asarray(values, np.float32)).max()
+
+
+@every_implementation
+@pytest.mark.parametrize(("activation", "shape"), TILED)
+def test_gradients_of_an_activation_with_its_output(implementation, activation, shape):
+    groups, dy = inputs(shape)
+    gate, ones = alone(groups)
+    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
+    y, size = (x.reshape(-1, shape[-1]).T for x in exact(ones, activation))
+    how = {"activation": activation, "product_scale": jnp.float32(0.25)}
+    wide = run(implementation, functools.partial(pk.gated_grad, **how), gate, dy)
+    assert_rounded(wide.values[0], grads, sizes)
+    assert_rounded(wide.product, y, size, 0.25)
+    grad = functools.partial(pk.gated_grad, copies="both", **how)
+    out = run(implementation, with_scale(grad), gate, dy, jnp.float32(SCALE))
+    own = out._replace(values=out.values[0], transposed=out.transposed[0])
+    assert_rounded(own.values, grads, sizes, SCALE)
+    assert_transposed(own)
+    assert_identical(out.product, wide.product)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    ("activation", "shape"), list(zip(ACTIVATIONS, ROWS, strict=True))
+)
+def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
+    groups, _ = inputs(shape)
+    wide = jnp.asarray(decoded(groups), BF16)[..., 0, :]
+    gated = functools.partial(
+        pk.gated, activation=activation, scale="row", keep_groups=True
+    )
+    out = run(implementation, gated, (wide,))
+    both = np.stack([np.asarray(wide, np.float64), np.ones(wide.shape)], axis=-2)
+    y, size = exact(
+        pk.Scaled(both, np.ones((*both.shape[:-1], shape[-1] // 16))), activation
+    )
+    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
+    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
+    codes, scale = encoded_groups(wide, E4M3, 16)
+    assert_identical(out.groups[0], [codes, scale])
+    assert_identical(out.largest_scale, scale.astype(F32).max(axis=-1))
+
+
 @every_implementation
 @pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064)])
 def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
@@ -379,8 +446,12 @@ def test_what_cannot_run_is_named():
     gate, up = apart(groups)
     with pytest.raises(ValueError, match="both be codes, or neither"):
         pk.gated((gate, dy))
-    with pytest.raises(ValueError, match="must be a pair, got 3 arrays"):
+    with pytest.raises(ValueError, match="a pair, or the gate alone, got 3 arrays"):
         pk.gated((gate, up, up))
+    with pytest.raises(ValueError, match=r"must be \[..., f\], got \(\)"):
+        pk.gated((jnp.float32(1),))
+    with pytest.raises(ValueError, match=r"\[..., 2, f\], got \(16, 1, 128\)"):
+        pk.gated(jax.tree.map(lambda x: x[:, :1], groups))
     with pytest.raises(ValueError, match=r"up must .* \(16, 128\), got \(8, 128\)"):
         pk.gated((gate, jax.tree.map(lambda x: x[:8], up)))
 

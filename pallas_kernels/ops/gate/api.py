@@ -20,9 +20,9 @@ from pallas_kernels.ops.gate import reference
 from pallas_kernels.ops.gate.formulas import Product, ProductGrad
 from pallas_kernels.ops.gate.reference import (
     Activation,
+    Apart,
     Gated,
     Operands,
-    Pair,
     joined,
 )
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
@@ -31,7 +31,7 @@ _PRODUCT = Encoding(transposed=jnp.dtype(jnp.float8_e4m3fn), denormals=True)
 
 
 def gated(
-    gate_up: Scaled | Float[Array, "... 2 f"] | Pair,
+    gate_up: Scaled | Float[Array, "... 2 f"] | Apart,
     *,
     activation: Activation = "silu",
     scale: Float[Array, ""] | Literal["row"] | None = None,
@@ -45,7 +45,8 @@ def gated(
 
     Args:
       gate_up: Gate and up [..., 2, f], in groups of 16, or bfloat16 or float32. Or a
-        pair of such arrays [..., f].
+        tuple of two such arrays [..., f]. A tuple of one is the gate alone, of which
+        `y = activation(gate)` is computed.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the output. None returns bfloat16. A float32 scalar returns
         codes of y / scale. "row" returns codes and per-token scales, amax / code_max.
@@ -91,11 +92,11 @@ def gated(
     )
     arrays = operands, None if by_token else scale
     out = operation(*arrays, implementation=implementation)
-    return out._replace(groups=_result(out.groups))
+    return out._replace(groups=_result(out.groups, gate_up))
 
 
 def gated_grad(
-    gate_up: Scaled | Pair,
+    gate_up: Scaled | Apart,
     dy: Float[Array, "... f"],
     *,
     activation: Activation = "silu",
@@ -112,8 +113,9 @@ def gated_grad(
     `dy * activation(gate)`.
 
     Args:
-      gate_up: Gate and up, codes [..., 2, f] in groups of 16. Or a pair of codes
-        [..., f].
+      gate_up: Gate and up, codes [..., 2, f] in groups of 16. Or a tuple of two codes
+        [..., f]. A tuple of one is the gate alone, whose gradient is
+        `dy * activation'(gate)`.
       dy: The gradient of `gated`'s output, bfloat16 or float32.
       activation: The activation: "silu", "gelu" (GELU's tanh form) or "gelu_exact".
       scale: The scale of the gradients. None returns bfloat16. A float32 scalar returns
@@ -122,7 +124,8 @@ def gated_grad(
       copies: The copies to return with a scale: codes [..., 2, f], their transpose
         [2 f, tokens] or both. All leading axes are tokens.
       product_scale: The per-tensor scale with which `gated`'s output is returned too,
-        as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`.
+        as transposed float8_e4m3fn codes [f, tokens]. It needs `scale`, unless the gate
+        is alone.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Tile sizes of the kernel; None means the default.
 
@@ -144,7 +147,7 @@ def gated_grad(
     scale = scalar("scale", scale, None)
     product_scale = scalar("product_scale", product_scale, None)
     with_product = product_scale is not None
-    if with_product and scale is None:
+    if with_product and scale is None and _parts(operands) == 2:
         raise ValueError("product_scale needs a scale, got None")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, _, n = operands[0].codes.shape
@@ -159,9 +162,9 @@ def gated_grad(
     arrays = operands, dy, scale, product_scale
     out = operation(*arrays, implementation=implementation)
     transposed = out.transposed
-    if transposed is not None and len(transposed) == 1:
+    if transposed is not None and not _is_apart(gate_up):
         (transposed,) = transposed
-    return out._replace(values=_result(out.values), transposed=transposed)
+    return out._replace(values=_result(out.values, gate_up), transposed=transposed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,7 +194,8 @@ class _Gated(dispatch.Operation):
         *leading, _, n = jax.tree.leaves(operands)[0].shape
         if self.scale == "row":
             return gate_rows.obstacle(math.prod(leading), n)
-        return strips.obstacle(math.prod(leading), 2, n, transposed=self.transposed)
+        parts = _parts(operands)
+        return strips.obstacle(math.prod(leading), parts, n, transposed=self.transposed)
 
     def reference(self, operands, scale) -> Gated:
         return reference.gated(
@@ -257,7 +261,8 @@ class _GatedGrad(dispatch.Operation):
     def obstacle(self, operands, dy, scale, product_scale) -> str | None:
         *leading, n = dy.shape
         transposed = self.transposed or product_scale is not None
-        return strips.obstacle(math.prod(leading), 2, n, transposed=transposed)
+        parts = _parts(operands)
+        return strips.obstacle(math.prod(leading), parts, n, transposed=transposed)
 
     def reference(self, operands, dy, scale, product_scale) -> Gated:
         return reference.gated_grad(
@@ -292,7 +297,7 @@ class _GatedGrad(dispatch.Operation):
             name=self.name,
             encoding=encoding,
             more=_PRODUCT if with_product else None,
-            parts=2,
+            parts=_parts(operands),
             apart=apart,
             tuning=self.tuning,
         )
@@ -302,25 +307,42 @@ class _GatedGrad(dispatch.Operation):
         return joined(grads)._replace(product=product)
 
 
-def _operands(gate_up: Scaled | Array | Pair) -> Operands:
+def _is_apart(gate_up: Scaled | Array | Apart) -> bool:
+    return isinstance(gate_up, tuple) and not isinstance(gate_up, Scaled)
+
+
+def _operands(gate_up: Scaled | Array | Apart) -> Operands:
     """Returns gate and up as arrays of parts: a pair is two arrays of one part."""
-    if isinstance(gate_up, Scaled) or not isinstance(gate_up, tuple):
+    if not _is_apart(gate_up):
+        values = jax.tree.leaves(gate_up)[0]
+        if values.ndim < 2 or values.shape[-2] != 2:
+            raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
         return (gate_up,)
-    if len(gate_up) != 2:
-        raise ValueError(f"gate and up must be a pair, got {len(gate_up)} arrays")
+    if len(gate_up) not in (1, 2):
+        raise ValueError(
+            f"gate and up must be a pair, or the gate alone, got {len(gate_up)} arrays"
+        )
     if len({isinstance(x, Scaled) for x in gate_up}) > 1:
         raise ValueError("gate and up must both be codes, or neither")
-    gate, up = (jax.tree.leaves(x)[0] for x in gate_up)
-    check_shape("up", up, gate.shape)
+    gate, *up = (jax.tree.leaves(x)[0] for x in gate_up)
+    if not gate.ndim:
+        raise ValueError(f"the gate must be [..., f], got {gate.shape}")
+    for x in up:
+        check_shape("up", x, gate.shape)
     return tuple(
         jax.tree.map(lambda x: x.reshape(*x.shape[:-1], 1, x.shape[-1]), own)
         for own in gate_up
     )
 
 
-def _result(arrays: tuple[Any, ...] | None) -> Any:
+def _parts(operands: Operands) -> int:
+    """Returns 2 for gate and up, and 1 for the gate alone."""
+    return sum(jax.tree.leaves(x)[0].shape[-2] for x in operands)
+
+
+def _result(arrays: Apart | None, gate_up: Any) -> Any:
     """Returns arrays of parts in the form in which gate and up were given."""
-    if arrays is None or len(arrays) == 1:
+    if arrays is None or not _is_apart(gate_up):
         return arrays and arrays[0]
     return tuple(
         jax.tree.map(lambda x: x.reshape(*x.shape[:-2], x.shape[-1]), own)
@@ -361,8 +383,6 @@ def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:
     for x in operands:
         values = x.codes if in_groups else x
         check_dtype("gate and up", values.dtype, CODES if in_groups else WIDE)
-        if values.ndim < 2 or values.shape[-2] * len(operands) != 2:
-            raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
         n = values.shape[-1]
         if in_groups and (count := x.scale.shape[-1]) != -(-n // GROUP):
             raise ValueError(f"groups must have 16 of {n} elements, got {count}")

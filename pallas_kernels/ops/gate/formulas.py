@@ -32,33 +32,39 @@ _ERFC = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product:
-    """The function activation(gate) * up on strips."""
+    """The function activation(gate) * up on strips, or activation(gate)."""
 
     activation: Activation
 
-    def __call__(self, gate: Scaled | Array, up: Scaled | Array) -> tuple[Array]:
+    def __call__(self, gate: Scaled | Array, *up: Scaled | Array) -> tuple[Array]:
         """Returns the product, as `elementwise.run` expects it."""
-        gate, up = decode(gate), decode(up)
+        y = self._activated(decode(gate))
+        return (functools.reduce(lax.mul, map(decode, up), y),)
+
+    def _activated(self, gate: Array) -> Array:
         if self.activation == "gelu_exact":
             share, _ = _normal(gate)
-            return (gate * share * up,)
+            return gate * share
         exponent = gate * -_LOG2_E
         if self.activation == "gelu":
             # The sigmoid is right even if the cube is infinite: it is 0 or 1.
             exponent = gate * (_GELU + _GELU * GELU_CUBIC * (gate * gate))
-        return (gate * _sigmoid(exponent) * up,)
+        return gate * _sigmoid(exponent)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductGrad:
-    """The gradients of gate and up on strips, and the product if it is wanted."""
+    """The gradients of gate and up on strips, and the product if it is wanted.
+
+    Without up there is the gradient of the gate alone.
+    """
 
     activation: Activation
     with_product: bool = False
 
-    def __call__(self, gate: Scaled, up: Scaled, dy: Array) -> tuple[Array, ...]:
+    def __call__(self, gate: Scaled, *others: Scaled | Array) -> tuple[Array, ...]:
         """Returns the gradients and the product, as `elementwise.run` expects them."""
-        gate, up, dy = decode(gate), decode(up), decode(dy)
+        gate, *up, dy = map(decode, (gate, *others))
         if self.activation == "silu":
             s = _sigmoid(gate * -_LOG2_E)
             y = gate * s
@@ -74,6 +80,9 @@ class ProductGrad:
             y = gate * s
             inner = GELU + 3 * GELU * GELU_CUBIC * square
             slope = s + y * (1 - s) * inner
+        if not up:
+            return dy * slope, *([y] if self.with_product else [])
+        (up,) = up
         return dy * up * slope, dy * y, *([y * up] if self.with_product else [])
 
 

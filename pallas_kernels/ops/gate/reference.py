@@ -29,16 +29,16 @@ GELU_CUBIC = 0.044715
 GELU_MAX = 32.0
 
 
-# Arrays for gate and for up: one [..., 2, f], or two [..., 1, f].
+# Arrays for gate and for up: one [..., 2, f], or two [..., 1, f], or the first of them.
 Operands = tuple[Scaled | Float[Array, "... parts f"], ...]
-Pair = tuple[Any, Any]
+Apart = tuple[Any, ...]
 
 
 class Gated(NamedTuple):
     """Outputs of `gated` [..., f], or of `gated_grad` [..., 2, f] for gate and up.
 
-    If gate and up were given as a pair of arrays [..., f], their gradients and groups
-    are such pairs, too.
+    If gate and up, or the gate alone, were given as a tuple of arrays [..., f], their
+    gradients and groups are such tuples, too.
 
     Attributes:
       values: The values, bfloat16 or FP8 codes; None if only the transpose was wanted.
@@ -46,18 +46,18 @@ class Gated(NamedTuple):
         gradients.
       scale: The per-token scales of `values`, float32 [...], with scale="row".
       largest: The amax of parts of the values, float32 [k], unless scale="row" or the
-        values are a pair. The kernel chooses k.
+        values are a tuple of two. The kernel chooses k.
       groups: Gate and up [..., 2, f] in groups of 16.
       largest_scale: The largest group scale of each token, float32 [...].
-      product: The float8_e4m3fn codes of activation(gate) * up, [f, tokens]; only
+      product: The float8_e4m3fn codes of `gated`'s output, [f, tokens]; only
         `gated_grad` returns them.
     """
 
-    values: Float[Array, "..."] | Pair | None = None
-    transposed: Float[Array, "n tokens"] | Pair | None = None
+    values: Float[Array, "..."] | Apart | None = None
+    transposed: Float[Array, "n tokens"] | Apart | None = None
     scale: Float[Array, "..."] | None = None
     largest: Float[Array, " k"] | None = None
-    groups: Scaled | Pair | None = None
+    groups: Scaled | Apart | None = None
     largest_scale: Float[Array, "..."] | None = None
     product: Float[Array, "f tokens"] | None = None
 
@@ -73,9 +73,9 @@ def gated(
     keep_groups: bool,
 ) -> Gated:
     """Computes `pallas_kernels.gated` in jnp; `groups` are like `operands`."""
-    gate, up = _decoded(operands)
+    gate, *up = _decoded(operands)
     factor, _ = _activation(gate, activation)
-    y = gate * factor * up
+    y = _product(gate * factor, up)
     if isinstance(scale, str):
         scale = row_scale(magnitude(y, axis=-1), dtype)
         codes = lax.optimization_barrier(encode(y, scale[..., None], dtype))
@@ -107,10 +107,10 @@ def gated_grad(
 
     Values and their transposes are tuples of arrays like `operands`.
     """
-    gate, up = _decoded(operands)
+    gate, *up = _decoded(operands)
     factor, slope = _activation(gate, activation)
     dy = dy.astype(jnp.float32)
-    grads = dy * up * slope, dy * (gate * factor)
+    grads = _product(dy, up) * slope, *[dy * (gate * factor) for _ in up]
     if len(operands) == 1:
         grads = (jnp.stack(grads, axis=-2),)
     else:
@@ -124,7 +124,7 @@ def gated_grad(
         out = out._replace(transposed=tuple(map(transpose, flat)))
     if product_scale is None:
         return out
-    y = gate * factor * up
+    y = _product(gate * factor, up)
     product = _encoded(y, product_scale, jnp.float8_e4m3fn, row=False, transposed=True)
     return out._replace(product=product.transposed)
 
@@ -153,6 +153,11 @@ def _encoded(y, scale, dtype, row, transposed):
         transpose(codes) if transposed else None,
         largest=magnitude(y)[None],
     )
+
+
+def _product(y: Array, up: Sequence[Array]) -> Array:
+    """Returns y times up, if there is one."""
+    return functools.reduce(lax.mul, up, y)
 
 
 def _decoded(operands: Operands) -> list[Array]:
