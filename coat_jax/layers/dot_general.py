@@ -106,8 +106,8 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    gated = _gated if a.ndim == 2 else None
-    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim), gated)
+    others = (_gated, _activated) if a.ndim == 2 else ()
+    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim), *others)
     return product(a, b).reshape(expected.shape)
 
 
@@ -265,18 +265,23 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype):
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype):
     rows, saved = _read(source, norm)
     pair, w_scales = _forward(rows, (gate, up), inner)
-    with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
-        out = kernels.gated(
-            tuple(pair), activation=activation, scale="row", keep_groups=True
-        )
+    out, copies = _gate(tuple(pair), activation)
     a = Scaled(out.values, out.scale)
     (y,), (down_scale,) = _forward(a, (down,), dtype)
     scale, a_scale = tensor_scales(rows, a)
-    # An outer `fp8_remat` saves integers exactly.
-    with Note(f"scales of groups of {GROUP}", _GATE).scope():
-        copies = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
     outer = saved, (gate, up), (scale, *w_scales)
     return once(y), (outer, copies, down, (a_scale, down_scale))
+
+
+def _gate(operands, activation):
+    """Returns the gate's output in rows, and the copies that backward reads."""
+    with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
+        out = kernels.gated(
+            operands, activation=activation, scale="row", keep_groups=True
+        )
+    # An outer `fp8_remat` saves integers exactly.
+    with Note(f"scales of groups of {GROUP}", _GATE).scope():
+        return out, jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
 
 
 @array_types.on_common_mesh
@@ -301,6 +306,57 @@ def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
+
+
+def _activated(x, w, *, activation, dtype):
+    """Computes `_activated_product` of an array with any leading axes."""
+    x, w = array_types.varying_alike((x.reshape(-1, w.shape[0]), w))
+    return _activated_product(x, w, activation, dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _activated_product(x, w, activation, dtype):
+    """Multiplies activation(x) [m, f] by w [f, n], within `fp8_remat`.
+
+    One kernel writes the codes that the matmul reads, and the copy of x, in groups of
+    16, that backward reads.
+    """
+    return _activated_fwd(x, w, activation, dtype)[0]
+
+
+@array_types.on_common_mesh
+def _activated_fwd(x, w, activation, dtype):
+    out, copies = _gate((x,), activation)
+    a = Scaled(out.values, out.scale)
+    (y,), (w_scale,) = _forward(a, (w,), dtype)
+    (a_scale,) = tensor_scales(a)
+    # An empty array carries the dtype of x to the backward pass.
+    return once(y), (copies[0], w, (a_scale, w_scale), jnp.zeros(0, x.dtype))
+
+
+@array_types.on_common_mesh
+def _activated_bwd(activation, dtype, residuals, dy):
+    copies, w, (a_scale, w_scale), like = residuals
+    gradient = quantize_tensor(dy, E5M2, copies="both")
+    wq = quantize_tensor(
+        w, E4M3, copies="row", scale=w_scale, after=gradient.transposed
+    )
+    scales = gradient.scale, w_scale
+    da = matmul_codes(gradient.row, wq.row, *scales, dtype=like.dtype)
+    out = kernels.gated_grad(
+        jax.tree.map(scales_as_bits, copies),
+        da,
+        activation=activation,
+        product_scale=a_scale,
+    )
+    dw = matmul_codes(
+        out.product, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype
+    )
+    (dx,) = out.values
+    return dx.astype(like.dtype), dw
+
+
+_activated_product.defvjp(_activated_fwd, _activated_bwd)
 
 
 def _remaining(ndim: int, *taken) -> tuple[int, ...]:

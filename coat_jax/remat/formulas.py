@@ -86,6 +86,16 @@ def term_of(
     return None if value is None or value.layout != "elements" else value.term
 
 
+def before_casts(x: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> core.Var:
+    """Returns the variable that `x` was before casts between floating dtypes."""
+    while (eqn := makers.get(x)) and eqn.primitive.name == "convert_element_type":
+        (before,) = eqn.invars
+        if not isinstance(before, core.Var) or before.aval.dtype not in DTYPES:
+            break
+        x = before
+    return x
+
+
 def number_of(literal: core.Literal) -> float:
     """Returns a number as it is in its dtype."""
     return float(np.asarray(literal.val, literal.aval.dtype))

@@ -7,7 +7,8 @@ saved in FP8 or recomputed.
 
 A gated MLP is one call: of the merged matmuls of gate and up, the gate, and the matmul
 that follows, which then reads the codes that the gate's kernel writes. Likewise a norm
-belongs to the matmuls that read it, if nothing else does.
+belongs to the matmuls that read it, and an activation to the one matmul that does, if
+nothing else reads it.
 """
 
 import functools
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.remat.gates import Gate, gate_of
+from coat_jax.remat.gates import Activated, Gate, activation_of, gate_of
 from coat_jax.remat.norms import NormOf, Source, norm_of
 from coat_jax.remat.programs import (
     deduplicated,
@@ -36,6 +37,7 @@ class _Forms(NamedTuple):
 
     merged: Callable
     gated: Callable | None
+    activated: Callable | None
 
 
 # The forms of calls, by the names that `mergeable` gives to the calls.
@@ -48,6 +50,7 @@ def mergeable(
     merged: Callable,
     ranks: tuple[int, int],
     gated: Callable | None = None,
+    activated: Callable | None = None,
 ) -> Callable:
     """Returns `fn(x, w)` in a form that `fp8_remat` can find and merge.
 
@@ -62,13 +65,15 @@ def mergeable(
         a norm, the name of the activation, and the dtypes of gate and of the result, if
         there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
         as in `merged`.
+      activated: A function of activations, weights, the name of the activation, and the
+        dtype of the result, if there is one. It returns `fn(activation(x), w)`.
     """
 
     def call(x, w):
         return fn(x, w)
 
     call.__name__ = "_".join((fn.__name__, *map(str, ranks)))
-    _FORMS[call.__name__] = _Forms(merged, gated)
+    _FORMS[call.__name__] = _Forms(merged, gated, activated)
     jitted = jax.jit(call)
 
     def traced(x, w):
@@ -83,7 +88,7 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
     """Merges the mergeable calls of a program that read the same activations.
 
     Weights must follow from parameters, as `is_param` marks them among the arguments.
-    With `fused`, norms and gated MLPs are merged, too.
+    With `fused`, norms, activations and gated MLPs are merged, too.
     """
     if not any(map(_has_call, program.eqns)):
         return program
@@ -107,6 +112,10 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
         (down,) = groups.pop(mlp.down)
         replaced |= {id(eqn): [] for eqn in (*pair, *mlp.gate.eqns)}
         replaced[id(down)] = _gated(mlp.gate, pair, down, norms.get(mlp.pair))
+    for key, found in list(_activations(uses, groups)) if fused else []:
+        (down,) = groups.pop(key)
+        replaced |= {id(eqn): [] for eqn in found.eqns}
+        replaced[id(down)] = _activated(found, down)
     for key, eqns in groups.items():
         replaced |= {id(eqn): [] for eqn in eqns[1:]}
         replaced[id(eqns[0])] = _merged(eqns, norms.get(key))
@@ -188,6 +197,23 @@ def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
             yield _Mlp(gate, pairs[gate.gate], key)
 
 
+def _activations(
+    uses: _Uses, groups: Mapping[Any, list]
+) -> Iterator[tuple[Any, Activated]]:
+    """Yields the activations that nothing but one call reads, by the calls' keys."""
+    program, makers, readers = uses
+    places = {id(eqn): place for place, eqn in enumerate(program.eqns)}
+    for key, eqns in groups.items():
+        x, name, _ = key
+        if len(eqns) > 1 or _FORMS[name].activated is None or x.aval.dtype not in WIDE:
+            continue
+        if found := activation_of(x, program, makers, readers, places):
+            own = {id(eqn) for eqn in (*found.eqns, *eqns)}
+            made = (v for eqn in found.eqns for v in eqn.outvars)
+            if all(id(reader) in own for v in made for reader in readers[v]):
+                yield key, found
+
+
 def _is_call(eqn: core.JaxprEqn) -> bool:
     if eqn.primitive.name != "jit" or eqn.params["name"] not in _FORMS:
         return False
@@ -254,6 +280,17 @@ def _gated(
         dtype=down.outvars[0].aval.dtype,
     )
     return _traced(call, pair[0].invars[0], norm, operands, down.outvars, down)
+
+
+def _activated(found: Activated, down: core.JaxprEqn) -> list[core.JaxprEqn]:
+    """Returns the operations of the merged form of an activation and a matmul."""
+    form = _FORMS[down.params["name"]].activated
+    dtype = down.outvars[0].aval.dtype
+
+    def call(source, w, norm):
+        return form(source.x, w, activation=found.activation, dtype=dtype)
+
+    return _traced(call, found.x, None, [down.invars[1]], down.outvars, down)
 
 
 def _traced(

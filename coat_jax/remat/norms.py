@@ -13,10 +13,10 @@ from jax.extend import core
 
 from coat_jax.remat.formulas import (
     CASTS,
-    DTYPES,
     KNOWN,
     MAX_STEPS,
     Term,
+    before_casts,
     number_of,
     term_of,
 )
@@ -97,7 +97,7 @@ def norm_of(
             eqns = tuple(sorted(taken.values(), key=lambda eqn: places[id(eqn)]))
             (x,) = free
             # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
-            before = _before_casts(x, makers)
+            before = before_casts(x, makers)
             narrow = before.aval.dtype == jnp.bfloat16
             if narrow and (found := _matched(y, x, columns, program, eqns)):
                 norm, source = found
@@ -113,15 +113,6 @@ def _is_column(v: core.Var, width: int) -> bool:
 def _is_constant(v: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> bool:
     """Returns whether a variable is a number that was broadcast."""
     return v in makers and not variables(makers[v].invars)
-
-
-def _before_casts(x: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> core.Var:
-    while (eqn := makers.get(x)) and eqn.primitive.name == "convert_element_type":
-        (before,) = eqn.invars
-        if not isinstance(before, core.Var) or before.aval.dtype not in DTYPES:
-            break
-        x = before
-    return x
 
 
 def _matched(

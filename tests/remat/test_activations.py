@@ -1,0 +1,235 @@
+"""Tests that activations before FP8 matmuls run the gate's kernels in `fp8_remat`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from helpers import oracle
+from helpers.dots import OTHER_WAYS, assert_near, linear, rows, tensor
+from helpers.gradients import (
+    assert_close,
+    fake,
+    fp8_bytes,
+    saved,
+    saved_bytes,
+    value_and_vjp,
+)
+from helpers.models import normal
+from jax.ad_checkpoint import checkpoint_name
+
+import pallas_kernels as pk
+from coat_jax import fp8_dot_general, fp8_remat
+
+TOKENS, K, F = 96, 48, 64
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def mlp(activation, dtype=BF16):
+    """Returns a function of weights and x: an MLP with biases and no gate."""
+
+    def fn(weights, x):
+        up, bias, down = (w.astype(dtype) for w in weights)
+        return linear(activation(linear(x, up) + bias), down)
+
+    return fn
+
+
+def given(dtype=BF16, f=F, tokens=(TOKENS,)):
+    """Returns weights, activations with an outlier, and a gradient."""
+    shapes = (K, f), (f,), (f, 32)
+    weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
+    x = normal(9, *tokens, K, dtype=dtype).at[..., 3].mul(8)
+    return weights, x, normal(20, *tokens, 32, dtype=dtype)
+
+
+def alone(fn, *args) -> set[str]:
+    """Returns the arrays of the gate's kernels, which read one array each."""
+    choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
+    return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
+
+
+def bfloat16(x):
+    return np.asarray(jnp.asarray(x, BF16), float)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def tanh_gelu(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def erf_gelu(x):
+    return x * (np.vectorize(math.erf)(x / math.sqrt(2)) / 2 + 0.5)
+
+
+ACTIVATIONS = {
+    "silu": (nn.silu, lambda x: x * sigmoid(x)),
+    "gelu": (nn.gelu, tanh_gelu),
+    "gelu_exact": (lambda x: nn.gelu(x, approximate=False), erf_gelu),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_results_and_gradients_follow_their_formulas(name):
+    activation, exact = ACTIVATIONS[name]
+    weights, x, dy = given()
+    y, (dws, dx) = value_and_vjp(fp8_remat(mlp(activation)), dy, weights, x)
+    up, bias, down = (w.astype(BF16) for w in weights)
+    up, down = tensor(up), tensor(down)
+    by_token = fake(np.asarray(x, np.float32), K).astype(np.float64)
+    h = bfloat16(bfloat16(by_token @ up) + np.asarray(bias, float))
+    assert_near(y, rows(exact(h)) @ down)
+    # Backward reads the copy of h, which is in groups of 16.
+    h = fake(h.astype(np.float32), 16).astype(np.float64)
+    step = 1e-5
+    slope = (exact(h + step) - exact(h - step)) / (2 * step)
+    dyq = tensor(dy, oracle.E5M2)
+    dh = bfloat16(bfloat16(dyq @ down.T) * slope)
+    dhq = tensor(dh, oracle.E5M2)
+    again = tensor(fake(np.asarray(x, np.float32), 16))
+    assert_near(dx, dhq @ up.T)
+    for dw, right in zip(
+        dws, [again.T @ dhq, dh.sum(0), tensor(exact(h)).T @ dyq], strict=True
+    ):
+        assert_near(dw, right, 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [
+        (nn.gelu, BF16),
+        (nn.gelu, F32),
+        (nnx.silu, BF16),
+        (jax.jit(nn.silu), BF16),
+        (lambda x: nn.silu(x.astype(F32)).astype(BF16), BF16),
+        (lambda x: x * jax.nn.sigmoid(x), F32),
+        (lambda x: nn.silu(2 * x), BF16),
+        (lambda x: 0.5 * x * jax.lax.erfc(-x * math.sqrt(0.5)), F32),
+    ],
+)
+def test_activations_are_found_in_each_form(activation, dtype):
+    weights, x, dy = given(dtype)
+    fn = mlp(activation, dtype)
+    assert alone(fp8_remat(fn), weights, x) == {f"{x.dtype}[96,1,64]"}
+    assert not alone(fn, weights, x)
+    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
+    assert_close(merged, plain, 0.15)
+
+
+NEAR_MISSES = {
+    "another activation": nn.relu,
+    "a square": lambda x: jnp.square(nn.relu(x)),
+    "a slope of its own": lambda x: x * nn.sigmoid(1.702 * x),
+    "a factor": lambda x: nn.silu(x) * 2,
+    "a bias behind it": lambda x: nn.silu(x) + 1,
+    "a narrow cast": lambda x: nn.silu(x).astype(jnp.float8_e4m3fn).astype(x.dtype),
+    "a name": lambda x: checkpoint_name(nn.silu(x), "a"),
+    "a shift": lambda x: jnp.roll(nn.silu(x), 1, axis=0),
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_near_misses_are_left_alone(name):
+    weights, x, _ = given()
+    assert_as_without(mlp(NEAR_MISSES[name]), weights, x)
+
+
+def assert_as_without(fn, weights, x):
+    """Asserts that a program is the one without these kernels, as with an option."""
+    assert not alone(fp8_remat(fn), weights, x)
+    programs = [
+        str(jax.make_jaxpr(fp8_remat(fn, **options))(weights, x))
+        for options in ({}, {"where": lambda _: True})
+    ]
+    assert programs[0] == programs[1]
+
+
+def test_what_others_read_is_left_alone():
+    def inner(weights, x):
+        up, bias, _ = (w.astype(BF16) for w in weights)
+        return linear(x, up) + bias
+
+    def argument_returned(weights, x):
+        h = inner(weights, x)
+        return h, linear(nn.silu(h), weights[2].astype(BF16))
+
+    def argument_read_twice(weights, x):
+        h = inner(weights, x)
+        return linear(nn.silu(h), weights[2].astype(BF16)) + h[..., :32]
+
+    def result_read_twice(weights, x):
+        a = nn.silu(inner(weights, x))
+        return linear(a, weights[2].astype(BF16)) + a[..., :32]
+
+    def two_matmuls(weights, x):
+        a, down = nn.silu(inner(weights, x)), weights[2].astype(BF16)
+        return linear(a, down), linear(a, down[:, :16])
+
+    def wider_argument(weights, x):
+        h = inner(weights, x)
+        wide = h.astype(F32)
+        y = linear(nn.silu(wide).astype(BF16), weights[2].astype(BF16))
+        return y, h.sum()
+
+    weights, x, _ = given()
+    for fn in (
+        argument_returned,
+        argument_read_twice,
+        result_read_twice,
+        two_matmuls,
+        wider_argument,
+    ):
+        assert_as_without(fn, weights, x)
+
+
+@pytest.mark.parametrize("options", OTHER_WAYS)
+def test_other_ways_to_save_are_not_the_kernels(options):
+    weights, x, _ = given()
+    assert not alone(fp8_remat(mlp(nn.silu), **options), weights, x)
+
+
+@pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
+def test_edge_shapes(tokens, f):
+    weights, x, dy = given(f=f, tokens=tokens)
+    fn = mlp(nn.gelu)
+    assert len(alone(fp8_remat(fn), weights, x)) == 1
+    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
+    assert_close(merged, plain, 0.2)
+
+
+def test_saved_is_the_activations_argument():
+    weights, x, _ = given()
+    found = saved(fp8_remat(mlp(nn.gelu)), weights, x, params=3)
+    scales = 2 * 4  # Each array of codes has a scale of the whole, too.
+    copies = fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
+    assert saved_bytes(found) == copies + scales
+
+
+def test_flax_modules():
+    class Linen(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            options = {"dtype": BF16, "dot_general": fp8_dot_general}
+            return nn.Dense(K, **options)(nn.gelu(nn.Dense(F, **options)(x)))
+
+    class Nnx(nnx.Module):
+        def __init__(self):
+            options = {"dtype": BF16, "dot_general": fp8_dot_general}
+            self.up = nnx.Linear(K, F, rngs=nnx.Rngs(0), **options)
+            self.down = nnx.Linear(F, K, rngs=nnx.Rngs(1), **options)
+
+        def __call__(self, x):
+            return self.down(nnx.gelu(self.up(x)))
+
+    x = normal(1, 2, TOKENS, K, dtype=BF16)
+    linen = Linen()
+    params = linen.init(jax.random.key(0), x)
+    assert len(alone(fp8_remat(linen).apply, params, x)) == 1
+    graph, state = nnx.split(fp8_remat(Nnx()))
+    assert len(alone(lambda s, x: nnx.merge(graph, s)(x), state, x)) == 1
