@@ -120,7 +120,7 @@ def measured(
     """Measures a row in a new process; the row has an error if the process dies."""
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
-    row |= {"commit": versions()["commit"], "xla_flags": xla_flags}
+    row |= {"gpus": gpus, "commit": versions()["commit"], "xla_flags": xla_flags}
     if model == Model() and gpus == 1:
         row |= PAPER.get((case, batch), {})
     with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
