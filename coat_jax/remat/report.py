@@ -5,8 +5,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import core
 
-from coat_jax.remat.trace import Residual, forward_backward, linearize
+from coat_jax.remat.trace import (
+    Residual,
+    bodies_of,
+    forward_backward,
+    linearize,
+    maker_of,
+)
 from pallas_kernels import dispatch
 
 
@@ -78,8 +85,30 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
     check_callable("residual_report", fn)
     with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
-    rows = [traced.describe(index) for index in traced.distinct()]
+    jaxpr, first = traced.forward.jaxpr, {}
+    for index, var in enumerate(traced.residuals):
+        if isinstance(var, core.Var):
+            # A loop may return an array of its last step and the stack of all.
+            first.setdefault((*_origin(jaxpr, var), var.aval.shape), index)
+    rows = [traced.describe(index) for index in first.values()]
     return ResidualReport(tuple(sorted(rows, key=lambda r: (r.is_argument, -r.nbytes))))
+
+
+def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
+    """Returns the variable that `var` is but for its sharding, behind its loops."""
+    eqn = maker_of(jaxpr, var)
+    if eqn is None:
+        return (var,)
+    if eqn.primitive.name == "sharding_constraint":
+        return _origin(jaxpr, eqn.invars[0])
+    for body in bodies_of(eqn):
+        if len(body.outvars) == len(eqn.outvars):
+            inner = body.outvars[eqn.outvars.index(var)]
+            if isinstance(inner, core.Var):
+                *loops, found = _origin(body, inner)
+                # Two calls of a function may have the same program.
+                return (var,) if found in body.invars else (id(eqn), *loops, found)
+    return (var,)
 
 
 def check_callable(name: str, fn: Any) -> None:

@@ -142,15 +142,6 @@ class Linearized:
             return f"{_name(read.eqn)} in {place}" if place else _name(read.eqn)
         return "the output"
 
-    def distinct(self) -> list[int]:
-        """Returns the first index of each array among the residuals."""
-        jaxpr, found = self.forward.jaxpr, {}
-        for index, var in enumerate(self.residuals):
-            if isinstance(var, core.Var):
-                # A loop may return an array of its last step and the stack of all.
-                found.setdefault((*_origin(jaxpr, var), var.aval.shape), index)
-        return list(found.values())
-
     def is_argument(self, index: int) -> bool:
         """Returns whether residual `index` is an argument or a constant."""
         jaxpr, var = self.forward.jaxpr, self.residuals[index]
@@ -388,26 +379,9 @@ def _readers(
     return outputs
 
 
-def _maker(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
+def maker_of(jaxpr: core.Jaxpr, var: Any) -> core.JaxprEqn | None:
     """Returns the operation of a program that computes `var`, or None."""
     return next((eqn for eqn in jaxpr.eqns if var in eqn.outvars), None)
-
-
-def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
-    """Returns the variable that `var` is but for its sharding, behind its loops."""
-    eqn = _maker(jaxpr, var)
-    if eqn is None:
-        return (var,)
-    if eqn.primitive.name == "sharding_constraint":
-        return _origin(jaxpr, eqn.invars[0])
-    for body in bodies_of(eqn):
-        if len(body.outvars) == len(eqn.outvars):
-            inner = body.outvars[eqn.outvars.index(var)]
-            if isinstance(inner, core.Var):
-                *loops, found = _origin(body, inner)
-                # Two calls of a function may have the same program.
-                return (var,) if found in body.invars else (id(eqn), *loops, found)
-    return (var,)
 
 
 def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
@@ -417,7 +391,7 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     them. After an operation that moves or converts values come the producers of its
     operand.
     """
-    eqn = _maker(jaxpr, var)
+    eqn = maker_of(jaxpr, var)
     if eqn is None or isinstance(var, core.Literal):
         return
     position = eqn.outvars.index(var)

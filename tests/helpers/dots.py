@@ -1,7 +1,11 @@
 """FP8 matmuls as users write them, and their arithmetic in NumPy."""
 
+import math
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 import coat_jax as coat
 from helpers import oracle
@@ -15,6 +19,31 @@ OTHER_WAYS = [
     {"policy": jax.checkpoint_policies.nothing_saveable},
     {"key": jax.random.key(0)},
 ]
+
+
+def _sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def _phi(x):
+    return np.vectorize(math.erf)(x / math.sqrt(2)) / 2 + 0.5
+
+
+def _tanh_gelu(x):
+    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+# Activations that the gate's kernels know, with their formulas.
+ACTIVATIONS = {
+    "silu": (nn.silu, lambda x: x * _sigmoid(x)),
+    "gelu": (nn.gelu, _tanh_gelu),
+    "gelu_exact": (lambda x: nn.gelu(x, approximate=False), lambda x: x * _phi(x)),
+}
+
+
+def bfloat16(x):
+    """Rounds to bfloat16."""
+    return np.asarray(jnp.asarray(x, jnp.bfloat16), float)
 
 
 def linear(x, w):

@@ -292,11 +292,11 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
     gate, ones = alone(groups)
     grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
     y, size = (x.reshape(-1, shape[-1]).T for x in exact(ones, activation))
-    how = {"activation": activation, "product_scale": jnp.float32(0.25)}
-    wide = run(implementation, functools.partial(pk.gated_grad, **how), gate, dy)
+    options = {"activation": activation, "product_scale": jnp.float32(0.25)}
+    wide = run(implementation, functools.partial(pk.gated_grad, **options), gate, dy)
     assert_rounded(wide.values[0], grads, sizes)
     assert_rounded(wide.product, y, size, 0.25)
-    grad = functools.partial(pk.gated_grad, copies="both", **how)
+    grad = functools.partial(pk.gated_grad, copies="both", **options)
     out = run(implementation, with_scale(grad), gate, dy, jnp.float32(SCALE))
     own = out._replace(values=out.values[0], transposed=out.transposed[0])
     assert_rounded(own.values, grads, sizes, SCALE)

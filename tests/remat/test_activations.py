@@ -9,7 +9,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import oracle
-from helpers.dots import OTHER_WAYS, assert_near, linear, rows, tensor
+from helpers.dots import (
+    ACTIVATIONS,
+    OTHER_WAYS,
+    assert_near,
+    bfloat16,
+    linear,
+    rows,
+    tensor,
+)
 from helpers.gradients import (
     assert_close,
     fake,
@@ -50,29 +58,6 @@ def alone(fn, *args) -> set[str]:
     """Returns the arrays of the gate's kernels, which read one array each."""
     choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
     return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
-
-
-def bfloat16(x):
-    return np.asarray(jnp.asarray(x, BF16), float)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def tanh_gelu(x):
-    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-def erf_gelu(x):
-    return x * (np.vectorize(math.erf)(x / math.sqrt(2)) / 2 + 0.5)
-
-
-ACTIVATIONS = {
-    "silu": (nn.silu, lambda x: x * sigmoid(x)),
-    "gelu": (nn.gelu, tanh_gelu),
-    "gelu_exact": (lambda x: nn.gelu(x, approximate=False), erf_gelu),
-}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -9,7 +9,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import oracle
-from helpers.dots import OTHER_WAYS, assert_near, linear, rows, tensor
+from helpers.dots import (
+    ACTIVATIONS,
+    OTHER_WAYS,
+    assert_near,
+    bfloat16,
+    linear,
+    rows,
+    tensor,
+)
 from helpers.gradients import (
     assert_close,
     fake,
@@ -56,29 +64,6 @@ def gates(fn, *args) -> set[str]:
     """Returns the dtypes and shapes of the gates that the gate's kernels compute."""
     choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
     return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
-
-
-def bfloat16(x):
-    return np.asarray(jnp.asarray(x, BF16), float)
-
-
-def sigmoid(x):
-    return 1 / (1 + np.exp(-x))
-
-
-def phi(x):
-    return np.vectorize(math.erf)(x / math.sqrt(2)) / 2 + 0.5
-
-
-def tanh_gelu(x):
-    return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
-
-ACTIVATIONS = {
-    "silu": (nn.silu, lambda x: x * sigmoid(x)),
-    "gelu": (nn.gelu, tanh_gelu),
-    "gelu_exact": (lambda x: nn.gelu(x, approximate=False), lambda x: x * phi(x)),
-}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
