@@ -5,13 +5,16 @@ also has the mesh axes over which the values differ.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from pallas_kernels.numerics import floats, magnitude_bits
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
@@ -81,6 +84,12 @@ def varying_like[Tree](tree: Tree, like: Any) -> Tree:
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(varying, tree)
+
+
+def largest_over(x: Array, axes: Sequence[str]) -> Array:
+    """Returns the largest of the devices' amaxes, within `shard_map`."""
+    # The bits of an amax compare like the amax, and NaN is the largest.
+    return floats(lax.pmax(magnitude_bits(x), axes))
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -23,9 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels.array_types import mesh_of
+from pallas_kernels.array_types import largest_over, mesh_of
 from pallas_kernels.axes import Axes
-from pallas_kernels.numerics import floats, magnitude, magnitude_bits
+from pallas_kernels.numerics import magnitude
 
 Specs = Sequence[Sequence[Any]]
 
@@ -354,8 +354,7 @@ def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
     if not missing or axes.reduced is None:
         return x
     if axes.reduced == "max":
-        # The bits of an amax compare like the amax, and NaN is the largest.
-        return floats(lax.pmax(magnitude_bits(x), missing))
+        return largest_over(x, missing)
     for j, parts in enumerate(spec):
         if parts and set(_tuple(parts)) <= set(missing):
             x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)

@@ -284,18 +284,21 @@ def _gate(operands, activation):
         return out, jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
 
 
+def _through(dy, w, w_scale, **options):
+    """Returns codes of a result's gradient, and the gradient of what `w` multiplies."""
+    gradient = quantize_tensor(dy, E5M2, copies="both")
+    after = gradient.transposed
+    wq = quantize_tensor(w, E4M3, copies="row", scale=w_scale, after=after)
+    scales = gradient.scale, w_scale
+    return gradient, matmul_codes(gradient.row, wq.row, *scales, **options)
+
+
 @array_types.on_common_mesh
 def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
     outer, copies, down, (a_scale, down_scale) = residuals
     groups, largest_scale = jax.tree.map(scales_as_bits, copies)
-    gradient = quantize_tensor(dy, E5M2, copies="both")
-    wq = quantize_tensor(
-        down, E4M3, copies="row", scale=down_scale, after=gradient.transposed
-    )
-    da, da_maxima = matmul_codes(
-        *(gradient.row, wq.row, gradient.scale, down_scale),
-        dtype=inner,
-        keep_maxima=True,
+    gradient, (da, da_maxima) = _through(
+        dy, down, down_scale, dtype=inner, keep_maxima=True
     )
     pair, a = gate_gradient(groups, largest_scale, da, da_maxima, activation, a_scale)
     d_down = matmul_codes(
@@ -337,12 +340,7 @@ def _activated_fwd(x, w, activation, dtype):
 @array_types.on_common_mesh
 def _activated_bwd(activation, dtype, residuals, dy):
     copies, w, (a_scale, w_scale), like = residuals
-    gradient = quantize_tensor(dy, E5M2, copies="both")
-    wq = quantize_tensor(
-        w, E4M3, copies="row", scale=w_scale, after=gradient.transposed
-    )
-    scales = gradient.scale, w_scale
-    da = matmul_codes(gradient.row, wq.row, *scales, dtype=like.dtype)
+    gradient, da = _through(dy, w, w_scale, dtype=like.dtype)
     out = kernels.gated_grad(
         jax.tree.map(scales_as_bits, copies),
         da,

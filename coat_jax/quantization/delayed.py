@@ -21,7 +21,7 @@ import pallas_kernels as kernels
 from coat_jax.quantization.array import tensor_scale
 from coat_jax.quantization.formats import Format
 from pallas_kernels import array_types
-from pallas_kernels.numerics import floats, magnitude, magnitude_bits
+from pallas_kernels.numerics import magnitude
 
 # The number of steps whose amax a history holds.
 LENGTH = 16
@@ -83,8 +83,7 @@ def _varying_fwd(history, axes):
 
 
 def _varying_bwd(axes, _, following):
-    # The bits of an amax compare like the amax, and NaN is the largest.
-    return (floats(lax.pmax(magnitude_bits(following), axes)),)
+    return (array_types.largest_over(following, axes),)
 
 
 _varying.defvjp(_varying_fwd, _varying_bwd)

@@ -8,12 +8,14 @@ devices an array varies.
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+
+from coat_jax.remat.programs import variables
 
 _CALLS = frozenset({"custom_jvp_call", "jit"})
 CASTS = frozenset({"convert_element_type", "copy", "pcast", "pvary"})
@@ -33,6 +35,7 @@ _MAX_FACTORS = 8
 # The axes of an array: "elements" are [..., n], "columns" are [n] or [1, ..., n],
 # "rows" are [..., 1], and "tokens" are [...], with a number for each row of elements.
 Layout = Literal["elements", "columns", "rows", "tokens"]
+Role = Literal["argument", "parameter", "inner"]
 
 
 class Term(NamedTuple):
@@ -84,6 +87,51 @@ def term_of(
         return None
     value = values.get(program.outvars[0])
     return None if value is None or value.layout != "elements" else value.term
+
+
+def arguments_of(
+    y: core.Var,
+    makers: Mapping[core.Var, core.JaxprEqn],
+    places: Mapping[int, int],
+    role_of: Callable[[core.Var], Role],
+) -> Iterator[tuple[core.Var, set[core.Var], tuple[core.JaxprEqn, ...]]]:
+    """Yields each variable of which alone, and of parameters, `y` is computed.
+
+    Those next to `y` come first. Behind each are the parameters and the operations
+    between, in the program's order. It ends at an operation that no formula has.
+
+    Args:
+      y: A variable.
+      makers: The operation that computes each variable.
+      places: The place of each operation in the program, by its identity.
+      role_of: The role of an operand. One that is "inner" is computed between, too.
+    """
+    free, parameters, taken = {y}, set(), {}
+    while free and len(taken) < 2 * MAX_STEPS:
+        behind = [max(free, key=lambda v: places.get(id(makers.get(v)), -1))]
+        for var in behind:
+            eqn = makers.get(var)
+            if eqn is None or eqn.primitive.name not in KNOWN:
+                return
+            taken[id(eqn)] = eqn
+            for operand in variables(eqn.invars):
+                role = role_of(operand)
+                if role == "argument":
+                    free.add(operand)
+                elif role == "parameter":
+                    parameters.add(operand)
+                elif operand not in behind:
+                    behind.append(operand)
+            free.difference_update(eqn.outvars)
+        if len(free) == 1:
+            (x,) = free
+            eqns = sorted(taken.values(), key=lambda eqn: places[id(eqn)])
+            yield x, parameters, tuple(eqns)
+
+
+def is_number(v: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> bool:
+    """Returns whether a variable is a number that was broadcast or cast."""
+    return v in makers and not variables(makers[v].invars)
 
 
 def before_casts(x: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> core.Var:

@@ -4,6 +4,7 @@ In an MLP without a gate it is activation(x) before an FP8 matmul.
 """
 
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +15,14 @@ from coat_jax.remat.formulas import (
     DTYPES,
     KNOWN,
     MAX_STEPS,
+    Role,
     Term,
+    arguments_of,
     before_casts,
+    is_number,
     term_of,
 )
-from coat_jax.remat.programs import variables, written_out
+from coat_jax.remat.programs import part_of, variables, written_out
 from pallas_kernels import Activation
 
 _ACTIVATIONS: dict[Activation, Callable] = {
@@ -77,15 +81,9 @@ def gate_of(
     if any(id(reader) not in eqns for v in behind[1:] for reader in readers[v]):
         return None
     between = [eqn for eqn in program.eqns if id(eqn) in eqns]
-    part = program.replace(
-        invars=found,
-        outvars=[product],
-        eqns=between,
-        debug_info=program.debug_info.with_unknown_names(),
-    )
+    part = part_of(program, found, product, between)
     for gate, up in (found, found[::-1]):
-        term = _term(written_out(part), gate, up)
-        if activation := _known().get(term):
+        if activation := _known(2).get(_term(part, gate, up)):
             return Gate(activation, gate, up, tuple(between))
     return None
 
@@ -121,76 +119,43 @@ def activation_of(
         read its argument.
       places: The place of each operation in the program, by its identity.
     """
-    free, taken = {y}, {}
-    while len(taken) < 2 * MAX_STEPS:
-        last = max(free, key=lambda v: places.get(id(makers.get(v)), -1))
-        behind = [last]
-        for var in behind:
-            eqn = makers.get(var)
-            if eqn is None or eqn.primitive.name not in KNOWN:
-                return None
-            taken[id(eqn)] = eqn
-            for operand in variables(eqn.invars):
-                maker = makers.get(operand)
-                is_number = maker is not None and not variables(maker.invars)
-                (behind.append if is_number else free.add)(operand)
-            free.difference_update(eqn.outvars)
-        if len(free) > 1:
+
+    def role_of(operand: core.Var) -> Role:
+        return "inner" if is_number(operand, makers) else "argument"
+
+    for x, _, eqns in arguments_of(y, makers, places, role_of):
+        if x.aval.dtype not in DTYPES or x.aval.size != y.aval.size:
             continue
-        (x,) = free
-        eqns = tuple(sorted(taken.values(), key=lambda eqn: places[id(eqn)]))
-        if activation := _activation(y, x, program, eqns):
-            before = before_casts(x, makers)
-            alone = all(id(reader) in taken for reader in readers[x])
+        term = _term(part_of(program, [x], y, eqns), x)
+        if activation := _known(1).get(term):
+            before, own = before_casts(x, makers), {id(eqn) for eqn in eqns}
+            alone = all(id(reader) in own for reader in readers[x])
             if before is not x:
                 alone = alone and len(readers[before]) == 1
             return Activated(activation, before, eqns) if alone else None
     return None
 
 
-def _activation(
-    y: core.Var, x: core.Var, program: core.Jaxpr, eqns: tuple[core.JaxprEqn, ...]
-) -> Activation | None:
-    """Returns the activation that operations compute of `x`, or None."""
-    if x.aval.dtype not in DTYPES or x.aval.size != y.aval.size:
-        return None
-    part = program.replace(
-        invars=[x],
-        outvars=[y],
-        eqns=list(eqns),
-        debug_info=program.debug_info.with_unknown_names(),
-    )
-    term = term_of(written_out(part), {x: ("gate", "elements")}, width=None)
-    return _known_alone().get(term)
-
-
 @functools.cache
-def _known_alone() -> dict[Term | None, Activation]:
-    """Returns the activations by their arithmetic in each dtype."""
+def _known(operands: int) -> dict[Term | None, Activation]:
+    """Returns the activations by their arithmetic in each dtype.
+
+    It is that of the gate alone, or with two operands of the gate times up.
+    """
     found = {}
     for activation, fn in _ACTIVATIONS.items():
         for dtype in DTYPES:
-            traced = jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((), dtype))
-            program = written_out(traced.jaxpr)
-            (x,) = program.invars
-            term = term_of(program, {x: ("gate", "elements")}, width=None)
-            found[term] = activation
-    return found
 
+            def product(gate, *up, fn=fn):
+                return math.prod(up, start=fn(gate))
 
-@functools.cache
-def _known() -> dict[Term | None, Activation]:
-    """Returns the activations of gates, by the gates' arithmetic in each dtype."""
-    found = {}
-    for activation, fn in _ACTIVATIONS.items():
-        for dtype in DTYPES:
-            x = jax.ShapeDtypeStruct((), dtype)
-            traced = jax.make_jaxpr(lambda gate, up, fn=fn: fn(gate) * up)(x, x)
-            program = written_out(traced.jaxpr)
+            arrays = [jax.ShapeDtypeStruct((), dtype)] * operands
+            program = written_out(jax.make_jaxpr(product)(*arrays).jaxpr)
             found[_term(program, *program.invars)] = activation
     return found
 
 
-def _term(program: core.Jaxpr, gate: core.Var, up: core.Var) -> Term | None:
-    names = {gate: ("gate", "elements"), up: ("up", "elements")}
-    return term_of(program, names, width=None)
+def _term(program: core.Jaxpr, *operands: core.Var) -> Term | None:
+    """Returns the arithmetic of a gate's operands: the gate, and up if there is one."""
+    pairs = zip(operands, ("gate", "up"), strict=False)
+    return term_of(program, {v: (name, "elements") for v, name in pairs}, width=None)

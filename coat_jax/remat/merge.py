@@ -13,7 +13,7 @@ nothing else reads it.
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -131,24 +131,42 @@ class _Uses(NamedTuple):
 
     Attributes:
       program: The program.
-      makers: The operation that computes each variable.
+      makers: The operation that computes each variable, unless it is a mergeable call.
       readers: The operations that read each variable, and the program for its results.
+      places: The place of each operation in the program, by its identity.
     """
 
     program: core.Jaxpr
     makers: dict[core.Var, core.JaxprEqn]
     readers: dict[core.Var, list[Any]]
+    places: dict[int, int]
 
     @classmethod
     def of(cls, program: core.Jaxpr) -> "_Uses":
         """Returns the uses of a program's variables."""
-        makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+        between = (eqn for eqn in program.eqns if not _is_call(eqn))
+        makers = {var: eqn for eqn in between for var in eqn.outvars}
         readers = defaultdict(list)
         for reader in (*program.eqns, program):
             operands = program.outvars if reader is program else reader.invars
             for var in variables(operands):
                 readers[var].append(reader)
-        return cls(program, makers, readers)
+        places = {id(eqn): place for place, eqn in enumerate(program.eqns)}
+        return cls(program, makers, readers, places)
+
+    def only_in(
+        self,
+        eqns: Sequence[core.JaxprEqn],
+        calls: Sequence[core.JaxprEqn],
+        besides: Collection[core.Var] = (),
+    ) -> bool:
+        """Returns whether nothing but `eqns` and `calls` reads what `eqns` compute.
+
+        `besides` are variables that others may read.
+        """
+        own = {id(eqn) for eqn in (*eqns, *calls)}
+        made = (v for eqn in eqns for v in eqn.outvars if v not in besides)
+        return all(id(reader) in own for v in made for reader in self.readers[v])
 
 
 def _norms(
@@ -158,17 +176,13 @@ def _norms(
 
     Calls of batches of weights have no merged form with a norm.
     """
-    makers = {v: eqn for v, eqn in uses.makers.items() if not _is_call(eqn)}
-    places = {id(eqn): place for place, eqn in enumerate(uses.program.eqns)}
     for key, eqns in groups.items():
         x, *_ = key
         if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:
             continue
-        if found := norm_of(x, uses.program, makers, places, fixed):
-            own = {id(eqn) for eqn in (*found.eqns, *eqns)}
-            made = (v for eqn in found.eqns for v in eqn.outvars if v not in fixed)
-            if all(id(reader) in own for v in made for reader in uses.readers[v]):
-                yield key, found
+        found = norm_of(x, uses.program, uses.makers, uses.places, fixed)
+        if found and uses.only_in(found.eqns, eqns, besides=fixed):
+            yield key, found
 
 
 class _Mlp(NamedTuple):
@@ -181,7 +195,7 @@ class _Mlp(NamedTuple):
 
 def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
     """Yields the gated MLPs among calls, which are grouped by what they read."""
-    program, makers, readers = uses
+    program, makers, readers, _ = uses
     pairs = {
         eqn.outvars[0]: key
         for key, eqns in groups.items()
@@ -201,17 +215,13 @@ def _activations(
     uses: _Uses, groups: Mapping[Any, list]
 ) -> Iterator[tuple[Any, Activated]]:
     """Yields the activations that nothing but one call reads, by the calls' keys."""
-    program, makers, readers = uses
-    places = {id(eqn): place for place, eqn in enumerate(program.eqns)}
     for key, eqns in groups.items():
         x, name, _ = key
         if len(eqns) > 1 or _FORMS[name].activated is None or x.aval.dtype not in WIDE:
             continue
-        if found := activation_of(x, program, makers, readers, places):
-            own = {id(eqn) for eqn in (*found.eqns, *eqns)}
-            made = (v for eqn in found.eqns for v in eqn.outvars)
-            if all(id(reader) in own for v in made for reader in readers[v]):
-                yield key, found
+        found = activation_of(x, *uses)
+        if found and uses.only_in(found.eqns, eqns):
+            yield key, found
 
 
 def _is_call(eqn: core.JaxprEqn) -> bool:

@@ -13,14 +13,15 @@ from jax.extend import core
 
 from coat_jax.remat.formulas import (
     CASTS,
-    KNOWN,
-    MAX_STEPS,
+    Role,
     Term,
+    arguments_of,
     before_casts,
+    is_number,
     number_of,
     term_of,
 )
-from coat_jax.remat.programs import variables, written_out
+from coat_jax.remat.programs import part_of, written_out
 from pallas_kernels.numerics import NormKind
 
 
@@ -76,43 +77,27 @@ def norm_of(
       fixed: The variables that follow from parameters and constants alone.
     """
     width = y.aval.shape[-1]
-    free, columns, taken = {y}, set(), {}
-    while len(taken) < 2 * MAX_STEPS:
-        last = max(free, key=lambda v: places.get(id(makers.get(v)), -1))
-        behind = [last]
-        for var in behind:
-            eqn = makers.get(var)
-            if eqn is None or eqn.primitive.name not in KNOWN:
-                return None
-            taken[id(eqn)] = eqn
-            for operand in variables(eqn.invars):
-                if operand not in fixed:
-                    free.add(operand)
-                elif _is_column(operand, width) and not _is_constant(operand, makers):
-                    columns.add(operand)
-                elif operand not in behind:
-                    behind.append(operand)
-            free.difference_update(eqn.outvars)
-        if len(free) == 1 and len(columns) <= 2:
-            eqns = tuple(sorted(taken.values(), key=lambda eqn: places[id(eqn)]))
-            (x,) = free
-            # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
-            before = before_casts(x, makers)
-            narrow = before.aval.dtype == jnp.bfloat16
-            if narrow and (found := _matched(y, x, columns, program, eqns)):
-                norm, source = found
-                return NormOf(norm, source._replace(x=before), eqns)
+
+    def role_of(operand: core.Var) -> Role:
+        if operand not in fixed:
+            return "argument"
+        is_column = _is_column(operand, width) and not is_number(operand, makers)
+        return "parameter" if is_column else "inner"
+
+    for x, columns, eqns in arguments_of(y, makers, places, role_of):
+        # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
+        before = before_casts(x, makers)
+        if before.aval.dtype != jnp.bfloat16 or len(columns) > 2:
+            continue
+        if found := _matched(y, x, columns, program, eqns):
+            norm, source = found
+            return NormOf(norm, source._replace(x=before), eqns)
     return None
 
 
 def _is_column(v: core.Var, width: int) -> bool:
     shape = v.aval.shape
     return shape[-1:] == (width,) and math.prod(shape) == width
-
-
-def _is_constant(v: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> bool:
-    """Returns whether a variable is a number that was broadcast."""
-    return v in makers and not variables(makers[v].invars)
 
 
 def _matched(
@@ -126,14 +111,7 @@ def _matched(
     width = y.aval.shape[-1]
     if x.aval.ndim < 2 or x.aval.shape[-1] != width or x.aval.size != y.aval.size:
         return None
-    part = written_out(
-        program.replace(
-            invars=[x, *columns],
-            outvars=[y],
-            eqns=list(eqns),
-            debug_info=program.debug_info.with_unknown_names(),
-        )
-    )
+    part = part_of(program, [x, *columns], y, eqns)
     if not any(eqn.primitive.name in ("rsqrt", "sqrt") for eqn in part.eqns):
         return None
     roles = itertools.permutations(("scale", "bias"), len(columns))

@@ -29,6 +29,22 @@ def written_out(program: core.Jaxpr) -> core.Jaxpr:
     return program.replace(eqns=eqns, effects=core.no_effects)
 
 
+def part_of(
+    program: core.Jaxpr,
+    invars: Sequence[core.Var],
+    outvar: core.Var,
+    eqns: Sequence[core.JaxprEqn],
+) -> core.Jaxpr:
+    """Returns the program of some operations of a program, `written_out`."""
+    part = program.replace(
+        invars=list(invars),
+        outvars=[outvar],
+        eqns=list(eqns),
+        debug_info=program.debug_info.with_unknown_names(),
+    )
+    return written_out(part)
+
+
 def inlined(
     program: core.Jaxpr, is_call: Callable[[core.JaxprEqn], bool]
 ) -> core.Jaxpr:

@@ -48,7 +48,9 @@ from experiments.report.paper import TABLE_7, TABLE_7_COLUMNS
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 _CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
-_PLAIN = (*PLAIN, BY_HAND)
+PLAIN_CASES = (*PLAIN, BY_HAND)
+# The results file of several GPUs, beside that of one.
+SEVERAL_GPUS = "bench_e2e_several_gpus"
 # The cases whose memory `coat` is to halve.
 _HALVED = ("bf16", "bf16, products saved")
 # The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run
@@ -179,7 +181,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     best: dict[Any, float] = {}
     alone: dict[Any, float] = {}
     for row in filter(_ran, rows):
-        if row["case"] in _PLAIN:
+        if row["case"] in PLAIN_CASES:
             key = Model.of_row(row), _gpus(row)
             best[key] = max(best.get(key, 0.0), _rate(row))
         if _gpus(row) == 1:
@@ -244,7 +246,9 @@ def _bars_of_one(rows: list[Row]) -> list[Bar]:
         found.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
         found.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
     best = max((at[k]["tokens_per_s"] for k in at if k[0] == "coat"), default=None)
-    plain = max((at[k]["tokens_per_s"] for k in at if k[0] in _PLAIN), default=None)
+    plain = max(
+        (at[k]["tokens_per_s"] for k in at if k[0] in PLAIN_CASES), default=None
+    )
     if best:
         found.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
     if best and plain:
@@ -257,7 +261,7 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
     """Returns the targets on two GPUs, for the cases that were measured there."""
     plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
-    best = max((_rate(row) for row in rows if row["case"] in _PLAIN), default=None)
+    best = max((_rate(row) for row in rows if row["case"] in PLAIN_CASES), default=None)
     found = []
     coat = [row for row in rows if row["case"] == "coat"]
     beside = [row for row in coat if "ratio_to_one_gpu" in row]

@@ -11,18 +11,16 @@ from typing import Any
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.bench.e2e import PLAIN_CASES, SEVERAL_GPUS
 from experiments.bench.model_step import Model
-from experiments.common.layer_cases import PLAIN
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
-from experiments.estimate.table_7 import PRESETS
+from experiments.estimate.table_7 import MODELS
 from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"
-_MODELS = {preset: model for model, preset in PRESETS.items()}
-_SEVERAL_GPUS = "bench_e2e_several_gpus"
 _RECIPES = ("bf16", "te", "coat", "coat_max")
 # The batch that most cases were measured with, and that of the paper's 7B model.
 _BATCH = 2
@@ -129,15 +127,15 @@ def several(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
         "predicted",
         "error",
     )
-    peaks = {_place(r["model"], r): r for r in predicted if r["of"] == _SEVERAL_GPUS}
+    peaks = {_place(r["model"], r): r for r in predicted if r["of"] == SEVERAL_GPUS}
     for row in map(_named, measured):
-        if row["model"] not in _MODELS or row.get("xla_flags"):
+        if row["model"] not in MODELS or row.get("xla_flags"):
             continue
         prediction = peaks[_place(row["model"], row)]
         ratio = row.get("ratio_to_best_bf16")
         rate = row.get("tokens_per_s_per_gpu")
         found.add_row(
-            _MODELS[row["model"]],
+            MODELS[row["model"]],
             str(row["gpus"]),
             row["case"],
             str(row["batch"]),
@@ -212,7 +210,7 @@ def _rate(row: Row) -> float:
 
 def _recipe(case: str) -> str:
     """Returns a case's recipe; policies of `jax.checkpoint` are BF16's."""
-    return "bf16" if case in PLAIN else case
+    return "bf16" if case in PLAIN_CASES else case
 
 
 def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:

@@ -133,18 +133,27 @@ def loss_function(
     if case == BY_HAND:
         return _loss_by_hand(model, mesh)
 
-    def build():
-        found = llama.Llama(model.config(CASES[case], mesh), rngs=nnx.Rngs(0))
-        found.layers = _Wrapped(found.layers, CASES[case].wrap)
-        return found
-
-    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    graph, state = _abstract(model.config(CASES[case], mesh), CASES[case].wrap)
 
     def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
         found = nnx.merge(graph, params, histories)
         return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
 
-    return loss, LayerState(*state)
+    return loss, state
+
+
+def _abstract(
+    config: llama.LlamaConfig, wrap: Callable[[Apply, bool], Apply]
+) -> tuple[nnx.GraphDef, LayerState]:
+    """Returns a model with wrapped layers, and its abstract state."""
+
+    def build():
+        found = llama.Llama(config, rngs=nnx.Rngs(0))
+        found.layers = _Wrapped(found.layers, wrap)
+        return found
+
+    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    return graph, LayerState(*state)
 
 
 def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState]:
@@ -163,10 +172,12 @@ def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState
         return checkpoint_name(gathered, "gathered")
 
     def wrap(apply, in_scan):
-        def gathering(shards, x):
+        def weight(shard):
             # Every weight of a layer is split along its outputs, norms are not split.
-            split = (s if s.ndim < 2 else whole(s, s.ndim - 2) for s in leaves(shards))
-            return apply(jax.tree.structure(shards).unflatten(split), x)
+            return shard if shard.ndim < 2 else whole(shard, shard.ndim - 2)
+
+        def gathering(shards, x):
+            return apply(jax.tree.map(weight, shards), x)
 
         return jax.checkpoint(
             gathering,
@@ -174,15 +185,7 @@ def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState
             prevent_cse=not in_scan,
         )
 
-    leaves = jax.tree.leaves
-
-    def build():
-        found = llama.Llama(model.config(CASES["bf16"]), rngs=nnx.Rngs(0))
-        found.layers = _Wrapped(found.layers, wrap)
-        return found
-
-    graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
-    params, histories = LayerState(*state)
+    graph, (params, histories) = _abstract(model.config(CASES["bf16"]), wrap)
     specs = jax.tree.map(lambda s: s.spec, meshes.param_shardings(params, mesh))
     placed = {"in_specs": (specs, PartitionSpec(names)), "out_specs": PartitionSpec()}
 

@@ -28,6 +28,8 @@ PRESETS = {
     "Llama-2-13B": "llama2-13b",
     "Llama-30B": "llama-30b",
 }
+# The paper's models, by the names of presets.
+MODELS = {preset: model for model, preset in PRESETS.items()}
 # GiB of an H100 and of an H200, as their names say; they have half a GiB less.
 GPU_MEMORIES = (80, 141)
 _SEQUENCE = 2048

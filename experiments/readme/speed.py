@@ -3,6 +3,7 @@
 from statistics import geometric_mean
 from typing import Any
 
+from experiments.bench.e2e import SEVERAL_GPUS
 from experiments.bench.model_step import Model
 from experiments.common.results import load
 from experiments.readme.image import markdown_image
@@ -41,9 +42,9 @@ def end_to_end() -> str:
 
 def several_gpus() -> str:
     """Returns the section on training steps of several GPUs with FSDP."""
-    results = load("bench_e2e", "bench_e2e_several_gpus")
+    results = load("bench_e2e", SEVERAL_GPUS)
     lines = [
-        "**Several GPUs** (`bench_e2e_several_gpus`): training steps fully sharded "
+        f"**Several GPUs** (`{SEVERAL_GPUS}`): training steps fully sharded "
         f"under jit on one to four {results['device']['name']} of one machine, JAX "
         f"{results['versions']['jax']}. Batches, tokens per second and sizes are those "
         "of one GPU. Ratios to one GPU and to `bf16` are at the same batch, the last "

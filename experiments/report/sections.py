@@ -5,10 +5,11 @@ from statistics import fmean
 from typing import Any
 
 from experiments.activations import operations
+from experiments.bench.e2e import SEVERAL_GPUS
 from experiments.bench.layer_report import TABLE_6
 from experiments.bench.model_step import Model
 from experiments.common.results import load
-from experiments.estimate import table_7
+from experiments.estimate.table_7 import MODELS
 from experiments.optimizer.error_studies import CODES
 from experiments.optimizer.error_tables import TABLE_1, TABLE_8
 from experiments.report.cells import Cell, Here, NotRun, Printed, Section, Text
@@ -25,9 +26,6 @@ from experiments.report.paper import (
 from experiments.vlm.report import TABLE_5, TABLE_5_COLUMNS
 
 _RECIPES = ("bf16", "te", "coat")
-_SEVERAL_GPUS = "bench_e2e_several_gpus"
-# The models of table 7, by the presets of their sizes.
-_MODELS = {preset: model for model, preset in table_7.PRESETS.items()}
 _OTHER_DATA = NotRun("no downloads of these data sets; see the text")
 Rows = list[tuple[str, Sequence[Cell]]]
 
@@ -205,12 +203,12 @@ def _layers() -> Section:
 
 
 def _end_to_end() -> Section:
-    files = [load("bench_e2e", name) for name in ("bench_e2e", _SEVERAL_GPUS)]
+    files = [load("bench_e2e", name) for name in ("bench_e2e", SEVERAL_GPUS)]
     ours: dict[tuple[str, int], Rows] = {}
     for results in files:
         kind = results["device"]["name"].split()[1]
         for row in results["rows"]:
-            model = _MODELS.get(Model.of_row(row).name)
+            model = MODELS.get(Model.of_row(row).name)
             if model and row["case"] in _RECIPES and not row.get("xla_flags"):
                 gpus = row.get("gpus", 1)
                 where = f"{gpus} {kind}{'s' * (gpus > 1)}, batch {row['batch']}"
@@ -246,4 +244,4 @@ def _step(row: dict[str, Any]) -> list[Cell]:
 
 def _by_size(key: tuple[str, int]) -> tuple[int, int]:
     model, gpus = key
-    return list(_MODELS.values()).index(model), gpus
+    return list(MODELS.values()).index(model), gpus

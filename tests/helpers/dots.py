@@ -8,6 +8,7 @@ import numpy as np
 from flax import linen as nn
 
 import coat_jax as coat
+import pallas_kernels as pk
 from helpers import oracle
 from helpers.gradients import fake
 
@@ -69,3 +70,22 @@ def assert_near(actual, expected, tolerance=1e-2):
     """
     error = np.linalg.norm(np.asarray(actual, float) - expected)
     assert error <= tolerance * np.linalg.norm(expected)
+
+
+def ran(operation, fn, *args) -> set[tuple[str, ...]]:
+    """Returns the arrays of each call of an operation in the forward pass of `fn`."""
+    choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
+    return {c.arrays for c in choices if c.operation == operation}
+
+
+def assert_left_alone(operation, fn, *args):
+    """Asserts that `fp8_remat` does not run an operation's kernels in place of others.
+
+    The program is the one with an option that asks for copies of its own.
+    """
+    assert not ran(operation, coat.fp8_remat(fn), *args)
+    programs = [
+        str(jax.make_jaxpr(coat.fp8_remat(fn, **options))(*args))
+        for options in ({}, {"where": lambda _: True})
+    ]
+    assert programs[0] == programs[1]

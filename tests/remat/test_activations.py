@@ -12,9 +12,11 @@ from helpers import oracle
 from helpers.dots import (
     ACTIVATIONS,
     OTHER_WAYS,
+    assert_left_alone,
     assert_near,
     bfloat16,
     linear,
+    ran,
     rows,
     tensor,
 )
@@ -29,7 +31,6 @@ from helpers.gradients import (
 from helpers.models import normal
 from jax.ad_checkpoint import checkpoint_name
 
-import pallas_kernels as pk
 from coat_jax import fp8_dot_general, fp8_remat
 
 TOKENS, K, F = 96, 48, 64
@@ -56,8 +57,7 @@ def given(dtype=BF16, f=F, tokens=(TOKENS,)):
 
 def alone(fn, *args) -> set[str]:
     """Returns the arrays of the gate's kernels, which read one array each."""
-    choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
-    return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
+    return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -122,17 +122,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     weights, x, _ = given()
-    assert_as_without(mlp(NEAR_MISSES[name]), weights, x)
-
-
-def assert_as_without(fn, weights, x):
-    """Asserts that a program is the one without these kernels, as with an option."""
-    assert not alone(fp8_remat(fn), weights, x)
-    programs = [
-        str(jax.make_jaxpr(fp8_remat(fn, **options))(weights, x))
-        for options in ({}, {"where": lambda _: True})
-    ]
-    assert programs[0] == programs[1]
+    assert_left_alone("gated", mlp(NEAR_MISSES[name]), weights, x)
 
 
 def test_what_others_read_is_left_alone():
@@ -170,7 +160,7 @@ def test_what_others_read_is_left_alone():
         two_matmuls,
         wider_argument,
     ):
-        assert_as_without(fn, weights, x)
+        assert_left_alone("gated", fn, weights, x)
 
 
 @pytest.mark.parametrize("options", OTHER_WAYS)

@@ -12,9 +12,11 @@ from helpers import oracle
 from helpers.dots import (
     ACTIVATIONS,
     OTHER_WAYS,
+    assert_left_alone,
     assert_near,
     bfloat16,
     linear,
+    ran,
     rows,
     tensor,
 )
@@ -31,7 +33,6 @@ from helpers.models import normal
 from jax.ad_checkpoint import checkpoint_name
 
 import coat_jax as coat
-import pallas_kernels as pk
 from coat_jax import fp8_dot_general, fp8_remat
 
 TOKENS, K, F = 96, 48, 64
@@ -62,8 +63,7 @@ def given(dtype=BF16, f=F, tokens=(TOKENS,)):
 
 def gates(fn, *args) -> set[str]:
     """Returns the dtypes and shapes of the gates that the gate's kernels compute."""
-    choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices
-    return {" ".join(c.arrays) for c in choices if c.operation == "gated"}
+    return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -137,17 +137,7 @@ NEAR_MISSES = {
 def test_near_misses_are_left_alone(name):
     fn = mlp(NEAR_MISSES[name])
     weights, x, _ = given()
-    assert_as_without_gates(fn, weights, x)
-
-
-def assert_as_without_gates(fn, weights, x):
-    """Asserts that a program is the one without gates, as with an option."""
-    assert not gates(fp8_remat(fn), weights, x)
-    programs = [
-        str(jax.make_jaxpr(fp8_remat(fn, **options))(weights, x))
-        for options in ({}, {"where": lambda _: True})
-    ]
-    assert programs[0] == programs[1]
+    assert_left_alone("gated", fn, weights, x)
 
 
 def test_what_others_read_is_left_alone():
@@ -181,7 +171,7 @@ def test_what_others_read_is_left_alone():
 
     weights, x, _ = given()
     for fn in (returned, read_twice, two_downs, a_third, other_inputs, no_matmul):
-        assert_as_without_gates(fn, weights, x)
+        assert_left_alone("gated", fn, weights, x)
 
 
 @pytest.mark.parametrize("options", OTHER_WAYS)
