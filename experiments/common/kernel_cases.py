@@ -145,6 +145,11 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             *args[:-1], scale=args[-1], implementation=implementation, **options
         )
 
+    def alone(function, **options):
+        return lambda gate, *args, implementation: function(
+            (gate,), *args, implementation=implementation, **options
+        )
+
     for activation in ("silu", "gelu", "gelu_exact"):
         of = {"activation": activation}
         forward, backward = f"{activation} gate", f"{activation} gate, backward"
@@ -174,6 +179,15 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             f"{backward}, to a tensor, row, and the product", 2 * of_16 + 5,
             scaled(k.gated_grad, product_scale=jnp.float32(1), **of),
             gate_up, numbers(BF16), scalar,
+        )  # fmt: skip
+        yield case(
+            f"{activation} without a product, to rows, keeping groups", 3 + of_16,
+            alone(k.gated, scale="row", keep_groups=True, **of), numbers(BF16),
+        )  # fmt: skip
+        yield case(
+            f"{activation} without a product, backward, and its output", 5 + of_16,
+            alone(k.gated_grad, product_scale=jnp.float32(1), **of),
+            groups, numbers(BF16),
         )  # fmt: skip
 
     def heads(key):

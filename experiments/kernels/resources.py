@@ -116,7 +116,8 @@ def _quantize() -> Iterator[Case]:
 
 def _gate(activation: str) -> Iterator[Case]:
     tokens, f = 8192, 11008
-    yield from _measured(f"{activation} gate", shape=(tokens, f))
+    names = f"{activation} gate", f"{activation} without a product"
+    yield from _measured(*names, shape=(tokens, f))
 
     def backward(gate_up, dy, scale, **options):
         return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **options)
@@ -131,17 +132,7 @@ def _gate(activation: str) -> Iterator[Case]:
     def pair_backward(gate, up, dy, scale, **options):
         return backward((gate, up), dy, scale, product_scale=scale, **options)
 
-    def alone(gate, **options):
-        options |= {"scale": "row", "keep_groups": True, "activation": activation}
-        return pk.gated((gate,), **options)
-
-    def alone_backward(gate, dy, scale, **options):
-        return backward((gate,), dy, None, product_scale=scale, **options)
-
     wide = _array(tokens, f)
-    yield Case(f"{activation} without a product, to rows", alone, (wide,))
-    arguments = (_groups(tokens, f), *arrays[1:])
-    yield Case(f"{activation} without a product, backward", alone_backward, arguments)
     yield Case(f"{activation} gate of two arrays, to rows", pair, (wide, wide))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
     yield Case(f"{activation} gate of two arrays, backward", pair_backward, arrays)
