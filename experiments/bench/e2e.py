@@ -49,8 +49,8 @@ Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 _CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
 PLAIN_CASES = (*PLAIN, BY_HAND)
-# The results file of several GPUs, beside that of one.
-SEVERAL_GPUS = "bench_e2e_several_gpus"
+# The results files of models on one to four GPUs, by kind, beside that of one model.
+BY_KIND = {"H100": "bench_e2e_h100", "H200": "bench_e2e_h200"}
 # The cases whose memory `coat` is to halve.
 _HALVED = ("bf16", "bf16, products saved")
 # The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run

@@ -5,14 +5,15 @@ The paper's are its table 7 and figure 1. Rows are those of `experiments.bench.e
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
 from rich.table import Table
 
-from experiments.bench.e2e import PLAIN_CASES, SEVERAL_GPUS
+from experiments.bench.e2e import BY_KIND, PLAIN_CASES
 from experiments.bench.model_step import Model
+from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
@@ -108,15 +109,20 @@ def speed(measured: Sequence[Row]) -> Table:
     return found
 
 
-def several(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
+def by_kind() -> dict[str, list[Row]]:
+    """Returns the rows of the results files of one to four GPUs, by kind of GPU."""
+    return {kind: load("bench_e2e", name)["rows"] for kind, name in BY_KIND.items()}
+
+
+def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> Table:
     """Returns the measured steps on one to four GPUs of the table's models.
 
     Args:
-      measured: The rows of `bench_e2e_several_gpus`.
+      measured: What `by_kind` returns.
       predicted: The rows of `estimate`.
     """
     found = new_table(
-        "On H100s of 80 GB, here; tokens/s and memory of each GPU",
+        "On H100s of 80 GB and H200s of 141 GB, here; tokens/s and memory of each GPU",
         "",
         "GPUs",
         "",
@@ -127,16 +133,17 @@ def several(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
         "predicted",
         "error",
     )
-    peaks = {_place(r["model"], r): r for r in predicted if r["of"] == SEVERAL_GPUS}
-    for row in map(_named, measured):
+    peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
+    rows = [(kind, _named(row)) for kind, rows in measured.items() for row in rows]
+    for kind, row in rows:
         if row["model"] not in MODELS or row.get("xla_flags"):
             continue
-        prediction = peaks[_place(row["model"], row)]
+        prediction = peaks[BY_KIND[kind], *_place(row["model"], row)]
         ratio = row.get("ratio_to_best_bf16")
         rate = row.get("tokens_per_s_per_gpu")
         found.add_row(
             MODELS[row["model"]],
-            str(row["gpus"]),
+            f"{row['gpus']} {kind}",
             row["case"],
             str(row["batch"]),
             row["error"] if rate is None else f"{rate:,.0f}",
@@ -163,7 +170,7 @@ def draw_scaling(measured: Sequence[Row]) -> Figure:
     point. The paper's stand beside them, on GPUs where it has a speed.
 
     Args:
-      measured: The rows of `bench_e2e_several_gpus`.
+      measured: The rows of H100s.
     """
     figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
     axes = figure.subplots()

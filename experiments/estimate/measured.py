@@ -21,7 +21,7 @@ from tqdm import tqdm
 import coat_jax as coat
 from coat_jax.models.loss import chunk_of_logits
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
-from experiments.bench.e2e import SEVERAL_GPUS
+from experiments.bench.e2e import BY_KIND
 from experiments.bench.model_step import Model, loss_function
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measured_steps() -> list[Row]:
     """Returns the rows of the results of `bench_e2e` with a measured peak."""
     found = []
-    for name in ("bench_e2e", SEVERAL_GPUS):
+    for name in ("bench_e2e", *BY_KIND.values()):
         for row in load("bench_e2e", name)["rows"]:
             if row["case"] in CASES and "peak_gib" in row:
                 found.append({"of": name} | row)

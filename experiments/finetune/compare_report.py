@@ -171,8 +171,9 @@ def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_xlim(-reach, reach)
     beside = rows[0]["beside"] if rows else "the first recipe"
     axes.set_xlabel(
-        f"points above {beside}; 95% intervals over questions (thick)\n"
-        "and over seeds (thin, may go on); bars ask for the grey part"
+        f"points above {beside}; 95% intervals over questions\n"
+        "(thick) and over seeds (thin, may go on)\n"
+        "bars ask for the grey part"
     )
 
 

@@ -48,6 +48,7 @@ def results() -> str:
         speed.activations(),
         training.pretraining(),
         training.meshes(),
+        training.finetuning(),
         training.vision_language(),
         optimizer.optimizer(),
         optimizer.drift(),
@@ -55,7 +56,7 @@ def results() -> str:
         optimizer.wrapped(),
         speed.kernels(),
     )
-    return _RESULTS + "\n".join(filter(None, sections))
+    return _RESULTS + "\n".join(sections)
 
 
 def _headline() -> str:

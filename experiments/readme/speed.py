@@ -3,7 +3,7 @@
 from statistics import geometric_mean
 from typing import Any
 
-from experiments.bench.e2e import SEVERAL_GPUS
+from experiments.bench.e2e import BY_KIND
 from experiments.bench.model_step import Model
 from experiments.common.results import load
 from experiments.readme.image import markdown_image
@@ -42,13 +42,21 @@ def end_to_end() -> str:
 
 def several_gpus() -> str:
     """Returns the section on training steps of several GPUs with FSDP."""
-    results = load("bench_e2e", SEVERAL_GPUS)
+    text = (
+        "**Several GPUs**: training steps fully sharded on GPUs of one machine, by "
+        "`jax.jit` but for `bf16, shard_map`, where the user's program gathers the "
+        "weights. Batches, tokens per second and sizes are those of one GPU. Ratios to "
+        "one GPU and to `bf16` are at the same batch, the last one is to the fastest "
+        "`bf16` row of the model on as many GPUs."
+    )
+    return "\n".join([text, "", *map(_of_kind, BY_KIND.values())])
+
+
+def _of_kind(name: str) -> str:
+    """Returns the table of a results file of one kind of GPU."""
+    results = load("bench_e2e", name)
     lines = [
-        f"**Several GPUs** (`{SEVERAL_GPUS}`): training steps fully sharded "
-        f"under jit on one to four {results['device']['name']} of one machine, JAX "
-        f"{results['versions']['jax']}. Batches, tokens per second and sizes are those "
-        "of one GPU. Ratios to one GPU and to `bf16` are at the same batch, the last "
-        "one is to the fastest `bf16` row of the model on as many GPUs.",
+        f"{results['device']['name']} (`{name}`), JAX {results['versions']['jax']}:",
         "",
         "| | | GPUs | batch | tokens/s | of one GPU's | times `bf16` | times its best "
         "| optimizer | saved | peak |",
@@ -87,7 +95,8 @@ def estimates() -> str:
         "| predicted | measured | error |",
         "| --- |" + " --- |" * 9,
     ]
-    for row in results["rows"]:
+    rows = {(r["model"], r["case"], r["gpus"], r["batch"]): r for r in results["rows"]}
+    for row in rows.values():
         measured = row["device_peak_gib"] or row["step_peak_gib"]
         case = f"{row['model']}, {row['case']}"
         model = row["parameters_gib"] + row["gradients_gib"]

@@ -21,8 +21,11 @@ _OURS = {
         "a 124M Llama on source code; a small form is in notebook 05_pretraining",
     ),
     6: ("", "not run: 300 billion tokens of a 7B model do not fit"),
-    7: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),
-    8: ("", "not run on a GPU yet; its small form is in notebook 07_vision_language"),
+    7: (
+        f"{_RESULTS}/vlm/vlm_gpu_losses.png",
+        "a small model of VILA's shape on generated scenes",
+    ),
+    8: (f"{_RESULTS}/vlm/vlm_gpu_captions.png", "captions of the same models"),
     9: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
 }
 _HEAD = """\

@@ -97,37 +97,69 @@ class Data(NamedTuple):
     test: Examples
 
 
+class _Source(NamedTuple):
+    """What scenes and questions are made of.
+
+    Attributes:
+      train: The pictures for training.
+      test: The pictures for tests.
+      known: The names of all things.
+      vocabulary: The vocabulary.
+    """
+
+    train: pictures.Pictures
+    test: pictures.Pictures
+    known: list[str]
+    vocabulary: Vocabulary
+
+
 def make(settings: Settings) -> Data:
     """Draws and renders the scenes of a run; they depend on the settings alone.
 
     Raises:
       ValueError: If the settings have no such scenes.
     """
-    known_pictures = pictures.load(settings.picture_size, settings.names_per_category)
-    train, test = known_pictures
-    known = [*train.drawings, *map(str, range(10))]
-    vocabulary = Vocabulary(questions.words(settings.grid, known))
+    source = _source(settings)
+    numbered = _all_kinds(settings, source.train, source.known)
+    train = _examples(settings, source, source.train, numbered)
+    return Data(source.vocabulary, train, _test(settings, source))
 
-    def examples(pool: pictures.Pictures, seed: int, pairs: Iterator) -> Examples:
-        found = list(pairs)
-        rng = np.random.default_rng((settings.data_seed, seed))
-        drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in found)
-        images = [scenes.render(rng, drawn[i], pool) for i in range(len(drawn))]
-        asked = [question for _, _, question in found]
-        tokens, is_answer = _sequences(asked, vocabulary, settings)
-        return Examples(
-            scenes=[drawn[i] for i in range(len(drawn))],
-            images=np.stack(images),
-            questions=asked,
-            which=np.array([index for index, _, _ in found]),
-            tokens=tokens,
-            is_answer=is_answer,
-        )
 
-    return Data(
-        vocabulary=vocabulary,
-        train=examples(train, 0, _all_kinds(settings, train, known)),
-        test=examples(test, 1, _kinds_in_turn(settings, test, known)),
+def make_test(settings: Settings) -> Examples:
+    """Returns the examples for tests of `make`, without those for training."""
+    return _test(settings, _source(settings))
+
+
+def _source(settings: Settings) -> _Source:
+    pools = pictures.load(settings.picture_size, settings.names_per_category)
+    known = [*pools[0].drawings, *map(str, range(10))]
+    return _Source(*pools, known, Vocabulary(questions.words(settings.grid, known)))
+
+
+def _test(settings: Settings, source: _Source) -> Examples:
+    numbered = _kinds_in_turn(settings, source.test, source.known)
+    return _examples(settings, source, source.test, numbered)
+
+
+def _examples(
+    settings: Settings,
+    source: _Source,
+    pool: pictures.Pictures,
+    numbered: Iterator["_Numbered"],
+) -> Examples:
+    found = list(numbered)
+    rng = np.random.default_rng((settings.data_seed, int(pool.is_test)))
+    drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in found)
+    images = [scenes.render(rng, drawn[i], pool) for i in range(len(drawn))]
+    asked = [question for _, _, question in found]
+    tokens, is_answer = _sequences(asked, source.vocabulary, settings)
+    return Examples(
+        scenes=[drawn[i] for i in range(len(drawn))],
+        images=np.stack(images),
+        questions=asked,
+        which=np.array([index for index, _, _ in found]),
+        tokens=tokens,
+        is_answer=is_answer,
     )
 
 

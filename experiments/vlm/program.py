@@ -221,7 +221,7 @@ def show(study: Study, out: Path) -> None:
     figures = {
         "losses": report.draw_losses(results),
         "kinds": report.draw_accuracies(results),
-        "captions": report.draw_captions(study.data, results),
+        "captions": report.draw_captions(study.data.test, results),
     }
     for name, figure in figures.items():
         figure.savefig(out.with_name(f"{out.stem}_{name}.png"))

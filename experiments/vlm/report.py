@@ -12,7 +12,7 @@ from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
 from experiments.pretrain.plots import draw_curves
-from experiments.vlm.data import Data, Examples
+from experiments.vlm.data import Examples
 from experiments.vlm.intervals import ALL
 from experiments.vlm.pictures import CREDIT
 from experiments.vlm.questions import KINDS
@@ -163,19 +163,19 @@ def draw_questions(examples: Examples, count: int = 6) -> Figure:
     return _draw_scenes(examples, list(range(count)), texts)
 
 
-def draw_captions(data: Data, results: Results) -> Figure:
-    """Draws scenes with each recipe's caption and the annotation."""
+def draw_captions(examples: Examples, results: Results) -> Figure:
+    """Draws scenes of the test with each recipe's caption and the annotation."""
     shown = list(dict.fromkeys(row["question"] for row in results["captions"]))
     texts = []
     for question in shown:
-        lines = [f"annotation: {data.test.questions[question].answer}"]
+        lines = [f"annotation: {examples.questions[question].answer}"]
         lines += [
             f"{row['recipe']}: {row['caption']}"
             for row in results["captions"]
             if row["question"] == question
         ]
         texts.append("\n".join(textwrap.fill(line, 38) for line in lines))
-    return _draw_scenes(data.test, shown, texts, columns=min(3, len(shown)))
+    return _draw_scenes(examples, shown, texts, columns=min(3, len(shown)))
 
 
 def _draw_scenes(

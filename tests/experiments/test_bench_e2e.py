@@ -185,15 +185,17 @@ def test_bars_of_the_figure_are_peaks(predicted):
 
 
 def test_several_gpus_stand_beside_predictions_and_the_paper():
-    measured = load("bench_e2e", "bench_e2e_several_gpus")["rows"]
-    rows = cells_of(e2e_report.several(measured, load("estimate")["rows"]))
+    by_kind = e2e_report.by_kind()
+    rows = cells_of(e2e_report.several(by_kind, load("estimate")["rows"]))
     assert {row[0] for row in rows} == set(table_7.PRESETS)
-    [row] = [r for r in rows if r[:4] == ("Llama-2-13B", "2", "bf16", "1")]
-    assert row[4] == "out of memory"
+    for gpus in ("2 H100", "1 H200"):
+        [row] = [r for r in rows if r[:4] == ("Llama-2-13B", gpus, "bf16", "1")]
+        assert row[4] == "out of memory"
     for row in rows:
         peak, predicted = map(float, row[6:8])
         error = float(row[8].rstrip("%"))
         assert predicted / peak == pytest.approx(1 + error / 100, abs=0.004)
+    measured = by_kind["H100"]
     [axes] = e2e_report.draw_scaling(measured).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
     assert lines["coat, paper"] == [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]

@@ -206,35 +206,7 @@ def test_examples_name_their_benchmarks():
         assert cells == [problem.family, benchmark, problem.question, problem.answer]
 
 
-def test_large_results_are_those_of_the_file(monkeypatch, capsys):
-    known = {"device": {"name": "a GPU"}, "date": "2026-01-02T03", "command": "made so"}
-    monkeypatch.setattr(small_form, "load", lambda *names: known)
-    assert small_form.results(is_large=True) is known
-    assert capsys.readouterr().out == "a GPU, 2026-01-02:\nmade so\n"
-
-
-def test_without_the_file_its_commands_are_said(monkeypatch, capsys):
-    def missing(*names):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(small_form, "load", missing)
-    monkeypatch.setattr(small_form, "run", lambda: {"device": {"name": "two cores"}})
-    small_form.results(is_large=True)
-    said = capsys.readouterr().out
-    assert "finetune_compare.json does not exist. Its commands:" in said
-    assert small_form.LARGE in said
-    assert "the small form on a CPU, two cores" in said
-
-
 def test_the_small_form_says_why_it_failed(monkeypatch):
     monkeypatch.setattr(small_form, "FLAGS", ["--seeds", "0"])
     with pytest.raises(RuntimeError, match="--seeds must be 1 to 10, got 0"):
         small_form.run()
-
-
-def test_commands_of_both_forms_are_valid():
-    base, large = small_form.LARGE.splitlines()
-    assert compare.arguments.parser().parse_args(small_form.FLAGS[2:]).largest == 20
-    flags = large.partition("finetune.compare ")[2].split()
-    given = compare.arguments.parser().parse_args(flags)
-    assert str(given.base).endswith(base.split()[-1])

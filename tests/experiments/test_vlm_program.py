@@ -168,6 +168,9 @@ def test_longest_sequences_fit():
 def test_data_and_batches_depend_on_seeds_alone():
     again = data.make(TINY)
     np.testing.assert_array_equal(again.train.images, tiny_data().train.images)
+    alone = data.make_test(TINY)
+    np.testing.assert_array_equal(alone.images, tiny_data().test.images)
+    np.testing.assert_array_equal(alone.tokens, tiny_data().test.tokens)
     first, same, other = (
         next(data.batches(tiny_data(), TINY, seed)) for seed in (0, 0, 1)
     )
@@ -296,7 +299,7 @@ def test_trainings_of_other_settings_are_not_mixed(finished, capsys):
 
 def test_figures_and_tables_of_results(finished):
     found = json.loads(finished.read_text())
-    assert len(report.draw_captions(tiny_data(), found).axes) == 2
+    assert len(report.draw_captions(tiny_data().test, found).axes) == 2
     assert len(report.draw_questions(tiny_data().test, 4).axes) == 6
     for table in (report.accuracies, report.differences, report.costs):
         assert table(found).row_count == (1 if table is report.differences else 2)
