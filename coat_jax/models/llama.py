@@ -90,9 +90,11 @@ def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
     )
 
 
-# Published shapes. The vocabularies of OLMo and 124m are padded to a multiple of 128.
+# Published shapes, and 300m between them. The vocabularies of OLMo, 124m and 300m are
+# padded to a multiple of 128.
 CONFIGS: dict[str, LlamaConfig] = {
     "124m": _llama(768, 2048, 12, 12, vocab_size=50_304, tie_embeddings=True),
+    "300m": _llama(1024, 2816, 24, 16, vocab_size=50_304, tie_embeddings=True),
     "olmo-1b": _llama(
         2048, 8192, 16, 16, vocab_size=50_304, tie_embeddings=True, norm="layer"
     ),

@@ -12,7 +12,6 @@ from experiments.common.intervals import half_of_few
 from experiments.common.style import framed
 from experiments.common.tables import new_table
 from experiments.optimizer.curve_summary import mean_and_error
-from experiments.pretrain.small import Trainings
 from experiments.report.paper import (
     LOSS_COLUMNS,
     POSTER,
@@ -23,6 +22,7 @@ from experiments.report.paper import (
 
 Row = Mapping[str, Any]
 _PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}
+ALL = "all"  # The kind of all questions together.
 _TRAIN, _AVERAGE = LOSS_COLUMNS.index("train loss"), LOSS_COLUMNS.index("average ppl")
 _SETS = {name: LOSS_COLUMNS.index(f"{name} ppl") for name in ("WikiText", "C4", "Pile")}
 
@@ -179,30 +179,30 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
     return drawn
 
 
-def texts(trainings: Trainings) -> Table:
+def texts(rows: Sequence[Row]) -> Table:
     """Returns a table of perplexities by kind of text, beside the paper's.
 
     Gaps are to `bf16` with the same seed, with 95% intervals over seeds.
+
+    Args:
+      rows: Rows with "recipe", "seed", "text" and "loss".
     """
-    kinds = list(dict.fromkeys(row["text"] for row in trainings.texts))
-    losses = {
-        (recipe, kind): np.array(
-            [
-                row["loss"]
-                for row in trainings.texts
-                if (row["recipe"], row["text"]) == (recipe, kind)
-            ]
-        )
-        for recipe in trainings.settings.recipes
-        for kind in kinds
-    }
+    losses = {(row["recipe"], row["seed"], row["text"]): row["loss"] for row in rows}
+    recipes, _, kinds = (list(dict.fromkeys(k)) for k in zip(*losses, strict=True))
     title = "Perplexity of held-out text, a byte (here) or a token (paper)"
     table = new_table(title, "", "text", "bf16", "perplexity", "gap, %")
-    for recipe in trainings.settings.recipes:
+    for recipe in recipes:
         if recipe == "bf16":
             continue
         for kind in kinds:
-            plain, own = losses["bf16", kind], losses[recipe, kind]
+            pairs = [
+                (losses["bf16", seed, kind], loss)
+                for (name, seed, text), loss in losses.items()
+                if (name, text) == (recipe, kind) and ("bf16", seed, kind) in losses
+            ]
+            if not pairs:
+                continue
+            plain, own = np.array(pairs).T
             cells = (f"{math.exp(x.mean()):.3f}" for x in (plain, own))
             gap = _interval(100 * np.expm1(own - plain))
             table.add_row(recipe, f"{kind}, here", *cells, gap)
@@ -212,3 +212,45 @@ def texts(trainings: Trainings) -> Table:
                 gap = f"{100 * (own / plain - 1):+.2f}"
                 table.add_row(recipe, f"{name}, {model}", str(plain), str(own), gap)
     return table
+
+
+def answers(rows: Sequence[Row]) -> Table:
+    """Returns a table of right answers by recipe and kind of text, percent.
+
+    Intervals are 95% over questions. Points are differences to `bf16` on the same
+    questions. The paper's average of its four tasks stands last.
+
+    Args:
+      rows: What `compare.tasks` returns.
+    """
+    kinds = list(dict.fromkeys(row["text"] for row in rows))
+    by_recipe: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_recipe.setdefault(row["recipe"], {})[row["text"]] = row
+    title = "Right answers to multiple-choice questions, percent"
+    papers = [f"{model}, 4 tasks" for model in _PAPER]
+    table = new_table(title, "", *kinds, *papers)
+    for recipe, own in by_recipe.items():
+        shares = (
+            f"{row['accuracy_percent']:.1f}\n"
+            f"{row['low_percent']:.1f} to {row['high_percent']:.1f}"
+            for row in (own[kind] for kind in kinds)
+        )
+        averages = (_average(model, recipe) for model in _PAPER)
+        table.add_row(recipe, *shares, *averages)
+        if all("difference_points" in own[kind] for kind in kinds):
+            points = (
+                f"{row['difference_points']:+.1f} ± {row['half_points']:.1f}"
+                for row in (own[kind] for kind in kinds)
+            )
+            table.add_row("  points above bf16", *points)
+    first = rows[0]
+    seeds = f"{first['seeds']} seed{'s' * (first['seeds'] > 1)}"
+    table.caption = f"{first['questions']:,} questions of each kind, {seeds}"
+    return table
+
+
+def _average(model: str, recipe: str) -> str:
+    """Returns the paper's average of its tasks, percent."""
+    values = _PAPER[model].get(recipe)
+    return "" if values is None else f"{100 * values[-1]:.1f}"

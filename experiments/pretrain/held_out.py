@@ -4,7 +4,8 @@ The paper validates on three sets of text, of which no download is at hand. Thes
 with the packages that every machine with this project has.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -29,19 +30,46 @@ def descriptions() -> Iterator[bytes]:
         yield str(description).encode()
 
 
+def headers_of_numpy() -> Iterator[bytes]:
+    """Yields the C headers of NumPy, sorted by path."""
+    for path in sorted(Path(np.__file__).parent.rglob("*.h")):
+        yield path.read_bytes()
+
+
 KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
     "Python files of JAX": source_of_jax,
     "prose of packages": descriptions,
+    "C headers of NumPy": headers_of_numpy,
 }
 
 
-def batches(settings: Settings) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
-    """Returns batches of each kind of text, as many and as large as of validation."""
+def documents(read: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
+    """Returns the documents of each kind that are not among those that were read."""
+    known = set(map(_digest, read))
+    return {
+        kind: [each for each in texts() if _digest(each) not in known]
+        for kind, texts in KINDS.items()
+    }
+
+
+def _digest(document: bytes) -> bytes:
+    return hashlib.blake2b(document, digest_size=16).digest()
+
+
+def batches(
+    found: Mapping[str, Sequence[bytes]], settings: Settings
+) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
+    """Returns batches of each kind of text, as many as settings say, or fewer.
+
+    Args:
+      found: What `documents` returns.
+      settings: The settings of a training on bytes.
+    """
     return {
         kind: data.validation_batches(
-            data.Windows([text.encode_bytes(texts())], settings.seq_len, kind),
+            data.Windows([text.encode_bytes(texts)], settings.seq_len, kind),
             batch_size=settings.batch_size,
             count=settings.eval_batches,
         )
-        for kind, texts in KINDS.items()
+        for kind, texts in found.items()
     }

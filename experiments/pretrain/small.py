@@ -48,7 +48,9 @@ def train(settings: Settings = SETTINGS, seeds: int = 3) -> Trainings:
     recipes.
     """
     inputs = program.select_inputs(data.load_corpus(), settings)
-    texts = {VALIDATION: inputs.validation} | held_out.batches(settings)
+    texts = {VALIDATION: inputs.validation} | held_out.batches(
+        held_out.documents(), settings
+    )
     found = Trainings(settings, [], [])
     for recipe in settings.recipes:
         trainer = inputs.trainer(settings, recipe, settings.steps)

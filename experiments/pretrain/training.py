@@ -29,6 +29,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES
 from coat_jax.models import llama
+from coat_jax.models.loss import logits
 from coat_jax.remat.report import peak_bytes
 from experiments.common.timing import OPTIONS
 from experiments.pretrain import health, meshes
@@ -187,6 +188,9 @@ class Trainer:
         ]
         self._options = OPTIONS if jax.default_backend() == "gpu" else None
         self._evaluate = jax.jit(self._loss, compiler_options=self._options)
+        self._likelihoods = jax.jit(
+            self._log_likelihoods, static_argnums=3, compiler_options=self._options
+        )
         placed = None if mesh is None else self._shardings
         self._compiled_init = jax.jit(self._init, out_shardings=placed)
 
@@ -272,6 +276,17 @@ class Trainer:
         losses = [self._evaluate(*where, self._placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
+    def log_likelihoods(
+        self, state: TrainState, tokens: Int32[np.ndarray, "b length+1"], last: int
+    ) -> Float32[np.ndarray, " b"]:
+        """Returns the log-likelihood of each sequence's `last` tokens, in nats.
+
+        Those before are given.
+        """
+        placed = self._placed(tokens, len(tokens))
+        found = self._likelihoods(state.params, state.histories, placed, last)
+        return np.asarray(found)
+
     def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
         """Returns the rows of `coat.moment_report`; none if the moments are float32."""
         if not self._optimizer.fused:
@@ -340,6 +355,21 @@ class Trainer:
     ):
         model = nnx.merge(self._graphdef, params, histories)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
+
+    def _log_likelihoods(
+        self,
+        params: nnx.State,
+        histories: nnx.State,
+        tokens: Int32[Array, "b length+1"],
+        last: int,
+    ) -> Float32[Array, " b"]:
+        model = nnx.merge(self._graphdef, params, histories)
+        hidden = model.hidden(tokens[:, :-1])[:, -last:]
+        scores = logits(hidden, model.head_weight())
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            scores, tokens[:, -last:]
+        )
+        return -losses.sum(axis=1)
 
     def _step(
         self,

@@ -1,6 +1,7 @@
 """The headline table of README.md, and experiments/README.md."""
 
 from pathlib import Path
+from typing import Any
 
 from experiments.common.results import load
 from experiments.readme import layers, optimizer, speed, training
@@ -59,16 +60,20 @@ def results() -> str:
     return _RESULTS + "\n".join(sections)
 
 
-def _headline() -> str:
+def headline_rows() -> list[dict[str, Any]]:
+    """Returns the rows of `bench_e2e` that stand at the top of README.md."""
     rows = {(row["case"], row["batch"]): row for row in load("bench_e2e")["rows"]}
+    return [rows[key] for key in _HEADLINE]
+
+
+def _headline() -> str:
     lines = [
         "| Recipe, batch | tokens/s | peak memory | of which optimizer |",
         "| --- | --- | --- | --- |",
     ]
-    for case, batch in _HEADLINE:
-        row = rows[case, batch]
+    for row in headline_rows():
         lines.append(
-            f"| {case}, {batch} | {row['tokens_per_s']:,.0f} "
+            f"| {row['case']}, {row['batch']} | {row['tokens_per_s']:,.0f} "
             f"| {row['peak_gib']:.0f} GiB | {row['optimizer_gib']:.0f} GiB |"
         )
     return "\n".join([*lines, ""])

@@ -98,7 +98,7 @@ class Data(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """What scenes and questions are made of.
+    """The material of scenes and questions.
 
     Attributes:
       train: The pictures for training.

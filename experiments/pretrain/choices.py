@@ -1,0 +1,100 @@
+"""Multiple-choice questions about unread text: which piece goes on?
+
+A question is a context and four pieces of the document that it is from. One of them
+follows the context, the others stand elsewhere in the document. The answer is the piece
+that a model finds likeliest behind the context. They stand for the paper's tasks, whose
+questions would be downloads.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Int32
+
+CHOICES = 4
+PIECE = 32  # Tokens of a piece.
+CONTEXT = 225  # Tokens of a context; a model reads 256 tokens with a piece's first 31.
+_BATCH = 64  # Questions that a model reads at once.
+_TRIES = 20  # Draws for each question, at most.
+
+
+class Questions(NamedTuple):
+    """Multiple-choice questions.
+
+    Attributes:
+      tokens: The context of each question, followed by each of its pieces.
+      right: The number of the piece that goes on.
+    """
+
+    tokens: Int32[np.ndarray, "n choices length"]
+    right: Int[np.ndarray, " n"]
+
+
+class Model(Protocol):
+    """A model that says how likely the ends of sequences are."""
+
+    def __call__(
+        self, tokens: Int32[np.ndarray, "b length"]
+    ) -> Float[np.ndarray, " b"]:
+        """Returns the log-likelihood of the last `PIECE` tokens of each sequence."""
+
+
+def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
+    """Draws questions about documents, the same ones each time.
+
+    Raises:
+      ValueError: If no document is long enough for a context and four pieces, or if
+        pieces are mostly alike.
+
+    Example:
+      >>> import numpy as np
+      >>> tokens, right = ask([np.arange(1000)], 2)
+      >>> tokens.shape
+      (2, 4, 257)
+      >>> [int(row[n, CONTEXT] - row[n, 0]) for row, n in zip(tokens, right)]
+      [225, 225]
+    """
+    least = CONTEXT + 2 * CHOICES * PIECE
+    long = [each for each in documents if each.size >= least]
+    if not long:
+        raise ValueError(f"questions need a document of at least {least} tokens")
+    rng, found = np.random.default_rng(0), []
+    for _ in range(_TRIES * count):
+        document = long[rng.integers(len(long))]
+        pieces = _pieces(rng, document)
+        if len({piece[-PIECE:].tobytes() for piece in pieces}) == CHOICES:
+            order = rng.permutation(CHOICES)
+            found.append((pieces[order], order.argmin()))
+        if len(found) == count:
+            tokens, right = zip(*found, strict=True)
+            return Questions(np.stack(tokens).astype(np.int32), np.array(right))
+    raise ValueError(
+        f"{_TRIES * count} draws of {CHOICES} pieces have {len(found)} whose pieces "
+        f"differ, and {count} are needed"
+    )
+
+
+def _pieces(
+    rng: np.random.Generator, document: Int[np.ndarray, " _"]
+) -> Int[np.ndarray, "choices length"]:
+    """Returns a context with each of its pieces, the right one first."""
+    start = rng.integers(document.size - CONTEXT - PIECE + 1)
+    end = start + CONTEXT
+    places = [end]
+    while len(places) < CHOICES:
+        place = rng.integers(document.size - PIECE + 1)
+        if place + PIECE <= start or place >= end + PIECE:
+            places.append(place)
+    context = document[start:end]
+    return np.stack([np.append(context, document[p : p + PIECE]) for p in places])
+
+
+def answered(questions: Questions, model: Model) -> Bool[np.ndarray, " n"]:
+    """Returns whether the likeliest piece of each question is the right one."""
+    found = []
+    for first in range(0, len(questions.right), _BATCH):
+        tokens = questions.tokens[first : first + _BATCH]
+        likely = model(tokens.reshape(-1, tokens.shape[-1])).reshape(-1, CHOICES)
+        found.append(likely.argmax(axis=1))
+    return np.concatenate(found) == questions.right

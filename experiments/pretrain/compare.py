@@ -1,0 +1,239 @@
+"""Compares trained models on unread text: losses by kind of text, and questions.
+
+    uv run python -m experiments.pretrain --preset 300m --recipes bf16 --out runs/bf16
+    uv run python -m experiments.pretrain --preset 300m --recipes coat --out runs/coat
+    uv run python -m experiments.pretrain.compare runs/bf16 runs/coat
+
+The runs are finished ones of one preset, on the bytes of the same text. Each model's
+loss is measured on validation text and on texts of other kinds, and it answers
+multiple-choice questions about them. What was measured stays in the run's folder, so
+that the same command measures only what it lacks. Recipes are compared with `bf16` of
+the same seed, question by question.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+from rich.console import Console
+from tqdm import tqdm
+
+from experiments.common.intervals import mean_and_half, wilson
+from experiments.common.programs import new_parser, one_line
+from experiments.common.results import (
+    Bar,
+    default_path,
+    read_json,
+    read_results,
+    versions,
+    write_json,
+    write_results,
+)
+from experiments.common.tables import bars as bars_table
+from experiments.pretrain import choices, comparison, files, held_out, program, text
+from experiments.pretrain.plots import curve, draw_curves
+from experiments.pretrain.runs import Run
+from experiments.pretrain.settings import Recipe
+
+Row = dict[str, Any]
+UNREAD = "unread files"  # The run's own validation text.
+_SUMMARY, _MEASURED = "summary.json", "compared.json"
+_QUESTIONS = 500
+# Largest mean gap of the validation loss to bf16's, percent, by preset and recipe.
+_TARGETS = {"300m": {"coat": 0.3, "coat_max": 0.6}}
+
+
+class _Exam(NamedTuple):
+    """The texts and questions of a run, by kind of text.
+
+    Attributes:
+      batches: Batches whose loss is measured.
+      questions: The questions.
+    """
+
+    batches: dict[str, list[Int32[np.ndarray, "batch length+1"]]]
+    questions: dict[str, choices.Questions]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    top = new_parser("experiments.pretrain.compare", __doc__)
+    top.add_argument("runs", nargs="+", type=Path, metavar="RUN")
+    top.add_argument(
+        "--out", type=Path, help="results file; a figure goes beside it", metavar="F"
+    )
+    args = top.parse_args(argv)
+    try:
+        found = compared(args.runs)
+    except (OSError, ValueError) as error:
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return 2
+    out = args.out or default_path("pretrain", f"pretrain_{found['preset']}_compared")
+    written = write_results(out, **found)
+    figure = draw_curves(
+        found["curves"], "Training loss", f"nats a {found['nats_per']}"
+    )
+    figure.savefig(out.with_suffix(".png"))
+    console = Console()
+    console.print(comparison.texts(found["texts"]))
+    console.print(comparison.answers(found["tasks"]))
+    if written["bars"]:
+        console.print(bars_table([Bar(**bar) for bar in written["bars"]]))
+    print(f"{out}, and a figure beside it")
+    return 0
+
+
+def compared(folders: Sequence[Path]) -> dict[str, Any]:
+    """Returns the entries of a results file about finished runs.
+
+    What was not measured yet is measured now.
+
+    Raises:
+      ValueError: If a run is not finished or damaged, is not on bytes, differs from the
+        first in its preset, steps or data, trains what another does, or comes twice.
+    """
+    if twice := [x for n, x in enumerate(folders) if x in folders[:n]]:
+        raise ValueError(f"{twice[0]} is given twice")
+    rows, texts, right, curves, seen = [], [], [], [], {}
+    for folder in folders:
+        summary, run, measured = _measured(folder)
+        shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
+        shared["data"] = run.record["data"]
+        if seen.setdefault("shared", shared) != shared:
+            raise ValueError(
+                f"{folder} has {shared}, and {folders[0]} {seen['shared']}"
+            )
+        for row in summary["rows"]:
+            names = {"recipe": row["recipe"], "seed": run.settings.seed}
+            if any(names.items() <= other.items() for other in rows):
+                raise ValueError(f"{folder} trains {names}, as another run does")
+            rows.append(names | row | {"commit": summary["versions"]["commit"]})
+            own = measured[row["recipe"]]
+            texts += [names | {"text": k, "loss": x} for k, x in own["losses"].items()]
+            right += [names | {"text": k, "right": x} for k, x in own["right"].items()]
+            losses = [m["loss"] for m in run.metrics() if m["recipe"] == row["recipe"]]
+            curves.append(names | curve(np.array(losses)))
+    return {
+        "rows": rows,
+        "bars": bars(seen["shared"]["preset"], rows),
+        "texts": texts,
+        "tasks": tasks(right),
+        "curves": curves,
+        **{k: v for k, v in seen["shared"].items() if k != "data"},
+    }
+
+
+def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
+    """Returns a run's summary, the run, and what was or is now measured by recipe."""
+    if not (folder / _SUMMARY).exists():
+        raise ValueError(f"{folder} is no finished run: it has no {_SUMMARY}")
+    summary, run = read_results(folder / _SUMMARY), Run.resume(folder, {})
+    if summary["nats_per"] != "byte":
+        raise ValueError(f"runs on bytes can be compared, {folder} has tokens of a BPE")
+    path = folder / _MEASURED
+    found = read_json(path) if path.exists() else {"steps": run.steps, "recipes": {}}
+    if found["steps"] != run.steps:  # The run has gone on since.
+        found = {"steps": run.steps, "recipes": {}}
+    missing = [r for r in run.settings.recipes if r not in found["recipes"]]
+    if missing:
+        inputs = program.select_inputs(
+            program.load_corpus(run.settings, folder), run.settings
+        )
+        exam = _exam(run, inputs)
+        for recipe in tqdm(missing, f"{folder}", unit="recipe", disable=None):
+            found["recipes"][recipe] = _examined(run, recipe, inputs, exam)
+            write_json(path, found)
+    return summary, run, found["recipes"]
+
+
+def _exam(run: Run, inputs: program.Inputs) -> _Exam:
+    """Returns the texts and questions of a run, without those that it has read."""
+    paths = files.find_files([Path(path) for path in run.settings.data])
+    every = (
+        text.read_documents(paths, utf_8=False) if paths else text.standard_library()
+    )
+    read, unread = text.split_documents(every)
+    found = held_out.documents(read)
+    encoded = {
+        kind: [text.encode_bytes([each]) for each in documents]
+        for kind, documents in ({UNREAD: unread} | found).items()
+    }
+    return _Exam(
+        {UNREAD: inputs.validation} | held_out.batches(found, run.settings),
+        {kind: choices.ask(arrays, _QUESTIONS) for kind, arrays in encoded.items()},
+    )
+
+
+def _examined(run: Run, recipe: Recipe, inputs: program.Inputs, exam: _Exam) -> Row:
+    """Measures the last checkpoint of a recipe."""
+    trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
+    with run.checkpoints(recipe) as checkpoints:
+        state = checkpoints.state(trainer.abstract_state())
+    model = partial(trainer.log_likelihoods, state, last=choices.PIECE)
+    right = {k: choices.answered(q, model) for k, q in exam.questions.items()}
+    return {
+        "losses": {k: trainer.evaluate(state, b) for k, b in exam.batches.items()},
+        "right": {k: "".join("01"[int(x)] for x in each) for k, each in right.items()},
+        "commit": versions()["commit"],
+    }
+
+
+def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Returns accuracies by recipe and kind of text, with differences to `bf16`.
+
+    An answer counts as the mean over the seeds that all recipes have. Intervals are 95%
+    over questions; those of differences are about the same questions.
+
+    Args:
+      rows: Rows with "recipe", "seed", "text" and "right", a string of 0 and 1.
+    """
+    found = {(r["recipe"], r["seed"], r["text"]): r["right"] for r in rows}
+    recipes, _, kinds = (list(dict.fromkeys(k)) for k in zip(*found, strict=True))
+    own = [{seed for r, seed, _ in found if r == recipe} for recipe in recipes]
+    seeds = sorted(set.intersection(*own))
+    answers = {
+        (recipe, kind): np.mean(
+            [[x == "1" for x in found[recipe, seed, kind]] for seed in seeds], axis=0
+        )
+        for recipe in recipes
+        for kind in kinds
+    }
+    for recipe in recipes if seeds else ():
+        every = [answers[recipe, kind] for kind in kinds]
+        answers[recipe, comparison.ALL] = np.concatenate(every)
+    result = []
+    for (recipe, kind), right in answers.items() if seeds else ():
+        low, high = wilson(float(right.sum()), right.size)
+        row = {"recipe": recipe, "text": kind, "questions": right.size}
+        row |= {"seeds": len(seeds), "accuracy_percent": 100 * float(right.mean())}
+        row |= {"low_percent": 100 * low, "high_percent": 100 * high}
+        if recipe != "bf16" and ("bf16", kind) in answers:
+            mean, half = mean_and_half(100 * (right - answers["bf16", kind]))
+            row |= {"difference_points": mean, "half_points": half}
+        result.append(row)
+    return result
+
+
+def bars(preset: str, rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
+    """Returns the targets for mean gaps of the validation loss to `bf16`'s."""
+    plain = {row["seed"] for row in rows if row["recipe"] == "bf16"}
+    rows = [{"scaling": "just_in_time", **row} for row in rows if row["seed"] in plain]
+    gaps = comparison.gaps(rows, "val_loss")
+    return [
+        Bar.of(
+            f"{recipe}, validation loss above bf16's, %",
+            "<=",
+            most,
+            float(np.mean(gaps[recipe])),
+        )
+        for recipe, most in _TARGETS.get(preset, {}).items()
+        if recipe in gaps
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

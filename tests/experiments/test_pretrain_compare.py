@@ -1,0 +1,208 @@
+"""Tests the comparison of trained models: questions, unread text, and results."""
+
+import json
+import math
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from coat_jax.models import llama
+from experiments.common.results import read_results
+from experiments.pretrain import choices, compare, comparison, held_out
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import PRESETS, model_config
+from experiments.pretrain.training import Trainer
+
+_TINY = ["--preset", "tiny", "--steps", "4", "--eval-every", "4"]
+
+
+@pytest.fixture
+def text(tmp_path):
+    """A file of text that is long enough for questions."""
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
+    return path
+
+
+@pytest.fixture
+def runs(tmp_path, text):
+    """Finished runs with BF16 and with COAT on the same text."""
+    folders = []
+    for recipe in ("bf16", "coat"):
+        folders.append(tmp_path / recipe)
+        argv = ["--recipes", recipe, "--data", str(text), "--out", str(folders[-1])]
+        assert pretrain.main([*_TINY, *argv]) == 0
+    return folders
+
+
+def test_the_right_piece_goes_on_and_the_others_are_elsewhere():
+    documents = [np.arange(1000), np.arange(5000, 5600)]
+    questions = choices.ask(documents, 40)
+    assert questions.tokens.shape == (40, choices.CHOICES, 257)
+    assert set(questions.right) == set(range(choices.CHOICES))
+    for pieces, right in zip(*questions, strict=True):
+        context = pieces[0, : choices.CONTEXT]
+        document = documents[int(context[0] >= 5000)]
+        assert np.all(np.diff(context) == 1)
+        for n, piece in enumerate(pieces):
+            assert np.array_equal(piece[: choices.CONTEXT], context)
+            behind = piece[choices.CONTEXT :]
+            assert np.all(np.diff(behind) == 1)
+            assert behind[0] in document
+            is_next = behind[0] == context[-1] + 1
+            assert is_next == (n == right)
+            # No piece is a part of the context or of the right one.
+            assert is_next or not set(behind) & set(range(context[0], context[-1] + 33))
+
+
+def test_questions_are_the_same_each_time():
+    first, second = (choices.ask([np.arange(900)], 5) for _ in range(2))
+    np.testing.assert_array_equal(first.tokens, second.tokens)
+    np.testing.assert_array_equal(first.right, second.right)
+
+
+def test_documents_without_questions_are_refused():
+    with pytest.raises(ValueError, match="a document of at least 481 tokens"):
+        choices.ask([np.arange(480)], 1)
+    with pytest.raises(ValueError, match="40 draws of 4 pieces have 0 whose pieces"):
+        choices.ask([np.zeros(600, int)], 2)
+
+
+def test_the_likeliest_piece_is_the_answer():
+    questions = choices.ask([np.arange(2000)], 150)
+
+    def knows(tokens):
+        step = tokens[:, choices.CONTEXT] - tokens[:, choices.CONTEXT - 1]
+        return -np.abs(step - 1.0)
+
+    assert choices.answered(questions, knows).all()
+    wrong = choices.answered(questions, lambda tokens: -knows(tokens))
+    assert not wrong.any()
+
+
+def test_log_likelihoods_are_those_of_the_logits():
+    settings = PRESETS["tiny"].settings
+    config = model_config(settings, "bf16", 257)
+    trainer = Trainer(config, settings, steps=4)
+    state = trainer.init()
+    tokens = np.random.default_rng(0).integers(0, 257, (3, 21)).astype(np.int32)
+    found = trainer.log_likelihoods(state, tokens, 5)
+    model = llama.nnx.merge(trainer._graphdef, state.params, state.histories)
+    logits = np.asarray(model(tokens[:, :-1]), np.float64)
+    shares = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    each = np.take_along_axis(shares, tokens[:, 1:, None], axis=-1)[..., 0]
+    np.testing.assert_allclose(found, each[:, -5:].sum(axis=1), rtol=1e-5)
+
+
+def test_what_was_read_is_no_unread_text():
+    every = held_out.documents()
+    assert every.keys() == held_out.KINDS.keys()
+    read = [*every["prose of packages"][::2], b"another"]
+    left = held_out.documents(read)
+    assert set(left["prose of packages"]) == set(every["prose of packages"]) - set(read)
+    assert left["C headers of NumPy"] == every["C headers of NumPy"]
+    assert b"".join(every["C headers of NumPy"]).count(b"#include") > 10
+
+
+def test_answers_are_compared_question_by_question():
+    right = {
+        ("bf16", 0): "1100",
+        ("bf16", 1): "1000",
+        ("coat", 0): "1110",
+        ("coat", 1): "1010",
+        # Only one recipe has this seed.
+        ("bf16", 2): "0000",
+    }
+    rows = [
+        {"recipe": recipe, "seed": seed, "text": "prose", "right": x}
+        for (recipe, seed), x in right.items()
+    ]
+    found = {(row["recipe"], row["text"]): row for row in compare.tasks(rows)}
+    assert found.keys() == {(r, t) for r in ("bf16", "coat") for t in ("prose", "all")}
+    plain, coat = found["bf16", "prose"], found["coat", "prose"]
+    assert (plain["seeds"], plain["questions"]) == (2, 4)
+    assert plain["accuracy_percent"] == 37.5
+    assert coat["accuracy_percent"] == 62.5
+    assert "difference_points" not in plain
+    # The differences of the questions are 0, 0, 1 and 0, whose deviation is 1/2.
+    assert coat["difference_points"] == 25
+    assert coat["half_points"] == pytest.approx(100 * 1.959964 / 4)
+    table = comparison.answers(list(found.values()))
+    assert [list(column.cells)[2] for column in table.columns[:2]] == [
+        "  points above bf16",
+        "+25.0 ± 49.0",
+    ]
+
+
+def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys):
+    out = tmp_path / "compared.json"
+    argv = [*map(str, runs), "--out", str(out)]
+    assert compare.main(argv) == 0
+    found = read_results(out)
+    assert [row["recipe"] for row in found["rows"]] == ["bf16", "coat"]
+    kinds = [compare.UNREAD, *held_out.KINDS]
+    assert [row["text"] for row in found["texts"]] == 2 * kinds
+    for row in found["rows"]:
+        [loss] = (
+            other["loss"]
+            for other in found["texts"]
+            if (other["recipe"], other["text"]) == (row["recipe"], compare.UNREAD)
+        )
+        assert loss == row["val_loss"]
+    assert all(math.isfinite(row["loss"]) for row in found["texts"])
+    assert [len(row["losses"]) for row in found["curves"]] == [4, 4]
+    assert out.with_suffix(".png").exists()
+    assert "Right answers to multiple-choice questions" in capsys.readouterr().out
+
+    monkeypatch.setattr(compare, "_examined", None)  # It would be called in vain.
+    assert compare.main(argv) == 0
+    assert read_results(out)["tasks"] == found["tasks"]
+
+
+def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):
+    for folder in runs:  # Measuring would take time.
+        measured = {"losses": {"a": 1.0}, "right": {"a": "1"}, "commit": None}
+        entry = {"steps": 4, "recipes": {folder.name: measured}}
+        (folder / "compared.json").write_text(json.dumps(entry))
+
+    def said(*folders):
+        assert compare.main([*map(str, folders), "--out", str(tmp_path / "o")]) == 2
+        return capsys.readouterr().err
+
+    assert f"{runs[0]} is given twice" in said(runs[0], runs[0])
+    again = shutil.copytree(runs[0], tmp_path / "again")
+    assert "trains {'recipe': 'bf16', 'seed': 0}, as another run" in said(*runs, again)
+    assert "no finished run: it has no summary.json" in said(tmp_path)
+    other = tmp_path / "other"
+    argv = ["--recipes", "te", "--data", str(text), "--out", str(other)]
+    assert pretrain.main([*_TINY, "--steps", "5", *argv]) == 0
+    (other / "compared.json").write_text(
+        json.dumps({"steps": 5, "recipes": {"te": measured}})
+    )
+    assert "'steps': 5" in said(runs[0], other)
+
+
+@pytest.mark.parametrize(("gap", "holds"), [(0.29, True), (0.31, False)])
+def test_bars_of_300m_are_about_the_mean_gap(gap, holds):
+    losses = {"bf16": 1.0, "coat": 1 + gap / 100}
+    rows = [
+        {"recipe": r, "seed": s, "train_loss": x, "val_loss": x + s}
+        for r, x in losses.items()
+        for s in (0,)
+    ]
+    [bar] = compare.bars("300m", rows)
+    assert bar.holds == holds
+    assert bar.measured == pytest.approx(gap)
+    assert not compare.bars("124m", rows)
+    assert not compare.bars("300m", rows[1:])
+
+
+def test_the_300m_preset_has_300m_parameters():
+    config = model_config(PRESETS["300m"].settings, "coat", 257)
+    params = jax.eval_shape(
+        lambda: llama.nnx.state(llama.Llama(config, rngs=llama.nnx.Rngs(0)))
+    )
+    count = sum(x.size for x in jax.tree.leaves(params))
+    assert 300e6 < count < 320e6
