@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from experiments.pretrain import data, held_out, program
+from experiments.pretrain import data, held_out, paper_flow, program
 from experiments.pretrain.settings import PRESETS, Settings
 from experiments.pretrain.training import Trainer, TrainState
 
@@ -41,26 +41,34 @@ class Trainings(NamedTuple):
     texts: list[Row]
 
 
-def train(settings: Settings = SETTINGS, seeds: int = 3) -> Trainings:
+def train(
+    settings: Settings = SETTINGS, seeds: int = 3, *, with_paper_flow: bool = True
+) -> Trainings:
     """Trains with each recipe and seed on bytes, and validates on all kinds of text.
 
     A seed decides the initialization and the order of the data. Both are shared by the
     recipes.
+
+    Args:
+      settings: The settings, with the recipes.
+      seeds: The number of seeds.
+      with_paper_flow: Whether to train with `paper_flow` as well.
     """
     inputs = program.select_inputs(data.load_corpus(), settings)
     texts = {VALIDATION: inputs.validation} | held_out.batches(
         held_out.documents(), settings
     )
     found = Trainings(settings, [], [])
-    for recipe in settings.recipes:
-        trainer = inputs.trainer(settings, recipe, settings.steps)
-        for seed in range(seeds):
-            names = {"recipe": recipe, "seed": seed}
-            state, rows = _trained(trainer, inputs, settings, seed)
-            found.metrics.extend(names | row for row in rows)
-            for kind, batches in texts.items():
-                loss = trainer.evaluate(state, batches)
-                found.texts.append(names | {"text": kind, "loss": loss})
+    with paper_flow.known() as paper:
+        for recipe in (*settings.recipes, *[paper] * with_paper_flow):
+            trainer = inputs.trainer(settings, recipe, settings.steps)
+            for seed in range(seeds):
+                names = {"recipe": recipe, "seed": seed}
+                state, rows = _trained(trainer, inputs, settings, seed)
+                found.metrics.extend(names | row for row in rows)
+                for kind, batches in texts.items():
+                    loss = trainer.evaluate(state, batches)
+                    found.texts.append(names | {"text": kind, "loss": loss})
     return found
 
 

@@ -149,7 +149,7 @@ def test_perplexities_of_texts_are_compared_seed_by_seed():
 @pytest.fixture(scope="module")
 def short():
     """Two seeds of a training of four steps."""
-    return small.train(_SHORT, seeds=2)
+    return small.train(_SHORT, seeds=2, with_paper_flow=False)
 
 
 def test_a_small_training_is_that_of_its_seed(short):
