@@ -117,6 +117,12 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
             right += [names | {"text": k, "right": x} for k, x in own["right"].items()]
             losses = [m["loss"] for m in run.metrics() if m["recipe"] == row["recipe"]]
             curves.append(names | curve(np.array(losses)))
+    plain = {row["seed"]: row["val_loss"] for row in rows if row["recipe"] == "bf16"}
+    for row in rows:
+        # A run's own gap is to its first recipe.
+        del row["val_gap_percent"]
+        if loss := plain.get(row["seed"]):
+            row["val_gap_percent"] = 100 * (row["val_loss"] / loss - 1)
     return {
         "rows": rows,
         "bars": bars(seen["shared"]["preset"], rows),

@@ -137,6 +137,7 @@ def test_answers_are_compared_question_by_question():
 
 
 def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(compare, "_QUESTIONS", 20)
     out = tmp_path / "compared.json"
     argv = [*map(str, runs), "--out", str(out)]
     assert compare.main(argv) == 0
@@ -152,6 +153,9 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
         )
         assert loss == row["val_loss"]
     assert all(math.isfinite(row["loss"]) for row in found["texts"])
+    plain, coat = (row["val_loss"] for row in found["rows"])
+    gaps = [row["val_gap_percent"] for row in found["rows"]]
+    assert gaps == [0, pytest.approx(100 * (coat / plain - 1))]
     assert [len(row["losses"]) for row in found["curves"]] == [4, 4]
     assert out.with_suffix(".png").exists()
     assert "Right answers to multiple-choice questions" in capsys.readouterr().out
