@@ -1,12 +1,12 @@
 """The paper's own flow as a recipe, computed with rounded numbers.
 
 The recipe `coat` differs from the paper in its details: it has scales of tokens where
-the paper has one scale of a tensor, and stores the first moment divided by the root of
-the second, which is UE4M4. This recipe has what the paper has (sections 4 and 5):
-matmuls of tensors with one scale, E4M3 forward and E5M2 for gradients; inputs of norms
-and gates saved in E4M3, in groups of 16; and both moments in E4M3 behind the range
-expansion, in groups of 128. Codes are multiplied in float32, so that it is slow, and
-for comparisons.
+the paper has one scale of a tensor, and rounds moments stochastically, the first one
+divided by the root of the second, which is UE4M4. This recipe has what the paper has
+(sections 4 and 5): matmuls of tensors with one scale, E4M3 forward and E5M2 for
+gradients; inputs of norms and gates saved in E4M3, in groups of 16; and both moments in
+E4M3 behind the range expansion, in groups of 128, rounded to nearest. Codes are
+multiplied in float32, so that it is slow, and for comparisons.
 """
 
 import contextlib
@@ -66,7 +66,11 @@ RECIPE = PlainRecipe(
     linear=linear,
     segment=coat.fp8_remat,
     optimizer=partial(
-        coat.fp8_adamw, mu_format=coat.E4M3, nu_format=coat.E4M3, normalize_mu=False
+        coat.fp8_adamw,
+        mu_format=coat.E4M3,
+        nu_format=coat.E4M3,
+        normalize_mu=False,
+        rounding="nearest",
     ),
 )
 
