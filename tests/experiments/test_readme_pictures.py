@@ -1,0 +1,47 @@
+"""Tests the pictures of README.md."""
+
+import pytest
+
+from experiments.common.results import picture
+from experiments.readme import pages, pictures
+
+
+def bars(axes):
+    """Returns where the bars end, a list for each kind or row."""
+    return [
+        [patch.get_x() + patch.get_width() for patch in container]
+        for container in axes.containers
+    ]
+
+
+def test_memory_is_that_of_the_headline():
+    rows = pages.headline_rows()
+    [axes] = pictures.draw_memory(rows).axes
+    optimizer, saved, rest = bars(axes)
+    assert optimizer == pytest.approx([row["optimizer_gib"] for row in rows])
+    both = [row["optimizer_gib"] + row["activations_gib"] for row in rows]
+    assert saved == pytest.approx(both)
+    assert rest == pytest.approx([row["peak_gib"] for row in rows])
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels[0] == "bf16\nbatch 2"
+    assert labels[1] == "bf16,\nproducts and attention saved\nbatch 8"
+
+
+def test_speed_is_that_of_the_headline():
+    rows = pages.headline_rows()
+    [axes] = pictures.draw_speed(rows).axes
+    rates = [row["tokens_per_s"] for row in rows]
+    assert [end for [end] in bars(axes)] == pytest.approx(rates)
+    assert [text.get_text() for text in axes.texts] == [f" {r:,.0f}" for r in rates]
+
+
+def test_the_readme_shows_memory_speed_and_losses():
+    readme = (pages.PROJECT / "README.md").read_text()
+    shown = [
+        picture("bench_e2e", "bench_e2e_memory"),
+        picture("bench_e2e", "bench_e2e_speed"),
+        picture("pretrain", "pretrain_124m"),
+    ]
+    for path in shown:
+        assert path.exists()
+        assert f'src="{path.relative_to(pages.PROJECT)}"' in readme
