@@ -28,7 +28,8 @@ from pallas_kernels.mosaic.codec import (
 from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 
-_STRIPS = 8  # The most strips of a row.
+# The most strips of a row. Two thread blocks fit a multiprocessor's shared memory.
+_STRIPS = 13
 _QUAD = 4  # Numbers that a lane stores at once.
 _QUADS = GROUP // _QUAD
 
