@@ -163,11 +163,15 @@ def _exam(run: Run, inputs: program.Inputs) -> _Exam:
         text.read_documents(paths, utf_8=False) if paths else text.standard_library()
     )
     read, unread = text.split_documents(every)
-    found = held_out.documents(read)
+    found = {UNREAD: unread} | held_out.documents(read)
+    for kind in [kind for kind, documents in found.items() if not documents]:
+        print(f"{run.folder}: no {kind}, it has read them all")
+        del found[kind]
     encoded = {
         kind: [text.encode_bytes([each]) for each in documents]
-        for kind, documents in ({UNREAD: unread} | found).items()
+        for kind, documents in found.items()
     }
+    del found[UNREAD]
     return _Exam(
         {UNREAD: inputs.validation} | held_out.batches(found, run.settings),
         {kind: choices.ask(arrays, _QUESTIONS) for kind, arrays in encoded.items()},

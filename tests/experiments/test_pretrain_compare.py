@@ -12,6 +12,7 @@ from coat_jax.models import llama
 from experiments.common.results import read_results
 from experiments.pretrain import choices, compare, comparison, held_out
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.training import Trainer
 
@@ -104,6 +105,19 @@ def test_what_was_read_is_no_unread_text():
     assert set(left["prose of packages"]) == set(every["prose of packages"]) - set(read)
     assert left["C headers of NumPy"] == every["C headers of NumPy"]
     assert b"".join(every["C headers of NumPy"]).count(b"#include") > 10
+
+
+def test_kinds_that_were_read_are_left_out(runs, monkeypatch, capsys):
+    every = held_out.documents()
+    known = every | {"prose of packages": []}
+    monkeypatch.setattr(held_out, "documents", lambda read: known)
+    monkeypatch.setattr(compare, "_QUESTIONS", 2)
+    run = Run.resume(runs[0], {})
+    corpus = pretrain.load_corpus(run.settings, run.folder)
+    exam = compare._exam(run, pretrain.select_inputs(corpus, run.settings))
+    kinds = {compare.UNREAD, *every} - {"prose of packages"}
+    assert exam.batches.keys() == exam.questions.keys() == kinds
+    assert "no prose of packages, it has read them all" in capsys.readouterr().out
 
 
 def test_answers_are_compared_question_by_question():
