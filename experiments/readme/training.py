@@ -1,5 +1,8 @@
 """Sections on training."""
 
+from collections.abc import Mapping
+from statistics import fmean
+
 from experiments.common.results import load
 from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.pretrain.settings import PRESETS
@@ -84,29 +87,47 @@ def finetuning() -> str:
     results = load("finetune", name)
     rows = {(row["recipe"], row["family"]): row for row in results["rows"]}
     gaps = {r["recipe"]: r for r in results["differences"] if r["family"] == "all"}
-    recipes, families = (list(dict.fromkeys(key)) for key in zip(*rows, strict=True))
     first, training = results["rows"][0], results["training"]
-    lines = [
+    text = (
         f"**Fine-tuning on generated problems** (`{name}`): a Llama of "
         f"{training['parameters'] / 1e6:.0f}M parameters that has read source code, "
         f"{training['steps']:,} steps on one {results['device']['name']}. Exact match "
         f"in percent on {rows['bf16', 'all']['questions']:,} problems that no training "
         f"read, {first['seeds']} seeds; then points above `bf16` on the same problems, "
-        "with a 95% interval over problems.",
-        "",
-        "| | " + " | ".join(families) + " | points |",
-        "| --- |" + " --- |" * (len(families) + 1),
-    ]
-    for recipe in recipes:
-        shares = (rows[recipe, family]["exact_match_percent"] for family in families)
-        cells = " | ".join(f"{share:.1f}" for share in shares)
-        gap = "-"
-        if recipe in gaps:
-            points = gaps[recipe]["difference_points"]
-            gap = f"{points:+.1f} ± {gaps[recipe]['high_points'] - points:.1f}"
-        lines.append(f"| `{recipe}` | {cells} | {gap} |")
+        "with a 95% interval over problems."
+    )
+    shares = {key: row["exact_match_percent"] for key, row in rows.items()}
+    points = {
+        recipe: (row["difference_points"], row["high_points"])
+        for recipe, row in gaps.items()
+    }
     image = markdown_image("Exact match, and differences", "finetune", name)
-    return "\n".join([*lines, "", image, ""])
+    return "\n".join([text, "", *_answers(shares, points), "", image, ""])
+
+
+def _answers(
+    shares: Mapping[tuple[str, str], float],
+    points: Mapping[str, tuple[float, float]],
+    losses: Mapping[str, float] | None = None,
+) -> list[str]:
+    """Returns a table of right answers.
+
+    Args:
+      shares: The percentage by recipe and kind of question.
+      points: The points above `bf16` by recipe, and the upper end of their interval.
+      losses: The loss on the questions by recipe, if it has a column.
+    """
+    recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*shares, strict=True))
+    columns = [*["test loss"] * bool(losses), *kinds, "points"]
+    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    for recipe in recipes:
+        cells = " | ".join(f"{shares[recipe, kind]:.1f}" for kind in kinds)
+        if losses:
+            cells = f"{losses[recipe]:.4f} | {cells}"
+        mean, high = points.get(recipe, (0.0, 0.0))
+        gap = f"{mean:+.1f} ± {high - mean:.1f}" if recipe in points else "-"
+        lines.append(f"| `{recipe}` | {cells} | {gap} |")
+    return lines
 
 
 def vision_language() -> str:
@@ -114,26 +135,24 @@ def vision_language() -> str:
     name = "vlm_gpu"
     results = load("vlm", name)
     rows = {(row["recipe"], row["kind"]): row for row in results["summary"]}
-    recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*rows, strict=True))
     first = rows["bf16", "all"]
-    lines = [
+    text = (
         f"**A vision-language model** (`{name}`): a ViT encoder, a projector and "
         f"a Llama decoder, {results['rows'][0]['parameters'] / 1e6:.1f}M parameters, "
         "trained to answer questions about scenes. Right answers in percent to "
         f"{first['questions']:,} questions about unseen scenes, {first['seeds']} "
         f"seed{'s' * (first['seeds'] > 1)}, on one {results['device']['name']}; then "
-        "points above `bf16` on the same questions with a 95% interval.",
-        "",
-        "| | test loss | " + " | ".join(kinds) + " | points |",
-        "| --- | --- |" + " --- |" * (len(kinds) + 1),
-    ]
-    for recipe in recipes:
-        own = [r["test_loss"] for r in results["rows"] if r["recipe"] == recipe]
-        shares = (rows[recipe, kind]["accuracy_percent"] for kind in kinds)
-        cells = " | ".join(f"{share:.1f}" for share in shares)
-        points = rows[recipe, "all"]["difference_points"]
-        half = rows[recipe, "all"]["difference_high_points"] - points
-        gap = "-" if recipe == "bf16" else f"{points:+.1f} ± {half:.1f}"
-        lines.append(f"| `{recipe}` | {sum(own) / len(own):.4f} | {cells} | {gap} |")
+        "points above `bf16` on the same questions with a 95% interval."
+    )
+    shares = {key: row["accuracy_percent"] for key, row in rows.items()}
+    points = {
+        recipe: (row["difference_points"], row["difference_high_points"])
+        for (recipe, kind), row in rows.items()
+        if kind == "all" and recipe != "bf16"
+    }
+    losses: dict[str, list[float]] = {}
+    for row in results["rows"]:
+        losses.setdefault(row["recipe"], []).append(row["test_loss"])
+    means = {recipe: fmean(own) for recipe, own in losses.items()}
     image = markdown_image("Loss while training", "vlm", f"{name}_losses")
-    return "\n".join([*lines, "", image, ""])
+    return "\n".join([text, "", *_answers(shares, points, means), "", image, ""])
