@@ -22,6 +22,7 @@ from jaxtyping import Int32
 from rich.console import Console
 from tqdm import tqdm
 
+from experiments.common.answers import ALL, right_answers, written
 from experiments.common.intervals import mean_and_half, wilson
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
@@ -34,7 +35,7 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.common.tables import bars as bars_table
-from experiments.pretrain import choices, comparison, files, held_out, program, text
+from experiments.pretrain import choices, comparison, data, held_out, program, text
 from experiments.pretrain.plots import curve, draw_curves
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Recipe
@@ -146,32 +147,29 @@ def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
         found = {"steps": run.steps, "recipes": {}}
     missing = [r for r in run.settings.recipes if r not in found["recipes"]]
     if missing:
-        inputs = program.select_inputs(
-            program.load_corpus(run.settings, folder), run.settings
-        )
-        exam = _exam(run, inputs)
+        corpus = program.load_corpus(run.settings, folder)
+        inputs = program.select_inputs(corpus, run.settings)
+        exam = _exam(run, corpus, inputs)
         for recipe in tqdm(missing, f"{folder}", unit="recipe", disable=None):
             found["recipes"][recipe] = _examined(run, recipe, inputs, exam)
             write_json(path, found)
     return summary, run, found["recipes"]
 
 
-def _exam(run: Run, inputs: program.Inputs) -> _Exam:
+def _exam(run: Run, corpus: data.Corpus, inputs: program.Inputs) -> _Exam:
     """Returns the texts and questions of a run, without those that it has read."""
-    paths = files.find_files([Path(path) for path in run.settings.data])
-    every = (
-        text.read_documents(paths, utf_8=False) if paths else text.standard_library()
+    unread, read = (
+        [piece for tokens in part for piece in text.split_bytes(tokens)]
+        for part in (corpus.validation, corpus.train)
     )
-    read, unread = text.split_documents(every)
-    found = {UNREAD: unread} | held_out.documents(read)
+    found = held_out.documents(map(text.decode_bytes, read))
     for kind in [kind for kind, documents in found.items() if not documents]:
         print(f"{run.folder}: no {kind}, it has read them all")
         del found[kind]
-    encoded = {
+    encoded = {UNREAD: unread} | {
         kind: [text.encode_bytes([each]) for each in documents]
         for kind, documents in found.items()
     }
-    del found[UNREAD]
     return _Exam(
         {UNREAD: inputs.validation} | held_out.batches(found, run.settings),
         {kind: choices.ask(arrays, _QUESTIONS) for kind, arrays in encoded.items()},
@@ -187,7 +185,7 @@ def _examined(run: Run, recipe: Recipe, inputs: program.Inputs, exam: _Exam) -> 
     right = {k: choices.answered(q, model) for k, q in exam.questions.items()}
     return {
         "losses": {k: trainer.evaluate(state, b) for k, b in exam.batches.items()},
-        "right": {k: "".join("01"[int(x)] for x in each) for k, each in right.items()},
+        "right": {k: written(each) for k, each in right.items()},
         "commit": versions()["commit"],
     }
 
@@ -201,38 +199,35 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     Args:
       rows: Rows with "recipe", "seed", "text" and "right", a string of 0 and 1.
     """
-    found = {(r["recipe"], r["seed"], r["text"]): r["right"] for r in rows}
-    recipes, _, kinds = (list(dict.fromkeys(k)) for k in zip(*found, strict=True))
-    own = [{seed for r, seed, _ in found if r == recipe} for recipe in recipes]
-    seeds = sorted(set.intersection(*own))
-    answers = {
-        (recipe, kind): np.mean(
-            [[x == "1" for x in found[recipe, seed, kind]] for seed in seeds], axis=0
-        )
-        for recipe in recipes
-        for kind in kinds
+    by_kind: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        by_kind.setdefault(row["text"], []).append(row)
+    answers = {kind: right_answers(own) for kind, own in by_kind.items()}
+    first, *_ = answers.values()
+    answers[ALL] = {
+        recipe: np.concatenate([right[recipe] for right in answers.values()], axis=1)
+        for recipe in first
     }
-    for recipe in recipes if seeds else ():
-        every = [answers[recipe, kind] for kind in kinds]
-        answers[recipe, comparison.ALL] = np.concatenate(every)
     result = []
-    for (recipe, kind), right in answers.items() if seeds else ():
-        low, high = wilson(float(right.sum()), right.size)
-        row = {"recipe": recipe, "text": kind, "questions": right.size}
-        row |= {"seeds": len(seeds), "accuracy_percent": 100 * float(right.mean())}
-        row |= {"low_percent": 100 * low, "high_percent": 100 * high}
-        if recipe != "bf16" and ("bf16", kind) in answers:
-            mean, half = mean_and_half(100 * (right - answers["bf16", kind]))
-            row |= {"difference_points": mean, "half_points": half}
-        result.append(row)
+    for kind, by_recipe in answers.items():
+        for recipe, right in by_recipe.items():
+            own = right.mean(axis=0)
+            low, high = wilson(float(own.sum()), own.size)
+            row = {"recipe": recipe, "text": kind, "questions": own.size}
+            row |= {"seeds": len(right), "accuracy_percent": 100 * float(own.mean())}
+            row |= {"low_percent": 100 * low, "high_percent": 100 * high}
+            if recipe != "bf16" and "bf16" in by_recipe:
+                plain = by_recipe["bf16"].mean(axis=0)
+                mean, half = mean_and_half(100 * (own - plain))
+                row |= {"difference_points": mean, "half_points": half}
+            result.append(row)
     return result
 
 
 def bars(preset: str, rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
     """Returns the targets for mean gaps of the validation loss to `bf16`'s."""
     plain = {row["seed"] for row in rows if row["recipe"] == "bf16"}
-    rows = [{"scaling": "just_in_time", **row} for row in rows if row["seed"] in plain]
-    gaps = comparison.gaps(rows, "val_loss")
+    gaps = comparison.gaps((row for row in rows if row["seed"] in plain), "val_loss")
     return [
         Bar.of(
             f"{recipe}, validation loss above bf16's, %",

@@ -22,7 +22,6 @@ from experiments.report.paper import (
 
 Row = Mapping[str, Any]
 _PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}
-ALL = "all"  # The kind of all questions together.
 _TRAIN, _AVERAGE = LOSS_COLUMNS.index("train loss"), LOSS_COLUMNS.index("average ppl")
 _SETS = {name: LOSS_COLUMNS.index(f"{name} ppl") for name in ("WikiText", "C4", "Pile")}
 
@@ -112,7 +111,7 @@ def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["recipe"] != "bf16":
-            delayed = ", delayed" if row["scaling"] == "delayed" else ""
+            delayed = ", delayed" if row.get("scaling") == "delayed" else ""
             own = found.setdefault(row["recipe"] + delayed, [])
             own.append(100 * (row[key] / plain[row["seed"]] - 1))
     return found

@@ -94,6 +94,22 @@ def encode_bytes(texts: Iterable[bytes]) -> np.ndarray:
     return np.concatenate([np.empty(0, np.uint16), *pieces])
 
 
+def split_bytes(tokens: np.ndarray) -> list[np.ndarray]:
+    """Returns the tokens of each text, and of its separator, from `encode_bytes`.
+
+    Example:
+      >>> [piece.tolist() for piece in split_bytes(encode_bytes([b"a", b"bc"]))]
+      [[97, 256], [98, 99, 256]]
+    """
+    ends = np.flatnonzero(tokens == 256) + 1
+    return np.split(tokens, ends)[:-1]
+
+
+def decode_bytes(piece: np.ndarray) -> bytes:
+    """Returns a text, from its tokens and its separator."""
+    return piece[:-1].astype(np.uint8).tobytes()
+
+
 def bpe_encoder(texts: Iterable[bytes], vocab_size: int, cache: Path) -> Encoder:
     """Returns the encoder of a byte-level BPE.
 

@@ -5,7 +5,6 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from coat_jax.layers.recipes import RECIPES
 from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
 from experiments.estimate.figure import LOOKS, stack
 
@@ -41,7 +40,7 @@ def draw_speed(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure = Figure(figsize=_SIZE, layout="constrained", dpi=150)
     axes = figure.subplots()
     for place, row in enumerate(rows):
-        recipe = next(name for name in RECIPES if row["case"].split(",")[0] == name)
+        recipe = row["case"].split(",")[0]
         style = {"color": RECIPE_COLORS[recipe], "hatch": RECIPE_HATCHES[recipe]}
         rate = row["tokens_per_s"]
         axes.barh(-place, rate, 0.6, edgecolor="white", **style)

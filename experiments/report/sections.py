@@ -8,6 +8,7 @@ from experiments.activations import operations
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.layer_report import TABLE_6
 from experiments.bench.model_step import Model
+from experiments.common.answers import ALL
 from experiments.common.results import load
 from experiments.estimate.table_7 import MODELS
 from experiments.finetune.tasks import BENCHMARKS
@@ -24,7 +25,6 @@ from experiments.report.paper import (
     TABLE_7_COLUMNS,
     TASK_COLUMNS,
 )
-from experiments.vlm.intervals import ALL
 from experiments.vlm.report import TABLE_5, TABLE_5_COLUMNS
 
 _RECIPES = ("bf16", "te", "coat")

@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float
 
+from experiments.common.answers import ALL, right_answers
 from experiments.common.intervals import mean_and_half, wilson
 from experiments.vlm.questions import KINDS
-
-ALL = "all"
 
 
 def paired(
@@ -22,23 +21,6 @@ def paired(
     """
     mean, half = mean_and_half(own - other)
     return mean, mean - half, mean + half
-
-
-def right_answers(rows: Sequence[dict[str, Any]]) -> dict[str, np.ndarray]:
-    """Returns [seeds, questions] by recipe: whether each answer is right.
-
-    Only the seeds that all recipes have count.
-    """
-    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    found = {(row["recipe"], row["seed"]): row["right"] for row in rows}
-    own = [{seed for recipe, seed in found if recipe == name} for name in recipes]
-    seeds = sorted(set.intersection(*own)) if own else []
-    if not seeds:
-        return {}
-    return {
-        name: np.array([[c == "1" for c in found[name, seed]] for seed in seeds])
-        for name in recipes
-    }
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

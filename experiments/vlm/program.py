@@ -27,6 +27,7 @@ from rich.console import Console
 from tqdm import tqdm
 
 from experiments.common import tables
+from experiments.common.answers import written
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
     default_path,
@@ -171,7 +172,7 @@ class Study:
             "saved_activation_bytes": trainer.saved_activation_bytes(),
             "optimizer_bytes_per_param": tree_bytes(state.opt_state)
             / trainer.parameters,
-            "right": "".join("01"[int(x)] for x in right),
+            "right": written(right),
         }
         self._rows = joined(self._rows, row, _training)
         curve_row = {"recipe": recipe, "seed": seed} | curve(losses)

@@ -8,12 +8,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.common.answers import ALL
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
 from experiments.pretrain.plots import draw_curves
 from experiments.vlm.data import Examples
-from experiments.vlm.intervals import ALL
 from experiments.vlm.pictures import CREDIT
 from experiments.vlm.questions import KINDS
 

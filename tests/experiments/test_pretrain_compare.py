@@ -114,7 +114,7 @@ def test_kinds_that_were_read_are_left_out(runs, monkeypatch, capsys):
     monkeypatch.setattr(compare, "_QUESTIONS", 2)
     run = Run.resume(runs[0], {})
     corpus = pretrain.load_corpus(run.settings, run.folder)
-    exam = compare._exam(run, pretrain.select_inputs(corpus, run.settings))
+    exam = compare._exam(run, corpus, pretrain.select_inputs(corpus, run.settings))
     kinds = {compare.UNREAD, *every} - {"prose of packages"}
     assert exam.batches.keys() == exam.questions.keys() == kinds
     assert "no prose of packages, it has read them all" in capsys.readouterr().out

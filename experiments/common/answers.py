@@ -1,0 +1,41 @@
+"""Right and wrong answers of trainings to the same questions, as rows of results."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Bool
+
+ALL = "all"  # The kind of all questions together.
+
+
+def written(right: Iterable[Any]) -> str:
+    """Returns answers as a string of 1 for right and 0 for wrong ones.
+
+    Example:
+      >>> written([True, False])
+      '10'
+    """
+    return "".join("01"[int(x)] for x in right)
+
+
+def right_answers(
+    rows: Sequence[Mapping[str, Any]],
+) -> dict[str, Bool[np.ndarray, "seeds questions"]]:
+    """Returns whether each answer is right, by recipe.
+
+    Only the seeds that all recipes have count. There is no recipe if there are none.
+
+    Args:
+      rows: Rows with "recipe", "seed" and "right", what `written` returns.
+    """
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
+    found = {(row["recipe"], row["seed"]): row["right"] for row in rows}
+    own = [{seed for recipe, seed in found if recipe == name} for name in recipes]
+    seeds = sorted(set.intersection(*own)) if own else []
+    if not seeds:
+        return {}
+    return {
+        name: np.array([[c == "1" for c in found[name, seed]] for seed in seeds])
+        for name in recipes
+    }
