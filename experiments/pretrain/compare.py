@@ -81,7 +81,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     figure.savefig(out.with_suffix(".png"))
     console = Console()
     console.print(comparison.texts(found["texts"]))
-    console.print(comparison.answers(found["tasks"]))
+    if found["tasks"]:  # Recipes may have no seed in common.
+        console.print(comparison.answers(found["tasks"]))
     if written["bars"]:
         console.print(bars_table([Bar(**bar) for bar in written["bars"]]))
     print(f"{out}, and a figure beside it")
@@ -95,7 +96,8 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
 
     Raises:
       ValueError: If a run is not finished or damaged, is not on bytes, differs from the
-        first in its preset, steps or data, trains what another does, or comes twice.
+        first in its preset, steps or data, trains what another does, or comes twice, or
+        if its data have changed.
     """
     if twice := [x for n, x in enumerate(folders) if x in folders[:n]]:
         raise ValueError(f"{twice[0]} is given twice")
@@ -148,6 +150,7 @@ def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
     missing = [r for r in run.settings.recipes if r not in found["recipes"]]
     if missing:
         corpus = program.load_corpus(run.settings, folder)
+        run.check_data(corpus.fingerprint())
         inputs = program.select_inputs(corpus, run.settings)
         exam = _exam(run, corpus, inputs)
         for recipe in tqdm(missing, f"{folder}", unit="recipe", disable=None):

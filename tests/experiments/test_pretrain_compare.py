@@ -202,6 +202,26 @@ def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):
     assert "'steps': 5" in said(runs[0], other)
 
 
+def test_changed_data_are_refused(runs, text, tmp_path, capsys):
+    text.write_text(text.read_text() + "more")
+    assert compare.main([str(runs[0]), "--out", str(tmp_path / "o.json")]) == 2
+    assert f"the data is not what {runs[0]} was started with" in capsys.readouterr().err
+
+
+def test_recipes_without_a_common_seed_have_no_answers(runs, tmp_path, capsys):
+    other = tmp_path / "other"
+    argv = ["--recipes", "te", "--seed", "1", "--out", str(other)]
+    data = str(tmp_path / "text.txt")
+    assert pretrain.main([*_TINY, *argv, "--data", data]) == 0
+    measured = {"losses": {"a": 1.0}, "right": {"a": "1"}, "commit": None}
+    for folder, recipe in ((runs[0], "bf16"), (other, "te")):
+        entry = {"steps": 4, "recipes": {recipe: measured}}
+        (folder / "compared.json").write_text(json.dumps(entry))
+    out = tmp_path / "compared.json"
+    assert compare.main([str(runs[0]), str(other), "--out", str(out)]) == 0
+    assert read_results(out)["tasks"] == []
+
+
 @pytest.mark.parametrize(("gap", "holds"), [(0.29, True), (0.31, False)])
 def test_bars_of_300m_are_about_the_mean_gap(gap, holds):
     losses = {"bf16": 1.0, "coat": 1 + gap / 100}
