@@ -49,7 +49,7 @@ def several_gpus() -> str:
         "one GPU and to `bf16` are at the same batch, the last one is to the fastest "
         "`bf16` row of the model on as many GPUs."
     )
-    return "\n".join([text, "", *map(_of_kind, BY_KIND.values())])
+    return "\n".join([text, "", *map(_of_kind, BY_KIND.values()), _visible()])
 
 
 def _of_kind(name: str) -> str:
@@ -80,6 +80,20 @@ def _of_kind(name: str) -> str:
         where = f"{row['gpus']} | {row['batch']}"
         lines.append(f"| {name} | {case} | {where} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def _visible() -> str:
+    """Returns a sentence on one GPU where others are visible too."""
+    found = [load("bench_e2e", f"bench_e2e_visible_{count}") for count in (1, 2)]
+    (row,), (beside,) = (results["rows"] for results in found)
+    alone, ours = (r["tokens_per_s"] for r in (row, beside))
+    return (
+        f"A training on one {found[0]['device']['name']} has the same speed where the "
+        f"process sees a second one (`bench_e2e_visible_1`, `bench_e2e_visible_2`): "
+        f"`coat` trains {row['layers']} layers of Llama-2-7B at batch {row['batch']} "
+        f"with {alone:,.0f} tokens/s alone and {ours:,.0f} beside another "
+        f"({ours / alone - 1:+.1%}).\n"
+    )
 
 
 def estimates() -> str:
@@ -183,16 +197,9 @@ def kernels() -> str:
         f"{results['device']['name']}, in turns with what XLA makes of the same "
         "operation; GB/s count the fewest bytes that it needs.",
         "",
-        "| | ms | GB/s | of a device copy's | times XLA |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in quick:
-        if row["shape"] == shape:
-            lines.append(
-                f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:,.0f} "
-                f"| {row['share_of_copy']:.2f} | {row['ratio_to_xla']:.2f} |"
-            )
-    lines += [
+        *_elementwise([row for row in quick if row["shape"] == shape]),
+        "",
+        *_more_kernels(),
         "",
         "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
         "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
@@ -213,6 +220,40 @@ def kernels() -> str:
             f"| {geometric_mean(ratios):.2f} | {min(ratios):.2f} |"
         )
     return "\n".join([*lines, ""])
+
+
+def _elementwise(rows: list[dict[str, Any]]) -> list[str]:
+    """Returns a table of kernels that are not matmuls."""
+    lines = [
+        "| | ms | GB/s | of a device copy's | times XLA |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:,.0f} "
+            f"| {row['share_of_copy']:.2f} | {row['ratio_to_xla']:.2f} |"
+        )
+    return lines
+
+
+def _more_kernels() -> list[str]:
+    """Returns the lines on activations without a product, and on the longest rows."""
+    results = load("bench_kernels", "bench_kernels_h100")
+    shape = "16384 x 8192"
+    lone = [row for row in results["rows"] if row["shape"] == shape]
+    rows = [row for row in results["rows"] if row["kernel"].endswith("to rows")]
+    rows = [row for row in rows if row["shape"] != shape]
+    lines = [
+        f"Activations without a product, {shape} on one {results['device']['name']} "
+        "(`bench_kernels_h100`):",
+        "",
+        *_elementwise(lone),
+        "",
+        "Gates with a scale for each token, of long rows on the same GPU:",
+        "",
+        *_elementwise([r | {"kernel": f"{r['kernel']}, {r['shape']}"} for r in rows]),
+    ]
+    return lines
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:
