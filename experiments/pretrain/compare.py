@@ -5,8 +5,9 @@
     uv run python -m experiments.pretrain.compare runs/bf16 runs/coat
 
 The runs are finished ones of one preset, on the bytes of the same text. Each model's
-loss is measured on validation text and on texts of other kinds, and it answers
-multiple-choice questions about them. What was measured stays in the run's folder, so
+loss is measured on validation text and on texts of other kinds, with its own forward
+pass and with the same weights in BF16, and it answers multiple-choice questions about
+them. What was measured stays in the run's folder, so
 that the same command measures only what it lacks. Recipes are compared with `bf16` of
 the same seed, question by question.
 """
@@ -116,7 +117,10 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
                 raise ValueError(f"{folder} trains {names}, as another run does")
             rows.append(names | row | {"commit": summary["versions"]["commit"]})
             own = measured[row["recipe"]]
-            texts += [names | {"text": k, "loss": x} for k, x in own["losses"].items()]
+            texts += [
+                names | {"text": k, "loss": x, "loss_in_bf16": own["losses_in_bf16"][k]}
+                for k, x in own["losses"].items()
+            ]
             right += [names | {"text": k, "right": x} for k, x in own["right"].items()]
             losses = [m["loss"] for m in run.metrics() if m["recipe"] == row["recipe"]]
             curves.append(names | curve(np.array(losses)))
@@ -128,7 +132,7 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
             row["val_gap_percent"] = 100 * (row["val_loss"] / loss - 1)
     return {
         "rows": rows,
-        "bars": bars(seen["shared"]["preset"], rows),
+        "bars": bars(seen["shared"]["preset"], rows, texts),
         "texts": texts,
         "tasks": tasks(right),
         "curves": curves,
@@ -186,8 +190,10 @@ def _examined(run: Run, recipe: Recipe, inputs: program.Inputs, exam: _Exam) -> 
         state = checkpoints.state(trainer.abstract_state())
     model = partial(trainer.log_likelihoods, state, last=choices.PIECE)
     right = {k: choices.answered(q, model) for k, q in exam.questions.items()}
+    texts = exam.batches.items()
     return {
-        "losses": {k: trainer.evaluate(state, b) for k, b in exam.batches.items()},
+        "losses": {k: trainer.evaluate(state, b) for k, b in texts},
+        "losses_in_bf16": {k: trainer.evaluate_in_bf16(state, b) for k, b in texts},
         "right": {k: written(each) for k, each in right.items()},
         "commit": versions()["commit"],
     }
@@ -227,20 +233,32 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     return result
 
 
-def bars(preset: str, rows: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Returns the targets for mean gaps of the validation loss to `bf16`'s."""
+def bars(
+    preset: str, rows: Sequence[Mapping[str, Any]], texts: Sequence[Mapping[str, Any]]
+) -> list[Bar]:
+    """Returns the targets for mean gaps of the validation loss to `bf16`'s.
+
+    Args:
+      preset: The preset of the runs.
+      rows: Rows with "recipe", "seed" and "val_loss".
+      texts: Rows with "recipe", "seed", "text" and "loss_in_bf16".
+    """
     plain = {row["seed"] for row in rows if row["recipe"] == "bf16"}
-    gaps = comparison.gaps((row for row in rows if row["seed"] in plain), "val_loss")
-    return [
-        Bar.of(
-            f"{recipe}, validation loss above bf16's, %",
-            "<=",
-            most,
-            float(np.mean(gaps[recipe])),
-        )
-        for recipe, most in _TARGETS.get(preset, {}).items()
-        if recipe in gaps
-    ]
+    unread = [row for row in texts if row["text"] == UNREAD]
+    measured = (
+        ("validation loss", rows, "val_loss"),
+        ("the same weights in BF16", unread, "loss_in_bf16"),
+    )
+    found = []
+    for name, own, key in measured:
+        gaps = comparison.gaps((row for row in own if row["seed"] in plain), key)
+        for recipe, most in _TARGETS.get(preset, {}).items():
+            if recipe in gaps:
+                mean = float(np.mean(gaps[recipe]))
+                found.append(
+                    Bar.of(f"{recipe}, {name} above bf16's, %", "<=", most, mean)
+                )
+    return found
 
 
 if __name__ == "__main__":

@@ -181,35 +181,41 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
 def texts(rows: Sequence[Row]) -> Table:
     """Returns a table of perplexities by kind of text, beside the paper's.
 
-    Gaps are to `bf16` with the same seed, with 95% intervals over seeds.
+    Gaps are to `bf16` with the same seed, with 95% intervals over seeds: of a recipe's
+    own forward pass, and of the same weights where all matmuls are BF16.
 
     Args:
-      rows: Rows with "recipe", "seed", "text" and "loss".
+      rows: Rows with "recipe", "seed", "text", "loss" and "loss_in_bf16".
     """
-    losses = {(row["recipe"], row["seed"], row["text"]): row["loss"] for row in rows}
+    losses = {
+        (row["recipe"], row["seed"], row["text"]): (row["loss"], row["loss_in_bf16"])
+        for row in rows
+    }
     recipes, _, kinds = (list(dict.fromkeys(k)) for k in zip(*losses, strict=True))
     title = "Perplexity of held-out text, a byte (here) or a token (paper)"
-    table = new_table(title, "", "text", "bf16", "perplexity", "gap, %")
+    heads = ("bf16", "perplexity", "gap, %", "weights in\nBF16: gap, %")
+    table = new_table(title, "", "text", *heads)
     for recipe in recipes:
         if recipe == "bf16":
             continue
         for kind in kinds:
-            pairs = [
-                (losses["bf16", seed, kind], loss)
-                for (name, seed, text), loss in losses.items()
+            found = [
+                (losses["bf16", seed, kind][0], *own)
+                for (name, seed, text), own in losses.items()
                 if (name, text) == (recipe, kind) and ("bf16", seed, kind) in losses
             ]
-            if not pairs:
+            if not found:
                 continue
-            plain, own = np.array(pairs).T
-            cells = (f"{math.exp(x.mean()):.3f}" for x in (plain, own))
-            gap = _interval(100 * np.expm1(own - plain))
-            table.add_row(recipe, f"{kind}, here", *cells, gap)
+            plain, own, in_bf16 = np.array(found).T
+            cells = [f"{math.exp(x.mean()):.3f}" for x in (plain, own)]
+            cells += [_interval(100 * np.expm1(x - plain)) for x in (own, in_bf16)]
+            table.add_row(recipe, f"{kind}, here", *cells)
         for model, values in _PAPER.items():
             for name, at in _SETS.items() if recipe in values else ():
                 plain, own = values["bf16"][at], values[recipe][at]
                 gap = f"{100 * (own / plain - 1):+.2f}"
-                table.add_row(recipe, f"{name}, {model}", str(plain), str(own), gap)
+                cells = str(plain), str(own), gap, ""
+                table.add_row(recipe, f"{name}, {model}", *cells)
     return table
 
 

@@ -33,7 +33,8 @@ class Trainings(NamedTuple):
     Attributes:
       settings: The settings, whose seed is not used.
       metrics: A row for each recipe, seed and step.
-      texts: The last loss by recipe, seed and kind of text, in nats a byte.
+      texts: The last loss by recipe, seed and kind of text, in nats a byte, and that
+        of the same weights in BF16.
     """
 
     settings: Settings
@@ -67,8 +68,9 @@ def train(
                 state, rows = _trained(trainer, inputs, settings, seed)
                 found.metrics.extend(names | row for row in rows)
                 for kind, batches in texts.items():
-                    loss = trainer.evaluate(state, batches)
-                    found.texts.append(names | {"text": kind, "loss": loss})
+                    row = {"text": kind, "loss": trainer.evaluate(state, batches)}
+                    row["loss_in_bf16"] = trainer.evaluate_in_bf16(state, batches)
+                    found.texts.append(names | row)
     return found
 
 

@@ -276,6 +276,19 @@ class Trainer:
         losses = [self._evaluate(*where, self._placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
+    def evaluate_in_bf16(self, state: TrainState, batches: list[np.ndarray]) -> float:
+        """Returns the loss of the same parameters where all matmuls are BF16.
+
+        So models are often used once they are trained.
+        """
+        state = state._replace(histories=nnx.State({}))
+        return self._in_bf16.evaluate(state, batches)
+
+    @cached_property
+    def _in_bf16(self) -> "Trainer":
+        config = dataclasses.replace(self.config, recipe="bf16", scaling="just_in_time")
+        return Trainer(config, self._settings, steps=1, mesh=self.mesh)
+
     def log_likelihoods(
         self, state: TrainState, tokens: Int32[np.ndarray, "b length+1"], last: int
     ) -> Float32[np.ndarray, " b"]:

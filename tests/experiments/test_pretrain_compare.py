@@ -17,6 +17,13 @@ from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.training import Trainer
 
 _TINY = ["--preset", "tiny", "--steps", "4", "--eval-every", "4"]
+# What a run's folder keeps of a recipe.
+_MEASURED = {
+    "losses": {"a": 1.0},
+    "losses_in_bf16": {"a": 1.0},
+    "right": {"a": "1"},
+    "commit": None,
+}
 
 
 @pytest.fixture
@@ -166,7 +173,9 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
             if (other["recipe"], other["text"]) == (row["recipe"], compare.UNREAD)
         )
         assert loss == row["val_loss"]
-    assert all(math.isfinite(row["loss"]) for row in found["texts"])
+    for row in found["texts"]:
+        assert math.isfinite(row["loss"])
+        assert (row["loss_in_bf16"] == row["loss"]) == (row["recipe"] == "bf16")
     plain, coat = (row["val_loss"] for row in found["rows"])
     gaps = [row["val_gap_percent"] for row in found["rows"]]
     assert gaps == [0, pytest.approx(100 * (coat / plain - 1))]
@@ -181,8 +190,7 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
 
 def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):
     for folder in runs:  # Measuring would take time.
-        measured = {"losses": {"a": 1.0}, "right": {"a": "1"}, "commit": None}
-        entry = {"steps": 4, "recipes": {folder.name: measured}}
+        entry = {"steps": 4, "recipes": {folder.name: _MEASURED}}
         (folder / "compared.json").write_text(json.dumps(entry))
 
     def said(*folders):
@@ -197,7 +205,7 @@ def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):
     argv = ["--recipes", "te", "--data", str(text), "--out", str(other)]
     assert pretrain.main([*_TINY, "--steps", "5", *argv]) == 0
     (other / "compared.json").write_text(
-        json.dumps({"steps": 5, "recipes": {"te": measured}})
+        json.dumps({"steps": 5, "recipes": {"te": _MEASURED}})
     )
     assert "'steps': 5" in said(runs[0], other)
 
@@ -213,9 +221,8 @@ def test_recipes_without_a_common_seed_have_no_answers(runs, tmp_path, capsys):
     argv = ["--recipes", "te", "--seed", "1", "--out", str(other)]
     data = str(tmp_path / "text.txt")
     assert pretrain.main([*_TINY, *argv, "--data", data]) == 0
-    measured = {"losses": {"a": 1.0}, "right": {"a": "1"}, "commit": None}
     for folder, recipe in ((runs[0], "bf16"), (other, "te")):
-        entry = {"steps": 4, "recipes": {recipe: measured}}
+        entry = {"steps": 4, "recipes": {recipe: _MEASURED}}
         (folder / "compared.json").write_text(json.dumps(entry))
     out = tmp_path / "compared.json"
     assert compare.main([str(runs[0]), str(other), "--out", str(out)]) == 0
@@ -230,11 +237,17 @@ def test_bars_of_300m_are_about_the_mean_gap(gap, holds):
         for r, x in losses.items()
         for s in (0,)
     ]
-    [bar] = compare.bars("300m", rows)
-    assert bar.holds == holds
-    assert bar.measured == pytest.approx(gap)
-    assert not compare.bars("124m", rows)
-    assert not compare.bars("300m", rows[1:])
+    texts = [
+        {"recipe": r, "seed": 0, "text": kind, "loss_in_bf16": 1 + (x - 1) / factor}
+        for r, x in losses.items()
+        for kind, factor in ((compare.UNREAD, 2), ("prose", 1))
+    ]
+    own, in_bf16 = compare.bars("300m", rows, texts)
+    assert own.holds == holds
+    assert own.measured == pytest.approx(gap)
+    assert in_bf16.measured == pytest.approx(gap / 2)
+    assert not compare.bars("124m", rows, texts)
+    assert not compare.bars("300m", rows[1:], texts)
 
 
 def test_the_300m_preset_has_300m_parameters():

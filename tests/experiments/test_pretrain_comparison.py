@@ -134,15 +134,16 @@ def test_perplexities_of_texts_are_compared_seed_by_seed():
     losses = {"bf16": (1.0, 2.0), "coat": (1.1, 2.1)}
     rows = [
         {"recipe": recipe, "seed": seed, "text": "prose", "loss": loss}
+        | {"loss_in_bf16": loss - 0.05 * (recipe == "coat")}
         for recipe, both in losses.items()
         for seed, loss in enumerate(both)
     ]
     table = cells(comparison.texts(rows))
-    # The numbers are e^1.5, e^1.6 and e^0.1 - 1.
-    expected = ["4.482", "4.953", "+10.52 ± 0.00"]
+    # The numbers are e^1.5, e^1.6, e^0.1 - 1 and e^0.05 - 1.
+    expected = ["4.482", "4.953", "+10.52 ± 0.00", "+5.13 ± 0.00"]
     assert table["coat", "prose, here"] == expected
-    assert table["coat", "C4, OLMo-1B, paper"] == ["27.966", "28.099", "+0.48"]
-    assert table["coat", "Pile, OLMo-7B, poster"] == ["8.596", "8.684", "+1.02"]
+    assert table["coat", "C4, OLMo-1B, paper"] == ["27.966", "28.099", "+0.48", ""]
+    assert table["coat", "Pile, OLMo-7B, poster"] == ["8.596", "8.684", "+1.02", ""]
     assert len(table) == 7
 
 
