@@ -17,7 +17,7 @@ from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.training import Trainer
 
 _TINY = ["--preset", "tiny", "--steps", "4", "--eval-every", "4"]
-# What a run's folder keeps of a recipe.
+# A recipe's entry in the folder of its run.
 _MEASURED = {
     "losses": {"a": 1.0},
     "losses_in_bf16": {"a": 1.0},

@@ -33,6 +33,7 @@ SCALE = 2.0**-3
 SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
 TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
 ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 26_624)]
+SHORT_ROWS = [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]
 ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
 TILED = [*zip(ACTIVATIONS[:2], TILES[:2], strict=True), slow("gelu_exact", TILES[2])]
 
@@ -186,7 +187,7 @@ def test_gradients_with_the_product(implementation, activation, shape):
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, ROWS, strict=True))
+    ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS + SHORT_ROWS, strict=True))
 )
 def test_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
@@ -199,13 +200,13 @@ def test_a_scale_for_each_row(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize("dtype", [BF16, F32])
-def test_wide_gates_are_kept_in_groups(implementation, dtype):
-    groups, _ = inputs((3, 2, 2304))
+@pytest.mark.parametrize(("dtype", "n"), [(BF16, 2304), (F32, 2304), (BF16, 1536)])
+def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
+    groups, _ = inputs((3, 2, n))
     wide = jnp.asarray(decoded(groups), dtype)
     gated = functools.partial(pk.gated, scale="row", keep_groups=True)
     out = run(implementation, gated, wide)
-    ones = np.ones((3, 2, 144))
+    ones = np.ones((3, 2, n // 16))
     y, size = exact(pk.Scaled(np.asarray(wide, np.float64), ones), "silu")
     np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
@@ -306,7 +307,7 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
 
 @every_implementation
 @pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, ROWS, strict=True))
+    ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS + SHORT_ROWS, strict=True))
 )
 def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
@@ -327,7 +328,7 @@ def test_an_activation_with_a_scale_for_each_row(implementation, activation, sha
 
 
 @every_implementation
-@pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064)])
+@pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064), (8, 2, 768)])
 def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
     groups, _ = inputs(shape)
     wide = jnp.asarray(decoded(groups), BF16)
@@ -345,8 +346,9 @@ def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
 
 
 @every_implementation
-def test_what_is_not_finite(implementation):
-    groups, dy = inputs((16, 2, 2048))
+@pytest.mark.parametrize("n", [2048, 256])
+def test_what_is_not_finite(implementation, n):
+    groups, dy = inputs((16, 2, n))
     groups = groups._replace(scale=groups.scale.at[3, 0, 5].set(np.nan))
     y, _ = exact(groups, "silu")
     assert np.isnan(y).sum() == 16
@@ -408,9 +410,10 @@ def test_kernels_have_no_races():
     run("interpret", both, groups, dy, detect_races=True)
     groups, dy = inputs((16, 2, 128))
     run("interpret", pk.gated_grad, groups, dy, detect_races=True)
-    groups, _ = inputs((2, 2, 2048))
     by_row = functools.partial(pk.gated, scale="row")
-    run("interpret", by_row, groups, detect_races=True)
+    for n in (2048, 128):
+        groups, _ = inputs((2, 2, n))
+        run("interpret", by_row, groups, detect_races=True)
 
 
 def test_what_kernels_do_not_take_is_left_to_the_reference():
@@ -427,8 +430,10 @@ def test_what_cannot_run_is_named():
     groups, dy = inputs((16, 2, 128))
     with pytest.raises(ValueError, match="8 rows of 128 elements or more, got 4"):
         run("mosaic", pk.gated, jax.tree.map(lambda x: x[:4], groups))
-    with pytest.raises(ValueError, match="rows of 2048 to 26624, got 128"):
-        run("mosaic", functools.partial(pk.gated, scale="row"), groups)
+    for n in (144, 2032, 26_640):
+        of_n, _ = inputs((1, 2, n))
+        with pytest.raises(ValueError, match=f"of 16 to 26624, got {n}"):
+            run("mosaic", functools.partial(pk.gated, scale="row"), of_n)
     with pytest.raises(ValueError, match="got 'relu'"):
         pk.gated(groups, activation="relu")
     with pytest.raises(ValueError, match="needs a scalar scale, got None"):

@@ -1,7 +1,9 @@
-"""The kernel of gated activations with per-token scales.
+"""The kernels of gated activations with per-token scales.
 
-A thread block handles one token, a row. Shared memory holds the unquantized values
-until the scale of the row is known; then each lane reads its own values again.
+A token is a row, whose unquantized values must be held until its scale is known. Short
+rows are copied to shared memory ahead of their use, and their values are in registers.
+The values of a long row are in a thread block's shared memory, where each lane reads
+its own values again.
 """
 
 import functools
@@ -22,12 +24,16 @@ from pallas_kernels.mosaic.codec import (
     decode,
     encode_groups,
     floats,
+    scale_of_bits,
     strip_layout,
     total_max,
 )
+from pallas_kernels.mosaic.rows import Row, Rows, Share, Tuning, reduced
 from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, reciprocal, row_scale
 from pallas_kernels.ops.gate.reference import Gated
 
+_CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
+_LONG = LANES * GROUP  # The shortest row whose values are in shared memory.
 # The most strips of a row. Two thread blocks fit a multiprocessor's shared memory.
 _STRIPS = 13
 _QUAD = 4  # Numbers that a lane stores at once.
@@ -38,11 +44,12 @@ def obstacle(tokens: int, n: int) -> str | None:
     """Returns why the kernel cannot take `tokens` rows of `n`, or None."""
     if not tokens:
         return "there are no rows"
-    if n % GROUP:
-        return f"the last axis must be a multiple of {GROUP}, got {n}"
-    if not 1 <= n / (GROUP * LANES) <= _STRIPS:
-        least, most = GROUP * LANES, GROUP * LANES * _STRIPS
-        return f"with a scale a row it takes rows of {least} to {most}, got {n}"
+    step = GROUP if n > _LONG else LANES
+    if n % step or not 0 < n <= _LONG * _STRIPS:
+        return (
+            f"with a scale a row it takes multiples of {LANES} to {_LONG} and of "
+            f"{GROUP} to {_LONG * _STRIPS}, got {n}"
+        )
     return None
 
 
@@ -61,6 +68,35 @@ def run(
     """
     tokens, _, n = jax.tree.leaves(operands)[0].shape
     groups = n // GROUP
+
+    def like(dtype, *shape):
+        return jax.ShapeDtypeStruct((tokens, *shape), dtype)
+
+    def kept(x):
+        parts = jax.tree.leaves(x)[0].shape[1]
+        return Scaled(
+            like(_CODES, parts, groups, GROUP), like(jnp.bfloat16, parts, groups)
+        )
+
+    outputs = Gated(
+        values=like(dtype, 1, groups, GROUP),
+        scale=like(jnp.float32),
+        groups=tuple(map(kept, operands)) if keep_groups else None,
+        largest_scale=like(jnp.float32) if keep_groups else None,
+    )
+
+    def view(x):
+        return x.reshape(*x.shape[:-1], groups, GROUP) if x.shape[-1] == n else x
+
+    launch = _short if n < _LONG else _long
+    launch = functools.partial(launch, fn, outputs)
+    return jax.custom_batching.sequential_vmap(launch)(jax.tree.map(view, operands))
+
+
+def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
+    """Runs the kernel of rows whose values are in shared memory."""
+    tokens, _, groups, _ = outputs.values.shape
+    parts = jax.tree.leaves(operands)[0].shape[1]
     strips = -(-groups // LANES)
     layout = strip_layout((LANES, GROUP))
     quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
@@ -80,16 +116,18 @@ def run(
 
             return [
                 jax.tree.map(functools.partial(load, part=part), x)
-                for x, part in _parts(operands)
+                for x, part in _parts(operands, parts)
             ]
 
         def hold(strip, carry):
             largest, most, loaded = carry
             # The next strip is loaded before this one is computed, to hide the latency.
             later = load(jnp.minimum(strip + 1, strips - 1))
-            if keep_groups:
-                for (to, part), x in zip(_parts(out.groups), loaded, strict=True):
-                    kept = encode_groups(decode(x), jnp.float8_e4m3fn)
+            if out.groups is not None:
+                for (to, part), x in zip(
+                    _parts(out.groups, parts), loaded, strict=True
+                ):
+                    kept = encode_groups(decode(x), _CODES)
                     for ref, value in zip(to, kept, strict=True):
                         mosaic.store(ref.at[place(strip, part)], value)
                     most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
@@ -107,9 +145,9 @@ def run(
                 for j in range(_QUADS)
             ]
             value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
-            to = out.values.at[row, place(strip, 0)[-1]]
+            to = out.values.at[place(strip, 0)]
             # No value exceeds the amax, so the cast need not saturate.
-            mosaic.store(to, value.astype(dtype))
+            mosaic.store(to, value.astype(to.dtype))
 
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         largest = plgpu.layout_cast(zeros, quads)
@@ -117,54 +155,91 @@ def run(
         largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, load(0)))
         # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
         bits = total_max(magnitude_bits(largest))
-        scale = row_scale(floats(jnp.broadcast_to(bits, largest.shape)), dtype)
+        scale = row_scale(
+            floats(jnp.broadcast_to(bits, largest.shape)), out.values.dtype
+        )
         inverse = reciprocal(scale)
         lax.fori_loop(0, strips, write, None)
         mosaic.store(out.scale.at[pl.ds(row, 1)], scale[:1, 0])
-        if keep_groups:
+        if out.groups is not None:
             out.largest_scale[row] = floats(total_max(most))
 
-    def like(dtype, *shape):
-        return jax.ShapeDtypeStruct((tokens, *shape), dtype)
-
-    def kept(x):
-        parts = jax.tree.leaves(x)[0].shape[1]
-        codes = like(jnp.float8_e4m3fn, parts, groups, GROUP)
-        return Scaled(codes, like(jnp.bfloat16, parts, groups))
-
-    @jax.custom_batching.sequential_vmap
-    def launch(operands):
-        (out,) = mosaic.kernel(
-            kernel,
-            out_type=(
-                Gated(
-                    values=like(dtype, groups, GROUP),
-                    scale=like(jnp.float32),
-                    groups=tuple(map(kept, operands)) if keep_groups else None,
-                    largest_scale=like(jnp.float32) if keep_groups else None,
-                ),
-            ),
-            scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
-            kernel_name="gated",
-            grid=(tokens,),
-            grid_names=("row",),
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True,  # This affects only `fn`.
-                lowering_semantics=plgpu.LoweringSemantics.Lane,
-                # Each lane reads only those shared values that it wrote itself.
-                unsafe_no_auto_barriers=True,
-            ),
-        )(operands)
-        return out
-
-    def view(x):
-        return x.reshape(*x.shape[:-1], groups, GROUP) if x.shape[-1] == n else x
-
-    return launch(jax.tree.map(view, operands))
+    (out,) = mosaic.kernel(
+        kernel,
+        out_type=(outputs,),
+        scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
+        kernel_name="gated",
+        grid=(tokens,),
+        grid_names=("row",),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,  # This affects only `fn`.
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Each lane reads only those shared values that it wrote itself.
+            unsafe_no_auto_barriers=True,
+        ),
+    )(operands)
+    return out
 
 
-def _parts(operands: tuple[Any, ...]) -> list[tuple[Any, int]]:
+def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
+    """Runs the kernel of rows whose values are in registers."""
+    groups = outputs.values.shape[2]
+    tiles = Row(n=groups * GROUP)
+    parts = jax.tree.leaves(operands)[0].shape[1]
+    rows = Rows(_flat(operands))  # A row has all parts of its operand.
+    share = Share.of(rows, parts * tiles.n, Tuning())
+
+    def kernel(rows, out):
+        def part(x, part):
+            return jax.tree.map(lambda ref: ref.at[pl.ds(part * groups, groups)], x)
+
+        def row(row, index, _):
+            inputs = [part(*each) for each in _parts(row.x, parts)]
+            kept = []
+            if out.groups is not None:
+                to = jax.tree.map(lambda ref: share.row(ref, index), out.groups)
+                kept = [part(*each) for each in _parts(to, parts)]
+            values, maxima = [], []
+            for tile in tiles.tiles:
+                x = [tiles.load(ref, tile) for ref in inputs]
+                for to, wide in zip(kept, x, strict=bool(kept)):
+                    for ref, value in zip(to, encode_groups(wide, _CODES), strict=True):
+                        mosaic.store(tiles.tile(ref, tile), value)
+                (y,) = fn(*x)
+                values.append(y)
+                arrays = (y, *x) if kept else (y,)
+                maxima.append(tuple(map(magnitude_bits, arrays)))
+            largest, *largest_kept = reduced(jnp.maximum, jnp.max, maxima)
+            # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
+            shape = tiles.shape(0)
+            scale = row_scale(
+                floats(jnp.broadcast_to(largest, shape)), out.values.dtype
+            )
+            inverse = reciprocal(scale)[0, 0]
+            out.scale[index] = scale[0, 0]
+            if kept:
+                most = functools.reduce(jnp.maximum, largest_kept)
+                most = scale_of_bits(jnp.broadcast_to(most, shape), _CODES)
+                out.largest_scale[index] = most[0, 0]
+            to = out.values.at[pl.ds(index * groups, groups)]
+            for tile, y in zip(tiles.tiles, values, strict=True):
+                # No value exceeds the amax, so the cast need not saturate.
+                value = (y * inverse).astype(to.dtype)
+                mosaic.store(tiles.tile(to, tile), value)
+
+        share.over(row, rows)
+
+    out = share.launch("gated", kernel, jax.eval_shape(_flat, outputs), rows)
+    return jax.tree.map(lambda x, like: x.reshape(like.shape), out, outputs)
+
+
+def _flat(arrays: Any) -> Any:
+    """Views [tokens, parts, groups, 16] as [all groups, 16], and others as vectors."""
+    return jax.tree.map(
+        lambda x: x.reshape((-1, GROUP) if x.ndim == 4 else (-1,)), arrays
+    )
+
+
+def _parts(operands: tuple[Any, ...], parts: int) -> list[tuple[Any, int]]:
     """Returns each part of all operands, as the operand and the part's index."""
-    return [
-        (x, part) for x in operands for part in range(jax.tree.leaves(x)[0].shape[1])
-    ]
+    return [(x, part) for x in operands for part in range(parts)]
