@@ -19,6 +19,9 @@ from pallas_kernels.axes import Axes
 # for any device.
 Implementation = Literal["mosaic", "reference"]
 
+# The fewest elements of an array with which it matters whether a kernel runs.
+_LARGE = 2**20
+
 
 def has_hopper() -> bool:
     """Returns whether JAX's default device is a GPU with compute capability 9.0.
@@ -204,7 +207,10 @@ def _choose(
     if implementation is None:
         why = _against_kernels(arrays)
         if not why or made is not None:  # `explain` shows all reasons.
-            own = operation.obstacle(*arrays) or operation.slower(*arrays)
+            obstacle = operation.obstacle(*arrays)
+            if obstacle and made is None:
+                _warn(operation, arrays, obstacle)
+            own = obstacle or operation.slower(*arrays)
             why += filter(None, [own])
         implementation = "reference" if why else "mosaic"
         reason = "; ".join(why) or f"{_device().device_kind} is a Hopper GPU"
@@ -215,6 +221,16 @@ def _choose(
         described = tuple(map(_described, leaves))
         made.append(Choice(operation.name, described, implementation, reason))
     return implementation
+
+
+def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
+    """Warns once that XLA computes what a kernel cannot, if this takes time."""
+    leaves = [x for x in jax.tree.leaves(arrays) if x.ndim]
+    if max((x.size for x in leaves), default=0) >= _LARGE:
+        of = " ".join(map(_described, leaves))
+        placement.warn_once(
+            f"{operation.name} of {of} runs in XLA and not in a kernel: {obstacle}"
+        )
 
 
 def _against_kernels(arrays: tuple) -> list[str]:

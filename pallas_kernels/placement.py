@@ -174,8 +174,6 @@ class _Call:
     ) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
         arrays = self._gathered(arrays, split, taken)
-        if why := self.operation.obstacle(*arrays):
-            warn_once(f"{self.operation.name} of each device's part runs in jnp: {why}")
         # The arrays are one device's parts, to which no mesh applies.
         device = mesh.abstract_mesh.abstract_device
         alone = AbstractMesh((), (), abstract_device=device)

@@ -234,7 +234,6 @@ def loss_and_gradients(graph):
 
 
 @BOTH
-@pytest.mark.filterwarnings("ignore:.* of each device's part runs in jnp")
 def test_models_train_fully_sharded(monkeypatch, axis_type):
     tokens = np.random.default_rng(0).integers(0, 256, (8, 65), np.int32)
     graph, params = model()
@@ -262,7 +261,6 @@ def test_models_train_fully_sharded(monkeypatch, axis_type):
 
 
 @BOTH
-@pytest.mark.filterwarnings("ignore:.* of each device's part runs in jnp")
 def test_shards_of_the_batch_are_quantized_like_microbatches(monkeypatch, axis_type):
     # The first sequence has its own tokens, and gradients 2**30 times larger: with a
     # scale in common the others' codes would be zero.

@@ -1,5 +1,6 @@
 """Tests what `explain` reports, and that it has no side effects."""
 
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, placement
 
 BF16 = jnp.bfloat16
 
@@ -57,6 +58,22 @@ def test_shapes_and_dtypes_decide_on_a_hopper_gpu(hopper):
     assert choices[0].reason.endswith("is a Hopper GPU")
     assert choices[1].reason == "rows must be bfloat16, got float16"
     assert choices[2].reason == "the caller named it"
+
+
+@pytest.mark.parametrize("tokens", [8192, 8])
+def test_a_warning_says_once_that_a_kernel_does_not_take_large_arrays(hopper, tokens):
+    placement.warn_once.cache_clear()
+    x = rows(tokens, 1000)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        for _ in range(2):
+            jax.eval_shape(lambda x: pk.norm(x).y, x)
+        pk.explain(pk.norm, rows(8192, 1001))  # It says why by itself.
+    expected = (
+        "norm of bfloat16[8192,1000] runs in XLA and not in a kernel: rows must be "
+        "multiples of 128 up to 12288 long, got 1000"
+    )
+    found = [str(warning.message) for warning in caught]
+    assert found == ([expected] if tokens == 8192 else [])
 
 
 def test_what_was_traced_before_is_explained_again_and_not_compiled_again():
