@@ -13,7 +13,8 @@ import pytest
 # programs are compiled as users compile them.
 flags = os.environ.setdefault("XLA_FLAGS", "")
 if not Path("/dev/nvidia0").exists():
-    os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {flags}".strip()
+    fast = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    os.environ["XLA_FLAGS"] = f"{fast} {flags}".strip()
 # Warpgroups of interpreted kernels wait for one another in threads of XLA's pool, which
 # has one for each core by default.
 os.environ.setdefault("NPROC", "16")
