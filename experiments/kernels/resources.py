@@ -132,7 +132,7 @@ def _gate(activation: str) -> Iterator[Case]:
     def pair_backward(gate, up, dy, scale, **options):
         return backward((gate, up), dy, scale, product_scale=scale, **options)
 
-    for n in (768, f, 26_624):  # In registers, and in shared memory.
+    for n in (768, f, 26_624, 28_672):  # In registers, and in shared memory.
         y = _array(tokens, n)
         yield Case(f"{activation} gate of two arrays, to rows", pair, (y, y))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])

@@ -34,8 +34,10 @@ from pallas_kernels.ops.gate.reference import Gated
 
 _CODES = jnp.float8_e4m3fn  # The dtype of groups that are kept.
 _LONG = LANES * GROUP  # The shortest row whose values are in shared memory.
-# The most strips of a row. Two thread blocks fit a multiprocessor's shared memory.
+# The most strips in shared memory. Two thread blocks fit a multiprocessor's.
 _STRIPS = 13
+# The values of one more strip are in registers, for the 28,672 columns of Llama's 70B.
+_LONGEST = (_STRIPS + 1) * _LONG
 _QUAD = 4  # Numbers that a lane stores at once.
 _QUADS = GROUP // _QUAD
 
@@ -45,10 +47,10 @@ def obstacle(tokens: int, n: int) -> str | None:
     if not tokens:
         return "there are no rows"
     step = GROUP if n > _LONG else LANES
-    if n % step or not 0 < n <= _LONG * _STRIPS:
+    if n % step or not 0 < n <= _LONGEST:
         return (
             f"with a scale a row it takes multiples of {LANES} to {_LONG} and of "
-            f"{GROUP} to {_LONG * _STRIPS}, got {n}"
+            f"{GROUP} to {_LONGEST}, got {n}"
         )
     return None
 
@@ -98,6 +100,7 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
     tokens, _, groups, _ = outputs.values.shape
     parts = jax.tree.leaves(operands)[0].shape[1]
     strips = -(-groups // LANES)
+    in_shared = min(strips, _STRIPS)
     layout = strip_layout((LANES, GROUP))
     quads = plgpu.Layout.TCGEN05_TMEM_NATIVE(_QUAD)
 
@@ -119,10 +122,8 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
                 for x, part in _parts(operands, parts)
             ]
 
-        def hold(strip, carry):
-            largest, most, loaded = carry
-            # The next strip is loaded before this one is computed, to hide the latency.
-            later = load(jnp.minimum(strip + 1, strips - 1))
+        def compute(strip, loaded, largest, most):
+            """Returns the values of a strip in quads, and the largest so far."""
             if out.groups is not None:
                 for (to, part), x in zip(
                     _parts(out.groups, parts), loaded, strict=True
@@ -132,19 +133,31 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
                         mosaic.store(ref.at[place(strip, part)], value)
                     most = jnp.maximum(most, magnitude_bits(decode(kept[1])))
             (value,) = fn(*loaded)
-            x = plgpu.layout_cast(value, quads)
-            for j in range(_QUADS):
-                quad = lax.slice(x, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
-                mosaic.store(held.at[strip, j], quad)
-                largest = jnp.maximum(largest, jnp.abs(quad))
-            return largest, most, later
-
-        def write(strip, _):
+            value = plgpu.layout_cast(value, quads)
             x = [
-                plgpu.load(held.at[strip, j], layout=quads, optimized=False) * inverse
+                lax.slice(value, (0, j * _QUAD), (LANES, (j + 1) * _QUAD))
                 for j in range(_QUADS)
             ]
-            value = plgpu.layout_cast(jnp.concatenate(x, axis=1), layout)
+            return x, functools.reduce(jnp.maximum, map(jnp.abs, x), largest), most
+
+        def hold(strip, carry):
+            *carry, loaded = carry
+            # The next strip is loaded before this one is computed, to hide the latency.
+            later = load(jnp.minimum(strip + 1, strips - 1))
+            x, *carry = compute(strip, loaded, *carry)
+            for j, quad in enumerate(x):
+                mosaic.store(held.at[strip, j], quad)
+            return *carry, later
+
+        def held_values(strip):
+            return [
+                plgpu.load(held.at[strip, j], layout=quads, optimized=False)
+                for j in range(_QUADS)
+            ]
+
+        def write(strip, x):
+            x = jnp.concatenate([quad * inverse for quad in x], axis=1)
+            value = plgpu.layout_cast(x, layout)
             to = out.values.at[place(strip, 0)]
             # No value exceeds the amax, so the cast need not saturate.
             mosaic.store(to, value.astype(to.dtype))
@@ -152,14 +165,19 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
         zeros = jnp.zeros((LANES, _QUAD), jnp.float32)
         largest = plgpu.layout_cast(zeros, quads)
         most = plgpu.layout_cast(jnp.zeros(LANES, jnp.uint32), layout.reduce(1))
-        largest, most, _ = lax.fori_loop(0, strips, hold, (largest, most, load(0)))
+        carry = largest, most, load(0)
+        largest, most, loaded = lax.fori_loop(0, in_shared, hold, carry)
+        if in_shared < strips:
+            last, largest, most = compute(in_shared, loaded, largest, most)
         # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
         bits = total_max(magnitude_bits(largest))
         scale = row_scale(
             floats(jnp.broadcast_to(bits, largest.shape)), out.values.dtype
         )
         inverse = reciprocal(scale)
-        lax.fori_loop(0, strips, write, None)
+        lax.fori_loop(0, in_shared, lambda j, _: write(j, held_values(j)), None)
+        if in_shared < strips:
+            write(in_shared, last)
         mosaic.store(out.scale.at[pl.ds(row, 1)], scale[:1, 0])
         if out.groups is not None:
             out.largest_scale[row] = floats(total_max(most))
@@ -167,7 +185,7 @@ def _long(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
     (out,) = mosaic.kernel(
         kernel,
         out_type=(outputs,),
-        scratch_types=[plgpu.SMEM((strips, _QUADS, LANES, _QUAD), jnp.float32)],
+        scratch_types=[plgpu.SMEM((in_shared, _QUADS, LANES, _QUAD), jnp.float32)],
         kernel_name="gated",
         grid=(tokens,),
         grid_names=("row",),
