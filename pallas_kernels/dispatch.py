@@ -145,9 +145,14 @@ class Operation(abc.ABC):
 
     Subclasses are frozen dataclasses of the operation's static parameters. All methods
     take the same arrays, some of which may be None.
+
+    Attributes:
+      name: The operation's name.
+      fast_in_xla: Whether XLA is about as fast as the kernel, as with cuBLASLt.
     """
 
     name: str
+    fast_in_xla = False
 
     @abc.abstractmethod
     def reference(self, *arrays: Any) -> Any:
@@ -224,8 +229,10 @@ def _choose(
 
 
 def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
-    """Warns once that XLA computes what a kernel cannot, if this takes time."""
+    """Warns once that XLA computes what a kernel cannot, if this takes more time."""
     leaves = [x for x in jax.tree.leaves(arrays) if x.ndim]
+    if operation.fast_in_xla:
+        return
     if max((x.size for x in leaves), default=0) >= _LARGE:
         of = " ".join(map(_described, leaves))
         placement.warn_once(

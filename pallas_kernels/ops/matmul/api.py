@@ -233,6 +233,8 @@ class _OfProduct(dispatch.Operation):
 class _Matmul(_OfProduct):
     """`matmul`; the last array is the accumulator."""
 
+    fast_in_xla = True
+
     def reference(self, a, b, a_scale, b_scale, accumulator) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
         if accumulator is not None:
