@@ -4,7 +4,9 @@ import abc
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import itertools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -222,22 +224,25 @@ def _choose(
     elif implementation == "mosaic" and (why := operation.obstacle(*arrays)):
         raise ValueError(f"the kernel cannot run: {why}")
     if made is not None:
-        leaves = [x for x in jax.tree.leaves(arrays) if x.ndim]
-        described = tuple(map(_described, leaves))
+        described = _described(arrays)
         made.append(Choice(operation.name, described, implementation, reason))
     return implementation
 
 
 def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
     """Warns once that XLA computes what a kernel cannot, if this takes more time."""
-    leaves = [x for x in jax.tree.leaves(arrays) if x.ndim]
-    if operation.fast_in_xla:
-        return
-    if max((x.size for x in leaves), default=0) >= _LARGE:
-        of = " ".join(map(_described, leaves))
-        placement.warn_once(
+    largest = max((x.size for x in jax.tree.leaves(arrays)), default=0)
+    if largest >= _LARGE and not operation.fast_in_xla:
+        of = " ".join(_described(arrays))
+        warn_once(
             f"{operation.name} of {of} runs in XLA and not in a kernel: {obstacle}"
         )
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns, once in a process."""
+    warnings.warn(message, stacklevel=2)
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
@@ -245,7 +250,7 @@ def _against_kernels(arrays: tuple) -> list[str]:
     if not has_hopper():
         return [_no_hopper()]
     if why := array_types.obstacle(arrays):
-        placement.warn_once(f"kernels do not run: {why}")
+        warn_once(f"kernels do not run: {why}")
         return [why]
     return []
 
@@ -265,5 +270,10 @@ def _device() -> jax.Device:
     return jax.devices()[0]
 
 
-def _described(array: Any) -> str:
-    return f"{array.dtype}[{','.join(map(str, array.shape))}]"
+def _described(arrays: tuple) -> tuple[str, ...]:
+    """Returns the dtypes and shapes of the arrays that are no scalars."""
+    return tuple(
+        f"{x.dtype}[{','.join(map(str, x.shape))}]"
+        for x in jax.tree.leaves(arrays)
+        if x.ndim
+    )

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,12 +27,6 @@ from pallas_kernels.axes import Axes
 from pallas_kernels.numerics import magnitude
 
 Specs = Sequence[Sequence[Any]]
-
-
-@functools.cache
-def warn_once(message: str) -> None:
-    """Warns, once in a process."""
-    warnings.warn(message, stacklevel=2)
 
 
 def on_parts(operation: Any, *arrays: Any) -> Any:

@@ -7,9 +7,9 @@
 The runs are finished ones of one preset, on the bytes of the same text. Each model's
 loss is measured on validation text and on texts of other kinds, with its own forward
 pass and with the same weights in BF16, and it answers multiple-choice questions about
-them. What was measured stays in the run's folder, so
-that the same command measures only what it lacks. Recipes are compared with `bf16` of
-the same seed, question by question.
+them. What was measured stays in the run's folder, so that the same command measures
+only what it lacks. Recipes are compared with `bf16` of the same seed, question by
+question.
 """
 
 import sys

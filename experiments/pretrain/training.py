@@ -286,6 +286,8 @@ class Trainer:
 
     @cached_property
     def _in_bf16(self) -> "Trainer":
+        if self.config.recipe == "bf16":
+            return self
         config = dataclasses.replace(self.config, recipe="bf16", scaling="just_in_time")
         return Trainer(config, self._settings, steps=1, mesh=self.mesh)
 

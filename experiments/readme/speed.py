@@ -241,9 +241,12 @@ def _more_kernels() -> list[str]:
     results = load("bench_kernels", "bench_kernels_h100")
     shape = "16384 x 8192"
     lone = [row for row in results["rows"] if row["shape"] == shape]
-    rows = [row for row in results["rows"] if row["kernel"].endswith("to rows")]
-    rows = [row for row in rows if row["shape"] != shape]
-    lines = [
+    long = [
+        row | {"kernel": f"{row['kernel']}, {row['shape']}"}
+        for row in results["rows"]
+        if row["kernel"].endswith("to rows") and row["shape"] != shape
+    ]
+    return [
         f"Activations without a product, {shape} on one {results['device']['name']} "
         "(`bench_kernels_h100`):",
         "",
@@ -251,9 +254,8 @@ def _more_kernels() -> list[str]:
         "",
         "Gates with a scale for each token, of long rows on the same GPU:",
         "",
-        *_elementwise([r | {"kernel": f"{r['kernel']}, {r['shape']}"} for r in rows]),
+        *_elementwise(long),
     ]
-    return lines
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:

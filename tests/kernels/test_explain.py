@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch, placement
+from pallas_kernels import dispatch
 
 BF16 = jnp.bfloat16
 
@@ -62,7 +62,7 @@ def test_shapes_and_dtypes_decide_on_a_hopper_gpu(hopper):
 
 @pytest.mark.parametrize("tokens", [8192, 8])
 def test_a_warning_says_once_that_a_kernel_does_not_take_large_arrays(hopper, tokens):
-    placement.warn_once.cache_clear()
+    dispatch.warn_once.cache_clear()
     x = rows(tokens, 1000)
     with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):

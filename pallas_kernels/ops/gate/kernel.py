@@ -212,21 +212,26 @@ def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
             return jax.tree.map(lambda ref: ref.at[pl.ds(part * groups, groups)], x)
 
         def row(row, index, _):
-            inputs = [part(*each) for each in _parts(row.x, parts)]
-            kept = []
+            def of_row(arrays):
+                return [part(*each) for each in _parts(arrays, parts)]
+
+            inputs, kept = of_row(row.x), None
             if out.groups is not None:
-                to = jax.tree.map(lambda ref: share.row(ref, index), out.groups)
-                kept = [part(*each) for each in _parts(to, parts)]
+                kept = of_row(
+                    jax.tree.map(lambda ref: share.row(ref, index), out.groups)
+                )
             values, maxima = [], []
             for tile in tiles.tiles:
                 x = [tiles.load(ref, tile) for ref in inputs]
-                for to, wide in zip(kept, x, strict=bool(kept)):
-                    for ref, value in zip(to, encode_groups(wide, _CODES), strict=True):
-                        mosaic.store(tiles.tile(ref, tile), value)
                 (y,) = fn(*x)
                 values.append(y)
-                arrays = (y, *x) if kept else (y,)
-                maxima.append(tuple(map(magnitude_bits, arrays)))
+                maxima.append([magnitude_bits(y)])
+                if kept is None:
+                    continue
+                maxima[-1] += map(magnitude_bits, x)
+                for to, wide in zip(kept, x, strict=True):
+                    for ref, value in zip(to, encode_groups(wide, _CODES), strict=True):
+                        mosaic.store(tiles.tile(ref, tile), value)
             largest, *largest_kept = reduced(jnp.maximum, jnp.max, maxima)
             # Mosaic computes with reinterpreted bits of arrays, but not of scalars.
             shape = tiles.shape(0)
@@ -235,7 +240,7 @@ def _short(fn: Callable, outputs: Gated, operands: tuple[Any, ...]) -> Gated:
             )
             inverse = reciprocal(scale)[0, 0]
             out.scale[index] = scale[0, 0]
-            if kept:
+            if kept is not None:
                 most = functools.reduce(jnp.maximum, largest_kept)
                 most = scale_of_bits(jnp.broadcast_to(most, shape), _CODES)
                 out.largest_scale[index] = most[0, 0]
