@@ -20,7 +20,7 @@ UNIT = BATCH * LENGTH * HIDDEN * 2
 
 
 def layer_and_input(recipe):
-    layer = DecoderLayer(HIDDEN, 2752, 8, 8, 128, recipe=recipe, rngs=nnx.Rngs(0))
+    layer = DecoderLayer(HIDDEN, 2688, 8, 8, 128, recipe=recipe, rngs=nnx.Rngs(0))
     graph, params = nnx.split(layer)
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, HIDDEN), jnp.bfloat16)
     return lambda p, x: nnx.merge(graph, p)(x), params, x
