@@ -88,7 +88,7 @@ def test_examples_of_readme_and_guides_run(block):
 
 
 def test_results_on_pages_are_those_of_the_results_files():
-    assert pages.headline(_README) == _README
+    assert pages.readme(_README) == _README
     results = (_ROOT / "experiments" / "README.md").read_text()
     assert pages.results() == results
 

@@ -34,6 +34,8 @@ from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
 Row = dict[str, Any]
+# The results files of pretraining, with a row for each recipe.
+PRETRAINED = ("pretrain_124m", "pretrain_300m_compared")
 _TARGET = 0.05
 
 
@@ -43,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     top.add_argument("--out", type=Path, default=default_path("estimate"))
     args = top.parse_args(argv)
     steps = (end_to_end(row) for row in measured_steps())
-    rows = [*tqdm(steps, unit="row", disable=None), *pretraining()]
+    rows = list(tqdm(steps, unit="row", disable=None))
+    rows += [row for name in PRETRAINED for row in pretraining(name)]
     write_results(args.out, rows=rows, bars=bars(rows))
     console = Console(width=130)
     console.print(table(rows))
@@ -94,15 +97,15 @@ def estimate(case: str, model: Model, batch: int, gpus: int = 1) -> MemoryEstima
     )
 
 
-def pretraining() -> Iterator[Row]:
-    """Yields the recipes of `pretrain_124m`, each with its prediction."""
-    results = load("pretrain", "pretrain_124m")
+def pretraining(name: str) -> Iterator[Row]:
+    """Yields the recipes of a results file of pretraining, with their predictions."""
+    results = load("pretrain", name)
     settings = PRESETS[results["preset"]].settings
     sizes = {"batch": settings.batch_size, "sequence": settings.seq_len}
     for row in results["rows"]:
         config = model_config(settings, row["recipe"], BYTES_VOCAB_SIZE)
         device = row["device_peak_bytes"]
-        names = {"of": "pretrain_124m", "model": "124m", "case": row["recipe"]}
+        names = {"of": name, "model": results["preset"], "case": row["recipe"]}
         names |= {"gpus": 1, "batch": settings.batch_size}
         yield names | compared(
             coat.estimate_memory(config, **sizes),

@@ -33,7 +33,13 @@ from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
 from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import ParamDtype, Rounding, Settings, model_config
+from experiments.pretrain.settings import (
+    ParamDtype,
+    Recipe,
+    Rounding,
+    Settings,
+    model_config,
+)
 from experiments.pretrain.training import Optimizer, Trainer
 
 Row = dict[str, Any]
@@ -51,11 +57,12 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """An optimizer and a parameter dtype to train with.
+    """An optimizer, a parameter dtype and a recipe of layers to train with.
 
     Attributes:
       name: The name in tables and results.
       optimizer: The optimizer.
+      recipe: The recipe of layers.
       param_dtype: Dtype in which parameters are stored.
       rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
       beside: Name of the variant that this one is compared with; None means the first.
@@ -63,13 +70,14 @@ class Variant:
 
     name: str
     optimizer: Optimizer
+    recipe: Recipe = "bf16"
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
     beside: str | None = None
 
 
-_OPTAX = Optimizer(optax.adamw, fused=False)
-_FP8 = Optimizer(coat.fp8_adamw, fused=True)
+OPTAX = Optimizer(optax.adamw, fused=False)
+FP8 = Optimizer(coat.fp8_adamw, fused=True)
 # COAT's scheme as it was published: the first moment itself instead of m / sqrt(v),
 # E4M3 for both moments, codes rounded to nearest, float32 scales.
 _COAT = Optimizer(
@@ -106,15 +114,15 @@ def _earlier(learning_rate, *, b1, b2, weight_decay, mask):
 
 _BF16: dict[str, Any] = {"param_dtype": "bfloat16"}
 VARIANTS = (
-    Variant(name="optax.adamw", optimizer=_OPTAX),
-    Variant(name="fp8_adamw", optimizer=_FP8),
+    Variant(name="optax.adamw", optimizer=OPTAX),
+    Variant(name="fp8_adamw", optimizer=FP8),
     Variant(name="COAT as published", optimizer=_COAT),
     Variant(name="an earlier fp8_adamw", optimizer=Optimizer(_earlier, fused=False)),
-    Variant(name="optax.adamw, BF16 nearest", optimizer=_OPTAX, **_BF16),
-    Variant(name="fp8_adamw, BF16 nearest", optimizer=_FP8, **_BF16),
+    Variant(name="optax.adamw, BF16 nearest", optimizer=OPTAX, **_BF16),
+    Variant(name="fp8_adamw, BF16 nearest", optimizer=FP8, **_BF16),
     Variant(
         name="fp8_adamw, BF16 stochastic",
-        optimizer=_FP8,
+        optimizer=FP8,
         rounding="stochastic",
         **_BF16,
     ),
@@ -149,7 +157,9 @@ def compare(
     try:
         variants = chosen(names, variants)
         settings = arguments.settings(given)
-        out = out or default_path(name, f"{name}_{settings.preset}")
+        if out is None:
+            out = default_path(name, f"{name}_{settings.preset}")
+            out.parent.mkdir(exist_ok=True)
         curves = Curves.open(out, settings, seeds, variants)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -183,7 +193,7 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
-    """Returns a parser with the training flags and `--seeds`, `--optimizers`, `--out`.
+    """Returns a parser of the training, its seeds, its variants and the results file.
 
     Args:
       program: The program's module.
@@ -191,7 +201,8 @@ def parser(program: str, doc: str) -> argparse.ArgumentParser:
     """
     top = arguments.training_parser(program, doc)
     add = top.add_argument_group("how often, and where").add_argument
-    add("--seeds", type=int, help="trainings of each kind, with seeds 0, 1, ... (4)")
+    add("--seed", type=int, help="first seed (0)")
+    add("--seeds", type=int, help="trainings of each kind, with seeds in a row (4)")
     add("--optimizers", help="some of the variants, by name", metavar="'A;B'")
     add("--out", type=Path, help="results file; the figure goes beside it", metavar="F")
     return top
@@ -287,7 +298,8 @@ class Curves:
 
     def _missing(self) -> Iterator[tuple[Variant, int]]:
         done = {(row["optimizer"], row["seed"]) for row in self.rows}
-        for seed in range(self._seeds):
+        first = self._settings.seed
+        for seed in range(first, first + self._seeds):
             for variant in self._variants:
                 if (variant.name, seed) not in done:
                     yield variant, seed
@@ -296,7 +308,7 @@ class Curves:
         settings = dataclasses.replace(
             self._settings, param_dtype=variant.param_dtype, rounding=variant.rounding
         )
-        config = model_config(settings, "bf16", self._inputs.vocab_size)
+        config = model_config(settings, variant.recipe, self._inputs.vocab_size)
         return Trainer(
             config, settings, steps=settings.steps, optimizer=variant.optimizer
         )

@@ -113,6 +113,10 @@ def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> F
         losses.plot(steps, smooth, **style, linewidth=1.5, label=recipe)
         gaps.plot(steps, 100 * (smooth / reference - 1), **style, linewidth=1.5)
     losses.set_yscale("log")
+    low, high = losses.get_ylim()
+    if high < 20 * low:  # Otherwise powers of ten are labels enough.
+        losses.yaxis.set_major_formatter("{x:g}")
+        losses.yaxis.set_minor_formatter("{x:g}")
     losses.set_title(title, loc="left", fontsize=11)
     losses.set_ylabel(unit)
     losses.legend(frameon=False)

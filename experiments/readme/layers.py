@@ -17,8 +17,8 @@ def versions() -> str:
         "**One Llama layer with the oldest and the newest JAX** (`bench_layer`): the "
         f"layer of Llama-3-8B (hidden {shape['hidden']:,}, {shape['intermediate']:,}, "
         f"{shape['kv_heads']} key heads, batch {shape['batch']}, sequence "
-        f"{shape['seq']:,}), each version on one of two {found[0]['device']['name']} "
-        "of one machine: milliseconds of forward, of backward and of both, and times "
+        f"{shape['seq']:,}), both on the same {found[0]['device']['name']}: "
+        "milliseconds of forward, of backward and of both, and times "
         "`bf16`.",
         "",
         "| | saved | " + " | ".join(f"JAX {v}" for v in _VERSIONS) + " |",

@@ -1,4 +1,4 @@
-"""The headline table of README.md, and experiments/README.md."""
+"""The results in README.md, and experiments/README.md."""
 
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ _HEADLINE = (
     ("coat", 2),
     ("coat", 8),
 )
-_BEGIN, _END = "<!-- headline: begin -->\n", "<!-- headline: end -->\n"
 _RESULTS = """\
 # Results
 
@@ -29,11 +28,14 @@ installed packages.
 """
 
 
-def headline(readme: str) -> str:
-    """Returns README.md's text with a new table between the two headline markers."""
-    before, _, rest = readme.partition(_BEGIN)
-    _, _, after = rest.partition(_END)
-    return before + _BEGIN + _headline() + _END + after
+def readme(text: str) -> str:
+    """Returns README.md's text with new results between the markers of each."""
+    for name, found in {"headline": _headline(), "losses": training.losses()}.items():
+        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+        before, _, rest = text.partition(begin)
+        _, _, after = rest.partition(end)
+        text = before + begin + found + end + after
+    return text
 
 
 def results() -> str:

@@ -1,6 +1,6 @@
 """Sections on time and memory."""
 
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import Any
 
 from experiments.bench.e2e import BY_KIND
@@ -10,6 +10,13 @@ from experiments.readme.image import markdown_image
 
 # The ratios of a row of `bench_e2e` on several GPUs, with their formats.
 _RATIOS = {"one_gpu": ".1%", "bf16": ".2f", "best_bf16": ".2f"}
+# Rows of gates that are shorter or longer than those of most models.
+_ROWS = (
+    *("16384 x 768", "16384 x 1408"),
+    *("8192 x 17920", "8192 x 26624", "8192 x 28672"),
+)
+# Kernels that take as long are measured to within a few percent.
+_LONG_MS = 0.1
 
 
 def end_to_end() -> str:
@@ -237,25 +244,48 @@ def _elementwise(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _more_kernels() -> list[str]:
-    """Returns the lines on activations without a product, and on the longest rows."""
+    """Returns the lines on activations without a product, other rows, and versions."""
     results = load("bench_kernels", "bench_kernels_h100")
+    newest = load("bench_kernels", "bench_kernels_h100_jax_0.12.0.1")
     shape = "16384 x 8192"
     lone = [row for row in results["rows"] if row["shape"] == shape]
-    long = [
+    others = [
         row | {"kernel": f"{row['kernel']}, {row['shape']}"}
         for row in results["rows"]
-        if row["kernel"].endswith("to rows") and row["shape"] != shape
+        if row["kernel"].endswith("to rows") and row["shape"] in _ROWS
     ]
+    others.sort(key=lambda row: int(row["shape"].split(" x ")[1]))
     return [
         f"Activations without a product, {shape} on one {results['device']['name']} "
         "(`bench_kernels_h100`):",
         "",
         *_elementwise(lone),
         "",
-        "Gates with a scale for each token, of long rows on the same GPU:",
+        "Gates with a scale for each token, of short and of long rows on such GPUs:",
         "",
-        *_elementwise(long),
+        *_elementwise(others),
+        "",
+        _on_both_versions(results, newest),
     ]
+
+
+def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
+    """Returns a sentence on the kernels' times with two versions of JAX."""
+    times = {(r["kernel"], r.get("name", r["shape"])): r for r in oldest["rows"]}
+    ratios: dict[bool, list[float]] = {False: [], True: []}
+    for row in newest["rows"]:
+        other = times[row["kernel"], row.get("name", row["shape"])]
+        longer = min(row["ms"], other["ms"]) >= _LONG_MS
+        ratios[longer].append(row["ms"] / other["ms"])
+    short, long = ratios.values()
+    new, old = (found["versions"]["jax"] for found in (newest, oldest))
+    return (
+        f"With JAX {new} on the GPU of the short rows (`bench_kernels_h100_jax_{new}`) "
+        f"{len(long)} kernels that take at least {_LONG_MS:g} ms take {min(long):.2f} "
+        f"to {max(long):.2f} times as long as with {old}, at the median "
+        f"{median(long):.3f}. Shorter ones vary more from program to program: "
+        f"{min(short):.2f} to {max(short):.2f} times, median {median(short):.3f}."
+    )
 
 
 def _rested(rows: list[dict[str, Any]]) -> str:

@@ -103,7 +103,7 @@ def _activations() -> Section:
 
 
 def _pretraining() -> Section:
-    results = load("pretrain", "pretrain_124m")
+    results = load("pretrain", "pretrain_300m_compared")
     columns = (*LOSS_COLUMNS, "validation loss", *TASK_COLUMNS)
     at = len(LOSS_COLUMNS)
     rows: Rows = []

@@ -11,6 +11,7 @@ import pytest
 
 from experiments.optimizer import curve_summary, drift_cases
 from experiments.optimizer import curves as optimizer_curves
+from experiments.pretrain import ablation
 from experiments.pretrain.settings import PRESETS
 
 _FEW = ["--preset", "tiny", "--steps", "6", "--eval-every", "4", "--eval-batches", "1"]
@@ -78,6 +79,18 @@ def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsy
     assert optimizer_curves.main([*argv, "--seeds", "1"]) == 0
     assert _rows(out) == rows
     assert optimizer_curves.main([*argv, "--end-lr", "0"]) == 2
+
+
+def test_parts_of_coat_train_with_their_recipes(text, tmp_path):
+    out = tmp_path / "ablation.json"
+    chosen = ["--optimizers", "bf16;te", "--seed", "3", "--seeds", "1"]
+    argv = [*_FEW, *chosen, "--data", str(text), "--out", str(out)]
+    assert ablation.main(argv) == 0
+    found = {(row["optimizer"], row["step"]): row for row in _rows(out)}
+    assert {row["seed"] for row in found.values()} == {3}
+    plain, fp8 = (found[name, 6]["val_loss"] for name in ("bf16", "te"))
+    assert plain != fp8  # Operands were rounded.
+    assert fp8 == pytest.approx(plain, rel=0.01)
 
 
 @pytest.mark.parametrize(

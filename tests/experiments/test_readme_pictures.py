@@ -40,7 +40,7 @@ def test_the_readme_shows_memory_speed_and_losses():
     shown = [
         picture("bench_e2e", "bench_e2e_memory"),
         picture("bench_e2e", "bench_e2e_speed"),
-        picture("pretrain", "pretrain_124m"),
+        picture("pretrain", "pretrain_300m_compared"),
     ]
     for path in shown:
         assert path.exists()
