@@ -17,8 +17,8 @@ _OURS = {
         "times: mixed_granularity_124m_times.png beside it",
     ),
     5: (
-        f"{_RESULTS}/pretrain/pretrain_124m.png",
-        "a 124M Llama on source code; a small form is in notebook 05_pretraining",
+        f"{_RESULTS}/pretrain/pretrain_300m_compared.png",
+        "a 309M Llama on source code; a small form is in notebook 05_pretraining",
     ),
     6: ("", "not run: 300 billion tokens of a 7B model do not fit"),
     7: (
