@@ -2,9 +2,10 @@
 
 import textwrap
 from collections.abc import Mapping
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
+from experiments.common.intervals import half_of_few
 from experiments.common.results import load
 from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.pretrain.settings import PRESETS
@@ -17,15 +18,34 @@ def losses() -> str:
     results = load("pretrain", "pretrain_300m_compared")
     rows = {row["recipe"]: row for row in results["rows"]}
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
+    means = {recipe: f"{fmean(each):.1f}%" for recipe, each in all_gaps().items()}
+    counts = sorted({len(each) for each in all_gaps().values()})
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)
     text = (
         f"A Llama of {_millions(rows['bf16']['parameters'])} parameters that reads "
         f"{_millions(_tokens(results))} bytes of source code ends with a validation "
         f"loss above `bf16`'s: by {gaps['te']} with `te`, {gaps['coat']} with `coat` "
-        f"and {gaps['coat_max']} with `coat_max`, of one seed. The paper's OLMo-1B "
-        f"ends {paper:.1f}% above. Below, the distance of the training loss in percent:"
+        f"and {gaps['coat_max']} with `coat_max`, of one seed. Seeds differ: the means "
+        f"of {' to '.join(map(str, counts))} trainings of this model and a smaller one "
+        f"are {means['te']}, {means['coat']} and {means['coat_max']}. The paper's "
+        f"OLMo-1B ends {paper:.1f}% above. Below, the distance of the training loss in "
+        "percent:"
     )
     return textwrap.fill(text, 90) + "\n"
+
+
+def all_gaps() -> dict[str, list[float]]:
+    """Returns how far validation losses of all trainings are from `bf16`'s, percent.
+
+    Scaling is just in time. A gap is to the `bf16` of the same seed and data.
+    """
+    found: dict[str, list[float]] = {}
+    for name in ("pretrain_300m_compared", "pretrain_124m", "pretrain_124m_seeds"):
+        for row in load("pretrain", name)["rows"]:
+            delayed = row.get("scaling") == "delayed"
+            if row["recipe"] != "bf16" and not delayed:
+                found.setdefault(row["recipe"], []).append(row["val_gap_percent"])
+    return found
 
 
 def pretraining() -> str:
@@ -94,8 +114,8 @@ def _losses_and_costs(results: Mapping[str, Any]) -> list[str]:
 def _seeds() -> list[str]:
     summary = load("pretrain", "pretrain_124m_seeds")["summary"]
     lines = [
-        "Over several seeds (`pretrain_124m_seeds`), each beside `bf16` with the same "
-        "seed and data:",
+        "Over several seeds of the 124m preset (`pretrain_124m_seeds`), each beside "
+        "`bf16` with the same seed and data:",
         "",
         "| | scaling | seeds | gap | standard error |",
         "| --- | --- | --- | --- | --- |",
@@ -107,6 +127,19 @@ def _seeds() -> list[str]:
             f"| `{row['recipe']}` | {row['scaling'].replace('_', ' ')} "
             f"| {row['seeds']} | {row['val_gap_percent']:+.2f}% | {error} |"
         )
+    lines += [
+        "",
+        "All trainings of these three files with scaling just in time, and the 95% "
+        "interval of the mean:",
+        "",
+        "| | trainings | gap | mean |",
+        "| --- | --- | --- | --- |",
+    ]
+    for recipe, each in all_gaps().items():
+        gaps = ", ".join(f"{gap:+.2f}" for gap in each)
+        half = half_of_few(stdev(each) / len(each) ** 0.5, len(each))
+        mean = f"{fmean(each):+.2f}% ± {half:.2f}"
+        lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
     return [*lines, ""]
 
 
