@@ -239,7 +239,7 @@ class Fp8Recipe(Recipe):
 
     Attributes:
       attention: The wrapper of attention and the output projection behind it.
-        `fp8_remat` also saves queries, keys, values and attention's output in FP8.
+        `fp8_remat` saves queries, keys and values in FP8, and runs attention again.
     """
 
     attention: Wrapper = _identity
@@ -302,7 +302,7 @@ RECIPES: dict[RecipeName, Recipe] = {
     "te": PlainRecipe(linear=matmul.linear, pointwise=jax.checkpoint),
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Fp8Recipe(),
-    # `fp8_remat` saves these arrays in FP8 as well.
+    # `fp8_remat` saves queries, keys and values in FP8, and runs attention again.
     "coat_max": Fp8Recipe(attention=fp8_remat),
     # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save.
     "coat_block": PlainRecipe(

@@ -11,6 +11,9 @@ computes it and which operations of the backward program read it:
                                    of up to 128 if only matmuls read the array
   arrays that follow elementwise   not saved; recomputed from the saved arrays
     from saved arrays
+  results of kernels that          not saved; the kernel runs again, on the FP8 copies
+    backward reads with copies       of its operands, if it has a float32 statistic of
+    of their operands                them: flash attention
   all other arrays                 saved unquantized: integers, masks, per-token
                                    statistics, arrays of which backward takes the
                                    exponential or by which it divides
@@ -19,6 +22,11 @@ A norm therefore saves an FP8 copy of its input, beside its statistics. A gate w
 inputs are slices of one matmul's output saves one copy of that output.
 `coat_jax.remat.recompute` defines which arithmetic is repeated. Arithmetic that would
 amplify the rounding errors of the copies is never repeated.
+
+Flash attention's backward kernel computes probabilities from queries, keys and the
+forward kernel's log-sum-exp. With rounded queries and keys they add up to one only if
+the log-sum-exp is that of the rounded ones, and their gradients do so to zero only if
+the output is. So both are computed again, which also saves the output's memory.
 
 The paper gives the operands of matmuls one scale per tensor, because its matmuls run in
 FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. They need
@@ -98,8 +106,8 @@ def fp8_remat[Target](
         an infinity becomes NaN, so exclude additive masks, or close over them.
       policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
         backward pass recomputes the others. By default the arrays that autodiff saves
-        are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
-        matmul, no kernel, no sum over an axis. With
+        are saved. Then only elementwise arithmetic on saved arrays is recomputed, and
+        flash attention: no matmul, no other kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
       key: A key for stochastic rounding, typed or raw. Each number is rounded to one of
         its two neighbouring codes, and is unchanged on average. All calls of the result

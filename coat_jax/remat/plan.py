@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
@@ -177,6 +177,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             kept.append(_saved(traced, index, options))
     constants = [*params, *_recomputed(residuals, kept)]
     derivation = Derivation(program, constants, options.group)
+    for index, copies in _of_copies(traced, program, residuals, kept).items():
+        derivation.compute(residuals[index], copies)
+        kept[index] = "recompute"
 
     def may_copy(var):
         fits = traced.has(var) and var not in statistics
@@ -203,6 +206,48 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
 
 def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     return [v for v, way in zip(residuals, kept, strict=True) if way == "recompute"]
+
+
+def _of_copies(
+    traced: Linearized,
+    program: core.Jaxpr,
+    residuals: Sequence[Any],
+    kept: Sequence[Any],
+) -> dict[int, frozenset[core.Var]]:
+    """Returns results of kernels that must be those of FP8 copies, with the copies.
+
+    Flash attention is an example. Its backward kernel reads queries, keys and values
+    together with the output and a statistic of each row. With copies of the first three
+    its probabilities add up to one only if the others are computed from the copies.
+    """
+    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+    places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
+
+    def copies_read_with(index: int, maker: core.JaxprEqn) -> set[core.Var]:
+        operands = {v for v in variables(maker.invars) if not _why_not_fp8(v.aval)}
+        if not operands <= places.keys():
+            return set()
+        readers = {id(eqn) for eqn in traced.readers(index)}
+        return {
+            var
+            for var in operands
+            if isinstance(kept[places[var]], Copy)
+            and not readers.isdisjoint(map(id, traced.readers(places[var])))
+        }
+
+    found: dict[core.Var, frozenset[core.Var]] = {}
+    for var, index in places.items():
+        maker = makers.get(var)
+        is_statistic = isinstance(kept[index], Wide) and var.aval.dtype == jnp.float32
+        if not is_statistic or maker is None or not is_foreign(maker.primitive):
+            continue
+        if copies := copies_read_with(index, maker):
+            found |= dict.fromkeys(maker.outvars, frozenset(copies))
+    return {i: found[v] for i, v in enumerate(residuals) if _is_among(v, found)}
+
+
+def _is_among(var: core.Var | core.Literal, known: Container[core.Var]) -> bool:
+    return isinstance(var, core.Var) and var in known  # Literals are not hashable.
 
 
 def _derive(

@@ -98,6 +98,10 @@ class Derivation:
         if var not in self.known:
             self.known |= self._following(var, Known(constant=False))
 
+    def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
+        """Adds `var`, which a kernel computes from FP8 copies, and what follows."""
+        self.known |= self._following(var, Known(0, False, frozenset({var}), copies))
+
     def copy(
         self, wanted: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
     ) -> list[core.Var]:

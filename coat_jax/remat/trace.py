@@ -306,8 +306,8 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
-    own = eqn.primitive.name
-    return eqn.params.get("name", own) if _is_kernel(eqn) else own
+    name = eqn.params.get("name") if _is_kernel(eqn) else None
+    return name or eqn.primitive.name
 
 
 def _place(path: Sequence[core.JaxprEqn]) -> str | None:

@@ -11,6 +11,7 @@ from helpers.sharded import LAYOUT, chained, check_steps, collectives, fused
 from jax.sharding import AxisType
 
 import coat_jax as coat
+from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.decoder import DecoderLayer
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +60,25 @@ def test_recipe_gradients_and_fp8_products(recipe):
     assert "__cudnn$fmha" in program
 
 
-@pytest.mark.parametrize(("recipe", "units"), [("coat", 8.3), ("coat_max", 6.5)])
+def test_attention_to_copies_has_their_statistics():
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = [(BATCH, LENGTH, n, 64) for n in (8, 2, 2, 8)]
+    q, k, v, do = (
+        jax.random.normal(*of, jnp.bfloat16) for of in zip(keys, shapes, strict=True)
+    )
+    inputs = 3 * q, k, v
+    light = coat.fp8_remat(causal_attention, params_argnums=())
+    found = jax.jit(lambda *args: jax.vjp(light, *args)[1](do))(*inputs)
+    groups = coat.PerGroup(16)
+    copies = [coat.quantize(x, granularity=groups).dequantize() for x in inputs]
+    expected = jax.jit(lambda *args: jax.vjp(causal_attention, *args)[1](do))(*copies)
+    for a, b in zip(found, expected, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        # The kernel adds up in any order.
+        np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())
+
+
+@pytest.mark.parametrize(("recipe", "units"), [("coat", 8.3), ("coat_max", 6.0)])
 def test_saved_activations_with_flash_attention(recipe, units):
     layer, params, x = layer_and_input(recipe)
     stacked = jax.tree.map(lambda p: jnp.stack([p, p]), params)

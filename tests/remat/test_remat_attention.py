@@ -1,0 +1,137 @@
+"""Tests of `fp8_remat` around flash attention, whose backward reads its statistics."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+
+import coat_jax as coat
+from pallas_kernels import dispatch, stand_ins
+
+SHAPE = 2, 64, 2, 64
+saving = functools.partial(coat.fp8_remat, params_argnums=())
+
+
+def scores(q, k):
+    """Returns float32 scores [b, n, s, t]."""
+    wide = (x.astype(jnp.float32) for x in (q, k))
+    return jnp.einsum("bsnd,btnd->bnst", *wide) / SHAPE[-1] ** 0.5
+
+
+def attention(q, k, v):
+    """Computes attention in float32."""
+    weights = jax.nn.softmax(scores(q, k), axis=-1)
+    return jnp.einsum("bnst,btnd->bsnd", weights, v.astype(jnp.float32))
+
+
+def kernel(function, results):
+    """Makes a kernel of a function of whole arrays."""
+
+    def body(*refs):
+        given, out = refs[: len(refs) - len(results)], refs[-len(results) :]
+        for ref, x in zip(out, function(*(ref[...] for ref in given)), strict=True):
+            ref[...] = x.astype(ref.dtype)
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
+    return pl.pallas_call(body, out_shape=shapes, interpret=True)
+
+
+def forward(q, k, v):
+    def results(q, k, v):
+        return attention(q, k, v), jax.nn.logsumexp(scores(q, k), axis=-1)
+
+    batch, length, heads, _ = SHAPE
+    statistics = jax.ShapeDtypeStruct((batch, heads, length), jnp.float32)
+    o, saved = kernel(results, (q, statistics))(q, k, v)
+    return o, (q, k, v, o, saved)
+
+
+def backward(saved, do):
+    def gradients(q, k, v, o, statistics, do):
+        q, k, v, o, do = (x.astype(jnp.float32) for x in (q, k, v, o, do))
+        weights = jnp.exp(scores(q, k) - statistics[..., None])
+        slopes = jnp.einsum("bsnd,btnd->bnst", do, v)
+        means = jnp.einsum("bsnd,bsnd->bns", do, o)
+        d = weights * (slopes - means[..., None]) / SHAPE[-1] ** 0.5
+        return (
+            jnp.einsum("bnst,btnd->bsnd", d, k),
+            jnp.einsum("bnst,bsnd->btnd", d, q),
+            jnp.einsum("bnst,bsnd->btnd", weights, do),
+        )
+
+    return tuple(kernel(gradients, saved[:3])(*saved, do))
+
+
+@jax.custom_vjp
+def flash(q, k, v):
+    """Computes attention with kernels that save what those of cuDNN save."""
+    return forward(q, k, v)[0]
+
+
+flash.defvjp(forward, backward)
+
+
+@pytest.fixture
+def arrays(rng):
+    """Queries, keys, values and a cotangent, with sharp probabilities."""
+    made = [jnp.asarray(rng.normal(size=SHAPE), jnp.bfloat16) for _ in range(4)]
+    q, *others = made
+    return 3 * q, *others
+
+
+def copied(x):
+    """Returns what backward reads of an array that is saved in groups of 16."""
+    return coat.quantize(x, granularity=coat.PerGroup(16)).dequantize()
+
+
+def test_backward_is_that_of_attention_to_the_copies(arrays):
+    *inputs, do = arrays
+    out, vjp = jax.vjp(saving(flash), *inputs)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(flash(*inputs)))
+    read = [copied(x).astype(jnp.float32) for x in inputs]
+    exact = jax.vjp(attention, *read)[1](do.astype(jnp.float32))
+    for found, expected in zip(vjp(do), exact, strict=True):
+        close = 2**-7 * np.abs(expected).max()  # Results are rounded to bfloat16.
+        np.testing.assert_allclose(np.float32(found), expected, rtol=0, atol=close)
+
+
+def test_neither_output_nor_statistics_are_saved(arrays):
+    *inputs, _ = arrays
+    rows = coat.residual_report(saving(flash), *inputs).rows
+    codes = [row.shape for row in rows if row.dtype == jnp.float8_e4m3fn]
+    assert codes == [SHAPE] * 3
+    assert not any(row.dtype == jnp.float32 for row in rows)
+
+
+def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
+    *inputs, _ = arrays
+    w = jnp.asarray(rng.normal(size=(SHAPE[2] * SHAPE[3], 32)), jnp.float32)
+
+    def block(w, *inputs):
+        return flash(*inputs).reshape(*SHAPE[:2], -1).astype(w.dtype) @ w
+
+    light = coat.fp8_remat(block)
+    rows = coat.residual_report(light, w, *inputs).rows
+    assert sum(row.dtype == jnp.float8_e4m3fn for row in rows) == 3
+    found = jax.grad(lambda w: jnp.sum(light(w, *inputs)))(w)
+    o = np.float64(attention(*map(copied, inputs))).reshape(-1, len(w))
+    expected = np.broadcast_to(o.sum(0)[:, None], w.shape)
+    close = 2**-7 * np.abs(o).sum(0).max()  # The output is rounded to bfloat16.
+    np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+
+
+def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
+    *inputs, _ = arrays
+    plain = coat.residual_report(saving(flash, where=lambda _: False), *inputs)
+    assert any(row.dtype == jnp.float32 for row in plain.rows)  # The statistics.
+
+
+def test_a_decoder_layer_saves_queries_keys_and_values_alone():
+    x = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
+    with dispatch.traced_anew(), stand_ins.for_hopper():
+        rows = coat.residual_report(saving(stand_ins.attention), x, x, x).rows
+    assert [row.dtype for row in rows].count(jnp.float8_e4m3fn) == 3
+    assert all(row.dtype != jnp.float32 for row in rows)
