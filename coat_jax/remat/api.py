@@ -6,7 +6,7 @@ computes it and which operations of the backward program read it:
 
   parameters among the arguments   saved by reference, never copied
   arrays computed from parameters  not saved; recomputed if that is cheap (casts,
-    alone                          transposes, tables)
+    and integer arguments alone    transposes, tables, masks)
   large floating activations       saved in FP8 with per-group scales: groups of 16, or
                                    of up to 128 if only matmuls read the array
   arrays that follow elementwise   not saved; recomputed from the saved arrays
@@ -103,7 +103,8 @@ def fp8_remat[Target](
       where: Selects which of the quantizable residuals are quantized; by default all.
         It is called with a `Residual`, which has the shape, dtype, `checkpoint_name`
         and reader of the residual. The other residuals stay unquantized. A group with
-        an infinity becomes NaN, so exclude additive masks, or close over them.
+        an infinity becomes NaN, so exclude additive masks that are floating arguments,
+        or close over them.
       policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
         backward pass recomputes the others. By default the arrays that autodiff saves
         are saved. Then only elementwise arithmetic on saved arrays is recomputed, and

@@ -175,7 +175,9 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             kept.append(Wide("statistics of longer rows"))
         else:
             kept.append(_saved(traced, index, options))
-    constants = [*params, *_recomputed(residuals, kept)]
+    # Integers have no gradients and no copies: masks are made of them again.
+    integers = (v for v in program.invars if _is_integer(v.aval.dtype))
+    constants = [*params, *integers, *_recomputed(residuals, kept)]
     derivation = Derivation(program, constants, options.group)
     for index, copies in _of_copies(traced, program, residuals, kept).items():
         derivation.compute(residuals[index], copies)
@@ -244,6 +246,10 @@ def _of_copies(
         if copies := copies_read_with(index, maker):
             found |= dict.fromkeys(maker.outvars, frozenset(copies))
     return {i: found[v] for i, v in enumerate(residuals) if _is_among(v, found)}
+
+
+def _is_integer(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
 
 def _is_among(var: core.Var | core.Literal, known: Container[core.Var]) -> bool:

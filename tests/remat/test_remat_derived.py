@@ -357,3 +357,26 @@ def test_saturated_slopes_follow_from_what_goes_in():
         return value_and_vjp(fn, dy, params, x)[1][0][0]
 
     assert cosine(gradient(light), gradient(between(jnp.tanh))) > 0.998
+
+
+def test_masks_are_made_of_integers_again(rng):
+    x = jnp.asarray(rng.normal(size=(2, 80, 80)), jnp.float32)
+    ids = jnp.asarray(rng.integers(0, 3, (2, 80)))
+
+    def masked(x, ids):
+        same = ids[:, :, None] == ids[:, None, :]
+        return jnp.sin(x) * jnp.where(same, 0.5, 0.1)
+
+    light = fp8_remat(masked, params_argnums=())
+    rows = coat.residual_report(light, x, ids).rows
+    assert [row.shape for row in rows if row.is_argument] == [ids.shape]
+    (codes,) = (row for row in rows if row.dtype == jnp.float8_e4m3fn)
+    assert codes.shape == x.shape
+    found, exact = (
+        np.asarray(jax.grad(lambda x, fn=fn: jnp.sum(fn(x, ids)))(x))
+        for fn in (light, masked)
+    )
+    same = np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None, :]
+    # The copy of cos(x) has errors, and the mask is exact.
+    close = 2**-4 * np.where(same, 0.5, 0.1)
+    assert np.all(np.abs(found - exact) <= close)
