@@ -18,8 +18,9 @@ def losses() -> str:
     results = load("pretrain", "pretrain_300m_compared")
     rows = {row["recipe"]: row for row in results["rows"]}
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
-    means = {recipe: f"{fmean(each):.1f}%" for recipe, each in all_gaps().items()}
-    counts = sorted({len(each) for each in all_gaps().values()})
+    every = all_gaps()
+    means = {recipe: f"{fmean(each):.1f}%" for recipe, each in every.items()}
+    counts = sorted({len(each) for each in every.values()})
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)
     text = (
         f"A Llama of {_millions(rows['bf16']['parameters'])} parameters that reads "
