@@ -15,6 +15,7 @@ from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.programs import variables, written_out
 from coat_jax.remat.recompute import Derivation
+from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
 from coat_jax.remat.trace import (
     PRODUCTS,
     Linearized,
@@ -22,22 +23,12 @@ from coat_jax.remat.trace import (
     all_eqns,
     does_work,
     is_foreign,
+    maker_of,
     size_of,
 )
 from pallas_kernels.checks import positive_int
 
-# Quantizing a smaller residual saves too few bytes to pay for two more operations.
-_MIN_SIZE = 4096
-# Scales of shorter rows take too many bytes. Then axes before the last one are merged
-# with it, except the first axis. Rows of one element are statistics.
-_MIN_ROW_BYTES = 16
-_MERGED = 16  # The least length of an axis that several axes are merged to.
 _MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
-# Arrays that only matmuls read get groups of up to `_MAX_GROUP` elements. A longer row
-# must then be a multiple of `_SHARES` groups, so that devices can share it without
-# cutting a group.
-_MAX_GROUP = 128
-_SHARES = 8
 _OFFLOADED = "offloaded by the policy"
 
 
@@ -102,7 +93,7 @@ class Copy:
     @classmethod
     def of(cls, aval: jax.core.ShapedArray, size: int, fused: bool) -> "Copy":
         """Returns a copy of an array, in groups of `size`."""
-        return cls(PerGroup(size), fused, _merged(aval))
+        return cls(PerGroup(size), fused, merged_axes(aval))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +176,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
 
     def may_copy(var):
         fits = traced.has(var) and var not in statistics
-        return fits and not _why_not_fp8(var.aval)
+        return fits and not why_not_fp8(var.aval)
 
     extras = _derive(residuals, kept, derivation, options, may_copy)
     sources = {v: i for i, v in enumerate(residuals) if _is_source(kept[i])}
@@ -222,11 +213,10 @@ def _of_copies(
     together with the output and a statistic of each row. With copies of the first three
     its probabilities add up to one only if the others are computed from the copies.
     """
-    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
     places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
 
     def copies_read_with(index: int, maker: core.JaxprEqn) -> set[core.Var]:
-        operands = {v for v in variables(maker.invars) if not _why_not_fp8(v.aval)}
+        operands = {v for v in variables(maker.invars) if not why_not_fp8(v.aval)}
         if not operands <= places.keys():
             return set()
         readers = {id(eqn) for eqn in traced.readers(index)}
@@ -239,9 +229,10 @@ def _of_copies(
 
     found: dict[core.Var, frozenset[core.Var]] = {}
     for var, index in places.items():
-        maker = makers.get(var)
-        is_statistic = isinstance(kept[index], Wide) and var.aval.dtype == jnp.float32
-        if not is_statistic or maker is None or not is_foreign(maker.primitive):
+        if not isinstance(kept[index], Wide) or var.aval.dtype != jnp.float32:
+            continue
+        maker = maker_of(program, var)
+        if maker is None or not is_foreign(maker.primitive):
             continue
         if copies := copies_read_with(index, maker):
             found |= dict.fromkeys(maker.outvars, frozenset(copies))
@@ -376,8 +367,8 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
     only_products = bool(readers) and all(map(_is_product, readers))
-    row = math.prod(_merged(aval) or aval.shape[-1:])
-    group = _group_of_products(row, options.group)
+    row = math.prod(merged_axes(aval) or aval.shape[-1:])
+    group = group_of_products(row, options.group)
     # XLA fuses dequantization into a slice, so a slice counts as the reader here.
     whole = traced.readers(index, cut=False)
     return Copy.of(
@@ -396,7 +387,7 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
     aval = traced.residuals[index].aval
     if _is_offloaded(aval):
         return _OFFLOADED
-    if reason := _why_not_fp8(aval):
+    if reason := why_not_fp8(aval):
         return reason
     if traced.feeds_exponential(index):
         return "backward takes its exponential"
@@ -408,57 +399,3 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
 def _is_offloaded(aval: jax.core.ShapedArray) -> bool:
     """Returns whether a policy has moved the array to the host."""
     return aval.memory_space == jax.memory.Space.Host
-
-
-def _why_not_fp8(aval: jax.core.ShapedArray) -> str | None:
-    """Returns the reason why an array of this shape and dtype has no copy, or None."""
-    if not jnp.issubdtype(aval.dtype, jnp.floating):
-        return "no floating numbers"
-    if aval.dtype.itemsize == 1:
-        return "8 bits already"
-    if aval.dtype.itemsize == 8:
-        return "float64, whose range scales do not have"
-    if size_of(aval) < _MIN_SIZE:
-        return f"fewer than {_MIN_SIZE} elements"
-    if not isinstance(aval.shape[-1], int):
-        return "rows of unknown length"
-    if _is_short(aval) and not _merged(aval):
-        return f"rows of less than {_MIN_ROW_BYTES} bytes"
-    return None
-
-
-def _is_short(aval: jax.core.ShapedArray) -> bool:
-    return aval.shape[-1] * aval.dtype.itemsize < _MIN_ROW_BYTES
-
-
-def _merged(aval: jax.core.ShapedArray) -> tuple[int, ...]:
-    """Returns the lengths of the last axes that a copy merges, or ().
-
-    An example are the probabilities of attention [batch, queries, keys, heads], which
-    are as large as those of the order [batch, heads, queries, keys].
-    """
-    *before, last = aval.shape
-    if last == 1 or not _is_short(aval):
-        return ()
-    explicit = aval.sharding.spec if aval.sharding.mesh.explicit_axes else ()
-    for count in range(2, len(before) + 1):
-        axes = aval.shape[-count:]
-        if not all(isinstance(n, int) for n in axes) or any(explicit[-count:]):
-            return ()
-        if math.prod(axes) >= _MERGED:
-            return axes
-    return ()
-
-
-def _group_of_products(row: int, group: int) -> int:
-    """Returns the group size for rows of `row` elements that only matmuls read.
-
-    Matmuls are as accurate with larger groups; even one scale per tensor would do
-    (COAT, section 5.1). But the amax of a tensor takes another pass over the array, and
-    over all devices that share it.
-    """
-    if row <= _MAX_GROUP:
-        return max(_MAX_GROUP, group)
-    sizes = [_MAX_GROUP >> i for i in range(3)]
-    fitting = [size for size in sizes if size > group and row % (_SHARES * size) == 0]
-    return max(fitting, default=group)

@@ -69,11 +69,12 @@ def main() -> None:
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Returns `rows` with `row`, which replaces an earlier row of the same case."""
+    return results.joined(rows, row, case_of)
 
-    def key(row: Row) -> tuple[str, str]:
-        return row["kernel"], row.get("name", row["shape"])
 
-    return results.joined(rows, row, key)
+def case_of(row: Row) -> tuple[str, str]:
+    """Returns the kernel of a row, and its matmul or its shape."""
+    return row["kernel"], row.get("name", row["shape"])
 
 
 def measured(args: argparse.Namespace) -> Iterable[Row]:

@@ -128,12 +128,12 @@ def seeds(rows: Sequence[Row]) -> Table:
         cells = []
         for by_recipe in found.values():
             each = by_recipe[recipe]
-            cells += [_interval(each), " ".join(f"{gap:+.2f}" for gap in each)]
+            cells += [interval(each), " ".join(f"{gap:+.2f}" for gap in each)]
         table.add_row(recipe, str(len(first)), *cells)
     return table
 
 
-def _interval(values: Sequence[float]) -> str:
+def interval(values: Sequence[float]) -> str:
     """Returns the mean and half of its 95% interval; one value has no interval."""
     mean, half = _mean_and_half(values)
     return f"{mean:+.2f}" if half is None else f"{mean:+.2f} ± {half:.2f}"
@@ -208,7 +208,7 @@ def texts(rows: Sequence[Row]) -> Table:
                 continue
             plain, own, in_bf16 = np.array(found).T
             cells = [f"{math.exp(x.mean()):.3f}" for x in (plain, own)]
-            cells += [_interval(100 * np.expm1(x - plain)) for x in (own, in_bf16)]
+            cells += [interval(100 * np.expm1(x - plain)) for x in (own, in_bf16)]
             table.add_row(recipe, f"{kind}, here", *cells)
         for model, values in _PAPER.items():
             for name, at in _SETS.items() if recipe in values else ():

@@ -4,6 +4,7 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from experiments.bench.e2e import BY_KIND
+from experiments.bench.kernels import case_of
 from experiments.bench.model_step import Model
 from experiments.common.results import load
 from experiments.readme.image import markdown_image
@@ -271,10 +272,10 @@ def _more_kernels() -> list[str]:
 
 def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
     """Returns a sentence on the kernels' times with two versions of JAX."""
-    times = {(r["kernel"], r.get("name", r["shape"])): r for r in oldest["rows"]}
+    times = {case_of(row): row for row in oldest["rows"]}
     ratios: dict[bool, list[float]] = {False: [], True: []}
     for row in newest["rows"]:
-        other = times[row["kernel"], row.get("name", row["shape"])]
+        other = times[case_of(row)]
         longer = min(row["ms"], other["ms"]) >= _LONG_MS
         ratios[longer].append(row["ms"] / other["ms"])
     short, long = ratios.values()

@@ -2,13 +2,13 @@
 
 import textwrap
 from collections.abc import Mapping
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
-from experiments.common.intervals import half_of_few
 from experiments.common.results import load
+from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
-from experiments.pretrain.settings import PRESETS
+from experiments.pretrain.settings import PRESETS, RECIPES
 from experiments.readme.image import markdown_image
 from experiments.report.paper import TABLE_3
 
@@ -42,11 +42,10 @@ def all_gaps() -> dict[str, list[float]]:
     """
     found: dict[str, list[float]] = {}
     for name in ("pretrain_300m_compared", "pretrain_124m", "pretrain_124m_seeds"):
-        for row in load("pretrain", name)["rows"]:
-            delayed = row.get("scaling") == "delayed"
-            if row["recipe"] != "bf16" and not delayed:
-                found.setdefault(row["recipe"], []).append(row["val_gap_percent"])
-    return found
+        rows = ({"seed": 0} | row for row in load("pretrain", name)["rows"])
+        for recipe, each in comparison.gaps(rows, "val_loss").items():
+            found.setdefault(recipe, []).extend(each)
+    return {recipe: each for recipe, each in found.items() if recipe in RECIPES}
 
 
 def pretraining() -> str:
@@ -133,13 +132,12 @@ def _seeds() -> list[str]:
         "All trainings of these three files with scaling just in time, and the 95% "
         "interval of the mean:",
         "",
-        "| | trainings | gap | mean |",
+        "| | trainings | gaps, % | mean, % |",
         "| --- | --- | --- | --- |",
     ]
     for recipe, each in all_gaps().items():
         gaps = ", ".join(f"{gap:+.2f}" for gap in each)
-        half = half_of_few(stdev(each) / len(each) ** 0.5, len(each))
-        mean = f"{fmean(each):+.2f}% ± {half:.2f}"
+        mean = comparison.interval(each)
         lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
     return [*lines, ""]
 
