@@ -37,6 +37,7 @@ def fp8[Model](
     group: int = 16,
     where: Callable[[Residual], Any] | None = None,
     policy: Callable[..., Any] | None = None,
+    rerun_attention: bool = False,
 ) -> Model:
     """Converts a model: matmuls of its blocks run in FP8, and save FP8 residuals.
 
@@ -59,6 +60,7 @@ def fp8[Model](
       group: The number of neighbours that share a scale of a saved copy.
       where: Selects the residuals that are quantized.
       policy: A policy of `jax.checkpoint`.
+      rerun_attention: Whether flash attention runs again on FP8 copies.
 
     Returns:
       A model of the same kind, whose parameters have the same paths. An NNX model
@@ -86,7 +88,13 @@ def fp8[Model](
         if rule is not None:
             chooser(name, rule)
     options = partial(
-        Options, format=format, group=group, where=where, policy=policy, key=None
+        Options,
+        format=format,
+        group=group,
+        where=where,
+        policy=policy,
+        key=None,
+        rerun_attention=rerun_attention,
     )
     options()  # Raises errors of the options here.
     if isinstance(model, nnx.Module):

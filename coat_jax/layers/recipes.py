@@ -239,7 +239,6 @@ class Fp8Recipe(Recipe):
 
     Attributes:
       attention: The wrapper of attention and the output projection behind it.
-        `fp8_remat` saves queries, keys and values in FP8, and runs attention again.
     """
 
     attention: Wrapper = _identity
@@ -302,8 +301,8 @@ RECIPES: dict[RecipeName, Recipe] = {
     "te": PlainRecipe(linear=matmul.linear, pointwise=jax.checkpoint),
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Fp8Recipe(),
-    # `fp8_remat` saves queries, keys and values in FP8, and runs attention again.
-    "coat_max": Fp8Recipe(attention=fp8_remat),
+    # Queries, keys and values are saved in FP8, and attention runs again.
+    "coat_max": Fp8Recipe(attention=partial(fp8_remat, rerun_attention=True)),
     # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save.
     "coat_block": PlainRecipe(
         linear=blockwise.linear, segment=fp8_remat, optimizer=fp8_adamw

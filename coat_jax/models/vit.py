@@ -9,6 +9,7 @@ of `coat.fp8_dot_general` and `coat.fp8_remat`, as users put them around their m
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +107,9 @@ _PRECISIONS: dict[recipes.RecipeName, Precision] = {
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Precision(dot_general=fp8_dot_general, segment=fp8_remat),
     "coat_max": Precision(
-        dot_general=fp8_dot_general, segment=fp8_remat, attention=fp8_remat
+        dot_general=fp8_dot_general,
+        segment=fp8_remat,
+        attention=partial(fp8_remat, rerun_attention=True),
     ),
 }
 

@@ -11,9 +11,10 @@ computes it and which operations of the backward program read it:
                                    of up to 128 if only matmuls read the array
   arrays that follow elementwise   not saved; recomputed from the saved arrays
     from saved arrays
-  results of kernels that          not saved; the kernel runs again, on the FP8 copies
-    backward reads with copies       of its operands, if it has a float32 statistic of
-    of their operands                them: flash attention
+  operands and results of          saved unquantized if the kernel has a float32
+    kernels that one kernel of       statistic of its operands, as flash attention has;
+    backward reads                   or FP8 copies of the operands alone, on which the
+                                     kernel runs again (`rerun_attention`)
   all other arrays                 saved unquantized: integers, masks, per-token
                                    statistics, arrays of which backward takes the
                                    exponential or by which it divides
@@ -26,7 +27,7 @@ amplify the rounding errors of the copies is never repeated.
 Flash attention's backward kernel computes probabilities from queries, keys and the
 forward kernel's log-sum-exp. With rounded queries and keys they add up to one only if
 the log-sum-exp is that of the rounded ones, and their gradients do so to zero only if
-the output is. So both are computed again, which also saves the output's memory.
+the output is. So all of them are exact, or all are of the copies.
 
 The paper gives the operands of matmuls one scale per tensor, because its matmuls run in
 FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. They need
@@ -64,6 +65,7 @@ def fp8_remat[Target](
     where: Callable[[Residual], Any] | None = None,
     policy: Callable[..., Any] | None = None,
     key: jax.Array | None = None,
+    rerun_attention: bool = False,
 ) -> Target:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
@@ -107,8 +109,8 @@ def fp8_remat[Target](
         or close over them.
       policy: A policy of `jax.checkpoint`, which selects the arrays to save; the
         backward pass recomputes the others. By default the arrays that autodiff saves
-        are saved. Then only elementwise arithmetic on saved arrays is recomputed, and
-        flash attention: no matmul, no other kernel, no sum over an axis. With
+        are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
+        matmul, no kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
         A policy that saves flash attention's results saves those of exact arrays, which
         do not fit the copies of queries and keys.
@@ -116,6 +118,10 @@ def fp8_remat[Target](
         its two neighbouring codes, and is unchanged on average. All calls of the result
         share the key. So call `fp8_remat` where there is a fresh key, as in a training
         step: `fp8_remat(model, key=key)(x)`.
+      rerun_attention: True saves FP8 copies of queries, keys and values, and flash
+        attention runs again on them in the backward pass. By default they, its output
+        and its statistics are saved as they are, in two to four times the bytes.
+        Attention of plain JAX, which saves no statistics, does not change.
 
     Returns:
       An object of the same kind as `target`, with the same signature.
@@ -141,7 +147,14 @@ def fp8_remat[Target](
       ...     where=lambda residual: residual.name in ("h", None),
       ... )
     """
-    options = Options(format=format, group=group, where=where, policy=policy, key=key)
+    options = Options(
+        format=format,
+        group=group,
+        where=where,
+        policy=policy,
+        key=key,
+        rerun_attention=rerun_attention,
+    )
     try:
         argnums = tuple(map(operator.index, np.atleast_1d(params_argnums)))
     except (TypeError, ValueError):

@@ -41,6 +41,7 @@ class Options:
     where: Callable[[Residual], Any] | None
     policy: Callable[..., Any] | None
     key: jax.Array | None
+    rerun_attention: bool = False
     # Rewrites a function's program, given the paths of its arguments and which of them
     # are parameters, before it is differentiated.
     rewrite: Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr] | None = None
@@ -55,6 +56,10 @@ class Options:
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(f"{name} must be a function or None, got {value!r}")
+        if not isinstance(self.rerun_attention, bool):
+            raise ValueError(
+                f"rerun_attention must be True or False, got {self.rerun_attention!r}"
+            )
         if self.key is not None:
             object.__setattr__(self, "key", self._typed_key())
 
@@ -170,9 +175,14 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     integers = (v for v in program.invars if _is_integer(v.aval.dtype))
     constants = [*params, *integers, *_recomputed(residuals, kept)]
     derivation = Derivation(program, constants, options.group)
-    for index, copies in _of_copies(traced, program, residuals, kept).items():
-        derivation.compute(residuals[index], copies)
-        kept[index] = "recompute"
+    for results, operands in _kernels_with_statistics(traced, program, residuals, kept):
+        for index, var in enumerate(residuals):
+            if options.rerun_attention:
+                if _is_among(var, results):
+                    derivation.compute(var, operands)
+                    kept[index] = "recompute"
+            elif isinstance(kept[index], Copy) and _is_among(var, results | operands):
+                kept[index] = Wide("a kernel reads it beside statistics")
 
     def may_copy(var):
         fits = traced.has(var) and var not in statistics
@@ -201,33 +211,34 @@ def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     return [v for v, way in zip(residuals, kept, strict=True) if way == "recompute"]
 
 
-def _of_copies(
+def _kernels_with_statistics(
     traced: Linearized,
     program: core.Jaxpr,
     residuals: Sequence[Any],
     kept: Sequence[Any],
-) -> dict[int, frozenset[core.Var]]:
-    """Returns results of kernels that must be those of FP8 copies, with the copies.
+) -> list[tuple[frozenset[core.Var], frozenset[core.Var]]]:
+    """Returns results and operands of kernels that must be exact or all be of copies.
 
     Flash attention is an example. Its backward kernel reads queries, keys and values
     together with the output and a statistic of each row. With copies of the first three
-    its probabilities add up to one only if the others are computed from the copies.
+    its probabilities add up to one only if the others are computed from the copies. The
+    operands returned are those that `kept` would save as copies.
     """
     places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
 
-    def copies_read_with(index: int, maker: core.JaxprEqn) -> set[core.Var]:
+    def copies_read_with(index: int, maker: core.JaxprEqn) -> frozenset[core.Var]:
         operands = {v for v in variables(maker.invars) if not why_not_fp8(v.aval)}
         if not operands <= places.keys():
-            return set()
+            return frozenset()
         readers = {id(eqn) for eqn in traced.readers(index)}
-        return {
+        return frozenset(
             var
             for var in operands
             if isinstance(kept[places[var]], Copy)
             and not readers.isdisjoint(map(id, traced.readers(places[var])))
-        }
+        )
 
-    found: dict[core.Var, frozenset[core.Var]] = {}
+    found = []
     for var, index in places.items():
         if not isinstance(kept[index], Wide) or var.aval.dtype != jnp.float32:
             continue
@@ -235,8 +246,8 @@ def _of_copies(
         if maker is None or not is_foreign(maker.primitive):
             continue
         if copies := copies_read_with(index, maker):
-            found |= dict.fromkeys(maker.outvars, frozenset(copies))
-    return {i: found[v] for i, v in enumerate(residuals) if _is_among(v, found)}
+            found.append((frozenset(maker.outvars), copies))
+    return found
 
 
 def _is_integer(dtype: Any) -> bool:

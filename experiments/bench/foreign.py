@@ -44,6 +44,10 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
     "fp8_remat": (None, coat.fp8_remat),
     "fp8_dot_general": (coat.fp8_dot_general, lambda fn: fn),
     "both": (coat.fp8_dot_general, coat.fp8_remat),
+    "both, attention again": (
+        coat.fp8_dot_general,
+        partial(coat.fp8_remat, rerun_attention=True),
+    ),
     "fp8": (None, coat.fp8),
 }
 # Targets on one Hopper GPU: speedups over BF16, U saved, and times smaller than BF16.

@@ -97,7 +97,7 @@ def _run(folder: Path, flags: Sequence[str]) -> int:
     if not (folder / "summary.json").exists():
         return program.main([*flags, "--resume", str(folder)])
     try:
-        FinetuneRun.resume(folder, read(arguments.parser(), flags))
+        FinetuneRun.open(folder, read(arguments.parser(), flags))
     except ValueError as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2

@@ -144,7 +144,7 @@ def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
     """Returns a run's summary, the run, and what was or is now measured by recipe."""
     if not (folder / _SUMMARY).exists():
         raise ValueError(f"{folder} is no finished run: it has no {_SUMMARY}")
-    summary, run = read_results(folder / _SUMMARY), Run.resume(folder, {})
+    summary, run = read_results(folder / _SUMMARY), Run.open(folder, {})
     if summary["nats_per"] != "byte":
         raise ValueError(f"runs on bytes can be compared, {folder} has tokens of a BPE")
     path = folder / _MEASURED
@@ -187,6 +187,11 @@ def _examined(run: Run, recipe: Recipe, inputs: program.Inputs, exam: _Exam) -> 
     """Measures the last checkpoint of a recipe."""
     trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
     with run.checkpoints(recipe) as checkpoints:
+        if (last := checkpoints.progress().step) != run.steps:
+            raise ValueError(
+                f"the latest checkpoint of {recipe} in {run.folder} is of step {last}, "
+                f"not of {run.steps}"
+            )
         state = checkpoints.state(trainer.abstract_state())
     model = partial(trainer.log_likelihoods, state, last=choices.PIECE)
     right = {k: choices.answered(q, model) for k, q in exam.questions.items()}

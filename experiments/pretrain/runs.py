@@ -126,7 +126,21 @@ class Run:
 
     @classmethod
     def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
-        """Continues a run; `record_changes` stores what `given` changes of it.
+        """Opens a run to continue it from its latest checkpoints.
+
+        Rows behind these are dropped. `record_changes` stores what `given` changes of
+        the run. Arguments and errors are those of `open`.
+
+        Raises:
+          ValueError: Also if rows say that there were checkpoints, and none is left.
+        """
+        run = cls.open(folder, given)
+        run._drop_unsaved_rows()
+        return run
+
+    @classmethod
+    def open(cls, folder: Path, given: Mapping[str, Any]) -> Self:
+        """Opens a run that no other process writes to; nothing of it is changed.
 
         Args:
           folder: The run's folder.
@@ -149,7 +163,6 @@ class Run:
             path = folder / name
             if not path.exists() or file_checksum(path) != checksum:
                 raise ValueError(f"{path} is damaged")
-        run._drop_unsaved_rows()
         return run
 
     def _change(self, given: Mapping[str, Any]) -> None:
@@ -255,6 +268,7 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
+        self._check_checkpoints(last)
         for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
             if path.name != _HEALTH:
                 path.touch()
@@ -275,6 +289,21 @@ class Run:
             lines = b"".join(line for _, line in kept)
             if path.exists() and lines != path.read_bytes():
                 replace_file(path, lines)
+
+    def _check_checkpoints(self, saved: Mapping[str, int]) -> None:
+        """Raises ValueError if a recipe has lost all checkpoints, by its rows.
+
+        A process that ends while it writes the first checkpoint leaves rows without
+        one, of no more steps than two checkpoints are apart.
+        """
+        rows = self.metrics()
+        for recipe in (recipe for recipe, last in saved.items() if not last):
+            steps = [row["step"] for row in rows if row["recipe"] == recipe]
+            if max(steps, default=0) > 2 * self.settings.save_every:
+                raise ValueError(
+                    f"{self.folder} has no checkpoint of {recipe}, whose training went "
+                    f"to step {max(steps)}: it cannot go on"
+                )
 
     def _check_rows(self, rows: Sequence[Mapping], saved: Mapping[str, int]) -> None:
         """Raises ValueError unless there is one row for each step that was saved."""

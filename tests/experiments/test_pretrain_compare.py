@@ -183,9 +183,16 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
     assert out.with_suffix(".png").exists()
     assert "Right answers to multiple-choice questions" in capsys.readouterr().out
 
-    monkeypatch.setattr(compare, "_examined", None)  # It would be called in vain.
+    metrics = [(folder / "metrics.jsonl").read_bytes() for folder in runs]
+    shutil.rmtree(runs[0] / "checkpoints")  # Nothing is to be measured any more.
     assert compare.main(argv) == 0
     assert read_results(out)["tasks"] == found["tasks"]
+    assert metrics == [(folder / "metrics.jsonl").read_bytes() for folder in runs]
+
+    (runs[0] / "compared.json").unlink()
+    assert compare.main(argv) == 2
+    said = capsys.readouterr().err
+    assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 4" in said
 
 
 def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):

@@ -206,3 +206,12 @@ def test_means_leave_nan_out():
     x = np.array([np.nan, np.nan, 1.0, 3.0, np.nan, 5.0])
     expected = [np.nan, np.nan, 1.0, 2.0, 3.0, 5.0]
     np.testing.assert_array_equal(plots.trailing_mean(x, 2), expected)
+
+
+def test_a_run_that_lost_its_checkpoints_keeps_its_rows(copied, capsys):
+    shutil.rmtree(copied / "checkpoints" / "coat")
+    metrics = (copied / "metrics.jsonl").read_bytes()
+    assert _resume(copied) == 2
+    said = capsys.readouterr().err
+    assert f"{copied} has no checkpoint of coat, whose training went to step 9" in said
+    assert (copied / "metrics.jsonl").read_bytes() == metrics

@@ -60,18 +60,20 @@ def test_recipe_gradients_and_fp8_products(recipe):
     assert "__cudnn$fmha" in program
 
 
-def test_attention_to_copies_has_their_statistics():
+@pytest.mark.parametrize("rerun", [False, True])
+def test_attention_in_backward_fits_its_statistics(rerun):
     keys = jax.random.split(jax.random.key(0), 4)
     shapes = [(BATCH, LENGTH, n, 64) for n in (8, 2, 2, 8)]
     q, k, v, do = (
         jax.random.normal(*of, jnp.bfloat16) for of in zip(keys, shapes, strict=True)
     )
     inputs = 3 * q, k, v
-    light = coat.fp8_remat(causal_attention, params_argnums=())
+    light = coat.fp8_remat(causal_attention, params_argnums=(), rerun_attention=rerun)
     found = jax.jit(lambda *args: jax.vjp(light, *args)[1](do))(*inputs)
     groups = coat.PerGroup(16)
     copies = [coat.quantize(x, granularity=groups).dequantize() for x in inputs]
-    expected = jax.jit(lambda *args: jax.vjp(causal_attention, *args)[1](do))(*copies)
+    read = copies if rerun else inputs
+    expected = jax.jit(lambda *args: jax.vjp(causal_attention, *args)[1](do))(*read)
     for a, b in zip(found, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         # The kernel adds up in any order.

@@ -13,6 +13,7 @@ from pallas_kernels import dispatch, stand_ins
 
 SHAPE = 2, 64, 2, 64
 saving = functools.partial(coat.fp8_remat, params_argnums=())
+rerunning = functools.partial(saving, rerun_attention=True)
 
 
 def scores(q, k):
@@ -87,9 +88,33 @@ def copied(x):
     return coat.quantize(x, granularity=coat.PerGroup(16)).dequantize()
 
 
-def test_backward_is_that_of_attention_to_the_copies(arrays):
+def test_backward_is_exact_by_default(arrays):
     *inputs, do = arrays
     out, vjp = jax.vjp(saving(flash), *inputs)
+    exact_out, exact_vjp = jax.vjp(flash, *inputs)
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(exact_out))
+    for found, expected in zip(vjp(do), exact_vjp(do), strict=True):
+        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+
+
+def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
+    x, *_ = arrays
+    w = jnp.asarray(rng.normal(size=(3, SHAPE[-1], SHAPE[-1])), jnp.bfloat16)
+
+    def block(w, x):
+        q, k, v = (x @ each for each in w)
+        return jnp.sin(flash(q, k, v))
+
+    rows = coat.residual_report(coat.fp8_remat(block), w, x).rows
+    kept = sorted(row.kept for row in rows if row.shape == SHAPE)
+    # The copy is of the matmuls' input. Backward of the sine reads the output.
+    wide = "wide, a kernel reads it beside statistics"
+    assert kept == ["E4M3, groups of 128", *[wide] * 4]
+
+
+def test_backward_is_that_of_attention_to_the_copies(arrays):
+    *inputs, do = arrays
+    out, vjp = jax.vjp(rerunning(flash), *inputs)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(flash(*inputs)))
     read = [copied(x).astype(jnp.float32) for x in inputs]
     exact = jax.vjp(attention, *read)[1](do.astype(jnp.float32))
@@ -100,7 +125,7 @@ def test_backward_is_that_of_attention_to_the_copies(arrays):
 
 def test_neither_output_nor_statistics_are_saved(arrays):
     *inputs, _ = arrays
-    rows = coat.residual_report(saving(flash), *inputs).rows
+    rows = coat.residual_report(rerunning(flash), *inputs).rows
     codes = [row.shape for row in rows if row.dtype == jnp.float8_e4m3fn]
     assert codes == [SHAPE] * 3
     assert not any(row.dtype == jnp.float32 for row in rows)
@@ -113,7 +138,7 @@ def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
     def block(w, *inputs):
         return flash(*inputs).reshape(*SHAPE[:2], -1).astype(w.dtype) @ w
 
-    light = coat.fp8_remat(block)
+    light = coat.fp8_remat(block, rerun_attention=True)
     rows = coat.residual_report(light, w, *inputs).rows
     assert sum(row.dtype == jnp.float8_e4m3fn for row in rows) == 3
     found = jax.grad(lambda w: jnp.sum(light(w, *inputs)))(w)
@@ -129,9 +154,14 @@ def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
     assert any(row.dtype == jnp.float32 for row in plain.rows)  # The statistics.
 
 
-def test_a_decoder_layer_saves_queries_keys_and_values_alone():
+def test_cudnns_attention_saves_queries_keys_and_values_alone():
     x = jax.ShapeDtypeStruct((2, 1024, 8, 128), jnp.bfloat16)
     with dispatch.traced_anew(), stand_ins.for_hopper():
-        rows = coat.residual_report(saving(stand_ins.attention), x, x, x).rows
+        rows = coat.residual_report(rerunning(stand_ins.attention), x, x, x).rows
     assert [row.dtype for row in rows].count(jnp.float8_e4m3fn) == 3
     assert all(row.dtype != jnp.float32 for row in rows)
+
+
+def test_other_values_of_the_option_are_refused():
+    with pytest.raises(ValueError, match="rerun_attention must be True or False, got"):
+        rerunning(flash, rerun_attention="cudnn")
