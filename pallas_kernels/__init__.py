@@ -11,14 +11,18 @@ from pallas_kernels.ops.gate.reference import Activation, Gated
 from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
-from pallas_kernels.ops.quantize.api import (
+from pallas_kernels.ops.quantize.groups import (
     dequantize_groups,
-    maxima,
     quantize_groups,
     quantize_rows,
 )
-from pallas_kernels.ops.quantize.scales import Bound, tensor_scales
-from pallas_kernels.ops.quantize.tensor import quantize_tensor, transpose
+from pallas_kernels.ops.quantize.tensor import (
+    Bound,
+    maxima,
+    quantize_tensor,
+    tensor_scales,
+    transpose,
+)
 from pallas_kernels.ops.rope.api import join_heads
 
 __all__ = [

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from pallas_kernels.numerics import floats, magnitude_bits
+
+_ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
 def mesh_of(arrays: Any) -> AbstractMesh | None:
@@ -50,37 +53,37 @@ def with_common_mesh[Tree](tree: Tree) -> Tree:
     The results of custom calls, such as cuDNN's attention, have types without a mesh.
     """
     leaves, structure = jax.tree.flatten(tree)
-    mesh = mesh_of([x for x in leaves if _is_array(x)])
+    mesh = mesh_of([x for x in leaves if isinstance(x, _ARRAYS)])
     if mesh is None or mesh.manual_axes or mesh.explicit_axes:
         return tree
     return structure.unflatten([_with_mesh(x, mesh) for x in leaves])
 
 
 def _with_mesh(x: Any, mesh: AbstractMesh) -> Any:
-    if not _is_array(x) or not x.ndim or not jax.typeof(x).sharding.mesh.empty:
+    if not isinstance(x, _ARRAYS) or not x.ndim:
+        return x
+    if not jax.typeof(x).sharding.mesh.empty:
         return x
     spec = P(*[P.UNCONSTRAINED] * x.ndim)
     return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
 
-def varying_alike[Tree](tree: Tree) -> Tree:
+def varying_alike[Tree](tree: Tree, like: Any = None) -> Tree:
     """Lets all arrays of a tree vary over the same devices, within `shard_map`.
+
+    These are the devices over which some of `like` vary, by default some of the tree.
 
     There an array's type says over which mesh axes its values differ (unless
     `check_vma=False`). Arguments of a `custom_vjp` have to be alike, because so are the
     gradients that it returns. JAX then adds up the gradients of those that were not.
     """
-    return varying_like(tree, tree)
-
-
-def varying_like[Tree](tree: Tree, like: Any) -> Tree:
-    """Lets all arrays of a tree vary over the devices over which some of `like` do."""
-    axes = frozenset().union(*map(varying_axes, jax.tree.leaves(like)))
+    leaves = jax.tree.leaves(tree if like is None else like)
+    axes = frozenset().union(*map(varying_axes, leaves))
     if not axes:
         return tree
 
     def varying(x: Any) -> Any:
-        missing = axes - varying_axes(x) if _is_array(x) else ()
+        missing = axes - varying_axes(x) if isinstance(x, _ARRAYS) else ()
         return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
     return jax.tree.map(varying, tree)
@@ -94,11 +97,9 @@ def largest_over(x: Array, axes: Sequence[str]) -> Array:
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes of a `shard_map` over which an array varies."""
-    return jax.typeof(x).manual_axis_type.varying if _is_array(x) else frozenset()
-
-
-def _is_array(x: Any) -> bool:
-    return hasattr(x, "dtype") and hasattr(x, "ndim")
+    if not isinstance(x, _ARRAYS):
+        return frozenset()
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def obstacle(arrays: Any) -> str | None:

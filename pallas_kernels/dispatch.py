@@ -30,7 +30,7 @@ def has_hopper() -> bool:
 
     A program that is traced with stand-ins is one for such a GPU.
     """
-    if stand_ins.active():
+    if stand_ins.active.get():
         return True
     device = _device()
     return device.platform == "gpu" and device.compute_capability == "9.0"
@@ -189,7 +189,7 @@ class Operation(abc.ABC):
         chosen = _choose(self, arrays, implementation)
         # Some operations have no kernel: `kernel` is their definition, for parts.
         has_kernel = type(self).kernel is not type(self).reference
-        if chosen == "mosaic" and has_kernel and stand_ins.active():
+        if chosen == "mosaic" and has_kernel and stand_ins.active.get():
             return stand_ins.kernel(self.name, self.reference, *arrays)
         mesh = array_types.mesh_of(arrays)
         if chosen == "mosaic":
@@ -199,7 +199,7 @@ class Operation(abc.ABC):
             explicit = mesh is not None and mesh.explicit_axes
             run = placement.in_jnp if explicit else type(self).reference
         # The types of kernels' results do not say over which devices they vary.
-        return array_types.varying_like(run(self, *arrays), arrays)
+        return array_types.varying_alike(run(self, *arrays), arrays)
 
 
 def _choose(
@@ -248,22 +248,18 @@ def warn_once(message: str) -> None:
 def _against_kernels(arrays: tuple) -> list[str]:
     """Returns the reasons why no kernel runs on these arrays unless it is named."""
     if not has_hopper():
-        return [_no_hopper()]
+        device = _device()
+        capability = getattr(device, "compute_capability", None)
+        if capability is None:
+            return [f"{device.device_kind} is no Hopper GPU"]
+        return [
+            f"{device.device_kind} has compute capability {capability}, and kernels "
+            "need 9.0, Hopper"
+        ]
     if why := array_types.obstacle(arrays):
         warn_once(f"kernels do not run: {why}")
         return [why]
     return []
-
-
-def _no_hopper() -> str:
-    device = _device()
-    capability = getattr(device, "compute_capability", None)
-    if capability is None:
-        return f"{device.device_kind} is no Hopper GPU"
-    return (
-        f"{device.device_kind} has compute capability {capability}, and kernels need "
-        "9.0, Hopper"
-    )
 
 
 def _device() -> jax.Device:

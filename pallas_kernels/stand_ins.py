@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-_active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
+# True while kernels are traced as stand-ins.
+active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=False)
 
 
 @contextlib.contextmanager
@@ -22,16 +23,11 @@ def for_hopper() -> Iterator[None]:
 
     Trace them anew (`dispatch.traced_anew`): traces with stand-ins must not be reused.
     """
-    token = _active.set(True)
+    token = active.set(True)
     try:
         yield
     finally:
-        _active.reset(token)
-
-
-def active() -> bool:
-    """Returns whether kernels are traced as stand-ins."""
-    return _active.get()
+        active.reset(token)
 
 
 def _new(name: str) -> core.Primitive:

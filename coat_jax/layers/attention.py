@@ -62,7 +62,7 @@ def _attention(q, k, v, kept=(), segment_ids=None, causal=True):
         run = jax.checkpoint(partial(attention, implementation="xla"))
         if not kept:
             return run(q, k, v, segment_ids)
-    elif stand_ins.active():
+    elif stand_ins.active.get():
         run = _ignoring_segments
     else:
         run = partial(attention, implementation="cudnn")
@@ -121,7 +121,7 @@ def _has_flash_attention(q: Array) -> bool:
     # cuDNN's kernel has a backward pass only for these shapes and dtypes.
     _, length, _, head_dim = q.shape
     return (
-        (stand_ins.active() or dispatch.has_gpu())
+        (stand_ins.active.get() or dispatch.has_gpu())
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128

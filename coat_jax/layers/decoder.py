@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -172,7 +171,7 @@ class DecoderLayer(nnx.Module):
         Weights come with their codes if there are any and `codes` is true.
         """
         params = {name: self._weight(name, codes) for name in names}
-        params["norm"] = _value(norm)
+        params["norm"] = None if norm is None else norm[...]
         if self.amax is not None:
             own = {k: v for k, v in self.amax.items() if k.startswith(names)}
             params["amax"] = {k: history[...] for k, history in own.items()}
@@ -205,9 +204,14 @@ class DecoderLayer(nnx.Module):
             neither bfloat16 nor float32.
         """
         recipe = recipes.RECIPES[self.recipe]
-        if isinstance(x, recipes.Stream):
-            return self._segments(recipe, x, segment_ids)
-        return recipe.leave(self._segments(recipe, recipe.enter(x), segment_ids))
+        plain = not isinstance(x, recipes.Stream)
+        x = recipe.enter(x) if plain else x
+        params = self._params("qkv", norm=self.attention_norm)
+        attended = recipe.attention_in(params, x, norm=self.norm, heads=self.heads)
+        x = recipe.attention_out(self._params("out"), *attended, segment_ids)
+        params = self._params("gate_up", "down", norm=self.mlp_norm)
+        x = recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate)
+        return recipe.leave(x) if plain else x
 
     def unquantized[Extra](
         self,
@@ -238,19 +242,3 @@ class DecoderLayer(nnx.Module):
         x = recipe.project_out(self._params("out", codes=False), o, x)
         params = self._params("gate_up", "down", norm=self.mlp_norm, codes=False)
         return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate), extra
-
-    def _segments(
-        self,
-        recipe: recipes.Recipe,
-        x: recipes.Residual,
-        segment_ids: Array | None,
-    ) -> recipes.Residual:
-        params = self._params("qkv", norm=self.attention_norm)
-        attended = recipe.attention_in(params, x, norm=self.norm, heads=self.heads)
-        x = recipe.attention_out(self._params("out"), *attended, segment_ids)
-        params = self._params("gate_up", "down", norm=self.mlp_norm)
-        return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate)
-
-
-def _value(param: nnx.Param | None) -> jax.Array | None:
-    return None if param is None else param[...]

@@ -28,10 +28,10 @@ from coat_jax.layers.matmul import (
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3, E5M2
-from coat_jax.remat.merge import mergeable
+from coat_jax.remat import merge
 from coat_jax.remat.norms import Source
 from coat_jax.remat.notes import Note
-from pallas_kernels import Scaled, array_types
+from pallas_kernels import Scaled, array_types, dispatch
 from pallas_kernels.numerics import GROUP
 
 _GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
@@ -94,8 +94,8 @@ def fp8_dot_general(
         return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
     lhs, rhs = array_types.varying_alike((lhs, rhs))
     (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = _remaining(lhs.ndim, lhs_contract, lhs_batch)
-    rhs_free = _remaining(rhs.ndim, rhs_contract, rhs_batch)
+    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
     a = lax.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract))
     b = lax.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free))
     batch = [lhs.shape[i] for i in lhs_batch]
@@ -106,19 +106,26 @@ def fp8_dot_general(
         return jnp.zeros(expected.shape, dtype)
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
-    others = (_gated, _activated) if a.ndim == 2 else ()
-    product = mergeable(_dot(jnp.dtype(dtype)), _dots, (a.ndim, b.ndim), *others)
-    return product(a, b).reshape(expected.shape)
+    product = _mergeable(jnp.dtype(dtype), (a.ndim, b.ndim))
+    # `explain` counts calls, also of functions that JAX has traced before.
+    with dispatch.counted():
+        return product(a, b).reshape(expected.shape)
 
 
 @cache
-def _dot(dtype: jnp.dtype) -> Callable:
-    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype."""
+def _mergeable(dtype: jnp.dtype, ranks: tuple[int, int]) -> Callable:
+    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype.
 
-    def fp8_dot_general(x, w):
+    It is jitted, and `fp8_remat` finds its forms by its name.
+    """
+
+    def call(x, w):
         return _batched(partial(fp8_matmul, dtype=dtype, contract=0), x)(x, w)
 
-    return fp8_dot_general
+    call.__name__ = "_".join(("fp8_dot_general", *map(str, ranks)))
+    others = (_gated, _activated) if ranks == (2, 2) else ()
+    merge.FORMS[call.__name__] = merge.Forms(_dots, *others)
+    return jax.jit(call)
 
 
 def _dots(source, weights, norm, dtype):
@@ -355,7 +362,3 @@ def _activated_bwd(activation, dtype, residuals, dy):
 
 
 _activated_product.defvjp(_activated_fwd, _activated_bwd)
-
-
-def _remaining(ndim: int, *taken) -> tuple[int, ...]:
-    return tuple(i for i in range(ndim) if not any(i in axes for axes in taken))

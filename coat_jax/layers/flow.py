@@ -45,7 +45,7 @@ from coat_jax.layers.matmul import (
 from coat_jax.layers.parts import Heads, Norm, Stream, token_sum
 from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.delayed import recorded, scale_of, spread
+from coat_jax.quantization.delayed import delayed_scale, recorded, spread
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, Scaled, array_types
 from pallas_kernels.numerics import on_last_axes
@@ -283,13 +283,13 @@ def gate_gradient(
       gradient [..., f] for each of a pair; and the transposed E4M3 codes of a with
       `a_scale`.
     """
-
-    def bound():
+    if history is not None:
+        scale = delayed_scale(history, E5M2)
+    else:
         # The amax of gate and up is at most the largest group scale times E4M3.max.
         factors = largest_scale, da_maxima
-        return kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
-
-    scale = scale_of(E5M2, history, bound)
+        bound = kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
+        (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
     out = kernels.gated_grad(
         gate_up,
         da,
@@ -298,13 +298,13 @@ def gate_gradient(
         dtype=E5M2.dtype,
         product_scale=a_scale,
     )
-    maxima = None if history is None else out.largest
 
     def codes(values):
         rows = values.reshape(*da.shape[:-1], -1)
         # A separate kernel transposes the codes. `da` is freed by now, so that backward
         # needs no more memory at a time than BF16.
-        return checked(Codes(rows, kernels.transpose(rows), scale, maxima))
+        found = Codes(rows, kernels.transpose(rows), scale, out.largest)
+        return found if history is None else checked(found)
 
     return jax.tree.map(codes, out.values), out.product
 

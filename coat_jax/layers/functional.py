@@ -12,12 +12,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.api import fp8_inputs
 from pallas_kernels.numerics import on_last_axes
-from pallas_kernels.ops.rope.reference import turned
+from pallas_kernels.ops.rope.api import angles, turned
 
 
 def rms_norm(
@@ -107,20 +107,6 @@ def geglu(
     """
     gelu = partial(jax.nn.gelu, approximate=approximate)
     return _gated(gelu, gate, up, residual_format)
-
-
-def angles(
-    length: int, dim: int, theta: float, start: Int[Array, ""] | int = 0
-) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
-    """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
-
-    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
-    are the `length` ones from `start` on.
-    """
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    positions = start + jnp.arange(length)
-    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
-    return jnp.cos(angle), jnp.sin(angle)
 
 
 def rotary(

@@ -21,10 +21,10 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.array import undifferentiated
-from coat_jax.quantization.delayed import scale_of
+from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
 from pallas_kernels import Codes, Scaled, array_types
+from pallas_kernels.numerics import undifferentiated
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.
@@ -91,7 +91,7 @@ def fp8_matmul(x, w, dtype, contract):
 def _fp8_matmul_fwd(x, w, dtype, contract):
     layout = _LAYOUTS[contract]
     xq = quantize_tensor(x, E4M3, copies="both")
-    wq = quantize_tensor(_flat(w), E4M3, copies=layout)
+    wq = quantize_tensor(w.reshape(-1, w.shape[-1]), E4M3, copies=layout)
     y = matmul_codes(xq.row, getattr(wq, layout), xq.scale, wq.scale, dtype=dtype)
     # An empty array carries the dtype of x to the backward pass.
     return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
@@ -102,8 +102,11 @@ def _fp8_matmul_bwd(dtype, contract, residuals, dy):
     xq, w, w_scale, like = residuals
     layout = _LAYOUTS[1 - contract]
     gradient = quantize_tensor(dy, E5M2, copies="both")
-    wq = getattr(quantize_tensor(_flat(w), E4M3, copies=layout, scale=w_scale), layout)
-    dx = matmul_codes(gradient.row, wq, gradient.scale, w_scale, dtype=like.dtype)
+    rows = w.reshape(-1, w.shape[-1])
+    wq = quantize_tensor(rows, E4M3, copies=layout, scale=w_scale)
+    dx = matmul_codes(
+        gradient.row, getattr(wq, layout), gradient.scale, w_scale, dtype=like.dtype
+    )
     a, b = (xq, gradient) if contract == 0 else (gradient, xq)
     dw = matmul_codes(a.transposed, b.transposed, a.scale, b.scale, dtype=w.dtype)
     return dx, dw.reshape(w.shape)
@@ -128,8 +131,11 @@ def quantize_tensor(
     `after` is an array that must be computed before the codes.
     """
     x = _numbers(x)
-    if scale is None:
-        scale = scale_of(format, history, lambda: kernels.Bound((kernels.maxima(x),)))
+    if history is not None:
+        scale = delayed_scale(history, format)
+    elif scale is None:
+        bound = kernels.Bound((kernels.maxima(x),))
+        (scale,) = kernels.tensor_scales(bound, dtype=format.dtype)
     codes = kernels.quantize_tensor(
         x,
         scale,
@@ -139,17 +145,15 @@ def quantize_tensor(
         keep_maxima=history is not None,
         after=after,
     )
-    return checked(codes)
+    return codes if history is None else checked(codes)
 
 
 def checked(codes: Codes) -> Codes:
-    """Returns codes whose scale is NaN if their amax is known and not finite.
+    """Returns codes whose scale is NaN if their amax is not finite.
 
     A delayed scale is chosen before the amax is known, so infinities saturate. The NaN
     scale lets the results of matmuls show them.
     """
-    if codes.largest is None:
-        return codes
     largest = jnp.max(codes.largest, initial=0.0)
     scale = jnp.where(jnp.isfinite(largest), codes.scale, jnp.nan)
     return codes._replace(scale=scale, largest=largest)
@@ -312,7 +316,7 @@ def _forward_codes(
     if isinstance(w, Fp8Weight):
         return w.rows, w.scale
     codes, scale = quantize_tokens(w, after)
-    rows = Scaled(_flat(codes), scale.reshape(-1))
+    rows = Scaled(codes.reshape(-1, codes.shape[-1]), scale.reshape(-1))
     return rows, rows
 
 
@@ -326,10 +330,6 @@ def _backward_codes(
         w, E4M3, copies="transposed", merge=False, scale=scale, after=after
     )
     return codes.transposed
-
-
-def _flat(w: Float[Array, "... k"]) -> Float[Array, "n k"]:
-    return w.reshape(-1, w.shape[-1])
 
 
 def _numbers(x: Float[Array, "..."]) -> Float[Array, "..."]:

@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from coat_jax.layers.functional import angles, rotary
+from coat_jax.layers.functional import rotary
 from coat_jax.layers.matmul import checked, quantize_tensor
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.delayed import scale_of
+from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E5M2
 from pallas_kernels import Codes, NormKind, Scaled
-from pallas_kernels.ops.rope.reference import split_heads
+from pallas_kernels.ops.rope.api import angles, split_heads
 
 
 class Stream(NamedTuple):
@@ -70,7 +70,8 @@ class Stream(NamedTuple):
     ) -> "Stream":
         """Returns a gradient with its scale, from the amax of parts if known."""
         found = kernels.maxima(dx) if maxima is None else maxima
-        return cls(dx, scale_of(E5M2, None, lambda: kernels.Bound((found,))))
+        (scale,) = kernels.tensor_scales(kernels.Bound((found,)), dtype=E5M2.dtype)
+        return cls(dx, scale)
 
     def codes(self, history: Array | None) -> Codes:
         """Quantizes a gradient to E5M2 codes and their transpose."""
@@ -125,15 +126,14 @@ class Heads:
         RoPE is undone in the same kernel.
         """
         cos, sin = self.angles(q.shape[1])
-
-        def bound():
-            # A rotation increases the amax by a factor of sqrt(2) at most.
-            return kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
-
-        scale, delayed = scale_of(E5M2, history, bound), history is not None
-        arrays = q, k, v, cos, sin, scale
-        codes = kernels.join_heads(*arrays, dtype=E5M2.dtype, keep_maxima=delayed)
-        return checked(codes)
+        dtype = E5M2.dtype
+        if history is not None:
+            arrays = q, k, v, cos, sin, delayed_scale(history, E5M2)
+            return checked(kernels.join_heads(*arrays, dtype=dtype, keep_maxima=True))
+        # A rotation increases the amax by a factor of sqrt(2) at most.
+        bound = kernels.Bound((kernels.maxima(q, k, v),), math.sqrt(2))
+        (scale,) = kernels.tensor_scales(bound, dtype=dtype)
+        return kernels.join_heads(q, k, v, cos, sin, scale, dtype=dtype)
 
     def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
         """Returns the gradient of `split`'s input, summed over all tokens."""

@@ -49,19 +49,21 @@ def by_shards(
             *options, residuals, cotangents = args
             run = partial(backward, *options)
             stream = _stream(cotangents)
+            shape, token = stream.scale.shape, stream.token
             if stream.scale.ndim and "amax" not in residuals[0]:
                 grads, *rest = _over_shards(run, mapped, residuals, cotangents)
             else:
                 grads, *rest = run(residuals, cotangents)
-            token = stream.token
             if known and token is not None:
                 matrices = (x for x in jax.tree.leaves(grads) if x.ndim > 1)
                 for gradient in matrices:
                     token = exchange.ready(token, gradient)
-            like = partial(_like, stream.scale.shape, token)
             params = residuals[0]
             grads = {name: _finished(g, params[name]) for name, g in grads.items()}
-            return grads, *_map(like, rest)
+            for j, x in enumerate(rest):
+                if isinstance(x, Stream):
+                    rest[j] = Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
+            return grads, *rest
 
         return wrapped
 
@@ -123,13 +125,6 @@ def _merged(x: Array | Stream) -> Any:
 def _axes(x: Array | Stream) -> Any:
     """Returns the axes over which `vmap` maps: all shards have one token."""
     return Stream(0, 0, None) if isinstance(x, Stream) else 0
-
-
-def _like(shape: tuple[int, ...], token: Array | None, x: Array | Stream) -> Any:
-    """Returns a stream with a token and scales of a shape; arrays as they are."""
-    if not isinstance(x, Stream):
-        return x
-    return Stream(x.x, jnp.broadcast_to(x.scale, shape), token)
 
 
 def _finished(gradient: Any, param: Any) -> Any:

@@ -74,7 +74,7 @@ class _Loss(dispatch.Operation):
         def add(total, chunk):
             return total + _chunk_loss(head, *chunk), None
 
-        zero = array_types.varying_like(jnp.zeros((), jnp.float32), hidden)
+        zero = array_types.varying_alike(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
 
     kernel = reference
@@ -99,7 +99,7 @@ class _LossAndGrads(_Loss):
             return (total + loss, dhead + grads[0]), grads[1]
 
         zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
-        zeros = array_types.varying_like(zeros, hidden)
+        zeros = array_types.varying_alike(zeros, hidden)
         chunks = _chunks(hidden, head, targets, shares)
         (total, dhead), dhidden = lax.scan(add, zeros, chunks)
         return total, dhidden.reshape(hidden.shape), dhead

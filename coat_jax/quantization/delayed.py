@@ -7,7 +7,6 @@ while it is quantized (Micikevicius et al., arXiv 2209.05433; TransformerEngine 
 parameters, and their gradients are the histories of the next step.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,7 +16,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax import lax
 from jaxtyping import Array, Float
 
-import pallas_kernels as kernels
 from coat_jax.quantization.array import tensor_scale
 from coat_jax.quantization.formats import Format
 from pallas_kernels import array_types
@@ -89,22 +87,13 @@ def _varying_bwd(axes, _, following):
 _varying.defvjp(_varying_fwd, _varying_bwd)
 
 
-def scale_of(
-    format: Format,
-    history: Float[Array, " length"] | None,
-    bound: Callable[[], kernels.Bound],
-) -> Float[Array, ""]:
-    """Computes a tensor's scale from its history, or without one from `bound`.
+def delayed_scale(history: Float[Array, " length"], format: Format) -> Float[Array, ""]:
+    """Computes the scale of the largest amax in a history.
 
-    A history gives the scale of its largest amax. Scales rise with the amax, so this is
-    also the largest of the scales of all entries. In this order XLA computes all scales
-    and their maximum in one kernel. Without a history, the scale of the bound is
-    computed just in time.
+    Scales rise with the amax, so this is also the largest of the scales of all entries.
+    In this order XLA computes all scales and their maximum in one kernel.
     """
-    if history is not None:
-        return magnitude(tensor_scale(history, format))
-    (scale,) = kernels.tensor_scales(bound(), dtype=format.dtype)
-    return scale
+    return magnitude(tensor_scale(history, format))
 
 
 def recorded(

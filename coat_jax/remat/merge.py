@@ -28,39 +28,16 @@ from coat_jax.remat.programs import (
     inlined,
     variables,
 )
-from pallas_kernels import dispatch
 from pallas_kernels.checks import WIDE
 
 
-class _Forms(NamedTuple):
-    """The forms of calls that `mergeable` documents."""
+class Forms(NamedTuple):
+    """The merged forms of calls `fn(x, w)` of activations and weights.
 
-    merged: Callable
-    gated: Callable | None
-    activated: Callable | None
-
-
-# The forms of calls, by the names that `mergeable` gives to the calls.
-_FORMS: dict[str, _Forms] = {}
-
-
-@functools.cache
-def mergeable(
-    fn: Callable,
-    merged: Callable,
-    ranks: tuple[int, int],
-    gated: Callable | None = None,
-    activated: Callable | None = None,
-) -> Callable:
-    """Returns `fn(x, w)` in a form that `fp8_remat` can find and merge.
-
-    Args:
-      fn: A function of activations and weights, which returns one array.
+    Attributes:
       merged: A function of the source of activations, a tuple of weights, a norm and
         the dtype of results. It returns a tuple of the results of `fn` for the source's
         array or, unless it is None, its norm.
-      ranks: The ranks of activations and weights. They are part of the call's name, so
-        that calls that `vmap` has changed are not found.
       gated: A function of the source of activations, the weights of gate, up and down,
         a norm, the name of the activation, and the dtypes of gate and of the result, if
         there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
@@ -69,19 +46,14 @@ def mergeable(
         dtype of the result, if there is one. It returns `fn(activation(x), w)`.
     """
 
-    def call(x, w):
-        return fn(x, w)
+    merged: Callable
+    gated: Callable | None = None
+    activated: Callable | None = None
 
-    call.__name__ = "_".join((fn.__name__, *map(str, ranks)))
-    _FORMS[call.__name__] = _Forms(merged, gated, activated)
-    jitted = jax.jit(call)
 
-    def traced(x, w):
-        # `explain` counts calls, also of functions that JAX has traced before.
-        with dispatch.counted():
-            return jitted(x, w)
-
-    return traced
+# The forms of calls, by the names of their jitted functions. A name ends with the ranks
+# of activations and weights, so that calls that `vmap` has changed are not found.
+FORMS: dict[str, Forms] = {}
 
 
 def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.Jaxpr:
@@ -204,7 +176,7 @@ def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
     }
     for key, eqns in groups.items():
         product, name, _ = key
-        if len(readers[product]) > 1 or _FORMS[name].gated is None:
+        if len(readers[product]) > 1 or FORMS[name].gated is None:
             continue
         gate = gate_of(product, program, makers, readers, pairs)
         if gate and pairs[gate.gate] == pairs[gate.up] and len(eqns) == 1:
@@ -217,7 +189,7 @@ def _activations(
     """Yields the activations that nothing but one call reads, by the calls' keys."""
     for key, eqns in groups.items():
         x, name, _ = key
-        if len(eqns) > 1 or _FORMS[name].activated is None or x.aval.dtype not in WIDE:
+        if len(eqns) > 1 or FORMS[name].activated is None or x.aval.dtype not in WIDE:
             continue
         found = activation_of(x, *uses)
         if found and uses.only_in(found.eqns, eqns):
@@ -225,7 +197,7 @@ def _activations(
 
 
 def _is_call(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "jit" or eqn.params["name"] not in _FORMS:
+    if eqn.primitive.name != "jit" or eqn.params["name"] not in FORMS:
         return False
     ranks = [v.aval.ndim for v in eqn.invars]
     return eqn.params["name"].endswith("_".join(("", *map(str, ranks))))
@@ -264,7 +236,7 @@ def _makers(program: core.Jaxpr, wanted: set[core.Var]) -> set[int]:
 
 def _merged(eqns: Sequence[core.JaxprEqn], norm: NormOf | None) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of calls, which read a norm or None."""
-    form = _FORMS[eqns[0].params["name"]].merged
+    form = FORMS[eqns[0].params["name"]].merged
     results = [eqn.outvars[0] for eqn in eqns]
     weights = [eqn.invars[1] for eqn in eqns]
 
@@ -284,7 +256,7 @@ def _gated(
     weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
     operands = [weights[gate.gate], weights[gate.up], down.invars[1]]
     call = functools.partial(
-        _FORMS[down.params["name"]].gated,
+        FORMS[down.params["name"]].gated,
         activation=gate.activation,
         inner=gate.gate.aval.dtype,
         dtype=down.outvars[0].aval.dtype,
@@ -294,7 +266,7 @@ def _gated(
 
 def _activated(found: Activated, down: core.JaxprEqn) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of an activation and a matmul."""
-    form = _FORMS[down.params["name"]].activated
+    form = FORMS[down.params["name"]].activated
     dtype = down.outvars[0].aval.dtype
 
     def call(source, w, norm):

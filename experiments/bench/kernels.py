@@ -27,7 +27,7 @@ import pallas_kernels
 from experiments.common import kernel_cases, profiling, results, timing
 from experiments.common.results import Bar, default_path
 from pallas_kernels.ops.matmul import tuning
-from pallas_kernels.ops.rope.reference import split_heads
+from pallas_kernels.ops.rope.api import split_heads
 
 Row = dict[str, Any]
 _CUBE = (8192, 8192, 8192)

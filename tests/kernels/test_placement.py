@@ -12,7 +12,7 @@ from pallas_kernels import array_types, dispatch, placement
 from pallas_kernels.axes import Axes
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
-from pallas_kernels.ops.quantize.api import _QuantizeGroups
+from pallas_kernels.ops.quantize.groups import _QuantizeGroups
 from pallas_kernels.ops.quantize.tensor import _QuantizeTensor
 
 E4M3 = jnp.float8_e4m3fn

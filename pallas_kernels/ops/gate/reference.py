@@ -12,11 +12,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels.numerics import Scaled, encode, magnitude, row_scale
-from pallas_kernels.ops.quantize.reference import (
-    dequantize_groups,
-    quantize_groups,
-    transpose,
-)
+from pallas_kernels.ops.quantize.groups import groups_in_jnp, numbers_in_jnp
+from pallas_kernels.ops.quantize.tensor import transpose_in_jnp
 
 # activation(gate) = gate * factor(gate). The factor is sigmoid(gate) for "silu", and
 # sigmoid(GELU * (gate + GELU_CUBIC * gate**3)) for "gelu", which is GELU's tanh form.
@@ -82,7 +79,7 @@ def gated(
         out = Gated(codes, scale=scale)
         if not keep_groups:
             return out
-        quantize = functools.partial(quantize_groups, dtype=jnp.float8_e4m3fn, group=16)
+        quantize = functools.partial(groups_in_jnp, dtype=jnp.float8_e4m3fn, group=16)
         groups = tuple(map(quantize, operands))
         largest = [
             magnitude(q.scale.astype(jnp.float32), axis=(-1, -2)) for q in groups
@@ -121,7 +118,7 @@ def gated_grad(
     if transposed:
         codes = (encode(grad, scale, dtype) for grad in grads)
         flat = (x.reshape(-1, x.shape[-2] * x.shape[-1]) for x in codes)
-        out = out._replace(transposed=tuple(map(transpose, flat)))
+        out = out._replace(transposed=tuple(map(transpose_in_jnp, flat)))
     if product_scale is None:
         return out
     y = _product(gate * factor, up)
@@ -150,7 +147,7 @@ def _encoded(y, scale, dtype, row, transposed):
     codes = lax.optimization_barrier(encode(y, scale, dtype))
     return Gated(
         codes if row else None,
-        transpose(codes) if transposed else None,
+        transpose_in_jnp(codes) if transposed else None,
         largest=magnitude(y)[None],
     )
 
@@ -165,7 +162,7 @@ def _decoded(operands: Operands) -> list[Array]:
         part
         for x in operands
         for part in jnp.unstack(
-            dequantize_groups(x, dtype=jnp.float32)
+            numbers_in_jnp(x, dtype=jnp.float32)
             if isinstance(x, Scaled)
             else x.astype(jnp.float32),
             axis=-2,

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -12,23 +11,21 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.axes import Axes, tokens
-from pallas_kernels.checks import check_positive, check_shape
+from pallas_kernels.checks import CODES, WIDE, check_dtype, check_positive, check_shape
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
-from pallas_kernels.ops.matmul import reference, tuning
-from pallas_kernels.ops.matmul.operands import Operands, in_parts
+from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
     PIECE_M,
-    SCALES,
     TILE_K,
     Heads,
     Product,
     Tuning,
 )
-from pallas_kernels.ops.quantize.reference import maxima
-from pallas_kernels.ops.rope.reference import split_heads
+from pallas_kernels.ops.quantize.tensor import maxima_in_jnp
+from pallas_kernels.ops.rope.api import split_heads
 
-_ROWS = 8  # Rows that the copy engine swizzles together.
+_NT = (((1,), (1,)), ((), ()))
 
 
 def matmul(
@@ -96,7 +93,17 @@ def matmul(
         accumulate=accumulator is not None,
         maxima=keep_maxima,
     )
-    _check_result(product, call, accumulator)
+    check_dtype("out_dtype", product.out_dtype, WIDE)
+    if product.promote not in (None, 128, 256):
+        raise ValueError(f"promote must be 128, 256 or None, got {product.promote}")
+    shape = [*call.leading, call.n]
+    if accumulator is not None and (
+        list(accumulator.shape) != shape or accumulator.dtype != product.out_dtype
+    ):
+        raise ValueError(
+            f"the accumulator must be {product.out_dtype}{shape}, got "
+            f"{accumulator.dtype}{list(accumulator.shape)}"
+        )
     arrays = a, b, *call.scales, accumulator
     operation = _Matmul(product=product, tuning=tuning)
     y, largest = operation(*arrays, implementation=implementation)
@@ -174,11 +181,121 @@ def matmul_heads(
         heads=Heads(size=2 * half, queries=heads // num_kv_heads - 2),
         copies=copies,
     )
-    _check_result(product, call, None)
+    check_dtype("out_dtype", product.out_dtype, WIDE)
     angles = (cos.astype(jnp.float32), sin.astype(jnp.float32))
     operation = _MatmulHeads(product=product, tuning=tuning)
     arrays = a, b, *call.scales, *angles
     return operation(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Operands:
+    """The operands of a matmul, with one axis of rows, and the kind of their scales.
+
+    Attributes:
+      arrays: The operands and their scales, with one axis of rows of a. b is
+        [parts, n, groups, c].
+      scaling: The kind of the scales.
+      leading: The lengths of the axes that were merged to rows.
+      scales: The scales as they were given, in float32.
+    """
+
+    arrays: tuple[Array, Array, Array, Array]
+    scaling: Literal["tensor", "rows", "blocks"]
+    leading: tuple[int, ...]
+    scales: tuple[Array, Array]
+
+    m = property(lambda self: self.arrays[0].shape[0])
+    k = property(lambda self: self.arrays[0].shape[1])
+    n = property(lambda self: self.arrays[1].shape[1])
+
+    @classmethod
+    def of(cls, a: Array, b: Array, *scales: Array | float) -> "Operands":
+        """Checks operands and scales, and merges the leading axes of `a`.
+
+        Raises:
+          ValueError: If their dtypes or shapes do not match.
+        """
+        dtypes = {jnp.dtype(a.dtype), jnp.dtype(b.dtype)}
+        if not dtypes <= set(CODES) or CODES[0] not in dtypes:
+            raise ValueError(
+                "a and b must be e4m3, or one of them e5m2, got "
+                f"{a.dtype} and {b.dtype}"
+            )
+        a_scale, b_scale = (jnp.asarray(s, jnp.float32) for s in scales)
+        *leading, k = a.shape
+        n, m = b.shape[1], math.prod(leading)
+        blocks = (*leading, k // BLOCK), (-(-n // BLOCK), k // BLOCK)
+        given = a_scale, b_scale
+        found = a_scale.shape, b_scale.shape
+        if found == ((), ()):
+            scaling = "tensor"
+        elif found[0] in ((), tuple(leading)) and found[1] in ((), (n,)):
+            scaling = "rows"
+            if not b_scale.ndim:
+                # One scale folded into the other saves a multiplication later.
+                a_scale, b_scale = a_scale * b_scale, jnp.ones(1)
+            a_scale = jnp.broadcast_to(a_scale.reshape(-1), (m,))
+        elif found == blocks and k % BLOCK == 0:
+            scaling = "blocks"
+            a_scale = a_scale.reshape(m, k // BLOCK)
+        else:
+            raise ValueError(
+                f"scales of {a.shape} and {(n, k)} are scalars, {tuple(leading)} and "
+                f"{(n,)}, or {blocks[0]} and {blocks[1]}, got {found[0]} and {found[1]}"
+            )
+        arrays = (a.reshape(m, k), b, a_scale, b_scale)
+        return cls(arrays=arrays, scaling=scaling, leading=tuple(leading), scales=given)
+
+    @classmethod
+    def without_blocks(cls, a: Array, b: Array, *scales: Array | float) -> "Operands":
+        """Checks operands and scales like `of`, and rejects per-block scales."""
+        call = cls.of(a, b, *scales)
+        if call.scaling == "blocks":
+            raise ValueError("scales for blocks are for `matmul` only")
+        return call
+
+    @property
+    def merged(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays, with one axis of k in b."""
+        a, b, *scales = self.arrays
+        return a, b.transpose(1, 2, 0, 3).reshape(self.n, self.k), *scales
+
+    @property
+    def readable(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays, with one axis of k in b unless the kernel can read its parts."""
+        parts, _, _, c = self.arrays[1].shape
+        in_steps = c % TILE_K == 0 and self.scaling != "blocks"
+        return self.arrays if parts > 1 and in_steps else self.merged
+
+    def product(
+        self,
+        accumulator: Float[Array, "m n"] | None = None,
+        *,
+        out_dtype: DTypeLike = jnp.float32,
+        promote: int | None = None,
+    ) -> Float[Array, "m n"]:
+        """Computes `pallas_kernels.matmul` in jnp.
+
+        On GPUs it becomes a cuBLASLt call, except with per-block scales.
+        """
+        a, b, a_scale, b_scale = self.merged
+        wide, precision = jnp.float32, "highest" if promote else None
+        if a_scale.ndim == 2:
+            a = a.astype(wide) * jnp.repeat(a_scale, BLOCK, axis=1)
+            b_scale = jnp.repeat(jnp.repeat(b_scale, BLOCK, axis=0), BLOCK, axis=1)
+            b = b.astype(wide) * b_scale[: b.shape[0]]
+            y = lax.dot_general(a, b, _NT, precision="highest")
+        elif a_scale.ndim == b_scale.ndim == 0 and accumulator is None:
+            # Per-tensor scales are powers of two, so scaling rounded sums is exact.
+            # XLA folds scales into the cuBLASLt call only in this order.
+            wide = jnp.dtype(out_dtype)
+            y = lax.dot_general(a, b, _NT, precision, wide)
+            return y * (a_scale * b_scale).astype(wide)
+        else:
+            y = lax.dot_general(a, b, _NT, precision, wide)
+            y = y * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
+        return (y if accumulator is None else y + accumulator).astype(out_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,7 +319,7 @@ class _OfProduct(dispatch.Operation):
     def obstacle(self, a, b, *more) -> str | None:
         *leading, k = a.shape
         shape = math.prod(leading), b.shape[1], k
-        if why := _obstacle(self.product, shape, self._settings(*shape)):
+        if why := tuning.refusal(self.product, shape, self._settings(*shape)):
             return why
         if self.product.heads and leading[-1] % PIECE_M:
             return f"positions must be a multiple of {PIECE_M}, got {leading[-1]}"
@@ -217,9 +334,9 @@ class _OfProduct(dispatch.Operation):
     def _settings(self, m: int, n: int, k: int) -> Tuning | None:
         return self.tuning or tuning.tiles(self.product, m, n, k)
 
-    def _run(self, call: "Operands", *more: Array) -> tuple[tuple, Array | None]:
+    def _run(self, call: Operands, *more: Array) -> tuple[tuple, Array | None]:
         settings = self._settings(call.m, call.n, call.k)
-        return _run(self.product, call, settings, *more)
+        return matmul_kernel.launch(self.product, call.readable, more, settings)
 
     def _scale_axes(
         self, a_scale: Array, b_scale: Array, rows: str, columns: str
@@ -239,13 +356,12 @@ class _Matmul(_OfProduct):
         call = Operands.of(a, b, a_scale, b_scale)
         if accumulator is not None:
             accumulator = accumulator.reshape(call.m, call.n)
-        y = reference.matmul(
-            *call.merged,
+        y = call.product(
             accumulator,
             out_dtype=self.product.out_dtype,
             promote=self.product.promote,
         )
-        largest = maxima(y) if self.product.maxima else None
+        largest = maxima_in_jnp(y) if self.product.maxima else None
         return y.reshape(*call.leading, call.n), largest
 
     def axes(self, a, b, a_scale, b_scale, accumulator) -> tuple:
@@ -274,7 +390,7 @@ class _MatmulHeads(_OfProduct):
 
     def reference(self, a, b, a_scale, b_scale, cos, sin) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
-        y = call.wide().reshape(*call.leading, call.n)
+        y = call.product().reshape(*call.leading, call.n)
         heads = self.product.heads
         found = split_heads(
             y,
@@ -297,69 +413,16 @@ class _MatmulHeads(_OfProduct):
         return tuple(x.reshape(*a.shape[:-1], -1, 2 * cos.shape[-1]) for x in out)
 
 
-def _check_result(product: Product, call: Operands, accumulator: Array | None) -> None:
-    if product.out_dtype not in (jnp.bfloat16, jnp.float32):
-        raise ValueError(
-            f"out_dtype must be bfloat16 or float32, got {product.out_dtype}"
-        )
-    if product.promote not in (None, 128, 256):
-        raise ValueError(f"promote must be 128, 256 or None, got {product.promote}")
-    if accumulator is None:
-        return
-    shape, dtype = (*call.leading, call.n), product.out_dtype
-    if accumulator.shape != shape or accumulator.dtype != dtype:
-        raise ValueError(
-            f"the accumulator must be {dtype}{list(shape)}, got "
-            f"{accumulator.dtype}{list(accumulator.shape)}"
-        )
+def in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
+    """Returns b [n, ...] as one part, whose last axis stays apart from the others.
 
-
-def _obstacle(
-    product: Product, shape: tuple[int, int, int], chosen: Tuning | None
-) -> str | None:
-    """Returns why the kernel cannot run with the chosen settings, or None."""
-    m, n, k = shape
-    if not min(m, n, k):
-        return f"{m} x {n} x {k} is empty"
-    if k % TILE_K:
-        return f"k must be a multiple of {TILE_K}, got {k}"
-    if m % _ROWS:
-        return f"rows of a must be a multiple of {_ROWS}, got {m}"
-    if product.scaling == "blocks" and n % BLOCK:
-        return f"n must be a multiple of {BLOCK}, got {n}"
-    if chosen is None:
-        return f"no tiles fit {m} x {n}: they need {tuning.needs(product)}"
-    return tuning.obstacle(product, chosen, m, n)
-
-
-def _run(
-    product: Product,
-    call: Operands,
-    tuning: Tuning,
-    *more: Array,
-) -> tuple[tuple[Array, ...], Array | None]:
-    """Runs the kernel.
-
-    Returns:
-      The arrays of `matmul_kernel.run`, and the amax of parts of the result, float32
-      [k], rounded like the result; or None.
+    Raises:
+      ValueError: If `a` and `b` do not have as many elements along k.
     """
-
-    @jax.custom_batching.sequential_vmap
-    def kernel(a, b, a_scale, b_scale, more):
-        if product.scaling == "tensor":
-            a_scale, b_scale = a_scale[None], b_scale[None]
-        if product.scaling == "blocks":
-            a_scale = a_scale.T
-            b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
-        if tuning.transposed:
-            a, b, a_scale, b_scale = b, a, b_scale, a_scale
-        arrays = (a, b, a_scale, b_scale, more)
-        return matmul_kernel.run(product, *arrays, tuning, dispatch.multiprocessors())
-
-    out, largest = kernel(*call.readable, more)
-    if largest is not None:
-        largest = largest.reshape(-1)
-        if product.out_dtype == jnp.bfloat16:
-            largest = lax.reduce_precision(largest, 8, 7)
-    return out, largest
+    n, *contracted = b.shape or (0,)
+    if not a.ndim or not contracted or a.shape[-1] != math.prod(contracted):
+        raise ValueError(
+            f"a and b must be [..., k] and [n, k], got {a.shape} and {b.shape}"
+        )
+    *groups, c = contracted
+    return b.reshape(1, n, math.prod(groups), c)

@@ -20,6 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
+from pallas_kernels import dispatch
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
@@ -195,3 +196,36 @@ def _along_k(x: Any, rows: Any, step: Array) -> Any:
     part, within = lax.div(step, steps), lax.rem(step, steps)
     group, part = lax.div(part, parts), lax.rem(part, parts)
     return x.at[part, rows, group, pl.ds(within * TILE_K, TILE_K)]
+
+
+def launch(
+    product: Product,
+    arrays: tuple[Array, Array, Array, Array],
+    more: tuple[Array, ...],
+    tuning: Tuning,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """Runs the kernel on operands and scales as `Operands.readable` returns them.
+
+    Returns:
+      The arrays of `run`, and the amax of parts of the result, float32
+      [k], rounded like the result; or None.
+    """
+
+    @jax.custom_batching.sequential_vmap
+    def kernel(a, b, a_scale, b_scale, more):
+        if product.scaling == "tensor":
+            a_scale, b_scale = a_scale[None], b_scale[None]
+        if product.scaling == "blocks":
+            a_scale = a_scale.T
+            b_scale = jnp.pad(b_scale.T, ((0, 0), (0, -b_scale.shape[0] % SCALES)))
+        if tuning.transposed:
+            a, b, a_scale, b_scale = b, a, b_scale, a_scale
+        arrays = (a, b, a_scale, b_scale, more)
+        return run(product, *arrays, tuning, dispatch.multiprocessors())
+
+    out, largest = kernel(*arrays, more)
+    if largest is not None:
+        largest = largest.reshape(-1)
+        if product.out_dtype == jnp.bfloat16:
+            largest = lax.reduce_precision(largest, 8, 7)
+    return out, largest

@@ -11,9 +11,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from pallas_kernels.ops.matmul.plan import BLOCK, PIECE_M, Product, Tuning
+from pallas_kernels.ops.matmul.plan import BLOCK, PIECE_M, TILE_K, Product, Tuning
 
 _SWIZZLED = 32  # The fewest bytes of a row that the copy engine swizzles.
+_ROWS = 8  # Rows that the copy engine swizzles together.
 TABLE = Path(__file__).with_name("tuning.json")
 _PAIRED = 8 * 132 * 128 * 256  # Output elements: eight tiles per multiprocessor.
 _TRIPLE = {"tile_m": 192, "tile_n": 128, "stages": 4, "warpgroups": 3}
@@ -181,3 +182,21 @@ def key(product: Product, m: int, n: int, k: int) -> str:
 @functools.cache
 def _table() -> dict[str, Any]:
     return json.loads(TABLE.read_text())["tuning"] if TABLE.exists() else {}
+
+
+def refusal(
+    product: Product, shape: tuple[int, int, int], chosen: Tuning | None
+) -> str | None:
+    """Returns why the kernel cannot run with the chosen settings, or None."""
+    m, n, k = shape
+    if not min(m, n, k):
+        return f"{m} x {n} x {k} is empty"
+    if k % TILE_K:
+        return f"k must be a multiple of {TILE_K}, got {k}"
+    if m % _ROWS:
+        return f"rows of a must be a multiple of {_ROWS}, got {m}"
+    if product.scaling == "blocks" and n % BLOCK:
+        return f"n must be a multiple of {BLOCK}, got {n}"
+    if chosen is None:
+        return f"no tiles fit {m} x {n}: they need {needs(product)}"
+    return obstacle(product, chosen, m, n)

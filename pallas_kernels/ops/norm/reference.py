@@ -16,11 +16,8 @@ from pallas_kernels.numerics import (
     reciprocal,
     row_scale,
 )
-from pallas_kernels.ops.quantize.reference import (
-    dequantize_groups,
-    maxima,
-    quantize_groups,
-)
+from pallas_kernels.ops.quantize.groups import groups_in_jnp, numbers_in_jnp
+from pallas_kernels.ops.quantize.tensor import maxima_in_jnp
 
 CODES = jnp.float8_e4m3fn
 
@@ -87,7 +84,7 @@ def norm(
     if bias is not None:
         y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
     result = _encoded(y, scale)
-    groups = quantize_groups(wide, dtype=CODES, group=GROUP) if keep_groups else None
+    groups = groups_in_jnp(wide, dtype=CODES, group=GROUP) if keep_groups else None
     return result._replace(groups=groups, total=total)
 
 
@@ -124,7 +121,7 @@ def norm_grad(
         dweight=None if weight is None else jnp.sum(dy * standard, axis=tokens),
         dbias=jnp.sum(dy, axis=tokens) if with_bias else None,
         y=None if y_scale is None else _encoded(standard * w, y_scale).y,
-        largest=maxima(dx) if keep_maxima else None,
+        largest=maxima_in_jnp(dx) if keep_maxima else None,
     )
 
 
@@ -143,7 +140,7 @@ def standardized(
 
 def _wide(x: Array | Scaled) -> Array:
     if isinstance(x, Scaled):
-        return dequantize_groups(x, dtype=jnp.float32)
+        return numbers_in_jnp(x, dtype=jnp.float32)
     return x.astype(jnp.float32)
 
 

@@ -1,22 +1,37 @@
-"""Quantization with a per-tensor scale, and transposition of codes."""
+"""Quantization with a per-tensor scale: the amax, the scale, and the codes.
+
+The scale of many tensors from the amax of their parts is the last step of COAT's group
+scaling (arXiv 2410.19313, section 5.2).
+"""
 
 import dataclasses
+import functools
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes, as_it_is, tokens, transposed_tokens
+from pallas_kernels.axes import WHOLE, Axes, alike, as_it_is, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, scalar
 from pallas_kernels.mosaic import elementwise, strips
+from pallas_kernels.mosaic.codec import LANES
 from pallas_kernels.mosaic.strips import Encoding, Tuning
-from pallas_kernels.numerics import Codes, behind
-from pallas_kernels.ops.quantize import reference
-from pallas_kernels.ops.quantize.api import flat, numbers
+from pallas_kernels.numerics import (
+    Codes,
+    behind,
+    encode,
+    magnitude,
+    magnitude_bits,
+    normal,
+    tensor_scale,
+)
+from pallas_kernels.ops.quantize import amax
+from pallas_kernels.ops.quantize.groups import flat, flat_obstacle, numbers
 
 # The copies to write: an array, its transpose or both.
 Wanted = Literal["row", "transposed", "both"]
@@ -95,15 +110,16 @@ class _QuantizeTensor(dispatch.Operation):
         return copies_obstacle(x.shape, self.transposed)
 
     def reference(self, x, scale, after) -> Codes:
-        codes = reference.quantize_tensor(
-            x,
-            scale if after is None else behind(scale, after),
-            dtype=self.dtype,
-            row=self.row,
-            transposed=self.transposed,
-            keep_maxima=self.keep_maxima,
+        x = x.astype(jnp.float32)
+        first = scale if after is None else behind(scale, after)
+        codes = lax.optimization_barrier(encode(normal(x), first, self.dtype))
+        found = Codes(
+            codes if self.row else None,
+            transpose_in_jnp(codes) if self.transposed else None,
+            scale,
+            maxima_in_jnp(x) if self.keep_maxima else None,
         )
-        return self._unmerged(codes, x)
+        return found if self.merge else self._unmerged(found, x)
 
     def axes(self, x, scale, after) -> tuple:
         leading = tokens(x.ndim - 1)
@@ -134,10 +150,10 @@ class _QuantizeTensor(dispatch.Operation):
             scale,
             out.maxima,
         )
-        return self._unmerged(codes, x)
+        return codes if self.merge else self._unmerged(codes, x)
 
     def _unmerged(self, codes: Codes, x: Array) -> Codes:
-        if self.merge or codes.transposed is None:
+        if codes.transposed is None:
             return codes
         shape = x.shape[-1], *x.shape[:-1]
         return codes._replace(transposed=codes.transposed.reshape(shape))
@@ -174,7 +190,7 @@ class _Transpose(dispatch.Operation):
         return copies_obstacle(codes.shape, transposed=True)
 
     def reference(self, codes) -> Array:
-        return reference.transpose(codes)
+        return transpose_in_jnp(codes)
 
     def axes(self, codes) -> tuple:
         count = codes.ndim - 1
@@ -191,6 +207,163 @@ class _Transpose(dispatch.Operation):
             tuning=self.tuning or Tuning(columns=128),
         )
         return lax.bitcast_convert_type(out.transposed[0], codes.dtype)
+
+
+def maxima(
+    x: Float[Array, "..."],
+    *more: Float[Array, "..."],
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, " k"]:
+    """Computes the amax of parts of all arrays, float32; NaN if a part has a NaN.
+
+    The maximum of the result is the amax of all arrays together.
+
+    Args:
+      x: An array, bfloat16 or float32.
+      *more: More such arrays, of any shapes.
+      implementation: The implementation; None means the kernel where it can run.
+
+    Raises:
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import maxima
+      >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
+      3.0
+    """
+    arrays = (x, *more)
+    for array in arrays:
+        check_dtype("x", array.dtype, WIDE)
+    return _Maxima()(*arrays, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Maxima(dispatch.Operation):
+    name = "maxima"
+
+    def obstacle(self, *arrays) -> str | None:
+        return next(filter(None, map(flat_obstacle, arrays)), None)
+
+    def reference(self, *arrays) -> Array:
+        return maxima_in_jnp(*arrays)
+
+    def axes(self, *arrays) -> tuple:
+        return tuple(map(alike, arrays)), Axes("_", reduced="max")
+
+    def kernel(self, *arrays) -> Array:
+        return amax.maxima(*arrays)
+
+
+class Bound(NamedTuple):
+    """An upper bound of a tensor's amax: `factor` times the amax of every array.
+
+    Attributes:
+      maxima: The float32 arrays whose amaxes are multiplied.
+      factor: A number that is multiplied with them.
+    """
+
+    maxima: tuple[Float[Array, "..."], ...]
+    factor: float = 1.0
+
+
+def tensor_scales(
+    *bounds: Bound,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    implementation: dispatch.Implementation | None = None,
+) -> tuple[Float[Array, ""], ...]:
+    """Computes a per-tensor scale from each bound of a tensor's amax.
+
+    The scale is the smallest power of two for which `bound / scale` rounds to the
+    largest code or less. It is a float32 scalar, NaN if the bound is not finite.
+
+    Args:
+      *bounds: The upper bound of each tensor's amax.
+      dtype: The dtype of the codes, `float8_e4m3fn` or `float8_e5m2`.
+      implementation: The implementation; None means the kernel where it can run and is
+        faster.
+
+    Raises:
+      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from pallas_kernels import Bound, tensor_scales
+      >>> maxima = jnp.array([100.0, 448.0])
+      >>> [float(s) for s in tensor_scales(Bound((maxima,)), Bound((maxima,), 1.5))]
+      [1.0, 2.0]
+    """
+    check_dtype("codes", dtype, CODES)
+    arrays = jax.tree.leaves([bound.maxima for bound in bounds])
+    for x in arrays:
+        check_dtype("maxima", x.dtype, (jnp.dtype(jnp.float32),))
+    operation = _TensorScales(
+        factors=tuple(float(bound.factor) for bound in bounds), dtype=jnp.dtype(dtype)
+    )
+    maxima = (tuple(bound.maxima) for bound in bounds)
+    return operation(*maxima, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _TensorScales(dispatch.Operation):
+    """`tensor_scales` of the maxima of each bound.
+
+    Attributes:
+      factors: The factor of each bound.
+      dtype: The dtype of the codes.
+    """
+
+    factors: tuple[float, ...]
+    dtype: jnp.dtype
+    name = "tensor_scales"
+
+    def obstacle(self, *maxima) -> str | None:
+        if not maxima:
+            return "there are no bounds"
+        if (least := min(x.size for x in jax.tree.leaves(maxima))) < LANES:
+            return f"there must be {LANES} maxima or more, got {least}"
+        return None
+
+    def slower(self, *maxima) -> str | None:
+        if len(jax.tree.leaves(maxima)) == 1:
+            return "XLA is as fast with one array"
+        return None
+
+    def reference(self, *maxima) -> tuple[Array, ...]:
+        # The scale rises with the amax, so the scale of the amax is the largest scale
+        # of all parts. In this order XLA computes all scales and their maximum in one
+        # kernel.
+        scales = []
+        for (*others, last), factor in zip(maxima, self.factors, strict=True):
+            largest = functools.reduce(jnp.multiply, map(magnitude, others), last)
+            scales.append(magnitude(tensor_scale(largest * factor, self.dtype)))
+        return tuple(scales)
+
+    def axes(self, *maxima) -> tuple:
+        return jax.tree.map(alike, maxima), Axes("", reduced="max")
+
+    def kernel(self, *maxima) -> tuple[Array, ...]:
+        short = [tuple(map(amax.short, own)) for own in maxima]
+        found = amax.scales(short, factors=self.factors, dtype=self.dtype)
+        return tuple(x[0] for x in found)
+
+
+def maxima_in_jnp(*arrays: Float[Array, "..."]) -> Float[Array, " k"]:
+    """Computes `pallas_kernels.maxima` in jnp."""
+    # Arrays of the same shape are combined first, so that one pass reads all of them.
+    alike: dict[tuple[int, ...], Array] = {}
+    for x in arrays:
+        bits = magnitude_bits(x.astype(jnp.float32))
+        before = alike.get(x.shape)
+        alike[x.shape] = bits if before is None else jnp.maximum(before, bits)
+    largest = [jnp.max(bits, initial=0) for bits in alike.values()]
+    return lax.bitcast_convert_type(jnp.stack(largest), jnp.float32)
+
+
+def transpose_in_jnp(codes: Float[Array, "... n"]) -> Float[Array, "n tokens"]:
+    """Computes `pallas_kernels.transpose` in jnp."""
+    n = codes.shape[-1]
+    return codes.reshape(math.prod(codes.shape[:-1]), n).T
 
 
 def wanted(copies: Wanted) -> tuple[bool, bool]:

@@ -1,4 +1,4 @@
-"""Gradients of attention heads: undoes RoPE, quantizes and joins them in one pass."""
+"""RoPE, and gradients of heads: undoes RoPE, quantizes and joins them in one pass."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
 from pallas_kernels.axes import WHOLE, Axes
@@ -27,8 +27,8 @@ from pallas_kernels.mosaic.elementwise import (
     tile_of,
 )
 from pallas_kernels.mosaic.strips import Encoding, Walk
-from pallas_kernels.numerics import GROUP, Codes
-from pallas_kernels.ops.rope import reference
+from pallas_kernels.numerics import GROUP, Codes, encode, normal
+from pallas_kernels.ops.quantize.tensor import maxima_in_jnp, transpose_in_jnp
 
 _LARGEST_HEAD = 128
 _STRIPS = 2  # The most strips of each half of a head that a thread block handles.
@@ -107,10 +107,15 @@ class _JoinHeads(dispatch.Operation):
     def obstacle(self, q, k, v, cos, sin, scale) -> str | None:
         return _obstacle(q, k, v, cos, sin)
 
-    def reference(self, *arrays) -> Codes:
-        return reference.join_heads(
-            *arrays, dtype=self.dtype, keep_maxima=self.keep_maxima
-        )
+    def reference(self, q, k, v, cos, sin, scale) -> Codes:
+        b, s, m, d = k.shape
+        q = turned(q, cos, -sin).reshape(b, s, m, -1, d)
+        k = turned(k, cos, -sin)
+        parts = [q, k[..., None, :], v.astype(jnp.float32)[..., None, :]]
+        joined = jnp.concatenate(parts, axis=-2).reshape(b, s, -1)
+        codes = lax.optimization_barrier(encode(normal(joined), scale, self.dtype))
+        largest = maxima_in_jnp(joined) if self.keep_maxima else None
+        return Codes(codes, transpose_in_jnp(codes), scale, largest)
 
     def axes(self, *arrays) -> tuple:
         heads, angles = Axes("b s _ _"), Axes("s _")
@@ -128,6 +133,51 @@ class _JoinHeads(dispatch.Operation):
         out = _run(q, k, v, cos, sin, scale, encoding=encoding)
         row, transposed = out.row.reshape(b, s, -1), out.transposed.reshape(-1, b * s)
         return Codes(row, transposed, scale, out.maxima)
+
+
+def angles(
+    length: int, dim: int, theta: float, start: Int[Array, ""] | int = 0
+) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+    """Returns cosines and sines of RoPE's angles, for heads of size `dim`.
+
+    The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
+    are the `length` ones from `start` on.
+    """
+    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    positions = start + jnp.arange(length)
+    angle = positions.astype(jnp.float32)[:, None] * frequency[None]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def split_heads(
+    y: Float[Array, "b s columns"],
+    cos: Float[Array, "s h"],
+    sin: Float[Array, "s h"],
+    *,
+    num_kv_heads: int,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "b s n d"], Float[Array, "b s m d"], Float[Array, "b s m d"]]:
+    """Splits `y` into heads and applies RoPE, like `pallas_kernels.matmul_heads`."""
+    b, s, _ = y.shape
+    y = y.reshape(b, s, num_kv_heads, -1, 2 * cos.shape[-1])
+    q, k, v = (
+        y[..., :-2, :].reshape(b, s, -1, y.shape[-1]),
+        y[..., -2, :],
+        y[..., -1, :],
+    )
+    return tuple(x.astype(dtype) for x in (turned(q, cos, sin), turned(k, cos, sin), v))
+
+
+def turned(
+    x: Float[Array, "b s n d"], cos: Float[Array, "s h"], sin: Float[Array, "s h"]
+) -> Float[Array, "b s n d"]:
+    """Applies RoPE in float32.
+
+    The halves [x, y] of a head become [x cos - y sin, y cos + x sin].
+    """
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    c, n = cos[None, :, None], sin[None, :, None]
+    return jnp.concatenate([first * c - second * n, second * c + first * n], -1)
 
 
 def _obstacle(q: Array, k: Array, v: Array, cos: Array, sin: Array) -> str | None:

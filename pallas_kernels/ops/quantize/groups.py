@@ -1,15 +1,15 @@
-"""Quantization with scales of groups and rows, dequantization, and maxima."""
+"""Quantization with scales of groups and rows, and dequantization."""
 
 import dataclasses
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import dispatch
 from pallas_kernels.axes import (
     Axes,
-    alike,
     as_it_is,
     grouped,
     tokens,
@@ -25,9 +25,14 @@ from pallas_kernels.mosaic.codec import decode
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.rows import obstacle as rows_obstacle
 from pallas_kernels.mosaic.strips import Encoding, Tuning
-from pallas_kernels.numerics import Scaled
-from pallas_kernels.ops.quantize import maxima as maxima_kernel
-from pallas_kernels.ops.quantize import reference
+from pallas_kernels.numerics import (
+    Scaled,
+    code_max,
+    encode,
+    group_scale,
+    magnitude,
+    normal,
+)
 from pallas_kernels.ops.quantize import rows as rows_kernel
 
 _LONGEST_ROW = 24576  # The longest row that fits in the registers of a warpgroup.
@@ -85,7 +90,7 @@ class _QuantizeGroups(dispatch.Operation):
         return flat_obstacle(x, self.group)
 
     def reference(self, x) -> Scaled:
-        return reference.quantize_groups(x, dtype=self.dtype, group=self.group)
+        return groups_in_jnp(x, dtype=self.dtype, group=self.group)
 
     def axes(self, x) -> tuple:
         elements, groups = grouped(x.ndim - 1, x.shape[-1], self.group)
@@ -153,7 +158,7 @@ class _QuantizeRows(dispatch.Operation):
         return rows_obstacle(x.shape, _LONGEST_ROW)
 
     def reference(self, x, after) -> Scaled:
-        return reference.quantize_rows(x, dtype=self.dtype)
+        return _rows_in_jnp(x, dtype=self.dtype)
 
     def axes(self, x, after) -> tuple:
         leading = tokens(x.ndim - 1)
@@ -206,7 +211,7 @@ class _DequantizeGroups(dispatch.Operation):
         return flat_obstacle(groups.codes, max(groups.group, 1))
 
     def reference(self, groups) -> Array:
-        return reference.dequantize_groups(groups, dtype=self.dtype)
+        return numbers_in_jnp(groups, dtype=self.dtype)
 
     def axes(self, groups) -> tuple:
         codes = groups.codes
@@ -223,52 +228,6 @@ class _DequantizeGroups(dispatch.Operation):
             tuning=self.tuning,
         )
         return out.wide.reshape(groups.codes.shape)
-
-
-def maxima(
-    x: Float[Array, "..."],
-    *more: Float[Array, "..."],
-    implementation: dispatch.Implementation | None = None,
-) -> Float[Array, " k"]:
-    """Computes the amax of parts of all arrays, float32; NaN if a part has a NaN.
-
-    The maximum of the result is the amax of all arrays together.
-
-    Args:
-      x: An array, bfloat16 or float32.
-      *more: More such arrays, of any shapes.
-      implementation: The implementation; None means the kernel where it can run.
-
-    Raises:
-      ValueError: If a dtype is not supported, or the kernel was named and cannot run.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from pallas_kernels import maxima
-      >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
-      3.0
-    """
-    arrays = (x, *more)
-    for array in arrays:
-        check_dtype("x", array.dtype, WIDE)
-    return _Maxima()(*arrays, implementation=implementation)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Maxima(dispatch.Operation):
-    name = "maxima"
-
-    def obstacle(self, *arrays) -> str | None:
-        return next(filter(None, map(flat_obstacle, arrays)), None)
-
-    def reference(self, *arrays) -> Array:
-        return reference.maxima(*arrays)
-
-    def axes(self, *arrays) -> tuple:
-        return tuple(map(alike, arrays)), Axes("_", reduced="max")
-
-    def kernel(self, *arrays) -> Array:
-        return maxima_kernel.maxima(*arrays)
 
 
 def flat_obstacle(x: Array, group: int | None = None) -> str | None:
@@ -289,3 +248,40 @@ def flat(x: Array) -> Array:
 def numbers(x: Array | Scaled) -> tuple[Array]:
     """Returns the numbers of an operand of `elementwise.run`, decoded."""
     return (decode(x),)
+
+
+def groups_in_jnp(x: Float[Array, "... n"], *, dtype: DTypeLike, group: int) -> Scaled:
+    """Computes `pallas_kernels.quantize_groups` in jnp."""
+    n, count = x.shape[-1], -(-x.shape[-1] // group)
+    padding = [(0, 0)] * (x.ndim - 1) + [(0, count * group - n)]
+    groups = jnp.pad(x, padding).reshape(*x.shape[:-1], count, group)
+    codes, scale = _quantized(groups, dtype)
+    codes = codes.reshape(*x.shape[:-1], count * group)[..., :n]
+    return Scaled(lax.optimization_barrier(codes), scale.astype(jnp.bfloat16))
+
+
+def _rows_in_jnp(x: Float[Array, "... n"], *, dtype: DTypeLike) -> Scaled:
+    """Computes `pallas_kernels.quantize_rows` in jnp."""
+    codes, scale = _quantized(x, dtype)
+    return Scaled(lax.optimization_barrier(codes), scale)
+
+
+def _quantized(x: Float[Array, "... n"], dtype: DTypeLike) -> tuple[Array, Array]:
+    """Quantizes with one scale per index of the leading axes.
+
+    Returns the codes and the float32 scales.
+    """
+    x = normal(x.astype(jnp.float32))
+    scale = group_scale(magnitude(x, axis=-1), code_max(dtype))
+    return encode(x, scale[..., None], dtype), scale
+
+
+def numbers_in_jnp(groups: Scaled, *, dtype: DTypeLike) -> Float[Array, "... n"]:
+    """Computes `pallas_kernels.dequantize_groups` in jnp."""
+    n, count = groups.codes.shape[-1], groups.scale.shape[-1]
+    group = -(-n // max(count, 1))
+    # Several group sizes are possible if the last group is short. The size is taken to
+    # be a power of two.
+    group = group if n % max(count, 1) == 0 else 1 << (group - 1).bit_length()
+    scale = jnp.repeat(groups.scale.astype(jnp.float32), group, axis=-1)[..., :n]
+    return (groups.codes.astype(jnp.float32) * scale).astype(dtype)
