@@ -112,8 +112,6 @@ def fp8_remat[Target](
         are saved. Then only elementwise arithmetic on saved arrays is recomputed: no
         matmul, no kernel, no sum over an axis. With
         `jax.checkpoint_policies.nothing_saveable` only incoming activations are saved.
-        A policy that saves flash attention's results saves those of exact arrays, which
-        do not fit the copies of queries and keys.
       key: A key for stochastic rounding, typed or raw. Each number is rounded to one of
         its two neighbouring codes, and is unchanged on average. All calls of the result
         share the key. So call `fp8_remat` where there is a fresh key, as in a training

@@ -13,6 +13,7 @@ from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import Format
+from coat_jax.remat.kernels import kernels_with_statistics
 from coat_jax.remat.programs import variables, written_out
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
@@ -23,7 +24,6 @@ from coat_jax.remat.trace import (
     all_eqns,
     does_work,
     is_foreign,
-    maker_of,
     size_of,
 )
 from pallas_kernels.checks import positive_int
@@ -175,13 +175,14 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     integers = (v for v in program.invars if _is_integer(v.aval.dtype))
     constants = [*params, *integers, *_recomputed(residuals, kept)]
     derivation = Derivation(program, constants, options.group)
-    for results, operands in _kernels_with_statistics(traced, program, residuals, kept):
+    copied = {v for v, way in zip(residuals, kept, strict=True) if _is_copy(way)}
+    for results, operands in kernels_with_statistics(traced, program, copied):
         for index, var in enumerate(residuals):
             if options.rerun_attention:
                 if _is_among(var, results):
                     derivation.compute(var, operands)
                     kept[index] = "recompute"
-            elif isinstance(kept[index], Copy) and _is_among(var, results | operands):
+            elif _is_copy(kept[index]) and var in results | operands:
                 kept[index] = Wide("a kernel reads it beside statistics")
 
     def may_copy(var):
@@ -211,43 +212,8 @@ def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
     return [v for v, way in zip(residuals, kept, strict=True) if way == "recompute"]
 
 
-def _kernels_with_statistics(
-    traced: Linearized,
-    program: core.Jaxpr,
-    residuals: Sequence[Any],
-    kept: Sequence[Any],
-) -> list[tuple[frozenset[core.Var], frozenset[core.Var]]]:
-    """Returns results and operands of kernels that must be exact or all be of copies.
-
-    Flash attention is an example. Its backward kernel reads queries, keys and values
-    together with the output and a statistic of each row. With copies of the first three
-    its probabilities add up to one only if the others are computed from the copies. The
-    operands returned are those that `kept` would save as copies.
-    """
-    places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
-
-    def copies_read_with(index: int, maker: core.JaxprEqn) -> frozenset[core.Var]:
-        operands = {v for v in variables(maker.invars) if not why_not_fp8(v.aval)}
-        if not operands <= places.keys():
-            return frozenset()
-        readers = {id(eqn) for eqn in traced.readers(index)}
-        return frozenset(
-            var
-            for var in operands
-            if isinstance(kept[places[var]], Copy)
-            and not readers.isdisjoint(map(id, traced.readers(places[var])))
-        )
-
-    found = []
-    for var, index in places.items():
-        if not isinstance(kept[index], Wide) or var.aval.dtype != jnp.float32:
-            continue
-        maker = maker_of(program, var)
-        if maker is None or not is_foreign(maker.primitive):
-            continue
-        if copies := copies_read_with(index, maker):
-            found.append((frozenset(maker.outvars), copies))
-    return found
+def _is_copy(way: Any) -> bool:
+    return isinstance(way, Copy)
 
 
 def _is_integer(dtype: Any) -> bool:

@@ -22,7 +22,7 @@ from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
 
 # Operations that move or convert values. Searches for readers continue behind them.
-_LAYOUT = frozenset(
+LAYOUT = frozenset(
     {
         "broadcast_in_dim",
         "convert_element_type",
@@ -132,7 +132,7 @@ class Linearized:
 
         With `cut` the readers of a slice count as readers; without it the slice does.
         """
-        through = _LAYOUT if cut else _LAYOUT - {"slice"}
+        through = LAYOUT if cut else LAYOUT - {"slice"}
         return [read.eqn for read in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
@@ -188,7 +188,7 @@ class Linearized:
             before = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
                 return before
-            if eqn.primitive.name not in _LAYOUT - {"reduce_precision"}:
+            if eqn.primitive.name not in LAYOUT - {"reduce_precision"}:
                 break
         return var.aval.dtype
 
@@ -197,7 +197,7 @@ class Linearized:
 
         The exponential of a difference with the residual counts, too.
         """
-        reads = self._reads(index, _LAYOUT | {"sub"})
+        reads = self._reads(index, LAYOUT | {"sub"})
         return any(read.eqn.primitive.name in ("exp", "exp2") for read in reads)
 
     def has_pole(self, index: int) -> bool:
@@ -216,7 +216,7 @@ class Linearized:
         return any(map(at_zero, self._reads(index)))
 
     def _reads(
-        self, index: int, through: frozenset[str] = _LAYOUT
+        self, index: int, through: frozenset[str] = LAYOUT
     ) -> Generator["_Read", None, set[int]]:
         jaxpr = self.backward.jaxpr
         return _readers(jaxpr, jaxpr.invars[index], through)
@@ -270,7 +270,7 @@ def size_of(aval: jax.core.ShapedArray) -> int:
 def is_foreign(primitive: core.Primitive) -> bool:
     """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
     name = primitive.name.replace("-", "_")
-    known = name in _LAYOUT | PRODUCTS | {"add_any", "custom_jvp_call"}
+    known = name in LAYOUT | PRODUCTS | {"add_any", "custom_jvp_call"}
     return not known and not hasattr(lax, f"{name}_p")
 
 
@@ -399,7 +399,7 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     for body in bodies:
         yield from _producers(body, body.outvars[position])
     yield eqn
-    if eqn.primitive.name in _LAYOUT:
+    if eqn.primitive.name in LAYOUT:
         yield from _producers(jaxpr, eqn.invars[0])
 
 

@@ -9,9 +9,11 @@ import pytest
 from jax.experimental import pallas as pl
 
 import coat_jax as coat
+from coat_jax.remat.policies import products_saveable
 from pallas_kernels import dispatch, stand_ins
 
 SHAPE = 2, 64, 2, 64
+BESIDE_STATISTICS = "wide, a kernel reads it beside statistics"
 saving = functools.partial(coat.fp8_remat, params_argnums=())
 rerunning = functools.partial(saving, rerun_attention=True)
 
@@ -108,8 +110,7 @@ def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
     rows = coat.residual_report(coat.fp8_remat(block), w, x).rows
     kept = sorted(row.kept for row in rows if row.shape == SHAPE)
     # The copy is of the matmuls' input. Backward of the sine reads the output.
-    wide = "wide, a kernel reads it beside statistics"
-    assert kept == ["E4M3, groups of 128", *[wide] * 4]
+    assert kept == ["E4M3, groups of 128", *[BESIDE_STATISTICS] * 4]
 
 
 def test_backward_is_that_of_attention_to_the_copies(arrays):
@@ -146,6 +147,44 @@ def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
     expected = np.broadcast_to(o.sum(0)[:, None], w.shape)
     close = 2**-7 * np.abs(o).sum(0).max()  # The output is rounded to bfloat16.
     np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+
+
+@pytest.fixture
+def block(arrays, rng):
+    """A function of weights and x, with attention behind matmuls; and an x."""
+    x = arrays[1].reshape(*SHAPE[:2], -1)
+    w = jnp.asarray(rng.normal(size=(3, *2 * x.shape[-1:])) / 6, jnp.bfloat16)
+
+    def function(x):
+        q, k, v = ((x @ each).reshape(SHAPE) for each in w)
+        return jnp.sin(flash(3 * jnp.tanh(q), k, v))
+
+    return function, x
+
+
+def gradient(function, x, do):
+    return np.asarray(jax.vjp(function, x)[1](do)[0])
+
+
+def test_a_policy_that_saves_attention_keeps_what_it_follows_from(block, arrays):
+    function, x = block
+    light = saving(function, policy=products_saveable)
+    rows = coat.residual_report(light, x).rows
+    # The results of the three matmuls, and of the kernel.
+    assert [row.kept for row in rows].count(BESIDE_STATISTICS) == 4
+    expected = gradient(function, x, arrays[-1])
+    np.testing.assert_array_equal(gradient(light, x, arrays[-1]), expected)
+
+
+def test_attention_runs_again_whether_a_policy_saves_it_or_not(block, arrays):
+    function, x = block
+    policies = products_saveable, jax.checkpoint_policies.dots_saveable
+    again, expected = (
+        gradient(rerunning(function, policy=policy), x, arrays[-1])
+        for policy in policies
+    )
+    np.testing.assert_array_equal(again, expected)
+    assert np.any(again != gradient(function, x, arrays[-1]))
 
 
 def test_arguments_that_stay_wide_keep_the_kernels_results(arrays):
