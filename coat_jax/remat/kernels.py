@@ -34,8 +34,8 @@ def kernels_with_statistics(
 ) -> Iterator[Kernel]:
     """Yields the kernels of a forward program that have copies for operands.
 
-    A statistic is a float32 result that backward reads. With a policy, backward may
-    compute the operands from other residuals, which then count as operands.
+    A statistic is a float32 result that a kernel of backward reads. With a policy,
+    backward may compute the operands from other residuals, which then count as such.
 
     Args:
       traced: The function, with its backward program.
@@ -75,7 +75,7 @@ def kernels_with_statistics(
         kernel = makers.get(unmoved(var))
         if kernel is None or not is_foreign(kernel.primitive):
             continue
-        if var.aval.dtype != jnp.float32 or var in copied:
+        if var.aval.dtype != jnp.float32 or var in copied or not readers(var):
             continue
         if found := frozenset(operands(kernel, readers(var))):
             results = (v for v in places if unmoved(v) in kernel.outvars)
