@@ -3,7 +3,6 @@
 import math
 from typing import Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -181,22 +180,3 @@ def largest_scale(top: float, bits: int = 8) -> float:
     """
     mantissa, exponent = math.frexp(min(_BF16_MAX / top, 2.0**125))
     return math.ldexp(math.floor(mantissa * 2**bits), exponent - bits)
-
-
-@jax.custom_jvp
-def undifferentiated(x: Array) -> Array:
-    """Returns `x`; raises an error if it is differentiated.
-
-    It marks arrays that are quantized where no derivative is taken. Within a custom_vjp
-    the error occurs only if a gradient is differentiated again.
-    """
-    return x
-
-
-@undifferentiated.defjvp
-def _(primals, tangents):
-    raise NotImplementedError(
-        "quantized numbers have no derivatives: what fp8_remat, fp8_dot_general and "
-        "the FP8 recipes compute can be differentiated once, and backward; elsewhere "
-        "quantize jax.lax.stop_gradient(x)"
-    )

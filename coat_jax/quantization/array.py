@@ -33,7 +33,6 @@ from pallas_kernels.numerics import (
     normal,
     power_of_two_scale,
     reciprocal,
-    undifferentiated,
 )
 from pallas_kernels.ops.adam.reference import OCTAVES
 
@@ -325,6 +324,25 @@ def _encoded(
         granularity=granularity,
         dtype=jnp.dtype(x.dtype),
         power=power,
+    )
+
+
+@jax.custom_jvp
+def undifferentiated(x: Array) -> Array:
+    """Returns `x`; raises an error if it is differentiated.
+
+    It marks arrays that are quantized where no derivative is taken. Within a custom_vjp
+    the error occurs only if a gradient is differentiated again.
+    """
+    return x
+
+
+@undifferentiated.defjvp
+def _(primals, tangents):
+    raise NotImplementedError(
+        "quantized numbers have no derivatives: what fp8_remat, fp8_dot_general and "
+        "the FP8 recipes compute can be differentiated once, and backward; elsewhere "
+        "quantize jax.lax.stop_gradient(x)"
     )
 
 

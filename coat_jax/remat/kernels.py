@@ -75,8 +75,9 @@ def kernels_with_statistics(
         kernel = makers.get(unmoved(var))
         if kernel is None or not is_foreign(kernel.primitive):
             continue
-        if var.aval.dtype != jnp.float32 or var in copied or not readers(var):
+        if var.aval.dtype != jnp.float32 or var in copied:
             continue
-        if found := frozenset(operands(kernel, readers(var))):
+        read_by = readers(var)
+        if read_by and (found := frozenset(operands(kernel, read_by))):
             results = (v for v in places if unmoved(v) in kernel.outvars)
             yield Kernel(frozenset(results), found)

@@ -19,6 +19,7 @@ from jax.interpreters import partial_eval as pe
 from coat_jax.quantization.array import (
     QuantizedArray,
     scales_as_bits,
+    undifferentiated,
 )
 from coat_jax.quantization.formats import E4M3
 from coat_jax.quantization.rounding import random_bits
@@ -30,7 +31,7 @@ from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import array_types, dispatch
-from pallas_kernels.numerics import GROUP, undifferentiated
+from pallas_kernels.numerics import GROUP
 
 _CALLS = 256  # The calls of which programs are kept.
 

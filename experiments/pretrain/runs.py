@@ -268,16 +268,17 @@ class Run:
             with self.checkpoints(recipe) as checkpoints:
                 saved[recipe] = checkpoints.progress()
         last = {recipe: progress.step for recipe, progress in saved.items()}
-        self._check_checkpoints(last)
         for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
             if path.name != _HEALTH:
                 path.touch()
+            found = list(read_rows(path))
             kept = [
                 (row, line)
-                for row, line in read_rows(path)
+                for row, line in found
                 if row["step"] <= last.get(row["recipe"], 0)
             ]
             if path.name == _METRICS:
+                self._check_checkpoints([row for row, _ in found], last)
                 self._check_rows([row for row, _ in kept], last)
             for recipe, progress in saved.items():
                 checksum = rows_checksum(kept, recipe)
@@ -290,13 +291,14 @@ class Run:
             if path.exists() and lines != path.read_bytes():
                 replace_file(path, lines)
 
-    def _check_checkpoints(self, saved: Mapping[str, int]) -> None:
+    def _check_checkpoints(
+        self, rows: Sequence[Mapping], saved: Mapping[str, int]
+    ) -> None:
         """Raises ValueError if a recipe has lost all checkpoints, by its rows.
 
         A process that ends while it writes the first checkpoint leaves rows without
         one, of no more steps than two checkpoints are apart.
         """
-        rows = self.metrics()
         for recipe in (recipe for recipe, last in saved.items() if not last):
             steps = [row["step"] for row in rows if row["recipe"] == recipe]
             if max(steps, default=0) > 2 * self.settings.save_every:

@@ -1,5 +1,6 @@
 """Sections on training."""
 
+import operator
 import textwrap
 from collections.abc import Mapping
 from statistics import fmean
@@ -19,7 +20,7 @@ def losses() -> str:
     rows = {row["recipe"]: row for row in results["rows"]}
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
     # Earlier trainings of `coat_max` saved other copies for attention.
-    every = [all_gaps()[recipe] for recipe in ("te", "coat")]
+    every = operator.itemgetter("te", "coat")(all_gaps())
     te, coat = (f"{fmean(each):.1f}%" for each in every)
     counts = sorted(map(len, every))
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)

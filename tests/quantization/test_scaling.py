@@ -15,6 +15,7 @@ from helpers.marks import slow
 from helpers.models import normal, parameters
 
 import coat_jax as coat
+import pallas_kernels as kernels
 from coat_jax.layers import parts
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
@@ -190,6 +191,8 @@ def test_histories():
     assert float(history.max()) == 0.25
     # The largest code of E5M2 is 57,344.
     assert delayed_scale(history, coat.E5M2) == 2.0**-17
+    bound = kernels.Bound((jnp.float32([0.0625, 0.125]),), 2.0)
+    assert kernels.tensor_scales(bound, dtype=coat.E5M2.dtype) == (2.0**-17,)
 
 
 def small_llama(**how):
