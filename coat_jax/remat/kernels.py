@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.remat.programs import variables
+from coat_jax.remat.programs import variables, written_out
 from coat_jax.remat.shapes import why_not_fp8
 from coat_jax.remat.trace import LAYOUT, Linearized, is_foreign
 
@@ -34,8 +34,9 @@ def kernels_with_statistics(
 ) -> Iterator[Kernel]:
     """Yields the kernels of a forward program that have copies for operands.
 
-    A statistic is a float32 result that a kernel of backward reads. With a policy,
-    backward may compute the operands from other residuals, which then count as such.
+    A statistic is a float32 result that a kernel of backward reads beside the operands.
+    With a policy, backward may compute the operands from other residuals, which then
+    count as such.
 
     Args:
       traced: The function, with its backward program.
@@ -45,6 +46,7 @@ def kernels_with_statistics(
     residuals = program.outvars[traced.num_outputs :]
     places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+    read_together = _read_by_kernels(written_out(traced.backward.jaxpr), len(residuals))
 
     def unmoved(var: core.Var) -> core.Var:
         """Returns the array that operations moved or converted to `var`."""
@@ -55,29 +57,52 @@ def kernels_with_statistics(
             var = operand
         return var
 
-    def readers(var: core.Var) -> set[int]:
-        """Returns the kernels of backward that read a residual."""
-        eqns = traced.readers(places[var])
-        return {id(eqn) for eqn in eqns if is_foreign(eqn.primitive)}
-
-    def operands(kernel: core.JaxprEqn, read_by: set[int]) -> Iterator[core.Var]:
-        """Yields copies from which backward has the operands of a kernel."""
-        own = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}
-        left, seen = set(own), set()
+    def behind(kernel: core.JaxprEqn) -> set[core.Var]:
+        """Returns the nearest residuals from which a kernel's operands follow."""
+        found, seen = set(), set()
+        left = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}
         while left:
             seen.add(var := left.pop())
-            if var not in places:
-                left |= variables(makers[var].invars) - seen if var in makers else set()
-            elif var in copied and (var not in own or read_by & readers(var)):
-                yield var
+            if var in places:
+                found.add(var)
+            elif var in makers:
+                left |= variables(makers[var].invars) - seen
+        return found
 
-    for var in places:
+    for var, place in places.items():
         kernel = makers.get(unmoved(var))
         if kernel is None or not is_foreign(kernel.primitive):
             continue
         if var.aval.dtype != jnp.float32 or var in copied:
             continue
-        read_by = readers(var)
-        if read_by and (found := frozenset(operands(kernel, read_by))):
+        beside = frozenset().union(*(read for read in read_together if place in read))
+        operands = frozenset(
+            v for v in behind(kernel) if v in copied and places[v] in beside
+        )
+        if operands:
             results = (v for v in places if unmoved(v) in kernel.outvars)
-            yield Kernel(frozenset(results), found)
+            yield Kernel(frozenset(results), operands)
+
+
+def _read_by_kernels(backward: core.Jaxpr, residuals: int) -> list[frozenset[int]]:
+    """Returns the residuals behind each kernel's operands that follow from them alone.
+
+    Operands that depend on cotangents do not count. The first `residuals` inputs of the
+    backward program are residuals, whose indices are returned; its calls are inlined.
+    """
+    sources = {v: frozenset({i}) for i, v in enumerate(backward.invars[:residuals])}
+    sources |= dict.fromkeys(backward.constvars, frozenset())
+    found = []
+    for eqn in backward.eqns:
+        operands = [v for v in eqn.invars if isinstance(v, core.Var)]
+        known = [sources[v] for v in operands if v in sources]
+        together = frozenset().union(*known)
+        if is_foreign(eqn.primitive):
+            found.append(together)
+        if eqn.primitive.name == "optimization_barrier":
+            for out, v in zip(eqn.outvars, eqn.invars, strict=True):
+                if isinstance(v, core.Var) and v in sources:
+                    sources[out] = sources[v]
+        elif len(known) == len(operands):
+            sources |= dict.fromkeys(eqn.outvars, together)
+    return found

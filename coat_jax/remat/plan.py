@@ -231,13 +231,15 @@ def _derive(
     options: Options,
     may_copy: Callable[[core.Var], bool],
 ) -> list[Extra]:
-    """Marks copies that follow from other copies or from extras as recomputed.
+    """Marks what follows from other saved arrays or from extras as recomputed.
 
     Returns the extras, which are arrays that `may_copy` accepts.
     """
-    for var, way in zip(residuals, kept, strict=True):
-        if isinstance(way, Wide) and _is_source(way):
-            derivation.keep(var)
+    wide = {i for i, way in enumerate(kept) if not _is_copy(way) and _is_source(way)}
+    saved = derivation.keep(residuals[i] for i in wide)
+    for i in wide:
+        if residuals[i] not in saved:
+            kept[i] = "recompute"
     copies = {i: way for i, way in enumerate(kept) if isinstance(way, Copy)}
     sources = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []

@@ -93,10 +93,19 @@ class Derivation:
             if self.known.keys() >= operands and not _does_work(eqn):
                 self.known |= dict.fromkeys(eqn.outvars, Known())
 
-    def keep(self, var: core.Var) -> None:
-        """Adds `var`, which is saved unquantized, and the arrays that follow."""
-        if var not in self.known:
-            self.known |= self._following(var, Known(constant=False))
+    def keep(self, wanted: Iterable[core.Var]) -> set[core.Var]:
+        """Adds arrays that are kept unquantized, and the arrays that follow.
+
+        Returns those that must be saved: not those that are others moved or converted.
+        """
+        saved = set()
+        for var in sorted(wanted, key=self._order.__getitem__):
+            if var not in self.known:
+                self.known |= self._following(var, Known(constant=False))
+                saved.add(var)
+            elif self.known[var] != Known(constant=False):
+                saved.add(var)
+        return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
         """Adds `var`, which a kernel computes from FP8 copies, and what follows."""

@@ -80,7 +80,8 @@ def foreign() -> str:
         f"backward in BF16 (hidden {shape['hidden']:,}, batch {shape['batch']}, "
         f"sequence {shape['seq']:,}), times `bf16`, and what is saved. `both` is "
         "`coat.fp8_remat` around a layer whose `dot_general` is "
-        "`coat.fp8_dot_general`, and `fp8` the layer converted by `coat.fp8`."
+        "`coat.fp8_dot_general`, `attention again` has `rerun_attention=True`, and "
+        "`fp8` is the layer converted by `coat.fp8`."
     )
     others = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
     return "\n".join([text, "", *_foreign(others), "", *_foreign(newest), ""])

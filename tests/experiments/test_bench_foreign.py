@@ -12,8 +12,9 @@ from helpers.marks import slow
 
 import coat_jax as coat
 from experiments.bench import foreign
-from experiments.common.foreign_layers import LAYERS, Modules
+from experiments.common.foreign_layers import LAYERS, Layer, Modules
 from experiments.common.layer_cases import Shape
+from pallas_kernels import dispatch, stand_ins
 
 # Keys and values have 128 columns, since `fp8` leaves smaller matmuls in BF16.
 _SHAPE = Shape(hidden=256, seq=32, batch=2, intermediate=256, kv_heads=2, head_dim=64)
@@ -33,6 +34,36 @@ def test_both_lines_and_the_conversion_save_the_same(name):
         size[case] = saved_bytes(saved(fn, params, *xs, params=len(params)))
     assert size["both"] == size["fp8"] < size["fp8_dot_general"] / 3
     assert size["both"] < 1.05 * size["fp8_remat"]
+
+
+@pytest.mark.parametrize(
+    ("name", "case", "expected"),
+    [
+        # The input in copies of two norms, a gate's two inputs, queries, keys, values
+        # and the output of attention, and a number for each query and head.
+        ("llama", "both", 2 * 9 / 16 + 2 * 3.5 * 9 / 16 + 2.5 + 1 / 64),
+        (
+            "llama",
+            "both, attention again",
+            2 * 9 / 16 + 2 * 3.5 * 9 / 16 + 1.5 * 9 / 16,
+        ),
+    ],
+)
+def test_on_hopper_a_layer_saves_each_array_once(name, case, expected, monkeypatch):
+    def attention(self, q, k, v, causal=True):
+        out = stand_ins.attention(q, k, v)
+        return out.reshape(*out.shape[:2], -1)
+
+    monkeypatch.setattr(Layer, "attention", attention)
+    shape = Shape(
+        hidden=4096, seq=2048, batch=4, intermediate=14_336, kv_heads=8, head_dim=128
+    )
+    with dispatch.traced_anew(), stand_ins.for_hopper():
+        fn, params = foreign.case_of(name, case, shape)
+        report = coat.residual_report(
+            lambda params, x: fn(params, -x), params, shape.input()
+        )
+    np.testing.assert_allclose(report.nbytes / shape.unit, expected, rtol=1e-3)
 
 
 def test_causal_layers_do_not_look_ahead():

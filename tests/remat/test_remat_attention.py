@@ -113,6 +113,65 @@ def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
     assert kept == ["E4M3, groups of 128", *[BESIDE_STATISTICS] * 4]
 
 
+def test_an_output_that_is_read_in_another_shape_is_saved_once(arrays, rng):
+    *inputs, _ = arrays
+    w = jnp.asarray(rng.normal(size=(SHAPE[2] * SHAPE[3], 32)), jnp.bfloat16)
+
+    def block(w, *inputs):
+        return flash(*inputs).reshape(-1, len(w)) @ w
+
+    rows = coat.residual_report(coat.fp8_remat(block), w, *inputs).rows
+    kept = [row.kept for row in rows if not row.is_argument]
+    assert kept.count(BESIDE_STATISTICS) == 1  # Queries, keys and values are arguments.
+    assert not any(row.shape == (SHAPE[0] * SHAPE[1], len(w)) for row in rows)
+
+
+def amax_kernel(x):
+    """Returns the amax as a kernel's float32 statistic, and what it was taken of."""
+    statistics = jax.ShapeDtypeStruct((), jnp.float32)
+    (amax,) = kernel(lambda x: (jnp.max(jnp.abs(x)),), (statistics,))(x)
+    return amax
+
+
+@jax.custom_vjp
+def scaled(x):
+    """Computes with a kernel's statistic of `x`, whose backward does not read `x`."""
+    return x / amax_kernel(x)
+
+
+def scaled_forward(x):
+    amax = amax_kernel(x)
+    return x / amax, amax
+
+
+def scaled_backward(amax, dy):
+    (dx,) = kernel(lambda dy, amax: (dy / amax,), (dy,))(dy, amax)
+    return (dx,)
+
+
+scaled.defvjp(scaled_forward, scaled_backward)
+
+
+@pytest.mark.parametrize("option", [False, True])
+def test_statistics_whose_operands_backward_does_not_read_change_nothing(
+    option, arrays
+):
+    x, *_ = arrays
+
+    def function(w, x):
+        y = jnp.sin(x)
+        return scaled(y.astype(jnp.float32)), y @ w
+
+    light = coat.fp8_remat(function, rerun_attention=option)
+    args = jnp.eye(SHAPE[-1], dtype=x.dtype), x
+    kept = [row.kept for row in coat.residual_report(light, *args).rows]
+    assert any(each.startswith("E4M3") for each in kept)
+    assert BESIDE_STATISTICS not in kept
+    program = jax.make_jaxpr(lambda d, *xs: jax.vjp(light, *xs)[1](d))
+    # The statistic is not computed again.
+    assert str(program(light(*args), *args)).count("pallas_call") == 2
+
+
 def test_backward_is_that_of_attention_to_the_copies(arrays):
     *inputs, do = arrays
     out, vjp = jax.vjp(rerunning(flash), *inputs)
