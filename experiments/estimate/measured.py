@@ -29,7 +29,7 @@ from experiments.common.results import Bar, default_path, load, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import new_table
 from experiments.estimate.__main__ import record
-from experiments.pretrain import meshes
+from experiments.pretrain import comparison, meshes
 from experiments.pretrain.settings import PRESETS, model_config
 from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
@@ -102,10 +102,10 @@ def pretraining(name: str) -> Iterator[Row]:
     results = load("pretrain", name)
     settings = PRESETS[results["preset"]].settings
     sizes = {"batch": settings.batch_size, "sequence": settings.seq_len}
-    for row in results["rows"]:
-        config = model_config(settings, row["recipe"], BYTES_VOCAB_SIZE)
+    for recipe, row in comparison.over_seeds(results["rows"]).items():
+        config = model_config(settings, recipe, BYTES_VOCAB_SIZE)
         device = row["device_peak_bytes"]
-        names = {"of": name, "model": results["preset"], "case": row["recipe"]}
+        names = {"of": name, "model": results["preset"], "case": recipe}
         names |= {"gpus": 1, "batch": settings.batch_size}
         yield names | compared(
             coat.estimate_memory(config, **sizes),

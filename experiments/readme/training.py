@@ -17,7 +17,7 @@ from experiments.report.paper import TABLE_3
 def losses() -> str:
     """Returns README.md's lines on the losses of its picture."""
     results = load("pretrain", "pretrain_300m_compared")
-    rows = {row["recipe"]: row for row in results["rows"]}
+    rows = comparison.over_seeds(results["rows"])
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
     # Earlier trainings of `coat_max` saved other copies for attention.
     every = operator.itemgetter("te", "coat")(all_gaps())
@@ -28,10 +28,10 @@ def losses() -> str:
         f"A Llama of {_millions(rows['bf16']['parameters'])} parameters that reads "
         f"{_millions(_tokens(results))} bytes of source code ends with a validation "
         f"loss above `bf16`'s: by {gaps['te']} with `te`, {gaps['coat']} with `coat` "
-        f"and {gaps['coat_max']} with `coat_max`, of one seed. Seeds differ: the means "
-        f"of {' and '.join(map(str, counts))} trainings of this model and a smaller "
-        f"one are {te} with `te` and {coat} with `coat`. The paper's OLMo-1B ends "
-        f"{paper:.1f}% above. Below, the distance of the training loss in percent:"
+        f"and {gaps['coat_max']} with `coat_max`, the means of {rows['bf16']['seeds']} "
+        f"seeds. Those of {' and '.join(map(str, counts))} trainings of this model and "
+        f"a smaller one are {te} with `te` and {coat} with `coat`. The paper's OLMo-1B "
+        f"ends {paper:.1f}% above. Below, the distance of the training loss in percent:"
     )
     return textwrap.fill(text, 90) + "\n"
 
@@ -95,15 +95,15 @@ def _size(results: Mapping[str, Any]) -> str:
 
 
 def _losses_and_costs(results: Mapping[str, Any]) -> list[str]:
-    """Returns a table of losses, memory and speed by recipe."""
+    """Returns a table of losses, memory and speed by recipe, means over the seeds."""
     lines = [
-        "| | validation loss | gap | optimizer, bytes a parameter | saved activations "
-        "| memory of a step | tokens/s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| | seeds | validation loss | gap | optimizer, bytes a parameter "
+        "| saved activations | memory of a step | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in results["rows"]:
+    for recipe, row in comparison.over_seeds(results["rows"]).items():
         lines.append(
-            f"| `{row['recipe']}` | {row['val_loss']:.4f} "
+            f"| `{recipe}` | {row['seeds']} | {row['val_loss']:.4f} "
             f"| {row['val_gap_percent']:+.2f}% "
             f"| {row['optimizer_bytes_per_param']:.3f} "
             f"| {row['saved_activation_bytes'] / 2**30:.2f} GiB "

@@ -61,6 +61,19 @@ def test_the_picture_of_the_curves_lies_beside_its_results():
     assert picture.with_suffix(".json").exists()
 
 
+def test_losses_and_speeds_are_means_over_seeds_and_sizes_those_of_the_first():
+    rows = [
+        {"recipe": "bf16", "seed": 0, "val_loss": 2.0, "step_bytes": 5},
+        {"recipe": "coat", "seed": 0, "val_loss": 3.0, "tokens_per_s": 10.0},
+        {"recipe": "bf16", "seed": 1, "val_loss": 2.5, "step_bytes": 6},
+    ]
+    found = comparison.over_seeds(rows)
+    assert found == {
+        "bf16": rows[0] | {"seeds": 2, "val_loss": 2.25},
+        "coat": rows[1] | {"seeds": 1},
+    }
+
+
 def test_each_row_is_beside_the_papers_and_compared_with_its_own_bf16():
     losses = {"bf16": (1.0, 2.0), "coat": (1.01, 2.03)}
     rows = [
