@@ -2,15 +2,17 @@
 
 `python -m experiments.kernels.resources` compiles all kernels and writes
 `kernel_resources.json`, which a test compares with. It runs on any machine with the
-packages that `experiments.common.sm90` names. With the name of a family, it compiles
-and prints this family only.
+packages that `experiments.common.sm90` names. With names of families, it compiles and
+prints these families only, and with `--hardest` of each kernel only the cases that are
+the nearest to running out of registers.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +38,24 @@ class Case:
     """A function with one kernel or a few, and abstract arrays to compile it for.
 
     Attributes:
-      name: The name in tables.
+      name: The name of the kernel in tables.
       function: The function, which is called with `arrays` and
         implementation="mosaic".
       arrays: The arguments of the function; other arguments are bound to it.
+      tiles: The tuning of the kernel; None if it has a single one.
     """
 
     name: str
     function: Callable[..., Any]
     arrays: tuple[Any, ...]
+    tiles: tuning.Tuning | None = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the first array."""
-        return jax.tree.leaves(self.arrays)[0].shape
+    def names(self) -> dict[str, str]:
+        """The names in a record: the kernel with its tiles, and the first shape."""
+        kernel = self.name if self.tiles is None else f"{self.name}, {self.tiles}"
+        shape = jax.tree.leaves(self.arrays)[0].shape
+        return {"kernel": kernel, "shape": "x".join(map(str, shape))}
 
     def resources(self) -> sm90.Resources:
         """Compiles the function and returns the resources of its kernels."""
@@ -192,13 +198,13 @@ def _products() -> Iterator[Case]:
         arrays = jax.eval_shape(functools.partial(kernel_cases.operands, kernel, shape))
         for tiles in _tiles(product):
             call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
-            yield Case(f"{kernel}, {tiles}", call, arrays)
+            yield Case(kernel, call, arrays, tiles)
             if product.heads:
                 again = functools.partial(call, copies=2)
-                yield Case(f"{kernel} twice, {tiles}", again, arrays)
+                yield Case(f"{kernel} twice", again, arrays, tiles)
     for tiles in _tiles(kernel_cases.PRODUCTS["product"]):
         call = functools.partial(pk.matmul, keep_maxima=True, tuning=tiles)
-        yield Case(f"product and maxima, {tiles}", call, (a, b, one, one))
+        yield Case("product and maxima", call, (a, b, one, one), tiles)
     accumulate = functools.partial(pk.matmul, out_dtype=_F32)
     sums, rows = (
         _array(m, n, dtype=_F32),
@@ -223,7 +229,7 @@ def _parts() -> Iterator[Case]:
         for tiles in _tiles(product):
             if not tiles.transposed:
                 call = functools.partial(multiply, product, tiles)
-                yield Case(f"{name} of parts, {tiles}", call, (*arrays, one, one))
+                yield Case(f"{name} of parts", call, (*arrays, one, one), tiles)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -239,27 +245,58 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def rows(family: str) -> list[dict[str, Any]]:
-    """Compiles all cases of a family and returns a record for each."""
-    found = []
+def hardest(family: str, count: int = 2) -> list[Case]:
+    """Returns the cases of each kernel with the most recorded registers.
+
+    A case that is not recorded yet is among them, beside `count` of those that are.
+    """
+    registers = {
+        (row["kernel"], row["shape"]): row["registers"]
+        for row in json.loads(RESULTS.read_text())["rows"]
+        if row["family"] == family
+    }
+    found, recorded = [], defaultdict(list)
     for case in FAMILIES[family]():
-        shape = "x".join(map(str, case.shape))
-        taken = dataclasses.asdict(case.resources())
-        found.append({"family": family, "kernel": case.name, "shape": shape, **taken})
+        if (names := tuple(case.names.values())) in registers:
+            recorded[case.name].append((registers[names], case))
+        else:
+            found.append(case)
+    for cases in recorded.values():
+        cases.sort(key=lambda pair: pair[0], reverse=True)
+        found += [case for _, case in cases[:count]]
     return found
 
 
+def rows(family: str, cases: Iterable[Case] | None = None) -> list[dict[str, Any]]:
+    """Compiles cases of a family, all by default, and returns a record for each."""
+    return [
+        {"family": family, **case.names, **dataclasses.asdict(case.resources())}
+        for case in (FAMILIES[family]() if cases is None else cases)
+    ]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Writes the results file, or prints the rows of one family."""
+    """Writes the results file, or prints the rows of some families."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("family", nargs="?", choices=FAMILIES)
-    family = parser.parse_args(arguments).family
+    parser.add_argument("families", nargs="*", metavar="family", help="print this one")
+    parser.add_argument(
+        "--hardest", action="store_true", help="compile the cases with most registers"
+    )
+    given = parser.parse_args(arguments)
+    if unknown := set(given.families) - FAMILIES.keys():
+        parser.error(f"no family: {', '.join(sorted(unknown))}")
+    if given.hardest and not given.families:
+        parser.error("--hardest needs families, and leaves the results file")
     if reason := sm90.missing():
         parser.error(reason)
-    if family is not None:
-        print(json.dumps(rows(family)))
+    found = [
+        row
+        for name in given.families or FAMILIES
+        for row in rows(name, hardest(name) if given.hardest else None)
+    ]
+    if given.families:
+        print(json.dumps(found))
         return
-    found = [row for name in FAMILIES for row in rows(name)]
     command = "uv run python -m experiments.kernels.resources"
     write_results(RESULTS, rows=found, command=command, compiled_by=sm90.versions())
 

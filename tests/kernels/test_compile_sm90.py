@@ -25,17 +25,18 @@ from coat_jax.layers import attention
 from experiments.bench import foreign
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
-from experiments.kernels.resources import FAMILIES, RESULTS
+from experiments.kernels.resources import FAMILIES, RESULTS, hardest
 from pallas_kernels import dispatch
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = json.loads(RESULTS.read_text())
+_GATES = ["silu", "gelu", "gelu_exact"]
 _HOW = "python -m experiments.kernels.resources records what they take"
 
 
-def compiled(family):
-    """Returns the rows of a family, compiled by a process whose output is read."""
-    command = [sys.executable, "-m", "experiments.kernels.resources", family]
+def compiled(*arguments):
+    """Returns the rows of families, compiled by a process whose output is read."""
+    command = [sys.executable, "-m", "experiments.kernels.resources", *arguments]
     # The process must not look for a GPU.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     run = subprocess.run(
@@ -54,27 +55,53 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@needs_compiler
-@pytest.mark.parametrize("family", FAMILIES)
-def test_kernels_compile_and_take_no_more_than_recorded(family):
-    rows = compiled(family)
-    assert rows
-    recorded = by_case(r for r in _RECORDED["rows"] if r["family"] == family)
-    assert by_case(rows).keys() == recorded.keys(), _HOW
+def recorded(*families):
+    return by_case(row for row in _RECORDED["rows"] if row["family"] in families)
+
+
+def assert_no_more_than_recorded(rows, families):
     assert not [row for row in rows if row["spill_bytes"] or row["losses"]]
     if sm90.versions() != _RECORDED["compiled_by"]:
         return  # Other compilers assign registers differently.
     grown = [
-        (row, recorded[case])
+        (row, recorded(*families)[case])
         for case, row in by_case(rows).items()
         for resource in ("kernels", "registers", "shared_bytes")
-        if row[resource] > recorded[case][resource]
+        if row[resource] > recorded(*families)[case][resource]
     ]
     assert not grown, _HOW
 
 
-def test_all_families_are_recorded():
+@needs_compiler
+@pytest.mark.parametrize(
+    "families",
+    [["products", "parts", "heads"], ["norm", "adam", "quantize"], _GATES],
+    ids=" ".join,
+)
+def test_hardest_cases_compile_and_take_no_more_than_recorded(families):
+    """The cases of each kernel with most registers are the first that would spill."""
+    rows = compiled("--hardest", *families)
+    cases = [case for family in families for case in hardest(family)]
+    assert len({case.name for case in cases}) >= len(families)
+    assert by_case(rows).keys() == {tuple(case.names.values()) for case in cases}
+    assert_no_more_than_recorded(rows, families)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_cases_compile_and_take_no_more_than_recorded(family):
+    rows = compiled(family)
+    assert rows
+    assert by_case(rows).keys() == recorded(family).keys(), _HOW
+    assert_no_more_than_recorded(rows, [family])
+
+
+def test_all_cases_are_recorded():
     assert {row["family"] for row in _RECORDED["rows"]} == set(FAMILIES)
+    for family, cases in FAMILIES.items():
+        names = {tuple(case.names.values()) for case in cases()}
+        assert names == recorded(family).keys(), _HOW
     measured = {case.kernel for case in kernel_cases.elementwise((8192, 4096))}
     assert measured <= {row["kernel"] for row in _RECORDED["rows"]}
 
