@@ -3,6 +3,7 @@
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -65,3 +66,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
+
+
+@pytest.fixture(scope="module")
+def shared_trainers() -> Iterator[None]:
+    """Runs of the main job in a module share their compiled trainers."""
+    from helpers import trainers  # Most tests do without the main job.
+
+    with trainers.shared():
+        yield

@@ -31,7 +31,7 @@ _TUNED += ["--recipes", "bf16", "--seq-len", "64", "--bad-step", "skip"]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def base(tmp_path_factory, shared_trainers):
     """The folder of a pretraining."""
     folder = tmp_path_factory.mktemp("base")
     (folder / "words.txt").write_text("User: 1 + 1?\nAssistant: 2\n" * 400)

@@ -26,23 +26,34 @@ _MEASURED = {
 }
 
 
-@pytest.fixture
-def text(tmp_path):
+pytestmark = pytest.mark.usefixtures("shared_trainers")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
     """A file of text that is long enough for questions."""
-    path = tmp_path / "text.txt"
+    path = tmp_path_factory.mktemp("data") / "text.txt"
     path.write_text("\n".join(f"{n} times {n} is {n * n}." for n in range(4000)))
     return path
 
 
-@pytest.fixture
-def runs(tmp_path, text):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, text, shared_trainers):
     """Finished runs with BF16 and with COAT on the same text."""
-    folders = []
+    parent = tmp_path_factory.mktemp("runs")
     for recipe in ("bf16", "coat"):
-        folders.append(tmp_path / recipe)
-        argv = ["--recipes", recipe, "--data", str(text), "--out", str(folders[-1])]
-        assert pretrain.main([*_TINY, *argv]) == 0
-    return folders
+        argv = ["--recipes", recipe, "--data", str(text)]
+        assert pretrain.main([*_TINY, *argv, "--out", str(parent / recipe)]) == 0
+    return parent
+
+
+@pytest.fixture
+def runs(tmp_path, finished):
+    """Copies of the finished runs, for a test that changes them."""
+    return [
+        shutil.copytree(finished / recipe, tmp_path / recipe)
+        for recipe in ("bf16", "coat")
+    ]
 
 
 def test_the_right_piece_goes_on_and_the_others_are_elsewhere():
@@ -218,16 +229,19 @@ def test_runs_that_do_not_compare_are_refused(runs, tmp_path, text, capsys):
 
 
 def test_changed_data_are_refused(runs, text, tmp_path, capsys):
-    text.write_text(text.read_text() + "more")
-    assert compare.main([str(runs[0]), "--out", str(tmp_path / "o.json")]) == 2
+    words = text.read_text()
+    try:
+        text.write_text(words + "more")
+        assert compare.main([str(runs[0]), "--out", str(tmp_path / "o.json")]) == 2
+    finally:
+        text.write_text(words)
     assert f"the data is not what {runs[0]} was started with" in capsys.readouterr().err
 
 
-def test_recipes_without_a_common_seed_have_no_answers(runs, tmp_path, capsys):
+def test_recipes_without_a_common_seed_have_no_answers(runs, text, tmp_path):
     other = tmp_path / "other"
     argv = ["--recipes", "te", "--seed", "1", "--out", str(other)]
-    data = str(tmp_path / "text.txt")
-    assert pretrain.main([*_TINY, *argv, "--data", data]) == 0
+    assert pretrain.main([*_TINY, *argv, "--data", str(text)]) == 0
     for folder, recipe in ((runs[0], "bf16"), (other, "te")):
         entry = {"steps": 4, "recipes": {recipe: _MEASURED}}
         (folder / "compared.json").write_text(json.dumps(entry))

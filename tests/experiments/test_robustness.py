@@ -19,6 +19,8 @@ _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every",
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]
 _LOGS = ("metrics.jsonl", "moments.jsonl")
 
+pytestmark = pytest.mark.usefixtures("shared_trainers")
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -28,7 +30,7 @@ def corpus(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, corpus):
+def finished(tmp_path_factory, corpus, shared_trainers):
     """The folder of a run with checkpoints of steps 4 and 6."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(folder)]) == 0
@@ -36,7 +38,7 @@ def finished(tmp_path_factory, corpus):
 
 
 @pytest.fixture(scope="module")
-def fp8_finished(tmp_path_factory, corpus):
+def fp8_finished(tmp_path_factory, corpus, shared_trainers):
     """The folder of a run with moments in FP8 and checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("runs") / "fp8"
     flags = [*_RUN, "--recipes", "coat", "--steps", "4", "--eval-every", "2"]

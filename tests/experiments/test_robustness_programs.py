@@ -94,6 +94,7 @@ def test_killed_saves_give_the_state_before_or_after(tmp_path):
     assert {row["loaded_step"] for row in rows[8:]} <= {4, 6}
 
 
+@pytest.mark.usefixtures("shared_trainers")
 def test_damages_are_noticed(tmp_path):
     out = tmp_path / "results.json"
     assert damages.main(["--count=16", f"--out={out}"]) == 0
