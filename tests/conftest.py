@@ -63,6 +63,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
+def pytest_collection_finish() -> None:
+    """Spares later collections the objects of modules and tests, which live on."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(0)
