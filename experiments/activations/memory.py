@@ -10,7 +10,7 @@ attention is recomputed from queries, keys and values.
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     shape = shape_of(args)
     console = Console(width=120)
+    reports = {case: saved_by_layers(case, shape) for case in CASES}
     if args.details:
-        for case in CASES:
-            console.print(f"\n{case}, {_LAYERS} layers\n{saved_by_layers(case, shape)}")
-    rows = case_rows(shape)
+        for case, report in reports.items():
+            console.print(f"\n{case}, {_LAYERS} layers\n{report}")
+    rows = case_rows(reports, shape)
     console.print(operations.table(rows))
     operations.draw(rows).savefig(args.out.with_suffix(".png"))
     given = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
@@ -110,11 +111,10 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
     return coat.residual_report(forward, layers, shape.input())
 
 
-def case_rows(shape: Shape) -> list[Row]:
-    """Returns the bytes that a layer saves in each of `CASES`: in all, by operation."""
+def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
+    """Returns the bytes that a layer saves in each case: in all, by operation."""
     rows = []
-    for case in CASES:
-        report = saved_by_layers(case, shape)
+    for case, report in reports.items():
         units = {
             f"{name}_units": nbytes / _LAYERS / shape.unit
             for name, nbytes in operations.split(report, shape).items()

@@ -1,5 +1,7 @@
 """Tests saved activations by operation, against the sizes that table 2 counts."""
 
+import contextlib
+import io
 import json
 
 import jax.numpy as jnp
@@ -20,9 +22,17 @@ _SMALL = Shape(hidden=32, seq=8, batch=1, intermediate=48, kv_heads=2, head_dim=
 
 
 @pytest.fixture(scope="module")
-def rows():
-    args = activation_memory.parser().parse_args(_SHAPE.split())
-    found = activation_memory.case_rows(activation_memory.shape_of(args))
+def written(tmp_path_factory):
+    """The results file of a small layer, and the text printed for it."""
+    out = tmp_path_factory.mktemp("memory") / "saved.json"
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        activation_memory.main([*_SHAPE.split(), "--details", "--out", str(out)])
+    return out, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def rows(written):
+    found = json.loads(written[0].read_text())["rows"]
     return {row["recipe"]: row for row in found}
 
 
@@ -97,9 +107,8 @@ def test_heads_divide_the_hidden_size():
         activation_memory.shape_of(args)
 
 
-def test_command_line(tmp_path, capsys):
-    out = tmp_path / "saved.json"
-    activation_memory.main([*_SHAPE.split(), "--details", "--out", str(out)])
+def test_command_line(written):
+    out, printed = written
     found = json.loads(out.read_text())
     assert found["shape"]["seq"] == 128
     targets = [(bar["name"], bar["target"]) for bar in found["bars"]]
@@ -109,6 +118,5 @@ def test_command_line(tmp_path, capsys):
         ("bf16 / bf16, fp8_remat", ">= 1.8"),
     ]
     assert out.with_suffix(".png").stat().st_size
-    printed = capsys.readouterr().out
     assert "22.66" in printed
     assert "coat_max, 2 layers" in printed
