@@ -9,7 +9,15 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import layers, oracle
-from helpers.dots import OTHER_WAYS, assert_near, linear, ran, rows, tensor
+from helpers.dots import (
+    OTHER_WAYS,
+    assert_left_alone,
+    assert_near,
+    linear,
+    ran,
+    rows,
+    tensor,
+)
 from helpers.gradients import (
     assert_close,
     fake,
@@ -31,7 +39,7 @@ EPS = 1e-3
 
 
 def after(norm):
-    """Returns a function of parameters and x with two matmuls after `norm`."""
+    """Returns a function of parameters and x with matmuls after `norm`."""
 
     def fn(params, x):
         weights, *columns = params
@@ -41,9 +49,9 @@ def after(norm):
     return fn
 
 
-def given(tokens=(TOKENS,), columns=2):
+def given(tokens=(TOKENS,), columns=2, products=2):
     """Returns parameters, activations of several sizes, and a gradient."""
-    weights = [normal(i, K, N, scale=0.2) for i in range(2)]
+    weights = [normal(i, K, N, scale=0.2) for i in range(products)]
     params = weights, *(1 + normal(5 + i, K, scale=0.3) for i in range(columns))
     x = normal(9, *tokens, K, dtype=BF16).at[..., 3].mul(8)
     return params, x, normal(20, *tokens, N, dtype=BF16)
@@ -159,7 +167,7 @@ FORMS = {
 @pytest.mark.parametrize("tokens", [(TOKENS,), slow((2, 24))])
 @pytest.mark.parametrize("name", FORMS)
 def test_norms_are_found_in_each_form(name, tokens):
-    params, x, dy = given(tokens)
+    params, x, dy = given(tokens, products=1)
     fn = after(FORMS[name])
     assert norms(fp8_remat(fn), params, x) == {f"bfloat16[{TOKENS},{K}]"}
     assert not norms(fn, params, x)
@@ -191,11 +199,10 @@ NEAR_MISSES = {
 
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
-    params, x, dy = given()
+    params, x, _ = given()
     fn = after(NEAR_MISSES[name])
     assert not norms(fp8_remat(fn), params, x)
-    merged, plain = (value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), fn))
-    assert_close(merged, plain, 0.15)
+    assert_left_alone("norm", fn, params, x)
 
 
 @pytest.mark.parametrize("shape", [(4, 1), (1, 1)])
