@@ -35,7 +35,8 @@ TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
 ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
 ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
 ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
-TILED = [*zip(ACTIVATIONS[:2], TILES[:2], strict=True), slow("gelu_exact", TILES[2])]
+# Copies are made alike for all activations, which other tests compare with formulas.
+TILED = [slow("gelu", TILES[0]), ("silu", TILES[1]), slow("gelu_exact", TILES[2])]
 
 
 def inputs(shape, seed=0):
