@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers.kernels import OPTIMIZED
 
 import coat_jax as coat
 from coat_jax.quantization.array import QuantizedArray
@@ -53,7 +52,7 @@ def quantized_leaves(state) -> list[QuantizedArray]:
 
 
 def stepped(tx, steps: int, params=PARAMS):
-    update = jax.jit(tx.update, compiler_options=OPTIMIZED)
+    update = jax.jit(tx.update)
     state = tx.init(params)
     for i in range(steps):
         updates, state = update(gradients(i), state, params)
