@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     shape = shape_of(args)
     console = Console(width=120)
-    reports = {case: saved_by_layers(case, shape) for case in CASES}
+    reports = case_reports(shape)
     if args.details:
         for case, report in reports.items():
             console.print(f"\n{case}, {_LAYERS} layers\n{report}")
@@ -109,6 +109,11 @@ def saved_by_layers(name: str, shape: Shape) -> ResidualReport:
         return lax.scan(lambda x, params: (layer(params, x), None), x, layers)[0]
 
     return coat.residual_report(forward, layers, shape.input())
+
+
+def case_reports(shape: Shape) -> dict[str, ResidualReport]:
+    """Returns what the layers save in each of `CASES`."""
+    return {case: saved_by_layers(case, shape) for case in CASES}
 
 
 def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:

@@ -284,7 +284,7 @@ def _interrupt():
         slow(training.Trainer, "step", 6, _interrupt, 130),
         (training.Trainer, "step", 7, _interrupt, 130),
         slow(training.Trainer, "step", 9, _interrupt, 130),
-        (training.Trainer, "step", 9, kill, None),
+        slow(training.Trainer, "step", 9, kill, None),
         slow(Checkpoints, "roll_back", 1, kill, None),
         slow(RowLog, "drop_after", 1, kill, None),
         (RowLog, "drop_after", 2, kill, None),
@@ -348,6 +348,7 @@ def test_a_spike_is_bad_if_it_is_asked_for(recipe, corpus, tmp_path, capsys):
     assert "the largest gradient is that of " in said
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_limits(corpus, tmp_path, monkeypatch):
     """A factor close to 1 makes most steps spikes, by the median of earlier rows."""
     path, flags = corpus(_NAN), ["--bad-step", "skip", "--spike", "1.01"]
@@ -413,6 +414,7 @@ def test_only_skipping_changes_the_compiled_update(answer, recipe):
     assert used[-1] == len(conditional) == (answer == "skip")
 
 
+@pytest.mark.slow
 def test_norms_of_gradients_are_those_of_the_named_parameters():
     trainer = _trainer("bf16")
     state, batch = trainer.init(), np.random.default_rng(0).integers(0, 257, (4, 33))

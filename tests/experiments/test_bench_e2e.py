@@ -32,6 +32,7 @@ def test_presets_are_the_benchmarks_models():
     assert sizes == (5120, 13_824, 40, 40)
 
 
+@pytest.mark.slow
 def test_the_largest_model_fits():
     """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
     least = 6 * _PARAMETERS_13B
@@ -40,6 +41,7 @@ def test_the_largest_model_fits():
     assert e2e_live.largest_model(30 * _GIB) == e2e_live.TINY
 
 
+@pytest.mark.slow
 def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     called = []
 

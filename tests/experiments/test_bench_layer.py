@@ -217,6 +217,7 @@ def _check_step(row, model, bytes_each):
     assert row["peak_gib"] > row["parameters_gib"] + row["optimizer_gib"]
 
 
+@pytest.mark.slow
 def test_a_model_steps():
     row = model_step.measure("coat, delayed scaling", _MODEL, 2, 2)
     # Groups of 128 on a last axis of 64 or 96 have nine bytes of scales and k each.
@@ -370,6 +371,7 @@ def test_models_have_the_names_of_presets(sizes, name):
     assert dataclasses.replace(model_step.Model(), **sizes).name == name
 
 
+@pytest.mark.slow
 def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
     out = tmp_path / "e2e.json"
@@ -391,6 +393,7 @@ def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
     assert os.environ["XLA_FLAGS"] == before
 
 
+@pytest.mark.slow
 def test_profiles_stand_beside_floors(monkeypatch):
     found = iter(
         [

@@ -19,6 +19,7 @@ def finished(tmp_path_factory):
     return argv, out
 
 
+@pytest.mark.slow
 def test_every_story_is_told_to_every_method(finished):
     _, out = finished
     results = json.loads(out.read_text())

@@ -105,6 +105,7 @@ def test_a_run_starts_from_its_base_in_bfloat16(finished, base):
     assert _bits(state.params) != _bits(start)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
     folder = tmp_path / "killed"
     shutil.copytree(finished, folder)

@@ -206,6 +206,7 @@ def test_examples_name_their_benchmarks():
         assert cells == [problem.family, benchmark, problem.question, problem.answer]
 
 
+@pytest.mark.slow
 def test_the_small_form_says_why_it_failed(monkeypatch):
     monkeypatch.setattr(small_form, "FLAGS", ["--seeds", "0"])
     with pytest.raises(RuntimeError, match="--seeds must be 1 to 10, got 0"):

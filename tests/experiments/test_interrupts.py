@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.marks import slow
 
 from experiments.pretrain import interrupts
 
@@ -122,6 +123,7 @@ def test_a_process_that_imports_ends_at_once(number, start):
     assert not process.out.exists()
 
 
+@pytest.mark.slow
 def test_training_of_a_tokenizer_is_left(start):
     process = start("--tokenizer", "bpe")
     process.wait(lambda: any(process.scratch.iterdir()))
@@ -146,7 +148,7 @@ def test_compilation_is_left(start, tmp_path):
     assert not list(process.scratch.iterdir())
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [False, slow(True)])
 def test_a_step_is_finished_unless_there_is_a_second_signal(twice, start):
     # A step takes a second on two idle cores. The second signal must come within it.
     size = "16" if twice else "4"

@@ -39,6 +39,7 @@ def _rows(out):
     return json.loads(out.read_text())["rows"]
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsys):
     argv, out = command
     whole, trained = optimizer_curves.Curves._curve, []

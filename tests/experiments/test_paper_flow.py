@@ -63,6 +63,7 @@ def test_a_model_saves_less_and_its_moments_are_e4m3():
     assert moments == {"E4M3"}
 
 
+@pytest.mark.slow
 def test_small_trainings_have_it_beside_the_recipes():
     settings = dataclasses.replace(
         PRESETS["tiny"].settings, steps=3, eval_every=3, recipes=("bf16",)

@@ -110,6 +110,7 @@ def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
     assert record["schedule_steps"] == _STEPS
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
     """The recipe that was finished has one more validation than the other one."""
     data = json.loads((finished / "run.json").read_text())["settings"]["data"][0]
@@ -152,6 +153,7 @@ def test_a_refused_resume_records_nothing(copied, capsys):
     assert (copied / "run.json").read_bytes() == other
 
 
+@pytest.mark.slow
 def test_an_older_run_trains_longer(finished, copied):
     """Its record has neither a schedule of its own nor answers to bad steps."""
     record = json.loads((copied / "run.json").read_text())
@@ -167,6 +169,7 @@ def test_an_older_run_trains_longer(finished, copied):
     assert json.loads((copied / "run.json").read_text())["schedule_steps"] == _STEPS
 
 
+@pytest.mark.slow
 def test_what_touches_no_past_step_may_change(copied):
     flags = ["--keep", "1", "--save-every", "5", "--bad-step", "skip", "--spike", "7"]
     run = runs.Run.resume(copied, {})

@@ -94,6 +94,7 @@ def test_killed_saves_give_the_state_before_or_after(tmp_path):
     assert {row["loaded_step"] for row in rows[8:]} <= {4, 6}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("shared_trainers")
 def test_damages_are_noticed(tmp_path):
     out = tmp_path / "results.json"
@@ -114,6 +115,7 @@ def setup(tmp_path_factory):
         yield full_disk.Setup.of(folder)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("kind", ["full", slow("renamed")])
 def test_a_run_without_its_disk_ends_in_one_line(kind, setup):
