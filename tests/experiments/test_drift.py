@@ -42,6 +42,7 @@ def test_every_story_is_told_to_every_method(finished):
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     argv, out = finished
     before = json.loads(out.read_text())["rows"]
