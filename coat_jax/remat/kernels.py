@@ -46,7 +46,6 @@ def kernels_with_statistics(
     residuals = program.outvars[traced.num_outputs :]
     places = {v: i for i, v in enumerate(residuals) if isinstance(v, core.Var)}
     makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
-    read_together = _read_by_kernels(written_out(traced.backward.jaxpr), len(residuals))
 
     def unmoved(var: core.Var) -> core.Var:
         """Returns the array that operations moved or converted to `var`."""
@@ -69,12 +68,17 @@ def kernels_with_statistics(
                 left |= variables(makers[var].invars) - seen
         return found
 
-    for var, place in places.items():
-        kernel = makers.get(unmoved(var))
-        if kernel is None or not is_foreign(kernel.primitive):
-            continue
-        if var.aval.dtype != jnp.float32 or var in copied:
-            continue
+    statistics = {
+        place: kernel
+        for var, place in places.items()
+        if (kernel := makers.get(unmoved(var))) and is_foreign(kernel.primitive)
+        if var.aval.dtype == jnp.float32 and var not in copied
+    }
+    if not statistics:
+        return
+    backward = written_out(traced.backward.jaxpr)
+    read_together = _read_by_kernels(backward, len(residuals))
+    for place, kernel in statistics.items():
         beside = frozenset().union(*(read for read in read_together if place in read))
         operands = frozenset(
             v for v in behind(kernel) if v in copied and places[v] in beside

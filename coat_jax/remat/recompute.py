@@ -98,13 +98,13 @@ class Derivation:
 
         Returns those that must be saved: not those that are others moved or converted.
         """
-        saved = set()
+        saved, kept = set(), Known(constant=False)
         for var in sorted(wanted, key=self._order.__getitem__):
+            if self.known.get(var) == kept:
+                continue
+            saved.add(var)
             if var not in self.known:
-                self.known |= self._following(var, Known(constant=False))
-                saved.add(var)
-            elif self.known[var] != Known(constant=False):
-                saved.add(var)
+                self.known |= self._following(var, kept)
         return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:

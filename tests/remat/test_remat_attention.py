@@ -127,7 +127,7 @@ def test_an_output_that_is_read_in_another_shape_is_saved_once(arrays, rng):
 
 
 def amax_kernel(x):
-    """Returns the amax as a kernel's float32 statistic, and what it was taken of."""
+    """Returns the amax as a kernel's float32 statistic."""
     statistics = jax.ShapeDtypeStruct((), jnp.float32)
     (amax,) = kernel(lambda x: (jnp.max(jnp.abs(x)),), (statistics,))(x)
     return amax
