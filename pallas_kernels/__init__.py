@@ -11,6 +11,7 @@ from pallas_kernels.ops.gate.reference import Activation, Gated
 from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
+from pallas_kernels.ops.quantize.blocks import Block, quantize_blocks
 from pallas_kernels.ops.quantize.groups import (
     dequantize_groups,
     quantize_groups,
@@ -28,6 +29,7 @@ from pallas_kernels.ops.rope.api import join_heads
 __all__ = [
     "Activation",
     "AdamScalars",
+    "Block",
     "Bound",
     "Choice",
     "Codes",
@@ -51,6 +53,7 @@ __all__ = [
     "maxima",
     "norm",
     "norm_grad",
+    "quantize_blocks",
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",

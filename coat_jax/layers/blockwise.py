@@ -7,6 +7,7 @@ are E4M3, those of gradients too. Axes are padded with zeros to multiples of 128
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,7 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.layers.matmul import in_rows, once
-from coat_jax.quantization.array import PerBlock, QuantizedArray, quantize
-from pallas_kernels import Scaled, array_types
+from pallas_kernels import Block, Scaled, array_types
 
 BLOCK = 128
 
@@ -53,37 +53,30 @@ def _linear(x, w):
 
 @array_types.on_common_mesh
 def _linear_fwd(x, w):
-    blocks = _blocks(w)
-    y = _matmul(_groups(x), blocks, (x.shape[0], w.shape[0]), x.dtype)
+    groups, _ = _quantized(x, row="1x128")
+    blocks, _ = _quantized(w, row="128x128")
+    y = _matmul(groups, blocks, (x.shape[0], w.shape[0]), x.dtype)
     return once(y), (x, w)
 
 
 @array_types.on_common_mesh
 def _linear_bwd(residuals, dy):
     x, w = residuals
-    (m, k), n = x.shape, w.shape[0]
-    # The blocks of a transposed weight are those of the weight.
-    codes, scale = _blocks(w)
-    transposed = Scaled(kernels.transpose(codes), scale.T)
-    dx = _matmul(_groups(dy), transposed, (m, k), x.dtype)
-    # Tokens are contracted, so groups and blocks lie along them.
-    dw = _matmul(_groups(dy.T), _blocks(x.T), (n, k), w.dtype)
+    # Columns of dy are contracted with w, and its tokens with those of x.
+    by_columns, by_tokens = _quantized(dy, row="1x128", transposed="1x128")
+    _, weights = _quantized(w, transposed="128x128")
+    _, inputs = _quantized(x, transposed="128x128")
+    dx = _matmul(by_columns, weights, x.shape, x.dtype)
+    dw = _matmul(by_tokens, inputs, w.shape, w.dtype)
     return dx, dw
 
 
 _linear.defvjp(_linear_fwd, _linear_bwd)
 
 
-def _groups(x: Float[Array, "r c"]) -> Scaled:
-    """Quantizes with a scale for every 1 x 128 elements."""
-    codes, scale = kernels.quantize_groups(_padded(x), group=BLOCK)
-    return Scaled(codes, scale.astype(jnp.float32))
-
-
-def _blocks(x: Float[Array, "r c"]) -> Scaled:
-    """Quantizes with a scale for every 128 x 128 elements."""
-    q: QuantizedArray = quantize(_padded(x), granularity=PerBlock(BLOCK, BLOCK))
-    return Scaled(q.codes, q.scale.astype(jnp.float32))
+def _quantized(x: Float[Array, "r c"], **blocks: Block) -> Any:
+    """Quantizes an array, its transpose or both, padded; see `quantize_blocks`."""
+    return kernels.quantize_blocks(_padded(x), **blocks)
 
 
 def _padded(x: Float[Array, "r c"]) -> Float[Array, "r c"]:

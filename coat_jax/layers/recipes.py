@@ -156,12 +156,14 @@ class PlainRecipe(Recipe):
       linear: The matmul (x, w) -> x @ w.T.
       pointwise: The wrapper of norms, gates and RoPE.
       segment: The wrapper of the functions (parameters, x) before and behind attention.
+      projection: The wrapper of the output projection (parameters, o, x).
       optimizer: The optimizer to train with.
     """
 
     linear: Callable[[Array, Array], Array]
     pointwise: Wrapper = _identity
     segment: Wrapper = _identity
+    projection: Wrapper = _identity
     optimizer: Callable[..., Any] = optax.adamw
     scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
     takes_codes: ClassVar[bool] = False
@@ -197,7 +199,7 @@ class PlainRecipe(Recipe):
     ) -> Residual:
         """Computes attention and the output projection."""
         o = causal_attention(q, k, v, kept, segment_ids)
-        return self.project_out(params, o, x)
+        return self.projection(self.project_out)(params, o, x)
 
     def project_in(
         self, params: Params, x: Array, *, norm: Norm
@@ -303,9 +305,13 @@ RECIPES: dict[RecipeName, Recipe] = {
     "coat": Fp8Recipe(),
     # Queries, keys and values are saved in FP8, and attention runs again.
     "coat_max": Fp8Recipe(attention=partial(fp8_remat, rerun_attention=True)),
-    # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save.
+    # Matmuls have scales of blocks. `fp8_remat` saves what the segments of "coat" save,
+    # and the projection reads the output that attention saves.
     "coat_block": PlainRecipe(
-        linear=blockwise.linear, segment=fp8_remat, optimizer=fp8_adamw
+        linear=blockwise.linear,
+        segment=fp8_remat,
+        projection=jax.checkpoint,
+        optimizer=fp8_adamw,
     ),
 }
 

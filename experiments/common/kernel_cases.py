@@ -105,6 +105,17 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
         numbers(BF16), scalar,
     )  # fmt: skip
 
+    for copies in (
+        {"row": "1x128", "transposed": "1x128"},
+        {"row": "128x128"},
+        {"transposed": "128x128"},
+    ):
+        named = " and ".join(f"{copy} {block}" for copy, block in copies.items())
+        yield case(
+            f"quantize blocks, {named}", 2 + len(copies),
+            with_options(k.quantize_blocks, **copies), numbers(BF16),
+        )  # fmt: skip
+
     def scale(x, *, implementation):
         maxima = k.maxima(x, implementation=implementation)
         return k.tensor_scales(k.Bound((maxima,)))

@@ -13,7 +13,7 @@ from helpers.models import parameters
 import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, stand_ins
 
 RECIPES = ["bf16", "te", "coat_block", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
@@ -60,6 +60,12 @@ def units(recipe: str, num_layers: int | None = None, light: bool = False) -> fl
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_a_layer_saves_no_more_than_the_paper_allows(recipe):
     assert units(recipe) <= BOUNDS[recipe]
+
+
+@pytest.mark.parametrize("recipe", FP8_RECIPES)
+def test_the_same_holds_with_flash_attention(recipe):
+    with dispatch.traced_anew(), stand_ins.for_hopper():
+        assert units.__wrapped__(recipe) <= BOUNDS[recipe]
 
 
 @pytest.mark.parametrize("num_layers", [None, 2])
