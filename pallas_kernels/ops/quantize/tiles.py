@@ -7,6 +7,7 @@ cores: there the maximum over rows takes few exchanges between lanes.
 """
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ from pallas_kernels.numerics import GROUP, Scaled, magnitude_bits, normal, recip
 
 SIZE = 128  # Rows and columns of a tile: of a block of scales.
 _STRIP = SIZE, GROUP
-_PART = 64  # Columns of a part of the tile in the layout of the tensor cores.
+_PART = 64  # Columns of a part of a tile that is in registers at a time.
 _SWIZZLED = 128  # Bytes of a row of shared memory that are swizzled together.
 
 
@@ -55,33 +56,32 @@ def run(
         plgpu.barrier_wait(barrier)
         if transposed == "1x128":
             _scale_columns(tile, out[1].scale.at[place[0], columns], inverses, dtype)
-        strips = [load().astype(jnp.float32) for load in strips_of(tile)]
-        bits = functools.reduce(jnp.maximum, map(magnitude_bits, strips))
-        whole = None
+        # The tile is loaded again to be encoded, so that it needs no registers now.
+        bits = (magnitude_bits(strip) for _, strip in _strips(tile))
+        largest = functools.reduce(jnp.maximum, bits)
+        whole = of_row = of_column = None
         if "128x128" in (row, transposed):
-            whole = scale_of_bits(total_max(bits), dtype)
-        if row is not None:
-            if row == "1x128":
-                scale = scale_of_bits(jnp.max(bits, axis=1), dtype)
-                mosaic.store(out[0].scale.at[place[1], rows], scale)
-                inverse = _spread(reciprocal(scale), 0)
-            else:
-                out[0].scale[place[1], place[0]] = whole
-                inverse = reciprocal(whole)
-            for at, strip in _numbered(strips):
-                mosaic.store(codes[0].at[:, at], _encoded(strip, inverse, dtype))
-        if transposed is not None:
-            if transposed == "128x128":
-                out[1].scale[place] = whole
-                inverse = reciprocal(whole)
-            for at, strip in _numbered(strips):
-                if transposed == "1x128":
-                    layout = strip_layout(_STRIP).reduce(0)
-                    own = plgpu.load(inverses.at[at], layout=layout, optimized=False)
-                    inverse = _spread(own, 1)
+            whole = scale_of_bits(total_max(largest), dtype)
+            of_row = of_column = reciprocal(whole)
+        if row == "1x128":
+            scale = scale_of_bits(jnp.max(largest, axis=1), dtype)
+            mosaic.store(out[0].scale.at[place[1], rows], scale)
+            of_row = _spread(reciprocal(scale), 0)
+        elif row is not None:
+            out[0].scale[place[1], place[0]] = whole
+        if transposed == "128x128":
+            out[1].scale[place] = whole
+        for at, strip in _strips(tile):
+            if row is not None:
+                mosaic.store(codes[0].at[:, at], _encoded(strip, of_row, dtype))
+            if transposed == "1x128":
+                layout = strip_layout(_STRIP).reduce(0)
+                own = plgpu.load(inverses.at[at], layout=layout, optimized=False)
+                of_column = _spread(own, 1)
+            if transposed is not None:
                 # A lane stores its codes of one row as a column, byte by byte.
                 column = plgpu.layout_cast(
-                    _encoded(strip, inverse, dtype),
+                    _encoded(strip, of_column, dtype),
                     plgpu.Layout.TCGEN05_TMEM_NATIVE(1),
                 )
                 mosaic.store(codes[1].at[at].transpose((1, 0)), column)
@@ -140,8 +140,15 @@ def _scale_columns(tile: Any, scales: Any, inverses: Any, dtype: DTypeLike) -> N
     plgpu.commit_smem()
 
 
-def _numbered(strips: list[Array]) -> Any:
-    return ((pl.ds(i * GROUP, GROUP), strip) for i, strip in enumerate(strips))
+def _strips(tile: Any) -> Iterator[tuple[Any, Array]]:
+    """Yields the strips of a tile in float32, each behind its columns.
+
+    Few of them are in registers at a time.
+    """
+    for start in range(0, SIZE, _PART):
+        part = strips_of(tile.at[:, pl.ds(start, _PART)])
+        for i, load in enumerate(part):
+            yield pl.ds(start + i * GROUP, GROUP), load().astype(jnp.float32)
 
 
 def _encoded(strip: Array, inverse: Array, dtype: DTypeLike) -> Array:
