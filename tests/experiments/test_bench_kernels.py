@@ -15,7 +15,7 @@ from pallas_kernels.ops.matmul.plan import Tuning
 
 def test_every_case_can_be_called():
     names = set()
-    for case in kernel_cases.elementwise((64, 256)):
+    for case in kernel_cases.elementwise((128, 256)):
         arguments = jax.eval_shape(case.draw, jax.random.key(0))
         call = functools.partial(case.call, implementation="reference")
         read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
@@ -25,7 +25,7 @@ def test_every_case_can_be_called():
         # amax.
         assert case.size == pytest.approx(read + written, rel=0.05), case.kernel
         names.add(case.kernel)
-    assert len(names) == 53
+    assert len(names) == 56
 
 
 def test_products_are_of_every_layer_and_pass():

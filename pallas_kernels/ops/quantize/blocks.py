@@ -69,7 +69,7 @@ def quantize_blocks(
       ((128, 256), (128, 2))
       >>> transposed.codes.shape, transposed.scale.shape
       ((256, 128), (2, 1))
-      >>> float(transposed.codes[0, 0] * transposed.scale[0, 0])
+      >>> float(row.codes[0, 0].astype("float32") * row.scale[0, 0])
       7.0
     """
     check_dtype("codes", dtype, CODES)
