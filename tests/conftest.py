@@ -1,5 +1,6 @@
 """Fixtures and settings of all tests."""
 
+import collections
 import gc
 import os
 import sys
@@ -58,9 +59,27 @@ LONGEST = (
 )
 
 
+_ELSEWHERE = ("gpu", "distributed", "notebook", "slow")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """Runs the longest files first, so that no worker is left alone with one."""
+    """Runs the longest files first, so that no worker is left alone with one.
+
+    Of a test that is `sampled(n)` the default run has `n` cases, from the first to the
+    last at even distances. The others are slow.
+    """
     items.sort(key=lambda item: item.path.name not in LONGEST)
+    tests = collections.defaultdict(list)
+    for item in items:
+        if not any(item.get_closest_marker(mark) for mark in _ELSEWHERE):
+            tests[item.path, item.originalname].append(item)
+    for cases in tests.values():
+        if sampled := cases[0].get_closest_marker("sampled"):
+            (n,) = sampled.args
+            kept = {round(i * (len(cases) - 1) / (n - 1)) for i in range(n)}
+            for i, case in enumerate(cases):
+                if i not in kept:
+                    case.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:

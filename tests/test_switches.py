@@ -16,6 +16,7 @@ def _cells():
             yield slow(*cell) if (i + j) % 3 else cell
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("function", "switch"), list(_cells()))
 def test_functions_work_where_their_plain_twins_do(function, switch):
     text, wrong = switches.cell(function, switch)

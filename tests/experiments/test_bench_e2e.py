@@ -154,6 +154,7 @@ def test_more_memory_and_smaller_recipes_fit_larger_batches(predicted):
     assert most["Llama-2-7B", "1", "coat"][0] > most["Llama-2-7B", "1", "bf16"][0] == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "recipe", "gpus"),
     [("Llama-2-7B", "bf16", 1), ("Llama-2-13B", "bf16", 2), ("Llama-2-7B", "coat", 1)],

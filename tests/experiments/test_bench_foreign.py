@@ -20,6 +20,7 @@ from pallas_kernels import dispatch, stand_ins
 _SHAPE = Shape(hidden=256, seq=32, batch=2, intermediate=256, kv_heads=2, head_dim=64)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LAYERS)
 def test_both_lines_and_the_conversion_save_the_same(name):
     module = LAYERS[name](_SHAPE, Modules(None, nnx.Rngs(0)))
@@ -72,6 +73,7 @@ def test_causal_layers_do_not_look_ahead():
     np.testing.assert_allclose(first, second, atol=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
     [("bf16", "both", "fp8"), slow(foreign.CASES)],

@@ -53,6 +53,7 @@ def test_committed_predictions_cover_all_measured_peaks():
         assert kinds == pytest.approx(row["peak_gib"])
 
 
+@pytest.mark.slow
 def test_the_program_writes_rows_and_a_figure(tmp_path, capsys):
     out = tmp_path / "a" / "estimate.json"
     estimate.main(

@@ -13,6 +13,7 @@ from experiments.robustness import hostile_data
 from experiments.robustness.hostile_inputs import INPUTS, Input
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("label", INPUTS)
 def test_an_input_is_refused_or_read(label, tmp_path):
     assert hostile_data.find_fault(INPUTS[label], tmp_path) is None

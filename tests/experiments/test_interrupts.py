@@ -135,6 +135,7 @@ def test_training_of_a_tokenizer_is_left(start):
     assert not process.out.exists()
 
 
+@pytest.mark.slow
 def test_compilation_is_left(start, tmp_path):
     # Nothing is compiled yet, and LLVM takes its time, as without tests.
     compiled = str(tmp_path / "compiled")

@@ -82,6 +82,7 @@ def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsy
     assert optimizer_curves.main([*argv, "--end-lr", "0"]) == 2
 
 
+@pytest.mark.slow
 def test_parts_of_coat_train_with_their_recipes(text, tmp_path):
     out = tmp_path / "ablation.json"
     chosen = ["--optimizers", "bf16;te", "--seed", "3", "--seeds", "1"]

@@ -125,6 +125,7 @@ def test_what_was_read_is_no_unread_text():
     assert b"".join(every["C headers of NumPy"]).count(b"#include") > 10
 
 
+@pytest.mark.slow
 def test_kinds_that_were_read_are_left_out(runs, monkeypatch, capsys):
     every = held_out.documents()
     known = every | {"prose of packages": []}
@@ -238,6 +239,7 @@ def test_changed_data_are_refused(runs, text, tmp_path, capsys):
     assert f"the data is not what {runs[0]} was started with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_recipes_without_a_common_seed_have_no_answers(runs, text, tmp_path):
     other = tmp_path / "other"
     argv = ["--recipes", "te", "--seed", "1", "--out", str(other)]

@@ -78,6 +78,7 @@ def _final_bits(folder, recipe):
     return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(state)]
 
 
+@pytest.mark.slow
 def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
     before = (finished / "metrics.jsonl").read_text()
     killed = shutil.copytree(finished, tmp_path / "killed")

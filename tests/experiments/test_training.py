@@ -61,6 +61,7 @@ def test_a_seed_of_init_is_the_settings_seed(stochastic):
     assert _bits(stochastic.init(3)) == other != _bits(stochastic.init())
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
     stochastic, batches
 ):

@@ -63,6 +63,7 @@ def expected(x, block, dtype):
     return values.astype(ml_dtypes.finfo(dtype).dtype), scale
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype", "codes"), [((256, 384), BF16, E4M3), ((256, 512), F32, E5M2)]

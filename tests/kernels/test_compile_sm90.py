@@ -116,6 +116,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_backward_takes_no_more_memory_than_bf16s():
@@ -132,6 +133,7 @@ def test_backward_takes_no_more_memory_than_bf16s():
     assert 0 < temporaries("coat") <= temporaries("bf16")
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_a_foreign_layer_runs_kernels_alone_in_less_memory_than_bf16(monkeypatch):
@@ -188,6 +190,7 @@ def _fully_sharded(shape) -> P:
     return P(None, "fsdp") if len(shape) == 3 else P("fsdp")
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.usefixtures("hopper")
 def test_two_gpus_run_kernels_on_shards_and_gather_codes():

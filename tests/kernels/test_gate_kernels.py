@@ -110,6 +110,7 @@ def assert_transposed(out):
     )
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
@@ -129,6 +130,7 @@ def test_products(implementation, activation, shape):
     np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=ERROR)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
@@ -186,6 +188,7 @@ def test_gradients_with_the_product(implementation, activation, shape):
     assert_identical(*products)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS, strict=True))
@@ -200,6 +203,7 @@ def test_a_scale_for_each_row(implementation, activation, shape):
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(("dtype", "n"), [(BF16, 2304), (F32, 2304), (BF16, 1536)])
 def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
@@ -268,6 +272,7 @@ def alone(gate_up):
     return apart(gate_up)[:1], pk.Scaled(codes, scale)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
@@ -306,6 +311,7 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
     assert_identical(out.product, wide.product)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS, strict=True))
@@ -328,6 +334,7 @@ def test_an_activation_with_a_scale_for_each_row(implementation, activation, sha
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=-1))
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064), (8, 2, 768)])
 def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
@@ -346,6 +353,7 @@ def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("n", [2048, 256])
 def test_what_is_not_finite(implementation, n):
@@ -371,6 +379,7 @@ def test_what_is_not_finite(implementation, n):
     assert nan.sum() == 32
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_references_are_the_librarys(activation):
     groups, dy = inputs((16, 2, 64))

@@ -91,6 +91,7 @@ def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
     assert np.all(error <= allowed), (error / allowed).max()
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_normed(implementation, shape, kind, dtype, grouped, tuning):
@@ -103,6 +104,7 @@ def test_rows_are_normed(implementation, shape, kind, dtype, grouped, tuning):
     assert (out.transposed, out.scale, out.groups, out.total) == (None,) * 4
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_given_scale(
@@ -136,6 +138,7 @@ def test_codes_saturate(implementation):
     np.testing.assert_array_equal(wide(y), wide(x) * 448)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_scale_each(
@@ -172,6 +175,7 @@ def test_the_norm_is_that_of_the_rounded_sum(implementation):
     assert_rounded(out.y, expected_norm(wide(out.total), None, None, "rms"), BF16)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
@@ -212,6 +216,7 @@ def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
     assert_rounded(out.y.T, y, E4M3, SCALE)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_what_is_not_finite_stays_in_its_row(implementation, bad):

@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "a_dtype", "kind", "dtype", "promote", "tuning"), CASES
@@ -144,6 +145,7 @@ def test_all_tiles_that_are_tried_agree(kind):
         assert error(y, expected) < 5e-3, tiles
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
@@ -162,6 +164,7 @@ def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("dtype", "tuning"), [(BF16, SMALL), (F32, TURNS), (BF16, ODD), (BF16, TURNED)]
@@ -182,6 +185,7 @@ def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     assert np.isnan(np.asarray(largest).max())
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("heads", "size", "kind", "dtype", "tuning"),
@@ -236,6 +240,7 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""
@@ -245,6 +250,7 @@ def test_the_kernel_has_no_races(tuning):
     assert error(y, wide_a @ wide_b.T) < 2.0**-9
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("parts", "groups", "k", "tuning"),

@@ -55,6 +55,7 @@ def same(actual, bounds, dtype):
     assert_identical(actual, [expected(bound, dtype) for bound in bounds])
 
 
+@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ def test_counting_by_hand_gives_the_published_numbers():
 # Comparison with NumPy in float64.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -362,6 +363,7 @@ def test_gradients_go_through_layers_with_their_scales(dtype):
     assert passes[0] - passes[1] == 1  # The pass between the layers.
 
 
+@pytest.mark.slow
 def test_layers_take_numpy_arrays():
     layer = DecoderLayer(64, 96, 4, 2, 16, rngs=nnx.Rngs(0))
     x = normal(0, 1, 8, 64)

@@ -38,6 +38,7 @@ def check(actual, expected, dtype):
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("batch", "k", "n", "dtype", "w_dtype"),
     [

@@ -87,6 +87,7 @@ def weights(*shapes, kind="rms", biases=(), dtype=BF16):
 NEAR = 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("kind", "gate", "biased", "dtype"),
     [
@@ -158,6 +159,7 @@ def rotated(x, theta):
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "kind", "biased"),

@@ -134,6 +134,7 @@ def split(name, args):
     return args[:count], args[count:]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", SAVING)
 def test_residual_format(name, dtype):

@@ -43,6 +43,7 @@ def images(size: int = 32, channels: int = 3):
     return normal(2, 2, size, size, channels)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [
@@ -88,6 +89,7 @@ def test_recipes_share_initialization_and_structure():
         jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
+@pytest.mark.slow
 def test_fp8_recipes_compute_nearly_the_same_features():
     """Within `fp8_remat` matmuls have a scale for each token, so recipes differ."""
     plain, *others = (computed(recipe)[0] for recipe in RECIPES)

@@ -145,6 +145,7 @@ def loss_and_gradients(recipe: str):
     return compiled(jax.value_and_grad(loss), params)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", ["vision", "projector", "text"])
 @pytest.mark.parametrize("recipe", [slow("te"), "coat_max"])
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe, part):

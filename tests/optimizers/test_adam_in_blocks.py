@@ -51,6 +51,7 @@ def _trained(shape, dtype, key, size, monkeypatch, fused):
 PLAIN, FUSED = (jnp.float32, False), (jnp.bfloat16, True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("shape", "dtype", "fused"),
     [slow(SHAPES[0], *PLAIN)]

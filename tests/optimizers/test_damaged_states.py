@@ -219,6 +219,7 @@ def test_nan_that_gradients_have_left_comes_back(like):
     assert_same_bits(restored(like, written(state)), state)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx",
     [

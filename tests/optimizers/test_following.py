@@ -70,6 +70,7 @@ def _program(b2, steps, options):
     return run
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("story", LOUD)
 @pytest.mark.parametrize(
     ("b2", "rms", "steps"), [(0.95, 0.04, 500), (0.999, 0.14, 2000)]
@@ -89,6 +90,7 @@ def test_nothing_adds_up_over_many_steps(steps):
     assert largest < 3
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "b1"),
     [

@@ -305,6 +305,7 @@ def trained(loss, make, **options):
 
 
 # Every pair of values of format, loss and scheme occurs.
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("format", "loss", "normalize_mu"),
     [

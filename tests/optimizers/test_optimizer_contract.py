@@ -64,6 +64,7 @@ def test_optimization(make, problem):
     assert is_quantized(state[0].mu[0])
 
 
+@pytest.mark.sampled(2)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_updates_and_state_keep_their_types_and_compile_once(make, dtype):

@@ -46,6 +46,7 @@ def _places(found):
     ]
 
 
+@pytest.mark.sampled(2)
 @every_wrapper
 @pytest.mark.parametrize("name", ["mu", "nu", "count"])
 def test_names_are_found_at_the_same_places(wrapper, name):
@@ -142,6 +143,7 @@ SAME = {
 }
 
 
+@pytest.mark.sampled(4)
 @every_wrapper
 @pytest.mark.parametrize("function", SAME)
 def test_what_keeps_a_state_keeps_its_bits_and_steps(wrapper, function):

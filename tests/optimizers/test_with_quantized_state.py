@@ -59,6 +59,7 @@ def stepped(tx, steps: int, params=PARAMS):
     return updates, state
 
 
+@pytest.mark.sampled(2)
 @every_optimizer
 def test_the_first_step_is_the_plain_ones(make, averages):
     """The first step agrees, as zeros are stored exactly and steps are float32."""
@@ -86,6 +87,7 @@ def test_the_first_step_is_the_plain_ones(make, averages):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.sampled(4)
 @every_optimizer
 def test_later_steps_stay_beside_the_plain_ones(make, averages):
     del averages
@@ -110,6 +112,7 @@ AROUND = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_goes_around_goes_inside_too(around):
     """Wrapping inside and outside quantizes the same averages, with equal results."""

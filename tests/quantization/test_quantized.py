@@ -69,6 +69,7 @@ def test_de8_is_the_dynamic_map():
     assert coat.DE8.dynamic_range == pytest.approx(oracle.DE8.dynamic_range)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_GROUP, PER_BLOCK])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
@@ -136,6 +137,7 @@ def test_linear_error_is_half_a_step(format, granularity, data):
         assert np.all(np.abs(np.asarray(q.dequantize())[where] - wanted) <= bound)
 
 
+@pytest.mark.sampled(2)
 @either
 @every_format
 def test_constant_groups_and_single_values(format, expand):
@@ -150,6 +152,7 @@ def test_constant_groups_and_single_values(format, expand):
             np.testing.assert_array_equal(q.exponent, 255)
 
 
+@pytest.mark.sampled(3)
 @either
 @every_granularity
 @every_format
@@ -187,6 +190,7 @@ def test_no_poisoned_group_is_overlooked_in_a_large_array(rng, poison, expand):
         np.testing.assert_array_equal(np.isnan(q.dequantize()), np.repeat(bad, 128, 1))
 
 
+@pytest.mark.sampled(3)
 @either
 @every_granularity
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
@@ -195,6 +199,7 @@ def test_empty_arrays(shape, granularity, expand):
     assert q.codes.shape == q.dequantize().shape == shape
 
 
+@pytest.mark.sampled(2)
 @either
 @pytest.mark.parametrize(
     ("format", "granularity"),
@@ -220,6 +225,7 @@ def test_jit_changes_no_bit_of_the_codes(rng, format, granularity, expand):
     np.testing.assert_allclose(together, eager.dequantize(), rtol=1e-5 * expand)
 
 
+@pytest.mark.sampled(2)
 @either
 @pytest.mark.parametrize(
     ("granularity", "shape"),

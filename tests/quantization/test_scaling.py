@@ -99,6 +99,7 @@ def maxima(segment):
     return {name: float(history[0]) for name, history in grads["amax"].items()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_maxima_of_what_was_quantized_are_recorded(segment):
     *_, dy = segments()[segment]
@@ -139,6 +140,7 @@ def test_with_the_maxima_of_this_step_it_is_scaling_just_in_time(segment):
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_what_outgrows_its_history_saturates_and_settles(segment):
     small = {k: new_history(v / 64) for k, v in maxima(segment).items()}
@@ -208,6 +210,7 @@ def small_llama(**how):
     return nnx.merge(*parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["coat", slow("coat_max")])
 def test_training_follows_scaling_just_in_time(recipe):
     tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)

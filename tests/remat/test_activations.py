@@ -60,6 +60,7 @@ def alone(fn, *args) -> set[str]:
     return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_results_and_gradients_follow_their_formulas(name):
     activation, exact = ACTIVATIONS[name]
@@ -85,6 +86,7 @@ def test_results_and_gradients_follow_their_formulas(name):
         assert_near(dw, right, 2e-2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("activation", "dtype"),
     [
@@ -119,6 +121,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     weights, x, _ = given()
@@ -163,12 +166,14 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OTHER_WAYS)
 def test_other_ways_to_save_are_not_the_kernels(options):
     weights, x, _ = given()
     assert not alone(fp8_remat(mlp(nn.silu), **options), weights, x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)

@@ -66,6 +66,7 @@ def gates(fn, *args) -> set[str]:
     return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_products_and_gradients_follow_their_formulas(name):
     activation, exact = ACTIVATIONS[name]
@@ -90,6 +91,7 @@ def test_products_and_gradients_follow_their_formulas(name):
         assert_near(dw, right)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("product", "dtype"),
     [
@@ -133,6 +135,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     fn = mlp(NEAR_MISSES[name])
@@ -174,6 +177,7 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OTHER_WAYS)
 def test_other_ways_to_save_are_not_the_kernels(options):
     weights, x, _ = given()
@@ -185,6 +189,7 @@ def test_float16_is_left_alone():
     assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)

@@ -183,6 +183,7 @@ def all_eqns(jaxpr):
             yield eqn
 
 
+@pytest.mark.slow
 def test_nnx_linear_with_bias_in_other_dtypes():
     x = normal(1, TOKENS, K)
     for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):

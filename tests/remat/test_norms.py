@@ -164,6 +164,7 @@ FORMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [(TOKENS,), slow((2, 24))])
 @pytest.mark.parametrize("name", FORMS)
 def test_norms_are_found_in_each_form(name, tokens):
@@ -197,6 +198,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     params, x, _ = given()

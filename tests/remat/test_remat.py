@@ -130,6 +130,7 @@ def llama_layers() -> Case:
 CASES = [mlp, vit, linen, llama_loss, llama_layers]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", CASES)
 def test_gradient_is_autodiffs_and_forward_is_unchanged(make):
     case = make()
@@ -200,6 +201,7 @@ def references(vjp, params) -> int:
     return sum(any(leaf is p for leaf in leaves) for p in jax.tree.leaves(params))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "wrapped",
     [

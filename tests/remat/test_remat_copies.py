@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "group", "dtype"), CASES)
 def test_copies_are_what_quantize_makes(shape, group, dtype):
     size = int(np.prod(shape))
@@ -81,6 +82,7 @@ def over_one_device(fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "transform",
     [jax.jit, jax.vmap, over_one_device],
@@ -254,6 +256,7 @@ def test_other_parts_have_copies_of_their_own(columns, width, cut):
     assert copies(product, w, x) == [(128, width), (128, width)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(3, 5, 64, 4, 2), (4, 64, 24, 2), (2, 2100, 2)])
 @pytest.mark.parametrize("key", [None, jax.random.key(3)])
 def test_short_rows_are_merged_with_the_axes_before(shape, key):

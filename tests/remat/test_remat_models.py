@@ -224,6 +224,7 @@ def behaviour(make: Callable[[], Case]) -> list:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", BOUNDS)
 def test_outputs_and_statistics_are_the_same(make):
     (_, expected), (_, actual) = behaviour(make)
@@ -245,6 +246,7 @@ def test_gradients_are_close(make):
         assert error < 0.07 * np.linalg.norm(flat(b)) + 1e-3 * size
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", BOUNDS)
 def test_fewer_bytes_are_saved(make):
     case = make()

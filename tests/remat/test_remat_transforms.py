@@ -45,6 +45,7 @@ def gated(params, x):
     return (jax.nn.silu(gate) * jnp.tanh(gate)) @ params["b"].T
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "outer",
     [
