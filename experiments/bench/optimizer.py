@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common.results import Bar, default_path, write_results
-from experiments.pretrain.training import in_float32
+from experiments.pretrain.optimizer import in_float32
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 4096, 11_008, 32, 32_000
 ROUND_S = 1.0

@@ -33,6 +33,7 @@ from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
 from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.optimizer import Optimizer
 from experiments.pretrain.settings import (
     ParamDtype,
     Recipe,
@@ -40,7 +41,7 @@ from experiments.pretrain.settings import (
     Settings,
     model_config,
 )
-from experiments.pretrain.training import Optimizer, Trainer
+from experiments.pretrain.training import Trainer
 
 Row = dict[str, Any]
 # Settings that differ between trainings, or that change no result. A results file may

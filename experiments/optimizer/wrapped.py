@@ -18,7 +18,7 @@ import optax
 
 import coat_jax as coat
 from experiments.optimizer.curves import Variant, compare
-from experiments.pretrain.training import Optimizer
+from experiments.pretrain.optimizer import Optimizer
 
 Schedule = Callable[[Any], Any]
 

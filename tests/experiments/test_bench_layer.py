@@ -93,6 +93,7 @@ def test_turns_are_as_long_as_asked():
     assert made["long"] == 3 + 3 * 2
 
 
+@pytest.mark.slow
 def test_a_layer_is_timed_and_measured(run):
     results, folder = run
     rows = {row["case"]: row for row in results["rows"]}

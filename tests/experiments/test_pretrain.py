@@ -23,6 +23,7 @@ from experiments.pretrain import (
     arguments,
     budgets,
     moment_plots,
+    optimizer,
     plots,
     report,
     runs,
@@ -290,7 +291,7 @@ def test_without_fp8_moments_there_is_nothing_to_draw(tmp_path):
 
 def test_in_float32_keeps_what_bf16_moments_lose(rng):
     params = jnp.ones(64, jnp.bfloat16)
-    tx = training.in_float32(optax.adamw(1e-2))
+    tx = optimizer.in_float32(optax.adamw(1e-2))
     wide = optax.adamw(1e-2)
     state, wide_state = tx.init(params), wide.init(params.astype(jnp.float32))
     for _ in range(5):
@@ -306,7 +307,7 @@ def test_in_float32_keeps_what_bf16_moments_lose(rng):
 
 def test_only_matrices_decay():
     params = _trainer("bf16").abstract_state().params
-    decays = training.is_matrix(params)
+    decays = optimizer.is_matrix(params)
     leaves = jax.tree_util.tree_leaves_with_path(params)
     for (path, leaf), decay in zip(leaves, jax.tree.leaves(decays), strict=True):
         stacked = "layers" in jax.tree_util.keystr(path)
@@ -314,7 +315,7 @@ def test_only_matrices_decay():
 
 
 def test_learning_rate_rises_and_falls():
-    schedule = training.learning_rate(_tiny(lr=1.0, warmup_steps=1000), 200)
+    schedule = optimizer.learning_rate(_tiny(lr=1.0, warmup_steps=1000), 200)
     rates = np.array([schedule(step) for step in range(200)])
     assert np.argmax(rates) == 20
     np.testing.assert_allclose(rates[:21], (1 + np.arange(21)) / 21, rtol=1e-6)

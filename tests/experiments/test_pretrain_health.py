@@ -11,6 +11,7 @@ from flax import nnx
 
 from experiments.pretrain import health, health_plots, runs, training
 from experiments.pretrain import program as pretrain
+from experiments.pretrain.optimizer import Optimizer
 from experiments.pretrain.settings import PRESETS, model_config
 
 _SETTINGS = PRESETS["tiny"].settings
@@ -20,7 +21,7 @@ _SETTINGS = PRESETS["tiny"].settings
 def reported():
     """The state before a step, its batch, the state after it, and the report's rows."""
     config = model_config(_SETTINGS, "bf16", 257)
-    fp8 = training.Optimizer.of("coat")
+    fp8 = Optimizer.of("coat")
     trainer = training.Trainer(config, _SETTINGS, steps=10, optimizer=fp8)
     shape = _SETTINGS.batch_size, _SETTINGS.seq_len + 1
     batch = np.random.default_rng(0).integers(0, 257, shape, np.int32)
@@ -77,6 +78,7 @@ def test_activations_are_those_of_the_layers(reported):
     assert len(names) == 7
 
 
+@pytest.mark.slow
 def test_a_run_writes_reports_and_a_figure(tmp_path):
     text = tmp_path / "a.txt"
     text.write_bytes(np.random.default_rng(0).integers(97, 123, 40_000, np.uint8))

@@ -12,7 +12,6 @@ import optax
 import pytest
 from flax import nnx
 from helpers import oracle
-from helpers.marks import slow
 
 from coat_jax.models import llama
 from experiments.optimizer import error_studies as studies
@@ -134,7 +133,7 @@ def test_a_replay_in_float32_is_exact(captured):
 # tiny model is about 0.6: 0.59 with the oldest JAX, and 0.61 with the newest.
 @pytest.fixture(
     scope="module",
-    params=[("tiny", 0.7), slow(("cpu", 0.5))],
+    params=[("tiny", 0.7), ("cpu", 0.5)],
     ids=["tiny", "cpu"],
 )
 def finished(request, tmp_path_factory, text):
@@ -150,6 +149,7 @@ def finished(request, tmp_path_factory, text):
     return preset, bound, out
 
 
+@pytest.mark.slow
 def test_a_command_line_leaves_results_and_figures(finished):
     preset, bound, out = finished
     results = json.loads(out.read_text())
@@ -179,6 +179,7 @@ def test_a_command_line_leaves_results_and_figures(finished):
         assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_bars_say_what_rows_say(finished):
     results = json.loads(finished[-1].read_text())
     bars = quantization_error.check(results["rows"])

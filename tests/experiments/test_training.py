@@ -13,6 +13,7 @@ import pytest
 from experiments.pretrain import checkpoints as checkpoints_module
 from experiments.pretrain import training
 from experiments.pretrain.checkpoints import Checkpoints, Progress
+from experiments.pretrain.optimizer import Optimizer
 from experiments.pretrain.settings import PRESETS, Settings, model_config
 
 _BF16 = {"param_dtype": "bfloat16"}
@@ -25,7 +26,7 @@ def _settings(**changes) -> Settings:
 def _trainer(**changes) -> training.Trainer:
     """Returns a trainer with FP8 moments and a BF16 model, which compiles faster."""
     settings = _settings(**changes)
-    config, fp8 = model_config(settings, "bf16", 257), training.Optimizer.of("coat")
+    config, fp8 = model_config(settings, "bf16", 257), Optimizer.of("coat")
     return training.Trainer(config, settings, steps=10, optimizer=fp8)
 
 

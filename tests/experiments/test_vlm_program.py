@@ -264,6 +264,7 @@ def finished(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_results_hold_all_recipes(finished):
     found = json.loads(finished.read_text())
     assert [(row["recipe"], row["seed"]) for row in found["rows"]] == [
@@ -281,6 +282,7 @@ def test_results_hold_all_recipes(finished):
         assert finished.with_name(f"vlm_tiny_{name}.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_the_same_command_trains_what_is_missing(finished, monkeypatch):
     before = json.loads(finished.read_text())
     trained = []
@@ -292,11 +294,13 @@ def test_the_same_command_trains_what_is_missing(finished, monkeypatch):
     assert json.loads(finished.read_text())["rows"] == before["rows"]
 
 
+@pytest.mark.slow
 def test_trainings_of_other_settings_are_not_mixed(finished, capsys):
     assert program.main([*ARGUMENTS, str(finished), "--steps", "5"]) == 2
     assert "trainings of other settings; name another --out" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_figures_and_tables_of_results(finished):
     found = json.loads(finished.read_text())
     assert len(report.draw_captions(tiny_data().test, found).axes) == 2
@@ -306,6 +310,7 @@ def test_figures_and_tables_of_results(finished):
     assert report.paper().row_count == 3
 
 
+@pytest.mark.slow
 def test_the_page_of_results_shows_what_a_gpu_has_measured(finished, monkeypatch):
     found = json.loads(finished.read_text())
     monkeypatch.setattr(sections, "load", lambda *names: found)

@@ -1,0 +1,86 @@
+"""The optimizer of a training: AdamW of its recipe, clipping and a schedule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from coat_jax.layers.recipes import RECIPES
+from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
+
+
+def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
+    """Returns a linear warm-up, followed by a cosine down to `end_lr` of the peak."""
+    warmup_steps = min(settings.warmup_steps, steps // 10)
+    return optax.warmup_cosine_decay_schedule(
+        init_value=settings.lr / (warmup_steps + 1),
+        peak_value=settings.lr,
+        warmup_steps=warmup_steps,
+        decay_steps=steps,
+        end_value=settings.end_lr * settings.lr,
+    )
+
+
+class Optimizer(NamedTuple):
+    """AdamW of one kind, with optax's arguments.
+
+    Attributes:
+      adamw: `optax.adamw`, `coat.fp8_adamw` with any options of its own, or another
+        function with the same arguments.
+      fused: Whether it is `coat.fp8_adamw`, whose steps run in `coat.fused_update`.
+    """
+
+    adamw: Callable[..., optax.GradientTransformation]
+    fused: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> "Optimizer":
+        """Returns the optimizer of a recipe."""
+        return cls(RECIPES[recipe].optimizer, fused=recipe in COAT_RECIPES)
+
+    def transformation(
+        self, settings: Settings, steps: int
+    ) -> optax.GradientTransformation:
+        """Returns gradient clipping followed by the optimizer.
+
+        The moments are FP8 if `fused` and float32 otherwise, for any parameter dtype.
+        """
+        tx = optax.chain(
+            optax.clip_by_global_norm(settings.clip_norm),
+            self.adamw(
+                learning_rate(settings, steps),
+                b1=settings.b1,
+                b2=settings.b2,
+                weight_decay=settings.weight_decay,
+                mask=is_matrix,
+            ),
+        )
+        return tx if self.fused else in_float32(tx)
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
+
+    Without it `optax.adamw` stores the moments of BF16 parameters in BF16.
+    """
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None):
+        return tx.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
+
+
+def is_matrix(params: nnx.State) -> Any:
+    """Returns True for each parameter with weight decay: all but the scales of norms.
+
+    A parameter belongs to a norm if its path contains "norm".
+    """
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "norm" not in jax.tree_util.keystr(path), params
+    )
