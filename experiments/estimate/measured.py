@@ -35,7 +35,7 @@ from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
 Row = dict[str, Any]
 # The results files of pretraining, with a row for each recipe.
-PRETRAINED = ("pretrain_124m", "pretrain_300m_compared")
+PRETRAINED = ("pretrain_124m_compared", "pretrain_300m_compared")
 _TARGET = 0.05
 
 

@@ -122,19 +122,18 @@ def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
     """Returns by how many percent losses exceed `bf16`'s of the same seed.
 
     Args:
-      rows: The rows of a results file of `experiments.pretrain.seeds`.
+      rows: The rows of a results file of `experiments.pretrain.compare`.
       key: The loss that is compared.
 
     Returns:
-      The gaps of all seeds, by recipe and scaling, in the order of the rows.
+      The gaps of all seeds, by recipe, in the order of the rows.
     """
     rows = list(rows)
     plain = {row["seed"]: row[key] for row in rows if row["recipe"] == "bf16"}
     found: dict[str, list[float]] = {}
     for row in rows:
         if row["recipe"] != "bf16":
-            delayed = ", delayed" if row.get("scaling") == "delayed" else ""
-            own = found.setdefault(row["recipe"] + delayed, [])
+            own = found.setdefault(row["recipe"], [])
             own.append(100 * (row[key] / plain[row["seed"]] - 1))
     return found
 
@@ -171,7 +170,7 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
     """Draws gaps of the training loss by recipe and seed, and the paper's.
 
     Args:
-      rows: The rows of a results file of `experiments.pretrain.seeds`.
+      rows: The rows of a results file of `experiments.pretrain.compare`.
     """
     drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
     axes = drawn.subplots()

@@ -1,6 +1,5 @@
 """Sections on training."""
 
-import operator
 import textwrap
 from collections.abc import Mapping
 from statistics import fmean
@@ -9,28 +8,29 @@ from typing import Any
 from experiments.common.results import load
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
-from experiments.pretrain.settings import PRESETS, RECIPES
+from experiments.pretrain.settings import PRESETS
 from experiments.readme.image import markdown_image
 from experiments.report.paper import TABLE_3
+
+_TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 
 
 def losses() -> str:
     """Returns README.md's lines on the losses of its picture."""
-    results = load("pretrain", "pretrain_300m_compared")
+    results = load("pretrain", _TRAININGS[0])
     rows = comparison.over_seeds(results["rows"])
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
-    # Earlier trainings of `coat_max` saved other copies for attention.
-    every = operator.itemgetter("te", "coat")(all_gaps())
-    te, coat = (f"{fmean(each):.1f}%" for each in every)
-    counts = sorted(map(len, every))
+    every = all_gaps()
+    (count,) = {len(each) for each in every.values()}
+    means = {recipe: f"{fmean(each):.1f}%" for recipe, each in every.items()}
     paper = 100 * (TABLE_3["coat"][0] / TABLE_3["bf16"][0] - 1)
     text = (
         f"A Llama of {_millions(rows['bf16']['parameters'])} parameters that reads "
         f"{_millions(_tokens(results))} bytes of source code ends with a validation "
         f"loss above `bf16`'s: by {gaps['te']} with `te`, {gaps['coat']} with `coat` "
         f"and {gaps['coat_max']} with `coat_max`, the means of {rows['bf16']['seeds']} "
-        f"seeds. Those of {' and '.join(map(str, counts))} trainings of this model and "
-        f"a smaller one are {te} with `te` and {coat} with `coat`. The paper's OLMo-1B "
+        f"seeds. With {count} trainings of this model and a smaller one these are "
+        f"{means['te']}, {means['coat']} and {means['coat_max']}. The paper's OLMo-1B "
         f"ends {paper:.1f}% above. Below, the distance of the training loss in percent:"
     )
     return textwrap.fill(text, 90) + "\n"
@@ -39,40 +39,47 @@ def losses() -> str:
 def all_gaps() -> dict[str, list[float]]:
     """Returns how far validation losses of all trainings are from `bf16`'s, percent.
 
-    Scaling is just in time. A gap is to the `bf16` of the same seed and data.
+    A gap is to the `bf16` of the same seed and data.
     """
     found: dict[str, list[float]] = {}
-    for name in ("pretrain_300m_compared", "pretrain_124m", "pretrain_124m_seeds"):
-        rows = ({"seed": 0} | row for row in load("pretrain", name)["rows"])
+    for name in _TRAININGS:
+        rows = load("pretrain", name)["rows"]
         for recipe, each in comparison.gaps(rows, "val_loss").items():
             found.setdefault(recipe, []).extend(each)
-    return {recipe: each for recipe, each in found.items() if recipe in RECIPES}
+    return found
 
 
 def pretraining() -> str:
     """Returns the section on pretraining."""
-    small = load("pretrain", "pretrain_124m")
-    large = load("pretrain", "pretrain_300m_compared")
-    device = large["device"]["name"]
     lines = [
         "**Pretraining** on the bytes of Python packages, so that vocabularies are "
-        f"small. The 300m preset (`pretrain_300m_compared`), {_size(large)}, on one "
-        f"{device} each:",
+        "small. Losses, gaps to `bf16` of the same seed and speeds are means over "
+        "seeds.",
         "",
-        *_losses_and_costs(large),
-        "",
-        markdown_image("Loss curves at 300M", "pretrain", "pretrain_300m_compared"),
-        "",
-        f"The 124m preset (`pretrain_124m`), {_size(small)}, on one "
-        f"{small['device']['name']} each:",
-        "",
-        *_losses_and_costs(small),
-        "",
-        markdown_image("Loss curves at 124M", "pretrain", "pretrain_124m"),
-        "",
-        *_seeds(),
     ]
-    return "\n".join(lines)
+    for name in _TRAININGS:
+        results = load("pretrain", name)
+        preset = results["preset"]
+        lines += [
+            f"The {preset} preset (`{name}`), {_size(results)}, on one "
+            f"{results['device']['name']} each:",
+            "",
+            *_losses_and_costs(results),
+            "",
+            markdown_image(f"Loss curves of the preset {preset}", "pretrain", name),
+            "",
+        ]
+    lines += [
+        "All trainings of both, and the 95% interval of the mean:",
+        "",
+        "| | trainings | gaps, % | mean, % |",
+        "| --- | --- | --- | --- |",
+    ]
+    for recipe, each in all_gaps().items():
+        gaps = ", ".join(f"{gap:+.2f}" for gap in each)
+        mean = comparison.interval(each)
+        lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
+    return "\n".join([*lines, ""])
 
 
 def _tokens(results: Mapping[str, Any]) -> int:
@@ -110,37 +117,6 @@ def _losses_and_costs(results: Mapping[str, Any]) -> list[str]:
             f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
         )
     return lines
-
-
-def _seeds() -> list[str]:
-    summary = load("pretrain", "pretrain_124m_seeds")["summary"]
-    lines = [
-        "Over several seeds of the 124m preset (`pretrain_124m_seeds`), each beside "
-        "`bf16` with the same seed and data:",
-        "",
-        "| | scaling | seeds | gap | standard error |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in summary:
-        error = row["standard_error_percent"]
-        error = "-" if error is None else f"{error:.2f}%"
-        lines.append(
-            f"| `{row['recipe']}` | {row['scaling'].replace('_', ' ')} "
-            f"| {row['seeds']} | {row['val_gap_percent']:+.2f}% | {error} |"
-        )
-    lines += [
-        "",
-        "All trainings of these three files with scaling just in time, and the 95% "
-        "interval of the mean:",
-        "",
-        "| | trainings | gaps, % | mean, % |",
-        "| --- | --- | --- | --- |",
-    ]
-    for recipe, each in all_gaps().items():
-        gaps = ", ".join(f"{gap:+.2f}" for gap in each)
-        mean = comparison.interval(each)
-        lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
-    return [*lines, ""]
 
 
 def meshes() -> str:

@@ -56,7 +56,7 @@ def test_recipes_can_be_told_apart_without_color():
 
 
 def test_the_picture_of_the_curves_lies_beside_its_results():
-    picture = results.picture("pretrain", "pretrain_124m")
+    picture = results.picture("pretrain", "pretrain_124m_compared")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert picture.with_suffix(".json").exists()
 
