@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.gradients import saved, saved_bytes
-from helpers.marks import slow
 
 import coat_jax as coat
 from experiments.bench import foreign
@@ -76,7 +75,7 @@ def test_causal_layers_do_not_look_ahead():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cases",
-    [("bf16", "both", "fp8"), slow(foreign.CASES)],
+    [("bf16", "both", "fp8"), foreign.CASES],
 )
 def test_a_command_line_leaves_rows_and_bars(cases, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(foreign, "CASES", {name: foreign.CASES[name] for name in cases})

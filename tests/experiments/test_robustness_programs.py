@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from helpers.marks import slow
 
 from experiments.robustness import crash_points, damages, faults, full_disk, trials
 
@@ -117,7 +116,7 @@ def setup(tmp_path_factory):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("kind", ["full", slow("renamed")])
+@pytest.mark.parametrize("kind", ["full", "renamed"])
 def test_a_run_without_its_disk_ends_in_one_line(kind, setup):
     at = {"full": setup.budgets(3)[1], "renamed": 4}[kind]
     row = full_disk.trial(setup, kind, at)

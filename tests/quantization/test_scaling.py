@@ -11,7 +11,6 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from helpers import segments as plain
 from helpers.gradients import compiled, value_and_vjp
-from helpers.marks import slow
 from helpers.models import normal, parameters
 
 import coat_jax as coat
@@ -211,7 +210,7 @@ def small_llama(**how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["coat", slow("coat_max")])
+@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
 def test_training_follows_scaling_just_in_time(recipe):
     tokens = jax.random.randint(jax.random.key(0), (4, 33), 0, 64)
 
