@@ -3,7 +3,7 @@
 `python -m experiments.kernels.resources` compiles all kernels and writes
 `kernel_resources.json`, which a test compares with. It runs on any machine with the
 packages that `experiments.common.sm90` names. With names of families, it compiles and
-prints these families only, and with `--hardest` of each kernel only the cases that are
+prints these families only, and with `--hardest` of each kernel only the case that is
 the nearest to running out of registers.
 """
 
@@ -245,8 +245,8 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def hardest(family: str, count: int = 2) -> list[Case]:
-    """Returns the cases of each kernel with the most recorded registers.
+def hardest(family: str, count: int = 1) -> list[Case]:
+    """Returns the case of each kernel with the most recorded registers.
 
     A case that is not recorded yet is among them, beside `count` of those that are.
     """
@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="family", help="print this one")
     parser.add_argument(
-        "--hardest", action="store_true", help="compile the cases with most registers"
+        "--hardest", action="store_true", help="compile the case with most registers"
     )
     given = parser.parse_args(arguments)
     if unknown := set(given.families) - FAMILIES.keys():

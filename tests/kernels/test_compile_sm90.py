@@ -76,11 +76,11 @@ def assert_no_more_than_recorded(rows, families):
 @needs_compiler
 @pytest.mark.parametrize(
     "families",
-    [["products", "parts", "heads"], ["norm", "adam", "quantize"], _GATES],
+    [["products", "parts", "heads", *_GATES], ["norm", "adam", "quantize"]],
     ids=" ".join,
 )
 def test_hardest_cases_compile_and_take_no_more_than_recorded(families):
-    """The cases of each kernel with most registers are the first that would spill."""
+    """The case of each kernel with most registers is the first that would spill."""
     rows = compiled("--hardest", *families)
     cases = [case for family in families for case in hardest(family)]
     assert len({case.name for case in cases}) >= len(families)
