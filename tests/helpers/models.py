@@ -88,6 +88,12 @@ def parameters(make):
     return graph, compiled(lambda: nnx.split(make())[1])
 
 
+def initialization(make):
+    """Returns the program that makes the initial state, as text, and its structure."""
+    program, state = jax.make_jaxpr(lambda: nnx.split(make())[1], return_shape=True)()
+    return str(program), jax.tree.structure(state)
+
+
 def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
     """Returns normal random numbers for this seed."""
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
