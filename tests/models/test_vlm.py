@@ -32,17 +32,29 @@ def config(recipe="bf16", dtype=jnp.bfloat16, text=(), **changes) -> vlm.VlmConf
     )
 
 
+def make(config: vlm.VlmConfig) -> vlm.VisionLanguageModel:
+    return vlm.VisionLanguageModel(config, rngs=nnx.Rngs(0))
+
+
 @functools.cache
-def split(config: vlm.VlmConfig):
-    """Returns a model's structure, and parameters of which none is 0 or 1."""
-    make = lambda: vlm.VisionLanguageModel(config, rngs=nnx.Rngs(0))  # noqa: E731
-    graph, params = parameters(make)
+def moved(merge_size: int):
+    """Returns parameters of which none is 0 or 1."""
+    own = config(dtype=jnp.float32, merge_size=merge_size)
+    _, params = parameters(lambda: make(own))
     rng = np.random.default_rng(1)
-    moved = jax.tree.map(
+    return jax.tree.map(
         lambda p: p + np.float32(0.05) * rng.standard_normal(p.shape, np.float32),
         params,
     )
-    return graph, moved
+
+
+@functools.cache
+def split(config: vlm.VlmConfig):
+    """Returns a model's structure, and parameters, which do not depend on recipes."""
+    graph, params = nnx.split(nnx.eval_shape(lambda: make(config)))
+    found = moved(config.merge_size)
+    assert jax.tree.structure(found) == jax.tree.structure(params)
+    return graph, found
 
 
 def images(count: int = 1):
