@@ -1,5 +1,7 @@
 """Small models with parameters as after training, and their layers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,12 +19,17 @@ def config(**changes) -> llama.LlamaConfig:
     return llama.LlamaConfig(**{**shape, **heads, **rest, **changes})
 
 
+@functools.cache
+def _initial(config: llama.LlamaConfig):
+    return parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))[1]
+
+
 def trained(config: llama.LlamaConfig, *, batches: int, length: int = 16) -> Trained:
     """Returns random tokens, and parameters so large that every operator matters."""
     rng = np.random.default_rng(1)
-    _, params = parameters(lambda: llama.Llama(config, rngs=nnx.Rngs(0)))
     params = jax.tree.map(
-        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32), params
+        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32),
+        _initial(config),
     )
     shape = (batches, 4, length + 1)
     tokens = list(rng.integers(0, config.vocab_size, shape, np.int32))

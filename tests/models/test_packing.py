@@ -66,15 +66,17 @@ def test_loss_is_the_weighted_mean_of_the_documents():
     read, targets = tokens(), tokens(1)
     weights = np.random.default_rng(2).integers(0, 3, read.shape)
     weights[_SEGMENTS == 0] = 0
-    ends = np.cumsum(_SIZES)
+    # Each document is a sequence of its own, in which padding has no weight.
+    alone = [
+        np.concatenate([np.where(n == _SEGMENTS, x, 0)[:, at:], x[:, :at] * 0], axis=1)
+        for x in (read, targets, weights)
+        for n, at in zip((1, 2, 3), np.cumsum(_SIZES) - _SIZES, strict=True)
+    ]
+    own_read, own_targets, own_weights = np.split(np.concatenate(alone), 3)
 
     def documents(params):
-        total = 0.0
-        for start, end in zip(ends - _SIZES, ends, strict=True):
-            own = np.s_[:, start:end]
-            likely = log_likelihoods(graph, params, read[own], targets[own])[..., 0]
-            total -= jnp.sum(weights[own] * likely)
-        return total / weights.sum()
+        likely = log_likelihoods(graph, params, own_read, own_targets)[..., 0]
+        return -jnp.sum(own_weights * likely) / weights.sum()
 
     expected = compiled(jax.value_and_grad(documents), params)
     for own in (jnp.array(weights), jnp.array(weights, jnp.bfloat16)):
