@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
-from helpers.gradients import assert_close, fake, flat, saved, saved_bytes
+from helpers.gradients import (
+    assert_close,
+    compiled,
+    fake,
+    flat,
+    saved,
+    saved_bytes,
+)
 from jax.extend import core
 
 import coat_jax as coat
@@ -118,7 +125,8 @@ def test_nnx_model_shares_variables_and_nearly_its_gradients():
     assert light.embed is model.embed
     assert type(light.layers[0]) is type(light.layers[1])
     assert not isinstance(model.layers[0], type(light.layers[0]))
-    grads = [nnx.grad(lambda m: loss(m(tokens())))(m) for m in (model, light)]
+    gradient = nnx.jit(nnx.grad(lambda m: loss(m(tokens()))))
+    grads = [gradient(m) for m in (model, light)]
     plain, fp8 = map(flat, grads)
     assert np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
     assert jax.tree.structure(grads[0]) == jax.tree.structure(grads[1])
@@ -188,15 +196,17 @@ def test_containers_of_all_kinds_and_shared_modules():
     light = coat.fp8(model, blocks=r"stages/./\d")
     assert light.stages["b"][0] is light.stages["a"][0]
     x = jax.random.normal(jax.random.key(1), (2, 16, WIDTH))
-    assert_close(light(x), model(x), 0.05)
+    y, expected = (nnx.jit(lambda m: m(x))(m) for m in (light, model))
+    assert_close(y, expected, 0.05)
     assert type(model.stages["a"][1]) is Block
 
 
 def test_linen_model_keeps_paths_and_nearly_its_gradients():
     model = LinenModel()
     light = coat.fp8(model)
-    params = model.init(jax.random.key(0), tokens())
-    again = light.init(jax.random.key(0), tokens())
+    params, again = (
+        jax.jit(m.init)(jax.random.key(0), tokens()) for m in (model, light)
+    )
     assert_close(params, again, 0)
     assert isinstance(light, LinenModel)
     assert light.depth == 2
@@ -209,8 +219,7 @@ def test_linen_model_keeps_paths_and_nearly_its_gradients():
 
     for kwargs in (
         {},
-        {"train": True, "rngs": {"dropout": jax.random.key(3)}},
-        {"method": "encode"},
+        {"train": True, "rngs": {"dropout": jax.random.key(3)}, "method": "encode"},
     ):
         plain, fp8 = gradient(model, **kwargs), gradient(light, **kwargs)
         assert 0 < np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
@@ -235,13 +244,14 @@ def test_scanned_blocks_are_named():
             return scan(LinenBlock(name="layers"), x, None)[0]
 
     model, x = Scanned(), jax.random.normal(jax.random.key(1), (2, 32, WIDTH))
-    params = model.init(jax.random.key(0), x)
+    params = jax.jit(model.init)(jax.random.key(0), x)
     with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
         coat.fp8(model).apply(params, x)
     light = coat.fp8(model, blocks="layers")
     found = saved(light.apply, params, x)
     assert saved_bytes(found) < saved_bytes(saved(model.apply, params, x)) / 3
-    assert_close(light.apply(params, x), model.apply(params, x), 0.1)
+    y, expected = (compiled(m.apply, params, x) for m in (light, model))
+    assert_close(y, expected, 0.1)
 
 
 def test_functions_are_one_block():
@@ -278,11 +288,15 @@ def test_batched_weights_in_any_order_of_axes(order):
         for i, s in enumerate((first, second))
     )
     light = coat.fp8(experts)
-    assert_close(light(w, x), experts(w, x), 0.05)
-    grads = [
-        jax.grad(lambda w, f=f: jnp.sum(f(w, x) ** 2))(w) for f in (light, experts)
-    ]
-    assert_close(*grads, 0.1)
+
+    def both(f):
+        return f(w, x), jax.grad(lambda w: jnp.sum(f(w, x) ** 2))(w)
+
+    (y, dw), (expected, dw_expected) = (
+        compiled(lambda f=f: both(f)) for f in (light, experts)
+    )
+    assert_close(y, expected, 0.05)
+    assert_close(dw, dw_expected, 0.1)
     assert fp8_parameters(lambda w: light(w, x), w) == {""}
 
 
