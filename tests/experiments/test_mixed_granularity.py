@@ -64,9 +64,14 @@ def test_operators_make_the_layer(changes):
     model = small_models.trained(small_models.config(**changes), batches=1)
     layer = small_models.layer_of(model, 1)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
-    found, read = flow.run(layer, x)
-    np.testing.assert_allclose(found, layer(x), rtol=1e-5, atol=1e-5)
-    assert list(read) == list(flow.SITES)
+
+    def both(x):
+        found, read = flow.run(layer, x)
+        assert list(read) == list(flow.SITES)
+        return found, read, layer(x)
+
+    found, read, expected = compiled(both, x)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(read["attention norm"], x)
 
 
