@@ -40,20 +40,34 @@ def compiled_once():
         yield
 
 
+def _nine_steps(folder, *flags):
+    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
+    (folder / "text.txt").write_bytes(bytes(words))
+    argv = [*_ARGV, "--data", str(folder / "text.txt"), *flags]
+    assert pretrain.main([*argv, "--out", str(folder / "run")]) == 0
+    return folder / "run"
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """The folder of a run of nine steps."""
-    folder = tmp_path_factory.mktemp("runs")
-    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
-    (folder / "text.txt").write_bytes(bytes(words))
-    argv = [*_ARGV, "--data", str(folder / "text.txt")]
-    assert pretrain.main([*argv, "--out", str(folder / "run")]) == 0
-    return folder / "run"
+    return _nine_steps(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def finished_in_bf16(tmp_path_factory):
+    """The folder of a run of nine steps with one recipe, which compiles sooner."""
+    return _nine_steps(tmp_path_factory.mktemp("runs"), "--recipes", "bf16")
 
 
 @pytest.fixture
 def copied(finished, tmp_path):
     return shutil.copytree(finished, tmp_path / "run")
+
+
+@pytest.fixture
+def copied_in_bf16(finished_in_bf16, tmp_path):
+    return shutil.copytree(finished_in_bf16, tmp_path / "run")
 
 
 def _settings(**changes) -> Settings:
@@ -134,24 +148,24 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
     assert list(drawn.get_xdata()) == [6, 12, 14]
 
 
-def test_steps_only_grow(copied, capsys):
-    before = (copied / "run.json").read_bytes()
-    assert _resume(copied, "--steps", "5") == 2
+def test_steps_only_grow(copied_in_bf16, capsys):
+    before = (copied_in_bf16 / "run.json").read_bytes()
+    assert _resume(copied_in_bf16, "--steps", "5") == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "--steps 5 was given" in said
     assert f"has {_STEPS}" in said
-    assert (copied / "run.json").read_bytes() == before
+    assert (copied_in_bf16 / "run.json").read_bytes() == before
 
 
-def test_a_refused_resume_records_nothing(copied, capsys):
-    before = (copied / "run.json").read_bytes()
+def test_a_refused_resume_records_nothing(copied_in_bf16, capsys):
+    before = (copied_in_bf16 / "run.json").read_bytes()
     record = json.loads(before)
-    (copied / "run.json").write_text(json.dumps(record | {"data": "other"}))
-    other = (copied / "run.json").read_bytes()
-    assert _resume(copied, "--steps", str(_MORE)) == 2
-    assert _resume(copied, "--spike", "0.5") == 2
-    assert (copied / "run.json").read_bytes() == other
+    (copied_in_bf16 / "run.json").write_text(json.dumps(record | {"data": "other"}))
+    other = (copied_in_bf16 / "run.json").read_bytes()
+    assert _resume(copied_in_bf16, "--steps", str(_MORE)) == 2
+    assert _resume(copied_in_bf16, "--spike", "0.5") == 2
+    assert (copied_in_bf16 / "run.json").read_bytes() == other
 
 
 @pytest.mark.slow
@@ -212,10 +226,13 @@ def test_means_leave_nan_out():
     np.testing.assert_array_equal(plots.trailing_mean(x, 2), expected)
 
 
-def test_a_run_that_lost_its_checkpoints_keeps_its_rows(copied, capsys):
-    shutil.rmtree(copied / "checkpoints" / "coat")
-    metrics = (copied / "metrics.jsonl").read_bytes()
-    assert _resume(copied) == 2
+def test_a_run_that_lost_its_checkpoints_keeps_its_rows(copied_in_bf16, capsys):
+    shutil.rmtree(copied_in_bf16 / "checkpoints" / "bf16")
+    metrics = (copied_in_bf16 / "metrics.jsonl").read_bytes()
+    assert _resume(copied_in_bf16) == 2
     said = capsys.readouterr().err
-    assert f"{copied} has no checkpoint of coat, whose training went to step 9" in said
-    assert (copied / "metrics.jsonl").read_bytes() == metrics
+    assert (
+        f"{copied_in_bf16} has no checkpoint of bf16, whose training went to step 9"
+        in said
+    )
+    assert (copied_in_bf16 / "metrics.jsonl").read_bytes() == metrics
