@@ -44,6 +44,13 @@ def packed_loss(graph, params, read, targets, weights):
     )
 
 
+@functools.cache
+def packed_loss_and_gradients():
+    """Returns a compiled function of the parameters, tokens, targets and weights."""
+    graph, _ = split("bf16")
+    return jax.jit(jax.value_and_grad(functools.partial(packed_loss, graph)))
+
+
 def test_each_document_has_the_logits_that_it_has_alone():
     graph, params = split("bf16")
     read = tokens()
@@ -80,11 +87,7 @@ def test_loss_is_the_weighted_mean_of_the_documents():
 
     expected = compiled(jax.value_and_grad(documents), params)
     for own in (jnp.array(weights), jnp.array(weights, jnp.bfloat16)):
-        actual = compiled(
-            jax.value_and_grad(lambda p, w: packed_loss(graph, p, read, targets, w)),
-            params,
-            own,
-        )
+        actual = packed_loss_and_gradients()(params, read, targets, own)
         assert_close(actual, expected, 1e-4)
 
 
@@ -123,12 +126,9 @@ def test_segments_are_saved_once_for_all_layers():
 
 
 def test_no_weight_is_no_loss():
-    graph, params = split("bf16")
-    zeros = jnp.zeros((1, _LENGTH))
-    loss, grads = compiled(
-        jax.value_and_grad(lambda p: packed_loss(graph, p, tokens(), tokens(), zeros)),
-        params,
-    )
+    _, params = split("bf16")
+    zeros = jnp.zeros((1, _LENGTH), jnp.bfloat16)
+    loss, grads = packed_loss_and_gradients()(params, tokens(), tokens(), zeros)
     assert loss == 0
     assert not any(np.any(g) for g in jax.tree.leaves(grads))
 
