@@ -43,12 +43,10 @@ def table_6() -> str:
     furthest = max(abs(ratio - 1) for ratio in times)
     titles = (f"{hidden:,}, sequence {seq:,}" for hidden, seq in shapes)
     lines = [
-        f"The layers of the paper's table 6, each version on one of two "
-        f"{found[0]['device']['name']} of one machine (batch "
-        f"{found[0]['rows'][0]['batch']}): milliseconds of forward and backward with "
-        f"JAX {_VERSIONS[0]} and {_VERSIONS[1]}, and times `bf16` with each. The "
-        f"versions differ by {furthest:.1%} at most. `coat_block` was timed there "
-        "before one kernel encoded both directions of its blocks.",
+        f"The layers of the paper's table 6 on one {found[0]['device']['name']} "
+        f"(batch {found[0]['rows'][0]['batch']}): milliseconds of forward and backward "
+        f"with JAX {_VERSIONS[0]} and {_VERSIONS[1]}, and times `bf16` with each. The "
+        f"versions differ by {furthest:.1%} at most.",
         "",
         "| | hidden " + " | hidden ".join(titles) + " |",
         "| --- |" + " --- |" * len(shapes),

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 
+from experiments.common.answers import ALL
 from experiments.common.results import load
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
@@ -79,7 +80,22 @@ def pretraining() -> str:
         gaps = ", ".join(f"{gap:+.2f}" for gap in each)
         mean = comparison.interval(each)
         lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, "", *_scales_of_blocks(), ""])
+
+
+def _scales_of_blocks() -> list[str]:
+    """Returns the lines on a training with the recipe `coat_block`."""
+    name = "pretrain_124m_coat_block"
+    results = load("pretrain", name)
+    answers = {row["recipe"]: row for row in results["tasks"] if row["text"] == ALL}
+    own = answers["coat_block"]
+    return [
+        f"`coat_block` at the smaller size (`{name}`), one seed, beside a `bf16` "
+        f"of the same machine. It has {own['difference_points']:+.1f} ± "
+        f"{own['half_points']:.1f} points of {own['questions']:,} questions:",
+        "",
+        *_losses_and_costs(results),
+    ]
 
 
 def _tokens(results: Mapping[str, Any]) -> int:

@@ -17,7 +17,6 @@ from helpers.gradients import (
     saved,
     saved_bytes,
 )
-from helpers.marks import slow
 from helpers.models import initialization, normal, parameters
 
 from coat_jax.models import vit
@@ -114,7 +113,7 @@ def test_fp8_recipes_compute_nearly_the_same_features():
         assert cosine(features, others[0]) > 0.99
 
 
-@pytest.mark.parametrize("recipe", [slow("te"), "coat", "coat_max"])
+@pytest.mark.parametrize("recipe", RECIPES[1:])
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
     plain, mine = computed("bf16")[1], computed(recipe)[1]
     assert 0.98 < cosine(mine, plain) < 1 - 1e-5
