@@ -128,16 +128,18 @@ def _mergeable(dtype: jnp.dtype, ranks: tuple[int, int]) -> Callable:
     return jax.jit(call)
 
 
-def _dots(source, weights, norm, dtype):
+def _dots(source, weights, other, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Those of a norm are its output, with leading axes merged to m.
+    Those of a norm are its output, with leading axes merged to m. So are those of
+    `other`, which is added if it is not None.
     """
-    source, weights = array_types.varying_alike((source, weights))
-    product = partial(_products, norm=norm, dtype=dtype)
-    if norm is not None:
-        return product(_in_rows(source), weights)
-    return _batched(product, source.x)(source, weights)
+    source, weights, other = array_types.varying_alike((source, weights, other))
+    product = partial(_products, norm=norm, dtype=dtype, passes=passes)
+    if norm is None and other is None:
+        product = partial(product, other=None)
+        return _batched(product, source.x)(source, weights)
+    return product(_in_rows(source), weights, _as_rows(other))
 
 
 def _batched(product: Callable, x: Array) -> Callable:
@@ -151,33 +153,53 @@ def _in_rows(source: Source) -> Source:
     """Returns a source with its activations as [m, k], and its parameters as [k]."""
     x, *columns = source
     columns = (None if c is None else c.reshape(-1) for c in columns)
-    return Source(x.reshape(-1, x.shape[-1]), *columns)
+    return Source(_as_rows(x), *columns)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _products(source, weights, norm, dtype):
+def _as_rows(x):
+    return None if x is None else x.reshape(-1, x.shape[-1])
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _products(source, weights, other, norm, dtype, passes):
     """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
 
     Here x is the source's array or, unless `norm` is None, its norm. A token's codes
     have a scale of their own in forward, where one pass over the array writes them.
     Backward reads the array, which `fp8_remat` saves in FP8 or recomputes, or the copy
     that the norm's kernel writes, in groups of 16.
+
+    The kernel of the only matmul adds `other` [m, n], unless it is None. With `passes`
+    the last result is the norm's input. Whoever reads it there, its gradient is added
+    in the kernel of the norm's gradient.
     """
-    return _products_fwd(source, weights, norm, dtype)[0]
+    return _products_fwd(source, weights, other, norm, dtype, passes)[0]
 
 
 @array_types.on_common_mesh
-def _products_fwd(source, weights, norm, dtype):
+def _products_fwd(source, weights, other, norm, dtype, passes):
     rows, saved = _read(source, norm)
-    ys, w_scales = _forward(rows, weights, dtype)
+    ys, w_scales = _forward(rows, weights, dtype, other)
     scales = *tensor_scales(rows), *w_scales
-    return tuple(map(once, ys)), (saved, weights, scales)
+    results = *map(once, ys), *([source.x] if passes else [])
+    return results, (saved, weights, scales, _marked(other))
 
 
 @array_types.on_common_mesh
-def _products_bwd(norm, dtype, residuals, dys):
+def _products_bwd(norm, dtype, passes, residuals, dys):
+    *residuals, adds = residuals
+    *dys, dx = dys if passes else (*dys, None)
     gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
-    return _backward(residuals, gradients, norm)
+    return *_backward(residuals, gradients, norm, dx), _if_marked(adds, dys[0])
+
+
+def _marked(x):
+    """Returns a tree without leaves that tells whether there is an array x."""
+    return None if x is None else ()
+
+
+def _if_marked(mark, x):
+    return None if mark is None else x
 
 
 def _read(source, norm):
@@ -194,18 +216,24 @@ def _read(source, norm):
     return Scaled(out.y, out.scale), (groups, scale, bias)
 
 
-def _forward(rows, weights, dtype):
-    """Multiplies codes by each of the weights; also returns the weights' scales."""
+def _forward(rows, weights, dtype, add=None):
+    """Multiplies codes by each of the weights; also returns the weights' scales.
+
+    `add` is an array that is added to each result, or None.
+    """
     codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
     ys = [
-        matmul_codes(rows.codes, w.transposed, rows.scale, w.scale, dtype=dtype)
+        matmul_codes(rows.codes, w.transposed, rows.scale, w.scale, add, dtype=dtype)
         for w in codes
     ]
     return ys, [w.scale for w in codes]
 
 
-def _backward(residuals, gradients, norm):
-    """Returns the gradients of a source and of the weights, from codes of results'."""
+def _backward(residuals, gradients, norm, add=None):
+    """Returns the gradients of a source and of the weights, from codes of results'.
+
+    `add` is another gradient of the norm's input, or None.
+    """
     saved, weights, (scale, *w_scales) = residuals
     dtype = saved[1].dtype if norm is None else jnp.bfloat16
     # `after` delays codes until they are read, which are in memory until then.
@@ -218,7 +246,7 @@ def _backward(residuals, gradients, norm):
         xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
         source, xq = Source(dx), xq.transposed
     else:
-        source, xq = _norm_backward(saved, dx, scale, norm)
+        source, xq = _norm_backward(saved, dx, scale, norm, add)
     dws = [
         matmul_codes(xq, dy.transposed, scale, dy.scale, dtype=w.dtype)
         for dy, w in zip(gradients, weights, strict=True)
@@ -226,14 +254,17 @@ def _backward(residuals, gradients, norm):
     return source, tuple(dws)
 
 
-def _norm_backward(saved, dy, y_scale, norm):
-    """Returns the gradients of a norm's source, and transposed codes of its output."""
+def _norm_backward(saved, dy, y_scale, norm, add):
+    """Returns the gradients of a norm's source, and transposed codes of its output.
+
+    The gradient of the norm's input is added to `add`, unless that is None.
+    """
     copies, scale, bias = saved
     groups, options = jax.tree.map(scales_as_bits, copies), norm._asdict()
     biased = bias is not None
     out = kernels.norm_grad(
         groups, dy, scale, **options,
-        with_bias=biased, y_scale=None if biased else y_scale,
+        with_bias=biased, y_scale=None if biased else y_scale, add=add,
     )  # fmt: skip
     y = out.y
     if biased:
@@ -249,32 +280,33 @@ def _norm_backward(saved, dy, y_scale, norm):
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-def _gated(source, gate, up, down, *, norm, activation, inner, dtype):
+def _gated(source, gate, up, down, *, norm, activation, inner, dtype, adds):
     """Computes `_gated_products` of a source with any leading axes."""
-    options = norm, activation, inner, dtype
+    options = norm, activation, inner, dtype, adds
     operands = array_types.varying_alike((_in_rows(source), gate, up, down))
     return _gated_products(*operands, *options)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _gated_products(source, gate, up, down, norm, activation, inner, dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
+def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds):
     """Multiplies activation(x @ gate) * (x @ up) by `down`, within `fp8_remat`.
 
     x is [m, k], as in `_products`, and weights are [k, f] and [f, n]. The results of
     the first matmuls have the dtype `inner`. One kernel reads both: it writes the codes
     that the last matmul reads, and the copies of both, in groups of 16, that backward
-    reads.
+    reads. With `adds` the last matmul adds the norm's input, and the norm's gradient
+    that of the result.
     """
-    return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype)[0]
+    return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds)[0]
 
 
 @array_types.on_common_mesh
-def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype):
+def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     rows, saved = _read(source, norm)
     pair, w_scales = _forward(rows, (gate, up), inner)
     out, copies = _gate(tuple(pair), activation)
     a = Scaled(out.values, out.scale)
-    (y,), (down_scale,) = _forward(a, (down,), dtype)
+    (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)
     scale, a_scale = tensor_scales(rows, a)
     outer = saved, (gate, up), (scale, *w_scales)
     return once(y), (outer, copies, down, (a_scale, down_scale))
@@ -301,7 +333,7 @@ def _through(dy, w, w_scale, **options):
 
 
 @array_types.on_common_mesh
-def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
+def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
     outer, copies, down, (a_scale, down_scale) = residuals
     groups, largest_scale = jax.tree.map(scales_as_bits, copies)
     gradient, (da, da_maxima) = _through(
@@ -311,42 +343,44 @@ def _gated_bwd(norm, activation, inner, dtype, residuals, dy):
     d_down = matmul_codes(
         a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
     )
-    source, (d_gate, d_up) = _backward(outer, pair, norm)
+    source, (d_gate, d_up) = _backward(outer, pair, norm, dy if adds else None)
     return source, d_gate, d_up, d_down
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 
-def _activated(x, w, *, activation, dtype):
-    """Computes `_activated_product` of an array with any leading axes."""
-    x, w = array_types.varying_alike((x.reshape(-1, w.shape[0]), w))
-    return _activated_product(x, w, activation, dtype)
+def _activated(x, w, other, *, activation, dtype):
+    """Computes `_activated_product` of arrays with any leading axes."""
+    operands = x.reshape(-1, w.shape[0]), w, _as_rows(other)
+    operands = array_types.varying_alike(operands)
+    return _activated_product(*operands, activation, dtype)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _activated_product(x, w, activation, dtype):
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _activated_product(x, w, other, activation, dtype):
     """Multiplies activation(x) [m, f] by w [f, n], within `fp8_remat`.
 
     One kernel writes the codes that the matmul reads, and the copy of x, in groups of
-    16, that backward reads.
+    16, that backward reads. The matmul's kernel adds `other` [m, n], unless it is None.
     """
-    return _activated_fwd(x, w, activation, dtype)[0]
+    return _activated_fwd(x, w, other, activation, dtype)[0]
 
 
 @array_types.on_common_mesh
-def _activated_fwd(x, w, activation, dtype):
+def _activated_fwd(x, w, other, activation, dtype):
     out, copies = _gate((x,), activation)
     a = Scaled(out.values, out.scale)
-    (y,), (w_scale,) = _forward(a, (w,), dtype)
+    (y,), (w_scale,) = _forward(a, (w,), dtype, other)
     (a_scale,) = tensor_scales(a)
     # An empty array carries the dtype of x to the backward pass.
-    return once(y), (copies[0], w, (a_scale, w_scale), jnp.zeros(0, x.dtype))
+    like = jnp.zeros(0, x.dtype)
+    return once(y), (copies[0], w, (a_scale, w_scale), like, _marked(other))
 
 
 @array_types.on_common_mesh
 def _activated_bwd(activation, dtype, residuals, dy):
-    copies, w, (a_scale, w_scale), like = residuals
+    copies, w, (a_scale, w_scale), like, adds = residuals
     gradient, da = _through(dy, w, w_scale, dtype=like.dtype)
     out = kernels.gated_grad(
         jax.tree.map(scales_as_bits, copies),
@@ -358,7 +392,7 @@ def _activated_bwd(activation, dtype, residuals, dy):
         out.product, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype
     )
     (dx,) = out.values
-    return dx.astype(like.dtype), dw
+    return dx.astype(like.dtype), dw, _if_marked(adds, dy)
 
 
 _activated_product.defvjp(_activated_fwd, _activated_bwd)

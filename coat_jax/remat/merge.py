@@ -8,12 +8,12 @@ saved in FP8 or recomputed.
 A gated MLP is one call: of the merged matmuls of gate and up, the gate, and the matmul
 that follows, which then reads the codes that the gate's kernel writes. Likewise a norm
 belongs to the matmuls that read it, and an activation to the one matmul that does, if
-nothing else reads it.
+nothing else reads it. To a matmul's result its kernel adds the residual stream, and
+the stream's gradient is added by the kernel of the norm's gradient.
 """
 
-import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -23,11 +23,14 @@ from jax.extend import core
 from coat_jax.remat.gates import Activated, Gate, activation_of, gate_of
 from coat_jax.remat.norms import NormOf, Source, norm_of
 from coat_jax.remat.programs import (
+    Uses,
     deduplicated,
     embedded,
     inlined,
+    renamed,
     variables,
 )
+from coat_jax.remat.streams import Sum, reader_behind, sum_of
 from pallas_kernels.checks import WIDE
 
 
@@ -35,15 +38,18 @@ class Forms(NamedTuple):
     """The merged forms of calls `fn(x, w)` of activations and weights.
 
     Attributes:
-      merged: A function of the source of activations, a tuple of weights, a norm and
-        the dtype of results. It returns a tuple of the results of `fn` for the source's
-        array or, unless it is None, its norm.
+      merged: A function of the source of activations, a tuple of weights, an array or
+        None, a norm, the dtype of results, and whether the norm's input is passed on.
+        It returns a tuple of the results of `fn` for the source's array or, unless it
+        is None, its norm; then, if it is passed on, the norm's input, so that its
+        gradient comes to the norm. The array is added to the only result.
       gated: A function of the source of activations, the weights of gate, up and down,
-        a norm, the name of the activation, and the dtypes of gate and of the result, if
-        there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
-        as in `merged`.
-      activated: A function of activations, weights, the name of the activation, and the
-        dtype of the result, if there is one. It returns `fn(activation(x), w)`.
+        a norm, the name of the activation, the dtypes of gate and of the result, and
+        whether the norm's input is added, if there is one. It returns
+        `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x as in `merged`.
+      activated: A function of activations, weights, an array to add or None, the name
+        of the activation, and the dtype of the result, if there is one. It returns
+        `fn(activation(x), w)`.
     """
 
     merged: Callable
@@ -73,24 +79,9 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
             groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
     read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
     weights = _makers(program, read)
-    uses = _Uses.of(program)
-    norms = dict(_norms(uses, groups, fixed)) if fused else {}
-    replaced: dict[int, list[core.JaxprEqn]] = {}
-    for found in norms.values():
-        own = (eqn for eqn in found.eqns if not fixed.issuperset(eqn.outvars))
-        replaced |= {id(eqn): [] for eqn in own}
-    for mlp in list(_mlps(uses, groups)) if fused else []:
-        pair = groups.pop(mlp.pair)
-        (down,) = groups.pop(mlp.down)
-        replaced |= {id(eqn): [] for eqn in (*pair, *mlp.gate.eqns)}
-        replaced[id(down)] = _gated(mlp.gate, pair, down, norms.get(mlp.pair))
-    for key, found in list(_activations(uses, groups)) if fused else []:
-        (down,) = groups.pop(key)
-        replaced |= {id(eqn): [] for eqn in found.eqns}
-        replaced[id(down)] = _activated(found, down)
-    for key, eqns in groups.items():
-        replaced |= {id(eqn): [] for eqn in eqns[1:]}
-        replaced[id(eqns[0])] = _merged(eqns, norms.get(key))
+    uses = Uses.of(program, _is_call)
+    parts = _Parts.of(uses, groups, fixed) if fused else _Parts({}, {}, {}, {}, {}, {})
+    replaced = _replaced(groups, parts, fixed)
     eqns = [eqn for eqn in program.eqns if id(eqn) in weights]
     for eqn in program.eqns:
         if id(eqn) not in weights:
@@ -98,51 +89,95 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
     return program.replace(eqns=eqns)
 
 
-class _Uses(NamedTuple):
-    """The operations that compute and read the variables of a program.
+class _Mlp(NamedTuple):
+    """A gated MLP: its gate, and the keys of its calls."""
+
+    gate: Gate
+    pair: Any
+    down: Any
+
+
+class _Parts(NamedTuple):
+    """What the kernels of calls compute besides matmuls, by the keys of the calls.
 
     Attributes:
-      program: The program.
-      makers: The operation that computes each variable, unless it is a mergeable call.
-      readers: The operations that read each variable, and the program for its results.
-      places: The place of each operation in the program, by its identity.
+      norms: The norms that calls read.
+      mlps: The gated MLPs, by the keys of their last calls.
+      activations: The activations that single calls read.
+      sums: The sums that single calls compute.
+      passed: The variables that stand for inputs of norms behind the norms' calls.
+      readers: The operations that read such a variable in place of the input, by the
+        identities of those that they replace. Calls are not among them.
     """
 
-    program: core.Jaxpr
-    makers: dict[core.Var, core.JaxprEqn]
-    readers: dict[core.Var, list[Any]]
-    places: dict[int, int]
+    norms: dict[Any, NormOf]
+    mlps: dict[Any, _Mlp]
+    activations: dict[Any, Activated]
+    sums: dict[Any, Sum]
+    passed: dict[Any, core.Var]
+    readers: dict[int, list[core.JaxprEqn]]
 
     @classmethod
-    def of(cls, program: core.Jaxpr) -> "_Uses":
-        """Returns the uses of a program's variables."""
-        between = (eqn for eqn in program.eqns if not _is_call(eqn))
-        makers = {var: eqn for eqn in between for var in eqn.outvars}
-        readers = defaultdict(list)
-        for reader in (*program.eqns, program):
-            operands = program.outvars if reader is program else reader.invars
-            for var in variables(operands):
-                readers[var].append(reader)
-        places = {id(eqn): place for place, eqn in enumerate(program.eqns)}
-        return cls(program, makers, readers, places)
+    def of(
+        cls, uses: Uses, groups: Mapping[Any, list], fixed: set[core.Var]
+    ) -> "_Parts":
+        """Finds what kernels compute in a program; `fixed` follows from parameters."""
+        norms = dict(_norms(uses, groups, fixed))
+        mlps = {mlp.down: mlp for mlp in _mlps(uses, groups)}
+        activations = dict(_activations(uses, groups))
+        sums = dict(_sums(uses, groups, mlps, norms))
+        found = cls(norms, mlps, activations, sums, {}, {})
+        found._pass_on(uses, groups)
+        return found
 
-    def only_in(
-        self,
-        eqns: Sequence[core.JaxprEqn],
-        calls: Sequence[core.JaxprEqn],
-        besides: Collection[core.Var] = (),
-    ) -> bool:
-        """Returns whether nothing but `eqns` and `calls` reads what `eqns` compute.
+    def _pass_on(self, uses: Uses, groups: Mapping[Any, list]) -> None:
+        """Lets the sums behind norms' calls read what these calls pass on."""
+        pairs = {mlp.pair for mlp in self.mlps.values()}
+        calls = {id(groups[key][0]): key for key in self.sums}
+        for key, norm in self.norms.items():
+            x, place = norm.source.x, uses.places[id(groups[key][0])]
+            reader = reader_behind(x, norm.eqns, place, self.sums.values(), uses)
+            if reader is None or key in pairs:
+                continue
+            self.passed[key] = core.Var(x.aval)
+            if call := calls.get(id(reader)):
+                self.sums[call] = self.sums[call]._replace(other=self.passed[key])
+            else:
+                invars = renamed(reader.invars, {x: self.passed[key]})
+                self.readers[id(reader)] = [reader.replace(invars=invars)]
 
-        `besides` are variables that others may read.
-        """
-        own = {id(eqn) for eqn in (*eqns, *calls)}
-        made = (v for eqn in eqns for v in eqn.outvars if v not in besides)
-        return all(id(reader) in own for v in made for reader in self.readers[v])
+
+def _replaced(
+    groups: Mapping[Any, list[core.JaxprEqn]], parts: _Parts, fixed: set[core.Var]
+) -> dict[int, Sequence[core.JaxprEqn]]:
+    """Returns the operations that replace others, by the identities of those.
+
+    What follows from parameters alone is `fixed`, and stays.
+    """
+    gates = [mlp.gate for mlp in parts.mlps.values()]
+    named = parts.norms, parts.activations, parts.sums
+    own = (part for found in named for part in found.values())
+    eqns = (eqn for part in (*gates, *own) for eqn in part.eqns)
+    replaced: dict[int, Sequence[core.JaxprEqn]] = {
+        id(eqn): () for eqn in eqns if not fixed.issuperset(eqn.outvars)
+    }
+    pairs = {mlp.pair for mlp in parts.mlps.values()}
+    for key, calls in groups.items():
+        replaced |= dict.fromkeys(map(id, calls), ())
+        total, place = parts.sums.get(key), id(calls[0])
+        if mlp := parts.mlps.get(key):
+            pair, norm = groups[mlp.pair], parts.norms.get(mlp.pair)
+            replaced[place] = _gated(mlp.gate, pair, calls[0], norm, total)
+        elif activation := parts.activations.get(key):
+            replaced[place] = _activated(activation, calls[0], total)
+        elif key not in pairs:
+            norm, passed = parts.norms.get(key), parts.passed.get(key)
+            replaced[place] = _merged(calls, norm, total, passed)
+    return replaced | parts.readers
 
 
 def _norms(
-    uses: _Uses, groups: Mapping[Any, list], fixed: set[core.Var]
+    uses: Uses, groups: Mapping[Any, list], fixed: set[core.Var]
 ) -> Iterator[tuple[Any, NormOf]]:
     """Yields the norms that nothing but one group of calls reads, by the groups' keys.
 
@@ -157,17 +192,9 @@ def _norms(
             yield key, found
 
 
-class _Mlp(NamedTuple):
-    """A gated MLP: its gate, and the keys of its calls."""
-
-    gate: Gate
-    pair: Any
-    down: Any
-
-
-def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
+def _mlps(uses: Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
     """Yields the gated MLPs among calls, which are grouped by what they read."""
-    program, makers, readers, _ = uses
+    program, makers, readers, *_ = uses
     pairs = {
         eqn.outvars[0]: key
         for key, eqns in groups.items()
@@ -184,16 +211,35 @@ def _mlps(uses: _Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
 
 
 def _activations(
-    uses: _Uses, groups: Mapping[Any, list]
+    uses: Uses, groups: Mapping[Any, list]
 ) -> Iterator[tuple[Any, Activated]]:
     """Yields the activations that nothing but one call reads, by the calls' keys."""
     for key, eqns in groups.items():
         x, name, _ = key
         if len(eqns) > 1 or FORMS[name].activated is None or x.aval.dtype not in WIDE:
             continue
-        found = activation_of(x, *uses)
+        found = activation_of(x, *uses[:4])
         if found and uses.only_in(found.eqns, eqns):
             yield key, found
+
+
+def _sums(
+    uses: Uses,
+    groups: Mapping[Any, list],
+    mlps: Mapping[Any, _Mlp],
+    norms: Mapping[Any, NormOf],
+) -> Iterator[tuple[Any, Sum]]:
+    """Yields the sums of single calls' results, by the calls' keys.
+
+    A gated MLP adds what its norm reads, and nothing else.
+    """
+    for key, (call, *others) in groups.items():
+        if others or call.outvars[0].aval.ndim > 2:
+            continue
+        if found := sum_of(call, uses):
+            norm = norms.get(mlps[key].pair) if key in mlps else None
+            if key not in mlps or (norm and norm.source.x is found.other):
+                yield key, found
 
 
 def _is_call(eqn: core.JaxprEqn) -> bool:
@@ -234,16 +280,37 @@ def _makers(program: core.Jaxpr, wanted: set[core.Var]) -> set[int]:
     return found
 
 
-def _merged(eqns: Sequence[core.JaxprEqn], norm: NormOf | None) -> list[core.JaxprEqn]:
-    """Returns the operations of the merged form of calls, which read a norm or None."""
+def _merged(
+    eqns: Sequence[core.JaxprEqn],
+    norm: NormOf | None,
+    total: Sum | None,
+    passed: core.Var | None,
+) -> list[core.JaxprEqn]:
+    """Returns the operations of the merged form of calls.
+
+    Args:
+      eqns: The calls.
+      norm: The norm that they read, if its kernel computes it.
+      total: The sum that the only call computes, if its kernel does.
+      passed: The variable that stands for the norm's input behind the calls, if any.
+    """
     form = FORMS[eqns[0].params["name"]].merged
-    results = [eqn.outvars[0] for eqn in eqns]
-    weights = [eqn.invars[1] for eqn in eqns]
+    results = [total.result] if total else [eqn.outvars[0] for eqn in eqns]
+    if passed is not None:
+        results.append(passed)
 
-    def call(source, *weights, norm):
-        return form(source, weights, norm=norm, dtype=results[0].aval.dtype)
+    def call(source, weights, other):
+        ys = form(
+            *(source, weights, other),
+            norm=norm and norm.norm,
+            dtype=results[0].aval.dtype,
+            passes=passed is not None,
+        )
+        return [y.reshape(v.aval.shape) for y, v in zip(ys, results, strict=True)]
 
-    return _traced(call, eqns[0].invars[0], norm, weights, results, eqns[0])
+    weights = tuple(eqn.invars[1] for eqn in eqns)
+    operands = _source(eqns[0].invars[0], norm), weights, total and total.other
+    return _traced(call, operands, results, eqns[0])
 
 
 def _gated(
@@ -251,47 +318,62 @@ def _gated(
     pair: Sequence[core.JaxprEqn],
     down: core.JaxprEqn,
     norm: NormOf | None,
+    total: Sum | None,
 ) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of a gated MLP."""
     weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
     operands = [weights[gate.gate], weights[gate.up], down.invars[1]]
-    call = functools.partial(
-        FORMS[down.params["name"]].gated,
-        activation=gate.activation,
-        inner=gate.gate.aval.dtype,
-        dtype=down.outvars[0].aval.dtype,
-    )
-    return _traced(call, pair[0].invars[0], norm, operands, down.outvars, down)
+    form = FORMS[down.params["name"]].gated
+    result = total.result if total else down.outvars[0]
+
+    def call(source, *weights):
+        y = form(
+            source,
+            *weights,
+            norm=norm and norm.norm,
+            activation=gate.activation,
+            inner=gate.gate.aval.dtype,
+            dtype=result.aval.dtype,
+            adds=total is not None,
+        )
+        return y.reshape(result.aval.shape)
+
+    source = _source(pair[0].invars[0], norm)
+    return _traced(call, (source, *operands), [result], down)
 
 
-def _activated(found: Activated, down: core.JaxprEqn) -> list[core.JaxprEqn]:
+def _activated(
+    found: Activated, down: core.JaxprEqn, total: Sum | None
+) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of an activation and a matmul."""
     form = FORMS[down.params["name"]].activated
-    dtype = down.outvars[0].aval.dtype
+    result = total.result if total else down.outvars[0]
 
-    def call(source, w, norm):
-        return form(source.x, w, activation=found.activation, dtype=dtype)
+    def call(*operands):
+        y = form(*operands, activation=found.activation, dtype=result.aval.dtype)
+        return y.reshape(result.aval.shape)
 
-    return _traced(call, found.x, None, [down.invars[1]], down.outvars, down)
+    operands = found.x, down.invars[1], total and total.other
+    return _traced(call, operands, [result], down)
+
+
+def _source(x: core.Var, norm: NormOf | None) -> Source:
+    return Source(x) if norm is None else norm.source
 
 
 def _traced(
     call: Callable,
-    x: core.Var,
-    norm: NormOf | None,
-    weights: Sequence,
-    results: Sequence,
+    operands: Sequence[Any],
+    results: Sequence[core.Var],
     like: core.JaxprEqn,
 ) -> list[core.JaxprEqn]:
-    """Returns the operations of `call(source, *weights, norm=...)`.
+    """Returns the operations of `call(*operands)`, whose operands are trees.
 
     They have the place in the source of `like`.
     """
-    source = Source(x) if norm is None else norm.source
-    call = functools.partial(call, norm=norm and norm.norm)
-    operands, tree = jax.tree.flatten((source, *weights))
+    leaves, tree = jax.tree.flatten(operands)
     closed = jax.make_jaxpr(lambda *arrays: call(*tree.unflatten(arrays)))(
-        *(v.aval for v in operands)
+        *(v.aval for v in leaves)
     )
-    made, _ = embedded(closed.jaxpr, operands, results)
+    made, _ = embedded(closed.jaxpr, leaves, results)
     return [eqn.replace(source_info=like.source_info) for eqn in made]

@@ -1,7 +1,8 @@
-"""Rewrites programs: inlines their calls, and merges equal operations."""
+"""Reads programs, inlines their calls, and merges equal operations."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend import core
@@ -17,6 +18,57 @@ Names = dict[core.Var, Operand]
 def variables(operands: Iterable[Operand]) -> set[core.Var]:
     """Returns the operands that are variables; literals are not hashable."""
     return {v for v in operands if isinstance(v, core.Var)}
+
+
+class Uses(NamedTuple):
+    """The operations that compute and read the variables of a program.
+
+    Attributes:
+      program: The program.
+      makers: The operation that computes each variable, unless it is opaque.
+      readers: The operations that read each variable, and the program for its results.
+      places: The place of each operation in the program, by its identity.
+      made: The place of the operation that computes each variable.
+    """
+
+    program: core.Jaxpr
+    makers: dict[core.Var, core.JaxprEqn]
+    readers: dict[core.Var, list[Any]]
+    places: dict[int, int]
+    made: dict[core.Var, int]
+
+    @classmethod
+    def of(
+        cls, program: core.Jaxpr, is_opaque: Callable[[core.JaxprEqn], bool]
+    ) -> "Uses":
+        """Returns the uses of a program's variables."""
+        readers = defaultdict(list)
+        for reader in (*program.eqns, program):
+            operands = program.outvars if reader is program else reader.invars
+            for var in variables(operands):
+                readers[var].append(reader)
+        between = (eqn for eqn in program.eqns if not is_opaque(eqn))
+        return cls(
+            program,
+            {var: eqn for eqn in between for var in eqn.outvars},
+            readers,
+            {id(eqn): place for place, eqn in enumerate(program.eqns)},
+            {v: place for place, eqn in enumerate(program.eqns) for v in eqn.outvars},
+        )
+
+    def only_in(
+        self,
+        eqns: Sequence[core.JaxprEqn],
+        calls: Sequence[core.JaxprEqn],
+        besides: Collection[core.Var] = (),
+    ) -> bool:
+        """Returns whether nothing but `eqns` and `calls` reads what `eqns` compute.
+
+        `besides` are variables that others may read.
+        """
+        own = {id(eqn) for eqn in (*eqns, *calls)}
+        made = (v for eqn in eqns for v in eqn.outvars if v not in besides)
+        return all(id(reader) in own for v in made for reader in self.readers[v])
 
 
 def written_out(program: core.Jaxpr) -> core.Jaxpr:

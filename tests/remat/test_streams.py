@@ -1,0 +1,208 @@
+"""Tests that kernels add the residual stream where `fp8_remat` finds that it is added.
+
+The stream is `x + branch(x)`. Its gradient is that of the branch plus that of the sum,
+and the branch alone is tested elsewhere.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers.dots import OTHER_WAYS, assert_near, linear
+from helpers.gradients import saved, saved_bytes, value_and_vjp
+from helpers.models import normal
+
+import pallas_kernels as pk
+from coat_jax import fp8_remat
+
+K, F, TOKENS = 48, 64, (4, 24)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def rms(x, scale):
+    y = x.astype(F32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-5)
+    return (y * scale).astype(x.dtype)
+
+
+def attention(params, x):
+    """Two matmuls of the norm, whose results meet before the last matmul."""
+    h = rms(x, params["norm"])
+    mixed = jnp.tanh(linear(h, params["a"])) * linear(h, params["b"])
+    return linear(mixed, params["c"])
+
+
+def gated(params, x):
+    h = rms(x, params["norm"])
+    return linear(nn.silu(linear(h, params["a"])) * linear(h, params["b"]), params["c"])
+
+
+def activated(params, x):
+    return linear(nn.gelu(linear(rms(x, params["norm"]), params["a"])), params["c"])
+
+
+def one(params, x):
+    return linear(rms(x, params["norm"]), params["a"] @ params["c"])
+
+
+BRANCHES = [attention, gated, activated, one]
+
+
+def given(seed=0, dtype=BF16):
+    shapes = {"a": (K, F), "b": (K, F), "c": (F, K)}
+    params = {
+        name: normal(seed + i, *shape, scale=0.2, dtype=dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    params["norm"] = 1 + normal(seed + 5, K, scale=0.3)
+    x = normal(seed + 9, *TOKENS, K, dtype=dtype).at[..., 3].mul(8)
+    return params, x, normal(seed + 20, *TOKENS, K, dtype=dtype)
+
+
+def added(fn, *args) -> tuple[bool, bool]:
+    """Returns whether forward matmuls and norms' gradients add arrays of BF16."""
+
+    def run(*args):
+        y, vjp = jax.vjp(fn, *args)
+        return vjp(y)
+
+    calls = {(c.operation, *c.arrays) for c in pk.explain(run, *args).choices}
+    # The arrays before are codes with scales of tokens, and the scale of the norm.
+    matmul = r"matmul float8_e4m3fn\S+ float8_e4m3fn\S+ float32\S+ bfloat16\S+"
+    norm_grad = r"norm_grad float8_e4m3fn\S+ bfloat16\S+ \S+ float32\S+ bfloat16\S+"
+    matmuls, norms = (
+        any(re.fullmatch(pattern, " ".join(call)) for call in calls)
+        for pattern in (matmul, norm_grad)
+    )
+    return matmuls, norms
+
+
+def stream(branch, params, x):
+    return x + branch(params, x)
+
+
+def assert_is_sum(found, alone, x, dy):
+    """Asserts that results are those of a branch, with the stream added exactly.
+
+    Both round to bfloat16: the branch's result before the sum, and each sum once.
+    """
+    (y, (dparams, dx)), (branch, (dbranch, dnorm)) = found, alone
+    jax.tree.map(np.testing.assert_array_equal, dparams, dbranch)
+    for actual, parts in ((y, (x, branch)), (dx, (dy, dnorm))):
+        parts = [np.asarray(part, np.float64) for part in parts]
+        bound = 2**-8 * (np.abs(parts[1]) + np.abs(sum(parts)))
+        assert np.all(np.abs(np.asarray(actual, np.float64) - sum(parts)) <= bound)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_the_stream_and_its_gradient_are_added(branch):
+    params, x, dy = given()
+    fn = functools.partial(stream, branch)
+    found, alone = (value_and_vjp(fp8_remat(f), dy, params, x) for f in (fn, branch))
+    assert_is_sum(found, alone, x, dy)
+    # The gradient of a norm cannot add one that its own matmul passes through.
+    assert added(fp8_remat(fn), params, x) == (True, branch is not one)
+
+
+@pytest.mark.parametrize("branch", BRANCHES)
+def test_nothing_more_is_saved(branch):
+    params, x, _ = given()
+    sizes = [
+        saved_bytes(saved(fp8_remat(fn), params, x, params=4))
+        for fn in (functools.partial(stream, branch), branch)
+    ]
+    assert sizes[0] == sizes[1]
+
+
+def test_blocks_follow_one_another():
+    """The second block's stream is the sum that the first one's matmul computes."""
+    (first, x, dy), (second, *_) = given(), given(40)
+
+    def fn(params, x):
+        x = stream(attention, params[0], x)
+        return stream(gated, params[1], x)
+
+    params = [first, second]
+    y, (dparams, dx) = value_and_vjp(fp8_remat(fn), dy, params, x)
+    middle = fp8_remat(functools.partial(stream, attention))(first, x)
+    last = value_and_vjp(
+        fp8_remat(functools.partial(stream, gated)), dy, second, middle
+    )
+    dmiddle = last[1][1]
+    before = value_and_vjp(
+        fp8_remat(functools.partial(stream, attention)), dmiddle, first, x
+    )
+    jax.tree.map(np.testing.assert_array_equal, y, last[0])
+    jax.tree.map(np.testing.assert_array_equal, dparams, [before[1][0], last[1][0]])
+    np.testing.assert_array_equal(dx, before[1][1])
+    assert added(fp8_remat(fn), params, x) == (True, True)
+
+
+def twice(params, x):
+    """What the branch computes is read by another operation, too."""
+    y = gated(params, x)
+    return (x + y) * jnp.tanh(y)
+
+
+def later(params, x):
+    """The other array is computed from the matmul's result."""
+    y = attention(params, x)
+    return jnp.sin(y) + y.reshape(-1)[::-1].reshape(y.shape)
+
+
+def others(params, x):
+    """The norm's input is read once more."""
+    return (x + attention(params, x)) * jnp.tanh(x)
+
+
+def wide(params, x):
+    """The stream has another dtype."""
+    return x.astype(F32) + gated(params, x)
+
+
+def constant(params, x):
+    return 1 + gated(params, x)
+
+
+def column(params, x):
+    return x[:, :1] + gated(params, x)
+
+
+@pytest.mark.parametrize("fn", [twice, later, wide, constant, column, others])
+def test_other_sums_are_left_alone(fn):
+    """A matmul may add what the gradient of a norm may not."""
+    params, x, _ = given()
+    assert added(fp8_remat(fn), params, x) == (fn is others, False)
+
+
+@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+def test_other_ways_to_save_add_as_written(options):
+    params, x, _ = given()
+    fn = fp8_remat(functools.partial(stream, attention), **options)
+    assert added(fn, params, x) == (False, False)
+
+
+def test_parallel_branches_add_one_after_the_other():
+    params, x, dy = given()
+
+    def branches(params, x):
+        h = rms(x, params["norm"])
+        mixed = jnp.tanh(linear(h, params["a"])) * linear(h, params["b"])
+        return linear(mixed, params["c"]), linear(h, params["a"] @ params["c"])
+
+    def fn(params, x):
+        first, second = branches(params, x)
+        return x + first + second
+
+    def alone(params, x):
+        return sum(y.astype(F32) for y in branches(params, x))
+
+    y, (_, dx) = value_and_vjp(fp8_remat(fn), dy, params, x)
+    branch, (_, dnorm) = value_and_vjp(fp8_remat(alone), dy.astype(F32), params, x)
+    for actual, parts in ((y, (x, branch)), (dx, (dy, dnorm))):
+        assert_near(actual, sum(np.asarray(part, np.float64) for part in parts))
+    assert added(fp8_remat(fn), params, x) == (True, True)
