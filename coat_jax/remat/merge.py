@@ -98,7 +98,7 @@ class _Mlp(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """What the kernels of calls compute besides matmuls, by the keys of the calls.
+    """The parts that kernels of calls compute besides matmuls, by the calls' keys.
 
     Attributes:
       norms: The norms that calls read.

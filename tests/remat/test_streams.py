@@ -143,7 +143,7 @@ def test_blocks_follow_one_another():
 
 
 def twice(params, x):
-    """What the branch computes is read by another operation, too."""
+    """Another operation reads the result of the branch, too."""
     y = gated(params, x)
     return (x + y) * jnp.tanh(y)
 
