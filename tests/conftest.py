@@ -40,7 +40,7 @@ def pytest_configure(config: pytest.Config):
     The number of devices is fixed when a process starts, so tests on several devices
     run in a call of their own, `pytest -m distributed`.
     """
-    if config.option.markexpr == "distributed":
+    if config.option.markexpr.startswith("distributed"):
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
     if cache := getattr(config, "cache", None):  # None with -p no:cacheprovider.
@@ -59,14 +59,14 @@ LONGEST = (
 )
 
 
-_ELSEWHERE = ("gpu", "distributed", "notebook", "slow")
+_ELSEWHERE = ("gpu", "notebook", "slow")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]):
     """Runs the longest files first, so that no worker is left alone with one.
 
-    Of a test that is `sampled(n)` the default run has `n` cases, from the first to the
-    last at even distances. The others are slow.
+    Of a test that is `sampled(n)` only `n` cases are not slow, from the first to the
+    last at even distances.
     """
     items.sort(key=lambda item: item.path.name not in LONGEST)
     tests = collections.defaultdict(list)

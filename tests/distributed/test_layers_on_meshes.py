@@ -87,6 +87,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
 
 
+@pytest.mark.sampled(4)
 @BOTH
 @pytest.mark.parametrize("spec", [lambda p: P(), fully_sharded], ids=["data", "fsdp"])
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
@@ -152,6 +153,7 @@ def distances(found, expected) -> list[float]:
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
 
+@pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize(
     ("recipe", "scaling"),

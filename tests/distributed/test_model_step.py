@@ -13,6 +13,7 @@ MODEL = model_step.Model(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["bf16", "te", "coat"])
 def test_a_step_on_two_devices_has_the_losses_of_one(case):
     """Two sequences on each of two devices are the batch of four of one device."""

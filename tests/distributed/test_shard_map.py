@@ -78,6 +78,7 @@ def layer(recipe):
     )  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("recipe", ["bf16", "te", "coat", "coat_max", "coat_block"])
 def test_layers_run_on_each_devices_rows(recipe):
     graph, params = layer(recipe)
