@@ -25,6 +25,8 @@ class Axes:
         the operation gets these parts gathered, one behind another along the first
         axis, which has one element before. Gathered along the last axis they would have
         to be copied once more, since they are no contiguous memory there.
+      added: Whether the operation adds the array to a result. Where that is a sum over
+        devices, one of them adds the array, and the others add zeros.
     """
 
     names: str
@@ -32,6 +34,7 @@ class Axes:
     sizes: tuple[tuple[str, int], ...] = ()
     own: bool = False
     gathered: bool = False
+    added: bool = False
 
     @property
     def merged(self) -> list[list[str]]:

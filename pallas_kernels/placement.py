@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
@@ -166,7 +167,7 @@ class _Call:
         self, arrays: tuple, mesh: Mesh, split: Mapping, taken: Specs, wanted: Specs
     ) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
-        arrays = self._gathered(arrays, split, taken)
+        arrays = self._added_once(self._gathered(arrays, split, taken), split)
         # The arrays are one device's parts, to which no mesh applies.
         device = mesh.abstract_mesh.abstract_device
         alone = AbstractMesh((), (), abstract_device=device)
@@ -186,6 +187,15 @@ class _Call:
         for j, (axes, spec) in enumerate(zip(self.operands, taken, strict=True)):
             if axes.gathered and (further := _further(axes, split, spec)):
                 leaves[j] = lax.all_gather(leaves[j], further, axis=0, tiled=True)
+        return tree.unflatten(leaves)
+
+    def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
+        """Returns the arrays; one device of several has what is added to a sum."""
+        leaves, tree = jax.tree.flatten(arrays)
+        for j, axes in enumerate(self.operands):
+            if axes.added and (summed := _missing(axes, split)):
+                first = lax.axis_index(summed) == 0
+                leaves[j] = jnp.where(first, leaves[j], jnp.zeros_like(leaves[j]))
         return tree.unflatten(leaves)
 
     def _with_amax(self, out: Any) -> Any:

@@ -114,7 +114,7 @@ def test_a_sum_is_sent_where_it_is_wanted():
     assert found.specs(found.results, split, [P("other")]) == [P(None, None)]
 
 
-def test_sums_with_an_accumulator_are_not_split():
+def test_an_accumulator_is_split_like_the_result():
     accumulator = jnp.ones((16, 12), jnp.bfloat16)
     found, shapes = product(
         jnp.ones((16, 8), E4M3),
@@ -122,7 +122,17 @@ def test_sums_with_an_accumulator_are_not_split():
         accumulator=accumulator,
         accumulate=True,
     )
-    specs = [P(None, "data"), P(None, None, None, "data"), P(), P(), P()]
+    specs = [P("fsdp", "data"), P(None, None, None, "data"), P(), P(), P()]
+    split = found.split(SIZES, shapes, specs)
+    assert split == {"t0": ("fsdp",), "k": ("data",)}
+    *_, added = found.specs(found.operands, split)
+    assert added == P(("fsdp",), None)
+
+
+def test_sums_with_an_amax_are_not_split():
+    a, b = jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3)
+    found, shapes = product(a, b, maxima=True)
+    specs = [P(None, "data"), P(None, None, None, "data"), P(), P()]
     assert found.split(SIZES, shapes, specs) == {}
 
 

@@ -366,15 +366,15 @@ class _Matmul(_OfProduct):
 
     def axes(self, a, b, a_scale, b_scale, accumulator) -> tuple:
         rows, in_blocks = tokens(a.ndim - 1), self.product.scaling == "blocks"
-        # A sum over devices has its accumulator and its amax only afterwards.
-        late = self.product.accumulate or self.product.maxima
-        depth = "_" if in_blocks or late else "k"
+        # A sum over devices has its amax only afterwards.
+        depth = "_" if in_blocks or self.product.maxima else "k"
         depth = "_" if b.shape[2] > 1 else depth
         columns = "_" if in_blocks else "n"
         scales = self._scale_axes(a_scale, b_scale, rows, columns)
         out = Axes(f"{rows} {columns}", reduced="sum")
         of_b = Axes(f"_ {columns} _ {depth}", gathered=not in_blocks)
-        operands = Axes(f"{rows} {depth}"), of_b, *scales, out
+        added = Axes(f"{rows} {columns}", added=True)
+        operands = Axes(f"{rows} {depth}"), of_b, *scales, added
         return operands, (out, Axes("_", reduced="max"))
 
     def kernel(self, a, b, a_scale, b_scale, accumulator) -> tuple:
