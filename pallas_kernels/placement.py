@@ -195,7 +195,7 @@ class _Call:
         for j, axes in enumerate(self.operands):
             if axes.added and (summed := _missing(axes, split)):
                 first = lax.axis_index(summed) == 0
-                leaves[j] = jnp.where(first, leaves[j], jnp.zeros_like(leaves[j]))
+                leaves[j] = jnp.where(first, leaves[j], 0)
         return tree.unflatten(leaves)
 
     def _with_amax(self, out: Any) -> Any:

@@ -194,7 +194,7 @@ def _norms(
 
 def _mlps(uses: Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
     """Yields the gated MLPs among calls, which are grouped by what they read."""
-    program, makers, readers, *_ = uses
+    program, makers, readers = uses.program, uses.makers, uses.readers
     pairs = {
         eqn.outvars[0]: key
         for key, eqns in groups.items()
@@ -218,7 +218,7 @@ def _activations(
         x, name, _ = key
         if len(eqns) > 1 or FORMS[name].activated is None or x.aval.dtype not in WIDE:
             continue
-        found = activation_of(x, *uses[:4])
+        found = activation_of(x, uses.program, uses.makers, uses.readers, uses.places)
         if found and uses.only_in(found.eqns, eqns):
             yield key, found
 

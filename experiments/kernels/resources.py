@@ -245,10 +245,10 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def hardest(family: str, count: int = 1) -> list[Case]:
+def hardest(family: str) -> list[Case]:
     """Returns the case of each kernel with the most recorded registers.
 
-    A case that is not recorded yet is among them, beside `count` of those that are.
+    Cases that are not recorded yet are among them.
     """
     registers = {
         (row["kernel"], row["shape"]): row["registers"]
@@ -262,8 +262,8 @@ def hardest(family: str, count: int = 1) -> list[Case]:
         else:
             found.append(case)
     for cases in recorded.values():
-        cases.sort(key=lambda pair: pair[0], reverse=True)
-        found += [case for _, case in cases[:count]]
+        _, case = max(cases, key=lambda pair: pair[0])
+        found.append(case)
     return found
 
 
