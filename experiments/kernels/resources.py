@@ -212,6 +212,13 @@ def _products() -> Iterator[Case]:
     )
     yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
+    for name, added in ("rows, biased", None), ("rows, biased and added", sums):
+        biased = functools.partial(_biased, out_dtype=_BF16 if added is None else _F32)
+        yield Case(name, biased, (rows[1], a, b, *rows, added))
+
+
+def _biased(bias, *arrays, **options):
+    return pk.matmul(*arrays, bias=bias, **options)
 
 
 def _parts() -> Iterator[Case]:

@@ -30,7 +30,7 @@ def product(a, b, *scales, accumulator=None, **options):
     product = Product(out_dtype=jnp.dtype(jnp.bfloat16), **options)
     operation = _Matmul(product=product, tuning=None)
     scales = scales or (jnp.ones(()), jnp.ones(()))
-    return call(operation, a, b.reshape(1, len(b), 1, -1), *scales, accumulator)
+    return call(operation, a, b.reshape(1, len(b), 1, -1), *scales, None, accumulator)
 
 
 def quantize_tensor(*, row, keep_maxima):

@@ -164,6 +164,33 @@ def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
 
 
+@pytest.mark.sampled(3)
+@every_implementation
+@pytest.mark.parametrize("kind", ["tensor", "rows", "blocks"])
+@pytest.mark.parametrize("with_accumulator", [False, True])
+@pytest.mark.parametrize(("dtype", "tuning"), [(BF16, None), (F32, None), (BF16, ODD)])
+def test_a_bias_is_added_to_columns(
+    implementation, kind, with_accumulator, dtype, tuning
+):
+    if kind == "blocks" and tuning is ODD:
+        pytest.skip("blocks have tiles of 128 columns")
+    shape = m, n, _ = (256, 384, 256)
+    a, b, wide_a, wide_b = operands(shape, seed=3)
+    a_scale, b_scale, by_a, by_b = scales(kind, shape)
+    rng = np.random.default_rng(4)
+    bias = jnp.asarray(rng.standard_normal(n) * 16, jnp.bfloat16)
+    added = jnp.asarray(rng.standard_normal((m, n)) * 16, dtype)
+    y = run(
+        pallas_kernels.matmul, implementation, a, b, a_scale, b_scale,
+        added if with_accumulator else None, bias=bias, out_dtype=dtype, tuning=tuning,
+    )  # fmt: skip
+    assert y.dtype == dtype
+    expected = (wide_a * by_a) @ (wide_b * by_b).T + np.asarray(bias, np.float64)
+    if with_accumulator:
+        expected += np.asarray(added, np.float64)
+    assert error(y, expected) < (2.0**-8 if dtype == BF16 else 2e-3)
+
+
 @pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
@@ -270,7 +297,7 @@ def test_the_right_operand_is_read_in_parts(implementation, parts, groups, k, tu
 
     def multiply(a, split, whole, *, implementation):
         one, named = jnp.ones((), F32), implementation
-        y, _ = operation(a, split, one, one, None, implementation=named)
+        y, _ = operation(a, split, one, one, None, None, implementation=named)
         whole = pallas_kernels.matmul(a, whole, tuning=tuning, implementation=named)
         return y, whole
 

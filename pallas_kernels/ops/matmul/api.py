@@ -35,13 +35,14 @@ def matmul(
     b_scale: Float[Array, "..."] | float = 1.0,
     accumulator: Float[Array, "... n"] | None = None,
     *,
+    bias: Float[Array, " n"] | None = None,
     out_dtype: DTypeLike | None = None,
     promote: Literal[128, 256] | None = None,
     keep_maxima: bool = False,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
-    """Computes the matmul (a * a_scale) @ (b * b_scale).T + accumulator of FP8 codes.
+    """Computes (a * a_scale) @ (b * b_scale).T + bias + accumulator of FP8 codes.
 
     There are three kinds of scales:
 
@@ -61,6 +62,8 @@ def matmul(
       a_scale: The scales of `a`, float32.
       b_scale: The scales of `b`, float32.
       accumulator: An array to add, in the result's dtype.
+      bias: A number to add to each column, bfloat16 or float32. All sums are in float32
+        and rounded once.
       out_dtype: bfloat16 or float32; by default the accumulator's dtype, or bfloat16.
       promote: The number of elements of k after which sums move from the tensor cores,
         which keep about 14 bits of them, to float32. None means never. With per-block
@@ -91,6 +94,7 @@ def matmul(
         promote=BLOCK if call.scaling == "blocks" else promote,
         scaling=call.scaling,
         accumulate=accumulator is not None,
+        bias=bias is not None,
         maxima=keep_maxima,
     )
     check_dtype("out_dtype", product.out_dtype, WIDE)
@@ -104,7 +108,11 @@ def matmul(
             f"the accumulator must be {product.out_dtype}{shape}, got "
             f"{accumulator.dtype}{list(accumulator.shape)}"
         )
-    arrays = a, b, *call.scales, accumulator
+    if bias is not None:
+        check_shape("bias", bias, (call.n,))
+        check_dtype("bias", bias.dtype, WIDE)
+        bias = bias.astype(jnp.float32)
+    arrays = a, b, *call.scales, bias, accumulator
     operation = _Matmul(product=product, tuning=tuning)
     y, largest = operation(*arrays, implementation=implementation)
     return (y, largest) if keep_maxima else y
@@ -270,6 +278,7 @@ class Operands:
 
     def product(
         self,
+        bias: Float[Array, " n"] | None = None,
         accumulator: Float[Array, "m n"] | None = None,
         *,
         out_dtype: DTypeLike = jnp.float32,
@@ -286,7 +295,7 @@ class Operands:
             b_scale = jnp.repeat(jnp.repeat(b_scale, BLOCK, axis=0), BLOCK, axis=1)
             b = b.astype(wide) * b_scale[: b.shape[0]]
             y = lax.dot_general(a, b, _NT, precision="highest")
-        elif a_scale.ndim == b_scale.ndim == 0 and accumulator is None:
+        elif a_scale.ndim == b_scale.ndim == 0 and bias is accumulator is None:
             # Per-tensor scales are powers of two, so scaling rounded sums is exact.
             # XLA folds scales into the cuBLASLt call only in this order.
             wide = jnp.dtype(out_dtype)
@@ -295,7 +304,9 @@ class Operands:
         else:
             y = lax.dot_general(a, b, _NT, precision, wide)
             y = y * a_scale.reshape(-1, 1) * b_scale.reshape(1, -1)
-        return (y if accumulator is None else y + accumulator).astype(out_dtype)
+        for added in (bias, accumulator):
+            y = y if added is None else y + added
+        return y.astype(out_dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -348,15 +359,16 @@ class _OfProduct(dispatch.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Matmul(_OfProduct):
-    """`matmul`; the last array is the accumulator."""
+    """`matmul`; the last arrays are the bias and the accumulator."""
 
     fast_in_xla = True
 
-    def reference(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+    def reference(self, a, b, a_scale, b_scale, bias, accumulator) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
         if accumulator is not None:
             accumulator = accumulator.reshape(call.m, call.n)
         y = call.product(
+            bias,
             accumulator,
             out_dtype=self.product.out_dtype,
             promote=self.product.promote,
@@ -364,7 +376,7 @@ class _Matmul(_OfProduct):
         largest = maxima_in_jnp(y) if self.product.maxima else None
         return y.reshape(*call.leading, call.n), largest
 
-    def axes(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+    def axes(self, a, b, a_scale, b_scale, bias, accumulator) -> tuple:
         rows, in_blocks = tokens(a.ndim - 1), self.product.scaling == "blocks"
         # A sum over devices has its amax only afterwards.
         depth = "_" if in_blocks or self.product.maxima else "k"
@@ -373,13 +385,15 @@ class _Matmul(_OfProduct):
         scales = self._scale_axes(a_scale, b_scale, rows, columns)
         out = Axes(f"{rows} {columns}", reduced="sum")
         of_b = Axes(f"_ {columns} _ {depth}", gathered=not in_blocks)
-        added = Axes(f"{rows} {columns}", added=True)
-        operands = Axes(f"{rows} {depth}"), of_b, *scales, added
+        added = Axes(columns, added=True), Axes(f"{rows} {columns}", added=True)
+        operands = Axes(f"{rows} {depth}"), of_b, *scales, *added
         return operands, (out, Axes("_", reduced="max"))
 
-    def kernel(self, a, b, a_scale, b_scale, accumulator) -> tuple:
+    def kernel(self, a, b, a_scale, b_scale, bias, accumulator) -> tuple:
         call = Operands.of(a, b, a_scale, b_scale)
-        added = [] if accumulator is None else [accumulator.reshape(call.m, call.n)]
+        added = [] if bias is None else [bias]
+        if accumulator is not None:
+            added.append(accumulator.reshape(call.m, call.n))
         (y,), largest = self._run(call, *added)
         return y.reshape(*call.leading, call.n), largest
 

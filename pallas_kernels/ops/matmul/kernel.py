@@ -56,8 +56,8 @@ def run(
     - Per-block: [k / 128, m] and [k / 128, n / 128]. The last axis of b's scales is
       padded to a multiple of 32.
 
-    `more` has the array to add, or the cosines and sines of RoPE's angles, each
-    [positions, size / 2], or nothing.
+    `more` has the bias and the array to add, if there are any, or the cosines and sines
+    of RoPE's angles, each [positions, size / 2].
 
     Returns:
       First a tuple: the result [m, n], or [n, m] if `tuning.transposed`; or queries,

@@ -107,6 +107,7 @@ class Product:
       scaling: The kind of scales. "tensor": one factor. "rows": one scale per row of a
         and one per row of b. "blocks": one per 1 x 128 of a and one per 128 x 128 of b.
       accumulate: Whether the result is added to an array.
+      bias: Whether a number for each column is added.
       maxima: Whether the kernel also writes the amax of each row of a tile.
       heads: The columns of attention heads; None for a result without heads.
       copies: The number of times that heads are written.
@@ -116,6 +117,7 @@ class Product:
     promote: int | None = None
     scaling: Literal["tensor", "rows", "blocks"] = "tensor"
     accumulate: bool = False
+    bias: bool = False
     maxima: bool = False
     heads: Heads | None = None
     copies: int = 1

@@ -52,6 +52,8 @@ class Tile:
         else:
             sums = self._promoted_sum(number, columns, own)
         pieces = self._scaled(sums, scaled)
+        if self.product.bias:
+            pieces = self._biased(pieces, columns)
         if angles is not None:
             pieces = self._turned(pieces, angles, columns)
         self._store(pieces, added, rows, columns, own)
@@ -224,6 +226,13 @@ class Tile:
                 value = sums[part][i : i + PIECE_M, at : at + store_n]
                 yield i, j, scaled(value, i, j)
 
+    def _biased(self, pieces, columns):
+        """Yields the same subtiles, with the bias of each column added."""
+        bias, *_ = self.more
+        for i, j, value in pieces:
+            of_columns = _load_columns(bias.at[columns].at[pl.ds(j, value.shape[1])])
+            yield i, j, value + lax.broadcast_in_dim(of_columns, value.shape, (1,))
+
     def _turned(self, pieces, angles, columns):
         """Yields the same subtiles, with RoPE applied to queries and keys."""
         size, _ = self.product.heads
@@ -307,7 +316,7 @@ class Tile:
 
     def _added(self, rows, columns, own):
         """Returns an iterator of the subtiles of the array to add."""
-        (array,), t = self.more, self.tuning
+        (*_, array), t = self.more, self.tuning
         array = array.at[rows].at[own].at[:, columns]
         store_n = t.store_n(self.product)
 
@@ -338,11 +347,7 @@ class Tile:
             value = value * lax.broadcast_in_dim(of_rows[i], shape, (0,))
             if self.b_scale.shape == (1,):
                 return value
-            b_scale = plgpu.load(
-                self.b_scale.at[columns].at[pl.ds(j, store_n)],
-                layout=plgpu.Layout.WGMMA.reduce(0),
-                optimized=False,
-            )
+            b_scale = _load_columns(self.b_scale.at[columns].at[pl.ds(j, store_n)])
             return value * lax.broadcast_in_dim(b_scale, shape, (1,))
 
         return scaled
@@ -380,3 +385,8 @@ def _load_tile(ref: Any) -> Array:
 def _load_rows(ref: Any) -> Array:
     """Loads one number per row, in the layout of the accumulator's rows."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+
+def _load_columns(ref: Any) -> Array:
+    """Loads one number per column, in the layout of the accumulator's columns."""
+    return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
