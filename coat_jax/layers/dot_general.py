@@ -131,12 +131,13 @@ def _mergeable(dtype: jnp.dtype, ranks: tuple[int, int]) -> Callable:
 def _dots(source, weights, other, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Those of a norm are its output, with leading axes merged to m. So are those of
-    `other`, which is added if it is not None.
+    Each weight comes with a bias [n] or None. Activations of a norm are its output,
+    with leading axes merged to m. So are those of `other`, which is added unless it is
+    None.
     """
     source, weights, other = array_types.varying_alike((source, weights, other))
     product = partial(_products, norm=norm, dtype=dtype, passes=passes)
-    if norm is None and other is None:
+    if weights[0][0].ndim > 2:
         product = partial(product, other=None)
         return _batched(product, source.x)(source, weights)
     return product(_in_rows(source), weights, _as_rows(other))
@@ -164,10 +165,11 @@ def _as_rows(x):
 def _products(source, weights, other, norm, dtype, passes):
     """Multiplies x [m, k] by each of the weights [k, n], within `fp8_remat`.
 
-    Here x is the source's array or, unless `norm` is None, its norm. A token's codes
-    have a scale of their own in forward, where one pass over the array writes them.
-    Backward reads the array, which `fp8_remat` saves in FP8 or recomputes, or the copy
-    that the norm's kernel writes, in groups of 16.
+    Each weight comes with a bias [n] or None, which the kernel adds. Here x is the
+    source's array or, unless `norm` is None, its norm. A token's codes have a scale of
+    their own in forward, where one pass over the array writes them. Backward reads the
+    array, which `fp8_remat` saves in FP8 or recomputes, or the copy that the norm's
+    kernel writes, in groups of 16.
 
     The kernel of the only matmul adds `other` [m, n], unless it is None. With `passes`
     the last result is the norm's input. Whoever reads it there, its gradient is added
@@ -182,15 +184,29 @@ def _products_fwd(source, weights, other, norm, dtype, passes):
     ys, w_scales = _forward(rows, weights, dtype, other)
     scales = *tensor_scales(rows), *w_scales
     results = *map(once, ys), *([source.x] if passes else [])
-    return results, (saved, weights, scales, _marked(other))
+    weights, likes = zip(*((w, _like(bias)) for w, bias in weights), strict=True)
+    return results, (saved, weights, scales, likes, _marked(other))
 
 
 @array_types.on_common_mesh
 def _products_bwd(norm, dtype, passes, residuals, dys):
-    *residuals, adds = residuals
+    *residuals, likes, adds = residuals
     *dys, dx = dys if passes else (*dys, None)
     gradients = [quantize_tensor(dy, E5M2, copies="both") for dy in dys]
-    return *_backward(residuals, gradients, norm, dx), _if_marked(adds, dys[0])
+    source, dws = _backward(residuals, gradients, norm, dx)
+    dbiases = map(_bias_gradient, likes, dys)
+    return source, tuple(zip(dws, dbiases, strict=True)), _if_marked(adds, dys[0])
+
+
+def _like(x):
+    """Returns an empty array that carries a dtype to the backward pass, or None."""
+    return None if x is None else jnp.zeros(0, x.dtype)
+
+
+def _bias_gradient(like, dy):
+    if like is None:
+        return None
+    return jnp.sum(dy, axis=0, dtype=jnp.float32).astype(like.dtype)
 
 
 def _marked(x):
@@ -219,14 +235,16 @@ def _read(source, norm):
 def _forward(rows, weights, dtype, add=None):
     """Multiplies codes by each of the weights; also returns the weights' scales.
 
-    `add` is an array that is added to each result, or None.
+    Each weight comes with a bias or None. `add` is an array that is added to each
+    result, or None.
     """
-    codes = [quantize_tensor(w, E4M3, copies="transposed") for w in weights]
-    ys = [
-        matmul_codes(rows.codes, w.transposed, rows.scale, w.scale, add, dtype=dtype)
-        for w in codes
-    ]
-    return ys, [w.scale for w in codes]
+    ys, scales = [], []
+    for w, bias in weights:
+        wq = quantize_tensor(w, E4M3, copies="transposed")
+        arrays = rows.codes, wq.transposed, rows.scale, wq.scale, add
+        ys.append(matmul_codes(*arrays, bias=bias, dtype=dtype))
+        scales.append(wq.scale)
+    return ys, scales
 
 
 def _backward(residuals, gradients, norm, add=None):
@@ -294,8 +312,8 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
     x is [m, k], as in `_products`, and weights are [k, f] and [f, n]. The results of
     the first matmuls have the dtype `inner`. One kernel reads both: it writes the codes
     that the last matmul reads, and the copies of both, in groups of 16, that backward
-    reads. With `adds` the last matmul adds the norm's input, and the norm's gradient
-    that of the result.
+    reads. `down` is a weight with a bias [n] or None. With `adds` the last matmul adds
+    the norm's input, and the norm's gradient that of the result.
     """
     return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds)[0]
 
@@ -303,13 +321,14 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
 @array_types.on_common_mesh
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     rows, saved = _read(source, norm)
-    pair, w_scales = _forward(rows, (gate, up), inner)
+    pair, w_scales = _forward(rows, ((gate, None), (up, None)), inner)
     out, copies = _gate(tuple(pair), activation)
     a = Scaled(out.values, out.scale)
     (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)
     scale, a_scale = tensor_scales(rows, a)
     outer = saved, (gate, up), (scale, *w_scales)
-    return once(y), (outer, copies, down, (a_scale, down_scale))
+    down, bias = down
+    return once(y), (outer, copies, down, (a_scale, down_scale), _like(bias))
 
 
 def _gate(operands, activation):
@@ -334,7 +353,7 @@ def _through(dy, w, w_scale, **options):
 
 @array_types.on_common_mesh
 def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
-    outer, copies, down, (a_scale, down_scale) = residuals
+    outer, copies, down, (a_scale, down_scale), like = residuals
     groups, largest_scale = jax.tree.map(scales_as_bits, copies)
     gradient, (da, da_maxima) = _through(
         dy, down, down_scale, dtype=inner, keep_maxima=True
@@ -344,7 +363,7 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
         a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
     )
     source, (d_gate, d_up) = _backward(outer, pair, norm, dy if adds else None)
-    return source, d_gate, d_up, d_down
+    return source, d_gate, d_up, (d_down, _bias_gradient(like, dy))
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
@@ -352,7 +371,7 @@ _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 def _activated(x, w, other, *, activation, dtype):
     """Computes `_activated_product` of arrays with any leading axes."""
-    operands = x.reshape(-1, w.shape[0]), w, _as_rows(other)
+    operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other)
     operands = array_types.varying_alike(operands)
     return _activated_product(*operands, activation, dtype)
 
@@ -361,8 +380,9 @@ def _activated(x, w, other, *, activation, dtype):
 def _activated_product(x, w, other, activation, dtype):
     """Multiplies activation(x) [m, f] by w [f, n], within `fp8_remat`.
 
-    One kernel writes the codes that the matmul reads, and the copy of x, in groups of
-    16, that backward reads. The matmul's kernel adds `other` [m, n], unless it is None.
+    `w` is a weight with a bias [n] or None. One kernel writes the codes that the matmul
+    reads, and the copy of x, in groups of 16, that backward reads. The matmul's kernel
+    adds `other` [m, n], unless it is None.
     """
     return _activated_fwd(x, w, other, activation, dtype)[0]
 
@@ -373,14 +393,14 @@ def _activated_fwd(x, w, other, activation, dtype):
     a = Scaled(out.values, out.scale)
     (y,), (w_scale,) = _forward(a, (w,), dtype, other)
     (a_scale,) = tensor_scales(a)
-    # An empty array carries the dtype of x to the backward pass.
-    like = jnp.zeros(0, x.dtype)
-    return once(y), (copies[0], w, (a_scale, w_scale), like, _marked(other))
+    w, bias = w
+    likes = _like(x), _like(bias)
+    return once(y), (copies[0], w, (a_scale, w_scale), likes, _marked(other))
 
 
 @array_types.on_common_mesh
 def _activated_bwd(activation, dtype, residuals, dy):
-    copies, w, (a_scale, w_scale), like, adds = residuals
+    copies, w, (a_scale, w_scale), (like, of_bias), adds = residuals
     gradient, da = _through(dy, w, w_scale, dtype=like.dtype)
     out = kernels.gated_grad(
         jax.tree.map(scales_as_bits, copies),
@@ -392,7 +412,11 @@ def _activated_bwd(activation, dtype, residuals, dy):
         out.product, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype
     )
     (dx,) = out.values
-    return dx.astype(like.dtype), dw, _if_marked(adds, dy)
+    return (
+        dx.astype(like.dtype),
+        (dw, _bias_gradient(of_bias, dy)),
+        _if_marked(adds, dy),
+    )
 
 
 _activated_product.defvjp(_activated_fwd, _activated_bwd)

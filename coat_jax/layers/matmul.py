@@ -345,14 +345,15 @@ def matmul_codes(
     b_scale: Array,
     add: Float[Array, "... n"] | None = None,
     *,
+    bias: Float[Array, " n"] | None = None,
     dtype: DTypeLike,
     keep_maxima: bool = False,
 ) -> Any:
-    """Computes `kernels.matmul` with results of any floating dtype."""
+    """Computes `kernels.matmul` with a bias and results of any floating dtypes."""
     known = dtype in (jnp.bfloat16, jnp.float32)
     out_dtype = dtype if known else jnp.float32
     add = None if add is None else add.astype(out_dtype)
-    y = kernels.matmul(
-        *(a, b, a_scale, b_scale, add), out_dtype=out_dtype, keep_maxima=keep_maxima
-    )
+    bias = None if bias is None else bias.astype(jnp.float32)
+    options = {"bias": bias, "out_dtype": out_dtype, "keep_maxima": keep_maxima}
+    y = kernels.matmul(a, b, a_scale, b_scale, add, **options)
     return y if known else jax.tree.map(lambda x: x.astype(dtype), y)

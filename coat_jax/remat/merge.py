@@ -30,7 +30,7 @@ from coat_jax.remat.programs import (
     renamed,
     variables,
 )
-from coat_jax.remat.streams import Sum, reader_behind, sum_of
+from coat_jax.remat.streams import Sum, bias_of, reader_behind, sum_of
 from pallas_kernels.checks import WIDE
 
 
@@ -77,11 +77,12 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
         x, w = eqn.invars
         if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
             groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
-    read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
-    weights = _makers(program, read)
     uses = Uses.of(program, _is_call)
-    parts = _Parts.of(uses, groups, fixed) if fused else _Parts({}, {}, {}, {}, {}, {})
+    parts = _Parts.of(uses, groups, fixed) if fused else _Parts(*({} for _ in range(7)))
     replaced = _replaced(groups, parts, fixed)
+    read = {eqn.invars[1] for eqns in groups.values() for eqn in eqns}
+    read |= {found.other for found in parts.biases.values()}
+    weights = _makers(program, read)
     eqns = [eqn for eqn in program.eqns if id(eqn) in weights]
     for eqn in program.eqns:
         if id(eqn) not in weights:
@@ -104,7 +105,8 @@ class _Parts(NamedTuple):
       norms: The norms that calls read.
       mlps: The gated MLPs, by the keys of their last calls.
       activations: The activations that single calls read.
-      sums: The sums that single calls compute.
+      biases: The sums with biases that calls compute, by the calls' identities.
+      sums: The sums that single calls compute, with biases if they have any.
       passed: The variables that stand for inputs of norms behind the norms' calls.
       readers: The operations that read such a variable in place of the input, by the
         identities of those that they replace. Calls are not among them.
@@ -113,6 +115,7 @@ class _Parts(NamedTuple):
     norms: dict[Any, NormOf]
     mlps: dict[Any, _Mlp]
     activations: dict[Any, Activated]
+    biases: dict[int, Sum]
     sums: dict[Any, Sum]
     passed: dict[Any, core.Var]
     readers: dict[int, list[core.JaxprEqn]]
@@ -125,8 +128,11 @@ class _Parts(NamedTuple):
         norms = dict(_norms(uses, groups, fixed))
         mlps = {mlp.down: mlp for mlp in _mlps(uses, groups)}
         activations = dict(_activations(uses, groups))
-        sums = dict(_sums(uses, groups, mlps, norms))
-        found = cls(norms, mlps, activations, sums, {}, {})
+        pairs = {mlp.pair for mlp in mlps.values()}
+        own = {key: eqns for key, eqns in groups.items() if key not in pairs}
+        biases = dict(_biases(uses, own, fixed))
+        sums = dict(_sums(uses, own, mlps, norms, biases))
+        found = cls(norms, mlps, activations, biases, sums, {}, {})
         found._pass_on(uses, groups)
         return found
 
@@ -155,7 +161,7 @@ def _replaced(
     What follows from parameters alone is `fixed`, and stays.
     """
     gates = [mlp.gate for mlp in parts.mlps.values()]
-    named = parts.norms, parts.activations, parts.sums
+    named = parts.norms, parts.activations, parts.biases, parts.sums
     own = (part for found in named for part in found.values())
     eqns = (eqn for part in (*gates, *own) for eqn in part.eqns)
     replaced: dict[int, Sequence[core.JaxprEqn]] = {
@@ -165,14 +171,15 @@ def _replaced(
     for key, calls in groups.items():
         replaced |= dict.fromkeys(map(id, calls), ())
         total, place = parts.sums.get(key), id(calls[0])
+        biases = [parts.biases.get(id(call)) for call in calls]
         if mlp := parts.mlps.get(key):
             pair, norm = groups[mlp.pair], parts.norms.get(mlp.pair)
-            replaced[place] = _gated(mlp.gate, pair, calls[0], norm, total)
+            replaced[place] = _gated(mlp.gate, pair, calls[0], norm, *biases, total)
         elif activation := parts.activations.get(key):
-            replaced[place] = _activated(activation, calls[0], total)
+            replaced[place] = _activated(activation, calls[0], *biases, total)
         elif key not in pairs:
             norm, passed = parts.norms.get(key), parts.passed.get(key)
-            replaced[place] = _merged(calls, norm, total, passed)
+            replaced[place] = _merged(calls, norm, biases, total, passed)
     return replaced | parts.readers
 
 
@@ -228,6 +235,7 @@ def _sums(
     groups: Mapping[Any, list],
     mlps: Mapping[Any, _Mlp],
     norms: Mapping[Any, NormOf],
+    biases: Mapping[int, Sum],
 ) -> Iterator[tuple[Any, Sum]]:
     """Yields the sums of single calls' results, by the calls' keys.
 
@@ -236,10 +244,21 @@ def _sums(
     for key, (call, *others) in groups.items():
         if others or call.outvars[0].aval.ndim > 2:
             continue
-        if found := sum_of(call, uses):
+        bias = biases.get(id(call))
+        if found := sum_of(call, bias.result if bias else call.outvars[0], uses):
             norm = norms.get(mlps[key].pair) if key in mlps else None
             if key not in mlps or (norm and norm.source.x is found.other):
                 yield key, found
+
+
+def _biases(
+    uses: Uses, groups: Mapping[Any, list], fixed: set[core.Var]
+) -> Iterator[tuple[int, Sum]]:
+    """Yields the sums of calls' results and biases, by the calls' identities."""
+    for calls in groups.values():
+        for call in calls:
+            if call.outvars[0].aval.ndim == 2 and (found := bias_of(call, fixed, uses)):
+                yield id(call), found
 
 
 def _is_call(eqn: core.JaxprEqn) -> bool:
@@ -283,6 +302,7 @@ def _makers(program: core.Jaxpr, wanted: set[core.Var]) -> set[int]:
 def _merged(
     eqns: Sequence[core.JaxprEqn],
     norm: NormOf | None,
+    biases: Sequence[Sum | None],
     total: Sum | None,
     passed: core.Var | None,
 ) -> list[core.JaxprEqn]:
@@ -291,11 +311,13 @@ def _merged(
     Args:
       eqns: The calls.
       norm: The norm that they read, if its kernel computes it.
+      biases: The sum of each call's result and a bias, if its kernel computes it.
       total: The sum that the only call computes, if its kernel does.
       passed: The variable that stands for the norm's input behind the calls, if any.
     """
     form = FORMS[eqns[0].params["name"]].merged
-    results = [total.result] if total else [eqn.outvars[0] for eqn in eqns]
+    pairs = zip(eqns, biases, strict=True)
+    results = [_result(*pair, total) for pair in pairs]
     if passed is not None:
         results.append(passed)
 
@@ -308,7 +330,7 @@ def _merged(
         )
         return [y.reshape(v.aval.shape) for y, v in zip(ys, results, strict=True)]
 
-    weights = tuple(eqn.invars[1] for eqn in eqns)
+    weights = tuple(map(_weight, eqns, biases))
     operands = _source(eqns[0].invars[0], norm), weights, total and total.other
     return _traced(call, operands, results, eqns[0])
 
@@ -318,13 +340,14 @@ def _gated(
     pair: Sequence[core.JaxprEqn],
     down: core.JaxprEqn,
     norm: NormOf | None,
+    bias: Sum | None,
     total: Sum | None,
 ) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of a gated MLP."""
     weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
-    operands = [weights[gate.gate], weights[gate.up], down.invars[1]]
+    operands = [weights[gate.gate], weights[gate.up], _weight(down, bias)]
     form = FORMS[down.params["name"]].gated
-    result = total.result if total else down.outvars[0]
+    result = _result(down, bias, total)
 
     def call(source, *weights):
         y = form(
@@ -343,18 +366,29 @@ def _gated(
 
 
 def _activated(
-    found: Activated, down: core.JaxprEqn, total: Sum | None
+    found: Activated, down: core.JaxprEqn, bias: Sum | None, total: Sum | None
 ) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of an activation and a matmul."""
     form = FORMS[down.params["name"]].activated
-    result = total.result if total else down.outvars[0]
+    result = _result(down, bias, total)
 
     def call(*operands):
         y = form(*operands, activation=found.activation, dtype=result.aval.dtype)
         return y.reshape(result.aval.shape)
 
-    operands = found.x, down.invars[1], total and total.other
+    operands = found.x, _weight(down, bias), total and total.other
     return _traced(call, operands, [result], down)
+
+
+def _weight(eqn: core.JaxprEqn, bias: Sum | None) -> tuple[Any, Any]:
+    """Returns a call's weight, and its bias or None."""
+    return eqn.invars[1], bias and bias.other
+
+
+def _result(eqn: core.JaxprEqn, bias: Sum | None, total: Sum | None) -> core.Var:
+    """Returns the variable that the kernel of a call computes."""
+    last = total or bias
+    return last.result if last else eqn.outvars[0]
 
 
 def _source(x: core.Var, norm: NormOf | None) -> Source:

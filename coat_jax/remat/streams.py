@@ -1,11 +1,12 @@
-"""Finds the residual stream: what is added to results, and what norms pass on.
+"""Finds what is added to results: biases, and the residual stream that norms pass on.
 
 A block of a transformer computes `x + fn(norm(x))`. A matmul's kernel can add the
 stream to its result, and the kernel of a norm's gradient can add the gradient of the
-stream. Without that each of the two sums reads two arrays and writes a third.
+stream. Without that each of the two sums reads two arrays and writes a third. A
+matmul's kernel can add a bias, too.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from jax.extend import core
@@ -14,13 +15,13 @@ from coat_jax.remat.programs import Uses
 
 
 class Sum(NamedTuple):
-    """The sum of a call's result and another array of the same shape and dtype.
+    """The sum of a call's result and another array.
 
     Attributes:
       call: The call.
-      other: The other array, which is known before the call.
+      other: The other array.
       result: The sum.
-      eqns: The operations behind the call: reshapes, then the addition.
+      eqns: The operations before the sum: reshapes of the result, then the addition.
     """
 
     call: core.JaxprEqn
@@ -29,31 +30,75 @@ class Sum(NamedTuple):
     eqns: tuple[core.JaxprEqn, ...]
 
 
-def sum_of(call: core.JaxprEqn, uses: Uses) -> Sum | None:
-    """Returns the sum that alone reads a call's only result, or None."""
-    (var,), eqns = call.outvars, []
-    while len(uses.readers[var]) == 1:
-        (reader,) = uses.readers[var]
-        if reader is uses.program or reader.primitive.name not in ("add", "reshape"):
-            return None
-        eqns.append(reader)
-        (result,) = reader.outvars
-        if reader.primitive.name == "add":
-            others = [v for v in reader.invars if v is not var]
-            known = [
-                v for v in others if _is_known(v, var, uses.places[id(call)], uses)
-            ]
-            return Sum(call, known[0], result, tuple(eqns)) if known else None
-        var = result
+def sum_of(call: core.JaxprEqn, var: core.Var, uses: Uses) -> Sum | None:
+    """Returns the sum of a result and another array, if nothing else reads the result.
+
+    The array has the result's shape and dtype, and is known before the call.
+
+    Args:
+      call: The call.
+      var: Its result, or the sum of that and a bias.
+      uses: The uses of the program's variables.
+    """
+    for found, before in _sums(call, var, uses):
+        other, like = found.other.aval, before.aval
+        known = uses.made.get(found.other, -1) < uses.places[id(call)]
+        if known and other.shape == like.shape and other.dtype == like.dtype:
+            return found
     return None
 
 
-def _is_known(other: core.Var, var: core.Var, place: int, uses: Uses) -> bool:
-    """Returns whether an operand is like `var`, and computed before a place."""
-    if not isinstance(other, core.Var):
-        return False
-    alike = other.aval.shape == var.aval.shape and other.aval.dtype == var.aval.dtype
-    return alike and uses.made.get(other, -1) < place
+def bias_of(call: core.JaxprEqn, fixed: Collection[core.Var], uses: Uses) -> Sum | None:
+    """Returns the sum of a call's result and a bias, if nothing else reads the result.
+
+    A bias has a number for each column, and follows from parameters, as `fixed` do.
+    """
+    (var,) = call.outvars
+    for found, before in _sums(call, var, uses):
+        if before.aval.shape[-1:] == var.aval.shape[-1:]:
+            bias = _column(found.other, before, uses)
+            if bias in fixed:
+                return found._replace(other=bias)
+    return None
+
+
+def _sums(
+    call: core.JaxprEqn, var: core.Var, uses: Uses
+) -> Iterator[tuple[Sum, core.Var]]:
+    """Yields what is added to a result that nothing else reads, and the summand."""
+    eqns: list[core.JaxprEqn] = []
+    while len(uses.readers[var]) == 1:
+        (reader,) = uses.readers[var]
+        if reader is uses.program or reader.primitive.name not in ("add", "reshape"):
+            return
+        eqns.append(reader)
+        (result,) = reader.outvars
+        if reader.primitive.name == "add":
+            for other in reader.invars:
+                if isinstance(other, core.Var) and other is not var:
+                    yield Sum(call, other, result, tuple(eqns)), var
+            return
+        var = result
+
+
+def _column(var: core.Var, like: core.Var, uses: Uses) -> core.Var | None:
+    """Returns the vector that was spread to a variable of the shape of `like`, or None.
+
+    Each of its elements is in one column.
+    """
+    columns = like.aval.shape[-1:]
+    if var.aval.shape != like.aval.shape:
+        return None
+    while var.aval.shape != columns:
+        maker = uses.makers.get(var)
+        if maker is None or maker.primitive.name not in ("broadcast_in_dim", "reshape"):
+            return None
+        axes = maker.params.get("broadcast_dimensions", (var.aval.ndim - 1,))
+        (var, *_) = maker.invars
+        last = axes[-1:] == (maker.outvars[0].aval.ndim - 1,)
+        if not isinstance(var, core.Var) or not last or var.aval.shape[-1:] != columns:
+            return None
+    return var
 
 
 def reader_behind(
