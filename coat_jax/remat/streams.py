@@ -82,12 +82,12 @@ def _sums(
 
 
 def _column(var: core.Var, like: core.Var, uses: Uses) -> core.Var | None:
-    """Returns the vector that was spread to a variable of the shape of `like`, or None.
+    """Returns the vector of which a variable has an element for each column of `like`.
 
-    Each of its elements is in one column.
+    If the variable is nothing of the kind, returns None.
     """
     columns = like.aval.shape[-1:]
-    if var.aval.shape != like.aval.shape:
+    if var.aval.ndim != like.aval.ndim or var.aval.shape[-1:] != columns:
         return None
     while var.aval.shape != columns:
         maker = uses.makers.get(var)
