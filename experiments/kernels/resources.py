@@ -214,10 +214,11 @@ def _products() -> Iterator[Case]:
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
     for name, added in ("rows, biased", None), ("rows, biased and added", sums):
         biased = functools.partial(_biased, out_dtype=_BF16 if added is None else _F32)
-        yield Case(name, biased, (rows[1], a, b, *rows, added))
+        yield Case(name, biased, (a, b, *rows, added, rows[1]))
 
 
-def _biased(bias, *arrays, **options):
+def _biased(*arrays, **options):
+    *arrays, bias = arrays
     return pk.matmul(*arrays, bias=bias, **options)
 
 
