@@ -27,7 +27,8 @@ def run() -> dict[str, Any]:
       RuntimeError: If the process fails. The message is the end of its output.
     """
     with tempfile.TemporaryDirectory() as folder:
-        own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(_PROJECT)}
+        search = filter(None, (str(_PROJECT), os.environ.get("PYTHONPATH")))
+        own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(search)}
         paths = ["--runs", "runs", "--out", f"{_NAME}.json"]
         done = subprocess.run(
             [sys.executable, "-m", "experiments.finetune.compare", *FLAGS, *paths],
