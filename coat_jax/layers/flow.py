@@ -42,13 +42,12 @@ from coat_jax.layers.matmul import (
     tensor_scales,
     weight_gradient,
 )
-from coat_jax.layers.parts import Heads, Norm, Stream, token_sum
+from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale, recorded, spread
 from coat_jax.quantization.formats import E4M3, E5M2
 from pallas_kernels import Activation, Codes, Scaled, array_types
-from pallas_kernels.numerics import on_last_axes
 from pallas_kernels.ops import exchange
 
 Params = Mapping[str, Weight | None]
@@ -64,9 +63,9 @@ def attention_in(
     heads: Heads,
     keep_copies: bool = False,
 ) -> tuple[Array, Array, Array, tuple[Array, ...], Array]:
-    """Computes queries, keys and values: `norm(x) @ qkv.T + qkv_bias`, then RoPE.
+    """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
 
-    `params` holds `norm` [h] or None, `qkv` [m, h] and optionally `qkv_bias` [m].
+    `params` holds `norm` [h] or None, and `qkv` [m, h].
 
     With `keep_copies` the matmul writes queries, keys and values twice, and attention
     saves the second copy for backward. In a loop over layers the kernel writes this
@@ -96,19 +95,14 @@ def _attention_segment(params, stream, norm, heads, keep_copies):
 def _attention_in(params, stream, norm, heads, keep_copies):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
-    if (bias := params.get("qkv_bias")) is None:
-        (q, k, v, *kept), w = product_heads(
-            h,
-            params["qkv"],
-            x.dtype,
-            heads.angles(x.shape[1]),
-            heads.num_kv_heads,
-            copies=1 + keep_copies,
-        )
-    else:
-        y, w = product(h, params["qkv"], x.dtype)
-        q, k, v = heads.split(biased(y, bias))
-        kept = (q, k, v) if keep_copies else ()
+    (q, k, v, *kept), w = product_heads(
+        h,
+        params["qkv"],
+        x.dtype,
+        heads.angles(x.shape[1]),
+        heads.num_kv_heads,
+        copies=1 + keep_copies,
+    )
     return (q, k, v, tuple(kept), stream), (params, groups, *tensor_scales(h, w))
 
 
@@ -133,8 +127,6 @@ def _attention_in_grads(norm, heads, keep_copies, residuals, cotangents):
         "qkv": weight_gradient(h, scale, gradient, params["qkv"]),
         "amax": _recorded(amax, qkv_grad=gradient),
     }
-    if params.get("qkv_bias") is not None:
-        grads["qkv_bias"] = heads.bias_gradient(*dheads)
     return {name: grads.get(name) for name in params}, dx
 
 
@@ -142,10 +134,10 @@ _attention_segment.defvjp(_attention_in, _attention_in_grads)
 
 
 def attention_out(params: Params, o: Float[Array, "b s n d"], stream: Stream) -> Stream:
-    """Computes `x + o @ out.T + out_bias` for attention's output `o`.
+    """Computes `x + o @ out.T` for attention's output `o`.
 
-    `params` holds `out` [h, n * d] and optionally `out_bias` [h]. Backward reads `o`,
-    which attention's backward pass saves anyway.
+    `params` holds `out` [h, n * d]. Backward reads `o`, which attention's backward pass
+    saves anyway.
     """
     run = on_explicit_tokens(_out_segment, stream.x, stream.tokens())
     return run(_with_histories(params, stream), o, stream)
@@ -159,8 +151,7 @@ def _out_segment(params, o, stream):
 @array_types.on_common_mesh
 def _attention_out(params, o, stream):
     rows = quantize_tokens(joined(o))
-    x = biased(stream.x, params.get("out_bias"))
-    y, w = product(rows, params["out"], x.dtype, x)
+    y, w = product(rows, params["out"], stream.x.dtype, stream.x)
     return stream.with_array(y), (params, o, *tensor_scales(rows, w))
 
 
@@ -176,8 +167,6 @@ def _attention_out_grads(residuals, dy):
         "out": weight_gradient(codes.transposed, scale, gradient, params["out"]),
         "amax": _recorded(amax, out_grad=gradient),
     }
-    if params.get("out_bias") is not None:
-        grads["out_bias"] = token_sum(dy.x)
     after = None if dy.token is None else gradient.row
     do = input_gradient(gradient, params["out"], w_scale, o.dtype, after)
     return {name: grads.get(name) for name in params}, do.reshape(o.shape), dy
@@ -187,11 +176,10 @@ _out_segment.defvjp(_attention_out, _attention_out_grads)
 
 
 def gated_mlp(params: Params, stream: Stream, norm: Norm, gate: Activation) -> Stream:
-    """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
+    """Computes `x + (activation(gate) * up) @ down.T`.
 
-    Gate and up are the two halves of `norm(x) @ gate_up.T + gate_up_bias`. `params`
-    holds `norm` [h] or None, `gate_up` [2, f, h], `down` [h, f] and optionally
-    `gate_up_bias` [2, f] and `down_bias` [h].
+    Gate and up are the two halves of `norm(x) @ gate_up.T`. `params` holds `norm` [h]
+    or None, `gate_up` [2, f, h], and `down` [h, f].
     """
 
     def segment(params, stream):
@@ -211,10 +199,9 @@ def _gated_mlp(params, stream, norm, gate):
     x = stream.x
     h, groups = norm.forward(x, params["norm"])
     y, gate_up = product(h, params["gate_up"], x.dtype)
-    y = biased(y.reshape(*y.shape[:-1], 2, -1), params.get("gate_up_bias"))
+    y = y.reshape(*y.shape[:-1], 2, -1)
     out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
     a = Scaled(out.values, out.scale)
-    x = biased(x, params.get("down_bias"))
     after = None if stream.token is None else y
     y, down = product(a, params["down"], x.dtype, x, after=after)
     if stream.token is not None:
@@ -252,11 +239,6 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
         "down": weight_gradient(a, a_scale, gradient, params["down"]),
         "amax": _recorded(amax, gate_up_grad=inner, down_grad=gradient),
     }
-    if params.get("down_bias") is not None:
-        grads["down_bias"] = token_sum(dy)
-    if params.get("gate_up_bias") is not None:
-        wide = kernels.gated_grad(inner_groups, da, activation=gate).values
-        grads["gate_up_bias"] = token_sum(wide)
     return {name: grads.get(name) for name in params}, dx
 
 
@@ -324,8 +306,3 @@ def _recorded(amax: Amax, **quantized: Codes) -> Amax:
 def joined(o: Float[Array, "b s n d"]) -> Float[Array, "b s m"]:
     """Merges all heads of a position to one vector of m = n d elements."""
     return o.reshape(*o.shape[:2], -1)
-
-
-def biased(y: Array, bias: Array | None) -> Array:
-    """Returns `y` plus a bias, if there is one, in the dtype of `y`."""
-    return y if bias is None else y + on_last_axes(bias.astype(y.dtype), y.ndim)

@@ -1,6 +1,6 @@
-"""Norms, gates and RoPE, in the dtype of their input.
+"""Norms and gates, in the dtype of their input.
 
-Norms and RoPE compute in float32, gates in the dtype of their input.
+Norms compute in float32, gates in the dtype of their input.
 
 Each norm and gate takes a `residual_format`. Without it, autodiff chooses the residuals
 as usual. With it, only the input activations are saved, in this format and in groups of
@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 from coat_jax.quantization.formats import Format
 from coat_jax.remat.api import fp8_inputs
 from pallas_kernels.numerics import on_last_axes
-from pallas_kernels.ops.rope.api import angles, turned
 
 
 def rms_norm(
@@ -107,28 +106,6 @@ def geglu(
     """
     gelu = partial(jax.nn.gelu, approximate=approximate)
     return _gated(gelu, gate, up, residual_format)
-
-
-def rotary(
-    x: Float[Array, "batch seq heads d"],
-    *,
-    theta: float = 10_000.0,
-    inverse: bool = False,
-) -> Float[Array, "batch seq heads d"]:
-    """Applies RoPE to queries or keys.
-
-    The halves [x, y] of a head become [x cos - y sin, y cos + x sin], as in Llama.
-    `inverse` undoes the rotation, which is also what the backward pass does. RoPE is
-    linear in `x`, so nothing is saved for backward, and the angles are recomputed.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from coat_jax.layers.functional import rotary
-      >>> rotary(jnp.ones((1, 1, 1, 4)))[0, 0, 0]
-      Array([1., 1., 1., 1.], dtype=float32)
-    """
-    cos, sin = angles(x.shape[1], x.shape[-1], theta)
-    return turned(x, cos, -sin if inverse else sin).astype(x.dtype)
 
 
 def _gated(

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from coat_jax.layers.functional import rotary
 from coat_jax.layers.matmul import checked, quantize_tensor
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale
@@ -135,14 +134,6 @@ class Heads:
         (scale,) = kernels.tensor_scales(bound, dtype=dtype)
         return kernels.join_heads(q, k, v, cos, sin, scale, dtype=dtype)
 
-    def bias_gradient(self, q: Array, k: Array, v: Array) -> Float[Array, " m"]:
-        """Returns the gradient of `split`'s input, summed over all tokens."""
-        q, k = (rotary(x, theta=self.theta, inverse=True) for x in (q, k))
-        q = q.reshape(*k.shape[:3], -1, self.head_dim)
-        sums = [token_sum(q)]
-        sums += [token_sum(x)[:, None] for x in (k, v)]
-        return jnp.concatenate(sums, axis=1).reshape(-1)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norm:
@@ -199,8 +190,3 @@ class Norm:
         dx = out.dx if fused else out.dx.astype(add.dtype) + add
         stream = Stream.of(dx) if delayed else Stream.gradient(dx, out.largest)
         return stream, None if weight is None else out.dweight, out.y
-
-
-def token_sum(dy: Float[Array, "b s ..."]) -> Float[Array, "..."]:
-    """Computes a bias gradient, the sum of `dy` over tokens, in float32."""
-    return jnp.sum(dy, (0, 1), dtype=jnp.float32)

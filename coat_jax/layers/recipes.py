@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from coat_jax.layers import blockwise, flow, functional, matmul, shards
 from coat_jax.layers.attention import causal_attention
-from coat_jax.layers.flow import Params, biased, joined
+from coat_jax.layers.flow import Params, joined
 from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.meshes import batch_shards
 from coat_jax.optimizers.adam import fp8_adamw
@@ -91,11 +91,11 @@ class Recipe(abc.ABC):
     def attention_in(
         self, params: Params, x: Residual, *, norm: Norm, heads: Heads
     ) -> Attended:
-        """Computes queries, keys and values: `norm(x) @ qkv.T + qkv_bias`, then RoPE.
+        """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
 
         Args:
-          params: The parameters: `norm` [h] or None, `qkv` [k * (n / k + 2) * d, h] and
-            optionally `qkv_bias`.
+          params: The parameters: `norm` [h] or None, and
+            `qkv` [k * (n / k + 2) * d, h].
           x: The residual stream.
           norm: The norm.
           heads: The order of heads in the columns of the matmul.
@@ -112,24 +112,24 @@ class Recipe(abc.ABC):
         x: Residual,
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Residual:
-        """Computes `x + causal_attention(q, k, v) @ out.T + out_bias`.
+        """Computes `x + causal_attention(q, k, v) @ out.T`.
 
-        `params` holds `out` [h, n * d] and optionally `out_bias` [h]; `kept` are the
-        copies that `attention_in` returns. With `segment_ids` attention does not cross
-        the documents of packed sequences.
+        `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
+        returns. With `segment_ids` attention does not cross the documents of packed
+        sequences.
         """
 
     @abc.abstractmethod
     def gated_mlp(
         self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
     ) -> Residual:
-        """Computes `x + (activation(gate) * up) @ down.T + down_bias`.
+        """Computes `x + (activation(gate) * up) @ down.T`.
 
-        Gate and up are the two halves of `norm(x) @ gate_up.T + gate_up_bias`.
+        Gate and up are the two halves of `norm(x) @ gate_up.T`.
 
         Args:
-          params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], `down`
-            [h, f], and optionally `gate_up_bias` [2, f] and `down_bias` [h].
+          params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
+            [h, f].
           x: The residual stream.
           norm: The norm.
           gate: The activation of the gate.
@@ -204,17 +204,15 @@ class PlainRecipe(Recipe):
     def project_in(
         self, params: Params, x: Array, *, norm: Norm
     ) -> Float[Array, "b s m"]:
-        """Computes `norm(x) @ qkv.T + qkv_bias`, the columns of all heads."""
+        """Computes `norm(x) @ qkv.T`, the columns of all heads."""
         h = self.norm(norm)(params["norm"], x)
-        y = matmul.once(self.linear(h, params["qkv"]))
-        return biased(y, params.get("qkv_bias"))
+        return matmul.once(self.linear(h, params["qkv"]))
 
     def project_out(
         self, params: Params, o: Float[Array, "b s n d"], x: Array
     ) -> Float[Array, "b s h"]:
-        """Computes `x + o @ out.T + out_bias`."""
-        y = self.linear(joined(o), params["out"])
-        return matmul.once(x + biased(y, params.get("out_bias")))
+        """Computes `x + o @ out.T`."""
+        return matmul.once(x + self.linear(joined(o), params["out"]))
 
     def gated_mlp(
         self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
@@ -224,9 +222,8 @@ class PlainRecipe(Recipe):
         def segment(params, x):
             h = self.norm(norm)(params["norm"], x)
             y = matmul.once(self.linear(h, params["gate_up"]))
-            y = biased(y, params.get("gate_up_bias"))
             a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
-            return x + biased(self.linear(a, params["down"]), params.get("down_bias"))
+            return x + self.linear(a, params["down"])
 
         return self.segment(segment)(params, x)
 

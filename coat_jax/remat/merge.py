@@ -42,14 +42,16 @@ class Forms(NamedTuple):
         None, a norm, the dtype of results, and whether the norm's input is passed on.
         It returns a tuple of the results of `fn` for the source's array or, unless it
         is None, its norm; then, if it is passed on, the norm's input, so that its
-        gradient comes to the norm. The array is added to the only result.
-      gated: A function of the source of activations, the weights of gate, up and down,
-        a norm, the name of the activation, the dtypes of gate and of the result, and
-        whether the norm's input is added, if there is one. It returns
-        `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x as in `merged`.
-      activated: A function of activations, weights, an array to add or None, the name
-        of the activation, and the dtype of the result, if there is one. It returns
-        `fn(activation(x), w)`.
+        gradient comes to the norm. Each weight is a pair with a bias or None, which
+        is added to its result. The array is added to the only result.
+      gated: A function of the source of activations, the weights of gate and up, that
+        of down in a pair with a bias or None, a norm, the name of the activation, the
+        dtypes of gate and of the result, and whether the norm's input is added, if
+        there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
+        as in `merged`.
+      activated: A function of activations, a weight in a pair with a bias or None, an
+        array to add or None, the name of the activation, and the dtype of the result,
+        if there is one. It returns `fn(activation(x), w)`.
     """
 
     merged: Callable

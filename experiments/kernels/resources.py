@@ -155,10 +155,6 @@ def _norm() -> Iterator[Case]:
         options |= {"keep_maxima": y_scale is not None}
         return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **options)
 
-    def of_sum(x, weight, add, **options):
-        options |= {"scale": "row", "keep_groups": True}
-        return pk.norm(x, weight, add=add, **options)
-
     def to_tensor(x, weight, scale, **options):
         return pk.norm(x, weight, scale=scale, **options)
 
@@ -174,7 +170,6 @@ def _norm() -> Iterator[Case]:
         yield Case("rms norm, backward, added, and the output", backward, with_output)
         yield Case("layer norm with a bias, backward, added", layer_backward, arrays)
     x, groups, weight = _array(8192, 4096), _groups(8192, 4096), _array(4096)
-    yield Case("rms norm of a sum", of_sum, (x, weight, x))
     arrays = (groups, weight, _array(dtype=_F32))
     yield Case("rms norm from groups to a tensor", to_tensor, arrays)
 

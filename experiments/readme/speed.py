@@ -153,7 +153,9 @@ def layer() -> str:
         f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
         "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
         "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
-        "`coat.fp8_remat` of the same layer.",
+        "`coat.fp8_remat` of the same layer. Since these rows were measured `coat_max` "
+        "runs attention again in backward and `fp8_remat` saves what attention reads "
+        "(8.2U); the tables below and notebook 04 are newer.",
         "",
         "| | saved | " + " | ".join(titles) + " |",
         "| --- | --- |" + " --- |" * len(shapes),

@@ -73,11 +73,11 @@ def assert_near(actual, expected, error: float):
         assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
 
 
-def weights(*shapes, kind="rms", biases=(), dtype=BF16):
+def weights(*shapes, kind="rms", dtype=BF16):
     """Returns parameters by name, including the norm's weight."""
     params = {
         name: normal(i, *shape, dtype=dtype, scale=0.1)
-        for i, (name, shape) in enumerate([*shapes, *biases])
+        for i, (name, shape) in enumerate(shapes)
     }
     norm_weight = 1 + normal(9, HIDDEN, dtype=dtype, scale=0.2)
     return {"norm": norm_weight if kind == "rms" else None, **params}
@@ -89,23 +89,17 @@ NEAR = 0.01
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("kind", "gate", "biased", "dtype"),
+    ("kind", "gate", "dtype"),
     [
-        ("rms", "silu", False, jnp.bfloat16),
-        ("rms", "silu", False, jnp.float32),
-        ("layer", "gelu", False, jnp.bfloat16),
-        ("rms", "gelu_exact", True, jnp.float32),
+        ("rms", "silu", jnp.bfloat16),
+        ("rms", "silu", jnp.float32),
+        ("layer", "gelu", jnp.bfloat16),
+        ("rms", "gelu_exact", jnp.float32),
     ],
 )
-def test_gated_mlp(kind, gate, biased, dtype):
-    biases = [("gate_up_bias", (2, INNER)), ("down_bias", (HIDDEN,))] if biased else []
-    params = weights(
-        ("gate_up", (2, INNER, HIDDEN)),
-        ("down", (HIDDEN, INNER)),
-        kind=kind,
-        biases=biases,
-        dtype=dtype,
-    )
+def test_gated_mlp(kind, gate, dtype):
+    shapes = ("gate_up", (2, INNER, HIDDEN)), ("down", (HIDDEN, INNER))
+    params = weights(*shapes, kind=kind, dtype=dtype)
     x, dy = normal(7, *TOKENS, HIDDEN, dtype=dtype), normal(8, *TOKENS, HIDDEN)
     dy = (dy * 1e-3).astype(dtype)
     its_norm = parts.Norm(kind=kind, eps=1e-5)
@@ -114,7 +108,6 @@ def test_gated_mlp(kind, gate, biased, dtype):
     )
 
     plain = {name: None if p is None else float32(p) for name, p in params.items()}
-    gate_up_bias, down_bias = (plain.get(f"{n}_bias", 0) for n in ("gate_up", "down"))
     exact = functools.partial(jax.nn.gelu, approximate=False)
     activations = {"silu": jax.nn.silu, "gelu": jax.nn.gelu, "gelu_exact": exact}
     activation = activations[gate]
@@ -124,12 +117,10 @@ def test_gated_mlp(kind, gate, biased, dtype):
 
     h = rows(norm(kind, plain["norm"], x))
     gate_up = matmul(h, weight_rows(plain["gate_up"])).astype(dtype)
-    if biased:
-        gate_up = gate_up + gate_up_bias.astype(dtype)
     down = matmul(rows(gated(float32(gate_up))), weight_rows(plain["down"]))
     gate_up = groups(gate_up)
-    assert_near(float32(y), float32(x) + down + down_bias, NEAR)
-    assert_near(float32(y) - float32(x), down + down_bias, 3 * NEAR)
+    assert_near(float32(y), float32(x) + down, NEAR)
+    assert_near(float32(y) - float32(x), down, 3 * NEAR)
 
     h, norm_vjp = jax.vjp(functools.partial(norm, kind), plain["norm"], groups(x))
     a, gate_vjp = jax.vjp(gated, gate_up)
@@ -143,8 +134,6 @@ def test_gated_mlp(kind, gate, biased, dtype):
         "norm": dnorm,
         "gate_up": dw.reshape(2, INNER, HIDDEN),
         "down": ddown,
-        "gate_up_bias": dgate_up.sum((0, 1)),
-        "down_bias": float32(dy).sum((0, 1)),
     }
     assert dparams.keys() == params.keys()
     for name, gradient in dparams.items():
@@ -162,17 +151,11 @@ def rotated(x, theta):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "kind", "biased"),
-    [(4, 4, "rms", False), (4, 2, "layer", True)],
+    ("num_heads", "num_kv_heads", "kind"), [(4, 4, "rms"), (4, 2, "layer")]
 )
-def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
+def test_attention_in(num_heads, num_kv_heads, kind, dtype):
     columns = (num_heads + 2 * num_kv_heads) * HEAD_DIM
-    params = weights(
-        ("qkv", (columns, HIDDEN)),
-        kind=kind,
-        biases=[("qkv_bias", (columns,))] if biased else [],
-        dtype=dtype,
-    )
+    params = weights(("qkv", (columns, HIDDEN)), kind=kind, dtype=dtype)
     heads = parts.Heads(num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, theta=100.0)
     x = normal(7, *TOKENS, HIDDEN, dtype=dtype)
     dheads = tuple(
@@ -197,8 +180,7 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
         return rotated(q, 100.0), rotated(y[..., -2, :], 100.0), y[..., -1, :]
 
     y = matmul(rows(norm(kind, plain["norm"], x)), weight_rows(plain["qkv"]))
-    y = y.astype(dtype).astype(jnp.float32) + plain.get("qkv_bias", 0)
-    expected, heads_vjp = jax.vjp(split, y)
+    expected, heads_vjp = jax.vjp(split, y.astype(dtype).astype(jnp.float32))
     assert_near(out[:-1], expected, NEAR)
 
     (dy,) = heads_vjp(jax.tree.map(float32, dheads))
@@ -206,15 +188,14 @@ def test_attention_in(num_heads, num_kv_heads, kind, biased, dtype):
     dh, dqkv = product_grads(h, plain["qkv"], dy)
     dnorm, dx_inner = norm_vjp(dh)
     assert_near(dx, dx_inner + float32(dx_around), NEAR)
-    expected = {"norm": dnorm, "qkv": dqkv, "qkv_bias": dy.sum((0, 1))}
+    expected = {"norm": dnorm, "qkv": dqkv}
     assert dparams.keys() == params.keys()
     for name, gradient in dparams.items():
         assert_near(gradient, expected[name], NEAR)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_copies_of_heads_change_nothing(biased):
-    params = weights(("qkv", (128, HIDDEN)), biases=[("qkv_bias", (128,))] * biased)
+def test_copies_of_heads_change_nothing():
+    params = weights(("qkv", (128, HIDDEN)))
     heads = parts.Heads(num_kv_heads=2, head_dim=HEAD_DIM, theta=100.0)
     its_norm = parts.Norm(kind="rms", eps=1e-5)
     x = normal(7, *TOKENS, HIDDEN, dtype=BF16)
@@ -234,11 +215,8 @@ def test_copies_of_heads_change_nothing(biased):
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_attention_out(biased):
+def test_attention_out():
     params = {"out": normal(1, HIDDEN, INNER, dtype=BF16, scale=0.1)}
-    if biased:
-        params["out_bias"] = normal(2, HIDDEN, dtype=BF16)
     o, x, dy = (
         normal(3, *TOKENS, INNER // HEAD_DIM, HEAD_DIM, dtype=BF16),
         normal(4, *TOKENS, HIDDEN, dtype=BF16),
@@ -246,15 +224,13 @@ def test_attention_out(biased):
     )
     y, (dparams, do, dx) = value_and_vjp(segments.attention_out, dy, params, o, x)
     flat = o.reshape(*TOKENS, -1)
-    w, bias = float32(params["out"]), params.get("out_bias", 0)
+    w = float32(params["out"])
     product = matmul(groups(flat, INNER), weight_rows(w))
-    assert_near(y, float32(x) + bias + product, NEAR)
+    assert_near(y, float32(x) + product, NEAR)
     np.testing.assert_array_equal(dx, dy)
     expected_do, dout = product_grads(flat, w, float32(dy))
     expected_do = expected_do.reshape(o.shape)
     assert_near([do, dparams["out"]], [expected_do, dout], NEAR)
-    if biased:
-        assert_near(dparams["out_bias"], float32(dy).sum((0, 1)), NEAR)
 
 
 def test_gradients_far_below_the_largest_survive():

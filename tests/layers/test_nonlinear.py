@@ -1,4 +1,4 @@
-"""Tests norms, gates and RoPE against float64 NumPy, and their residuals."""
+"""Tests norms and gates against float64 NumPy, and their residuals."""
 
 import jax
 import jax.numpy as jnp
@@ -43,21 +43,15 @@ def geglu(gate, up):
     return layers.gelu(gate) * up
 
 
-def rotary(x, theta=10_000.0):
-    return layers.rotate(x, layers.angles(x.shape[1], x.shape[-1] // 2, theta))
-
-
 def inputs(dtype=jnp.float32):
     """Returns each function with its reference and its arguments, activations first."""
     x, up = normal(1, 5, 16, 64, dtype=dtype), normal(2, 5, 16, 64, dtype=dtype)
     weight, bias = 1 + normal(3, 64, scale=0.3), normal(4, 64)
-    heads = normal(5, 2, 24, 3, 32, dtype=dtype)
     return {
         "rms_norm": (nonlinear.rms_norm, rms_norm, (x, weight)),
         "layer_norm": (nonlinear.layer_norm, layer_norm, (x, weight, bias)),
         "swiglu": (nonlinear.swiglu, swiglu, (x, up)),
         "geglu": (nonlinear.geglu, geglu, (x, up)),
-        "rotary": (nonlinear.rotary, rotary, (heads,)),
     }
 
 
@@ -72,7 +66,7 @@ def test_values(name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_bfloat16(name):
-    """Norms and RoPE round once, gates after every operation."""
+    """Norms round once, gates after every operation."""
     fn, reference, args = inputs(jnp.bfloat16)[name]
     y, expected = fn(*args), reference(*wide(*args))
     assert y.dtype == jnp.bfloat16
@@ -112,22 +106,6 @@ def test_optional_parameters_default_to_none():
     assert gradient(x).shape == x.shape
 
 
-def test_rotary_pairs_halves_and_takes_a_base():
-    (x,) = inputs()["rotary"][2]
-    y = nonlinear.rotary(x, theta=500.0)
-    assert_close(y, rotary(*wide(x), theta=500.0), 1e-6)
-    np.testing.assert_array_equal(y[:, 0], x[:, 0])
-
-
-def test_rotary_saves_nothing_under_checkpoint():
-    (x,) = inputs()["rotary"][2]
-    assert saved_bytes(saved(jax.checkpoint(nonlinear.rotary), x)) == 0
-    assert not saved(jax.checkpoint(nonlinear.rotary), x)
-
-
-SAVING = ["rms_norm", "layer_norm", "swiglu", "geglu"]
-
-
 def split(name, args):
     """Splits the arguments into activations and parameters."""
     count = 1 if name.endswith("norm") else 2
@@ -136,7 +114,7 @@ def split(name, args):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", SAVING)
+@pytest.mark.parametrize("name", NAMES)
 def test_residual_format(name, dtype):
     """Values are unchanged; gradients are autodiff's at the fake-quantized inputs."""
     fn, _, args = inputs(dtype)[name]

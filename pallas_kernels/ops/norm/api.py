@@ -31,7 +31,6 @@ def norm(
     scale: Float[Array, ""] | Literal["row"] | None = None,
     copies: Wanted = "row",
     keep_groups: bool = False,
-    add: Float[Array, "... n"] | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Normed:
@@ -52,9 +51,7 @@ def norm(
         per-token scales, amax / 448.
       copies: The copies to return with a scalar `scale`: y [..., n], its transpose
         [n, tokens] or both. The transpose is made from y, by `transpose`.
-      keep_groups: Whether to return the input (after `add`) in groups of 16 as well.
-      add: A bfloat16 array that is added to x first. The sum is rounded to bfloat16,
-        and normalized in place of x.
+      keep_groups: Whether to return the input in groups of 16 as well.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Settings of the kernel's pipeline; None means the default.
 
@@ -72,9 +69,9 @@ def norm(
       [[448.0, -448.0]]
     """
     _check(kind, scale, copies)
-    _check_shapes(x, {"weight": weight, "bias": bias}, {"add": add})
-    if isinstance(x, Scaled) and (keep_groups or add is not None):
-        raise ValueError("keep_groups and add need a bfloat16 x, got groups")
+    _check_shapes(x, {"weight": weight, "bias": bias}, {})
+    if isinstance(x, Scaled) and keep_groups:
+        raise ValueError("keep_groups needs a bfloat16 x, got groups")
     scale = scalar("scale", scale, None, "row")
     by_token = isinstance(scale, str)
     operation = _Norm(
@@ -83,7 +80,7 @@ def norm(
         keep_groups=keep_groups,
         tuning=tuning,
     )
-    arrays = x, weight, bias, None if by_token else scale, add
+    arrays = x, weight, bias, None if by_token else scale
     out = operation(*arrays, implementation=implementation)
     if copies == "row":
         return out
@@ -158,7 +155,7 @@ def norm_grad(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Norm(dispatch.Operation):
-    """`norm` of the arrays x, weight, bias, scale and add, without transposed copies.
+    """`norm` of the arrays x, weight, bias and scale, without transposed copies.
 
     Attributes:
       function: The norm.
@@ -173,10 +170,10 @@ class _Norm(dispatch.Operation):
     tuning: Tuning | None
     name = "norm"
 
-    def obstacle(self, x, weight, bias, scale, add) -> str | None:
-        return _obstacle(x, weight, bias, add)
+    def obstacle(self, x, weight, bias, scale) -> str | None:
+        return _obstacle(x, weight, bias)
 
-    def reference(self, x, weight, bias, scale, add) -> Normed:
+    def reference(self, x, weight, bias, scale) -> Normed:
         return reference.norm(
             x,
             weight,
@@ -185,19 +182,18 @@ class _Norm(dispatch.Operation):
             eps=self.function.eps,
             scale=self.scale or scale,
             keep_groups=self.keep_groups,
-            add=add,
         )
 
     def axes(self, x, *others) -> tuple:
         row, token = _axes(x)
-        results = Normed(y=row, largest=token, scale=token, groups=row, total=row)
-        return (row, Axes("_"), Axes("_"), WHOLE, row), results
+        results = Normed(y=row, largest=token, scale=token, groups=row)
+        return (row, Axes("_"), Axes("_"), WHOLE), results
 
-    def kernel(self, x, weight, bias, scale, add) -> Normed:
+    def kernel(self, x, weight, bias, scale) -> Normed:
         shape = jax.tree.leaves(x)[0].shape
         out = norm_kernel.forward(
             self.function,
-            _rows(x, add),
+            _rows(x),
             Params(_grouped(weight), _grouped(bias)),
             None if scale is None else scale.reshape(1),
             scaled_rows=self.scale == "row",
@@ -216,7 +212,6 @@ class _Norm(dispatch.Operation):
             largest=largest,
             scale=None if out.scale is None else out.scale.reshape(shape[:-1]),
             groups=groups,
-            total=None if out.total is None else out.total.reshape(shape),
         )
 
 

@@ -58,7 +58,6 @@ def forward(
         largest=like(jnp.float32, (tokens,)) if wide else None,
         scale=like(jnp.float32, (tokens,)) if scaled_rows else None,
         groups=kept if keep_groups else None,
-        total=None if rows.add is None else like(jnp.bfloat16),
     )
 
     def kernel(rows, params, y_scale, out):
@@ -67,10 +66,6 @@ def forward(
 
         def read(row, index, tile):
             x = norm.load(row.x, tile)
-            if out.total is not None:
-                x = (x + norm.load(row.add, tile)).astype(jnp.bfloat16)
-                mosaic.store(norm.tile(share.row(out.total, index), tile), x)
-                x = x.astype(jnp.float32)
             if out.groups is not None:
                 for ref, value in zip(out.groups, encode_groups(x, CODES), strict=True):
                     mosaic.store(norm.tile(share.row(ref, index), tile), value)

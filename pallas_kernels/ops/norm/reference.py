@@ -31,8 +31,7 @@ class Normed(NamedTuple):
         "both".
       largest: The amax of each token of a bfloat16 `y`, float32 [...].
       scale: The per-token scales, float32 [...], with scale="row".
-      groups: The input (after `add`) in groups of 16: e4m3 codes and bfloat16 scales.
-      total: The sum x + add, bfloat16.
+      groups: The input in groups of 16: e4m3 codes and bfloat16 scales.
     """
 
     y: Array | None
@@ -40,7 +39,6 @@ class Normed(NamedTuple):
     largest: Array | None = None
     scale: Array | None = None
     groups: Scaled | None = None
-    total: Array | None = None
 
 
 class NormGrads(NamedTuple):
@@ -70,13 +68,9 @@ def norm(
     eps: float,
     scale: Array | Literal["row"] | None,
     keep_groups: bool,
-    add: Float[Array, "... n"] | None,
 ) -> Normed:
     """Computes `pallas_kernels.norm` without the transposed copy."""
-    wide, total = _wide(x), None
-    if add is not None:
-        wide = lax.reduce_precision(wide + add.astype(jnp.float32), 8, 7)
-        total = wide.astype(jnp.bfloat16)
+    wide = _wide(x)
     standard, _ = standardized(wide, kind, eps)
     y = standard
     if weight is not None:
@@ -85,7 +79,7 @@ def norm(
         y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
     result = _encoded(y, scale)
     groups = groups_in_jnp(wide, dtype=CODES, group=GROUP) if keep_groups else None
-    return result._replace(groups=groups, total=total)
+    return result._replace(groups=groups)
 
 
 def norm_grad(
