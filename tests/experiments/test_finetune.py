@@ -65,6 +65,7 @@ def _state(folder, recipe="bf16"):
         return trainer, checkpoints.state(trainer.abstract_state())
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_exact_match(finished):
     summary = read_results(finished / "summary.json")
     rows = {(row["recipe"], row["family"]): row for row in summary["rows"]}
@@ -86,6 +87,7 @@ def test_a_run_leaves_its_exact_match(finished):
         assert (finished / name).read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_its_base_in_bfloat16(finished, base):
     trainer, state = _state(finished)
     run = pretrain.Run.resume(base, {})
@@ -223,6 +225,7 @@ def test_bad_input_is_one_line(base, tmp_path, capsys, flags, message):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_data(finished, capsys):
     assert program.main(["--resume", str(finished), "--problems", "61"]) == 2
     assert "--problems 61 was given" in capsys.readouterr().err

@@ -58,6 +58,7 @@ def _percent(found, exact):
     return 100 * np.linalg.norm(found - exact) / np.linalg.norm(exact)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_all_batches_together(model, rows, exact):
     found = _gradients(model, "coat", jnp.bfloat16)
     qkv, expected = (tree["layers"]["qkv"][:, 1] for tree in (found, exact))
@@ -73,6 +74,7 @@ def test_errors_are_those_of_all_batches_together(model, rows, exact):
     assert whole == pytest.approx(_percent(every, expected), rel=0.02)
 
 
+@pytest.mark.slow
 def test_noise_is_the_deviation_of_batches_from_their_mean(rows, exact):
     g = exact["layers"]["down"][:, 0]
     variance = np.sum(np.var(g, axis=0, ddof=1))
@@ -82,6 +84,7 @@ def test_noise_is_the_deviation_of_batches_from_their_mean(rows, exact):
     assert found["cosine"] is None
 
 
+@pytest.mark.slow
 def test_every_layer_and_parameter_has_a_row(rows):
     kinds = ("attention_norm", "qkv", "out", "mlp_norm", "gate_up", "down", "all")
     expected = {(layer, kind) for layer in range(2) for kind in kinds}
@@ -90,6 +93,7 @@ def test_every_layer_and_parameter_has_a_row(rows):
         assert {(i, k) for r, i, k in rows if r == recipe} == expected
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_nearer_than_those_in_fp8(rows):
     bf16, coat = (rows[r, None, "all"]["error_percent"] for r in _RECIPES)
     assert bf16 < 0.5 * coat
@@ -102,6 +106,7 @@ def test_some_batches_are_needed(batches, model):
         gradient_error.error_rows(model, batches)
 
 
+@pytest.mark.slow
 def test_command_line(model, rows, tmp_path, monkeypatch, capsys):
     words = tmp_path / "words.txt"
     words.write_bytes(np.random.default_rng(0).integers(97, 107, 20_000, np.uint8))

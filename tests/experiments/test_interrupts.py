@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.marks import slow
 
 from experiments.pretrain import interrupts
 
@@ -149,7 +148,8 @@ def test_compilation_is_left(start, tmp_path):
     assert not list(process.scratch.iterdir())
 
 
-@pytest.mark.parametrize("twice", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("twice", [False, True])
 def test_a_step_is_finished_unless_there_is_a_second_signal(twice, start):
     # A step takes a second on two idle cores. The second signal must come within it.
     size = "16" if twice else "4"

@@ -177,6 +177,7 @@ def test_timed_methods_quantize_the_output(name):
         assert _percent(found, exact) < (1e-6 if method == "BF16" else 4), method
 
 
+@pytest.mark.slow
 def test_timed_rows():
     rows = granularity_times.time_rows((32, 64))
     plain = {r["operator"]: r["ms"] for r in rows if r["method"] == "BF16"}

@@ -169,6 +169,7 @@ def test_answers_are_compared_question_by_question():
     ]
 
 
+@pytest.mark.slow
 def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare, "_QUESTIONS", 20)
     out = tmp_path / "compared.json"
@@ -207,6 +208,7 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
     assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 4" in said
 
 
+@pytest.mark.slow
 def test_runs_that_do_not_compare_are_refused(runs, tmp_path, capsys):
     for folder in runs:  # Measuring would take time.
         entry = {"steps": 4, "recipes": {folder.name: _MEASURED}}
@@ -225,6 +227,7 @@ def test_runs_that_do_not_compare_are_refused(runs, tmp_path, capsys):
     assert "'steps': 5" in said(*runs)
 
 
+@pytest.mark.slow
 def test_changed_data_are_refused(runs, text, tmp_path, capsys):
     words = text.read_text()
     try:

@@ -40,6 +40,7 @@ def reported():
     return before, batch, rows
 
 
+@pytest.mark.slow
 def test_parameters_are_reported_by_layer(reported):
     before, _, rows = reported
     for name in ("qkv", "down", "mlp_norm"):
@@ -50,6 +51,7 @@ def test_parameters_are_reported_by_layer(reported):
     assert rows["parameters", "embedding", None]["size"] == before["embedding"].size
 
 
+@pytest.mark.slow
 def test_all_kinds_of_arrays_are_reported(reported):
     _, _, rows = reported
     assert {key[0] for key in rows} == {
@@ -65,6 +67,7 @@ def test_all_kinds_of_arrays_are_reported(reported):
     assert all(row["saturated_share"] == 0 for row in arrays)
 
 
+@pytest.mark.slow
 def test_activations_are_those_of_the_layers(reported):
     before, batch, rows = reported
     stream = before["embedding"][batch[:, :-1]].astype(np.float64)

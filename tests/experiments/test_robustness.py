@@ -203,6 +203,7 @@ def test_a_damaged_record_is_named(record, copied, capsys):
     assert "run.json is damaged" in _refusal(capsys, "--resume", copied)
 
 
+@pytest.mark.slow
 def test_one_of_two_processes_is_refused(tmp_path, corpus):
     command = [sys.executable, "-m", "experiments.pretrain", *_RUN]
     command += ["--data", str(corpus), "--out", str(tmp_path / "run")]

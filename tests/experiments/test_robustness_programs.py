@@ -78,6 +78,7 @@ def test_a_disk_is_full_or_read_only(library, tmp_path):
     assert sorted(path.name for path in root.iterdir()) == ["a", "c"]
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_killed_saves_give_the_state_before_or_after(tmp_path):
     out = tmp_path / "results.json"

@@ -198,11 +198,13 @@ def trained():
     return trainer, state, losses
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss():
     losses = trained()[2]
     assert np.mean(losses[-5:]) < 0.7 * losses[0]
 
 
+@pytest.mark.slow
 def test_an_answer_is_right_if_greedy_decoding_writes_it():
     trainer, state, _ = trained()
     batch = tiny_data().test.batch(np.arange(12))

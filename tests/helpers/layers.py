@@ -20,6 +20,11 @@ def gelu(x):
     return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
 
 
+def angles(length: int, half: int, theta: float):
+    """Returns RoPE's angles [length, half]."""
+    return np.arange(length)[:, None] * theta ** (-np.arange(half) / half)
+
+
 def rotate(x, angles):
     """Applies RoPE to heads [b, s, n, 2 h]: halves are parts of complex numbers."""
     first, second = np.split(x, 2, axis=-1)

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -87,3 +88,8 @@ def check_scales(q, x, block, scales: dict):
     stored = np.asarray(q.scale)
     for index, scale in scales.items():
         np.testing.assert_array_equal(stored[index], scale)
+
+
+# Whole programs, which are compiled faster than their operations one by one.
+quantized = jax.jit(coat.quantize, static_argnames=("format", "granularity", "expand"))
+dequantized = jax.jit(coat.dequantize)

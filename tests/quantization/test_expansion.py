@@ -13,9 +13,11 @@ from helpers.quantization import (
     assert_same,
     check_scales,
     code_values,
+    dequantized,
     every_format,
     every_granularity,
     inputs,
+    quantized,
     reference,
     spread,
 )
@@ -28,7 +30,7 @@ import coat_jax as coat
 def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
     """Checks all codes; counts codes and groups that lay at a rounding boundary."""
     library, block = granularity
-    q = coat.quantize(x, format=format, granularity=library, expand=expand)
+    q = quantized(x, format=format, granularity=library, expand=expand)
     x, of = oracle.flush(x), reference(format)
     places = list(oracle.groups(x.shape, block))
     scales = {index: oracle.scale_of(x[at], of, block) for index, at in places}
@@ -49,7 +51,7 @@ def check_expanded(x, format, granularity, expand=True) -> tuple[int, int]:
         loose_codes += np.sum(~same)
     back = oracle.dequantize(values, scales, block, powers, of)
     rtol = 5e-5 if q.dtype == np.float32 else 2.0**-8
-    np.testing.assert_allclose(oracle.flush(np.asarray(q.dequantize())), back, rtol)
+    np.testing.assert_allclose(oracle.flush(np.asarray(dequantized(q))), back, rtol)
     return loose_codes, loose_powers
 
 
@@ -110,12 +112,12 @@ def test_any_positive_number_is_the_power_of_all_groups(rng, format, power):
 def test_power_one_is_no_expansion(format, granularity, data):
     x = data.draw(inputs(granularity))
     how = {"format": format, "granularity": granularity[0]}
-    linear = coat.quantize(x, **how)
+    linear = quantized(x, **how)
     for one in (1, 1.0, np.float32(1)):
-        q = coat.quantize(x, **how, expand=one)
+        q = quantized(x, **how, expand=one)
         assert jax.tree.structure(q) == jax.tree.structure(linear)
         assert_same(code_values(q), code_values(linear))
-        np.testing.assert_array_equal(q.dequantize(), linear.dequantize())
+        np.testing.assert_array_equal(dequantized(q), dequantized(linear))
 
 
 @pytest.mark.parametrize("power", [0, 0.0, -1.5, float("inf"), float("nan")])
@@ -128,8 +130,8 @@ def test_other_powers_are_refused(power):
 def test_a_fixed_power_gives_the_same_codes_twice(rng, format, power):
     """A fixed power depends on no value of a group but its amax."""
     x = rng.standard_normal((64, 200)).astype(np.float32)
-    once = coat.quantize(x, format=format, expand=power)
-    again = coat.quantize(once.dequantize(), format=format, expand=power)
+    once = quantized(x, format=format, expand=power)
+    again = quantized(dequantized(once), format=format, expand=power)
     assert_same(code_values(again), code_values(once))
     np.testing.assert_array_equal(again.scale, once.scale)
 
@@ -140,7 +142,7 @@ def test_the_formats_power_suits_normal_numbers(rng, format):
     x = rng.standard_normal((64, 256)).astype(np.float32)
 
     def error(power: float) -> float:
-        back = coat.quantize(x, format=format, expand=power).dequantize()
+        back = dequantized(quantized(x, format=format, expand=power))
         return float(np.mean(np.square(back - x)))
 
     best = error(format.power)
@@ -153,8 +155,8 @@ def test_the_formats_power_suits_normal_numbers(rng, format):
 def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
     """The lowest t is 2 / max, which lies below the normal codes: hence 0.22."""
     x = oracle.flush(x)
-    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
-    back = np.asarray(q.dequantize()).astype(np.float64)
+    q = quantized(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    back = np.asarray(dequantized(q)).astype(np.float64)
     for index, where in oracle.groups(x.shape, (16,)):
         some = x[where] != 0
         ratio = np.abs(back[where][some] / x[where][some].astype(np.float64))
@@ -166,10 +168,10 @@ def test_expanded_error_is_half_a_step_shrunk_by_the_root(format, x):
 @every_format
 @given(x=inputs())
 def test_expansion_loses_nothing_normal(format, x):
-    q = coat.quantize(x, format=format, granularity=coat.PerGroup(16), expand=True)
+    q = quantized(x, format=format, granularity=coat.PerGroup(16), expand=True)
     normal = np.abs(x.astype(np.float32)) >= oracle.TINY
     assert np.all(code_values(q)[normal] != 0)
-    assert np.all(np.asarray(q.dequantize())[normal] != 0)
+    assert np.all(np.asarray(dequantized(q))[normal] != 0)
     assert np.all(code_values(q)[~normal] == 0)
 
 
@@ -178,7 +180,7 @@ def test_expansion_reduces_the_error_of_wide_groups(rng):
     x = np.square(spread(rng, (64, 128), 6))
 
     def error(expand: bool) -> float:
-        back = coat.quantize(x, expand=expand).dequantize()
+        back = dequantized(quantized(x, expand=expand))
         return float(np.sqrt(np.mean(np.square(np.log((back + 1e-30) / x)))))
 
     assert error(True) < 0.1 * error(False)

@@ -18,10 +18,12 @@ from helpers.quantization import (
     assert_same,
     check_scales,
     code_values,
+    dequantized,
     either,
     every_format,
     every_granularity,
     inputs,
+    quantized,
     reference,
     spread,
 )
@@ -34,7 +36,7 @@ import coat_jax as coat
 def check_linear(x, format, granularity):
     """Checks every bit of the scales, the codes and the dequantized array."""
     library, block = granularity
-    q = coat.quantize(x, format=format, granularity=library)
+    q = quantized(x, format=format, granularity=library)
     scales, values = oracle.quantize(x, reference(format), block)
     check_scales(q, x, block, scales)
     assert q.codes.shape == x.shape
@@ -42,9 +44,9 @@ def check_linear(x, format, granularity):
     assert q.exponent is None
     assert_same(code_values(q), values)
     back = oracle.dequantize(values, scales, block, None, reference(format))
-    assert q.dequantize().dtype == x.dtype
+    assert dequantized(q).dtype == x.dtype
     back = oracle.flush(oracle.flush(back).astype(x.dtype))
-    np.testing.assert_array_equal(oracle.flush(np.asarray(q.dequantize())), back)
+    np.testing.assert_array_equal(oracle.flush(np.asarray(dequantized(q))), back)
 
 
 @every_granularity
@@ -76,22 +78,20 @@ def test_de8_is_the_dynamic_map():
 def test_quantizing_twice_gives_the_same_codes(rng, format, dtype, granularity):
     for octaves in (0, 4, 12):
         x = spread(rng, (64, 200), octaves).astype(dtype)
-        once = coat.quantize(x, format=format, granularity=granularity[0])
-        again = coat.quantize(
-            once.dequantize(), format=format, granularity=granularity[0]
-        )
+        once = quantized(x, format=format, granularity=granularity[0])
+        again = quantized(dequantized(once), format=format, granularity=granularity[0])
         assert_same(code_values(again), code_values(once))
 
 
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
 @given(x=inputs())
 def test_quantizing_twice_gives_the_same_codes_for_any_values(format, x):
-    once = coat.quantize(x, format=format, granularity=coat.PerGroup(16))
-    back = np.asarray(once.dequantize())
-    again = coat.quantize(back, format=format, granularity=coat.PerGroup(16))
+    once = quantized(x, format=format, granularity=coat.PerGroup(16))
+    back = np.asarray(dequantized(once))
+    again = quantized(back, format=format, granularity=coat.PerGroup(16))
     normal = np.abs(back.astype(np.float32)) >= oracle.TINY
     assert_same(code_values(again)[normal], code_values(once)[normal])
-    assert_same(np.asarray(again.dequantize())[normal], back[normal])
+    assert_same(np.asarray(dequantized(again))[normal], back[normal])
 
 
 def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
@@ -100,10 +100,8 @@ def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
     A group's bfloat16 scale could move DE8's largest code, which is 0.7% from the next.
     """
     x = spread(rng, (64, 200))
-    once = coat.quantize(x, format=coat.DE8, granularity=coat.PerTensor())
-    again = coat.quantize(
-        once.dequantize(), format=coat.DE8, granularity=coat.PerTensor()
-    )
+    once = quantized(x, format=coat.DE8, granularity=coat.PerTensor())
+    again = quantized(dequantized(once), format=coat.DE8, granularity=coat.PerTensor())
     np.testing.assert_array_equal(again.codes, once.codes)
 
 
@@ -112,8 +110,8 @@ def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
 @given(x=inputs(PER_TENSOR))
 def test_order_and_sign_are_kept(format, expand, x):
     x = oracle.flush(x)
-    q = coat.quantize(x, format=format, granularity=coat.PerTensor(), expand=expand)
-    back = np.asarray(q.dequantize()).astype(np.float64)
+    q = quantized(x, format=format, granularity=coat.PerTensor(), expand=expand)
+    back = np.asarray(dequantized(q)).astype(np.float64)
     assert np.all(np.diff(back.ravel()[np.argsort(x, axis=None)]) >= 0)
     assert np.all(np.sign(back) * np.sign(x) >= 0)
     if format is not coat.DE8:
@@ -126,7 +124,7 @@ def test_order_and_sign_are_kept(format, expand, x):
 def test_linear_error_is_half_a_step(format, granularity, data):
     """The error is relative for normal codes and absolute below, even at the amax."""
     x, of = oracle.flush(data.draw(inputs(granularity))), reference(format)
-    q = coat.quantize(x, format=format, granularity=granularity[0])
+    q = quantized(x, format=format, granularity=granularity[0])
     for index, where in oracle.groups(x.shape, granularity[1]):
         scale = float(np.asarray(q.scale)[index])
         wanted = x[where].astype(np.float64)
@@ -134,7 +132,7 @@ def test_linear_error_is_half_a_step(format, granularity, data):
             wanted = np.clip(wanted, -scale * of.max, scale * of.max)
         size = np.maximum(np.abs(wanted), of.smallest_normal * scale)
         bound = 2.0 ** -(of.mantissa_bits + 1) * size * (1 + 1e-6) + oracle.TINY
-        assert np.all(np.abs(np.asarray(q.dequantize())[where] - wanted) <= bound)
+        assert np.all(np.abs(np.asarray(dequantized(q))[where] - wanted) <= bound)
 
 
 @pytest.mark.sampled(2)
@@ -145,9 +143,9 @@ def test_constant_groups_and_single_values(format, expand):
     single = np.zeros((8, 16), np.float32)
     single[:, 5] = values
     for x in (single, np.repeat(values[:, None], 16, axis=1)):
-        q = coat.quantize(x, format=format, granularity=PER_GROUP[0], expand=expand)
+        q = quantized(x, format=format, granularity=PER_GROUP[0], expand=expand)
         capped = np.clip(x, -(2.0**125), 2.0**125) if format is coat.DE8 else x
-        np.testing.assert_allclose(q.dequantize(), capped, rtol=0.01)
+        np.testing.assert_allclose(dequantized(q), capped, rtol=0.01)
         if expand and format is not coat.DE8:
             np.testing.assert_array_equal(q.exponent, 255)
 
@@ -165,8 +163,8 @@ def test_a_poisoned_group_is_nan_and_leaves_others_alone(
     poisoned[0, 20], poisoned[2, 3], poisoned[2, 34] = np.nan, np.inf, -np.inf
 
     def fake(x):
-        q = coat.quantize(x, format=format, granularity=library, expand=expand)
-        return np.array(q.dequantize())
+        q = quantized(x, format=format, granularity=library, expand=expand)
+        return np.array(dequantized(q))
 
     expected = fake(clean)
     places = [where for _, where in oracle.groups(clean.shape, block)]
@@ -195,7 +193,7 @@ def test_no_poisoned_group_is_overlooked_in_a_large_array(rng, poison, expand):
 @every_granularity
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_empty_arrays(shape, granularity, expand):
-    q = coat.quantize(jnp.zeros(shape), granularity=granularity[0], expand=expand)
+    q = quantized(jnp.zeros(shape), granularity=granularity[0], expand=expand)
     assert q.codes.shape == q.dequantize().shape == shape
 
 

@@ -148,12 +148,12 @@ def test_flax_layers():
             return nn.DenseGeneral((4, K // 4), **options)(nn.gelu(x))
 
     module, (_, x, _) = Mlp(), given()
-    params = module.init(jax.random.key(0), x)
+    params = jax.jit(module.init)(jax.random.key(0), x)
     assert biases(lambda p, x: fp8_remat(module).apply(p, x), params, x) == {F}
     layer = nnx.Linear(
         K, F, dtype=BF16, param_dtype=F32, dot_general=fp8_dot_general, rngs=nnx.Rngs(0)
     )
     assert biases(fp8_remat(layer), x) == {F}
-    grads = nnx.grad(lambda m: jnp.sum(m(x).astype(F32) ** 2))
+    grads = nnx.jit(nnx.grad(lambda m: jnp.sum(m(x).astype(F32) ** 2)))
     found, expected = (nnx.state(grads(m)) for m in (fp8_remat(layer), layer))
     assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 0.1)

@@ -95,7 +95,7 @@ class Scanned(nn.Module):
         return stacked(name="layers")(x, train)[0]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("light", "plain"),
     [

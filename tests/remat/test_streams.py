@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from helpers.dots import OTHER_WAYS, assert_near, linear
-from helpers.gradients import saved, saved_bytes, value_and_vjp
+from helpers.gradients import compiled, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -128,7 +128,7 @@ def test_blocks_follow_one_another():
 
     params = [first, second]
     y, (dparams, dx) = value_and_vjp(fp8_remat(fn), dy, params, x)
-    middle = fp8_remat(functools.partial(stream, attention))(first, x)
+    middle = compiled(fp8_remat(functools.partial(stream, attention)), first, x)
     last = value_and_vjp(
         fp8_remat(functools.partial(stream, gated)), dy, second, middle
     )
