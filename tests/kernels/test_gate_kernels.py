@@ -1,113 +1,40 @@
 """Tests gated activations and their gradients against float64."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
+from helpers.gates import (
+    ACTIVATIONS,
+    ERROR,
+    ROWS,
+    SCALE,
+    SHAPES,
+    TILED,
+    apart,
+    assert_rounded,
+    assert_transposed,
+    decoded,
+    exact,
+    inputs,
+    with_scale,
+)
 from helpers.kernels import (
     BF16,
     E4M3,
     E5M2,
     F32,
-    FORMATS,
     assert_identical,
     encoded_groups,
     every_implementation,
     every_kernel,
-    numbers,
     run,
 )
-from helpers.marks import slow
 
 import pallas_kernels as pk
 from coat_jax.layers import recipes as blocks
-
-# The relative error of float32 arithmetic with a GPU's exponentials and logarithms.
-ERROR = 4e-5
-TINY = 2.0**-110  # Absolute error of a flushed denormal times its factor.
-SCALE = 2.0**-3
-SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
-TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
-ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
-ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
-ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
-# Copies are made alike for all activations, which other tests compare with formulas.
-TILED = [slow("gelu", TILES[0]), ("silu", TILES[1]), slow("gelu_exact", TILES[2])]
-
-
-def inputs(shape, seed=0):
-    """Returns gate and up in groups of 16, some of them zero, and a gradient."""
-    rng = np.random.default_rng(seed)
-    gate_up = rng.standard_normal(shape) * np.exp2(rng.uniform(-3, 5, shape))
-    gate_up[..., :16] = 0
-    gate_up[..., 16:32] *= 1e-4
-    gate_up[..., 0, 40] = -300.0
-    groups = encoded_groups(gate_up, E4M3, 16)
-    dy = numbers((*shape[:-2], shape[-1]), seed=seed + 1, octaves=2)
-    return pk.Scaled(*map(jnp.asarray, groups)), dy
-
-
-def decoded(groups) -> np.ndarray:
-    scale = np.repeat(np.asarray(groups.scale, np.float64), 16, axis=-1)
-    return np.asarray(groups.codes, np.float64) * scale
-
-
-def sigmoid(x):
-    with np.errstate(over="ignore"):
-        return 1 / (1 + np.exp(-x))
-
-
-def exact(groups, activation, dy=None):
-    """Returns the gated product or its gradients in float64, and the errors' unit."""
-    both = decoded(groups)
-    gate, up = both[..., 0, :], both[..., 1, :]
-    x, slope = gate, np.ones_like(gate)
-    if activation == "gelu":
-        x = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
-        slope = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * gate**2)
-    factor, density = sigmoid(x), sigmoid(x) * sigmoid(-x) * slope
-    if activation == "gelu_exact":
-        x = gate**2 / 2
-        factor = np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2
-        density = np.exp(-x) / math.sqrt(2 * math.pi)
-    # The relative error of exp(x) is the absolute error of x, so it grows with |x|.
-    growth = np.maximum(np.abs(x) / 16, 1)
-    if dy is None:
-        y = gate * factor * up
-        return y, np.abs(y) * growth
-    dy = np.asarray(dy, np.float64)
-    inner = gate * density
-    grads = [dy * up * (factor + inner), dy * gate * factor]
-    sizes = [np.abs(dy * up) * (factor + np.abs(inner)), np.abs(grads[1])]
-    return np.stack(grads, axis=-2), np.stack([s * growth for s in sizes], axis=-2)
-
-
-def assert_rounded(values, y, size, scale=None):
-    """Asserts that values are y, with an error of `ERROR * size`, rounded."""
-    error = ERROR * size + TINY
-    low, high = y - error, y + error
-    if values.dtype == BF16:
-        low, high = (x.astype(ml_dtypes.bfloat16) for x in (low, high))
-    else:
-        format = FORMATS[values.dtype.type]
-        low, high = (format.round((x / scale).astype(np.float32)) for x in (low, high))
-    actual = np.asarray(values, np.float32)
-    assert np.all((low.astype(np.float32) <= actual) | np.isnan(low))
-    assert np.all((actual <= high.astype(np.float32)) | np.isnan(high))
-    np.testing.assert_array_equal(np.isnan(actual), np.isnan(y))
-
-
-def assert_transposed(out):
-    values = np.asarray(out.values)
-    n = math.prod(values.shape) // out.transposed.shape[1]
-    np.testing.assert_array_equal(
-        np.asarray(out.transposed).view(np.uint8),
-        values.view(np.uint8).reshape(-1, n).T,
-    )
 
 
 @pytest.mark.sampled(2)
@@ -217,139 +144,6 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
     codes, scale = encoded_groups(wide, E4M3, 16)
     assert_identical(out.groups, [codes, scale])
-    assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
-
-
-def apart(gate_up):
-    """Returns gate and up as two arrays."""
-    gate = jax.tree.map(lambda x: x[..., 0, :], gate_up)
-    return gate, jax.tree.map(lambda x: x[..., 1, :], gate_up)
-
-
-@every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
-def test_gate_and_up_as_two_arrays(implementation, activation, shape):
-    groups, dy = inputs(shape)
-    y, size = exact(groups, activation)
-    gated = functools.partial(pk.gated, activation=activation, copies="both")
-    out = run(implementation, with_scale(gated), apart(groups), jnp.float32(SCALE))
-    assert_rounded(out.values, y, size, SCALE)
-    assert_transposed(out)
-    row = functools.partial(
-        pk.gated_grad, activation=activation, product_scale=jnp.float32(0.25)
-    )
-    grad = functools.partial(row, copies="both")
-    out = run(implementation, with_scale(grad), apart(groups), dy, jnp.float32(SCALE))
-    rows = run(implementation, with_scale(row), apart(groups), dy, jnp.float32(SCALE))
-    assert out.largest is None
-    assert rows.transposed is None
-    assert_identical(rows.values, out.values)
-    grads, sizes = exact(groups, activation, dy)
-    for j in range(2):
-        own = out._replace(values=out.values[j], transposed=out.transposed[j])
-        assert own.values.shape == dy.shape
-        assert_rounded(own.values, grads[..., j, :], sizes[..., j, :], SCALE)
-        assert_transposed(own)
-    y, size = (x.reshape(-1, shape[-1]).T for x in (y, size))
-    assert_rounded(out.product, y, size, 0.25)
-    assert_identical(rows.product, out.product)
-
-
-@every_implementation
-def test_wide_gradients_of_two_arrays(implementation):
-    groups, dy = inputs((3, 11, 2, 144))
-    out = run(implementation, pk.gated_grad, apart(groups), dy)
-    grads, sizes = exact(groups, "silu", dy)
-    for j, values in enumerate(out.values):
-        assert values.dtype == BF16
-        assert_rounded(values, grads[..., j, :], sizes[..., j, :])
-
-
-def alone(gate_up):
-    """Returns the gate, and gate and up with an up of ones."""
-    codes, scale = map(np.array, gate_up)
-    codes[..., 1, :] = scale[..., 1, :] = 1
-    return apart(gate_up)[:1], pk.Scaled(codes, scale)
-
-
-@pytest.mark.sampled(2)
-@every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
-)
-def test_an_activation_without_up(implementation, activation, shape):
-    groups, dy = inputs(shape)
-    gate, ones = alone(groups)
-    y, size = exact(ones, activation)
-    out = run(implementation, functools.partial(pk.gated, activation=activation), gate)
-    assert_rounded(out.values, y, size)
-    assert np.max(out.largest) == np.abs(np.asarray(out.values, np.float32)).max()
-    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
-    grad = functools.partial(pk.gated_grad, activation=activation)
-    out = run(implementation, grad, gate, dy)
-    (values,) = out.values
-    assert_rounded(values, grads, sizes)
-    assert np.max(out.largest) == np.abs(np.asarray(values, np.float32)).max()
-
-
-@every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
-def test_gradients_of_an_activation_with_its_output(implementation, activation, shape):
-    groups, dy = inputs(shape)
-    gate, ones = alone(groups)
-    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
-    y, size = (x.reshape(-1, shape[-1]).T for x in exact(ones, activation))
-    options = {"activation": activation, "product_scale": jnp.float32(0.25)}
-    wide = run(implementation, functools.partial(pk.gated_grad, **options), gate, dy)
-    assert_rounded(wide.values[0], grads, sizes)
-    assert_rounded(wide.product, y, size, 0.25)
-    grad = functools.partial(pk.gated_grad, copies="both", **options)
-    out = run(implementation, with_scale(grad), gate, dy, jnp.float32(SCALE))
-    own = out._replace(values=out.values[0], transposed=out.transposed[0])
-    assert_rounded(own.values, grads, sizes, SCALE)
-    assert_transposed(own)
-    assert_identical(out.product, wide.product)
-
-
-@pytest.mark.sampled(2)
-@every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS, strict=True))
-)
-def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
-    groups, _ = inputs(shape)
-    wide = jnp.asarray(decoded(groups), BF16)[..., 0, :]
-    gated = functools.partial(
-        pk.gated, activation=activation, scale="row", keep_groups=True
-    )
-    out = run(implementation, gated, (wide,))
-    both = np.stack([np.asarray(wide, np.float64), np.ones(wide.shape)], axis=-2)
-    y, size = exact(
-        pk.Scaled(both, np.ones((*both.shape[:-1], shape[-1] // 16))), activation
-    )
-    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
-    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
-    codes, scale = encoded_groups(wide, E4M3, 16)
-    assert_identical(out.groups[0], [codes, scale])
-    assert_identical(out.largest_scale, scale.astype(F32).max(axis=-1))
-
-
-@pytest.mark.sampled(2)
-@every_implementation
-@pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064), (8, 2, 768)])
-def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
-    groups, _ = inputs(shape)
-    wide = jnp.asarray(decoded(groups), BF16)
-    gated = functools.partial(pk.gated, scale="row", keep_groups=True)
-    # Gate and up may differ in their dtypes.
-    pair = wide[..., 0, :], wide[..., 1, :].astype(F32)
-    out = run(implementation, gated, pair)
-    ones = np.ones((*shape[:-1], shape[-1] // 16))
-    y, size = exact(pk.Scaled(np.asarray(wide, np.float64), ones), "silu")
-    np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
-    assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
-    codes, scale = encoded_groups(wide, E4M3, 16)
-    assert_identical(out.groups, apart(pk.Scaled(codes, scale)))
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
 
 
@@ -469,13 +263,3 @@ def test_what_cannot_run_is_named():
         pk.gated(jax.tree.map(lambda x: x[:, :1], groups))
     with pytest.raises(ValueError, match=r"up must .* \(16, 128\), got \(8, 128\)"):
         pk.gated((gate, jax.tree.map(lambda x: x[:8], up)))
-
-
-def with_scale(function):
-    """Returns a function that takes the scale as its last array."""
-
-    def call(*arrays, implementation):
-        *arrays, scale = arrays
-        return function(*arrays, scale=scale, implementation=implementation)
-
-    return call
