@@ -36,10 +36,15 @@ def _initializer(module, spec):
 
 def _steps(tx, params, grads_of):
     """Returns parameters after two steps without any metadata, on one device."""
+
+    @jax.jit
+    def step(params, state):
+        updates, state = tx.update(grads_of(params), state, params)
+        return optax.apply_updates(params, updates), state
+
     state = tx.init(params)
     for _ in range(2):
-        updates, state = tx.update(grads_of(params), state, params)
-        params = optax.apply_updates(params, updates)
+        params, state = step(params, state)
     return params
 
 

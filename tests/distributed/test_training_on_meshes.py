@@ -79,6 +79,7 @@ def test_microbatches_on_a_mesh_sum_to_the_batch():
     )
 
 
+@pytest.mark.slow
 def test_fp8_trains_on_a_mixed_mesh_as_on_one_device():
     """Codes differ here and there, because sums have another order."""
     alone = _rows(recipe="coat", dtype=jnp.bfloat16)
@@ -163,6 +164,7 @@ def _logged(folder):
     return [[row["loss"], row["grad_norm"], row.get("val_loss", 0)] for row in rows]
 
 
+@pytest.mark.slow
 def test_one_device_then_four_then_two(text, tmp_path, on_devices):
     argv = [*_TINY, *text, "--steps", 9, "--save-every", 2, "--eval-every", 4]
     alone, moved = tmp_path / "alone", tmp_path / "moved"
@@ -186,6 +188,7 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_stop_together(text, tmp_path, on_devices):
     """A signal to the second one stops both, and one process goes on."""
     argv = [*_TINY, *text, "--steps", "60", "--eval-every", "60"]
