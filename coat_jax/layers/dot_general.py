@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 import pallas_kernels as kernels
 from coat_jax.layers.flow import gate_gradient
 from coat_jax.layers.matmul import (
+    dtype_of,
     fp8_matmul,
     matmul_codes,
     once,
@@ -184,7 +185,7 @@ def _products_fwd(source, weights, other, norm, dtype, passes):
     ys, w_scales = _forward(rows, weights, dtype, other)
     scales = *tensor_scales(rows), *w_scales
     results = *map(once, ys), *([source.x] if passes else [])
-    weights, likes = zip(*((w, _like(bias)) for w, bias in weights), strict=True)
+    weights, likes = zip(*((w, dtype_of(bias)) for w, bias in weights), strict=True)
     return results, (saved, weights, scales, likes, _marked(other))
 
 
@@ -196,11 +197,6 @@ def _products_bwd(norm, dtype, passes, residuals, dys):
     source, dws = _backward(residuals, gradients, norm, dx)
     dbiases = map(_bias_gradient, likes, dys)
     return source, tuple(zip(dws, dbiases, strict=True)), _if_marked(adds, dys[0])
-
-
-def _like(x):
-    """Returns an empty array that carries a dtype to the backward pass, or None."""
-    return None if x is None else jnp.zeros(0, x.dtype)
 
 
 def _bias_gradient(like, dy):
@@ -223,7 +219,7 @@ def _read(source, norm):
     x, scale, bias = source
     if norm is None:
         # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
-        return quantize_tokens(x), (x.astype(jnp.bfloat16), jnp.zeros(0, x.dtype))
+        return quantize_tokens(x), (x.astype(jnp.bfloat16), dtype_of(x))
     with Note(f"{E4M3}, groups of {GROUP}", _NORM).scope():
         out = kernels.norm(*source, **norm._asdict(), scale="row", keep_groups=True)
     # An outer `fp8_remat` saves integers exactly.
@@ -328,7 +324,7 @@ def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     scale, a_scale = tensor_scales(rows, a)
     outer = saved, (gate, up), (scale, *w_scales)
     down, bias = down
-    return once(y), (outer, copies, down, (a_scale, down_scale), _like(bias))
+    return once(y), (outer, copies, down, (a_scale, down_scale), dtype_of(bias))
 
 
 def _gate(operands, activation):
@@ -394,7 +390,7 @@ def _activated_fwd(x, w, other, activation, dtype):
     (y,), (w_scale,) = _forward(a, (w,), dtype, other)
     (a_scale,) = tensor_scales(a)
     w, bias = w
-    likes = _like(x), _like(bias)
+    likes = dtype_of(x), dtype_of(bias)
     return once(y), (copies[0], w, (a_scale, w_scale), likes, _marked(other))
 
 

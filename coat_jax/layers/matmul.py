@@ -93,8 +93,7 @@ def _fp8_matmul_fwd(x, w, dtype, contract):
     xq = quantize_tensor(x, E4M3, copies="both")
     wq = quantize_tensor(w.reshape(-1, w.shape[-1]), E4M3, copies=layout)
     y = matmul_codes(xq.row, getattr(wq, layout), xq.scale, wq.scale, dtype=dtype)
-    # An empty array carries the dtype of x to the backward pass.
-    return once(y), (xq._replace(row=None), w, wq.scale, jnp.zeros(0, x.dtype))
+    return once(y), (xq._replace(row=None), w, wq.scale, dtype_of(x))
 
 
 @array_types.on_common_mesh
@@ -295,6 +294,11 @@ def weight_gradient(
     if gradient.ndim == 2 or array_types.mesh_of(gradient) is None:
         return multiply(gradient, x, dy.scale, scale)
     return [multiply(half, x, dy.scale, scale) for half in gradient]
+
+
+def dtype_of(x: Array | None) -> Array | None:
+    """Returns an empty array that carries a dtype to the backward pass, or None."""
+    return None if x is None else jnp.zeros(0, x.dtype)
 
 
 def once[Result](result: Result) -> Result:

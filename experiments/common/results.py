@@ -18,6 +18,8 @@ import jax
 _PROJECT = Path(__file__).resolve().parent.parent.parent
 _VERSIONED = ("jax", "jaxlib", "flax", "optax")
 _SCALARS = (str, int, float, bool, type(None))
+# The versions of JAX with which benchmarks are measured, as in names of files.
+OLDEST_JAX, NEWEST_JAX = "0.11.2", "0.12.0.1"
 
 
 class Bar(NamedTuple):

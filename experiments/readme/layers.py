@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from experiments.common.results import load
+from experiments.common.results import NEWEST_JAX, OLDEST_JAX, load
 
-_VERSIONS = ("0.11.2", "0.12.0.1")
+_VERSIONS = (OLDEST_JAX, NEWEST_JAX)
 _MS = "forward_backward_ms"
 
 

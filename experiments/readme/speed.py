@@ -6,7 +6,7 @@ from typing import Any
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.kernels import case_of
 from experiments.bench.model_step import Model
-from experiments.common.results import load
+from experiments.common.results import NEWEST_JAX, load
 from experiments.readme.image import markdown_image
 
 # The ratios of a row of `bench_e2e` on several GPUs, with their formats.
@@ -249,7 +249,7 @@ def _elementwise(rows: list[dict[str, Any]]) -> list[str]:
 def _more_kernels() -> list[str]:
     """Returns the lines on activations without a product, other rows, and versions."""
     results = load("bench_kernels", "bench_kernels_h100")
-    newest = load("bench_kernels", "bench_kernels_h100_jax_0.12.0.1")
+    newest = load("bench_kernels", f"bench_kernels_h100_jax_{NEWEST_JAX}")
     shape = "16384 x 8192"
     lone = [row for row in results["rows"] if row["shape"] == shape]
     others = [

@@ -9,7 +9,7 @@ from experiments.bench.e2e import BY_KIND
 from experiments.bench.layer_report import TABLE_6
 from experiments.bench.model_step import Model
 from experiments.common.answers import ALL
-from experiments.common.results import load
+from experiments.common.results import NEWEST_JAX, load
 from experiments.estimate.table_7 import MODELS
 from experiments.finetune.tasks import BENCHMARKS
 from experiments.optimizer.error_studies import CODES
@@ -196,7 +196,7 @@ def _vision() -> Section:
 
 
 def _layers() -> Section:
-    results = load("bench_layer", "bench_layer_table_6_jax_0.12.0.1")
+    results = load("bench_layer", f"bench_layer_table_6_jax_{NEWEST_JAX}")
     rows: Rows = []
     ours = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
     for (hidden, seq), paper in TABLE_6.items():
