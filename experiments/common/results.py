@@ -111,6 +111,13 @@ def load(experiment: str, name: str | None = None) -> dict[str, Any]:
     return json.loads((_PROJECT / default_path(experiment, name)).read_text())
 
 
+def origin(results: dict[str, Any]) -> str:
+    """Returns where, when and by which command results were measured."""
+    device, count = results["device"]["name"], results["device"]["count"]
+    devices = f"one {device}" if count == 1 else f"{count} {device}"
+    return f"on {devices} on {results['date'][:10]} by `{results['command']}`"
+
+
 def picture(experiment: str, name: str) -> Path:
     """Returns the path of the committed picture beside a results file."""
     return _PROJECT / default_path(experiment, name).with_suffix(".png")

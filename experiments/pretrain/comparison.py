@@ -266,7 +266,7 @@ def answers(rows: Sequence[Row]) -> Table:
         table.add_row(recipe, *shares, *averages)
         if all("difference_points" in own[kind] for kind in kinds):
             points = (
-                f"{row['difference_points']:+.1f} ± {row['half_points']:.1f}"
+                f"{row['difference_points']:+z.1f} ± {row['half_points']:.1f}"
                 for row in (own[kind] for kind in kinds)
             )
             table.add_row("  points above bf16", *points)

@@ -145,17 +145,13 @@ def layer() -> str:
     results = load("bench_layer")
     rows = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
     shapes = list(dict.fromkeys(key[1:] for key in rows))
-    commit = results["versions"]["commit"]
-    older = {key[1:] for key, row in rows.items() if row["commit"] != commit}
-    titles = [f"{h}, {s}{' \\*' * ((h, s) in older)}" for h, s in shapes]
+    titles = [f"{hidden}, {seq}" for hidden, seq in shapes]
     lines = [
         f"**One Llama layer** (`bench_layer`): milliseconds of forward and backward "
         f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
         "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
         "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
-        "`coat.fp8_remat` of the same layer. Since these rows were measured `coat_max` "
-        "runs attention again in backward and `fp8_remat` saves what attention reads "
-        "(8.2U); the tables below and notebook 04 are newer.",
+        "`coat.fp8_remat` of the same layer.",
         "",
         "| | saved | " + " | ".join(titles) + " |",
         "| --- | --- |" + " --- |" * len(shapes),
@@ -166,14 +162,10 @@ def layer() -> str:
             f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
             for row in of_case
         )
-        units = [row["saved_units"] for row in of_case]
-        saved = f"{units[0]:.1f}U"
-        if max(units) > 1.01 * units[0]:
-            saved += f", \\* {max(units):.1f}U"
-        lines.append(f"| {case} | {saved} | {times} |")
-    note = ["", "\\* Measured at an earlier commit."] if older else []
+        saved = max(row["saved_units"] for row in of_case)
+        lines.append(f"| {case} | {saved:.1f}U | {times} |")
     image = markdown_image("Saved activations and time", "bench_layer", "bench_layer")
-    return "\n".join([*lines, *note, "", image, ""])
+    return "\n".join([*lines, "", image, ""])
 
 
 def activations() -> str:

@@ -9,7 +9,7 @@ from experiments.bench.e2e import BY_KIND
 from experiments.bench.layer_report import TABLE_6
 from experiments.bench.model_step import Model
 from experiments.common.answers import ALL
-from experiments.common.results import NEWEST_JAX, load
+from experiments.common.results import load, origin
 from experiments.estimate.table_7 import MODELS
 from experiments.finetune.tasks import BENCHMARKS
 from experiments.optimizer.error_studies import CODES
@@ -48,12 +48,6 @@ def tables() -> list[Section]:
     ]
 
 
-def _source(results: dict[str, Any]) -> str:
-    device, count = results["device"]["name"], results["device"]["count"]
-    devices = f"one {device}" if count == 1 else f"{count} {device}"
-    return f"on {devices} on {results['date'][:10]} by `{results['command']}`"
-
-
 def _printed(values: Iterable[float | None]) -> list[Cell]:
     return [Text("-") if value is None else Printed(value) for value in values]
 
@@ -76,7 +70,7 @@ def _moments(title: str, paper: dict[str, tuple[float, ...]]) -> Section:
         "error. Elements whose second moment became zero are left out.",
         columns=columns,
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
@@ -99,7 +93,7 @@ def _activations() -> Section:
         "nothing here, because its angles are recomputed.",
         columns=[*operations.TITLES.values(), "total"],
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
@@ -127,7 +121,7 @@ def _pretraining() -> Section:
         "Notebook 05_pretraining compares gaps over several seeds with the paper's.",
         columns=columns,
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
@@ -166,7 +160,7 @@ def _finetuning() -> Section:
         "has their intervals.",
         columns=TABLE_4_COLUMNS,
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
@@ -191,12 +185,12 @@ def _vision() -> Section:
         "each kind, with intervals.",
         columns=TABLE_5_COLUMNS,
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
 def _layers() -> Section:
-    results = load("bench_layer", f"bench_layer_table_6_jax_{NEWEST_JAX}")
+    results = load("bench_layer")
     rows: Rows = []
     ours = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
     for (hidden, seq), paper in TABLE_6.items():
@@ -218,7 +212,7 @@ def _layers() -> Section:
         "is one XLA program with cuDNN's attention, so that `bf16` is faster, too.",
         columns=("forward, ms", "backward, ms", "both, ms", "times bf16", "saved, MiB"),
         rows=rows,
-        source=_source(results),
+        source=origin(results),
     )
 
 
@@ -248,7 +242,7 @@ def _end_to_end() -> Section:
         "and batch. The paper's 30B has sequences of 1,024 tokens, all others 2,048.",
         columns=TABLE_7_COLUMNS,
         rows=[row for key in keys for row in ours.get(key, []) + theirs.get(key, [])],
-        source="; ".join(map(_source, files)),
+        source="; ".join(map(origin, files)),
     )
 
 

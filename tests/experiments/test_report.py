@@ -50,7 +50,7 @@ def test_cells_are_those_of_results_files():
         if row.get("mu") == "DE8" and row.get("nu") == "E5M2"
     ]
     assert rows_of("Table 8")["DE8, here"][2] == f"**{fmean(errors):.2f}**"
-    layers = "bench_layer/bench_layer_table_6_jax_0.12.0.1.json"
+    layers = "bench_layer/bench_layer.json"
     found = json.loads((_RESULTS / layers).read_text())
     (row,) = (
         row
