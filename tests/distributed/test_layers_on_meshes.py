@@ -87,7 +87,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize("spec", [lambda p: P(), fully_sharded], ids=["data", "fsdp"])
 @pytest.mark.parametrize("recipe", ["coat", "coat_max"])
@@ -153,7 +153,7 @@ def distances(found, expected) -> list[float]:
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize(
     ("recipe", "scaling"),
@@ -179,6 +179,7 @@ def test_a_mesh_computes_what_one_device_does(monkeypatch, recipe, scaling, axis
         assert mesh < 1.05 * one + 1e-3
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_fsdp_gathers_codes_and_scatters_gradients(monkeypatch, axis_type):
     as_kernels(monkeypatch)
@@ -235,6 +236,7 @@ def loss_and_gradients(graph):
     return jax.value_and_grad(loss)
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_models_train_fully_sharded(monkeypatch, axis_type):
     tokens = np.random.default_rng(0).integers(0, 256, (8, 65), np.int32)
@@ -262,6 +264,7 @@ def test_models_train_fully_sharded(monkeypatch, axis_type):
     assert "[8,64,128]" not in compiled.as_text()
 
 
+@pytest.mark.sampled(1)
 @BOTH
 def test_shards_of_the_batch_are_quantized_like_microbatches(monkeypatch, axis_type):
     # The first sequence has its own tokens, and gradients 2**30 times larger: with a

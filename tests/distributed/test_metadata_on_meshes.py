@@ -48,7 +48,7 @@ def _steps(tx, params, grads_of):
     return params
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:a parameter of shape")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("jit", [False, True])

@@ -27,6 +27,7 @@ def test_a_step_on_two_devices_has_the_losses_of_one(case):
     assert two["parameters_gib"] == one["parameters_gib"] / 2
 
 
+@pytest.mark.slow
 def test_a_step_by_hand_has_the_losses_of_jit():
     by_jit = model_step.measure("bf16", MODEL, 2, 2, gpus=2)
     by_hand = model_step.measure(model_step.BY_HAND, MODEL, 2, 2, gpus=2)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.marks import slow
 from helpers.models import normal
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -78,8 +79,9 @@ def layer(recipe):
     )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("recipe", ["bf16", "te", "coat", "coat_max", "coat_block"])
+@pytest.mark.parametrize(
+    "recipe", [*map(slow, ("bf16", "te", "coat_max")), "coat", "coat_block"]
+)
 def test_layers_run_on_each_devices_rows(recipe):
     graph, params = layer(recipe)
     x, dy = (normal(seed, 8, 128, 256, dtype=jnp.bfloat16) for seed in (1, 2))
@@ -137,7 +139,7 @@ def test_matmuls_of_other_layers_run_on_each_devices_rows(apply):
     assert_those_of_shards(apply, weights, x, dy)
 
 
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@pytest.mark.parametrize("recipe", [slow("bf16"), "coat"])
 def test_a_models_loss_is_the_mean_over_devices(recipe):
     config = llama.LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=256, num_layers=2,

@@ -151,6 +151,7 @@ def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
 bf16_or_slowly_coat = pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
 
 
+@pytest.mark.slow
 @bf16_or_slowly_coat
 def test_a_nan_stops_and_a_resumed_run_skips_it(recipe, corpus, tmp_path, capsys):
     out, path = tmp_path / "run", corpus(_NAN, 7)

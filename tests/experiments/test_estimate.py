@@ -21,6 +21,7 @@ def _four_gpus(row):
     return row.get("gpus", 1) == 4 and row["case"] == "coat"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), (_four_gpus, 5)])
 def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
     rows = [measured.end_to_end(r) for r in measured.measured_steps() if chosen(r)]

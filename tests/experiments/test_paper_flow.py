@@ -52,6 +52,7 @@ def test_it_is_a_recipe_while_the_context_lasts():
     assert name not in RECIPES
 
 
+@pytest.mark.slow
 def test_a_model_saves_less_and_its_moments_are_e4m3():
     settings = PRESETS["tiny"].settings
     with paper_flow.known() as name:

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 from helpers import compiled_cache
-from helpers.marks import slow
 
 import coat_jax as coat
 from experiments.common import results
@@ -138,7 +137,8 @@ def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
     assert (finished / "moments.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("stops", [False, slow(True)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [False, True])
 def test_interruptions_change_no_bit(
     stops, finished, text, tmp_path, compilation_cache
 ):

@@ -166,6 +166,7 @@ def short():
     return small.train(_SHORT, seeds=2, with_paper_flow=False)
 
 
+@pytest.mark.slow
 def test_a_small_training_is_that_of_its_seed(short):
     for seed in (0, 1):
         alone = trained.train(dataclasses.replace(_SHORT, seed=seed), "bf16")

@@ -66,6 +66,7 @@ def _all_groups(tree):
     )
 
 
+@pytest.mark.slow
 def test_captured_gradients_lead_from_moments_to_moments(captured, states, settings):
     (mu, nu), last = (
         [_all_groups(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu")]

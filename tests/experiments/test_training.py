@@ -163,6 +163,7 @@ def test_stochastic_rounding_of_nothing_is_refused(changes):
         _settings(rounding="stochastic", **changes)
 
 
+@pytest.mark.slow
 def test_histories_are_kept_in_checkpoints(batches, tmp_path):
     settings = _settings(scaling="delayed")
     config = model_config(settings, "coat", 257)

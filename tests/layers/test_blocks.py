@@ -175,32 +175,39 @@ def test_recipes_share_initialization_and_structure():
 
 
 @functools.cache
-def computed(recipe: str):
-    """Returns a small model's logits, and the value and gradient of its loss."""
+def logits_of(recipe: str):
+    """Returns a small model's logits."""
+    graph, params = split(small(recipe=recipe))
+    return compiled(lambda p: nnx.merge(graph, p)(tokens()), params)
+
+
+@functools.cache
+def loss_and_gradient(recipe: str):
+    """Returns the value and the gradient of a small model's loss."""
     graph, params = split(small(recipe=recipe))
 
     def loss(params):
         model = nnx.merge(graph, params)
         return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
 
-    logits = compiled(lambda p: nnx.merge(graph, p)(tokens()), params)
-    return logits, *compiled(jax.value_and_grad(loss), params)
+    return compiled(jax.value_and_grad(loss), params)
 
 
 def test_fp8_recipes_compute_nearly_the_same_logits():
     """Logits do not depend on the residuals saved, but on the kind of scales."""
-    te, coat, coat_max, coat_block = (computed(recipe)[0] for recipe in FP8_RECIPES)
+    te, coat, coat_max, coat_block = map(logits_of, FP8_RECIPES)
     np.testing.assert_array_equal(coat, coat_max)
-    wide_logits = computed("bf16")[0]
+    wide_logits = logits_of("bf16")
     for logits in (te, coat, coat_block):
         assert 0.99 < cosine(logits, wide_logits) < 1 - 1e-5
     assert cosine(te, coat) > 0.99
 
 
-@pytest.mark.parametrize("recipe", FP8_RECIPES)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("recipe", FP8_RECIPES[1:])
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
     """The measured cosine is 0.991 to 0.993, the cost of E5M2 in all FP8 recipes."""
-    te, bf16, mine = (computed(r)[2] for r in ("te", "bf16", recipe))
+    te, bf16, mine = (loss_and_gradient(r)[1] for r in ("te", "bf16", recipe))
     assert 0.98 < cosine(mine, bf16) < 1 - 1e-5
     assert 1 - cosine(mine, bf16) < 1.35 * (1 - cosine(te, bf16))
 
@@ -327,7 +334,7 @@ def test_weights_quantized_before_give_the_same(recipe):
     # Output features of a layer's weights, each with a scale.
     outputs = 128 + 64 + 2 * 96 + 64
     assert nbytes == 2 * (2 * layer + 4 * outputs + 4 * 4)
-    _, value, expected = computed(recipe)
+    value, expected = loss_and_gradient(recipe)
     actual_value, actual = loss(params, codes)
     assert actual_value == value
     assert_close(actual, expected, 1e-6)

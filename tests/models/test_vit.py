@@ -17,6 +17,7 @@ from helpers.gradients import (
     saved,
     saved_bytes,
 )
+from helpers.marks import slow
 from helpers.models import initialization, normal, parameters
 
 from coat_jax.models import vit
@@ -113,8 +114,7 @@ def test_fp8_recipes_compute_nearly_the_same_features():
         assert cosine(features, others[0]) > 0.99
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("recipe", RECIPES[1:])
+@pytest.mark.parametrize("recipe", [slow("te"), slow("coat"), "coat_max"])
 def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
     plain, mine = computed("bf16")[1], computed(recipe)[1]
     assert 0.98 < cosine(mine, plain) < 1 - 1e-5

@@ -39,6 +39,7 @@ def starts(seed: int) -> tuple:
     return tuple(jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in "xy")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "problem"), [(scaled, parabola), (coat.fp8_adamw, rosenbrock)]
 )

@@ -67,6 +67,7 @@ def test_optax_adamw_goes_on_from_a_converted_state(wrap):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
+@pytest.mark.sampled(2)
 @every_wrapper
 def test_fp8_goes_on_from_optax_adamws_state(wrap):
     mine, theirs = wrap(coat.fp8_adamw(1e-2)), wrap(optax.adamw(1e-2))

@@ -57,6 +57,7 @@ def biases(fn, *args) -> set[int]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fn", "columns"), [(two, {F, K}), (gated, {K}), (activated, {F, K})]
 )

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 from helpers import small_models
 from helpers.gradients import saved
+from helpers.marks import slow
 from helpers.models import parameters
 
 import coat_jax as coat
@@ -118,7 +119,7 @@ def test_report_agrees():
     assert coat.residual_report(loss, params, tokens).nbytes == expected
 
 
-@pytest.mark.parametrize("before", [None, "te"])
+@pytest.mark.parametrize("before", [slow(None), "te"])
 def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
     """The report lists no operations inside kernels and no callers of other traces."""
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)

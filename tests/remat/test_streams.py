@@ -98,6 +98,7 @@ def assert_is_sum(found, alone, x, dy):
         assert np.all(np.abs(np.asarray(actual, np.float64) - sum(parts)) <= bound)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_the_stream_and_its_gradient_are_added(branch):
     params, x, dy = given()
