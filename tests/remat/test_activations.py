@@ -183,8 +183,8 @@ def test_other_ways_to_save_are_not_the_kernels(options):
     assert not alone(fp8_remat(mlp(nn.silu), **options), weights, x)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("tokens", "f"), [((4, 1, 33), 144), ((2, 3), 40), ((1,), 16)])
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
     fn = mlp(nn.gelu)

@@ -189,8 +189,8 @@ def test_float16_is_left_alone():
     assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("tokens", "f"), [((1,), 16), ((2, 3), 40), ((4, 1, 33), 144)])
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("tokens", "f"), [((4, 1, 33), 144), ((2, 3), 40), ((1,), 16)])
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
     fn = mlp(silu)
@@ -199,6 +199,7 @@ def test_edge_shapes(tokens, f):
     assert_close(merged, plain, 0.2)
 
 
+@pytest.mark.slow
 def test_gradients_are_as_close_to_exact_ones_as_without_gates():
     weights, x, dy = given(f=256, tokens=(4, 64))
 

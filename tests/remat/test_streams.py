@@ -187,6 +187,7 @@ def test_other_ways_to_save_add_as_written(options):
     assert added(fn, params, x) == (False, False)
 
 
+@pytest.mark.slow
 def test_parallel_branches_add_one_after_the_other():
     params, x, dy = given()
 
