@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import pytest
 
 import pallas_kernels as pk
 from helpers.kernels import BF16, E4M3, FORMATS, encoded_groups, numbers
@@ -20,8 +21,17 @@ TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
 ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
 ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
 ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
+_CASE = "activation", "shape"
+every_activation = pytest.mark.parametrize(
+    _CASE, list(zip(ACTIVATIONS, SHAPES, strict=True))
+)
+every_activation_in_rows = pytest.mark.parametrize(
+    _CASE, list(zip(ACTIVATIONS * 2, ROWS, strict=True))
+)
 # Copies are made alike for all activations, which other tests compare with formulas.
-TILED = [slow("gelu", TILES[0]), ("silu", TILES[1]), slow("gelu_exact", TILES[2])]
+every_activation_in_tiles = pytest.mark.parametrize(
+    _CASE, [slow("gelu", TILES[0]), ("silu", TILES[1]), slow("gelu_exact", TILES[2])]
+)
 
 
 def inputs(shape, seed=0):

@@ -6,16 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.gates import (
-    ACTIVATIONS,
     ERROR,
-    ROWS,
     SCALE,
-    SHAPES,
-    TILED,
     apart,
     assert_rounded,
     assert_transposed,
     decoded,
+    every_activation,
+    every_activation_in_rows,
+    every_activation_in_tiles,
     exact,
     inputs,
     with_scale,
@@ -34,7 +33,7 @@ import pallas_kernels as pk
 
 
 @every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
+@every_activation_in_tiles
 def test_gate_and_up_as_two_arrays(implementation, activation, shape):
     groups, dy = inputs(shape)
     y, size = exact(groups, activation)
@@ -81,9 +80,7 @@ def alone(gate_up):
 
 @pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
-)
+@every_activation
 def test_an_activation_without_up(implementation, activation, shape):
     groups, dy = inputs(shape)
     gate, ones = alone(groups)
@@ -100,7 +97,7 @@ def test_an_activation_without_up(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
+@every_activation_in_tiles
 def test_gradients_of_an_activation_with_its_output(implementation, activation, shape):
     groups, dy = inputs(shape)
     gate, ones = alone(groups)
@@ -120,9 +117,7 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
 
 @pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS, strict=True))
-)
+@every_activation_in_rows
 def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
     wide = jnp.asarray(decoded(groups), BF16)[..., 0, :]

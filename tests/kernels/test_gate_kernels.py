@@ -9,14 +9,14 @@ import pytest
 from helpers.gates import (
     ACTIVATIONS,
     ERROR,
-    ROWS,
     SCALE,
-    SHAPES,
-    TILED,
     apart,
     assert_rounded,
     assert_transposed,
     decoded,
+    every_activation,
+    every_activation_in_rows,
+    every_activation_in_tiles,
     exact,
     inputs,
     with_scale,
@@ -39,9 +39,7 @@ from coat_jax.layers import recipes as blocks
 
 @pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
-)
+@every_activation
 def test_products(implementation, activation, shape):
     groups, _ = inputs(shape)
     y, size = exact(groups, activation)
@@ -59,9 +57,7 @@ def test_products(implementation, activation, shape):
 
 @pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS, SHAPES, strict=True))
-)
+@every_activation
 def test_gradients(implementation, activation, shape):
     groups, dy = inputs(shape)
     grads, size = exact(groups, activation, dy)
@@ -77,7 +73,7 @@ def test_gradients(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
+@every_activation_in_tiles
 def test_transposed_copies(implementation, activation, shape):
     groups, dy = inputs(shape)
     scale = jnp.float32(SCALE)
@@ -96,7 +92,7 @@ def test_transposed_copies(implementation, activation, shape):
 
 
 @every_implementation
-@pytest.mark.parametrize(("activation", "shape"), TILED)
+@every_activation_in_tiles
 def test_gradients_with_the_product(implementation, activation, shape):
     groups, dy = inputs(shape)
     how = {"activation": activation, "product_scale": jnp.float32(0.25)}
@@ -117,9 +113,7 @@ def test_gradients_with_the_product(implementation, activation, shape):
 
 @pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize(
-    ("activation", "shape"), list(zip(ACTIVATIONS * 2, ROWS, strict=True))
-)
+@every_activation_in_rows
 def test_a_scale_for_each_row(implementation, activation, shape):
     groups, _ = inputs(shape)
     y, size = exact(groups, activation)
