@@ -212,12 +212,12 @@ def test_linen_model_keeps_paths_and_nearly_its_gradients(method):
     assert isinstance(light, LinenModel)
     assert light.depth == 2
 
+    training = {"train": True, "rngs": {"dropout": jax.random.key(3)}}
+    options = training if method == "encode" else {}
+
     def gradient(model):
         def scalar(params):
-            train = method == "encode"
-            rngs = {"dropout": jax.random.key(3)}
-            y = model.apply(params, tokens(), train=train, rngs=rngs, method=method)
-            return loss(y)
+            return loss(model.apply(params, tokens(), method=method, **options))
 
         return flat(compiled(jax.grad(scalar), params))
 

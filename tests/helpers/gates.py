@@ -14,23 +14,23 @@ from helpers.marks import slow
 
 # The relative error of float32 arithmetic with a GPU's exponentials and logarithms.
 ERROR = 4e-5
-TINY = 2.0**-110  # Absolute error of a flushed denormal times its factor.
+_TINY = 2.0**-110  # Absolute error of a flushed denormal times its factor.
 SCALE = 2.0**-3
-SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
-TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
-ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
-ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
+_SHAPES = [(8, 2, 128), (3, 11, 2, 144), (17, 2, 160)]
+_TILES = [(128, 2, 64), (2, 72, 2, 80), (144, 2, 96)]
+_ROWS = [(5, 2, 2048), (2, 2, 2, 2064), (1, 2, 28_656)]
+_ROWS += [(5, 2, 1408), (2, 3, 2, 1920), (17, 2, 128)]  # Short ones.
 ACTIVATIONS = ["silu", "gelu", "gelu_exact"]
 _CASE = "activation", "shape"
 every_activation = pytest.mark.parametrize(
-    _CASE, list(zip(ACTIVATIONS, SHAPES, strict=True))
+    _CASE, list(zip(ACTIVATIONS, _SHAPES, strict=True))
 )
 every_activation_in_rows = pytest.mark.parametrize(
-    _CASE, list(zip(ACTIVATIONS * 2, ROWS, strict=True))
+    _CASE, list(zip(ACTIVATIONS * 2, _ROWS, strict=True))
 )
 # Copies are made alike for all activations, which other tests compare with formulas.
 every_activation_in_tiles = pytest.mark.parametrize(
-    _CASE, [slow("gelu", TILES[0]), ("silu", TILES[1]), slow("gelu_exact", TILES[2])]
+    _CASE, [slow("gelu", _TILES[0]), ("silu", _TILES[1]), slow("gelu_exact", _TILES[2])]
 )
 
 
@@ -51,7 +51,7 @@ def decoded(groups) -> np.ndarray:
     return np.asarray(groups.codes, np.float64) * scale
 
 
-def sigmoid(x):
+def _sigmoid(x):
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(-x))
 
@@ -64,7 +64,7 @@ def exact(groups, activation, dy=None):
     if activation == "gelu":
         x = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
         slope = math.sqrt(8 / math.pi) * (1 + 3 * 0.044715 * gate**2)
-    factor, density = sigmoid(x), sigmoid(x) * sigmoid(-x) * slope
+    factor, density = _sigmoid(x), _sigmoid(x) * _sigmoid(-x) * slope
     if activation == "gelu_exact":
         x = gate**2 / 2
         factor = np.vectorize(math.erfc)(-gate / math.sqrt(2)) / 2
@@ -83,7 +83,7 @@ def exact(groups, activation, dy=None):
 
 def assert_rounded(values, y, size, scale=None):
     """Asserts that values are y, with an error of `ERROR * size`, rounded."""
-    error = ERROR * size + TINY
+    error = ERROR * size + _TINY
     low, high = y - error, y + error
     if values.dtype == BF16:
         low, high = (x.astype(ml_dtypes.bfloat16) for x in (low, high))

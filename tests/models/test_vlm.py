@@ -131,7 +131,7 @@ def test_loss_is_that_of_answers():
 
 
 def test_loss_without_answers_is_zero():
-    graph, params = split(config("bf16", dtype=jnp.float32))
+    graph, params = split(config(dtype=jnp.float32))
     given, targets = tokens()[:, :-1], tokens()[:, 1:]
     nothing = np.zeros(targets.shape, bool)
 
