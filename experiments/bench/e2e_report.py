@@ -17,7 +17,7 @@ from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
-from experiments.estimate.table_7 import MODELS
+from experiments.estimate.table_7 import MODELS as PAPERS_MODELS
 from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
@@ -28,6 +28,21 @@ _BATCH = 2
 # The number of GPUs of the paper's row that a single H200 with 141 GB stands beside.
 _PAPER_GPUS = 4
 _MIB_PER_GIB = 1024
+# The names of whole models, by preset.
+MODELS = PAPERS_MODELS | {"llama3-8b": "Llama-3-8B"}
+# The panels of the figure of speeds.
+_SCALED = (
+    ("H100", Model()),
+    ("H200", Model.of("llama2-7b", seq=4096)),
+    ("H200", Model.of("llama3-8b", seq=8192)),
+)
+# Published tokens per second of each of eight H100s in FP8, by NVIDIA's NeMo and by its
+# Megatron Bridge (docs.nvidia.com/nemo/megatron-bridge, "Performance Summary").
+PUBLISHED = {
+    Model.of("llama2-7b", seq=4096): ("NeMo", 16_934),
+    Model.of("llama3-8b", seq=8192): ("Megatron Bridge", 14_451),
+}
+_PUBLISHED_GPUS = 8
 # The kinds of memory in the figure. The last is the paper's, which prints no other sum.
 _KINDS = {
     "optimizer": "optimizer",
@@ -115,34 +130,38 @@ def by_kind() -> dict[str, list[Row]]:
 
 
 def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> Table:
-    """Returns the measured steps on one to four GPUs of the table's models.
+    """Returns the measured steps of whole models on one to four GPUs.
 
     Args:
       measured: What `by_kind` returns.
       predicted: The rows of `estimate`.
     """
     found = new_table(
-        "On H100s of 80 GB and H200s of 141 GB, here; tokens/s and memory of each GPU",
+        "H100s of 80 GB, H200s of 141 GB, here; tokens/s and memory of each GPU; "
+        "x bf16: times the fastest bf16",
         "",
+        "sequence",
         "GPUs",
         "",
         "batch",
         "tokens/s",
-        "x fastest bf16",
+        "x bf16",
         "peak, GiB",
         "predicted",
         "error",
     )
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
-    rows = [(kind, _named(row)) for kind, rows in measured.items() for row in rows]
-    for kind, row in rows:
-        if row["model"] not in MODELS or row.get("xla_flags"):
+    for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
+        model = Model.of_row(row)
+        whole = model.preset and model == Model.of(model.preset, model.seq)
+        if not whole or row.get("xla_flags"):
             continue
-        prediction = peaks[BY_KIND[kind], *_place(row["model"], row)]
+        prediction = peaks[BY_KIND[kind], *_place(model.name, row)]
         ratio = row.get("ratio_to_best_bf16")
         rate = row.get("tokens_per_s_per_gpu")
         found.add_row(
-            MODELS[row["model"]],
+            MODELS[model.preset],
+            f"{model.seq:,}",
             f"{row['gpus']} {kind}",
             row["case"],
             str(row["batch"]),
@@ -155,60 +174,71 @@ def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> 
     return found
 
 
-def _named(row: Row) -> Row:
-    return row | {"model": Model.of_row(row).name}
-
-
 def _place(model: str, row: Row) -> tuple[str, str, int, int]:
     return model, row["case"], row["gpus"], row["batch"]
 
 
-def draw_scaling(measured: Sequence[Row]) -> Figure:
-    """Draws the tokens per second of a GPU on one to eight GPUs, for the 7B model.
+def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
+    """Draws the tokens per second of a GPU on one to eight GPUs.
 
-    They are those of the fastest batch that was measured, which is written at the
-    point. The paper's stand beside them, on GPUs where it has a speed.
+    There is a panel for each model and kind of GPU of `_SCALED`. Points are those of
+    the fastest batch that was measured, which is written there. The paper's, or those
+    that others have published, stand beside them.
 
     Args:
-      measured: The rows of H100s.
+      measured: What `by_kind` returns.
     """
-    figure = Figure(figsize=(7, 4), layout="constrained", dpi=150)
-    axes = figure.subplots()
-    batches: dict[tuple[str, int], int] = {}
-    for recipe in ("bf16", "te", "coat"):
-        ours: dict[int, float] = {}
-        for row in sorted(map(_named, measured), key=_rate):
-            if row["model"] == "llama2-7b" and _recipe(row["case"]) == recipe:
-                ours[row["gpus"]] = _rate(row)
-                batches[recipe, row["gpus"]] = row["batch"]
-        theirs = {
-            gpus: paper[recipe][-1]
-            for (model, gpus, _), paper in TABLE_7.items()
-            if model == _MODEL and paper[recipe]
-        }
-        look = {"color": RECIPE_COLORS[recipe], "marker": RECIPE_MARKERS[recipe]}
-        axes.plot(*_line(ours), label=f"{recipe}, here", **look)
-        for gpus, rate in ours.items():
-            text = f"batch {batches[recipe, gpus]}"
-            place = {"xytext": (6, 6), "textcoords": "offset points"}
-            axes.annotate(text, (gpus, rate), fontsize=8, **place)
-        axes.plot(
-            *_line(theirs),
-            label=f"{recipe}, paper",
-            linestyle=":",
-            markerfacecolor="white",
-            **look,
-        )
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("GPUs (H100, 80 GB)")
-    axes.set_ylabel("tokens/s of each GPU")
-    title = f"{_MODEL}, each at the fastest batch that was measured"
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8, ncols=3)
-    framed(axes)
+    size = (4.2 * len(_SCALED), 4)
+    figure = Figure(figsize=size, layout="constrained", dpi=150)
+    panels = figure.subplots(1, len(_SCALED), sharey=True)
+    for axes, (kind, model) in zip(panels, _SCALED, strict=True):
+        for recipe in ("bf16", "te", "coat"):
+            look = {"color": RECIPE_COLORS[recipe], "marker": RECIPE_MARKERS[recipe]}
+            best = _fastest(measured[kind], model, recipe)
+            rates = {gpus: _rate(row) for gpus, row in best.items()}
+            axes.plot(*_line(rates), label=f"{recipe}, here", **look)
+            for gpus, rate in rates.items():
+                place = {"xytext": (6, 6), "textcoords": "offset points"}
+                text = f"batch {best[gpus]['batch']}"
+                axes.annotate(text, (gpus, rate), fontsize=8, **place)
+            look |= {"linestyle": ":", "markerfacecolor": "white"}
+            if model == Model():
+                axes.plot(*_line(_papers(recipe)), label=f"{recipe}, paper", **look)
+        if model in PUBLISHED:
+            name, rate = PUBLISHED[model]
+            look = {"color": "black", "marker": "*", "linestyle": "none"}
+            axes.plot([_PUBLISHED_GPUS], [rate], label=f"FP8 on H100s, {name}", **look)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks([1, 2, 4, 8], labels=["1", "2", "4", "8"])
+        axes.set_xlim(0.85, 11)
+        axes.set_xlabel(f"GPUs ({kind})")
+        title = f"{MODELS[model.preset]}, {model.seq:,} tokens a sequence"
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=8, ncols=2, loc="lower left")
+        framed(axes)
+    panels[0].set_ylabel("tokens/s of each GPU, at its fastest batch")
+    low, high = panels[0].get_ylim()
+    panels[0].set_ylim(0, high + 0.05 * (high - low))
     return figure
+
+
+def _fastest(measured: Sequence[Row], model: Model, recipe: str) -> dict[int, Row]:
+    """Returns the row of a recipe's fastest batch, by the number of GPUs."""
+    found: dict[int, Row] = {}
+    for row in sorted(measured, key=_rate):
+        of_it = Model.of_row(row) == model and _recipe(row["case"]) == recipe
+        if of_it and "error" not in row:
+            found[row["gpus"]] = row
+    return found
+
+
+def _papers(recipe: str) -> dict[int, float]:
+    """Returns the paper's tokens per second of a GPU for the 7B model."""
+    return {
+        gpus: values[recipe][-1]
+        for (model, gpus, _), values in TABLE_7.items()
+        if model == _MODEL and values[recipe]
+    }
 
 
 def _rate(row: Row) -> float:

@@ -62,7 +62,7 @@ class Model:
     seq: int = 2048
 
     @classmethod
-    def of(cls, preset: str) -> "Model":
+    def of(cls, preset: str, seq: int = 2048) -> "Model":
         """Returns the sizes of a preset of `coat_jax.models.llama`."""
         config = llama.CONFIGS[preset]
         return cls(
@@ -72,6 +72,7 @@ class Model:
             heads=config.num_heads,
             kv_heads=config.num_kv_heads,
             vocab=config.vocab_size,
+            seq=seq,
         )
 
     @classmethod
@@ -80,18 +81,24 @@ class Model:
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
     @property
-    def name(self) -> str:
-        """The preset with these sizes, or the sizes, and what differs from it."""
+    def preset(self) -> str | None:
+        """The preset with these sizes, of any number of layers and any context."""
         differs = {"layers": self.layers, "seq": self.seq}
         for preset in llama.CONFIGS:
-            known = Model.of(preset)
-            if dataclasses.replace(known, **differs) == self:
-                found = preset
-                if self.layers != known.layers:
-                    found += f", {self.layers} layers"
-                break
-        else:
+            if dataclasses.replace(Model.of(preset), **differs) == self:
+                return preset
+        return None
+
+    @property
+    def name(self) -> str:
+        """The preset with these sizes, or the sizes, and what differs from it."""
+        preset = self.preset
+        if preset is None:
             found = f"{self.layers} layers of {self.hidden}"
+        elif self.layers == Model.of(preset).layers:
+            found = preset
+        else:
+            found = f"{preset}, {self.layers} layers"
         return found if self.seq == Model.seq else f"{found}, sequence {self.seq:,}"
 
     def config(self, case: Case, mesh: Mesh | None = None) -> llama.LlamaConfig:

@@ -187,24 +187,42 @@ def test_bars_of_the_figure_are_peaks(predicted):
     assert "GiB" in eight.get_xlabel()
 
 
-def test_several_gpus_stand_beside_predictions_and_the_paper():
-    by_kind = e2e_report.by_kind()
-    rows = cells_of(e2e_report.several(by_kind, load("estimate")["rows"]))
-    assert {row[0] for row in rows} == set(table_7.PRESETS)
+def test_several_gpus_stand_beside_predictions():
+    rows = cells_of(e2e_report.several(e2e_report.by_kind(), load("estimate")["rows"]))
+    assert {row[0] for row in rows} == set(e2e_report.MODELS.values())
+    assert {"2,048", "4,096", "8,192"} == {row[1] for row in rows}
     for gpus in ("2 H100", "1 H200"):
-        [row] = [r for r in rows if r[:4] == ("Llama-2-13B", gpus, "bf16", "1")]
-        assert row[4] == "out of memory"
+        key = ("Llama-2-13B", "2,048", gpus, "bf16", "1")
+        [row] = [r for r in rows if r[:5] == key]
+        assert row[5] == "out of memory"
     for row in rows:
-        peak, predicted = map(float, row[6:8])
-        error = float(row[8].rstrip("%"))
+        peak, predicted = map(float, row[7:9])
+        error = float(row[9].rstrip("%"))
         assert predicted / peak == pytest.approx(1 + error / 100, abs=0.004)
-    measured = by_kind["H100"]
-    [axes] = e2e_report.draw_scaling(measured).axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-    assert lines["coat, paper"] == [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]
-    best = [
-        r for r in measured if (r["case"], r["gpus"], r["batch"]) == ("coat", 2, 12)
+
+
+def test_speeds_stand_beside_the_papers_and_published_ones():
+    by_kind = e2e_report.by_kind()
+    panels = e2e_report.draw_scaling(by_kind).axes
+    lines = [
+        {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        for axes in panels
     ]
-    assert lines["coat, here"][1] == [2, best[0]["tokens_per_s_per_gpu"]]
-    texts = {text.get_text() for text in axes.texts}
+    papers = [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]
+    assert lines[0]["coat, paper"] == papers
+    [best] = [
+        row["tokens_per_s_per_gpu"]
+        for row in by_kind["H100"]
+        if Model.of_row(row) == Model()
+        and (row["case"], row["gpus"], row["batch"]) == ("coat", 2, 12)
+    ]
+    assert lines[0]["coat, here"][1] == [2, best]
+    texts = {text.get_text() for text in panels[0].texts}
     assert {"batch 2", "batch 12"} <= texts
+    assert lines[1]["FP8 on H100s, NeMo"] == [[8, 16_934]]
+    assert lines[2]["FP8 on H100s, Megatron Bridge"] == [[8, 14_451]]
+    assert not any("paper" in label for own in lines[1:] for label in own)
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert "Llama-3-8B, 8,192 tokens a sequence" in titles
+    for own in lines[1:]:
+        assert [gpus for gpus, _ in own["coat, here"]] == [1, 4]

@@ -315,6 +315,25 @@ def test_rows_of_two_gpus_stand_beside_one():
     assert "2 x 8" in _printed(bench_e2e.table(rows))
 
 
+def test_bars_of_four_gpus_depend_on_the_kind():
+    def step(gpus, rate, batch=4):
+        row = _step("coat", batch, rate) | {"gpus": gpus}
+        return row | dataclasses.asdict(model_step.Model.of("llama3-8b", seq=8192))
+
+    rows = []
+    for row in (step(1, 16_000.0), step(4, 60_800.0), step(4, 66_000.0, batch=6)):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    share = "4 GPUs, coat, batch 4 a GPU: tokens/s a GPU / one's"
+    speed = "4 GPUs, coat, its best, tokens/s a GPU"
+    for gpu, expected in (
+        ("NVIDIA H100 80GB HBM3", {share: 0.95}),
+        ("NVIDIA H200", {share: 0.95, speed: 16_500}),
+    ):
+        found = bench_e2e.bars(rows, gpu)
+        assert {bar.name: bar.measured for bar in found} == expected
+        assert all(bar.holds for bar in found)
+
+
 def test_rows_of_other_flags_and_models_stand_beside_each_other():
     def step(case, rate, *, gpus=2, flags="", layers=12, peak=10.0):
         row = _step(case, 8, rate, peak) | {"gpus": gpus, "layers": layers}
