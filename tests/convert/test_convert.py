@@ -118,6 +118,7 @@ def loss(logits):
     return jnp.mean(jnp.square(logits.astype(jnp.float32)))
 
 
+@pytest.mark.internals
 def test_nnx_model_shares_variables_and_nearly_its_gradients():
     model = Model(nnx.Rngs(0))
     light = coat.fp8(model)
@@ -181,6 +182,7 @@ def test_rules_choose_matmuls_by_path(rule):
     assert found == expected | ({"layers/1/router/kernel"} if callable(rule) else set())
 
 
+@pytest.mark.internals
 def test_containers_of_all_kinds_and_shared_modules():
     class Holder(nnx.Module, pytree=False):
         def __init__(self, rngs):
@@ -254,6 +256,7 @@ def test_scanned_blocks_are_named():
     assert_close(y, expected, 0.1)
 
 
+@pytest.mark.internals
 def test_functions_are_one_block():
     def mlp(params, x, scale=1.0):
         h = jnp.einsum("of,bf->bo", params["first"], x) * scale
@@ -300,6 +303,7 @@ def test_batched_weights_in_any_order_of_axes(order):
     assert fp8_parameters(lambda w: light(w, x), w) == {""}
 
 
+@pytest.mark.internals
 def test_jitted_functions_are_converted_and_loops_are_warned_of():
     @jax.jit
     def inner(w, x):

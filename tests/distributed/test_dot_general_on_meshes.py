@@ -37,6 +37,7 @@ def _results(dot, out_sharding, x, w):
     return y, *grads
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("jit", [False, True])
 def test_values_and_types_are_those_of_dot_general(case, jit):

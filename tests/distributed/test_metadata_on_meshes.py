@@ -48,7 +48,7 @@ def _steps(tx, params, grads_of):
     return params
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:a parameter of shape")
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("jit", [False, True])
@@ -86,7 +86,7 @@ def test_an_nnx_optimizer_is_made_and_steps(spec, jit):
     )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("width", [1024, 256])
 def test_flaxs_recipe_for_sharded_train_states(spec, width):

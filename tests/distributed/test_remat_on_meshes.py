@@ -109,6 +109,7 @@ def test_no_collective_is_added(axis_type, policy):
     assert_close(jax.device_get(actual), of_one_device(policy), 1e-3)
 
 
+@pytest.mark.internals
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
 def test_residuals_lie_as_what_they_are_of(axis_type):
@@ -143,6 +144,7 @@ def test_groups_that_devices_cut_are_right_all_the_same(axis_type):
     assert_close(jax.device_get(actual), of_one_device(hidden=48), 1e-3)
 
 
+@pytest.mark.internals
 @pytest.mark.usefixtures("either")
 @pytest.mark.parametrize("manual", [{"data", "model"}, {"data"}], ids=["all", "data"])
 def test_inside_of_shard_map(manual):

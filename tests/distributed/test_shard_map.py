@@ -80,7 +80,7 @@ def layer(recipe):
 
 
 @pytest.mark.parametrize(
-    "recipe", [*map(slow, ("bf16", "te", "coat_max")), "coat", "coat_block"]
+    "recipe", ["coat", *map(slow, ("bf16", "te", "coat_max", "coat_block"))]
 )
 def test_layers_run_on_each_devices_rows(recipe):
     graph, params = layer(recipe)
@@ -124,6 +124,7 @@ def dense(w, x):
     return jax.nn.silu(x @ w["up"]) @ w["down"]
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize(
     "apply",
     [dots, coat.fp8_remat(dots), coat.fp8_remat(dense), coat.fp8(dense)],

@@ -283,7 +283,7 @@ def _interrupt():
     ("owner", "name", "number", "action", "code"),
     [
         slow(training.Trainer, "step", 6, _interrupt, 130),
-        (training.Trainer, "step", 7, _interrupt, 130),
+        slow(training.Trainer, "step", 7, _interrupt, 130),
         slow(training.Trainer, "step", 9, _interrupt, 130),
         slow(training.Trainer, "step", 9, kill, None),
         slow(Checkpoints, "roll_back", 1, kill, None),

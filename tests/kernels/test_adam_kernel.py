@@ -160,7 +160,7 @@ def test_a_part_of_an_array_rounds_as_in_the_whole(implementation, width):
 
 
 @pytest.mark.parametrize("implementation", ["interpret", on_gpu])
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("dtype", [BF16, slow(F32)])
 def test_steps_follow_each_other_through_shared_memory(implementation, dtype):
     grads, moments, params = random_state((7 * 64 + 40, 128), dtype)
     arguments = (SCALARS, grads, moments, params)

@@ -15,6 +15,8 @@ from pallas_kernels.ops.matmul.plan import Product
 from pallas_kernels.ops.quantize.groups import _QuantizeGroups
 from pallas_kernels.ops.quantize.tensor import _QuantizeTensor
 
+pytestmark = pytest.mark.internals
+
 E4M3 = jnp.float8_e4m3fn
 SIZES = {"data": 2, "fsdp": 4}
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from helpers import oracle, segments
 from helpers.gradients import compiled, fake, saved, saved_bytes, value_and_vjp
+from helpers.marks import slow
 from helpers.models import normal
 
 from coat_jax.layers import flow, parts, shards
@@ -290,7 +291,7 @@ def test_nan_is_not_hidden():
     assert np.isfinite(y[0]).all()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float32)])
 def test_the_gradient_of_the_stream_has_its_scale(dtype):
     x, dy = (normal(i, *TOKENS, HIDDEN, dtype=dtype) for i in (7, 8))
     dheads = [normal(9, *TOKENS, n, HEAD_DIM, dtype=dtype) for n in (4, 2, 2)]

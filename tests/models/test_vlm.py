@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from helpers import small_models, vision
 from helpers.gradients import assert_close, compiled, cosine
+from helpers.marks import slow
 from helpers.models import normal, parameters
 
 from coat_jax.models import llama, vit, vlm
@@ -70,7 +71,7 @@ def tokens(images: int = 1):
     return found
 
 
-@pytest.mark.parametrize("merge_size", [1, 2])
+@pytest.mark.parametrize("merge_size", [slow(1), 2])
 def test_image_embeddings(merge_size):
     own, count = config(dtype=jnp.float32, merge_size=merge_size), 2
     graph, params = split(own)

@@ -98,7 +98,7 @@ def maxima(segment):
     return {name: float(history[0]) for name, history in grads["amax"].items()}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_maxima_of_what_was_quantized_are_recorded(segment):
     *_, dy = segments()[segment]

@@ -96,6 +96,7 @@ def test_results_and_gradients_follow_their_formulas(name):
         assert_near(dw, right, 2e-2)
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("activation", "dtype"),
@@ -131,6 +132,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):

@@ -91,6 +91,7 @@ def test_products_and_gradients_follow_their_formulas(name):
         assert_near(dw, right)
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("product", "dtype"),
@@ -135,6 +136,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):

@@ -37,6 +37,7 @@ def tensor(x, format=oracle.E4M3):
     return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
 
 
+@pytest.mark.internals
 def test_matmuls_and_gradients_follow_their_formulas():
     weights, x = weights_and_tokens()
     dys = [
@@ -66,6 +67,7 @@ def test_one_copy_is_saved_for_all_matmuls():
     assert saved_bytes(apart) > 3 * TOKENS * K
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda fn: fn])
 def test_calls_in_jitted_functions_are_merged(wrap):
     def fn(weights, x):
@@ -113,6 +115,7 @@ def test_calls_that_vmap_changed_are_left_alone(axis):
     assert_close(merged[1], plain[1], 0.1)
 
 
+@pytest.mark.internals
 def test_batch_dimensions():
     """Experts: a batch of matrices times a batch of weights, each with its scales."""
 
@@ -211,6 +214,7 @@ def test_equal_operations_are_computed_once():
     assert core.jaxpr_as_fun(short)(0.5) == core.jaxpr_as_fun(program)(0.5)
 
 
+@pytest.mark.internals
 def test_effects_are_not_merged(capsys):
     def fn(x):
         for _ in range(2):
@@ -223,6 +227,7 @@ def test_effects_are_not_merged(capsys):
     assert capsys.readouterr().out.count("x is 3.0") == 2
 
 
+@pytest.mark.internals
 def test_inlined_calls_may_pass_arguments_on_and_repeat_results():
     inner = jax.jit(lambda x, y: (y, x + y, 2.0))
 

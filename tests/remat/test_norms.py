@@ -164,6 +164,7 @@ FORMS = {
 }
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("tokens", [(TOKENS,), slow((2, 24))])
 @pytest.mark.parametrize("name", FORMS)
@@ -198,6 +199,7 @@ NEAR_MISSES = {
 }
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):

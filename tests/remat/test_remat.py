@@ -39,6 +39,8 @@ import coat_jax as coat
 from coat_jax.models import llama
 from coat_jax.remat.api import fp8_remat
 
+pytestmark = pytest.mark.internals
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:

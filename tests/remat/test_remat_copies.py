@@ -82,11 +82,11 @@ def over_one_device(fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "transform",
-    [jax.jit, jax.vmap, over_one_device],
-    ids=["jit", "vmap", "shard_map"],
+    [over_one_device, jax.jit, jax.vmap],
+    ids=["shard_map", "jit", "vmap"],
 )
 def test_kernels_compute_the_same_within_transformations(transform, request):
     w, xs = normal(1, 64, 64, scale=0.2), normal(2, 3, 96, 64)

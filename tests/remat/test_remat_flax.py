@@ -95,6 +95,7 @@ class Scanned(nn.Module):
         return stacked(name="layers")(x, train)[0]
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("light", "plain"),
@@ -182,6 +183,7 @@ def squares(module, x):
     return jnp.mean(jnp.square(module(x)))
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize(
     ("make", "gradient"),
     [
@@ -261,6 +263,7 @@ def called_twice(wrap):
     return outputs, nnx.state(module, nnx.BatchStat), nnx.state(rngs, nnx.RngCount)
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize(
     "wrap",
     [

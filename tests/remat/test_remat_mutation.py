@@ -13,6 +13,8 @@ from helpers.gradients import assert_close
 
 import coat_jax as coat
 
+pytestmark = pytest.mark.internals
+
 X = jax.random.normal(jax.random.key(0), (64, 64))
 
 

@@ -24,6 +24,8 @@ from jax.sharding import AxisType, PartitionSpec
 from coat_jax import fp8_dot_general
 from coat_jax.remat.api import fp8_remat
 
+pytestmark = pytest.mark.internals
+
 
 def gradients(fn):
     def loss(params, x):

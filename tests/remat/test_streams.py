@@ -98,6 +98,7 @@ def assert_is_sum(found, alone, x, dy):
         assert np.all(np.abs(np.asarray(actual, np.float64) - sum(parts)) <= bound)
 
 
+@pytest.mark.internals
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("branch", BRANCHES)
 def test_the_stream_and_its_gradient_are_added(branch):
@@ -173,6 +174,7 @@ def column(params, x):
     return x[:, :1] + gated(params, x)
 
 
+@pytest.mark.internals
 @pytest.mark.parametrize("fn", [twice, later, wide, constant, column, others])
 def test_other_sums_are_left_alone(fn):
     """A matmul may add what the gradient of a norm may not."""
