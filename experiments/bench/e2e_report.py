@@ -17,7 +17,7 @@ from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
-from experiments.estimate.table_7 import MODELS as PAPERS_MODELS
+from experiments.estimate.table_7 import MODELS
 from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
@@ -28,8 +28,6 @@ _BATCH = 2
 # The number of GPUs of the paper's row that a single H200 with 141 GB stands beside.
 _PAPER_GPUS = 4
 _MIB_PER_GIB = 1024
-# The names of whole models, by preset.
-MODELS = PAPERS_MODELS | {"llama3-8b": "Llama-3-8B"}
 # The panels of the figure of speeds.
 _SCALED = (
     ("H100", Model()),
@@ -327,38 +325,33 @@ def _printed(values: Sequence[float | None]) -> list[str]:
 
 
 def of_gpus(predicted: Sequence[Row]) -> Table:
-    """Returns the predicted peaks and largest batches on one and on two GPUs.
+    """Returns the predicted largest batch of a GPU by recipe, on one to eight GPUs.
+
+    Each cell has it for every size of a GPU's memory.
 
     Args:
       predicted: The rows of `estimate_table_7`.
     """
     rows = [row for row in predicted if row["study"] == "gpus"]
     memories = sorted({row["gpu_memory_gib"] for row in rows})
-    columns = [f"largest batch, {memory} GB" for memory in memories]
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     found = new_table(
-        "Predicted, a GPU, sequences of 2,048 tokens",
+        "Predicted: the largest batch of a GPU that has "
+        + " / ".join(f"{memory} GB" for memory in memories),
         "",
+        "sequence",
         "GPUs",
-        "recipe",
-        "peak of batch 1, GiB",
-        *columns,
+        *recipes,
     )
-    most = {_case(row, row["gpu_memory_gib"]): row["largest_batch"] for row in rows}
-    for row in rows:
-        if row["gpu_memory_gib"] != memories[0]:
-            continue
-        found.add_row(
-            row["model"],
-            str(row["gpus"]),
-            row["recipe"],
-            f"{row['peak_gib']:.1f}",
-            *(str(most[_case(row, m)] // row["gpus"] or "none") for m in memories),
-        )
+    most: dict[tuple[str, int, int], dict[str, list[str]]] = {}
+    for row in sorted(rows, key=lambda row: row["gpu_memory_gib"]):
+        key = row["model"], row["sequence"], row["gpus"]
+        cells = most.setdefault(key, {recipe: [] for recipe in recipes})
+        cells[row["recipe"]].append(str(row["largest_batch"] // row["gpus"] or "none"))
+    for (model, sequence, gpus), cells in most.items():
+        batches = (" / ".join(cells[recipe]) for recipe in recipes)
+        found.add_row(model, f"{sequence:,}", str(gpus), *batches)
     return found
-
-
-def _case(row: Row, memory: int) -> tuple[str, int, str, int]:
-    return row["model"], row["gpus"], row["recipe"], memory
 
 
 def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:

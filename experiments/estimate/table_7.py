@@ -3,9 +3,10 @@
     uv run python -m experiments.estimate.table_7
 
 The rows of the study "paper" have the paper's numbers of GPUs, batches and sequences,
-on GPUs of 80 GiB. Those of the study "gpus" have one and two GPUs of 80 and of 141 GiB,
-one sequence of 2,048 tokens on each. Parameters are BF16, and several GPUs split
-parameters, optimizer and batch (FSDP). Batches are those of all GPUs together.
+on GPUs of 80 GiB. Those of the study "gpus" have one to eight GPUs of 80 and of 141
+GiB, one sequence on each, and longer sequences too. Parameters are BF16, and several
+GPUs split parameters, optimizer and batch (FSDP). Batches are those of all GPUs
+together.
 """
 
 import itertools
@@ -25,14 +26,24 @@ Row = dict[str, Any]
 RECIPES: tuple[RecipeName, ...] = ("bf16", "te", "coat", "coat_max")
 PRESETS = {
     "Llama-2-7B": "llama2-7b",
+    "Llama-3-8B": "llama3-8b",
     "Llama-2-13B": "llama2-13b",
     "Llama-30B": "llama-30b",
 }
-# The paper's models, by the names of presets.
+# The models, by the names of presets.
 MODELS = {preset: model for model, preset in PRESETS.items()}
 # GiB of an H100 and of an H200, as their names say; they have half a GiB less.
 GPU_MEMORIES = (80, 141)
 _SEQUENCE = 2048
+# The study "gpus": models with the length of their sequences, and numbers of GPUs.
+STUDIED = (
+    ("Llama-2-7B", 2048),
+    ("Llama-2-7B", 4096),
+    ("Llama-3-8B", 8192),
+    ("Llama-2-13B", 2048),
+    ("Llama-30B", 2048),
+)
+GPUS = (1, 2, 4, 8)
 # The paper trains the 30B model on shorter sequences.
 _PAPER_SEQUENCES = {"Llama-30B": 1024}
 
@@ -57,11 +68,12 @@ def of_the_paper() -> Iterator[Row]:
 
 
 def of_gpus() -> Iterator[Row]:
-    """Yields the predictions for one and two GPUs of both memories."""
-    for model, gpus, memory in itertools.product(PRESETS, (1, 2), GPU_MEMORIES):
+    """Yields the predictions for one to eight GPUs of both memories."""
+    cases = itertools.product(STUDIED, GPUS, GPU_MEMORIES)
+    for (model, sequence), gpus, memory in cases:
+        sizes = {"gpus": gpus, "batch": gpus, "sequence": sequence}
         for recipe in RECIPES:
-            sizes = {"gpus": gpus, "batch": gpus, "gpu_memory": memory}
-            yield prediction("gpus", model, recipe, **sizes)
+            yield prediction("gpus", model, recipe, gpu_memory=memory, **sizes)
 
 
 def prediction(

@@ -2,6 +2,7 @@
 
 import os
 
+import numpy as np
 import pytest
 
 from experiments.bench import e2e_live, e2e_report
@@ -144,14 +145,23 @@ def test_each_row_of_the_paper_stands_below_its_prediction(predicted):
 
 def test_more_memory_and_smaller_recipes_fit_larger_batches(predicted):
     rows = cells_of(e2e_report.of_gpus(predicted))
-    assert len(rows) == 3 * 2 * 4
-    most = {row[:3]: [int(c.replace("none", "0")) for c in row[4:]] for row in rows}
-    assert all(small <= large for small, large in most.values())
-    for model in table_7.PRESETS:
-        for gpus in "12":
-            by_recipe = [most[model, gpus, recipe] for recipe in table_7.RECIPES]
-            assert by_recipe == sorted(by_recipe)
-    assert most["Llama-2-7B", "1", "coat"][0] > most["Llama-2-7B", "1", "bf16"][0] == 0
+    assert len(rows) == len(table_7.STUDIED) * len(table_7.GPUS)
+    most = {
+        row[:3]: [
+            [int(batch.replace("none", "0")) for batch in cell.split(" / ")]
+            for cell in row[3:]
+        ]
+        for row in rows
+    }
+    for (model, sequence, gpus), of_recipes in most.items():
+        assert all(small <= large for small, large in of_recipes)
+        for of_memory in zip(*of_recipes, strict=True):
+            assert list(of_memory) == sorted(of_memory)
+        if gpus != "8":
+            more = most[model, sequence, str(2 * int(gpus))]
+            assert np.all(np.array(of_recipes) <= more)
+    bf16, _, coat, _ = most["Llama-2-7B", "2,048", "1"]
+    assert coat[0] > bf16[0] == 0
 
 
 @pytest.mark.sampled(2)
