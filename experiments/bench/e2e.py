@@ -272,13 +272,8 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
     plain = {_key(row): row for row in rows if "peak_gib" in row}
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
     best = max((_rate(row) for row in rows if row["case"] in PLAIN_CASES), default=None)
-    found = []
     coat = [row for row in rows if row["case"] == "coat"]
-    beside = [row for row in coat if "ratio_to_one_gpu" in row]
-    if beside:
-        row = max(beside, key=lambda row: row["ratio_to_one_gpu"])
-        name = f"two GPUs, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
-        found.append(Bar.of(name, ">=", 0.94, row["ratio_to_one_gpu"]))
+    found = _beside_one(coat, "two GPUs", 0.94)
     if best and coat:
         name = "two GPUs, coat, its best / BF16's best"
         found.append(Bar.of(name, ">=", 1.6, max(map(_rate, coat)) / best))
@@ -290,6 +285,16 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
             name = f"two GPUs, coat, batch {row['batch']} a GPU: peak / that of {case}"
             found.append(Bar.of(name, "<=", 0.5, ratio))
     return found
+
+
+def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
+    """Returns the target for the speed of a GPU beside one alone, at equal batch."""
+    beside = [row for row in coat if "ratio_to_one_gpu" in row]
+    if not beside:
+        return []
+    row = max(beside, key=lambda row: row["ratio_to_one_gpu"])
+    name = f"{where}, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
+    return [Bar.of(name, ">=", target, row["ratio_to_one_gpu"])]
 
 
 def _best_of_two(rows: list[Row]) -> list[Bar]:
@@ -311,12 +316,7 @@ def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
     coat = [r for r in rows if _ran(r) and (r["case"], _gpus(r)) == ("coat", most)]
     if most <= 2 or not coat:
         return []
-    found = []
-    beside = [row for row in coat if "ratio_to_one_gpu" in row]
-    if beside:
-        row = max(beside, key=lambda row: row["ratio_to_one_gpu"])
-        name = f"{most} GPUs, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
-        found.append(Bar.of(name, ">=", 0.95, row["ratio_to_one_gpu"]))
+    found = _beside_one(coat, f"{most} GPUs", 0.95)
     if speed:
         name = f"{most} GPUs, coat, its best, tokens/s a GPU"
         found.append(Bar.of(name, ">=", speed, max(map(_rate, coat))))

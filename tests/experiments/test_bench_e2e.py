@@ -1,238 +1,228 @@
-"""Tests of live training steps, and of the tables and the figure beside the paper's."""
+"""Tests the benchmark of a model's training steps, on tiny ones, and its targets."""
 
+import dataclasses
+import json
+import math
 import os
 
-import numpy as np
+import jax
+import jax.numpy as jnp
 import pytest
+from helpers.tables import text_of
 
-from experiments.bench import e2e_live, e2e_report
-from experiments.bench.model_step import Model, take_memory
-from experiments.common.results import load
-from experiments.estimate import table_7
-from experiments.report.paper import TABLE_7
+from experiments.bench import e2e as bench_e2e
+from experiments.bench import model_step
 
-_GIB = 2**30
-# Parameters of Llama-2-13B.
-_PARAMETERS_13B = 13_015_864_320
-
-
-def cells_of(table) -> list[tuple[str, ...]]:
-    """Returns the rows of a table."""
-    return list(zip(*(column.cells for column in table.columns), strict=True))
-
-
-@pytest.fixture(scope="module")
-def predicted():
-    return load("estimate", "estimate_table_7")["rows"]
-
-
-def test_presets_are_the_benchmarks_models():
-    assert Model.of("llama2-7b") == Model()
-    found = Model.of("llama2-13b")
-    sizes = (found.hidden, found.intermediate, found.layers, found.heads)
-    assert sizes == (5120, 13_824, 40, 40)
-
-
-@pytest.mark.slow
-def test_the_largest_model_fits():
-    """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
-    least = 6 * _PARAMETERS_13B
-    assert e2e_live.largest_model(least) == Model()
-    assert e2e_live.largest_model(2 * least) == Model.of("llama2-13b")
-    assert e2e_live.largest_model(30 * _GIB) == e2e_live.TINY
-
-
-@pytest.mark.slow
-def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
-    called = []
-
-    def measured(case, model, batch, steps, gpus):
-        called.append((model, batch, gpus))
-        return {"case": case, "error": "out of memory"} | vars(model)
-
-    monkeypatch.setattr(e2e_live, "device_limit_bytes", lambda: 76 * _GIB)
-    monkeypatch.setattr(e2e_live, "measured", measured)
-    rows = e2e_live.measured_here()
-    assert called == [(Model(), 1, 1)] * 4
-    assert [row["case"] for row in rows] == ["bf16", "te", "coat", "coat_max"]
-    peaks = [row["predicted_peak_gib"] for row in rows]
-    # In BF16 the 7B model takes 12 bytes for each of 6.7 billion parameters.
-    assert peaks[0] > 75
-    assert peaks == sorted(peaks, reverse=True)
-    first = cells_of(e2e_report.live(rows))[0]
-    assert first[:6] == ("bf16", "out of memory", "", "", "", "")
-    assert first[6] == f"{1024 * peaks[0]:,.1f}"
-
-
-def test_a_process_gives_way_or_takes_memory(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")
-    for at_once, expected in ((False, "false"), (True, "true")):
-        take_memory(at_once=at_once)
-        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == expected
-        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
-        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
-
-
-def test_live_sizes_are_mebibytes():
-    row = {"case": "coat", "layers": 2, "hidden": 8, "seq": 16, "ms_per_step": 1.5}
-    row |= {"tokens_per_s": 2e3, "optimizer_gib": 1.0, "activations_gib": 0.5}
-    row |= {"peak_gib": 2.0, "device_peak_gib": None, "predicted_peak_gib": 1.75}
-    [cells] = cells_of(e2e_report.live([row]))
-    expected = ("coat", "1.5", "2,000", "1,024.0", "512.0", "2,048.0", "1,792.0")
-    assert cells == expected
-
-
-def test_measured_memory_stands_beside_the_papers():
-    measured = load("bench_e2e")["rows"]
-    rows = cells_of(e2e_report.memory(measured, load("estimate")["rows"]))
-    labels = [row[0].strip() for row in rows]
-    paper = "paper, 4 H100s"
-    recipes = ("bf16", "te", "coat", "coat_max")
-    ours = [f"{recipe}, one H200" for recipe in recipes]
-    assert labels == [ours[0], paper, ours[1], paper, ours[2], paper, ours[3]]
-    assert rows[1][1:5] == ("13.1", "25.8", "16.2", "55.1")
-    [coat] = [r for r in measured if (r["case"], r["batch"]) == ("coat", 2)]
-    assert rows[4][1] == f"{coat['optimizer_gib']:.1f}"
-    assert rows[4][4] == f"{coat['device_peak_gib']:.1f}"
-    assert float(rows[4][5]) / float(rows[4][4]) == pytest.approx(
-        1 + float(rows[4][6].rstrip("%")) / 100, abs=0.003
-    )
-
-
-def test_measured_speeds_are_all_there():
-    measured = load("bench_e2e")["rows"]
-    rows = cells_of(e2e_report.speed(measured))
-    assert [row[:2] for row in rows] == [(r["case"], str(r["batch"])) for r in measured]
-    rates = {row[:2]: float(row[2].replace(",", "")) for row in rows}
-    ratio = rates["coat", "2"] / rates["bf16", "2"]
-    [cells] = [row for row in rows if row[:2] == ("coat", "2")]
-    assert float(cells[3]) == pytest.approx(ratio, abs=0.006)
-
-
-def test_ratios_of_the_papers_speeds_are_those_that_it_prints():
-    printed = {
-        ("Llama-2-7B", "2"): {"te": 1.11, "coat": 1.85},
-        ("Llama-2-7B", "4"): {"te": 1.24, "coat": 1.45},
-        ("Llama-2-7B", "8"): {"te": 1.42, "coat": 1.36},
-        ("Llama-2-13B", "4"): {"te": 1.21, "coat": 2.25},
-        ("Llama-2-13B", "8"): {"te": 1.43, "coat": 1.44},
-    }
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for model, gpus, recipe, _, _, ratio in cells_of(e2e_report.paper_speed()):
-        if ratio and recipe != "bf16":
-            found.setdefault((model, gpus), {})[recipe] = float(ratio)
-    assert found.keys() == printed.keys()
-    for key, ratios in printed.items():
-        # The paper cuts digits off.
-        assert found[key] == pytest.approx(ratios, abs=0.011)
-
-
-def test_each_row_of_the_paper_stands_below_its_prediction(predicted):
-    rows = cells_of(e2e_report.of_the_paper(predicted))
-    papers = [row for row in rows if row[0] == "  paper"]
-    assert len(papers) == sum(map(len, TABLE_7.values()))
-    assert len(rows) == len(papers) + 4 * len(TABLE_7)
-    assert sum(row[5] == "out of memory" for row in papers) == 6
-    at = [row[0] for row in rows].index("Llama-2-13B, 4 GPUs, batch 1")
-    assert rows[at + 1][2:] == ("25.1", "20.1", "30.9", "76.1", "1")
-    # Two float32 moments, split over four GPUs.
-    assert float(rows[at][2]) == pytest.approx(
-        8 * _PARAMETERS_13B / 4 / _GIB, abs=0.051
-    )
-
-
-def test_more_memory_and_smaller_recipes_fit_larger_batches(predicted):
-    rows = cells_of(e2e_report.of_gpus(predicted))
-    assert len(rows) == len(table_7.STUDIED) * len(table_7.GPUS)
-    most = {
-        row[:3]: [
-            [int(batch.replace("none", "0")) for batch in cell.split(" / ")]
-            for cell in row[3:]
-        ]
-        for row in rows
-    }
-    for (model, sequence, gpus), of_recipes in most.items():
-        assert all(small <= large for small, large in of_recipes)
-        for of_memory in zip(*of_recipes, strict=True):
-            assert list(of_memory) == sorted(of_memory)
-        if gpus != "8":
-            more = most[model, sequence, str(2 * int(gpus))]
-            assert np.all(np.array(of_recipes) <= more)
-    bf16, _, coat, _ = most["Llama-2-7B", "2,048", "1"]
-    assert coat[0] > bf16[0] == 0
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("model", "recipe", "gpus"),
-    [("Llama-2-7B", "bf16", 1), ("Llama-2-7B", "coat", 1), ("Llama-2-13B", "bf16", 2)],
+_MODEL = model_step.Model(
+    hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, vocab=128, seq=16
 )
-def test_committed_predictions_are_those_of_today(predicted, model, recipe, gpus):
-    row = table_7.prediction("gpus", model, recipe, gpus=gpus, batch=gpus)
-    names = ("study", "model", "recipe", "gpus", "gpu_memory_gib", "batch", "sequence")
-    [committed] = [r for r in predicted if all(r[name] == row[name] for name in names)]
-    assert row.keys() == committed.keys()
-    for name in ("parameters_gib", "optimizer_gib", "all_saved_gib", "peak_gib"):
-        assert row[name] == pytest.approx(committed[name], rel=0.01)
 
 
-def test_bars_of_the_figure_are_peaks(predicted):
-    figure = e2e_report.draw_shares(predicted)
-    four, eight = figure.axes
-    for axes, gpus, paper in ((four, 4, " 76.1"), (eight, 8, " 49.4")):
-        labels = [text.get_text() for text in axes.get_yticklabels()]
-        assert len(labels) == 7
-        assert labels[:2] == ["bf16, predicted", "bf16, paper"]
-        sums = [text.get_text() for text in axes.texts if text.get_text()[0] == " "]
-        ours = [
-            f" {row['peak_gib']:.1f}"
-            for row in predicted
-            if (row["study"], row["model"], row["gpus"])
-            == ("paper", "Llama-2-13B", gpus)
-        ]
-        assert sums[::2] == [ours[0], ours[1], ours[2], ours[3]]
-        assert sums[1] == paper
-    assert "GiB" in eight.get_xlabel()
+def _check_step(row, model, bytes_each):
+    assert "error" not in row
+    chance = math.log(model.vocab)
+    assert 0.9 * chance < row["first_loss"] < 1.1 * chance
+    assert row["last_loss"] < row["first_loss"]
+    rate = row["batch"] * model.seq / row["ms_per_step"] * 1e3
+    assert row["tokens_per_s"] == pytest.approx(rate)
+    h, head_dim = model.hidden, model.hidden // model.heads
+    layer_size = 2 * h * (h + model.kv_heads * head_dim) + 3 * h * model.intermediate
+    size = model.layers * (layer_size + 2 * h) + 2 * model.vocab * h + h
+    assert row["parameters_gib"] * 2**30 == 2 * size
+    assert row["optimizer_gib"] * 2**30 / size == pytest.approx(bytes_each, rel=0.02)
+    assert row["peak_gib"] > row["parameters_gib"] + row["optimizer_gib"]
 
 
-def test_several_gpus_stand_beside_predictions():
-    rows = cells_of(e2e_report.several(e2e_report.by_kind(), load("estimate")["rows"]))
-    assert {row[0] for row in rows} == set(e2e_report.MODELS.values())
-    assert {"2,048", "4,096", "8,192"} == {row[1] for row in rows}
-    for gpus in ("2 H100", "1 H200"):
-        key = ("Llama-2-13B", "2,048", gpus, "bf16", "1")
-        [row] = [r for r in rows if r[:5] == key]
-        assert row[5] == "out of memory"
-    for row in rows:
-        peak, predicted = map(float, row[7:9])
-        error = float(row[9].rstrip("%"))
-        assert predicted / peak == pytest.approx(1 + error / 100, abs=0.004)
+@pytest.mark.slow
+def test_a_model_steps():
+    row = model_step.measure("coat, delayed scaling", _MODEL, 2, 2)
+    # Groups of 128 on a last axis of 64 or 96 have nine bytes of scales and k each.
+    _check_step(row, _MODEL, 2.15)
 
 
-def test_speeds_stand_beside_the_papers_and_published_ones():
-    by_kind = e2e_report.by_kind()
-    panels = e2e_report.draw_scaling(by_kind).axes
-    lines = [
-        {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
-        for axes in panels
+def test_checkpointed_layers_save_what_they_are_told():
+    saved = {}
+    for case in ("bf16", "bf16, products saved", "bf16, nothing saved"):
+        loss, state = model_step.loss_function(case, _MODEL)
+        tokens = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+        saved[case] = model_step.coat.residual_report(loss, *state, tokens).nbytes
+    assert saved["bf16, nothing saved"] < saved["bf16, products saved"] < saved["bf16"]
+
+
+def test_out_of_memory_is_a_row(monkeypatch):
+    def step(*args):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(model_step, "chain_step", lambda tx: (tx, step))
+    row = model_step.measure("te", _MODEL, 1, 1)
+    assert row["error"] == "out of memory"
+    assert "tokens_per_s" not in row
+    assert row["optimizer_gib"] == pytest.approx(4 * row["parameters_gib"], rel=1e-3)
+
+
+def _step(case, batch, rate, peak=10.0, commit="first"):
+    row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
+    return row | {"commit": commit} | dataclasses.asdict(model_step.Model())
+
+
+def _failed(case, batch):
+    row = {"case": case, "batch": batch, "error": "out of memory", "commit": "first"}
+    return row | dataclasses.asdict(model_step.Model())
+
+
+def test_rows_join_and_bars_compare_them():
+    rows = []
+    for row in (
+        _step("coat", 2, 18_000.0, 50.0),
+        _failed("bf16", 4),
+        _step("bf16", 2, 1.0),
+        _step("coat", 8, 21_000.0),
+        _step("bf16, products saved", 4, 12_000.0),
+        _step("bf16", 2, 10_000.0, 105.0),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    assert [(row["case"], row["batch"]) for row in rows] == [
+        ("bf16", 2),
+        ("bf16", 4),
+        ("bf16, products saved", 4),
+        ("coat", 2),
+        ("coat", 8),
     ]
-    papers = [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]
-    assert lines[0]["coat, paper"] == papers
-    [best] = [
-        row["tokens_per_s_per_gpu"]
-        for row in by_kind["H100"]
-        if Model.of_row(row) == Model()
-        and (row["case"], row["gpus"], row["batch"]) == ("coat", 2, 12)
+    coat = rows[-2]
+    assert (coat["ratio_to_bf16"], coat["ratio_to_best_bf16"]) == (1.8, 1.5)
+    assert "ratio_to_bf16" not in rows[-1]
+    found = {
+        bar.name: (round(bar.measured, 3), bar.holds) for bar in bench_e2e.bars(rows)
+    }
+    assert found == {
+        "coat, batch 2: peak / BF16's": (0.476, True),
+        "coat, batch 2: tokens/s / BF16's": (1.8, True),
+        "coat, its best, tokens/s": (21_000, True),
+        "coat, its best / BF16's best": (1.75, True),
+    }
+    assert "out of memory" in text_of(bench_e2e.table(rows))
+    # Rows of another commit, perhaps of another GPU, are not compared with the new row.
+    again = bench_e2e.joined(rows, _step("bf16", 2, 9_000.0, commit="second"))
+    again = bench_e2e.with_ratios(again)
+    assert [row.get("ratio_to_bf16") for row in again if row["batch"] == 2] == [1, 1.8]
+
+
+def test_rows_of_two_gpus_stand_beside_one():
+    def step(case, gpus, rate, batch=8):
+        row = _step(case, batch, rate)
+        return row | {"gpus": gpus, "layers": 12, "mesh": f"fsdp={gpus}"}
+
+    rows = []
+    for row in (
+        step("bf16", 2, 50_000.0, batch=4),
+        step("coat", 1, 60_000.0),
+        step("coat", 2, 114_000.0),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    one, two = rows[1:]
+    assert "ratio_to_best_bf16" not in one  # No row of BF16 is on one GPU.
+    assert two["ratio_to_one_gpu"] == pytest.approx(0.95)
+    assert two["ratio_to_best_bf16"] == pytest.approx(2.28)
+    assert {b.name: (round(b.measured, 3), b.holds) for b in bench_e2e.bars(rows)} == {
+        "two GPUs, coat, batch 8 a GPU: tokens/s a GPU / one's": (0.95, True),
+        "two GPUs, coat, its best / BF16's best": (2.28, True),
+    }
+    assert "2 x 8" in text_of(bench_e2e.table(rows))
+
+
+def test_bars_of_four_gpus_depend_on_the_kind():
+    def step(gpus, rate, batch=4):
+        row = _step("coat", batch, rate) | {"gpus": gpus}
+        return row | dataclasses.asdict(model_step.Model.of("llama3-8b", seq=8192))
+
+    rows = []
+    for row in (step(1, 16_000.0), step(4, 60_800.0), step(4, 66_000.0, batch=6)):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    share = "4 GPUs, coat, batch 4 a GPU: tokens/s a GPU / one's"
+    speed = "4 GPUs, coat, its best, tokens/s a GPU"
+    for gpu, expected in (
+        ("NVIDIA H100 80GB HBM3", {share: 0.95}),
+        ("NVIDIA H200", {share: 0.95, speed: 16_500}),
+    ):
+        found = bench_e2e.bars(rows, gpu)
+        assert {bar.name: bar.measured for bar in found} == expected
+        assert all(bar.holds for bar in found)
+
+
+def test_rows_of_other_flags_and_models_stand_beside_each_other():
+    def step(case, rate, *, gpus=2, flags="", layers=12, peak=10.0):
+        row = _step(case, 8, rate, peak) | {"gpus": gpus, "layers": layers}
+        return row | {"xla_flags": flags}
+
+    rows = []
+    for row in (
+        step("coat", 120_000.0, flags="--fast", peak=20.0),
+        step("bf16", 60_000.0),
+        step("bf16, shard_map", 75_000.0),
+        step("bf16", 50_000.0, flags="--fast", peak=50.0),
+        step("coat", 62_500.0, gpus=1),
+        step("coat", 20_000.0, layers=32),
+    ):
+        rows = bench_e2e.with_ratios(bench_e2e.joined(rows, row))
+    assert [(r["case"], r["xla_flags"], r["layers"]) for r in rows] == [
+        ("bf16", "", 12),
+        ("bf16", "--fast", 12),
+        ("bf16, shard_map", "", 12),
+        ("coat", "", 12),
+        ("coat", "--fast", 12),
+        ("coat", "", 32),
     ]
-    assert lines[0]["coat, here"][1] == [2, best]
-    texts = {text.get_text() for text in panels[0].texts}
-    assert {"batch 2", "batch 12"} <= texts
-    assert lines[1]["FP8 on H100s, NeMo"] == [[8, 16_934]]
-    assert lines[2]["FP8 on H100s, Megatron Bridge"] == [[8, 14_451]]
-    assert not any("paper" in label for own in lines[1:] for label in own)
-    titles = [axes.get_title(loc="left") for axes in panels]
-    assert "Llama-3-8B, 8,192 tokens a sequence" in titles
-    for own in lines[1:]:
-        assert [gpus for gpus, _ in own["coat, here"]] == [1, 4]
+    *_, fast, deep = rows
+    assert fast["ratio_to_bf16"] == pytest.approx(2.4)
+    assert fast["ratio_to_best_bf16"] == pytest.approx(1.6)
+    assert fast["ratio_to_one_gpu"] == pytest.approx(0.96)
+    assert "ratio_to_best_bf16" not in deep
+    assert {b.name: (round(b.measured, 3), b.holds) for b in bench_e2e.bars(rows)} == {
+        "llama2-7b, 12 layers: two GPUs, coat, batch 8 a GPU: tokens/s a GPU / one's": (
+            0.96,
+            True,
+        ),
+        "llama2-7b, 12 layers: two GPUs, coat, its best / BF16's best": (1.6, True),
+        "llama2-7b, 12 layers: two GPUs, coat, batch 8 a GPU: peak / that of bf16": (
+            0.4,
+            True,
+        ),
+    }
+    printed = text_of(bench_e2e.table(rows[:-1]))
+    assert "llama2-7b, 12 layers" in printed
+    assert "--fast" in printed
+
+
+@pytest.mark.parametrize(
+    ("sizes", "name"),
+    [
+        ({}, "llama2-7b"),
+        ({"layers": 12}, "llama2-7b, 12 layers"),
+        ({"seq": 8192}, "llama2-7b, sequence 8,192"),
+        ({"hidden": 64, "layers": 2}, "2 layers of 64"),
+    ],
+)
+def test_models_have_the_names_of_presets(sizes, name):
+    assert dataclasses.replace(model_step.Model(), **sizes).name == name
+
+
+@pytest.mark.slow
+def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "")
+    out = tmp_path / "e2e.json"
+    sizes = "--hidden 64 --intermediate 96 --layers 1 --heads 2 --kv-heads 2 --seq 16"
+    argv = [*sizes.split(), "--steps", "2", "--out", str(out), "--batch", "1"]
+    before = os.environ["XLA_FLAGS"]
+    bench_e2e.main([*argv, "--cases", "bf16, products saved", "--vocab", "128"])
+    (row,) = json.loads(out.read_text())["rows"]
+    _check_step(row, dataclasses.replace(_MODEL, layers=1, kv_heads=2), 8)
+    assert row["ratio_to_best_bf16"] == 1
+    flags = "--xla-flags=--xla_cpu_enable_fast_min_max=true"
+    bench_e2e.main([*argv, "--cases", "te", "--vocab", "256", flags])
+    first, second = json.loads(out.read_text())["rows"]
+    assert first == row
+    assert (second["case"], second["vocab"]) == ("te", 256)
+    assert flags.endswith(second["xla_flags"])
+    assert "tokens_per_s" in second
+    assert "ratio_to_best_bf16" not in second
+    assert os.environ["XLA_FLAGS"] == before

@@ -1,0 +1,234 @@
+"""Tests of live training steps, and of the tables and the figure beside the paper's."""
+
+import os
+
+import numpy as np
+import pytest
+from helpers.tables import cells_of
+
+from experiments.bench import e2e_live, e2e_report
+from experiments.bench.model_step import Model, take_memory
+from experiments.common.results import load
+from experiments.estimate import table_7
+from experiments.report.paper import TABLE_7
+
+_GIB = 2**30
+# Parameters of Llama-2-13B.
+_PARAMETERS_13B = 13_015_864_320
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return load("estimate", "estimate_table_7")["rows"]
+
+
+def test_presets_are_the_benchmarks_models():
+    assert Model.of("llama2-7b") == Model()
+    found = Model.of("llama2-13b")
+    sizes = (found.hidden, found.intermediate, found.layers, found.heads)
+    assert sizes == (5120, 13_824, 40, 40)
+
+
+@pytest.mark.slow
+def test_the_largest_model_fits():
+    """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
+    least = 6 * _PARAMETERS_13B
+    assert e2e_live.largest_model(least) == Model()
+    assert e2e_live.largest_model(2 * least) == Model.of("llama2-13b")
+    assert e2e_live.largest_model(30 * _GIB) == e2e_live.TINY
+
+
+@pytest.mark.slow
+def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
+    called = []
+
+    def measured(case, model, batch, steps, gpus):
+        called.append((model, batch, gpus))
+        return {"case": case, "error": "out of memory"} | vars(model)
+
+    monkeypatch.setattr(e2e_live, "device_limit_bytes", lambda: 76 * _GIB)
+    monkeypatch.setattr(e2e_live, "measured", measured)
+    rows = e2e_live.measured_here()
+    assert called == [(Model(), 1, 1)] * 4
+    assert [row["case"] for row in rows] == ["bf16", "te", "coat", "coat_max"]
+    peaks = [row["predicted_peak_gib"] for row in rows]
+    # In BF16 the 7B model takes 12 bytes for each of 6.7 billion parameters.
+    assert peaks[0] > 75
+    assert peaks == sorted(peaks, reverse=True)
+    first = cells_of(e2e_report.live(rows))[0]
+    assert first[:6] == ("bf16", "out of memory", "", "", "", "")
+    assert first[6] == f"{1024 * peaks[0]:,.1f}"
+
+
+def test_a_process_gives_way_or_takes_memory(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")
+    for at_once, expected in ((False, "false"), (True, "true")):
+        take_memory(at_once=at_once)
+        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == expected
+        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+
+
+def test_live_sizes_are_mebibytes():
+    row = {"case": "coat", "layers": 2, "hidden": 8, "seq": 16, "ms_per_step": 1.5}
+    row |= {"tokens_per_s": 2e3, "optimizer_gib": 1.0, "activations_gib": 0.5}
+    row |= {"peak_gib": 2.0, "device_peak_gib": None, "predicted_peak_gib": 1.75}
+    [cells] = cells_of(e2e_report.live([row]))
+    expected = ("coat", "1.5", "2,000", "1,024.0", "512.0", "2,048.0", "1,792.0")
+    assert cells == expected
+
+
+def test_measured_memory_stands_beside_the_papers():
+    measured = load("bench_e2e")["rows"]
+    rows = cells_of(e2e_report.memory(measured, load("estimate")["rows"]))
+    labels = [row[0].strip() for row in rows]
+    paper = "paper, 4 H100s"
+    recipes = ("bf16", "te", "coat", "coat_max")
+    ours = [f"{recipe}, one H200" for recipe in recipes]
+    assert labels == [ours[0], paper, ours[1], paper, ours[2], paper, ours[3]]
+    assert rows[1][1:5] == ("13.1", "25.8", "16.2", "55.1")
+    [coat] = [r for r in measured if (r["case"], r["batch"]) == ("coat", 2)]
+    assert rows[4][1] == f"{coat['optimizer_gib']:.1f}"
+    assert rows[4][4] == f"{coat['device_peak_gib']:.1f}"
+    assert float(rows[4][5]) / float(rows[4][4]) == pytest.approx(
+        1 + float(rows[4][6].rstrip("%")) / 100, abs=0.003
+    )
+
+
+def test_measured_speeds_are_all_there():
+    measured = load("bench_e2e")["rows"]
+    rows = cells_of(e2e_report.speed(measured))
+    assert [row[:2] for row in rows] == [(r["case"], str(r["batch"])) for r in measured]
+    rates = {row[:2]: float(row[2].replace(",", "")) for row in rows}
+    ratio = rates["coat", "2"] / rates["bf16", "2"]
+    [cells] = [row for row in rows if row[:2] == ("coat", "2")]
+    assert float(cells[3]) == pytest.approx(ratio, abs=0.006)
+
+
+def test_ratios_of_the_papers_speeds_are_those_that_it_prints():
+    printed = {
+        ("Llama-2-7B", "2"): {"te": 1.11, "coat": 1.85},
+        ("Llama-2-7B", "4"): {"te": 1.24, "coat": 1.45},
+        ("Llama-2-7B", "8"): {"te": 1.42, "coat": 1.36},
+        ("Llama-2-13B", "4"): {"te": 1.21, "coat": 2.25},
+        ("Llama-2-13B", "8"): {"te": 1.43, "coat": 1.44},
+    }
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for model, gpus, recipe, _, _, ratio in cells_of(e2e_report.paper_speed()):
+        if ratio and recipe != "bf16":
+            found.setdefault((model, gpus), {})[recipe] = float(ratio)
+    assert found.keys() == printed.keys()
+    for key, ratios in printed.items():
+        # The paper cuts digits off.
+        assert found[key] == pytest.approx(ratios, abs=0.011)
+
+
+def test_each_row_of_the_paper_stands_below_its_prediction(predicted):
+    rows = cells_of(e2e_report.of_the_paper(predicted))
+    papers = [row for row in rows if row[0] == "  paper"]
+    assert len(papers) == sum(map(len, TABLE_7.values()))
+    assert len(rows) == len(papers) + 4 * len(TABLE_7)
+    assert sum(row[5] == "out of memory" for row in papers) == 6
+    at = [row[0] for row in rows].index("Llama-2-13B, 4 GPUs, batch 1")
+    assert rows[at + 1][2:] == ("25.1", "20.1", "30.9", "76.1", "1")
+    # Two float32 moments, split over four GPUs.
+    assert float(rows[at][2]) == pytest.approx(
+        8 * _PARAMETERS_13B / 4 / _GIB, abs=0.051
+    )
+
+
+def test_more_memory_and_smaller_recipes_fit_larger_batches(predicted):
+    rows = cells_of(e2e_report.of_gpus(predicted))
+    assert len(rows) == len(table_7.STUDIED) * len(table_7.GPUS)
+    most = {
+        row[:3]: [
+            [int(batch.replace("none", "0")) for batch in cell.split(" / ")]
+            for cell in row[3:]
+        ]
+        for row in rows
+    }
+    for (model, sequence, gpus), of_recipes in most.items():
+        assert all(small <= large for small, large in of_recipes)
+        for of_memory in zip(*of_recipes, strict=True):
+            assert list(of_memory) == sorted(of_memory)
+        if gpus != "8":
+            more = most[model, sequence, str(2 * int(gpus))]
+            assert np.all(np.array(of_recipes) <= more)
+    bf16, _, coat, _ = most["Llama-2-7B", "2,048", "1"]
+    assert coat[0] > bf16[0] == 0
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("model", "recipe", "gpus"),
+    [("Llama-2-7B", "bf16", 1), ("Llama-2-7B", "coat", 1), ("Llama-2-13B", "bf16", 2)],
+)
+def test_committed_predictions_are_those_of_today(predicted, model, recipe, gpus):
+    row = table_7.prediction("gpus", model, recipe, gpus=gpus, batch=gpus)
+    names = ("study", "model", "recipe", "gpus", "gpu_memory_gib", "batch", "sequence")
+    [committed] = [r for r in predicted if all(r[name] == row[name] for name in names)]
+    assert row.keys() == committed.keys()
+    for name in ("parameters_gib", "optimizer_gib", "all_saved_gib", "peak_gib"):
+        assert row[name] == pytest.approx(committed[name], rel=0.01)
+
+
+def test_bars_of_the_figure_are_peaks(predicted):
+    figure = e2e_report.draw_shares(predicted)
+    four, eight = figure.axes
+    for axes, gpus, paper in ((four, 4, " 76.1"), (eight, 8, " 49.4")):
+        labels = [text.get_text() for text in axes.get_yticklabels()]
+        assert len(labels) == 7
+        assert labels[:2] == ["bf16, predicted", "bf16, paper"]
+        sums = [text.get_text() for text in axes.texts if text.get_text()[0] == " "]
+        ours = [
+            f" {row['peak_gib']:.1f}"
+            for row in predicted
+            if (row["study"], row["model"], row["gpus"])
+            == ("paper", "Llama-2-13B", gpus)
+        ]
+        assert sums[::2] == [ours[0], ours[1], ours[2], ours[3]]
+        assert sums[1] == paper
+    assert "GiB" in eight.get_xlabel()
+
+
+def test_several_gpus_stand_beside_predictions():
+    rows = cells_of(e2e_report.several(e2e_report.by_kind(), load("estimate")["rows"]))
+    assert {row[0] for row in rows} == set(e2e_report.MODELS.values())
+    assert {"2,048", "4,096", "8,192"} == {row[1] for row in rows}
+    for gpus in ("2 H100", "1 H200"):
+        key = ("Llama-2-13B", "2,048", gpus, "bf16", "1")
+        [row] = [r for r in rows if r[:5] == key]
+        assert row[5] == "out of memory"
+    for row in rows:
+        peak, predicted = map(float, row[7:9])
+        error = float(row[9].rstrip("%"))
+        assert predicted / peak == pytest.approx(1 + error / 100, abs=0.004)
+
+
+def test_speeds_stand_beside_the_papers_and_published_ones():
+    by_kind = e2e_report.by_kind()
+    panels = e2e_report.draw_scaling(by_kind).axes
+    lines = [
+        {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+        for axes in panels
+    ]
+    papers = [[1, 5906], [2, 11351], [4, 11257], [8, 11241]]
+    assert lines[0]["coat, paper"] == papers
+    [best] = [
+        row["tokens_per_s_per_gpu"]
+        for row in by_kind["H100"]
+        if Model.of_row(row) == Model()
+        and (row["case"], row["gpus"], row["batch"]) == ("coat", 2, 12)
+    ]
+    assert lines[0]["coat, here"][1] == [2, best]
+    texts = {text.get_text() for text in panels[0].texts}
+    assert {"batch 2", "batch 12"} <= texts
+    assert lines[1]["FP8 on H100s, NeMo"] == [[8, 16_934]]
+    assert lines[2]["FP8 on H100s, Megatron Bridge"] == [[8, 14_451]]
+    assert not any("paper" in label for own in lines[1:] for label in own)
+    titles = [axes.get_title(loc="left") for axes in panels]
+    assert "Llama-3-8B, 8,192 tokens a sequence" in titles
+    for own in lines[1:]:
+        assert [gpus for gpus, _ in own["coat, here"]] == [1, 4]
