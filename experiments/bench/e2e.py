@@ -88,16 +88,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = known_rows(args.out)
     except ValueError as error:
         top.error(str(error))
+    gpu = device()["name"]
     console = Console(width=130)
     chosen = list(itertools.product(args.cases, args.gpus, args.batch))
     for case, gpus, batch in tqdm(chosen, unit="case", disable=None):
         row = measured(case, model, batch, args.steps, gpus, args.xla_flags)
         rows = with_ratios(joined(rows, row))
-        write_results(args.out, rows=rows, bars=bars(rows, device()["name"]))
+        write_results(args.out, rows=rows, bars=bars(rows, gpu))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
     for own in _by_model(rows).values():
         console.print(table(own))
-    console.print(bars_table(bars(rows, device()["name"])))
+    console.print(bars_table(bars(rows, gpu)))
 
 
 def parser() -> argparse.ArgumentParser:

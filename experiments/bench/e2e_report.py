@@ -199,8 +199,8 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
                 place = {"xytext": (6, 6), "textcoords": "offset points"}
                 text = f"batch {best[gpus]['batch']}"
                 axes.annotate(text, (gpus, rate), fontsize=8, **place)
-            look |= {"linestyle": ":", "markerfacecolor": "white"}
             if model == Model():
+                look |= {"linestyle": ":", "markerfacecolor": "white"}
                 axes.plot(*_line(_papers(recipe)), label=f"{recipe}, paper", **look)
         if model in PUBLISHED:
             name, rate = PUBLISHED[model]

@@ -60,6 +60,24 @@ def test_out_of_memory_is_a_row(monkeypatch):
     assert row["optimizer_gib"] == pytest.approx(4 * row["parameters_gib"], rel=1e-3)
 
 
+def test_a_process_gives_way_or_takes_memory(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
+        monkeypatch.setenv(name, "")
+    for at_once, expected in ((False, "false"), (True, "true")):
+        model_step.take_memory(at_once=at_once)
+        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == expected
+        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
+        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+
+
+def test_presets_are_the_benchmarks_models():
+    assert model_step.Model.of("llama2-7b") == model_step.Model()
+    found = model_step.Model.of("llama2-13b")
+    sizes = (found.hidden, found.intermediate, found.layers, found.heads)
+    assert sizes == (5120, 13_824, 40, 40)
+
+
 def _step(case, batch, rate, peak=10.0, commit="first"):
     row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
     return row | {"commit": commit} | dataclasses.asdict(model_step.Model())

@@ -1,13 +1,11 @@
 """Tests of live training steps, and of the tables and the figure beside the paper's."""
 
-import os
-
 import numpy as np
 import pytest
 from helpers.tables import cells_of
 
 from experiments.bench import e2e_live, e2e_report
-from experiments.bench.model_step import Model, take_memory
+from experiments.bench.model_step import Model
 from experiments.common.results import load
 from experiments.estimate import table_7
 from experiments.report.paper import TABLE_7
@@ -20,13 +18,6 @@ _PARAMETERS_13B = 13_015_864_320
 @pytest.fixture(scope="module")
 def predicted():
     return load("estimate", "estimate_table_7")["rows"]
-
-
-def test_presets_are_the_benchmarks_models():
-    assert Model.of("llama2-7b") == Model()
-    found = Model.of("llama2-13b")
-    sizes = (found.hidden, found.intermediate, found.layers, found.heads)
-    assert sizes == (5120, 13_824, 40, 40)
 
 
 @pytest.mark.slow
@@ -58,17 +49,6 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     first = cells_of(e2e_report.live(rows))[0]
     assert first[:6] == ("bf16", "out of memory", "", "", "", "")
     assert first[6] == f"{1024 * peaks[0]:,.1f}"
-
-
-def test_a_process_gives_way_or_takes_memory(monkeypatch):
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.setenv(name, "")
-    for at_once, expected in ((False, "false"), (True, "true")):
-        take_memory(at_once=at_once)
-        assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == expected
-        assert os.environ["XLA_CLIENT_MEM_FRACTION"] == "0.95"
-        assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
 
 
 def test_live_sizes_are_mebibytes():

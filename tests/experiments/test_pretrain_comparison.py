@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from helpers.tables import cells_of
 from matplotlib.colors import to_hex
 from scipy import stats
 
@@ -21,8 +22,7 @@ _SHORT = dataclasses.replace(
 
 def cells(table):
     """Returns the cells of a table's rows, by the row's first and second cells."""
-    rows = zip(*(column.cells for column in table.columns), strict=True)
-    return {(first, second): rest for first, second, *rest in rows}
+    return {(first, second): rest for first, second, *rest in cells_of(table)}
 
 
 def seed_rows():
