@@ -6,7 +6,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 """
 
 from coat_jax.convert.api import fp8
-from coat_jax.layers.dot_general import fp8_dot_general
+from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.models.generation import Generated, generate
 from coat_jax.models.memory import estimate_memory, largest_batch
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam

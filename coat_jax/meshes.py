@@ -49,6 +49,17 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
     return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=out)
 
 
+def sharded_like(x: Array, y: Array) -> Array:
+    """Returns `y`, of the shape of `x`, split like `x` on a mesh with explicit axes.
+
+    Quantization in groups loses a split of `x` that cuts its groups.
+    """
+    target = jax.typeof(x).sharding
+    if not target.mesh.explicit_axes or jax.typeof(y).sharding == target:
+        return y
+    return jax.sharding.reshard(y, target)
+
+
 def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
     """Returns the number of shards that a mesh splits the batch into, the first axis.
 

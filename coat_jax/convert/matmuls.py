@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 
 from coat_jax.convert.rules import path_of
-from coat_jax.layers.dot_general import fp8_dot_general
+from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.remat.programs import embedded, inlined, variables
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of

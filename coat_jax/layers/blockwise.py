@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.layers.matmul import in_rows, once
+from coat_jax.fp8.matmul import in_rows, once
 from pallas_kernels import Block, Scaled, array_types
 
 BLOCK = 128

@@ -8,8 +8,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from coat_jax.fp8.matmul import Fp8Weight, Weight
 from coat_jax.layers import recipes
-from coat_jax.layers.matmul import Fp8Weight, Weight
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels import Activation, NormKind, Scaled
 from pallas_kernels.checks import check_positive

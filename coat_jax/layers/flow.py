@@ -25,15 +25,14 @@ histories of the next step.
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.layers.matmul import (
+from coat_jax.fp8.fused import gate_gradient
+from coat_jax.fp8.matmul import (
     Weight,
-    checked,
     input_gradient,
     product,
     product_heads,
@@ -45,15 +44,13 @@ from coat_jax.layers.matmul import (
 from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
-from coat_jax.quantization.delayed import delayed_scale, recorded, spread
-from coat_jax.quantization.formats import E4M3, E5M2
+from coat_jax.quantization.delayed import recorded, spread
+from coat_jax.quantization.formats import E4M3
 from pallas_kernels import Activation, Codes, Scaled, array_types
 from pallas_kernels.ops import exchange
 
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]
-# Upper bounds of the slope |activation'(x)|.
-_STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 
 
 def attention_in(
@@ -243,52 +240,6 @@ def _gated_mlp_grads(norm, gate, residuals, dy):
 
 
 _mlp_segment.defvjp(_gated_mlp, _gated_mlp_grads)
-
-
-def gate_gradient(
-    gate_up: Scaled | tuple[Scaled, Scaled],
-    largest_scale: Float[Array, "..."],
-    da: Array,
-    da_maxima: Float[Array, " parts"],
-    gate: Activation,
-    a_scale: Float[Array, ""],
-    history: Array | None = None,
-) -> tuple[Any, Float[Array, "f tokens"]]:
-    """Computes the gradient of gate and up, and the gate's output a again.
-
-    Just-in-time scaling uses an upper bound of the amax:
-    `amax(da) * amax(gate_up) * max|activation'|`. The exact amax would need another
-    pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
-
-    Returns:
-      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, or one such
-      gradient [..., f] for each of a pair; and the transposed E4M3 codes of a with
-      `a_scale`.
-    """
-    if history is not None:
-        scale = delayed_scale(history, E5M2)
-    else:
-        # The amax of gate and up is at most the largest group scale times E4M3.max.
-        factors = largest_scale, da_maxima
-        bound = kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
-        (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
-    out = kernels.gated_grad(
-        gate_up,
-        da,
-        activation=gate,
-        scale=scale,
-        dtype=E5M2.dtype,
-        product_scale=a_scale,
-    )
-
-    def codes(values):
-        rows = values.reshape(*da.shape[:-1], -1)
-        # A separate kernel transposes the codes. `da` is freed by now, so that backward
-        # needs no more memory at a time than BF16.
-        found = Codes(rows, kernels.transpose(rows), scale, out.largest)
-        return found if history is None else checked(found)
-
-    return jax.tree.map(codes, out.values), out.product
 
 
 def _with_histories(params: Params, stream: Stream) -> Params:

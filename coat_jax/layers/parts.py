@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
-from coat_jax.layers.matmul import checked, quantize_tensor
+from coat_jax.fp8.matmul import checked, quantize_tensor
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E5M2

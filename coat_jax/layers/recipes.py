@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from coat_jax.layers import blockwise, flow, functional, matmul, shards
+from coat_jax.fp8 import matmul
+from coat_jax.layers import blockwise, flow, functional, shards
 from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.flow import Params, joined
 from coat_jax.layers.parts import Heads, Norm, Stream

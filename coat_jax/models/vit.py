@@ -18,9 +18,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import full_attention
-from coat_jax.layers.dot_general import fp8_dot_general
 from coat_jax.layers.functional import layer_norm
 from coat_jax.models.llama import apply_layers
 from coat_jax.remat.api import fp8_remat

@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
+from coat_jax.meshes import sharded_like
 from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
 from pallas_kernels.checks import is_positive_number, positive_int
@@ -317,7 +318,7 @@ def _encoded(
     codes = format.encode(scaled, noise, k)
     return QuantizedArray(
         # Without the barrier XLA may cancel a conversion to 8 bits and back.
-        codes=lax.optimization_barrier(_merge(codes, x.shape)),
+        codes=lax.optimization_barrier(sharded_like(x, _merge(codes, x.shape))),
         scale=scale.squeeze(within),
         exponent=exponent,
         format=format,
@@ -370,7 +371,7 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
         if q.exponent is not None:
             k = expansion.power(_broadcastable(q.exponent))
         values = jnp.copysign(expansion.contract(t, top, k), values)
-    return _merge(values, q.shape).astype(q.dtype)
+    return sharded_like(q.codes, _merge(values, q.shape)).astype(q.dtype)
 
 
 def tensor_scale(largest: Float[Array, "..."], format: Format) -> Float[Array, "..."]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
+from coat_jax.meshes import sharded_like
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize
 from coat_jax.quantization.formats import Format
 from pallas_kernels import Scaled
@@ -47,7 +48,7 @@ def fp8_copy(
 
     codes, scale = quantized(x)
     return QuantizedArray(
-        codes=codes,
+        codes=sharded_like(x, codes),
         scale=scale,
         exponent=None,
         format=format,
@@ -75,7 +76,7 @@ def read_copy(q: QuantizedArray, *, fused: bool = False) -> Float[Array, "... n"
             Scaled(codes, scale), dtype=dtype, implementation=implementation
         )
 
-    return dequantized(q.codes, q.scale)
+    return sharded_like(q.codes, dequantized(q.codes, q.scale))
 
 
 def _fits(shape: tuple[int, ...], dtype: Any, format: Format, group: int) -> bool:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from coat_jax.remat.programs import variables
+from coat_jax.remat.programs import keeps_order, variables
 
-_CALLS = frozenset({"custom_jvp_call", "jit"})
+# A call with a derivative rule of its own is none of them: a kernel that replaced it
+# would replace the rule.
+_CALLS = frozenset({"jit"})
 CASTS = frozenset({"convert_element_type", "copy", "pcast", "pvary"})
 _MOVES = frozenset({"broadcast_in_dim", "reshape"})
 _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
@@ -155,6 +157,8 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
     Raises:
       _UnknownError: If it is no part of a known formula.
     """
+    if not operands:
+        raise _UnknownError
     name, (x, *_) = eqn.primitive.name, operands
     if name in _CHOICES:
         return _chosen(name, operands)
@@ -197,6 +201,8 @@ def _moved(
 ) -> Layout | None:
     """Returns the layout of a reshaped or broadcast array."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    if eqn.primitive.name == "reshape" and not keeps_order(eqn):
+        raise _UnknownError
     if layout is None or old == new:
         return layout
     if eqn.primitive.name == "reshape":

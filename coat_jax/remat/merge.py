@@ -20,48 +20,21 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from coat_jax.fp8.dot_general import fp8_dot_p
+from coat_jax.fp8.fused import Source, activated_product, gated_products, products
 from coat_jax.remat.gates import Activated, Gate, activation_of, gate_of
-from coat_jax.remat.norms import NormOf, Source, norm_of
+from coat_jax.remat.norms import NormOf, norm_of
 from coat_jax.remat.programs import (
     Uses,
     deduplicated,
     embedded,
     inlined,
+    is_stateful,
     renamed,
     variables,
 )
 from coat_jax.remat.streams import Sum, bias_of, reader_behind, sum_of
 from pallas_kernels.checks import WIDE
-
-
-class Forms(NamedTuple):
-    """The merged forms of calls `fn(x, w)` of activations and weights.
-
-    Attributes:
-      merged: A function of the source of activations, a tuple of weights, an array or
-        None, a norm, the dtype of results, and whether the norm's input is passed on.
-        It returns a tuple of the results of `fn` for the source's array or, unless it
-        is None, its norm; then, if it is passed on, the norm's input, so that its
-        gradient comes to the norm. Each weight is a pair with a bias or None, which
-        is added to its result. The array is added to the only result.
-      gated: A function of the source of activations, the weights of gate and up, that
-        of down in a pair with a bias or None, a norm, the name of the activation, the
-        dtypes of gate and of the result, and whether the norm's input is added, if
-        there is one. It returns `fn(activation(fn(x, gate)) * fn(x, up), down)`, with x
-        as in `merged`.
-      activated: A function of activations, a weight in a pair with a bias or None, an
-        array to add or None, the name of the activation, and the dtype of the result,
-        if there is one. It returns `fn(activation(x), w)`.
-    """
-
-    merged: Callable
-    gated: Callable | None = None
-    activated: Callable | None = None
-
-
-# The forms of calls, by the names of their jitted functions. A name ends with the ranks
-# of activations and weights, so that calls that `vmap` has changed are not found.
-FORMS: dict[str, Forms] = {}
 
 
 def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.Jaxpr:
@@ -78,7 +51,7 @@ def merged(program: core.Jaxpr, is_param: Sequence[bool], fused: bool) -> core.J
     for eqn in filter(_is_call, program.eqns):
         x, w = eqn.invars
         if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
-            groups[x, eqn.params["name"], eqn.outvars[0].aval.dtype].append(eqn)
+            groups[x, eqn.params["dtype"], w.aval.ndim].append(eqn)
     uses = Uses.of(program, _is_call)
     parts = _Parts.of(uses, groups, fixed) if fused else _Parts(*({} for _ in range(7)))
     replaced = _replaced(groups, parts, fixed)
@@ -211,8 +184,8 @@ def _mlps(uses: Uses, groups: Mapping[Any, list]) -> Iterator[_Mlp]:
         if len(eqns) == 2 and eqn.outvars[0].aval.dtype in WIDE
     }
     for key, eqns in groups.items():
-        product, name, _ = key
-        if len(readers[product]) > 1 or FORMS[name].gated is None:
+        product, _, rank = key
+        if len(readers[product]) > 1 or rank > 2:
             continue
         gate = gate_of(product, program, makers, readers, pairs)
         if gate and pairs[gate.gate] == pairs[gate.up] and len(eqns) == 1:
@@ -224,8 +197,8 @@ def _activations(
 ) -> Iterator[tuple[Any, Activated]]:
     """Yields the activations that nothing but one call reads, by the calls' keys."""
     for key, eqns in groups.items():
-        x, name, _ = key
-        if len(eqns) > 1 or FORMS[name].activated is None or x.aval.dtype not in WIDE:
+        x, _, rank = key
+        if len(eqns) > 1 or rank > 2 or x.aval.dtype not in WIDE:
             continue
         found = activation_of(x, uses.program, uses.makers, uses.readers, uses.places)
         if found and uses.only_in(found.eqns, eqns):
@@ -264,21 +237,18 @@ def _biases(
 
 
 def _is_call(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name != "jit" or eqn.params["name"] not in FORMS:
-        return False
-    ranks = [v.aval.ndim for v in eqn.invars]
-    return eqn.params["name"].endswith("_".join(("", *map(str, ranks))))
+    return eqn.primitive is fp8_dot_p
 
 
 def _contains_call(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "jit" and not _is_call(eqn) and _has_call(eqn)
+    return eqn.primitive.name == "jit" and _has_call(eqn)
 
 
 def _has_call(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a mergeable call, or jitted and contains one."""
     if eqn.primitive.name != "jit":
-        return False
-    return _is_call(eqn) or any(map(_has_call, eqn.params["jaxpr"].jaxpr.eqns))
+        return _is_call(eqn)
+    return any(map(_has_call, eqn.params["jaxpr"].jaxpr.eqns))
 
 
 def _from_params(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
@@ -286,7 +256,7 @@ def _from_params(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]
     found = {v for v, p in zip(program.invars, is_param, strict=True) if p}
     found |= {*program.constvars}
     for eqn in program.eqns:
-        if variables(eqn.invars) <= found and not eqn.effects:
+        if variables(eqn.invars) <= found and not is_stateful(eqn):
             found |= {*eqn.outvars}
     return found
 
@@ -317,14 +287,13 @@ def _merged(
       total: The sum that the only call computes, if its kernel does.
       passed: The variable that stands for the norm's input behind the calls, if any.
     """
-    form = FORMS[eqns[0].params["name"]].merged
     pairs = zip(eqns, biases, strict=True)
     results = [_result(*pair, total) for pair in pairs]
     if passed is not None:
         results.append(passed)
 
     def call(source, weights, other):
-        ys = form(
+        ys = products(
             *(source, weights, other),
             norm=norm and norm.norm,
             dtype=results[0].aval.dtype,
@@ -348,11 +317,10 @@ def _gated(
     """Returns the operations of the merged form of a gated MLP."""
     weights = {eqn.outvars[0]: eqn.invars[1] for eqn in pair}
     operands = [weights[gate.gate], weights[gate.up], _weight(down, bias)]
-    form = FORMS[down.params["name"]].gated
     result = _result(down, bias, total)
 
     def call(source, *weights):
-        y = form(
+        y = gated_products(
             source,
             *weights,
             norm=norm and norm.norm,
@@ -371,11 +339,12 @@ def _activated(
     found: Activated, down: core.JaxprEqn, bias: Sum | None, total: Sum | None
 ) -> list[core.JaxprEqn]:
     """Returns the operations of the merged form of an activation and a matmul."""
-    form = FORMS[down.params["name"]].activated
     result = _result(down, bias, total)
 
     def call(*operands):
-        y = form(*operands, activation=found.activation, dtype=result.aval.dtype)
+        y = activated_product(
+            *operands, activation=found.activation, dtype=result.aval.dtype
+        )
         return y.reshape(result.aval.shape)
 
     operands = found.x, _weight(down, bias), total and total.other

@@ -4,13 +4,14 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
+from coat_jax.fp8.fused import Norm, Source
 from coat_jax.remat.formulas import (
     CASTS,
     Role,
@@ -23,27 +24,6 @@ from coat_jax.remat.formulas import (
 )
 from coat_jax.remat.programs import part_of, written_out
 from pallas_kernels.numerics import NormKind
-
-
-class Norm(NamedTuple):
-    """A norm of the last axis, as `pallas_kernels.norm` computes it."""
-
-    kind: NormKind
-    eps: float
-
-
-class Source(NamedTuple):
-    """The operands of an array that matmuls read: the array itself, or those of a norm.
-
-    Attributes:
-      x: The array, or the norm's input.
-      scale: The weight that multiplies the normalized input, or None.
-      bias: The bias that is added then, or None.
-    """
-
-    x: Any
-    scale: Any = None
-    bias: Any = None
 
 
 class NormOf(NamedTuple):

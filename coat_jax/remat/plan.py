@@ -174,7 +174,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     # Integers have no gradients and no copies: masks are made of them again.
     integers = (v for v in program.invars if _is_integer(v.aval.dtype))
     constants = [*params, *integers, *_recomputed(residuals, kept)]
-    derivation = Derivation(program, constants, options.group)
+    derivation = Derivation(program, constants, statistics, options.group)
     copied = {v for v, way in zip(residuals, kept, strict=True) if _is_copy(way)}
     for results, operands in kernels_with_statistics(traced, program, copied):
         for index, var in enumerate(residuals):

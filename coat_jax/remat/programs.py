@@ -71,12 +71,13 @@ class Uses(NamedTuple):
         return all(id(reader) in own for v in made for reader in self.readers[v])
 
 
-def written_out(program: core.Jaxpr) -> core.Jaxpr:
+def written_out(program: core.Jaxpr, calls: Collection[str] = _CALLS) -> core.Jaxpr:
     """Returns a program with its calls inlined, and without effects.
 
     Variables of the program keep their names, except those that a call only passes on.
+    `calls` names the operations that are inlined.
     """
-    program = inlined(program, lambda eqn: eqn.primitive.name in _CALLS)
+    program = inlined(program, lambda eqn: eqn.primitive.name in calls)
     eqns = [eqn.replace(effects=core.no_effects) for eqn in program.eqns]
     return program.replace(eqns=eqns, effects=core.no_effects)
 
@@ -87,14 +88,26 @@ def part_of(
     outvar: core.Var,
     eqns: Sequence[core.JaxprEqn],
 ) -> core.Jaxpr:
-    """Returns the program of some operations of a program, `written_out`."""
+    """Returns the program of some operations of a program.
+
+    Jitted functions are inlined. Calls with derivative rules of their own are not.
+    """
     part = program.replace(
         invars=list(invars),
         outvars=[outvar],
         eqns=list(eqns),
         debug_info=program.debug_info.with_unknown_names(),
     )
-    return written_out(part)
+    return written_out(part, calls={"jit"})
+
+
+def keeps_order(reshape: core.JaxprEqn) -> bool:
+    """Returns whether a reshape keeps the elements in their order in memory.
+
+    Others transpose first, as `jnp.ravel(x, order="F")` does.
+    """
+    axes = reshape.params["dimensions"]
+    return axes is None or tuple(axes) == tuple(range(reshape.invars[0].aval.ndim))
 
 
 def inlined(
@@ -175,14 +188,14 @@ def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> l
 def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
     """Returns a program that computes nothing twice from the same operands.
 
-    Operations with effects stay, and those whose parameters cannot be compared.
+    Stateful operations stay, and those with parameters that cannot be compared.
     """
     names: Names = {}
     found: dict[Any, list[core.Var]] = {}
     eqns = []
     for eqn in program.eqns:
         eqn = eqn.replace(invars=renamed(eqn.invars, names))
-        key = None if eqn.effects else _key(eqn)
+        key = None if is_stateful(eqn) else _key(eqn)
         first = None if key is None else found.get(key)
         if first is None or any(isinstance(v, core.DropVar) for v in first):
             eqns.append(eqn)
@@ -191,6 +204,14 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
         else:
             names |= zip(eqn.outvars, first, strict=True)
     return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+
+
+def is_stateful(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation may give something else when it is repeated."""
+    if eqn.effects or eqn.primitive.name == "rng_uniform":
+        return True
+    bodies = core.jaxprs_in_params(eqn.params)
+    return any(is_stateful(inner) for body in bodies for inner in body.eqns)
 
 
 def _key(eqn: core.JaxprEqn) -> Any:

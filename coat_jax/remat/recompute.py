@@ -3,15 +3,26 @@
 The backward pass recomputes these arrays, also from FP8 copies. Their errors stay as
 small as those of the copies: small beside the amax of a group. Operations that amplify
 errors are not computed from copies. These are logarithms, exponentials other than
-exp(-x**2), and sums of arrays that were rounded separately, which may cancel.
+exp(-x**2), and sums that may cancel, such as x - 30 of a copy of x. A sum cannot cancel
+if its operands have the same sign everywhere, as 1 and x**2 do. Sums of numbers and
+bounded functions, such as 1 - tanh(x), have a small error beside these bounds. To a
+normalized array constants may be added: the error is small beside its unit variance.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from coat_jax.remat.programs import variables
@@ -21,10 +32,15 @@ from coat_jax.remat.trace import all_eqns, does_work, size_of
 _CUTS = frozenset({"slice", "split"})
 _MOVES = _CUTS | {"broadcast_in_dim", "reshape", "squeeze", "transpose"}
 _CONVERSIONS = frozenset(
-    {"convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"}
+    {
+        *("convert_element_type", "copy", "name", "reduce_precision", "stop_gradient"),
+        *("pcast", "pvary", "reshard", "sharding_constraint"),
+    }
 )
 # Sums are computed from copies only where nothing can cancel.
 _SUMS = frozenset({"add", "add_any", "one_minus_square", "sub"})
+_POSITIVE = frozenset({"abs", "erfc", "exp", "exp2", "logistic", "square"})
+_ODD = frozenset({"erf", "tanh"})
 # Functions with bounded results may always be computed from copies.
 _SATURATING = frozenset({"erf", "erfc", "logistic", "tanh"})
 # Arithmetic that does not amplify errors may always be computed from copies.
@@ -42,21 +58,49 @@ _CHEAP = _MOVES | _CONVERSIONS | _SUMS | _SATURATING | _GENTLE | _OF_EXACT
 _MAX_STEPS = 32
 
 
+class Sign(NamedTuple):
+    """The sign of each element of an array: a factor times the signs of other arrays.
+
+    Attributes:
+      factor: 1 or -1.
+      of: The arrays, of the same shape. If it is empty, all elements have one sign.
+    """
+
+    factor: int
+    of: frozenset[core.Var] = frozenset()
+
+    def times(self, other: "Sign") -> "Sign":
+        """Returns the sign of a product; an array's sign times itself is 1."""
+        return Sign(self.factor * other.factor, self.of ^ other.of)
+
+
 class Known(NamedTuple):
     """The way in which an array follows from saved arrays.
 
     Attributes:
       steps: The number of operations on the way, without layout and conversions.
       constant: True if the array follows from parameters and constants alone.
-      of: The arrays of which it is an elementwise function: FP8 copies, or the results
-        of layout operations on copies.
       copies: The FP8 copies that it depends on; empty if it is exact.
+      sign: The sign of its elements, if something is known of it.
+      number: The number of the program that all its elements are, if there is one.
+      is_bounded: Whether it is computed of numbers and bounded functions alone.
     """
 
     steps: int = 0
     constant: bool = True
-    of: frozenset[core.Var] = frozenset()
     copies: frozenset[core.Var] = frozenset()
+    sign: Sign | None = None
+    number: float | None = None
+    is_bounded: bool = False
+
+    @classmethod
+    def of_number(cls, literal: core.Literal) -> "Known":
+        """Describes a number of a program."""
+        value = np.asarray(literal.val)
+        if value.ndim or not jnp.issubdtype(literal.aval.dtype, jnp.floating):
+            return cls()
+        sign = Sign(-1 if value < 0 else 1)
+        return cls(sign=sign, number=float(value), is_bounded=True)
 
 
 class Derivation:
@@ -70,6 +114,7 @@ class Derivation:
         self,
         program: core.Jaxpr,
         constants: Iterable[core.Var | core.Literal],
+        statistics: Collection[core.Var],
         group: int,
     ):
         """Starts with the arrays that follow from `constants`.
@@ -77,6 +122,7 @@ class Derivation:
         Args:
           program: A program whose calls are inlined.
           constants: Parameters, and arrays that are recomputed from parameters.
+          statistics: The results of reductions of rows, and what follows in their size.
           group: The number of elements of a copy's group, which slices must not cut.
         """
         self._group = group
@@ -91,25 +137,35 @@ class Derivation:
             for var in operands:
                 self._readers[var].append(eqn)
             if self.known.keys() >= operands and not _does_work(eqn):
-                self.known |= dict.fromkeys(eqn.outvars, Known())
+                self.known |= dict.fromkeys(eqn.outvars, self._constant(eqn))
+        self._normalized = _normalized(program, statistics, self.known.keys())
+
+    def _constant(self, eqn: core.JaxprEqn) -> Known:
+        """Describes the results of an operation on constants."""
+        if eqn.primitive.name in _MOVES | _CONVERSIONS:
+            operand = self._operand(eqn.invars[0], {})
+            if operand.number is not None:
+                return operand
+        return Known()
 
     def keep(self, wanted: Iterable[core.Var]) -> set[core.Var]:
         """Adds arrays that are kept unquantized, and the arrays that follow.
 
         Returns those that must be saved: not those that are others moved or converted.
         """
-        saved, kept = set(), Known(constant=False)
+        saved = set()
         for var in sorted(wanted, key=self._order.__getitem__):
-            if self.known.get(var) == kept:
+            known = self.known.get(var)
+            if known and not (known.constant or known.steps):
                 continue
             saved.add(var)
-            if var not in self.known:
-                self.known |= self._following(var, kept)
+            if not known:
+                self.known |= self._following(var, Known(constant=False))
         return saved
 
     def compute(self, var: core.Var, copies: frozenset[core.Var]) -> None:
         """Adds `var`, which a kernel computes from FP8 copies, and what follows."""
-        self.known |= self._following(var, Known(0, False, frozenset({var}), copies))
+        self.known |= self._following(var, Known(0, False, copies))
 
     def copy(
         self, wanted: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
@@ -157,8 +213,7 @@ class Derivation:
         """
         source = var
         while True:
-            this = frozenset({source})
-            found = self._following(source, Known(0, False, this, this))
+            found = self._following(source, Known(0, False, frozenset({source})))
             if var not in found:
                 return
             yield source, found
@@ -185,28 +240,63 @@ class Derivation:
         self, eqn: core.JaxprEqn, position: int, found: dict[core.Var, Known]
     ) -> Known | None:
         """Returns the way in which a result of an operation follows, or None."""
-        name, out = eqn.primitive.name, eqn.outvars[position]
+        name = eqn.primitive.name
         if name not in _CHEAP:
             return None
-        operands = [
-            Known()
-            if isinstance(v, core.Literal)
-            else found.get(v) or self.known.get(v)
-            for v in eqn.invars
-        ]
+        operands = [self._operand(v, found) for v in eqn.invars]
         if None in operands:
             return None
-        of, copies = (
-            frozenset().union(*(getattr(k, name) for k in operands))
-            for name in ("of", "copies")
-        )
+        copies = frozenset().union(*(k.copies for k in operands))
         if copies and not self._stays_close(eqn, position, operands):
             return None
-        if copies and name in _MOVES:
-            of = frozenset({out})
         steps = sum(k.steps for k in operands) + (name not in _MOVES | _CONVERSIONS)
-        constant = all(k.constant for k in operands)
-        return Known(steps, constant, of, copies) if steps <= _MAX_STEPS else None
+        if steps > _MAX_STEPS:
+            return None
+        return Known(
+            steps,
+            all(k.constant for k in operands),
+            copies,
+            self._sign(eqn, operands),
+            is_bounded=name in _SATURATING
+            or (name == "exp" and self._is_bell(eqn))
+            or (name not in _OF_EXACT and all(k.is_bounded for k in operands)),
+        )
+
+    def _operand(
+        self, operand: core.Var | core.Literal, found: dict[core.Var, Known]
+    ) -> Known | None:
+        if isinstance(operand, core.Literal):
+            return Known.of_number(operand)
+        return found.get(operand) or self.known.get(operand)
+
+    def _sign(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> Sign | None:
+        """Returns the sign of a result's elements, if something is known of it."""
+        name = eqn.primitive.name
+        signs = [
+            k.sign or (Sign(1, frozenset({v})) if isinstance(v, core.Var) else None)
+            for k, v in zip(operands, eqn.invars, strict=True)
+        ]
+        if name in _POSITIVE:
+            return Sign(1)
+        if None in signs:
+            return None
+        sign, *others = signs
+        if name in _MOVES:
+            # Elements are in other places now.
+            return None if sign.of else sign
+        if name in _CONVERSIONS | _ODD:
+            return sign
+        if name == "neg":
+            return sign.times(Sign(-1))
+        if name == "mul":
+            return sign.times(*others)
+        if name == "integer_pow":
+            return sign if eqn.params["y"] % 2 else Sign(1)
+        if name == "max":
+            return Sign(1) if Sign(1) in signs else None
+        if name in ("add", "add_any"):
+            return sign if [sign] == others else None
+        return None
 
     def _stays_close(
         self, eqn: core.JaxprEqn, position: int, operands: Sequence[Known]
@@ -214,10 +304,14 @@ class Derivation:
         """Returns whether a result's error stays small beside the amax of a group."""
         name = eqn.primitive.name
         if name in _SUMS:
-            # A sum is safe with one operand that is not constant, or if all of these
-            # are functions of one and the same array.
-            varying = [k.of for k in operands if not k.constant]
-            return len(varying) == 1 or len(varying[0]) == len({*varying}) == 1
+            one_sign = name in ("add", "add_any") and self._sign(eqn, operands)
+            if one_sign or all(k.is_bounded for k in operands):
+                return True
+            pairs = list(zip(operands, eqn.invars, strict=True))
+            varying = [v for k, v in pairs if not k.constant]
+            zeros = all(k.number == 0 for k in operands if k.constant)
+            alone = len(varying) == 1 and len(operands) == 2
+            return alone and (zeros or varying[0] in self._normalized)
         if name in _CUTS:
             return _keeps_groups(eqn, position, self._group)
         if name == "convert_element_type":
@@ -239,6 +333,26 @@ class Derivation:
             if eqn is None or eqn.primitive.name != name:
                 return False
         return True
+
+
+def _normalized(
+    program: core.Jaxpr,
+    statistics: Collection[core.Var],
+    constants: Container[core.Var],
+) -> set[core.Var]:
+    """Returns the arrays that are products with statistics of rows, and constants."""
+    factors, normalized = set(statistics), set()
+    for eqn in program.eqns:
+        name, operands = eqn.primitive.name, variables(eqn.invars)
+        varying = {v for v in operands if v not in constants}
+        if varying and varying <= factors and name in _CHEAP:
+            factors.update(eqn.outvars)
+        elif name == "mul" and (varying & factors or varying & normalized):
+            if len(varying - factors - normalized) <= (not varying & normalized):
+                normalized.update(eqn.outvars)
+        elif name in _MOVES | _CONVERSIONS and varying & normalized:
+            normalized.update(eqn.outvars)
+    return normalized
 
 
 def _does_work(eqn: core.JaxprEqn) -> bool:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from jax.extend import core
 
-from coat_jax.remat.programs import Uses
+from coat_jax.remat.programs import Uses, keeps_order
 
 
 class Sum(NamedTuple):
@@ -71,6 +71,8 @@ def _sums(
         (reader,) = uses.readers[var]
         if reader is uses.program or reader.primitive.name not in ("add", "reshape"):
             return
+        if reader.primitive.name == "reshape" and not keeps_order(reader):
+            return
         eqns.append(reader)
         (result,) = reader.outvars
         if reader.primitive.name == "add":
@@ -92,6 +94,8 @@ def _column(var: core.Var, like: core.Var, uses: Uses) -> core.Var | None:
     while var.aval.shape != columns:
         maker = uses.makers.get(var)
         if maker is None or maker.primitive.name not in ("broadcast_in_dim", "reshape"):
+            return None
+        if maker.primitive.name == "reshape" and not keeps_order(maker):
             return None
         axes = maker.params.get("broadcast_dimensions", (var.aval.ndim - 1,))
         (var, *_) = maker.invars

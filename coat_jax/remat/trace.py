@@ -275,8 +275,9 @@ def is_foreign(primitive: core.Primitive) -> bool:
 
 
 def does_work(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation costs enough that its result is worth saving."""
-    return eqn.primitive.name in PRODUCTS | {"while"} or is_foreign(eqn.primitive)
+    """Returns whether an operation is never repeated: it is costly, or stateful."""
+    never = PRODUCTS | {"while", "rng_uniform"}
+    return eqn.primitive.name in never or is_foreign(eqn.primitive)
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:

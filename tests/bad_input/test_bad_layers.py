@@ -7,8 +7,8 @@ from flax import nnx
 from helpers.bad_input import BadInput, assert_refused
 
 import coat_jax as coat
+from coat_jax.fp8.matmul import linear
 from coat_jax.layers.decoder import DecoderLayer
-from coat_jax.layers.matmul import linear
 from coat_jax.models import llama
 
 X = jnp.ones((4, 256))

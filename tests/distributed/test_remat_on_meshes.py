@@ -175,3 +175,24 @@ def test_random_bits_are_made_where_they_are_needed(axis_type):
     alone = gradients(fp8_remat(mlp, key=key))(*jax.device_get((params, x)))
     assert_close(jax.device_get(actual), jax.device_get(alone), 1e-3)
     assert not np.array_equal(jax.device_get(actual)[1], plain(params, x)[1])
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("spec", [P(None, ("data", "model")), P("model", "data")])
+def test_groups_that_a_mesh_cuts(spec):
+    """The last axis is cut within groups of 16; copies have the parts of the array."""
+    mesh = mesh_of(EXPLICIT)
+
+    def fn(scale, x):
+        return jnp.tanh(jnp.sin(x) * scale)
+
+    with jax.set_mesh(mesh):
+        scale, x = (jax.sharding.reshard(normal(i, 128, 64), spec) for i in range(2))
+
+        @functools.partial(jax.jit, static_argnums=0)
+        def gradient(fn, scale, x):
+            return jax.grad(lambda scale: jnp.sum(fn(scale, x) ** 2))(scale)
+
+        light, plain = gradient(fp8_remat(fn), scale, x), gradient(fn, scale, x)
+        assert light.sharding == plain.sharding
+        assert_close(light, plain, 0.1)

@@ -21,7 +21,7 @@ from helpers.models import normal
 
 import coat_jax as coat
 from coat_jax import fp8_dot_general
-from coat_jax.layers.matmul import linear
+from coat_jax.fp8.matmul import linear
 
 DTYPES = [jnp.float32, jnp.bfloat16]
 
@@ -185,11 +185,16 @@ def test_dot_general_names_dimensions_that_do_not_go_together(a, b, dimensions):
         fp8_dot_general(jnp.ones(a), jnp.ones(b), dimensions)
 
 
-def test_dot_general_of_nothing():
-    product = fp8_dot_general(
-        jnp.ones((4, 0)), jnp.ones((0, 3)), (((1,), (0,)), ((), ()))
-    )
-    np.testing.assert_array_equal(product, np.zeros((4, 3)))
+@pytest.mark.parametrize(("m", "k", "n"), [(4, 0, 3), (4, 3, 0), (0, 4, 3)])
+def test_dot_general_of_nothing(m, k, n):
+    def product(x, w):
+        return fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+    y, pullback = jax.vjp(product, jnp.ones((m, k)), jnp.ones((k, n)))
+    np.testing.assert_array_equal(y, np.zeros((m, n)))
+    dx, dw = pullback(y)
+    np.testing.assert_array_equal(dx, np.zeros((m, k)))
+    np.testing.assert_array_equal(dw, np.zeros((k, n)))
 
 
 def test_in_linen_layers():

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from helpers.dots import OTHER_WAYS, assert_near, linear
-from helpers.gradients import compiled, saved, saved_bytes, value_and_vjp
+from helpers.gradients import assert_close, compiled, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -180,6 +180,33 @@ def test_other_sums_are_left_alone(fn):
     """A matmul may add what the gradient of a norm may not."""
     params, x, _ = given()
     assert added(fp8_remat(fn), params, x) == (fn is others, False)
+
+
+def transposed(params, x):
+    """The branch's result in another order, which `reshape(dimensions=)` says."""
+    y = linear(rms(x, params["norm"]), params["a"] @ params["c"])
+    return x + jnp.ravel(y, order="F").reshape(x.shape)
+
+
+def transposed_bias(params, x):
+    y = linear(rms(x, params["norm"]), params["a"] @ params["c"])
+    rows = jnp.broadcast_to(params["c"][0][:, None], (K, y.size // K))
+    return y + jnp.ravel(rows, order="F").reshape(y.shape)
+
+
+def on_heads(params, x):
+    """A residual stream with an axis of heads, as `nn.DenseGeneral` gives them."""
+    y = linear(rms(x, params["norm"]), params["a"] @ params["c"])
+    heads = (*x.shape[:-1], 4, K // 4)
+    return (x.reshape(heads) + y.reshape(heads)).reshape(x.shape)
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("fn", [transposed, transposed_bias, on_heads])
+def test_other_orders_and_shapes(fn):
+    params, x, dy = given()
+    plain, light = (value_and_vjp(f, dy, params, x) for f in (fn, fp8_remat(fn)))
+    assert_close(light, plain, 0.1)
 
 
 @pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))

@@ -48,7 +48,7 @@ def linear(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from coat_jax.layers.matmul import linear
+      >>> from coat_jax.fp8.matmul import linear
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4))).dtype
       dtype(bfloat16)
     """

@@ -1,147 +1,75 @@
-"""`jax.lax.dot_general` in FP8, for the layers of other libraries.
+"""FP8 matmuls fused with what surrounds them, as `fp8_remat` finds it in programs.
 
-Operands have per-tensor scales, as in `matmul.linear`. Within `fp8_remat` the matmuls
-of one array are merged; see `coat_jax.remat.merge`.
+A matmul has a prologue, which computes its activations (a norm, an activation, a gate),
+and an epilogue (a bias, an array that is added). Kernels compute both. Matmuls of one
+array are one function, which quantizes the array once, with a scale for each token.
 """
 
-import math
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.sharding import PartitionSpec as P
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
-from coat_jax.layers.flow import gate_gradient
-from coat_jax.layers.matmul import (
+from coat_jax.fp8.matmul import (
+    checked,
     dtype_of,
-    fp8_matmul,
     matmul_codes,
     once,
     quantize_tensor,
     quantize_tokens,
     tensor_scales,
 )
-from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.array import scales_as_bits
+from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2
-from coat_jax.remat import merge
-from coat_jax.remat.norms import Source
 from coat_jax.remat.notes import Note
-from pallas_kernels import Scaled, array_types, dispatch
+from pallas_kernels import Activation, Codes, NormKind, Scaled, array_types
 from pallas_kernels.numerics import GROUP
 
 _GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
+# Upper bounds of the slope |activation'(x)|.
+_STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 
 
-def fp8_dot_general(
-    lhs: Float[Array, "..."],
-    rhs: Float[Array, "..."],
-    dimension_numbers: lax.DotDimensionNumbers,
-    precision: lax.PrecisionLike = None,
-    preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: jax.sharding.Sharding | P | None = None,
-) -> Float[Array, "..."]:
-    """Computes `jax.lax.dot_general` in FP8.
+class Norm(NamedTuple):
+    """A norm of the last axis, as `pallas_kernels.norm` computes it."""
 
-    Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
-    numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
-    in FP8, and `rhs`, the weights, by reference. Within `fp8_remat` several matmuls of
-    one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
-    `lhs` is saved or recomputed.
-
-    Args:
-      lhs: The activations.
-      rhs: The weights.
-      dimension_numbers: The dimension numbers of `jax.lax.dot_general`.
-      precision: Ignored, because FP8 matmuls have only one precision.
-      preferred_element_type: The dtype of the result; by default the promoted dtype of
-        `lhs` and `rhs`.
-      out_sharding: The sharding of the result on a mesh with explicit axes.
-
-    Raises:
-      ValueError: If an operand is not floating.
-      TypeError: If the dimension numbers do not fit the operands.
-
-    Example:
-      >>> import coat_jax as coat, jax, jax.numpy as jnp
-      >>> from flax import linen as nn
-      >>> layer = nn.Dense(8, dtype=jnp.bfloat16, dot_general=coat.fp8_dot_general)
-      >>> params = layer.init(jax.random.key(0), jnp.ones((2, 4)))
-      >>> layer.apply(params, jnp.ones((2, 4))).shape
-      (2, 8)
-    """
-    del precision
-    for name, operand in (("lhs", lhs), ("rhs", rhs)):
-        if not jnp.issubdtype(operand.dtype, jnp.floating):
-            raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
-    dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
-    expected = jax.eval_shape(
-        partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
-    )
-    if jax.typeof(lhs).sharding.mesh.explicit_axes:
-        # XLA shards the codes and scales; types say how arguments and results lie.
-        fn = partial(
-            fp8_dot_general,
-            dimension_numbers=dimension_numbers,
-            preferred_element_type=dtype,
-        )
-        return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
-    lhs, rhs = array_types.varying_alike((lhs, rhs))
-    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
-    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
-    a = lax.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract))
-    b = lax.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free))
-    batch = [lhs.shape[i] for i in lhs_batch]
-    rows = [lhs.shape[i] for i in lhs_free]
-    cols = [rhs.shape[i] for i in rhs_free]
-    depth = math.prod(lhs.shape[i] for i in lhs_contract)
-    if not depth:
-        return jnp.zeros(expected.shape, dtype)
-    a = a.reshape(*batch, math.prod(rows), depth)
-    b = b.reshape(*batch, depth, math.prod(cols))
-    product = _mergeable(jnp.dtype(dtype), (a.ndim, b.ndim))
-    # `explain` counts calls, also of functions that JAX has traced before.
-    with dispatch.counted():
-        return product(a, b).reshape(expected.shape)
+    kind: NormKind
+    eps: float
 
 
-@cache
-def _mergeable(dtype: jnp.dtype, ranks: tuple[int, int]) -> Callable:
-    """Returns the matmul [*batch, m, k] x [*batch, k, n] with results of a dtype.
+class Source(NamedTuple):
+    """The operands of an array that matmuls read: the array itself, or those of a norm.
 
-    It is jitted, and `fp8_remat` finds its forms by its name.
+    Attributes:
+      x: The array, or the norm's input.
+      scale: The weight that multiplies the normalized input, or None.
+      bias: The bias that is added then, or None.
     """
 
-    def call(x, w):
-        return _batched(partial(fp8_matmul, dtype=dtype, contract=0), x)(x, w)
-
-    call.__name__ = "_".join(("fp8_dot_general", *map(str, ranks)))
-    others = (_gated, _activated) if ranks == (2, 2) else ()
-    merge.FORMS[call.__name__] = merge.Forms(_dots, *others)
-    return jax.jit(call)
+    x: Any
+    scale: Any = None
+    bias: Any = None
 
 
-def _dots(source, weights, other, norm, dtype, passes):
+def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
     Each weight comes with a bias [n] or None. Activations of a norm are its output,
-    with leading axes merged to m. So are those of `other`, which is added unless it is
-    None.
+    with leading axes merged to m. `other` has m n elements in the order of the only
+    result, to which it is added, or is None. With `passes` the last result is the
+    norm's input.
     """
     source, weights, other = array_types.varying_alike((source, weights, other))
     product = partial(_products, norm=norm, dtype=dtype, passes=passes)
     if weights[0][0].ndim > 2:
         product = partial(product, other=None)
         return _batched(product, source.x)(source, weights)
-    return product(_in_rows(source), weights, _as_rows(other))
+    return product(_in_rows(source), weights, _as_rows(other, weights[0]))
 
 
 def _batched(product: Callable, x: Array) -> Callable:
@@ -155,11 +83,12 @@ def _in_rows(source: Source) -> Source:
     """Returns a source with its activations as [m, k], and its parameters as [k]."""
     x, *columns = source
     columns = (None if c is None else c.reshape(-1) for c in columns)
-    return Source(_as_rows(x), *columns)
+    return Source(x.reshape(-1, x.shape[-1]), *columns)
 
 
-def _as_rows(x):
-    return None if x is None else x.reshape(-1, x.shape[-1])
+def _as_rows(x, weight):
+    """Returns an array, or None, in the shape of the result of a weight [k, n]."""
+    return None if x is None else x.reshape(-1, weight[0].shape[-1])
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
@@ -294,7 +223,7 @@ def _norm_backward(saved, dy, y_scale, norm, add):
 _products.defvjp(_products_fwd, _products_bwd)
 
 
-def _gated(source, gate, up, down, *, norm, activation, inner, dtype, adds):
+def gated_products(source, gate, up, down, *, norm, activation, inner, dtype, adds):
     """Computes `_gated_products` of a source with any leading axes."""
     options = norm, activation, inner, dtype, adds
     operands = array_types.varying_alike((_in_rows(source), gate, up, down))
@@ -365,9 +294,9 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 
-def _activated(x, w, other, *, activation, dtype):
+def activated_product(x, w, other, *, activation, dtype):
     """Computes `_activated_product` of arrays with any leading axes."""
-    operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other)
+    operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other, w)
     operands = array_types.varying_alike(operands)
     return _activated_product(*operands, activation, dtype)
 
@@ -416,3 +345,49 @@ def _activated_bwd(activation, dtype, residuals, dy):
 
 
 _activated_product.defvjp(_activated_fwd, _activated_bwd)
+
+
+def gate_gradient(
+    gate_up: Scaled | tuple[Scaled, Scaled],
+    largest_scale: Float[Array, "..."],
+    da: Array,
+    da_maxima: Float[Array, " parts"],
+    gate: Activation,
+    a_scale: Float[Array, ""],
+    history: Array | None = None,
+) -> tuple[Any, Float[Array, "f tokens"]]:
+    """Computes the gradient of gate and up, and the gate's output a again.
+
+    Just-in-time scaling uses an upper bound of the amax:
+    `amax(da) * amax(gate_up) * max|activation'|`. The exact amax would need another
+    pass. E5M2 keeps its precision over 30 binades, so a loose bound costs nothing.
+
+    Returns:
+      The gradient [..., 2 f] as per-tensor E5M2 codes and their transpose, or one such
+      gradient [..., f] for each of a pair; and the transposed E4M3 codes of a with
+      `a_scale`.
+    """
+    if history is not None:
+        scale = delayed_scale(history, E5M2)
+    else:
+        # The amax of gate and up is at most the largest group scale times E4M3.max.
+        factors = largest_scale, da_maxima
+        bound = kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
+        (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
+    out = kernels.gated_grad(
+        gate_up,
+        da,
+        activation=gate,
+        scale=scale,
+        dtype=E5M2.dtype,
+        product_scale=a_scale,
+    )
+
+    def codes(values):
+        rows = values.reshape(*da.shape[:-1], -1)
+        # A separate kernel transposes the codes. `da` is freed by now, so that backward
+        # needs no more memory at a time than BF16.
+        found = Codes(rows, kernels.transpose(rows), scale, out.largest)
+        return found if history is None else checked(found)
+
+    return jax.tree.map(codes, out.values), out.product

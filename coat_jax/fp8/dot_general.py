@@ -1,0 +1,148 @@
+"""`jax.lax.dot_general` in FP8, for the layers of other libraries.
+
+Operands have per-tensor scales, as in `matmul.linear`. Each matmul is one operation of
+a program, `fp8_dot_p`, by which `fp8_remat` knows it.
+"""
+
+import math
+from collections.abc import Callable
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from coat_jax.fp8.matmul import fp8_matmul
+from coat_jax.meshes import on_explicit_mesh
+from pallas_kernels import array_types, dispatch
+
+
+def fp8_dot_general(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    dimension_numbers: lax.DotDimensionNumbers,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: jax.sharding.Sharding | P | None = None,
+) -> Float[Array, "..."]:
+    """Computes `jax.lax.dot_general` in FP8.
+
+    Pass it as `dot_general=` to `nn.Dense` or `nnx.Linear`. It takes any dimension
+    numbers. With batch dimensions every batch entry has its own scale. `lhs` is saved
+    in FP8, and `rhs`, the weights, by reference. Within `fp8_remat` several matmuls of
+    one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
+    `lhs` is saved or recomputed.
+
+    Args:
+      lhs: The activations.
+      rhs: The weights.
+      dimension_numbers: The dimension numbers of `jax.lax.dot_general`.
+      precision: Ignored, because FP8 matmuls have only one precision.
+      preferred_element_type: The dtype of the result; by default the promoted dtype of
+        `lhs` and `rhs`.
+      out_sharding: The sharding of the result on a mesh with explicit axes.
+
+    Raises:
+      ValueError: If an operand is not floating.
+      TypeError: If the dimension numbers do not fit the operands.
+
+    Example:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> layer = nn.Dense(8, dtype=jnp.bfloat16, dot_general=coat.fp8_dot_general)
+      >>> params = layer.init(jax.random.key(0), jnp.ones((2, 4)))
+      >>> layer.apply(params, jnp.ones((2, 4))).shape
+      (2, 8)
+    """
+    del precision
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
+    dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    # `lax.dot_general` checks the dimension numbers, and its errors name the axes.
+    expected = jax.eval_shape(
+        partial(lax.dot_general, lhs, rhs, dimension_numbers, out_sharding=out_sharding)
+    )
+    if jax.typeof(lhs).sharding.mesh.explicit_axes:
+        # XLA shards the codes and scales; types say how arguments and results lie.
+        fn = partial(
+            fp8_dot_general,
+            dimension_numbers=dimension_numbers,
+            preferred_element_type=dtype,
+        )
+        return on_explicit_mesh(fn, lhs, expected)(lhs, rhs)
+    if not lhs.size or not rhs.size:
+        return lax.dot_general(
+            lhs, rhs, dimension_numbers, preferred_element_type=dtype
+        )
+    lhs, rhs = array_types.varying_alike((lhs, rhs))
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+    lhs_free = [i for i in range(lhs.ndim) if i not in (*lhs_contract, *lhs_batch)]
+    rhs_free = [i for i in range(rhs.ndim) if i not in (*rhs_contract, *rhs_batch)]
+    a = lax.transpose(lhs, (*lhs_batch, *lhs_free, *lhs_contract))
+    b = lax.transpose(rhs, (*rhs_batch, *rhs_contract, *rhs_free))
+    batch = [lhs.shape[i] for i in lhs_batch]
+    rows = [lhs.shape[i] for i in lhs_free]
+    cols = [rhs.shape[i] for i in rhs_free]
+    depth = math.prod(lhs.shape[i] for i in lhs_contract)
+    a = a.reshape(*batch, math.prod(rows), depth)
+    b = b.reshape(*batch, depth, math.prod(cols))
+    # `explain` counts calls, also of functions that JAX has traced before.
+    with dispatch.counted():
+        return fp8_dot_p.bind(a, b, dtype=jnp.dtype(dtype)).reshape(expected.shape)
+
+
+# The matmul x [*batch, m, k] times w [*batch, k, n], with results of `dtype`.
+fp8_dot_p = core.Primitive("fp8_dot")
+
+
+@cache
+def _jitted(dtype: jnp.dtype) -> Callable:
+    """Returns the computation of `fp8_dot_p`, with its derivative."""
+
+    def fp8_dot(x, w):
+        multiply = partial(fp8_matmul, dtype=dtype, contract=0)
+        for _ in range(x.ndim - 2):
+            multiply = jax.vmap(multiply)
+        return multiply(x, w)
+
+    return jax.jit(fp8_dot)
+
+
+def _computed(x: Array, w: Array, *, dtype: jnp.dtype) -> Array:
+    return _jitted(dtype)(x, w)
+
+
+def _type_of_result(
+    x: jax.core.ShapedArray, w: jax.core.ShapedArray, *, dtype: jnp.dtype
+) -> jax.core.ShapedArray:
+    # Types have more than shapes and dtypes, such as the devices over which they vary.
+    (result,) = jax.make_jaxpr(_jitted(dtype))(x, w).out_avals
+    return result
+
+
+def _differentiated(primals: list, tangents: list, *, dtype: jnp.dtype) -> tuple:
+    tangents = map(ad.instantiate_zeros, tangents)
+    return jax.jvp(_jitted(dtype), tuple(primals), tuple(tangents))
+
+
+def _mapped(operands: list, axes: list, *, dtype: jnp.dtype) -> tuple[Array, int]:
+    x, w = operands
+    if None in axes:
+        return jax.vmap(_jitted(dtype), in_axes=tuple(axes))(x, w), 0
+    # Every entry has its own scales, also those of batch axes.
+    x, w = (jnp.moveaxis(a, axis, 0) for a, axis in zip(operands, axes, strict=True))
+    return fp8_dot_p.bind(x, w, dtype=dtype), 0
+
+
+fp8_dot_p.def_impl(_computed)
+fp8_dot_p.def_abstract_eval(_type_of_result)
+ad.primitive_jvps[fp8_dot_p] = _differentiated
+batching.primitive_batchers[fp8_dot_p] = _mapped
+mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_computed, multiple_results=False))

@@ -1,0 +1,131 @@
+"""Tests that derivative rules of the user's own decide gradients under `fp8_remat`.
+
+A kernel computes the plain derivative of a norm, an activation or a gate, so none may
+replace a function that has another one. Plain JAX is the oracle.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.dots import linear
+from helpers.models import normal
+
+from coat_jax import fp8_remat
+
+K = 128
+BF16 = jnp.bfloat16
+
+
+def rms(x, scale):
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
+
+
+@jax.custom_jvp
+def straight_through(x):
+    return jax.nn.silu(x)
+
+
+@straight_through.defjvp
+def _(primals, tangents):
+    return straight_through(*primals), tangents[0]
+
+
+@jax.custom_vjp
+def clipped(x):
+    return x * 1
+
+
+clipped.defvjp(
+    lambda x: (x * 1, None), lambda _, g: (jnp.clip(g, -0.01, 0.01).astype(g.dtype),)
+)
+
+
+@jax.custom_vjp
+def frozen_rms(x, scale):
+    return rms(x, scale)
+
+
+def _frozen_forward(x, scale):
+    y, pullback = jax.vjp(rms, x, scale)
+    return y, (pullback, scale)
+
+
+def _frozen_backward(saved, dy):
+    pullback, scale = saved
+    return pullback(dy)[0], jnp.ones_like(scale)
+
+
+frozen_rms.defvjp(_frozen_forward, _frozen_backward)
+
+
+@jax.custom_jvp
+def frozen_rms_jvp(x, scale):
+    return rms(x, scale)
+
+
+@frozen_rms_jvp.defjvp
+def _(primals, tangents):
+    x, scale = primals
+    return rms(x, scale), tangents[0] * scale.astype(tangents[0].dtype)
+
+
+def mlp(activation, up=lambda x: x):
+    def fn(p, x):
+        return linear(activation(linear(x, p["a"])) * up(linear(x, p["b"])), p["c"])
+
+    return fn
+
+
+def activated(activation):
+    return lambda p, x: linear(activation(linear(x, p["a"])), p["c"])
+
+
+def normed(norm):
+    return lambda p, x: linear(norm(x, p["scale"]), p["a"])
+
+
+FORMS = {
+    "activation": activated(straight_through),
+    "jitted activation": activated(jax.jit(straight_through)),
+    "gate": mlp(straight_through),
+    "clip within a jitted activation": activated(
+        jax.jit(lambda x: jax.nn.silu(clipped(x)))
+    ),
+    "clip before an activation": activated(lambda x: jax.nn.gelu(clipped(x))),
+    "clip after an activation": activated(lambda x: clipped(jax.nn.silu(x))),
+    "clip before a gate's product": mlp(jax.nn.silu, jax.jit(clipped)),
+    "norm with a frozen scale": normed(frozen_rms),
+    "jitted norm with a frozen scale": normed(jax.jit(frozen_rms)),
+    "norm with a forward rule": normed(frozen_rms_jvp),
+    "clip before a norm": normed(lambda x, scale: rms(clipped(x), scale)),
+    "clip after a norm": normed(lambda x, scale: clipped(rms(x, scale))),
+    "clip after a bias": lambda p, x: clipped(linear(x, p["a"]) + p["bias"]),
+    "clip before a bias": lambda p, x: clipped(linear(x, p["a"])) + p["bias"],
+    "clip before a residual": lambda p, x: x + clipped(linear(rms(x, 1.0), p["a"])),
+    "stopped statistic": normed(
+        lambda x, scale: x * jax.lax.stop_gradient(rms(x, scale) / x)
+    ),
+}
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("name", FORMS)
+def test_the_rule_decides(name):
+    fn = FORMS[name]
+    p = {n: normal(i, K, K, scale=0.1, dtype=BF16) for i, n in enumerate("abc")}
+    p |= {"scale": jnp.ones(K, BF16), "bias": normal(7, K, dtype=BF16)}
+    x, dy = normal(8, 64, K, dtype=BF16), normal(9, 64, K, dtype=BF16)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def gradients(fn, p, x):
+        return jax.vjp(fn, p, x)[1](dy)
+
+    plain, light = gradients(fn, p, x), gradients(fp8_remat(fn), p, x)
+    for a, b in zip(jax.tree.leaves(light), jax.tree.leaves(plain), strict=True):
+        a, b = (np.asarray(g, np.float64) for g in (a, b))
+        assert np.linalg.norm(a - b) <= 0.25 * np.linalg.norm(b)
