@@ -18,9 +18,10 @@ from coat_jax.convert.rules import (
     modules_of,
     shapes_of,
 )
+from coat_jax.fusion.fuse import fusion
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import linen_method, nnx_class, over_nodes
-from coat_jax.remat.plan import Options
+from coat_jax.remat.plan import Options, Rewrite
 from coat_jax.remat.trace import Residual
 
 # The numbers of keys that come before a parameter's path, in the arguments of functions
@@ -87,15 +88,19 @@ def fp8[Model](
     for name, rule in (("blocks", blocks), ("matmuls", matmuls)):
         if rule is not None:
             chooser(name, rule)
-    options = partial(
-        Options,
-        format=format,
-        group=group,
-        where=where,
-        policy=policy,
-        key=None,
-        rerun_attention=rerun_attention,
-    )
+    fused = fusion(format, group, where, None)
+
+    def options(rewrite: Rewrite | None = None) -> Options:
+        return Options(
+            format=format,
+            group=group,
+            where=where,
+            policy=policy,
+            key=None,
+            rerun_attention=rerun_attention,
+            rewrites=(fused,) if rewrite is None else (rewrite, fused),
+        )
+
     options()  # Raises errors of the options here.
     if isinstance(model, nnx.Module):
         return _nnx(model, blocks, matmuls, options)

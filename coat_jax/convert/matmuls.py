@@ -14,7 +14,8 @@ from jax.extend import core
 
 from coat_jax.convert.rules import path_of
 from coat_jax.fp8.dot_general import fp8_dot_general
-from coat_jax.remat.programs import embedded, inlined, variables
+from coat_jax.programs.graph import embedded, inlined
+from coat_jax.programs.primitives import variables
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of
 # `_MULTIPLE`, which kernels need. Smaller ones, such as routers, gain nothing.

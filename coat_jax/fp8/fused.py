@@ -5,9 +5,10 @@ and an epilogue (a bias, an array that is added). Kernels compute both. Matmuls 
 array are one function, which quantizes the array once, with a scale for each token.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,46 +24,31 @@ from coat_jax.fp8.matmul import (
     quantize_tokens,
     tensor_scales,
 )
+from coat_jax.fp8.prologue import Source
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.notes import Note
-from pallas_kernels import Activation, Codes, NormKind, Scaled, array_types
+from pallas_kernels import Activation, Codes, Scaled, array_types
 from pallas_kernels.numerics import GROUP
 
 _GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
+ACTIVATIONS: dict[Activation, Callable] = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": partial(jax.nn.gelu, approximate=False),
+}
 # Upper bounds of the slope |activation'(x)|.
 _STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
-
-
-class Norm(NamedTuple):
-    """A norm of the last axis, as `pallas_kernels.norm` computes it."""
-
-    kind: NormKind
-    eps: float
-
-
-class Source(NamedTuple):
-    """The operands of an array that matmuls read: the array itself, or those of a norm.
-
-    Attributes:
-      x: The array, or the norm's input.
-      scale: The weight that multiplies the normalized input, or None.
-      bias: The bias that is added then, or None.
-    """
-
-    x: Any
-    scale: Any = None
-    bias: Any = None
 
 
 def products(source, weights, other, *, norm, dtype, passes):
     """Multiplies activations [*batch, m, k] by each of the weights [*batch, k, n].
 
-    Each weight comes with a bias [n] or None. Activations of a norm are its output,
-    with leading axes merged to m. `other` has m n elements in the order of the only
-    result, to which it is added, or is None. With `passes` the last result is the
-    norm's input.
+    Each weight comes with a bias [n] or None. If `norm`, a `Prologue`, is not None, its
+    output is multiplied, with leading axes merged to m. `other` is None or added to the
+    only result; it has as many elements, in the same order. With `passes` the last
+    result is the norm's input.
     """
     source, weights, other = array_types.varying_alike((source, weights, other))
     product = partial(_products, norm=norm, dtype=dtype, passes=passes)
@@ -149,12 +135,16 @@ def _read(source, norm):
     if norm is None:
         # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
         return quantize_tokens(x), (x.astype(jnp.bfloat16), dtype_of(x))
+    copies = norm.saves == "copies"
     with Note(f"{E4M3}, groups of {GROUP}", _NORM).scope():
-        out = kernels.norm(*source, **norm._asdict(), scale="row", keep_groups=True)
+        out = kernels.norm(
+            *source, **norm.function._asdict(), scale="row", keep_groups=copies
+        )
+    rows = norm.marked(Scaled(out.y, out.scale))
     # An outer `fp8_remat` saves integers exactly.
     with Note(f"scales of groups of {GROUP}", _NORM).scope():
-        groups = jax.tree.map(scales_as_bits, out.groups)
-    return Scaled(out.y, out.scale), (groups, scale, bias)
+        saved = jax.tree.map(scales_as_bits, out.groups) if copies else x
+    return rows, (saved, scale, bias)
 
 
 def _forward(rows, weights, dtype, add=None):
@@ -202,18 +192,22 @@ def _norm_backward(saved, dy, y_scale, norm, add):
 
     The gradient of the norm's input is added to `add`, unless that is None.
     """
-    copies, scale, bias = saved
-    groups, options = jax.tree.map(scales_as_bits, copies), norm._asdict()
-    biased = bias is not None
+    x, scale, bias = saved
+    if norm.saves == "copies":
+        x = jax.tree.map(scales_as_bits, x)
+    options, biased = norm.function._asdict(), bias is not None
     out = kernels.norm_grad(
-        groups, dy, scale, **options,
-        with_bias=biased, y_scale=None if biased else y_scale, add=add,
-    )  # fmt: skip
+        *(x, norm.gradient(dy), scale),
+        **options,
+        with_bias=biased,
+        y_scale=None if biased else y_scale,
+        add=add,
+    )
     y = out.y
     if biased:
         # The kernel of the gradient does not add biases.
         y = kernels.norm(
-            groups, scale, bias, **options, scale=y_scale, copies="transposed"
+            x, scale, bias, **options, scale=y_scale, copies="transposed"
         ).transposed
     dscale = None if scale is None else out.dweight.astype(scale.dtype)
     dbias = None if bias is None else out.dbias.astype(bias.dtype)
@@ -247,24 +241,27 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
     rows, saved = _read(source, norm)
     pair, w_scales = _forward(rows, ((gate, None), (up, None)), inner)
-    out, copies = _gate(tuple(pair), activation)
-    a = Scaled(out.values, out.scale)
+    a, operands = _gate(tuple(pair), activation)
     (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)
     scale, a_scale = tensor_scales(rows, a)
     outer = saved, (gate, up), (scale, *w_scales)
     down, bias = down
-    return once(y), (outer, copies, down, (a_scale, down_scale), dtype_of(bias))
+    return once(y), (outer, operands, down, (a_scale, down_scale), dtype_of(bias))
 
 
 def _gate(operands, activation):
-    """Returns the gate's output in rows, and the copies that backward reads."""
+    """Returns codes of the gate's output in rows, and what backward reads."""
+    copies = activation.saves == "copies"
     with Note(f"{E4M3}, groups of {GROUP}", _GATE).scope():
         out = kernels.gated(
-            operands, activation=activation, scale="row", keep_groups=True
+            operands, activation=activation.function, scale="row", keep_groups=copies
         )
     # An outer `fp8_remat` saves integers exactly.
     with Note(f"scales of groups of {GROUP}", _GATE).scope():
-        return out, jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
+        saved = operands
+        if copies:
+            saved = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
+    return activation.marked(Scaled(out.values, out.scale)), saved
 
 
 def _through(dy, w, w_scale, **options):
@@ -278,17 +275,40 @@ def _through(dy, w, w_scale, **options):
 
 @array_types.on_common_mesh
 def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
-    outer, copies, down, (a_scale, down_scale), like = residuals
-    groups, largest_scale = jax.tree.map(scales_as_bits, copies)
+    outer, saved, down, (a_scale, down_scale), like = residuals
     gradient, (da, da_maxima) = _through(
         dy, down, down_scale, dtype=inner, keep_maxima=True
     )
-    pair, a = gate_gradient(groups, largest_scale, da, da_maxima, activation, a_scale)
+    da = activation.gradient(da)
+    if activation.saves == "copies":
+        groups, largest_scale = jax.tree.map(scales_as_bits, saved)
+        pair, a = gate_gradient(
+            groups, largest_scale, da, da_maxima, activation.function, a_scale
+        )
+    else:
+        wide, a = _gate_gradient_of_arrays(saved, da, activation, a_scale)
+        pair = [quantize_tensor(dx, E5M2, copies="both") for dx in wide]
     d_down = matmul_codes(
         a, gradient.transposed, a_scale, gradient.scale, dtype=down.dtype
     )
     source, (d_gate, d_up) = _backward(outer, pair, norm, dy if adds else None)
     return source, d_gate, d_up, (d_down, _bias_gradient(like, dy))
+
+
+def _gate_gradient_of_arrays(operands, da, activation, a_scale):
+    """Returns the gradients of a gate's operands, and transposed codes of its output.
+
+    XLA computes both, from the arrays that were saved or restored.
+    """
+    fn = ACTIVATIONS[activation.function]
+
+    def product(gate, *up):
+        wide = (x.astype(jnp.float32) for x in up)
+        return math.prod(wide, start=fn(gate.astype(jnp.float32)))
+
+    a, pullback = jax.vjp(product, *operands)
+    codes = quantize_tensor(a, E4M3, copies="transposed", scale=a_scale)
+    return pullback(da.astype(jnp.float32)), codes.transposed
 
 
 _gated_products.defvjp(_gated_fwd, _gated_bwd)
@@ -314,29 +334,30 @@ def _activated_product(x, w, other, activation, dtype):
 
 @array_types.on_common_mesh
 def _activated_fwd(x, w, other, activation, dtype):
-    out, copies = _gate((x,), activation)
-    a = Scaled(out.values, out.scale)
+    a, saved = _gate((x,), activation)
     (y,), (w_scale,) = _forward(a, (w,), dtype, other)
     (a_scale,) = tensor_scales(a)
     w, bias = w
     likes = dtype_of(x), dtype_of(bias)
-    return once(y), (copies[0], w, (a_scale, w_scale), likes, _marked(other))
+    return once(y), (saved[0], w, (a_scale, w_scale), likes, _marked(other))
 
 
 @array_types.on_common_mesh
 def _activated_bwd(activation, dtype, residuals, dy):
-    copies, w, (a_scale, w_scale), (like, of_bias), adds = residuals
+    saved, w, (a_scale, w_scale), (like, of_bias), adds = residuals
     gradient, da = _through(dy, w, w_scale, dtype=like.dtype)
-    out = kernels.gated_grad(
-        jax.tree.map(scales_as_bits, copies),
-        da,
-        activation=activation,
-        product_scale=a_scale,
-    )
-    dw = matmul_codes(
-        out.product, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype
-    )
-    (dx,) = out.values
+    da = activation.gradient(da)
+    if activation.saves == "copies":
+        out = kernels.gated_grad(
+            jax.tree.map(scales_as_bits, saved),
+            da,
+            activation=activation.function,
+            product_scale=a_scale,
+        )
+        (dx,), a = out.values, out.product
+    else:
+        (dx,), a = _gate_gradient_of_arrays((saved,), da, activation, a_scale)
+    dw = matmul_codes(a, gradient.transposed, a_scale, gradient.scale, dtype=w.dtype)
     return (
         dx.astype(like.dtype),
         (dw, _bias_gradient(of_bias, dy)),

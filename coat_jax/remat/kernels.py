@@ -12,9 +12,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.remat.programs import variables, written_out
+from coat_jax.programs.graph import written_out
+from coat_jax.programs.primitives import is_foreign, is_layout, variables
 from coat_jax.remat.shapes import why_not_fp8
-from coat_jax.remat.trace import LAYOUT, Linearized, is_foreign
+from coat_jax.remat.trace import Linearized
 
 
 class Kernel(NamedTuple):
@@ -49,7 +50,7 @@ def kernels_with_statistics(
 
     def unmoved(var: core.Var) -> core.Var:
         """Returns the array that operations moved or converted to `var`."""
-        while (eqn := makers.get(var)) and eqn.primitive.name in LAYOUT:
+        while (eqn := makers.get(var)) and is_layout(eqn):
             operand = eqn.invars[0]
             if isinstance(operand, core.Literal):
                 break

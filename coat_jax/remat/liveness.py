@@ -25,30 +25,14 @@ from typing import Any, Literal
 import jax
 from jax.extend import core
 
-from coat_jax.remat.trace import Linearized, bodies_of, does_work, linearize
+from coat_jax.programs.primitives import Kind, bodies_of, does_work, kind_of
+from coat_jax.remat.trace import Linearized, linearize
 from pallas_kernels import dispatch, stand_ins
 
 # The role of an array. Inputs are arguments that are not parameters. Copies are made of
 # parameters alone, such as FP8 codes of a weight. Saved arrays pass from forward to
 # backward, and outputs are gradients.
 Role = Literal["parameter", "input", "copy", "saved", "output", "temporary"]
-_WRITES = frozenset(
-    {
-        "argmax",
-        "argmin",
-        "concatenate",
-        "cond",
-        "cumsum",
-        "gather",
-        "scatter",
-        "scatter-add",
-        "sort",
-        "while",
-    }
-)
-_VIEWS = frozenset(
-    {"copy", "name", "optimization_barrier", "reshape", "squeeze", "transpose"}
-)
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
@@ -232,16 +216,16 @@ class _Program:
 
     def run(self, jaxpr: core.Jaxpr) -> None:
         for eqn in jaxpr.eqns:
-            name = eqn.primitive.name
+            name, kind = eqn.primitive.name, kind_of(eqn)
             if name == "scan":
                 self._loop(eqn)
             elif (body := _inlined(eqn)) is not None:
                 self._call(body, eqn)
-            elif name in _VIEWS:
+            elif kind is Kind.MARK or (kind is Kind.VIEW and name != "rev"):
                 self._view(eqn)
-            elif name.startswith("reduce_") and name != "reduce_precision":
+            elif kind is Kind.REDUCTION:
                 self._write(eqn, self._sources(eqn))
-            elif name in _WRITES or does_work(eqn):
+            elif kind is Kind.WRITE or does_work(eqn):
                 self._write(eqn, frozenset(map(self.written, eqn.invars)))
             else:
                 reads = self._sources(eqn)
@@ -354,7 +338,7 @@ def _role(reads: Iterable[Held]) -> Role:
 
 def _inlined(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the program of an operation that only calls it, such as jit."""
-    bodies = [] if eqn.primitive.name in _WRITES else bodies_of(eqn)
+    bodies = [] if kind_of(eqn) is Kind.WRITE else bodies_of(eqn)
     fits = [
         body
         for body in bodies

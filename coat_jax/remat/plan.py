@@ -11,25 +11,29 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from coat_jax.quantization.array import PerGroup
-from coat_jax.quantization.formats import Format
-from coat_jax.remat.kernels import kernels_with_statistics
-from coat_jax.remat.programs import variables, written_out
-from coat_jax.remat.recompute import Derivation
-from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
-from coat_jax.remat.trace import (
-    PRODUCTS,
-    Linearized,
-    Residual,
+from coat_jax.programs.graph import written_out
+from coat_jax.programs.primitives import (
     all_eqns,
     does_work,
     is_foreign,
+    is_matmul,
     size_of,
+    variables,
 )
+from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.formats import Format
+from coat_jax.remat.kernels import kernels_with_statistics
+from coat_jax.remat.recompute import Derivation
+from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
+from coat_jax.remat.trace import Linearized, Residual
 from pallas_kernels.checks import positive_int
 
 _MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
 _OFFLOADED = "offloaded by the policy"
+
+
+# A function of a program, the paths of its arguments, and whether each is a parameter.
+Rewrite = Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,9 +46,8 @@ class Options:
     policy: Callable[..., Any] | None
     key: jax.Array | None
     rerun_attention: bool = False
-    # Rewrites a function's program, given the paths of its arguments and which of them
-    # are parameters, before it is differentiated.
-    rewrite: Callable[[core.Jaxpr, list[Any], list[bool]], core.Jaxpr] | None = None
+    # Rewrites of a function's program before it is differentiated, in their order.
+    rewrites: tuple[Rewrite, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.format, Format):
@@ -345,7 +348,7 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
         return Wide("float32 statistics of a kernel")
     if options.where is not None and not options.where(traced.describe(index)):
         return Wide("where returned False")
-    only_products = bool(readers) and all(map(_is_product, readers))
+    only_products = bool(readers) and all(map(is_matmul, readers))
     row = math.prod(merged_axes(aval) or aval.shape[-1:])
     group = group_of_products(row, options.group)
     # XLA fuses dequantization into a slice, so a slice counts as the reader here.
@@ -353,12 +356,8 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     return Copy.of(
         aval,
         group if only_products else options.group,
-        fused=not any(_is_product(eqn) or is_foreign(eqn.primitive) for eqn in whole),
+        fused=not any(is_matmul(eqn) or is_foreign(eqn.primitive) for eqn in whole),
     )
-
-
-def _is_product(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name in PRODUCTS
 
 
 def _why_wide(traced: Linearized, index: int) -> str | None:

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.remat.trace import PRODUCTS, is_foreign
+from coat_jax.programs.primitives import TABLE, Kind, is_foreign
 
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
@@ -39,7 +39,8 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
         (summed, _), (batch, _) = params["dimension_numbers"]
         lhs, _ = types
         return not batch or math.prod(lhs.shape[i] for i in summed) > _LARGEST_HEAD
-    if primitive.name in PRODUCTS or primitive.name == "optimization_barrier":
+    is_matmul = primitive.name in TABLE and TABLE[primitive.name].kind is Kind.MATMUL
+    if is_matmul or primitive.name == "optimization_barrier":
         # XLA does not fuse across a barrier, so the barrier's output is what readers of
         # a matmul behind it need.
         return True

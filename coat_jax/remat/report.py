@@ -7,9 +7,9 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from coat_jax.programs.primitives import bodies_of
 from coat_jax.remat.trace import (
     Residual,
-    bodies_of,
     forward_backward,
     linearize,
     maker_of,

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from coat_jax.remat.trace import size_of
+from coat_jax.programs.primitives import size_of
 
 # Quantizing a smaller residual saves too few bytes to pay for two more operations.
 _MIN_SIZE = 4096

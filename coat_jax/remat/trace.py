@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import cached_property, partial
@@ -13,34 +12,20 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.dtypes import float0
-from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
+from coat_jax.programs.primitives import (
+    Kind,
+    bodies_of,
+    has_pole,
+    is_kernel,
+    is_layout,
+    kind_of,
+)
 from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
 
-# Operations that move or convert values. Searches for readers continue behind them.
-LAYOUT = frozenset(
-    {
-        "broadcast_in_dim",
-        "convert_element_type",
-        "copy",
-        "name",
-        "optimization_barrier",
-        "pcast",
-        "pvary",
-        "reduce_precision",
-        "reshape",
-        "reshard",
-        "rev",
-        "sharding_constraint",
-        "slice",
-        "squeeze",
-        "transpose",
-    }
-)
 # Files whose stack frames show how an operation was traced, not which user code it is.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_USERS = (
@@ -54,13 +39,6 @@ _NOT_USERS = (
     os.path.join(_PACKAGE, "meshes.py"),
     os.path.join(_PACKAGE, "layers", "dot_general.py"),
 )
-# The guess of a length that `jax.export` leaves open.
-_SYMBOLIC = 4096
-PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})
-# Operations with no finite value at zero, besides division and negative powers.
-_POLES = frozenset({"log", "rsqrt", "lgamma", "digamma"})
-
-
 # The `checkpoint_name` that `fp8_remat` gives to arrays that it saves unquantized. The
 # name scope has the reason.
 SAVED_NAME = "fp8_remat"
@@ -132,7 +110,10 @@ class Linearized:
 
         With `cut` the readers of a slice count as readers; without it the slice does.
         """
-        through = LAYOUT if cut else LAYOUT - {"slice"}
+
+        def through(eqn: core.JaxprEqn) -> bool:
+            return is_layout(eqn) and (cut or kind_of(eqn) is not Kind.CUT)
+
         return [read.eqn for read in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
@@ -188,7 +169,7 @@ class Linearized:
             before = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
                 return before
-            if eqn.primitive.name not in LAYOUT - {"reduce_precision"}:
+            if not is_layout(eqn) or eqn.primitive.name == "reduce_precision":
                 break
         return var.aval.dtype
 
@@ -197,7 +178,11 @@ class Linearized:
 
         The exponential of a difference with the residual counts, too.
         """
-        reads = self._reads(index, LAYOUT | {"sub"})
+
+        def through(eqn: core.JaxprEqn) -> bool:
+            return is_layout(eqn) or eqn.primitive.name == "sub"
+
+        reads = self._reads(index, through)
         return any(read.eqn.primitive.name in ("exp", "exp2") for read in reads)
 
     def has_pole(self, index: int) -> bool:
@@ -206,17 +191,10 @@ class Linearized:
         Examples are division by the residual and its logarithm. Numbers that are small
         beside the amax of their group become zero in FP8.
         """
-
-        def at_zero(read: _Read) -> bool:
-            name, params = read.eqn.primitive.name, read.eqn.params
-            if name == "integer_pow":
-                return params["y"] < 0
-            return name in _POLES or (name in ("div", "rem") and read.position == 1)
-
-        return any(map(at_zero, self._reads(index)))
+        return any(has_pole(read.eqn, read.position) for read in self._reads(index))
 
     def _reads(
-        self, index: int, through: frozenset[str] = LAYOUT
+        self, index: int, through: Callable[[core.JaxprEqn], bool] = is_layout
     ) -> Generator["_Read", None, set[int]]:
         jaxpr = self.backward.jaxpr
         return _readers(jaxpr, jaxpr.invars[index], through)
@@ -262,34 +240,6 @@ def forward_backward(fn: Callable) -> Callable:
     return run
 
 
-def size_of(aval: jax.core.ShapedArray) -> int:
-    """Returns the number of elements, with a guess for axes of symbolic length."""
-    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in aval.shape)
-
-
-def is_foreign(primitive: core.Primitive) -> bool:
-    """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
-    name = primitive.name.replace("-", "_")
-    known = name in LAYOUT | PRODUCTS | {"add_any", "custom_jvp_call"}
-    return not known and not hasattr(lax, f"{name}_p")
-
-
-def does_work(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is never repeated: it is costly, or stateful."""
-    never = PRODUCTS | {"while", "rng_uniform"}
-    return eqn.primitive.name in never or is_foreign(eqn.primitive)
-
-
-def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields the operations that contain no program, at any depth, and while loops."""
-    for eqn in eqns:
-        bodies = bodies_of(eqn)
-        for body in bodies:
-            yield from all_eqns(body.eqns)
-        if not bodies or eqn.primitive.name == "while":
-            yield eqn
-
-
 def _is_inexact(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
@@ -307,7 +257,7 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
-    name = eqn.params.get("name") if _is_kernel(eqn) else None
+    name = eqn.params.get("name") if is_kernel(eqn) else None
     return name or eqn.primitive.name
 
 
@@ -352,7 +302,7 @@ class _Read(NamedTuple):
 def _readers(
     jaxpr: core.Jaxpr,
     var: core.Var,
-    through: frozenset[str],
+    through: Callable[[core.JaxprEqn], bool],
     calls: tuple[core.JaxprEqn, ...] = (),
 ) -> Generator[_Read, None, set[int]]:
     """Yields the operations that read `var`.
@@ -370,9 +320,10 @@ def _readers(
             inside = list(_inside(eqn, position))
             for body, inner in inside:
                 behind |= yield from _readers(body, inner, through, (*calls, eqn))
-            if eqn.primitive.name in through:
+            if through(eqn):
                 # A barrier returns each operand at the operand's own position.
-                behind = {position if len(eqn.outvars) > 1 else 0}
+                barrier = eqn.primitive.name == "optimization_barrier"
+                behind = {position} if barrier else {*range(len(eqn.outvars))}
             elif not inside:
                 yield _Read(eqn, position, calls)
             for i in behind:
@@ -400,8 +351,9 @@ def _producers(jaxpr: core.Jaxpr, var: Any) -> Iterator[core.JaxprEqn]:
     for body in bodies:
         yield from _producers(body, body.outvars[position])
     yield eqn
-    if eqn.primitive.name in LAYOUT:
-        yield from _producers(jaxpr, eqn.invars[0])
+    if is_layout(eqn):
+        is_barrier = eqn.primitive.name == "optimization_barrier"
+        yield from _producers(jaxpr, eqn.invars[position if is_barrier else 0])
 
 
 def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, core.Var]]:
@@ -413,22 +365,3 @@ def _inside(eqn: core.JaxprEqn, position: int) -> Iterator[tuple[core.Jaxpr, cor
         at = position - (len(eqn.invars) - len(body.invars))
         if at >= 0:
             yield body, body.invars[at]
-
-
-def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
-    """Returns the programs inside an operation; a kernel counts as one operation."""
-    return [] if _is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
-
-
-def _is_kernel(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a kernel: a program on memory references.
-
-    A partitioned operation is one, too. It contains only its definition.
-    """
-    if eqn.primitive.name == "custom_partitioning":
-        return True
-    return eqn.primitive.name != "run_state" and any(
-        isinstance(var.aval, AbstractRef)
-        for body in core.jaxprs_in_params(eqn.params)
-        for var in body.invars
-    )

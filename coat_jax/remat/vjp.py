@@ -21,17 +21,14 @@ from coat_jax.quantization.array import (
     scales_as_bits,
     undifferentiated,
 )
-from coat_jax.quantization.formats import E4M3
 from coat_jax.quantization.rounding import random_bits
 from coat_jax.remat.copies import fp8_copy, read_copy
 from coat_jax.remat.fingerprint import fingerprint
-from coat_jax.remat.merge import merged
 from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import array_types, dispatch
-from pallas_kernels.numerics import GROUP
 
 _CALLS = 256  # The calls of which programs are kept.
 
@@ -39,7 +36,7 @@ _CALLS = 256  # The calls of which programs are kept.
 def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
     """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
     # The key is an argument: functions that JAX keeps must not hold its tracer.
-    keyless, fused = dataclasses.replace(options, key=None), _are_default(options)
+    keyless = dataclasses.replace(options, key=None)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
@@ -47,7 +44,7 @@ def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Call
         static = tuple(_Array if _is_array(x) else x for x in leaves)
         params = frozenset(n + len(args) if n < 0 else n for n in argnums)
         call = _Call(fn, tree, static, params)
-        programs = _known(call, keyless, fused) or _Programs(keyless, False, fused)
+        programs = _known(call, keyless) or _Programs(keyless, False)
         return programs(call, options.key, list(filter(_is_array, leaves)))
 
     return wrapped
@@ -96,7 +93,7 @@ class _Call:
         return [path for path, _ in chosen], [m for _, m in chosen]
 
 
-def _known(call: _Call, options: Options, fused: bool) -> "_Programs | None":
+def _known(call: _Call, options: Options) -> "_Programs | None":
     """Returns what is kept of calls like this one, or None if that is not known."""
     found = fingerprint(call.fn, call.static, options.where, options.policy)
     if found is None:
@@ -104,15 +101,15 @@ def _known(call: _Call, options: Options, fused: bool) -> "_Programs | None":
     # Static values in a tree structure may be equal and differ in type.
     key = found, call.tree, str(call.tree), call.params
     try:
-        return _kept(key, options, fused)
+        return _kept(key, options)
     except TypeError:  # An option is not hashable.
         return None
 
 
 @functools.lru_cache(maxsize=_CALLS)
-def _kept(key: Any, options: Options, fused: bool) -> "_Programs":
+def _kept(key: Any, options: Options) -> "_Programs":
     del key
-    return _Programs(options, True, fused)
+    return _Programs(options, True)
 
 
 _current: contextvars.ContextVar[_Call] = contextvars.ContextVar("call")
@@ -134,15 +131,14 @@ class _Programs:
     of theirs. It keeps neither functions nor arrays.
     """
 
-    def __init__(self, options: Options, keeps: bool, fused: bool):
+    def __init__(self, options: Options, keeps: bool):
         """Traces nothing yet.
 
         Args:
           options: The options, without a key.
           keeps: Whether to keep programs for later calls.
-          fused: Whether norms and gated MLPs may save what their kernels save.
         """
-        self._options, self._fused = options, fused
+        self._options = options
         # JAX keeps the programs of this function, for as long as it exists.
         self._once = jax.jit(_flat_function()) if keeps else None
         self._shared = functools.lru_cache(maxsize=KEPT)(self._differentiable)
@@ -178,10 +174,9 @@ class _Programs:
         """Returns a program as a function of a key, its constants and arrays."""
         program, options = jaxpr.jaxpr, self._options
         paths, is_param = _current.get().arrays()
-        if options.rewrite is not None:
-            program = options.rewrite(program, paths, is_param)
+        for rewrite in options.rewrites:
+            program = rewrite(program, paths, is_param)
         # The constants become arguments, since tracers among them must not be kept.
-        program = merged(program, is_param, fused=self._fused)
         program = pe.convert_constvars_jaxpr(program)
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
@@ -198,13 +193,6 @@ class _Programs:
 
 def _as_it_is(fn: Callable) -> Callable:
     return fn
-
-
-def _are_default(options: Options) -> bool:
-    """Returns whether residuals are saved as kernels of norms and gates save theirs."""
-    others = options.where, options.policy, options.key
-    same = options.format == E4M3 and options.group == GROUP
-    return same and all(option is None for option in others)
 
 
 def _is_traced(x: Any) -> bool:

@@ -12,7 +12,7 @@ import pallas_kernels as pk
 from helpers import oracle
 from helpers.gradients import fake
 
-# Options of `fp8_remat` with which residuals are not saved as kernels save theirs.
+# Options of `fp8_remat` that say what is saved, and how.
 OTHER_WAYS = [
     {"format": coat.E5M2},
     {"group": 32},

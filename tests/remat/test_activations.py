@@ -21,6 +21,7 @@ from helpers.dots import (
     tensor,
 )
 from helpers.gradients import (
+    FP8,
     assert_close,
     fake,
     fp8_bytes,
@@ -179,10 +180,16 @@ def test_what_others_read_is_left_alone():
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("options", OTHER_WAYS)
-def test_other_ways_to_save_are_not_the_kernels(options):
-    weights, x, _ = given()
-    assert not alone(fp8_remat(mlp(nn.silu), **options), weights, x)
+@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+def test_options_of_what_is_saved_leave_the_kernel_on(options):
+    weights, x, dy = given()
+    fn = mlp(nn.silu)
+    light = fp8_remat(fn, **options)
+    assert alone(light, weights, x)
+    formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
+    assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
+    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
+    assert_close(merged, plain, 0.2)
 
 
 @pytest.mark.sampled(1)

@@ -13,7 +13,7 @@ from jax.extend import core
 
 import coat_jax as coat
 from coat_jax import fp8_dot_general, fp8_remat
-from coat_jax.remat.programs import deduplicated, inlined
+from coat_jax.programs.graph import deduplicated, inlined
 
 K, TOKENS = 64, 96
 

@@ -96,13 +96,14 @@ def test_residuals_have_random_bits_of_their_own():
     x = normal(1, 64, 64)
 
     def fn(w, x):
-        return x @ w, jnp.flip(x) @ w
+        return x @ w, jnp.roll(x, 1, axis=0) @ w
 
     light = fp8_remat(fn, key=jax.random.key(0))
     values = [np.asarray(r) for r in jax.tree.leaves(jax.vjp(light, jnp.eye(64), x)[1])]
     first, second = (r.astype(np.float32) for r in values if r.dtype in FP8)
-    assert not np.array_equal(first, second[::-1, ::-1])
-    assert cosine(first, second[::-1, ::-1]) > 0.99
+    second = np.roll(second, -1, axis=0)
+    assert not np.array_equal(first, second)
+    assert cosine(first, second) > 0.99
 
 
 def test_keys_may_be_traced_mapped_and_scanned():

@@ -1,113 +1,108 @@
 """Reads programs, inlines their calls, and merges equal operations."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
+import jax
 import numpy as np
 from jax.extend import core
+
+from coat_jax.programs.primitives import Operand, is_stateful, variables
 
 # Calls that `written_out` inlines.
 _CALLS = frozenset(
     {"checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit"}
 )
-Operand = core.Var | core.Literal
 Names = dict[core.Var, Operand]
 
 
-def variables(operands: Iterable[Operand]) -> set[core.Var]:
-    """Returns the operands that are variables; literals are not hashable."""
-    return {v for v in operands if isinstance(v, core.Var)}
-
-
-class Uses(NamedTuple):
-    """The operations that compute and read the variables of a program.
+class Graph:
+    """A program with the operations that compute and read its variables.
 
     Attributes:
       program: The program.
-      makers: The operation that computes each variable, unless it is opaque.
+      makers: The operation that computes each variable.
       readers: The operations that read each variable, and the program for its results.
-      places: The place of each operation in the program, by its identity.
-      made: The place of the operation that computes each variable.
     """
 
-    program: core.Jaxpr
-    makers: dict[core.Var, core.JaxprEqn]
-    readers: dict[core.Var, list[Any]]
-    places: dict[int, int]
-    made: dict[core.Var, int]
-
-    @classmethod
-    def of(
-        cls, program: core.Jaxpr, is_opaque: Callable[[core.JaxprEqn], bool]
-    ) -> "Uses":
-        """Returns the uses of a program's variables."""
-        readers = defaultdict(list)
+    def __init__(self, program: core.Jaxpr):
+        self.program = program
+        self.makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+        self.readers: dict[core.Var, list[Any]] = defaultdict(list)
         for reader in (*program.eqns, program):
             operands = program.outvars if reader is program else reader.invars
             for var in variables(operands):
-                readers[var].append(reader)
-        between = (eqn for eqn in program.eqns if not is_opaque(eqn))
-        return cls(
-            program,
-            {var: eqn for eqn in between for var in eqn.outvars},
-            readers,
-            {id(eqn): place for place, eqn in enumerate(program.eqns)},
-            {v: place for place, eqn in enumerate(program.eqns) for v in eqn.outvars},
-        )
+                self.readers[var].append(reader)
+        self._positions = {id(eqn): i for i, eqn in enumerate(program.eqns)}
 
-    def only_in(
+    def position(self, eqn: core.JaxprEqn | None) -> int:
+        """Returns the position of an operation in the program; -1 for None."""
+        return -1 if eqn is None else self._positions[id(eqn)]
+
+    def in_order(self, eqns: Iterable[core.JaxprEqn]) -> tuple[core.JaxprEqn, ...]:
+        """Returns operations in the program's order, each once."""
+        distinct = {id(eqn): eqn for eqn in eqns}
+        return tuple(sorted(distinct.values(), key=self.position))
+
+    def only_read_by(
         self,
-        eqns: Sequence[core.JaxprEqn],
-        calls: Sequence[core.JaxprEqn],
-        besides: Collection[core.Var] = (),
+        variables: Iterable[core.Var],
+        eqns: Iterable[core.JaxprEqn],
     ) -> bool:
-        """Returns whether nothing but `eqns` and `calls` reads what `eqns` compute.
+        """Returns whether nothing but `eqns` reads some variables."""
+        readers = {id(eqn) for eqn in eqns}
+        return all(id(r) in readers for v in variables for r in self.readers[v])
 
-        `besides` are variables that others may read.
-        """
-        own = {id(eqn) for eqn in (*eqns, *calls)}
-        made = (v for eqn in eqns for v in eqn.outvars if v not in besides)
-        return all(id(reader) in own for v in made for reader in self.readers[v])
+    def following(self, sources: Iterable[core.Var]) -> set[core.Var]:
+        """Returns the variables that follow from `sources` and constants alone."""
+        follow = {*sources, *self.program.constvars}
+        for eqn in self.program.eqns:
+            if variables(eqn.invars) <= follow and not is_stateful(eqn):
+                follow.update(eqn.outvars)
+        return follow
+
+    def needed_for(self, results: Iterable[core.Var]) -> set[int]:
+        """Returns the identities of all operations that variables follow from."""
+        needed, missing = set(), set(results)
+        for eqn in reversed(self.program.eqns):
+            if not missing.isdisjoint(eqn.outvars):
+                needed.add(id(eqn))
+                missing |= variables(eqn.invars)
+        return needed
 
 
-def written_out(program: core.Jaxpr, calls: Collection[str] = _CALLS) -> core.Jaxpr:
-    """Returns a program with its calls inlined, and without effects.
+def written_out(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program with its calls inlined, without effects and barriers.
 
-    Variables of the program keep their names, except those that a call only passes on.
-    `calls` names the operations that are inlined.
+    Variables of the program keep their names, except those that a call or a barrier
+    only passes on.
     """
-    program = inlined(program, lambda eqn: eqn.primitive.name in calls)
-    eqns = [eqn.replace(effects=core.no_effects) for eqn in program.eqns]
-    return program.replace(eqns=eqns, effects=core.no_effects)
+    program = inlined(program, lambda eqn: eqn.primitive.name in _CALLS)
+    names: Names = {}
+    eqns = []
+    for eqn in program.eqns:
+        invars = renamed(eqn.invars, names)
+        if eqn.primitive.name == "optimization_barrier":
+            names |= zip(eqn.outvars, invars, strict=True)
+        else:
+            eqns.append(eqn.replace(invars=invars, effects=core.no_effects))
+    outvars = renamed(program.outvars, names)
+    return program.replace(eqns=eqns, outvars=outvars, effects=core.no_effects)
 
 
-def part_of(
-    program: core.Jaxpr,
-    invars: Sequence[core.Var],
-    outvar: core.Var,
-    eqns: Sequence[core.JaxprEqn],
-) -> core.Jaxpr:
-    """Returns the program of some operations of a program.
+def is_plain_call(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a jitted function that says nothing else.
 
-    Jitted functions are inlined. Calls with derivative rules of their own are not.
+    One with shardings or compiler options stays a call.
     """
-    part = program.replace(
-        invars=list(invars),
-        outvars=[outvar],
-        eqns=list(eqns),
-        debug_info=program.debug_info.with_unknown_names(),
-    )
-    return written_out(part, calls={"jit"})
-
-
-def keeps_order(reshape: core.JaxprEqn) -> bool:
-    """Returns whether a reshape keeps the elements in their order in memory.
-
-    Others transpose first, as `jnp.ravel(x, order="F")` does.
-    """
-    axes = reshape.params["dimensions"]
-    return axes is None or tuple(axes) == tuple(range(reshape.invars[0].aval.ndim))
+    if eqn.primitive.name != "jit":
+        return False
+    params = eqn.params
+    shardings = *params["in_shardings"], *params["out_shardings"]
+    layouts = *params["in_layouts"], *params["out_layouts"]
+    is_placed = any(isinstance(s, jax.sharding.Sharding) for s in shardings)
+    return not (is_placed or any(layouts) or params["compiler_options_kvs"])
 
 
 def inlined(
@@ -204,14 +199,6 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
         else:
             names |= zip(eqn.outvars, first, strict=True)
     return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
-
-
-def is_stateful(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation may give something else when it is repeated."""
-    if eqn.effects or eqn.primitive.name == "rng_uniform":
-        return True
-    bodies = core.jaxprs_in_params(eqn.params)
-    return any(is_stateful(inner) for body in bodies for inner in body.eqns)
 
 
 def _key(eqn: core.JaxprEqn) -> Any:

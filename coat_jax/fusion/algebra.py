@@ -1,26 +1,24 @@
-"""Formulas of small programs, by which norms and gates are found.
+"""The algebra of small programs, by which norms and gates are found.
 
 A program is found by its arithmetic, not by the names of functions. Casts between
-floating dtypes, such as those that Flax inserts, and copies do not count: kernels
-compute in float32 and round once. Nor do the casts of `shard_map`, which say over which
-devices an array varies.
+floating dtypes, such as those that Flax inserts, and marks do not count: kernels
+compute in float32 and round once. Marks are sharding constraints, names, barriers of
+one array, and the casts of `shard_map`, which say over which devices an array varies.
 """
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
-from coat_jax.remat.programs import keeps_order, variables
+from coat_jax.programs.graph import Graph
+from coat_jax.programs.primitives import keeps_order, number_of, variables
 
-# A call with a derivative rule of its own is none of them: a kernel that replaced it
-# would replace the rule.
-_CALLS = frozenset({"jit"})
-CASTS = frozenset({"convert_element_type", "copy", "pcast", "pvary"})
+MARKS = frozenset({"name", "optimization_barrier", "sharding_constraint"})
+CASTS = MARKS | {"convert_element_type", "copy", "pcast", "pvary"}
 _MOVES = frozenset({"broadcast_in_dim", "reshape"})
 _FUNCTIONS = frozenset({"erf", "erfc", "logistic", "rsqrt", "sqrt", "tanh"})
 _ARITHMETIC = frozenset(
@@ -28,7 +26,7 @@ _ARITHMETIC = frozenset(
 )
 # `jnp.var` chooses by whether there is more than one number.
 _CHOICES = frozenset({"gt", "select_n"})
-KNOWN = _CALLS | CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
+_KNOWN = CASTS | _MOVES | _FUNCTIONS | _ARITHMETIC | _CHOICES
 DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
 # Norms and gates have less arithmetic, and smaller powers.
 MAX_STEPS = 24
@@ -61,21 +59,30 @@ class _UnknownError(Exception):
     """Raised for operations that no formula of a norm or a gate has."""
 
 
+def is_known(eqn: core.JaxprEqn) -> bool:
+    """Returns whether the algebra may have an operation; it has one result then."""
+    return eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
+
+
 def term_of(
-    program: core.Jaxpr, names: Mapping[core.Var, tuple[str, Layout]], width: int | None
+    eqns: Sequence[core.JaxprEqn],
+    result: core.Var,
+    names: Mapping[core.Var, tuple[str, Layout]],
+    width: int | None,
 ) -> Term | None:
-    """Returns the result of a program of named variables; None if it is unknown.
+    """Returns a result of operations on named variables; None if it is unknown.
 
     Args:
-      program: The program, without calls.
-      names: The names and layouts of its arguments.
+      eqns: The operations, in their order.
+      result: The variable that they compute.
+      names: The names and layouts of the variables that they read.
       width: The number of columns, or None if all arrays are elements, which operations
         keep in their order.
     """
     values = {v: _Value(Term(1.0, ((name,),)), of) for v, (name, of) in names.items()}
     steps = 0
     try:
-        for eqn in program.eqns:
+        for eqn in eqns:
             operands = [
                 _Value(Term(number_of(v))) if isinstance(v, core.Literal) else values[v]
                 for v in eqn.invars
@@ -85,35 +92,32 @@ def term_of(
             if steps > MAX_STEPS or len(value.term.factors) > _MAX_FACTORS:
                 return None
             values[eqn.outvars[0]] = value
-    except _UnknownError:
+    except (_UnknownError, KeyError):
         return None
-    value = values.get(program.outvars[0])
+    value = values.get(result)
     return None if value is None or value.layout != "elements" else value.term
 
 
 def arguments_of(
-    y: core.Var,
-    makers: Mapping[core.Var, core.JaxprEqn],
-    places: Mapping[int, int],
-    role_of: Callable[[core.Var], Role],
+    y: core.Var, graph: Graph, role_of: Callable[[core.Var], Role]
 ) -> Iterator[tuple[core.Var, set[core.Var], tuple[core.JaxprEqn, ...]]]:
     """Yields each variable of which alone, and of parameters, `y` is computed.
 
-    Those next to `y` come first. Behind each are the parameters and the operations
-    between, in the program's order. It ends at an operation that no formula has.
+    Those next to `y` come first, each with the parameters and the operations between,
+    in the program's order. It ends at an operation that no formula has.
 
     Args:
       y: A variable.
-      makers: The operation that computes each variable.
-      places: The place of each operation in the program, by its identity.
+      graph: The program that computes it.
       role_of: The role of an operand. One that is "inner" is computed between, too.
     """
     free, parameters, taken = {y}, set(), {}
     while free and len(taken) < 2 * MAX_STEPS:
-        behind = [max(free, key=lambda v: places.get(id(makers.get(v)), -1))]
-        for var in behind:
-            eqn = makers.get(var)
-            if eqn is None or eqn.primitive.name not in KNOWN:
+        last = max(free, key=lambda v: graph.position(graph.makers.get(v)))
+        computed = [last]
+        for var in computed:
+            eqn = graph.makers.get(var)
+            if eqn is None or not is_known(eqn):
                 return
             taken[id(eqn)] = eqn
             for operand in variables(eqn.invars):
@@ -122,33 +126,27 @@ def arguments_of(
                     free.add(operand)
                 elif role == "parameter":
                     parameters.add(operand)
-                elif operand not in behind:
-                    behind.append(operand)
+                elif operand not in computed:
+                    computed.append(operand)
             free.difference_update(eqn.outvars)
         if len(free) == 1:
             (x,) = free
-            eqns = sorted(taken.values(), key=lambda eqn: places[id(eqn)])
-            yield x, parameters, tuple(eqns)
+            yield x, parameters, graph.in_order(taken.values())
 
 
-def is_number(v: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> bool:
+def is_number(v: core.Var, graph: Graph) -> bool:
     """Returns whether a variable is a number that was broadcast or cast."""
-    return v in makers and not variables(makers[v].invars)
+    return v in graph.makers and not variables(graph.makers[v].invars)
 
 
-def before_casts(x: core.Var, makers: Mapping[core.Var, core.JaxprEqn]) -> core.Var:
+def before_casts(x: core.Var, graph: Graph) -> core.Var:
     """Returns the variable that `x` was before casts between floating dtypes."""
-    while (eqn := makers.get(x)) and eqn.primitive.name == "convert_element_type":
+    while (eqn := graph.makers.get(x)) and eqn.primitive.name == "convert_element_type":
         (before,) = eqn.invars
         if not isinstance(before, core.Var) or before.aval.dtype not in DTYPES:
             break
         x = before
     return x
-
-
-def number_of(literal: core.Literal) -> float:
-    """Returns a number as it is in its dtype."""
-    return float(np.asarray(literal.val, literal.aval.dtype))
 
 
 def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _Value:
@@ -164,7 +162,11 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         return _chosen(name, operands)
     if eqn.outvars[0].aval.dtype not in DTYPES:
         raise _UnknownError
-    if eqn.params.get("sharding") or eqn.params.get("out_sharding"):
+    if name not in MARKS and (
+        eqn.params.get("sharding") or eqn.params.get("out_sharding")
+    ):
+        raise _UnknownError
+    if name in MARKS and x.layout != "elements":
         raise _UnknownError
     if name in CASTS:
         return x

@@ -1,0 +1,92 @@
+"""What is computed before FP8 matmuls, as `fp8_remat` finds it in programs."""
+
+from typing import Any, Literal, NamedTuple
+
+from jax.extend import core
+from jaxtyping import Array
+
+from pallas_kernels import Activation, NormKind, Scaled
+
+
+class Norm(NamedTuple):
+    """A norm of the last axis, as `pallas_kernels.norm` computes it."""
+
+    kind: NormKind
+    eps: float
+
+
+class Mark(NamedTuple):
+    """A sharding constraint or a name that a program gives to an array.
+
+    Attributes:
+      primitive: The operation, of one array.
+      params: Its parameters.
+      shape: The shape of the array.
+    """
+
+    primitive: core.Primitive
+    params: tuple[tuple[str, Any], ...]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, eqn: core.JaxprEqn) -> "Mark":
+        """Returns the mark that an operation is."""
+        return cls(eqn.primitive, tuple(eqn.params.items()), eqn.invars[0].aval.shape)
+
+    def __call__(self, x: Array) -> Array:
+        """Marks an array of as many elements, in the same order."""
+        marked = self.primitive.bind(x.reshape(self.shape), **dict(self.params))
+        return marked.reshape(x.shape)
+
+    def on_codes(self, x: Scaled) -> Scaled:
+        """Marks the codes of an array; a policy that saves them needs the scales."""
+        is_name = self.primitive.name == "name"
+        scale = (
+            self.primitive.bind(x.scale, **dict(self.params)) if is_name else x.scale
+        )
+        return Scaled(self(x.codes), scale)
+
+
+# Kernels of norms and gates save FP8 copies of their inputs, in groups of 16; or the
+# inputs are saved as arrays, which is left to the caller of the function.
+Saves = Literal["copies", "arrays"]
+
+
+class Prologue(NamedTuple):
+    """What is computed before matmuls.
+
+    Attributes:
+      function: A norm, or the activation of a gate.
+      marks: The marks of its result.
+      saves: What is saved of its inputs.
+    """
+
+    function: Norm | Activation
+    marks: tuple[Mark, ...]
+    saves: Saves
+
+    def marked(self, codes: Scaled) -> Scaled:
+        """Marks the codes of the result."""
+        for mark in self.marks:
+            codes = mark.on_codes(codes)
+        return codes
+
+    def gradient(self, dy: Array) -> Array:
+        """Marks the gradient of the result, as autodiff does: constraints alone."""
+        for mark in reversed(self.marks):
+            dy = dy if mark.primitive.name == "name" else mark(dy)
+        return dy
+
+
+class Source(NamedTuple):
+    """The operands of an array that matmuls read: the array itself, or those of a norm.
+
+    Attributes:
+      x: The array, or the norm's input.
+      scale: The weight that multiplies the normalized input, or None.
+      bias: The bias that is added then, or None.
+    """
+
+    x: Any
+    scale: Any = None
+    bias: Any = None

@@ -1,0 +1,1 @@
+"""Fuses FP8 matmuls of a program with what surrounds them."""

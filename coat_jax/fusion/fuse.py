@@ -1,0 +1,356 @@
+"""Fuses FP8 matmuls of a program with what surrounds them.
+
+A function that saves FP8 codes of its activations cannot know who else saves them, and
+which kernel could compute them. In a whole program the matmuls of one array become one
+operation, a `FusedMatmul`: it quantizes the array once, computes a norm, an activation
+or a gate before the matmuls, and adds biases and the residual stream after them.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from coat_jax.fp8.dot_general import fp8_dot_p
+from coat_jax.fp8.fused import activated_product, gated_products, products
+from coat_jax.fp8.prologue import Prologue, Saves, Source
+from coat_jax.fusion.patterns import (
+    Gate,
+    NormMatch,
+    Sum,
+    activation_of,
+    bias_of,
+    gate_of,
+    marks_of,
+    norm_of,
+    reader_after,
+    sum_of,
+)
+from coat_jax.programs.graph import (
+    Graph,
+    deduplicated,
+    embedded,
+    inlined,
+    is_plain_call,
+    renamed,
+)
+from coat_jax.programs.primitives import all_eqns, variables
+from coat_jax.quantization.formats import E4M3, Format
+from pallas_kernels.checks import WIDE
+from pallas_kernels.numerics import GROUP
+
+# Matmuls of one array, with results of one dtype and weights of one rank.
+Groups = Mapping[Any, list[core.JaxprEqn]]
+
+
+@dataclasses.dataclass(kw_only=True)
+class FusedMatmul:
+    """The FP8 matmuls of one array, with a prologue and an epilogue.
+
+    Attributes:
+      calls: The matmuls, or the last one of a gated MLP.
+      pair: The matmuls of gate and up before it, or ().
+      norm: The norm that the first matmuls read, if a kernel computes it.
+      gate: The activation or gate that `calls` read, if a kernel computes it.
+      biases: The sum of each result of `calls` and a bias, or None.
+      total: The sum of the only result and another array, or None.
+      passed: The variable that stands for the norm's input after this operation, so
+        that its gradient comes to the kernel of the norm's gradient; or None.
+    """
+
+    calls: Sequence[core.JaxprEqn]
+    pair: Sequence[core.JaxprEqn] = ()
+    norm: NormMatch | None = None
+    gate: Gate | None = None
+    biases: Sequence[Sum | None] = ()
+    total: Sum | None = None
+    passed: core.Var | None = None
+
+    @property
+    def source(self) -> Source:
+        """The variables of the first matmuls' activations."""
+        first = (*self.pair, *self.calls)[0]
+        return Source(first.invars[0]) if self.norm is None else self.norm.source
+
+    @property
+    def weights(self) -> list[tuple[core.Var, core.Var | None]]:
+        """The weight of each matmul of `calls` with its bias."""
+        pairs = zip(self.calls, self.biases, strict=True)
+        return [(call.invars[1], bias and bias.other) for call, bias in pairs]
+
+    @property
+    def results(self) -> list[core.Var]:
+        """The variables that it computes."""
+        pairs = zip(self.calls, self.biases, strict=True)
+        sums = [(self.total or bias, call) for call, bias in pairs]
+        results = [sum.result if sum else call.outvars[0] for sum, call in sums]
+        return results if self.passed is None else [*results, self.passed]
+
+    @property
+    def eqns(self) -> Iterator[core.JaxprEqn]:
+        """The operations that it replaces."""
+        yield from (*self.pair, *self.calls)
+        for match in (self.norm, self.gate, *self.biases, self.total):
+            if match is not None:
+                yield from match.eqns
+
+    def traced(self, saves: Saves) -> list[core.JaxprEqn]:
+        """Returns the operations of the fused form, in the place of the last call."""
+        call, results = self._form(saves), self.results
+        marks = [marks_of(b.eqns) if b else () for b in self.biases]
+        if self.total:
+            (bias,) = marks
+            marks = [(*bias, *marks_of(self.total.eqns))]
+
+        def marked(*operands):
+            ys = call(*operands)
+            for i, of_result in enumerate(marks):
+                for mark in of_result:
+                    ys[i] = mark(ys[i])
+            return [y.reshape(v.aval.shape) for y, v in zip(ys, results, strict=True)]
+
+        total = self.total and self.total.other
+        if self.gate is None or self.pair:
+            weights = [eqn.invars[1] for eqn in self._pair_in_order()]
+            operands = self.source, weights, self.weights, total
+        else:
+            operands = Source(self.gate.operands[0]), [], self.weights, total
+        return _traced(marked, operands, results, self.calls[0])
+
+    def _pair_in_order(self) -> list[core.JaxprEqn]:
+        """Returns the matmul of the gate, then that of up."""
+        by_result = {eqn.outvars[0]: eqn for eqn in self.pair}
+        return [by_result[v] for v in self.gate.operands] if self.pair else []
+
+    def _form(self, saves: Saves) -> Callable[..., list]:
+        """Returns the function of a source, weights of a pair, weights, and a sum."""
+        norm = self.norm and Prologue(self.norm.norm, marks_of(self.norm.eqns), saves)
+        dtype = self.calls[0].params["dtype"]
+        passes = self.passed is not None
+        if self.gate is None:
+            options = {"norm": norm, "dtype": dtype, "passes": passes}
+            return lambda source, _, weights, total: [
+                *products(source, tuple(weights), total, **options)
+            ]
+        activation = Prologue(self.gate.activation, marks_of(self.gate.eqns), saves)
+        options = {"activation": activation, "dtype": dtype}
+        if not self.pair:
+            return lambda source, _, weights, total: [
+                activated_product(source.x, *weights, total, **options)
+            ]
+        options |= {"norm": norm, "adds": self.total is not None}
+        options["inner"] = self.pair[0].params["dtype"]
+        return lambda source, pair, weights, _: [
+            gated_products(source, *pair, *weights, **options)
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fusion:
+    """The rewrite of a program that fuses its FP8 matmuls.
+
+    Attributes:
+      saves: What the kernels of norms and gates save for the backward pass.
+    """
+
+    saves: Saves
+
+    def __call__(
+        self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
+    ) -> core.Jaxpr:
+        """Returns the program with fused FP8 matmuls; see `fuse`."""
+        del keys
+        return fuse(program, is_param, self.saves)
+
+
+def fusion(format: Format, group: int, where: Any, key: Any) -> Fusion:
+    """Returns the fusion for these options of `fp8_remat`, which documents them.
+
+    Kernels save E4M3 copies in groups of 16. Other copies are made of arrays.
+    """
+    like_kernels = format == E4M3 and group == GROUP and where is None and key is None
+    return Fusion("copies" if like_kernels else "arrays")
+
+
+def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Jaxpr:
+    """Returns a program with fused FP8 matmuls.
+
+    Weights must follow from parameters.
+
+    Args:
+      program: The program.
+      is_param: True for each argument that is a parameter.
+      saves: What the kernels of norms and gates save for the backward pass.
+    """
+    if not any(map(_is_call, all_eqns(program.eqns))):
+        return program
+    program = deduplicated(inlined(program, is_plain_call))
+    graph = Graph(program)
+    params = (v for v, p in zip(program.invars, is_param, strict=True) if p)
+    fixed = graph.following(params)
+    nodes = _nodes(graph, fixed)
+    replaced: dict[int, Sequence[core.JaxprEqn]] = _passed_on(nodes, graph)
+    for node in nodes:
+        removed = (eqn for eqn in node.eqns if not fixed.issuperset(eqn.outvars))
+        replaced |= dict.fromkeys(map(id, removed), ())
+    replaced |= {id(node.calls[0]): node.traced(saves) for node in nodes}
+    # Weights are computed before the first matmul of their array.
+    weights = (v for node in nodes for pair in node.weights for v in variables(pair))
+    pairs = (eqn.invars[1] for node in nodes for eqn in node.pair)
+    early = graph.needed_for(v for v in (*weights, *pairs) if isinstance(v, core.Var))
+    eqns = [eqn for eqn in program.eqns if id(eqn) in early]
+    for eqn in program.eqns:
+        if id(eqn) not in early:
+            eqns.extend(replaced.get(id(eqn), [eqn]))
+    return program.replace(eqns=eqns)
+
+
+def _is_call(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive is fp8_dot_p
+
+
+def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
+    """Returns the fused matmuls of a program; `fixed` follows from parameters."""
+    groups = defaultdict(list)
+    for eqn in filter(_is_call, graph.program.eqns):
+        x, w = eqn.invars
+        if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
+            groups[x, eqn.params["dtype"], w.aval.ndim].append(eqn)
+    gates = dict(_gates(graph, groups))
+    pairs = [key for key, _ in gates.values()]
+    nodes = []
+    for key, calls in groups.items():
+        if key in pairs:
+            continue
+        pair, gate = gates.get(key, (None, None))
+        first = groups[pair] if pair else calls
+        node = FusedMatmul(
+            calls=calls,
+            pair=first if pair else (),
+            norm=_norm(pair or key, first, graph, fixed),
+            gate=gate or _activation(key, calls, graph),
+            biases=[_bias(call, graph, fixed) for call in calls],
+        )
+        node.total = _total(node, graph)
+        nodes.append(node)
+    return nodes
+
+
+def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:
+    """Yields the gates between matmuls: the key after each, and the key before it."""
+    sources = {
+        eqn.outvars[0]: key
+        for key, calls in groups.items()
+        for eqn in calls
+        if len(calls) == 2 and eqn.outvars[0].aval.dtype in WIDE
+    }
+    for key, calls in groups.items():
+        y, _, rank = key
+        if rank > 2 or len(calls) > 1 or not graph.only_read_by([y], calls):
+            continue
+        if gate := gate_of(y, graph, sources):
+            before, other = (sources[v] for v in gate.operands)
+            if before == other:
+                yield key, (before, gate)
+
+
+def _norm(
+    key: Any, calls: Sequence[core.JaxprEqn], graph: Graph, fixed: set[core.Var]
+) -> NormMatch | None:
+    """Returns the norm that nothing but these matmuls reads, or None.
+
+    Matmuls of batches of weights have no form with a norm.
+    """
+    x, *_ = key
+    if x.aval.ndim > 2 or x.aval.dtype != jnp.bfloat16:
+        return None
+    match = norm_of(x, graph, fixed)
+    if match is None:
+        return None
+    computed = (v for eqn in match.eqns for v in eqn.outvars if v not in fixed)
+    return match if graph.only_read_by(computed, (*match.eqns, *calls)) else None
+
+
+def _activation(key: Any, calls: Sequence[core.JaxprEqn], graph: Graph) -> Gate | None:
+    """Returns the activation that nothing but one matmul reads, or None."""
+    x, _, rank = key
+    if rank > 2 or len(calls) > 1 or x.aval.dtype not in WIDE:
+        return None
+    match = activation_of(x, graph)
+    if match is None:
+        return None
+    computed = (v for eqn in match.eqns for v in eqn.outvars)
+    return match if graph.only_read_by(computed, (*match.eqns, *calls)) else None
+
+
+def _bias(call: core.JaxprEqn, graph: Graph, fixed: set[core.Var]) -> Sum | None:
+    (result,) = call.outvars
+    return bias_of(result, graph, fixed) if result.aval.ndim == 2 else None
+
+
+def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
+    """Returns the sum of a single result and another array, or None.
+
+    A gated MLP adds the input of its norm, and nothing else.
+    """
+    call, *others = node.calls
+    if others or call.outvars[0].aval.ndim > 2:
+        return None
+    (bias,) = node.biases
+    result = bias.result if bias else call.outvars[0]
+    match = sum_of(result, graph, graph.position(call))
+    if match and node.pair:
+        is_stream = node.norm and node.norm.source.x is match.other
+        return match if is_stream else None
+    return match
+
+
+def _passed_on(
+    nodes: Sequence[FusedMatmul], graph: Graph
+) -> dict[int, Sequence[core.JaxprEqn]]:
+    """Lets sums after norms read what the norms' operations pass on.
+
+    Returns the additions that read it, by the identities of those that they replace.
+    Those of fused matmuls are not among them.
+    """
+    sums = {id(node.total.eqns[-1]): node for node in nodes if node.total}
+    replaced = {}
+    for node in nodes:
+        if node.norm is None or node.pair:
+            continue
+        x, place = node.norm.source.x, graph.position(node.calls[0])
+        reader = reader_after(x, node.norm.eqns, graph)
+        if reader is None:
+            continue
+        later = sums.get(id(reader))
+        if graph.position(later.calls[0] if later else reader) <= place:
+            continue
+        node.passed = core.Var(x.aval)
+        if later:
+            later.total = later.total._replace(other=node.passed)
+        else:
+            invars = renamed(reader.invars, {x: node.passed})
+            replaced[id(reader)] = [reader.replace(invars=invars)]
+    return replaced
+
+
+def _traced(
+    call: Callable,
+    operands: Sequence[Any],
+    results: Sequence[core.Var],
+    like: core.JaxprEqn,
+) -> list[core.JaxprEqn]:
+    """Returns the operations of `call(*operands)`, for operands that are trees.
+
+    They have the place in the source of `like`.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    closed = jax.make_jaxpr(lambda *arrays: call(*tree.unflatten(arrays)))(
+        *(v.aval for v in leaves)
+    )
+    eqns, _ = embedded(closed.jaxpr, leaves, results)
+    return [eqn.replace(source_info=like.source_info) for eqn in eqns]

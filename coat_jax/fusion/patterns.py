@@ -1,0 +1,378 @@
+"""Patterns that kernels of FP8 matmuls compute: norms, activations, gates and sums.
+
+Each pattern is a Python function. Operations of a program are compared with it by their
+arithmetic, in all ways to write it that the algebra knows.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core
+
+from coat_jax.fp8.fused import ACTIVATIONS
+from coat_jax.fp8.prologue import Mark, Norm, Source
+from coat_jax.fusion.algebra import (
+    CASTS,
+    DTYPES,
+    MARKS,
+    MAX_STEPS,
+    Role,
+    Term,
+    arguments_of,
+    before_casts,
+    is_known,
+    is_number,
+    term_of,
+)
+from coat_jax.programs.graph import Graph, inlined, is_plain_call
+from coat_jax.programs.primitives import keeps_order, number_of, variables
+from pallas_kernels import Activation, NormKind
+
+Eqns = tuple[core.JaxprEqn, ...]
+
+
+def _mean(x):
+    return jnp.mean(x, axis=-1, keepdims=True)
+
+
+def _rms(x, eps):
+    return x * lax.rsqrt(_mean(jnp.square(x)) + eps)
+
+
+def _layer(x, eps, variance):
+    return (x - _mean(x)) * lax.rsqrt(variance(x) + eps)
+
+
+def _variance(x):
+    return _mean(jnp.square(x - _mean(x)))
+
+
+def _variance_at_once(x):
+    return _mean(jnp.square(x)) - jnp.square(_mean(x))
+
+
+def _positive_variance(x):
+    return jnp.maximum(0.0, _variance_at_once(x))
+
+
+# Norms of x without parameters, with the ways to compute a variance.
+NORMS: list[tuple[NormKind, Callable]] = [
+    ("rms", _rms),
+    *(
+        ("layer", functools.partial(_layer, variance=variance))
+        for variance in (_variance, _variance_at_once, _positive_variance)
+    ),
+]
+
+
+class NormMatch(NamedTuple):
+    """A norm that computes a variable.
+
+    Attributes:
+      norm: The norm.
+      source: The variables that it reads.
+      eqns: The operations that compute it from these and from constants.
+    """
+
+    norm: Norm
+    source: Source
+    eqns: Eqns
+
+
+class Gate(NamedTuple):
+    """An activation, or its product with another array, that computes a variable.
+
+    Attributes:
+      activation: The activation.
+      operands: The variable that it is applied to, and the factor if there is one.
+      eqns: The operations that compute the result from these variables.
+    """
+
+    activation: Activation
+    operands: tuple[core.Var, ...]
+    eqns: Eqns
+
+
+class Sum(NamedTuple):
+    """The sum of a result and another array.
+
+    Attributes:
+      other: The other array.
+      result: The sum.
+      eqns: The operations from the result to the sum: reshapes, marks, the addition.
+    """
+
+    other: core.Var
+    result: core.Var
+    eqns: Eqns
+
+
+def marks_of(eqns: Sequence[core.JaxprEqn]) -> tuple[Mark, ...]:
+    """Returns the sharding constraints and names among operations.
+
+    A barrier needs no successor: a kernel is one.
+    """
+    kept = MARKS - {"optimization_barrier"}
+    return tuple(Mark.of(eqn) for eqn in eqns if eqn.primitive.name in kept)
+
+
+def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch | None:
+    """Returns the norm that computes `y` from an array of BF16, or None.
+
+    Args:
+      y: A variable of BF16.
+      graph: The program that computes it.
+      fixed: The variables that follow from parameters and constants alone.
+    """
+    width = y.aval.shape[-1]
+
+    def role_of(operand: core.Var) -> Role:
+        if operand not in fixed:
+            return "argument"
+        is_column = _is_column(operand, width) and not is_number(operand, graph)
+        return "parameter" if is_column else "inner"
+
+    for x, columns, eqns in arguments_of(y, graph, role_of):
+        # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
+        before = before_casts(x, graph)
+        if before.aval.dtype != jnp.bfloat16 or len(columns) > 2:
+            continue
+        if match := _norm_between(y, x, columns, eqns):
+            norm, source = match
+            return NormMatch(norm, source._replace(x=before), eqns)
+    return None
+
+
+def _is_column(v: core.Var, width: int) -> bool:
+    shape = v.aval.shape
+    return shape[-1:] == (width,) and math.prod(shape) == width
+
+
+def _norm_between(
+    y: core.Var, x: core.Var, columns: Collection[core.Var], eqns: Eqns
+) -> tuple[Norm, Source] | None:
+    """Returns the norm that operations compute, and its operands, or None."""
+    width = y.aval.shape[-1]
+    if x.aval.ndim < 2 or x.aval.shape[-1] != width or x.aval.size != y.aval.size:
+        return None
+    if not any(eqn.primitive.name in ("rsqrt", "sqrt") for eqn in eqns):
+        return None
+    for names in itertools.permutations(("scale", "bias"), len(columns)):
+        params = dict(zip(names, columns, strict=True))
+        layouts = {v: (name, "columns") for name, v in params.items()}
+        term = term_of(eqns, y, {x: ("x", "elements"), **layouts}, width)
+        if term is None:
+            continue
+        for eps in _added_numbers(eqns):
+            if kind := _norm_terms(width, eps).get(term):
+                return Norm(kind, eps), Source(x, **params)
+    return None
+
+
+def _added_numbers(eqns: Eqns) -> set[float]:
+    """Returns the numbers that operations add; the eps of a norm is among them."""
+    # A number may be cast before it is added.
+    adding = (eqn for eqn in eqns if eqn.primitive.name in {"add", *CASTS})
+    operands = (v for eqn in adding for v in eqn.invars)
+    return {number_of(v) for v in operands if isinstance(v, core.Literal)}
+
+
+@functools.lru_cache(maxsize=256)
+def _norm_terms(width: int, eps: float) -> dict[Term | None, NormKind]:
+    """Returns the kinds of norms, by the arithmetic of each way to write them."""
+    x = jax.ShapeDtypeStruct((2, width), jnp.float32)
+    column = jax.ShapeDtypeStruct((1, width), jnp.float32)
+    terms: dict[Term | None, NormKind] = {}
+    for params in ((), ("scale",), ("bias",), ("scale", "bias")):
+        layouts = [("x", "elements"), *((name, "columns") for name in params)]
+        for kind, norm in NORMS:
+
+            def affine(x, *arrays, norm=norm, params=params):
+                values = dict(zip(params, arrays, strict=True))
+                return norm(x, eps) * values.get("scale", 1.0) + values.get("bias", 0.0)
+
+            arrays = x, *[column] * len(params)
+            terms[_term_of_function(affine, arrays, layouts, width)] = kind
+    return terms
+
+
+def _term_of_function(
+    fn: Callable, arrays: Sequence[Any], layouts: Sequence[Any], width: int | None
+) -> Term | None:
+    """Returns the arithmetic of a Python function of named arrays."""
+    program = inlined(jax.make_jaxpr(fn)(*arrays).jaxpr, is_plain_call)
+    names = dict(zip(program.invars, layouts, strict=True))
+    return term_of(program.eqns, program.outvars[0], names, width)
+
+
+def gate_of(y: core.Var, graph: Graph, sources: Collection[core.Var]) -> Gate | None:
+    """Returns the product of a gate that computes `y` from two of `sources`, or None.
+
+    Nothing but the gate may read its two sources.
+    """
+    eqns: list[core.JaxprEqn] = []
+    operands, reached = [], [y]
+    for var in reached:
+        if var in sources:
+            operands.append(var)
+            continue
+        eqn = graph.makers.get(var)
+        if eqn is None or not is_known(eqn) or len(eqns) > 2 * MAX_STEPS:
+            return None
+        eqns.append(eqn)
+        reached += [v for v in variables(eqn.invars) if v not in reached]
+    if len(operands) != 2 or any(v.aval.shape != y.aval.shape for v in operands):
+        return None
+    if not graph.only_read_by(reached[1:], eqns):
+        return None
+    ordered = graph.in_order(eqns)
+    for pair in (operands, operands[::-1]):
+        if activation := _gate_terms(2).get(_gate_term(ordered, y, pair)):
+            return Gate(activation, tuple(pair), ordered)
+    return None
+
+
+def activation_of(y: core.Var, graph: Graph) -> Gate | None:
+    """Returns the activation that computes `y` from one variable, or None.
+
+    Nothing but the activation may read its argument.
+    """
+
+    def role_of(operand: core.Var) -> Role:
+        return "inner" if is_number(operand, graph) else "argument"
+
+    for x, _, eqns in arguments_of(y, graph, role_of):
+        if x.aval.dtype not in DTYPES or x.aval.size != y.aval.size:
+            continue
+        if activation := _gate_terms(1).get(_gate_term(eqns, y, [x])):
+            before = before_casts(x, graph)
+            alone = graph.only_read_by([x], eqns)
+            if before is not x:
+                alone = alone and len(graph.readers[before]) == 1
+            return Gate(activation, (before,), eqns) if alone else None
+    return None
+
+
+def _gate_term(
+    eqns: Sequence[core.JaxprEqn], y: core.Var, operands: Sequence[core.Var]
+) -> Term | None:
+    """Returns the arithmetic of the gate and, if there is one, its factor."""
+    names = zip(operands, ("gate", "up"), strict=False)
+    return term_of(eqns, y, {v: (name, "elements") for v, name in names}, width=None)
+
+
+@functools.cache
+def _gate_terms(count: int) -> dict[Term | None, Activation]:
+    """Returns the activations by the arithmetic of a gate with `count` operands."""
+    layouts = [("gate", "elements"), ("up", "elements")][:count]
+    terms = {}
+    for activation, fn in ACTIVATIONS.items():
+        for dtype in DTYPES:
+
+            def product(gate, *up, fn=fn):
+                return math.prod(up, start=fn(gate))
+
+            arrays = [jax.ShapeDtypeStruct((), dtype)] * count
+            terms[_term_of_function(product, arrays, layouts, None)] = activation
+    return terms
+
+
+def sum_of(result: core.Var, graph: Graph, before: int) -> Sum | None:
+    """Returns the sum of a result and another array, if nothing else reads the result.
+
+    The other array has the result's shape and dtype.
+
+    Args:
+      result: The result of a matmul, or the sum of that and a bias.
+      graph: The program.
+      before: The position in the program at which the other array is known.
+    """
+    for match, summand in _sums(result, graph):
+        other, like = match.other.aval, summand.aval
+        is_ready = graph.position(graph.makers.get(match.other)) < before
+        if is_ready and other.shape == like.shape and other.dtype == like.dtype:
+            return match
+    return None
+
+
+def bias_of(result: core.Var, graph: Graph, fixed: Collection[core.Var]) -> Sum | None:
+    """Returns the sum of a result and a bias, if nothing else reads the result.
+
+    A bias has a number for each column, and follows from parameters, as `fixed` do.
+    """
+    for match, summand in _sums(result, graph):
+        if summand.aval.shape[-1:] == result.aval.shape[-1:]:
+            bias = _column(match.other, summand, graph)
+            if bias in fixed:
+                return match._replace(other=bias)
+    return None
+
+
+def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
+    """Yields what is added to a result that nothing else reads, and the summand."""
+    eqns: list[core.JaxprEqn] = []
+    while len(graph.readers[result]) == 1:
+        (reader,) = graph.readers[result]
+        if reader is graph.program or len(reader.outvars) > 1:
+            return
+        name = reader.primitive.name
+        if name not in MARKS | {"add", "reshape"}:
+            return
+        if name == "reshape" and not keeps_order(reader):
+            return
+        eqns.append(reader)
+        (total,) = reader.outvars
+        if name == "add":
+            for other in reader.invars:
+                if isinstance(other, core.Var) and other is not result:
+                    yield Sum(other, total, tuple(eqns)), result
+            return
+        result = total
+
+
+def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
+    """Returns the vector with an element for each column of `like`, spread as `var`.
+
+    If the variable is nothing of the kind, returns None.
+    """
+    columns = like.aval.shape[-1:]
+    if var.aval.ndim != like.aval.ndim or var.aval.shape[-1:] != columns:
+        return None
+    while var.aval.shape != columns:
+        maker = graph.makers.get(var)
+        if maker is None or maker.primitive.name not in ("broadcast_in_dim", "reshape"):
+            return None
+        if maker.primitive.name == "reshape" and not keeps_order(maker):
+            return None
+        axes = maker.params.get("broadcast_dimensions", (var.aval.ndim - 1,))
+        (var, *_) = maker.invars
+        last = axes[-1:] == (maker.outvars[0].aval.ndim - 1,)
+        if not isinstance(var, core.Var) or not last or var.aval.shape[-1:] != columns:
+            return None
+    return var
+
+
+def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
+    """Returns the addition that alone reads a norm's input `x` besides the norm."""
+    inner = {id(eqn) for eqn in norm}
+    readers = [eqn for eqn in graph.readers[x] if not _is_for(eqn, inner, graph)]
+    if len(readers) != 1:
+        return None
+    (reader,) = readers
+    is_sum = reader is not graph.program and reader.primitive.name == "add"
+    return reader if is_sum else None
+
+
+def _is_for(eqn: Any, inner: Collection[int], graph: Graph) -> bool:
+    """Returns whether an operation is in `inner`, or a cast that only these read."""
+    if eqn is graph.program or id(eqn) in inner:
+        return id(eqn) in inner
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    return all(_is_for(r, inner, graph) for r in graph.readers[eqn.outvars[0]])

@@ -1,0 +1,1 @@
+"""Reads programs of JAX: one table of operations, one graph."""

@@ -1,0 +1,208 @@
+"""The table of operations: what each primitive of JAX does to an array.
+
+All readers of programs look operations up here. An operation that is not in the table
+is opaque: it is kept, and nothing looks through it.
+"""
+
+import enum
+import math
+from collections.abc import Iterable, Iterator
+from typing import Literal, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax.experimental.hijax import AbstractRef
+from jax.extend import core
+
+Operand = core.Var | core.Literal
+
+
+class Kind(enum.Enum):
+    """The kinds of operations.
+
+    Attributes:
+      MARK: Returns its operand, and tells a compiler or a policy something about it.
+      CAST: Converts to another dtype.
+      VIEW: Moves elements, without a change of their number.
+      SPREAD: Repeats elements.
+      CUT: Takes a part of the elements.
+      ELEMENTWISE: Computes each element from elements at the same place.
+      REDUCTION: Computes elements from whole rows.
+      MATMUL: Multiplies matrices, or convolves.
+      WRITE: Writes an array that XLA does not fuse with its readers.
+      STATEFUL: Gives another result when it is repeated.
+    """
+
+    MARK = enum.auto()
+    CAST = enum.auto()
+    VIEW = enum.auto()
+    SPREAD = enum.auto()
+    CUT = enum.auto()
+    ELEMENTWISE = enum.auto()
+    REDUCTION = enum.auto()
+    MATMUL = enum.auto()
+    WRITE = enum.auto()
+    STATEFUL = enum.auto()
+
+
+# The effect of an elementwise operation on rounding errors of its operands, beside the
+# amax of a group: it may always be computed from FP8 copies if it is "gentle" or
+# "bounded" (so is its result); a "sum" may cancel; the rest needs "exact" operands.
+Errors = Literal["gentle", "bounded", "sum", "exact"]
+
+
+class Entry(NamedTuple):
+    """An entry of the table.
+
+    Attributes:
+      kind: The kind of the operation.
+      errors: What it does to rounding errors; None unless it is elementwise.
+      has_pole: Whether its result at zero is not finite.
+    """
+
+    kind: Kind
+    errors: Errors | None = None
+    has_pole: bool = False
+
+
+def _entries() -> Iterator[tuple[str, Entry]]:
+    names = {
+        Kind.MARK: "copy name optimization_barrier pcast pvary reshard "
+        "sharding_constraint stop_gradient",
+        Kind.CAST: "convert_element_type reduce_precision",
+        Kind.VIEW: "reshape rev squeeze transpose",
+        Kind.SPREAD: "broadcast_in_dim",
+        Kind.CUT: "slice split",
+        Kind.REDUCTION: "reduce_and reduce_max reduce_min reduce_or reduce_prod "
+        "reduce_sum",
+        Kind.MATMUL: "conv_general_dilated dot_general ragged_dot_general",
+        Kind.WRITE: "argmax argmin concatenate cond cumsum gather scatter scatter-add "
+        "sort while",
+        Kind.STATEFUL: "rng_uniform",
+    }
+    for kind, words in names.items():
+        yield from ((name, Entry(kind)) for name in words.split())
+    elementwise: dict[Errors, str] = {
+        "gentle": "abs clamp max min mul neg square",
+        "bounded": "erf erfc logistic tanh",
+        "sum": "add add_any one_minus_square sub",
+        "exact": "and cos digamma div eq exp exp2 expm1 ge gt integer_pow le lgamma "
+        "log log1p lt ne not or pow rem rsqrt select_n sin sqrt",
+    }
+    poles = {"digamma", "lgamma", "log", "rsqrt"}
+    for errors, words in elementwise.items():
+        for name in words.split():
+            yield name, Entry(Kind.ELEMENTWISE, errors, name in poles)
+
+
+TABLE = dict(_entries())
+# Values pass through these unchanged, but for their places and their dtypes.
+_LAYOUT = frozenset({Kind.MARK, Kind.CAST, Kind.VIEW, Kind.SPREAD, Kind.CUT})
+# The guess of a length that `jax.export` leaves open.
+_SYMBOLIC = 4096
+
+
+def entry_of(eqn: core.JaxprEqn) -> Entry | None:
+    """Returns the entry of an operation, or None if it is opaque."""
+    return TABLE.get(eqn.primitive.name)
+
+
+def kind_of(eqn: core.JaxprEqn) -> Kind | None:
+    """Returns the kind of an operation, or None if it is opaque."""
+    return TABLE.get(eqn.primitive.name, (None,))[0]
+
+
+def is_layout(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation only moves, converts or marks values."""
+    return kind_of(eqn) in _LAYOUT
+
+
+def is_matmul(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a matmul or a convolution."""
+    return kind_of(eqn) is Kind.MATMUL
+
+
+def has_pole(eqn: core.JaxprEqn, position: int) -> bool:
+    """Returns whether a result is not finite where operand `position` is zero."""
+    name = eqn.primitive.name
+    if name == "integer_pow":
+        return eqn.params["y"] < 0
+    entry = entry_of(eqn)
+    return (entry is not None and entry.has_pole) or (
+        name in ("div", "rem") and position == 1
+    )
+
+
+def is_foreign(primitive: core.Primitive) -> bool:
+    """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
+    name = primitive.name.replace("-", "_")
+    known = primitive.name in TABLE or name == "custom_jvp_call"
+    return not known and not hasattr(lax, f"{name}_p")
+
+
+def does_work(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is never repeated: it is costly, or stateful."""
+    is_never = kind_of(eqn) in (Kind.MATMUL, Kind.STATEFUL)
+    return is_never or eqn.primitive.name == "while" or is_foreign(eqn.primitive)
+
+
+def is_stateful(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation may give something else when it is repeated."""
+    if eqn.effects or kind_of(eqn) is Kind.STATEFUL:
+        return True
+    bodies = core.jaxprs_in_params(eqn.params)
+    return any(is_stateful(inner) for body in bodies for inner in body.eqns)
+
+
+def keeps_order(reshape: core.JaxprEqn) -> bool:
+    """Returns whether a reshape keeps the elements in their order in memory.
+
+    Others transpose first, as `jnp.ravel(x, order="F")` does.
+    """
+    axes = reshape.params["dimensions"]
+    return axes is None or tuple(axes) == tuple(range(reshape.invars[0].aval.ndim))
+
+
+def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Returns the programs inside an operation; a kernel counts as one operation."""
+    return [] if is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
+
+
+def is_kernel(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a kernel: a program on memory references.
+
+    A partitioned operation is one, too. It contains only its definition.
+    """
+    if eqn.primitive.name == "custom_partitioning":
+        return True
+    return eqn.primitive.name != "run_state" and any(
+        isinstance(var.aval, AbstractRef)
+        for body in core.jaxprs_in_params(eqn.params)
+        for var in body.invars
+    )
+
+
+def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
+    """Yields the operations that contain no program, at any depth, and while loops."""
+    for eqn in eqns:
+        bodies = bodies_of(eqn)
+        for body in bodies:
+            yield from all_eqns(body.eqns)
+        if not bodies or eqn.primitive.name == "while":
+            yield eqn
+
+
+def variables(operands: Iterable[Operand]) -> set[core.Var]:
+    """Returns the operands that are variables; literals are not hashable."""
+    return {v for v in operands if isinstance(v, core.Var)}
+
+
+def number_of(literal: core.Literal) -> float:
+    """Returns a number as it is in its dtype."""
+    return float(np.asarray(literal.val, literal.aval.dtype))
+
+
+def size_of(aval: jax.core.ShapedArray) -> int:
+    """Returns the number of elements, with a guess for axes of symbolic length."""
+    return math.prod(n if isinstance(n, int) else _SYMBOLIC for n in aval.shape)

@@ -1,0 +1,214 @@
+"""The error of arrays that are computed from FP8 copies, operation by operation.
+
+An error is small if it is small beside the amax of a group, as the errors of copies
+are. Operations that amplify errors need exact operands. These are logarithms,
+exponentials other than exp(-x**2), and sums that may cancel, such as x - 30 of a copy
+of x. A sum cannot cancel if its operands have the same sign everywhere, as 1 and x**2
+do. Sums of numbers and bounded functions, such as 1 - tanh(x), have a small error
+beside these bounds. Constants may be added to a normalized array, because the error is
+small beside its unit variance.
+"""
+
+from collections.abc import Collection, Container, Mapping, Sequence
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+
+from coat_jax.programs.primitives import (
+    Kind,
+    entry_of,
+    is_layout,
+    kind_of,
+    variables,
+)
+
+_POSITIVE = frozenset({"abs", "erfc", "exp", "exp2", "logistic", "square"})
+_ODD = frozenset({"erf", "tanh"})
+_SAME_PLACES = (Kind.MARK, Kind.CAST)
+
+
+class Sign(NamedTuple):
+    """The sign of each element of an array: a factor times the signs of other arrays.
+
+    Attributes:
+      factor: 1 or -1.
+      of: The arrays, of the same shape. If it is empty, all elements have one sign.
+    """
+
+    factor: int
+    of: frozenset[core.Var] = frozenset()
+
+    def times(self, other: "Sign") -> "Sign":
+        """Returns the sign of a product; an array's sign times itself is 1."""
+        return Sign(self.factor * other.factor, self.of ^ other.of)
+
+
+class Known(NamedTuple):
+    """The way in which an array follows from saved arrays.
+
+    Attributes:
+      steps: The number of operations on the way, without layout and conversions.
+      constant: True if the array follows from parameters and constants alone.
+      copies: The FP8 copies that it depends on; empty if it is exact.
+      sign: The sign of its elements, if something is known of it.
+      number: The number of the program that all its elements are, if there is one.
+      is_bounded: Whether it is computed of numbers and bounded functions alone.
+    """
+
+    steps: int = 0
+    constant: bool = True
+    copies: frozenset[core.Var] = frozenset()
+    sign: Sign | None = None
+    number: float | None = None
+    is_bounded: bool = False
+
+    @classmethod
+    def of_number(cls, literal: core.Literal) -> "Known":
+        """Describes a number of a program."""
+        value = np.asarray(literal.val)
+        if value.ndim or not jnp.issubdtype(literal.aval.dtype, jnp.floating):
+            return cls()
+        sign = Sign(-1 if value < 0 else 1)
+        return cls(sign=sign, number=float(value), is_bounded=True)
+
+
+def is_cheap(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation may be repeated in the backward pass."""
+    return is_layout(eqn) or kind_of(eqn) is Kind.ELEMENTWISE
+
+
+class Errors:
+    """The errors of a program's operations on arrays that are computed from copies."""
+
+    def __init__(
+        self,
+        makers: Mapping[core.Var, core.JaxprEqn],
+        normalized: Container[core.Var],
+        group: int,
+    ):
+        """Describes a program.
+
+        Args:
+          makers: The operation that computes each variable.
+          normalized: The arrays of unit variance; see `normalized_arrays`.
+          group: The number of elements of a copy's group, which slices must not cut.
+        """
+        self._makers, self._normalized, self._group = makers, normalized, group
+
+    def stay_small(
+        self, eqn: core.JaxprEqn, position: int, operands: Sequence[Known]
+    ) -> bool:
+        """Returns whether the error of result `position` is small."""
+        name, errors = eqn.primitive.name, entry_of(eqn).errors
+        if errors == "sum":
+            return self._cannot_cancel(eqn, operands)
+        if kind_of(eqn) is Kind.CUT:
+            return _keeps_groups(eqn, position, self._group)
+        if name == "convert_element_type":
+            dtype = jnp.dtype(eqn.params["new_dtype"])
+            return jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1
+        if name == "integer_pow":
+            return 1 <= eqn.params["y"] <= 3
+        if name == "exp":
+            return self._is_bell(eqn)
+        if name in ("div", "select_n"):
+            exact = operands[1] if name == "div" else operands[0]
+            return not exact.copies
+        return errors != "exact"
+
+    def _cannot_cancel(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> bool:
+        has_sign = eqn.primitive.name in ("add", "add_any")
+        if has_sign and self.sign(eqn, operands):
+            return True
+        if all(operand.is_bounded for operand in operands):
+            return True
+        constants = [operand for operand in operands if operand.constant]
+        if len(operands) != 2 or len(constants) != 1:
+            return False
+        (varying,) = (
+            var
+            for var, operand in zip(eqn.invars, operands, strict=True)
+            if not operand.constant
+        )
+        return constants[0].number == 0 or varying in self._normalized
+
+    def is_bounded(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> bool:
+        """Returns whether an operation on bounded arrays, or any, is bounded."""
+        entry = entry_of(eqn)
+        if entry.errors == "bounded" or self._is_bell(eqn):
+            return True
+        is_exact = entry.errors == "exact"
+        return not is_exact and all(operand.is_bounded for operand in operands)
+
+    def sign(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> Sign | None:
+        """Returns the sign of a result's elements, if something is known of it."""
+        name, kind = eqn.primitive.name, kind_of(eqn)
+        if name in _POSITIVE:
+            return Sign(1)
+        signs = [
+            known.sign or (Sign(1, frozenset({v})) if isinstance(v, core.Var) else None)
+            for known, v in zip(operands, eqn.invars, strict=True)
+        ]
+        if None in signs:
+            return None
+        sign, *others = signs
+        if kind in _SAME_PLACES or name in _ODD:
+            return sign
+        if is_layout(eqn):
+            return None if sign.of else sign  # Elements are in other places now.
+        if name == "neg":
+            return sign.times(Sign(-1))
+        if name == "mul":
+            return sign.times(*others)
+        if name == "integer_pow":
+            return sign if eqn.params["y"] % 2 else Sign(1)
+        if name == "max":
+            return Sign(1) if Sign(1) in signs else None
+        if name in ("add", "add_any"):
+            return sign if [sign] == others else None
+        return None
+
+    def _is_bell(self, eqn: core.JaxprEqn | None) -> bool:
+        """Returns whether an operation is exp(-x**2), which is flat for large x."""
+        for name in ("exp", "neg", "square"):
+            if eqn is None or eqn.primitive.name != name:
+                return False
+            operand = eqn.invars[0]
+            is_variable = isinstance(operand, core.Var)
+            eqn = self._makers.get(operand) if is_variable else None
+        return True
+
+
+def normalized_arrays(
+    program: core.Jaxpr,
+    statistics: Collection[core.Var],
+    constants: Container[core.Var],
+) -> set[core.Var]:
+    """Returns the products of an array with statistics of its rows, and constants."""
+    factors, normalized = set(statistics), set()
+    for eqn in program.eqns:
+        varying = {v for v in variables(eqn.invars) if v not in constants}
+        if varying and varying <= factors and is_cheap(eqn):
+            factors.update(eqn.outvars)
+        elif eqn.primitive.name == "mul" and varying & (factors | normalized):
+            is_scaled = not varying & normalized
+            if len(varying - factors - normalized) <= is_scaled:
+                normalized.update(eqn.outvars)
+        elif is_layout(eqn) and varying & normalized:
+            normalized.update(eqn.outvars)
+    return normalized
+
+
+def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:
+    """Returns whether a slice takes whole groups of the last axis and nothing else."""
+    (*_, whole), (*_, part) = eqn.invars[0].aval.shape, eqn.outvars[position].aval.shape
+    if whole == part:
+        return True
+    if eqn.primitive.name == "split":
+        start, stride = sum(eqn.params["sizes"][:position]), 1
+    else:
+        start = eqn.params["start_indices"][-1]
+        stride = (eqn.params["strides"] or [1])[-1]
+    return stride == 1 and start % group == part % group == whole % group == 0
