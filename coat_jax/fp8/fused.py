@@ -140,7 +140,8 @@ def _read(source, norm):
         out = kernels.norm(
             *source, **norm.function._asdict(), scale="row", keep_groups=copies
         )
-    rows = norm.marked(Scaled(out.y, out.scale))
+    # The matmuls of a forward pass that runs again read the codes.
+    rows = norm.named(Scaled(norm.constrained(out.y), out.scale))
     # An outer `fp8_remat` saves integers exactly.
     with Note(f"scales of groups of {GROUP}", _NORM).scope():
         saved = jax.tree.map(scales_as_bits, out.groups) if copies else x
@@ -197,7 +198,7 @@ def _norm_backward(saved, dy, y_scale, norm, add):
         x = jax.tree.map(scales_as_bits, x)
     options, biased = norm.function._asdict(), bias is not None
     out = kernels.norm_grad(
-        *(x, norm.gradient(dy), scale),
+        *(x, norm.constrained(dy), scale),
         **options,
         with_bias=biased,
         y_scale=None if biased else y_scale,
@@ -261,7 +262,10 @@ def _gate(operands, activation):
         saved = operands
         if copies:
             saved = jax.tree.map(scales_as_bits, (out.groups, out.largest_scale))
-    return activation.marked(Scaled(out.values, out.scale)), saved
+    # The backward pass needs the inputs, and computes the gate again.
+    return Scaled(activation.constrained(out.values), out.scale), activation.named(
+        saved
+    )
 
 
 def _through(dy, w, w_scale, **options):
@@ -279,7 +283,7 @@ def _gated_bwd(norm, activation, inner, dtype, adds, residuals, dy):
     gradient, (da, da_maxima) = _through(
         dy, down, down_scale, dtype=inner, keep_maxima=True
     )
-    da = activation.gradient(da)
+    da = activation.constrained(da)
     if activation.saves == "copies":
         groups, largest_scale = jax.tree.map(scales_as_bits, saved)
         pair, a = gate_gradient(
@@ -346,7 +350,7 @@ def _activated_fwd(x, w, other, activation, dtype):
 def _activated_bwd(activation, dtype, residuals, dy):
     saved, w, (a_scale, w_scale), (like, of_bias), adds = residuals
     gradient, da = _through(dy, w, w_scale, dtype=like.dtype)
-    da = activation.gradient(da)
+    da = activation.constrained(da)
     if activation.saves == "copies":
         out = kernels.gated_grad(
             jax.tree.map(scales_as_bits, saved),

@@ -1,7 +1,9 @@
 """What is computed before FP8 matmuls, as `fp8_remat` finds it in programs."""
 
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
+import jax
 from jax.extend import core
 from jaxtyping import Array
 
@@ -38,13 +40,15 @@ class Mark(NamedTuple):
         marked = self.primitive.bind(x.reshape(self.shape), **dict(self.params))
         return marked.reshape(x.shape)
 
-    def on_codes(self, x: Scaled) -> Scaled:
-        """Marks the codes of an array; a policy that saves them needs the scales."""
-        is_name = self.primitive.name == "name"
-        scale = (
-            self.primitive.bind(x.scale, **dict(self.params)) if is_name else x.scale
-        )
-        return Scaled(self(x.codes), scale)
+    @property
+    def is_name(self) -> bool:
+        """Whether the mark is a name, and not a constraint."""
+        return self.primitive.name == "name"
+
+    def on_all(self, arrays: Any) -> Any:
+        """Gives a name to arrays of any shapes."""
+        bind = partial(self.primitive.bind, **dict(self.params))
+        return jax.tree.map(bind, arrays)
 
 
 # Kernels of norms and gates save FP8 copies of their inputs, in groups of 16; or the
@@ -65,17 +69,20 @@ class Prologue(NamedTuple):
     marks: tuple[Mark, ...]
     saves: Saves
 
-    def marked(self, codes: Scaled) -> Scaled:
-        """Marks the codes of the result."""
+    def constrained(self, x: Array) -> Array:
+        """Constrains codes of the result, or its gradient."""
         for mark in self.marks:
-            codes = mark.on_codes(codes)
-        return codes
+            x = x if mark.is_name else mark(x)
+        return x
 
-    def gradient(self, dy: Array) -> Array:
-        """Marks the gradient of the result, as autodiff does: constraints alone."""
-        for mark in reversed(self.marks):
-            dy = dy if mark.primitive.name == "name" else mark(dy)
-        return dy
+    def named(self, arrays: Any) -> Any:
+        """Names arrays, so that policies that save the result by its name save these.
+
+        A policy then saves FP8 codes in place of the result.
+        """
+        for mark in self.marks:
+            arrays = mark.on_all(arrays) if mark.is_name else arrays
+        return arrays
 
 
 class Source(NamedTuple):

@@ -148,7 +148,7 @@ def test_constraints_stay_in_the_program(name):
 
 
 def test_names_select_codes_for_an_outer_policy():
-    """A policy that saves a norm's output saves its FP8 codes."""
+    """A policy saves codes of a norm's output, and of the two inputs of a gate."""
     p, x, _ = given()
     light = fp8_remat(functools.partial(gated, linear, checkpoint_name))
     policy = jax.checkpoint_policies.save_only_these_names
@@ -157,7 +157,7 @@ def test_names_select_codes_for_an_outer_policy():
         rows = saved(jax.checkpoint(light, policy=policy(*names)), p, x)
         codes.append(sum(math.prod(r.shape) for r in rows if r.dtype in FP8))
     tokens = TOKENS[0] * TOKENS[1]
-    assert codes == [0, tokens * K, tokens * (K + F)]
+    assert codes == [0, tokens * K, tokens * (K + 2 * F)]
 
 
 @pytest.mark.internals
