@@ -7,7 +7,7 @@ import jax
 from jax.extend import core
 from jaxtyping import Array
 
-from pallas_kernels import Activation, NormKind, Scaled
+from pallas_kernels import Activation, NormKind
 
 
 class Norm(NamedTuple):

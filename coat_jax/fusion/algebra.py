@@ -162,9 +162,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         return _chosen(name, operands)
     if eqn.outvars[0].aval.dtype not in DTYPES:
         raise _UnknownError
-    if name not in MARKS and (
-        eqn.params.get("sharding") or eqn.params.get("out_sharding")
-    ):
+    if name not in MARKS and _is_placed(eqn):
         raise _UnknownError
     if name in MARKS and x.layout != "elements":
         raise _UnknownError
@@ -183,6 +181,12 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         raise _UnknownError
     layout = layouts.pop() if len(layouts) == 1 else "elements" if layouts else None
     return _Value(_computed(eqn, [value.term for value in operands]), layout)
+
+
+def _is_placed(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation says how a mesh splits its result."""
+    shardings = eqn.params.get("sharding"), eqn.params.get("out_sharding")
+    return any(s is not None and any(s.spec) for s in shardings)
 
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:

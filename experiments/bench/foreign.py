@@ -2,10 +2,10 @@
 
     uv run python -m experiments.bench.foreign
 
-times layers of four kinds, forward and backward, in BF16: as they are, with
+times layers of several kinds, forward and backward, in BF16: as they are, with
 `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
-`coat.fp8`. All cases of a layer are timed in turns. U is the size of the residual
-stream in BF16.
+`coat.fp8`. Beside Llama layers stands this library's own layer. All cases of a layer
+are timed in turns. U is the size of the residual stream in BF16.
 """
 
 import argparse
@@ -24,8 +24,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
-from experiments.common.foreign_layers import LAYERS, made
-from experiments.common.layer_cases import Shape, normal, random_params
+from experiments.common.foreign_layers import LAYERS, Llama, made
+from experiments.common.layer_cases import CASES as LAYER_CASES
+from experiments.common.layer_cases import Shape, layer, normal, random_params
 from experiments.common.programs import new_parser
 from experiments.common.results import (
     Bar,
@@ -50,6 +51,8 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
     ),
     "fp8": (None, coat.fp8),
 }
+# The library's own layer, in its `coat` recipe, beside Llama layers of others.
+OWN = "own layer"
 # Targets on one Hopper GPU: speedups over BF16, U saved, and times smaller than BF16.
 _SPEED = {("llama", "both"): 1.52, ("llama", "fp8_dot_general"): 1.45}
 _UNITS = {("llama", "both"): 8.0}
@@ -75,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
     rows = [row for row in known if row["layer"] not in args.layers]
     for name in tqdm(args.layers, unit="layer", disable=None):
-        rows += layer_rows(name, shape, **options)
+        rows += layer_rows(name, shape, args.cases, **options)
         write_results(args.out, rows=rows, bars=bars(rows))
     console = Console(width=110)
     console.print(table(rows))
@@ -87,6 +90,7 @@ def parser() -> argparse.ArgumentParser:
     top = new_parser("experiments.bench.foreign", __doc__)
     add = top.add_argument
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), metavar="LAYER")
+    add("--cases", nargs="+", choices=[*CASES, OWN], default=[*CASES, OWN])
     add("--hidden", type=int, default=4096)
     add("--seq", type=int, default=2048)
     add("--batch", type=int, default=4)
@@ -102,37 +106,46 @@ def parser() -> argparse.ArgumentParser:
 
 def case_of(name: str, case: str, shape: Shape) -> tuple[Callable, nnx.State]:
     """Returns a case as a function of parameters and inputs, and the parameters."""
+    if case == OWN:
+        return layer(LAYER_CASES["coat"], shape)
     dot_general, wrap = CASES[case]
     graph, params = made(name, shape, dot_general)
     return wrap(lambda params, *xs: nnx.merge(graph, params)(*xs)), params
 
 
-def layer_rows(name: str, shape: Shape, **options: float) -> list[Row]:
+def layer_rows(
+    name: str, shape: Shape, cases: Sequence[str], **options: float
+) -> list[Row]:
     """Times the cases of a layer in turns, and returns a row per case.
 
-    `options` has the options of `in_turns`.
+    BF16 is always among them. `options` has the options of `in_turns`.
     """
-    _, params = case_of(name, "bf16", shape)
     stream = shape.input()
     xs = [stream] * LAYERS[name].inputs
-    functions = {case: case_of(name, case, shape)[0] for case in CASES}
+    chosen = ["bf16", *(case for case in cases if case != "bf16")]
+    if not issubclass(LAYERS[name], Llama):
+        chosen = [case for case in chosen if case != OWN]
+    functions = {case: case_of(name, case, shape) for case in chosen}
 
-    def compiled(fn):
+    def compiled(fn, params):
         jitted = jax.jit(partial(forward_backward, fn))
         return jitted.lower(params, stream, *xs).compile(OPTIONS)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = list(pool.map(compiled, functions.values()))
-    values = random_params(params)
+        programs = list(pool.map(lambda case: compiled(*case), functions.values()))
     dy, *inputs = (normal(i, x) for i, x in enumerate((stream, *xs)))
-    calls = [partial(program, values, 1e-3 * dy, *inputs) for program in programs]
+    values = [random_params(params) for _, params in functions.values()]
+    calls = [
+        partial(program, params, 1e-3 * dy, *inputs)
+        for program, params in zip(programs, values, strict=True)
+    ]
     ms = [1e3 * seconds for seconds in in_turns(calls, **options)]
     # In a model the inputs are outputs of other layers, so `-x` makes them count.
     saved = {
         case: coat.residual_report(
             lambda params, *xs, fn=fn: fn(params, *(-x for x in xs)), params, *xs
         ).nbytes
-        for case, fn in functions.items()
+        for case, (fn, params) in functions.items()
     }
     return [
         {"layer": name, "case": case}

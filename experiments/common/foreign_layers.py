@@ -1,7 +1,8 @@
 """Transformer layers as users of Flax write them: nothing here is of this library.
 
 They differ in what the library's own layers fix: separate matmuls for queries, keys and
-values, norms of single heads, biases, LayerNorm, cross attention.
+values, norms of single heads, biases, LayerNorm, cross attention, modulation, and marks
+on activations as trainers have them.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from experiments.common.layer_cases import Shape
@@ -35,9 +39,10 @@ class Modules:
         """Returns a norm."""
         return nnx.RMSNorm(size, **self._options)
 
-    def layer_norm(self, size: int) -> nnx.LayerNorm:
-        """Returns a norm with a bias."""
-        return nnx.LayerNorm(size, **self._options)
+    def layer_norm(self, size: int, affine: bool = True) -> nnx.LayerNorm:
+        """Returns a norm, with a weight and a bias if `affine`."""
+        options = {"use_scale": affine, "use_bias": affine} | self._options
+        return nnx.LayerNorm(size, **options)
 
 
 class Layer(nnx.Module):
@@ -90,6 +95,10 @@ class Llama(Layer):
         self.gate, self.up = make.linear(h, f), make.linear(h, f)
         self.down = make.linear(f, h)
 
+    def mark(self, x: Array, name: str) -> Array:
+        """Marks an activation; this layer does not."""
+        return x
+
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values."""
         q, k, v = (self.heads(linear(h)) for linear in (self.q, self.k, self.v))
@@ -97,9 +106,28 @@ class Llama(Layer):
 
     def __call__(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Computes the layer."""
-        x = x + self.o(self.attention(*self.qkv(self.norms[0](x))))
-        h = self.norms[1](x)
-        return x + self.down(nnx.silu(self.gate(h)) * self.up(h))
+        h = self.mark(self.norms[0](x), "attention_norm")
+        x = x + self.mark(self.o(self.attention(*self.qkv(h))), "attention_out")
+        h = self.mark(self.norms[1](x), "mlp_norm")
+        product = self.mark(nnx.silu(self.gate(h)) * self.up(h), "mlp_product")
+        return x + self.mark(self.down(product), "mlp_out")
+
+
+class NamedLlama(Llama):
+    """A Llama layer with names for policies of `jax.checkpoint`."""
+
+    def mark(self, x: Array, name: str) -> Array:
+        """Names an activation."""
+        return checkpoint_name(x, name)
+
+
+class ConstrainedLlama(Llama):
+    """A Llama layer with sharding constraints, on a mesh of one device."""
+
+    def mark(self, x: Array, name: str) -> Array:
+        """Constrains an activation to be split along the batch."""
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
 
 
 class Qwen(Llama):
@@ -161,11 +189,42 @@ class Decoder(Layer):
         return x + self.down(nnx.gelu(self.up(self.norms[2](x))))
 
 
+class DiffusionTransformer(Layer):
+    """A DiT block: norms without parameters, modulated by a condition, and gates."""
+
+    inputs = 2
+
+    def __init__(self, shape: Shape, make: Modules):
+        super().__init__(shape, make)
+        h, f = shape.hidden, 4 * shape.hidden
+        linear = partial(make.linear, bias=True)
+        self.norm = make.layer_norm(h, affine=False)
+        self.modulation = linear(h, 6 * h)
+        self.q, self.k, self.v, self.o = (linear(h, h) for _ in range(4))
+        self.up, self.down = linear(h, f), linear(f, h)
+
+    def __call__(
+        self, x: Float[Array, "b s h"], condition: Float[Array, "b s h"]
+    ) -> Float[Array, "b s h"]:
+        """Computes the block; the condition is the mean of an array's tokens."""
+        vector = nnx.silu(condition.mean(axis=1))
+        parts = jnp.split(self.modulation(vector)[:, None], 6, axis=-1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = parts
+        h = self.norm(x) * (1 + scale) + shift
+        q, k, v = (self.heads(linear(h)) for linear in (self.q, self.k, self.v))
+        x = x + gate * self.o(self.attention(q, k, v, causal=False))
+        h = self.norm(x) * (1 + mlp_scale) + mlp_shift
+        return x + mlp_gate * self.down(nnx.gelu(self.up(h)))
+
+
 LAYERS: dict[str, type[Layer]] = {
     "llama": Llama,
+    "llama, named": NamedLlama,
+    "llama, constrained": ConstrainedLlama,
     "qwen": Qwen,
     "vision transformer": VisionTransformer,
     "encoder-decoder": Decoder,
+    "diffusion transformer": DiffusionTransformer,
 }
 
 

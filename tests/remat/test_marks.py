@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from helpers.dots import linear
 from helpers.gradients import FP8, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
@@ -49,8 +50,14 @@ def rms(x, scale):
     return (wide * jax.lax.rsqrt(mean + 1e-6) * scale).astype(x.dtype)
 
 
+def flax_rms(x, scale):
+    """The norm of Flax, which broadcasts zeros with the sharding of a constrained x."""
+    return nn.RMSNorm(dtype=BF16).apply({"params": {"scale": scale}}, x)
+
+
 def gated(dot, mark, p, x):
-    h = mark(rms(x, p["norm"]), "h")
+    x = mark(x, "x")
+    h = mark(flax_rms(x, p["norm"]), "h")
     gate, up = mark(dot(h, p["a"]), "gate"), mark(dot(h, p["b"]), "up")
     return x + mark(dot(mark(jax.nn.silu(gate) * up, "product"), p["c"]), "out")
 
