@@ -186,7 +186,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
 def _is_placed(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation says how a mesh splits its result."""
     shardings = eqn.params.get("sharding"), eqn.params.get("out_sharding")
-    return any(s is not None and any(s.spec) for s in shardings)
+    return any(s is not None and any(getattr(s, "spec", ["?"])) for s in shardings)
 
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:
