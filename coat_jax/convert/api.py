@@ -25,7 +25,7 @@ from coat_jax.remat.trace import Residual
 
 # The numbers of keys that come before a parameter's path, in the arguments of functions
 # that `coat_jax.remat.modules` wraps: functions, and those of NNX and Linen modules.
-_FUNCTION, _NNX, _LINEN = 2, 3, 5
+_FUNCTION, _NNX, _LINEN = 2, 2, 5
 
 
 def fp8[Model](

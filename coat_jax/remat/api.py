@@ -36,7 +36,6 @@ no amax over a whole array, which several devices may share.
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -47,9 +46,9 @@ from flax import nnx
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import (
     linen_class,
-    linen_method,
     linen_module,
     nnx_class,
+    nnx_module,
     over_nodes,
 )
 from coat_jax.remat.plan import Options
@@ -162,17 +161,12 @@ def fp8_remat[Target](
     if isinstance(target, type) and issubclass(target, nnx.Module):
         return nnx_class(target, options)
     if isinstance(target, nnx.Module):
-        wrapped = object.__new__(nnx_class(type(target), options))
-        vars(wrapped).update(vars(target))
-        return wrapped
+        return nnx_module(target, options)
     if isinstance(target, type) and issubclass(target, nn.Module):
         return linen_class(target, options)
     if isinstance(target, nn.Module):
         return linen_module(target, options)
     if callable(target) and not isinstance(target, type):
-        owner = getattr(target, "__self__", None)
-        if isinstance(owner, nn.Module) and owner.scope is not None:
-            return partial(linen_method(target.__func__, options), owner)
         return over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
