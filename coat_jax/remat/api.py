@@ -52,6 +52,7 @@ from coat_jax.remat.modules import (
     over_nodes,
 )
 from coat_jax.remat.plan import Options
+from coat_jax.remat.pytrees import is_pytree_module, pytree_module
 from coat_jax.remat.trace import Residual
 
 
@@ -158,14 +159,16 @@ def fp8_remat[Target](
         raise ValueError(
             f"params_argnums must be an int or several, got {params_argnums!r}"
         ) from None
-    if isinstance(target, type) and issubclass(target, nnx.Module):
+    if isinstance(target, type) and issubclass(target, nnx.Pytree):
         return nnx_class(target, options)
-    if isinstance(target, nnx.Module):
+    if isinstance(target, nnx.Pytree):
         return nnx_module(target, options)
     if isinstance(target, type) and issubclass(target, nn.Module):
         return linen_class(target, options)
     if isinstance(target, nn.Module):
         return linen_module(target, options)
+    if is_pytree_module(target):
+        return pytree_module(target, options)
     if callable(target) and not isinstance(target, type):
         return over_nodes(target, argnums, options)
     raise TypeError(

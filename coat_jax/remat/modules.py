@@ -19,15 +19,18 @@ from coat_jax.remat.vjp import fp8_function
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 
 
-# Modules of one class are traced once if they are of one class when wrapped, too.
-_CLASSES: WeakValueDictionary[Any, type[nnx.Pytree]] = WeakValueDictionary()
 # Wraps the method of a name, given the class.
 Wrap = Callable[[type, str], Callable]
 
+# Modules of one class are traced once if they are of one class when wrapped, too.
+_CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
 
-def nnx_module(module: nnx.Pytree, options: Options) -> nnx.Pytree:
+
+def nnx_module(
+    module: nnx.Pytree, options: Options, wrap: Wrap | None = None
+) -> nnx.Pytree:
     """Returns an NNX module that saves FP8 residuals and shares its variables."""
-    wrapped = object.__new__(nnx_class(type(module), options))
+    wrapped = object.__new__(nnx_class(type(module), options, wrap))
     vars(wrapped).update(vars(module))
     return wrapped
 
@@ -42,81 +45,94 @@ def nnx_class(
     Args:
       cls: The class.
       options: The options of `fp8_remat`.
-      wrap: Wraps all methods that a user may call. By default `__call__` is wrapped by
-        `over_nodes`.
+      wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
 
     Raises:
       TypeError: If modules of the class are not called.
     """
-    if wrap is None and not callable_class(cls):
+
+    def subclass() -> type[nnx.Pytree]:
+        if wrap is None:
+            methods = {"__call__": over_nodes(cls.__call__, (), options)}
+        else:
+            methods = {name: wrap(cls, name) for name in method_names(cls)}
+        members = members_of(cls, methods, (_unpickled, cls, options, wrap))
+        # Flax makes a class a strict pytree unless told otherwise.
+        is_pytree = getattr(cls, "_pytree__is_pytree", True)
+        return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
+
+    if wrap is None and not is_callable(cls):
         raise TypeError(
             f"fp8_remat takes modules that are called, and {cls.__name__} has no "
             "__call__: wrap what it contains"
         )
+    return cached_class(subclass, cls, options, wrap)
+
+
+def cached_class(
+    subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
+) -> type:
+    """Returns the subclass of a class for these options, which have no key."""
     if options.key is not None:
-        return _new_nnx_class(cls, options, wrap)
+        return subclass()
     try:
         light = _CLASSES.get((cls, options, wrap))
     except TypeError:  # An option is not hashable.
-        return _new_nnx_class(cls, options, wrap)
+        return subclass()
     if light is None:
-        light = _CLASSES[cls, options, wrap] = _new_nnx_class(cls, options, wrap)
+        light = _CLASSES[cls, options, wrap] = subclass()
     return light
 
 
-def callable_class(cls: type) -> bool:
+def members_of(
+    cls: type, methods: dict[str, Callable], rebuild: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Returns the members of a subclass that has the name of `cls` and other methods.
+
+    Its objects unpickle as `rebuild[0](*rebuild[1:], state)`.
+    """
+
+    def reduce(self, protocol=None):
+        function, *arguments = rebuild
+        return function, (*arguments, attributes_of(self))
+
+    members = {**methods, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
+    return members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+
+def attributes_of(x: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, in slots and in its dictionary."""
+    slots = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
+    names = [
+        n for names in slots for n in ((names,) if isinstance(names, str) else names)
+    ]
+    names = [n for n in names if n not in ("__dict__", "__weakref__") and hasattr(x, n)]
+    return {name: getattr(x, name) for name in names} | getattr(x, "__dict__", {})
+
+
+def is_callable(cls: type) -> bool:
     """Returns whether the objects of a class can be called."""
     return any("__call__" in vars(base) for base in cls.__mro__)
 
 
-def members_of(
-    cls: type, options: Options, wrap: Wrap | None, unpickled: Callable
-) -> dict[str, Any]:
-    """Returns the members of a subclass of `cls`: wrapped methods, and its name."""
-    if wrap is None:
-        members = {"__call__": over_nodes(cls.__call__, (), options)}
-    else:
-        members = {name: wrap(cls, name) for name in method_names(cls)}
-
-    def reduce(self, protocol=None):
-        return unpickled, (cls, options, wrap, attributes_of(self))
-
-    members |= {"__reduce_ex__": reduce, "__doc__": cls.__doc__}
-    return members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-
-
 def method_names(cls: type) -> list[str]:
-    """Returns the names of `__call__` and of all methods that users of a class call.
+    """Returns the names of the methods that users of a module class may call.
 
     Methods of Flax's own base classes do not count.
     """
+    bases = nnx.Pytree, nnx.Module, nn.Module
     return [
         name
-        for name, method in inspect.getmembers(cls, inspect.isfunction)
-        if name == "__call__" or not (name.startswith("__") or _is_of_flax(name, method))
+        for name, method in inspect.getmembers(cls)
+        if (name == "__call__" and is_callable(cls))
+        or not (
+            name.startswith("__")
+            or not inspect.isfunction(inspect.getattr_static(cls, name))
+            or inspect.isgeneratorfunction(method)
+            or inspect.iscoroutinefunction(method)
+            or any(getattr(base, name, None) is method for base in bases)
+        )
     ]
-
-
-def _is_of_flax(name: str, method: Any) -> bool:
-    bases = nnx.Module, nn.Module
-    return any(getattr(base, name, None) is method for base in bases)
-
-
-def attributes_of(x: Any) -> dict[str, Any]:
-    """Returns the attributes of an object, in its dictionary and in slots."""
-    slots = (getattr(cls, "__slots__", ()) for cls in type(x).__mro__)
-    names = (n for of_class in slots for n in ([of_class], of_class)[type(of_class) is not str])
-    attributes = {name: getattr(x, name) for name in names if hasattr(x, name)}
-    return attributes | getattr(x, "__dict__", {})
-
-
-def _new_nnx_class(
-    cls: type[nnx.Pytree], options: Options, wrap: Wrap | None
-) -> type[nnx.Pytree]:
-    members = members_of(cls, options, wrap, _unpickled)
-    # Flax makes a class a strict pytree unless told otherwise.
-    is_pytree = getattr(cls, "_pytree__is_pytree", True)
-    return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
 
 
 def _unpickled(
@@ -222,7 +238,9 @@ def _updating(
             is_node=tuple(map(is_node, leaves)),
         )
         marked = {n + len(args) if n < 0 else n for n in argnums}
-        paths = [p for p, _ in jax.tree.leaves_with_path((args, kwargs), is_leaf=is_node)]
+        paths = [
+            p for p, _ in jax.tree.leaves_with_path((args, kwargs), is_leaf=is_node)
+        ]
         names = _Paths(paths, structure.is_node)
         light = fp8_function(
             partial(_pure, structure), (0, 1, *names.positions(marked)), options, names
