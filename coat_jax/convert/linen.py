@@ -17,7 +17,6 @@ from coat_jax.convert.rules import Rules, below, chosen_blocks, modules_of, shap
 from coat_jax.remat.modules import linen_method, method_names
 from coat_jax.remat.plan import Options
 
-
 # Methods that Flax calls: Linen's own, and `fp8_block` as a method of the block.
 _NOT_CALLED = ("setup", "fp8_block")
 

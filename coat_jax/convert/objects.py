@@ -21,9 +21,15 @@ from coat_jax.convert.rules import (
     path_of,
     shapes_of,
 )
-from coat_jax.remat.modules import is_callable, method_names, nnx_module, over_nodes
+from coat_jax.remat.modules import (
+    REBUILD,
+    is_callable,
+    method_names,
+    nnx_module,
+    over_nodes,
+)
 from coat_jax.remat.plan import Options
-from coat_jax.remat.pytrees import is_pytree, one_level, pytree_module
+from coat_jax.remat.pytrees import is_pytree, one_level, pytree_module, recast
 from coat_jax.remat.vjp import is_array
 
 # The attribute of NNX modules that are blocks, with a `Label`.
@@ -46,7 +52,7 @@ class Converting:
     options: Options
 
     def __call__(self, cls: type, name: str) -> Callable:
-        """Returns the method of a name, which converts the block that it is called on."""
+        """Returns a method that converts the block that it is called on."""
         method = getattr(cls, name)
 
         @wraps(method)
@@ -202,6 +208,19 @@ def object_model(model: Any, rules: Rules, options: Options) -> Any:
 
 def _light_pytree(x: Any, conversion: Conversion, options: Options) -> Any:
     return pytree_module(x, options, Converting(conversion=conversion, options=options))
+
+
+def conversion_of(x: Any) -> Conversion | None:
+    """Returns the conversion of a pytree that is a block, or None if it is none."""
+    rebuild = getattr(type(x), REBUILD, None)
+    wrap = rebuild[-1] if rebuild and not isinstance(x, nnx.Pytree) else None
+    return wrap.conversion if isinstance(wrap, Converting) else None
+
+
+def with_conversion(x: Any, conversion: Conversion) -> Any:
+    """Returns a pytree that is a block with another conversion."""
+    _, cls, options, _ = getattr(type(x), REBUILD)
+    return _light_pytree(recast(x, cls), conversion, options)
 
 
 @functools.lru_cache(maxsize=256)

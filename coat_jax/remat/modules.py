@@ -19,6 +19,7 @@ from coat_jax.remat.vjp import fp8_function
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 
 
+REBUILD = "_fp8_rebuild"  # The attribute of wrapped classes for `members_of`.
 # Wraps the method of a name, given the class.
 Wrap = Callable[[type, str], Callable]
 
@@ -97,6 +98,7 @@ def members_of(
         return function, (*arguments, attributes_of(self))
 
     members = {**methods, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
+    members |= {REBUILD: rebuild}
     return members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
 
 
@@ -152,9 +154,9 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
     are values of `nnx.Param` variables. The object of a bound method, and arguments
     that `functools.partial` has bound, count as arguments if one is a Flax object.
     """
-    unbound, bound, keywords = _unbound(fn)
+    function, bound, keywords = unbound(fn)
     if any(map(_is_flax, jax.tree.leaves((bound, keywords), is_leaf=_is_flax))):
-        light = over_nodes(unbound, argnums, options)
+        light = over_nodes(function, argnums, options)
         return wraps(fn)(partial(light, *bound, **keywords))
     plain = fp8_function(fn, argnums, options)
 
@@ -176,12 +178,12 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
     return call
 
 
-def _unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
+def unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
     """Returns a function with the arguments that are bound to it."""
     if isinstance(fn, types.MethodType):
         return fn.__func__, (fn.__self__,), {}
     if type(fn) is partial:
-        inner, bound, keywords = _unbound(fn.func)
+        inner, bound, keywords = unbound(fn.func)
         return inner, (*bound, *fn.args), keywords | fn.keywords
     return fn, (), {}
 

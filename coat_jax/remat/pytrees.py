@@ -53,7 +53,7 @@ def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> An
     try:
         subclass = partial(_subclass, cls, options, wrap)
         light_class = cached_class(subclass, cls, options, wrap)
-        light = _recast(module, light_class)
+        light = recast(module, light_class)
         if not is_pytree(light):
             _register(cls, light_class)
     except (TypeError, ValueError, AttributeError) as error:
@@ -95,7 +95,7 @@ def _unpickled(
     return pytree_module(_new(cls, attributes), options, wrap)
 
 
-def _recast(x: Any, cls: type) -> Any:
+def recast(x: Any, cls: type) -> Any:
     """Returns an object of another class with the same attributes."""
     return _new(cls, attributes_of(x))
 
@@ -111,15 +111,15 @@ def _register(cls: type, light: type) -> None:
     """Makes JAX take objects of `light` apart as it does objects of `cls`."""
 
     def flatten_with_keys(x):
-        children, tree = one_level(_recast(x, cls))
+        children, tree = one_level(recast(x, cls))
         return [(path[0], child) for path, child in children], tree
 
     def flatten(x):
-        children, tree = one_level(_recast(x, cls))
+        children, tree = one_level(recast(x, cls))
         return [child for _, child in children], tree
 
     def unflatten(tree, children):
-        return _recast(jax.tree.unflatten(tree, children), light)
+        return recast(jax.tree.unflatten(tree, children), light)
 
     jax.tree_util.register_pytree_with_keys(
         light, flatten_with_keys, unflatten, flatten
