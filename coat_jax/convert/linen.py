@@ -8,7 +8,6 @@ from functools import wraps
 from typing import Any
 
 from flax import linen as nn
-from flax.core import lift
 
 from coat_jax.convert.matmuls import OF_LINEN, Conversion
 from coat_jax.convert.objects import has_arrays
@@ -100,7 +99,7 @@ class _Blocks:
         }
         self._model, self._rules = model, rules
         self._depth, self._options = depth, options
-        self._in_block, self._called = False, False
+        self._in_block = False
         if (records := current.get()) is not None:
             records.blocks |= dict.fromkeys(blocks)
 
@@ -111,12 +110,12 @@ class _Blocks:
         path = "/".join(module.path[self._depth :])
         if self._in_block or name in _NOT_CALLED or path not in self._conversions:
             return next_call(*args, **kwargs)
-        method = context.orig_method.func
-        if _is_lifted(method) or not _is_method(method, type(module), name):
+        # Flax's own lifted classes come in here as the class that they lift.
+        if not _is_method(context.orig_method.func, type(module), name):
             return next_call(*args, **kwargs)
         if name != "__call__" and not has_arrays((args, kwargs)):
             return next_call(*args, **kwargs)
-        self._called = True
+        self._model.called = True
 
         def fp8_block(module, *args, **kwargs):
             self._in_block = True
@@ -137,12 +136,12 @@ class _Blocks:
         Raises:
           ValueError: If the method is `__call__`.
         """
-        if self._called or current.get() is not None:
+        if self._model.called or current.get() is not None:
             return
         message = (
             f"coat.fp8 with {self._rules} converts no matmul: {method} calls no block, "
             f"of {', '.join(self._conversions)}; name modules that are called with "
-            "blocks="
+            "blocks=, and convert before nn.jit traces a model"
         )
         if method == "__call__":
             raise ValueError(message)
@@ -153,19 +152,3 @@ def _is_method(method: Callable, cls: type, name: str) -> bool:
     """Returns whether a function is a method of a class, not one that a scan runs."""
     of_class = getattr(cls, name, None)
     return of_class is not None and inspect.unwrap(of_class) is inspect.unwrap(method)
-
-
-def _is_lifted(method: Callable | None) -> bool:
-    """Returns whether Flax made a method that calls the block's own in other scopes.
-
-    Lifted functions are those of scans, maps and `nn.remat`, which call the block
-    again. The one of `nn.jit` may not, since JAX keeps what it has traced.
-    """
-    while method is not None:
-        code = getattr(method, "__code__", None)
-        is_lift = getattr(method, "__globals__", None) is vars(nn.transforms)
-        if is_lift and code is not None and "transform" in code.co_freevars:
-            nonlocals = inspect.getclosurevars(method).nonlocals
-            return nonlocals["transform"] is not lift.jit
-        method = getattr(method, "__wrapped__", None)
-    return False

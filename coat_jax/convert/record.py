@@ -48,6 +48,9 @@ class Model:
     """The blocks of a converted model, and which of them keep all of their matmuls.
 
     Conversions of one model share it, and are equal only within the model.
+
+    Attributes:
+      called: Whether a block of a Linen model has been called.
     """
 
     def __init__(self, rules: str, blocks: Iterable[Shapes] = ()):
@@ -57,6 +60,7 @@ class Model:
           rules: The rules of the conversion, for messages.
           blocks: The shapes of the parameters of each block. A function has none.
         """
+        self.called = False
         self._rules = rules
         unique = {frozenset(shapes.items()) for shapes in blocks}
         self._blocks = [dict(shapes) for shapes in unique]

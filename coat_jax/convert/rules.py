@@ -96,7 +96,7 @@ def chosen_blocks(
     else:
         chosen = chooser("blocks", rule)
         found = []
-        for path in sorted(modules, key=len):
+        for path in sorted(sorted(modules), key=len):
             if chosen(path) and not any(path.startswith(f"{b}/") for b in found):
                 found.append(path)
     if not found:
