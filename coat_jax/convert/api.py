@@ -37,13 +37,19 @@ def fp8[Model](
     layers of a transformer, without a change of the model's code. All matmuls of an
     activation and a parameter count, as `nn.Dense`, `nnx.Einsum` or `x @ w` make them.
     Embeddings, the head and anything else outside the blocks stay as they are.
+    `coat.fp8_report` lists the matmuls of the blocks, and why some are left. A block
+    that keeps all of its matmuls is warned of once. Blocks may lie in any container and
+    attribute, and may be called by any method that takes arrays.
 
     Args:
-      model: A Linen or NNX module, or a function f(params, ...), which is one block.
+      model: A Linen or NNX module; a callable pytree, such as an Equinox module, of
+        which all arrays are parameters; or a function f(params, ...), which is one
+        block. A pytree without numbered blocks is one block, too.
       blocks: The paths of the modules that are blocks, as regular expressions that a
         whole path matches, or a function of a path. By default the outermost numbered
         modules with two or more matrices, such as "layers/0" or "encoderblock_3".
         Layers that a scan runs are not numbered: name them, as in `blocks="layers"`.
+        A container that is named stands for the modules in it.
       matmuls: The paths of the parameters whose matmuls run in FP8, such as
         ".*/(up|down)/kernel"; a rule like `blocks`. By default all matmuls with at
         least 128 inputs and outputs that are multiples of 16. Those within a loop, a
@@ -61,7 +67,10 @@ def fp8[Model](
     Raises:
       TypeError: If `model` is neither a module nor a function.
       ValueError: If a rule or an option is invalid, or no block is found. A Linen
-        module has parameters only when it is applied, and raises it then.
+        module has parameters only when it is applied, and raises it then. A converted
+        model raises it when it is called, if no matmul of any block becomes an FP8
+        matmul, except a function that has only matmuls of two activations or of two
+        parameters.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp

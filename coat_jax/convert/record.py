@@ -35,7 +35,7 @@ class Matmul:
 
     @property
     def converted(self) -> bool:
-        """Whether it becomes an FP8 matmul."""
+        """True if it becomes an FP8 matmul."""
         return not self.reason
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ class Log:
 
 @dataclasses.dataclass
 class Records:
-    """What `fp8_report` gathers: the blocks of models, and a log for each call."""
+    """Blocks of models, and a log for each call, which `fp8_report` gathers."""
 
     blocks: dict[str, None] = dataclasses.field(default_factory=dict)
     logs: list[Log] = dataclasses.field(default_factory=list)

@@ -87,7 +87,9 @@ def fp8_remat[Target](
     it reads, such as attributes of classes, must not change.
 
     Args:
-      target: A function, a Linen or NNX module, or a Linen or NNX module class. The
+      target: A function, a Linen or NNX module, a Linen or NNX module class, or a
+        callable pytree with arrays, such as an Equinox module, which becomes a pytree
+        of a subclass with the same leaves. The
         variables of a module are parameters, and the arguments of its call are
         activations. A class becomes a class of the same name. An unbound Linen module
         becomes a module with the same fields, so parameters keep their paths. A Linen

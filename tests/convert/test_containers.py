@@ -333,7 +333,7 @@ def test_linen_blocks_under_jit_are_converted_once_for_all():
     report = coat.fp8_report(light, params, X)
     assert all(row.converted for row in report.rows)
     assert len(report.rows) == 2
-    # What Flax has traced of a class stays as it is, and is said to be so.
+    # A class that Flax has traced already stays as it is, and the error says so.
     model = LinenTower(nn.jit(ScanBlock))
     model.apply(params, X)
     with pytest.raises(ValueError, match=r"before nn\.jit"):

@@ -88,7 +88,7 @@ KINDS = pytest.mark.parametrize("make", [linen, of_nnx, function])
     [(500, "500 outputs are no multiple of 16"), (64, "64 outputs are fewer than 128")],
 )
 def test_a_model_without_an_fp8_matmul_is_refused(make, hidden, reason):
-    for _ in range(2):  # Also after JAX has traced it.
+    for _ in range(2):  # The second time JAX has traced it.
         with pytest.raises(ValueError, match=f"blocks=None.*converts no.*{reason}"):
             make(hidden, hidden)(X)
 
