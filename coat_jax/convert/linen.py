@@ -13,7 +13,8 @@ from coat_jax.convert.matmuls import OF_LINEN, Conversion
 from coat_jax.convert.objects import has_arrays
 from coat_jax.convert.record import Model, Shapes, current
 from coat_jax.convert.rules import Rules, below, chosen_blocks, modules_of, shapes_of
-from coat_jax.remat.modules import linen_method, method_names
+from coat_jax.remat.classes import method_names
+from coat_jax.remat.modules import linen_method
 from coat_jax.remat.plan import Options
 
 # Methods that Flax calls: Linen's own, and `fp8_block` as a method of the block.

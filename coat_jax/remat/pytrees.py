@@ -7,14 +7,14 @@ import jax
 from flax import linen as nn
 from flax import nnx
 
-from coat_jax.remat.modules import (
+from coat_jax.remat.classes import (
     Wrap,
     attributes_of,
     cached_class,
     members_of,
     method_names,
-    over_nodes,
 )
+from coat_jax.remat.modules import over_nodes
 from coat_jax.remat.plan import Options
 from coat_jax.remat.vjp import is_array
 
