@@ -303,7 +303,7 @@ def test_methods_that_are_jitted_are_converted():
         def compute(self, x):
             return self.forward(x)
 
-    class Model(Tower):
+    class Model(Tower, pytree=False):
         def __call__(self, x):
             for block in self.layers:
                 x = block.compute(x)
