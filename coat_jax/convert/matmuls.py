@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -12,14 +11,29 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
 
-from coat_jax.convert.rules import path_of
-from coat_jax.fp8.dot_general import fp8_dot_general
-from coat_jax.programs.graph import embedded, inlined
+from coat_jax.convert.record import (
+    ACTIVATIONS,
+    FP8_ALREADY,
+    PARAMETERS,
+    Log,
+    Matmul,
+    Model,
+    Shapes,
+    new_log,
+)
+from coat_jax.convert.rules import Rules, chooser, path_of
+from coat_jax.fp8.dot_general import fp8_dot_general, fp8_dot_p
+from coat_jax.programs.graph import embedded, inlined, is_plain_call
 from coat_jax.programs.primitives import variables
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of
 # `_MULTIPLE`, which kernels need. Smaller ones, such as routers, gain nothing.
 _LEAST, _MULTIPLE = 128, 16
+# The numbers of keys that come before a parameter's path, among the arguments of a
+# function or a method, and of what `linen_method` wraps.
+OF_FUNCTION, OF_LINEN = 2, 5
+# The parameters that a variable follows from, alone.
+Sources = dict[core.Var, frozenset[str]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,12 +45,33 @@ class Conversion:
         part of a parameter's path.
       chosen: The paths of the parameters whose matmuls are chosen; None means all whose
         matmuls are large enough.
+      model: What is known of the model that the function is a block of.
       where: The path of the module, for warnings.
+      log: What takes the list of matmuls, for a report.
     """
 
     depth: int
     chosen: Callable[[str], bool] | frozenset[str] | None
+    model: Model | None
     where: str = dataclasses.field(compare=False)
+    log: Log | None = None
+
+    @classmethod
+    def of_block(
+        cls, rules: Rules, model: Model, block: str, shapes: Shapes, depth: int
+    ) -> "Conversion":
+        """Returns the conversion of a block with parameters of these shapes."""
+        chosen = None
+        if rules.matmuls is not None:
+            rule = chooser("matmuls", rules.matmuls)
+            names = (path for path in shapes if rule(f"{block}/{path}".lstrip("/")))
+            chosen = frozenset(names)
+        return cls(depth=depth, chosen=chosen, model=model, where=block)
+
+    def logged(self) -> "Conversion":
+        """Returns the conversion of one call, with a log if somebody asks for it."""
+        log = new_log(self.where)
+        return self if log is None else dataclasses.replace(self, log=log)
 
     def __call__(
         self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
@@ -47,55 +82,91 @@ class Conversion:
           program: The program of the function.
           keys: The path of each argument.
           is_param: True for each argument that is a parameter.
+
+        Raises:
+          ValueError: If no block of the model has an FP8 matmul.
         """
         program = inlined(program, _is_plain_call)
-        sources = self._sources(program, keys, is_param)
-        eqns = []
+        marked = zip(program.invars, keys, is_param, strict=True)
+        paths = {v: path_of(key[self.depth :]) for v, key, param in marked if param}
+        sources = _sources(program, {v: frozenset({p}) for v, p in paths.items()})
+        eqns, matmuls = [], []
         for eqn in program.eqns:
-            side = self._side(eqn, sources)
-            if side is None:
-                self._check(eqn, sources)
+            if not _is_matmul(eqn):
+                matmuls += self._within(eqn, sources)
                 eqns.append(eqn)
-            else:
-                eqns.extend(_fp8(eqn, side))
+                continue
+            side, reason = self._choice(eqn, sources)
+            matmuls.append(self._row(eqn, sources, reason))
+            eqns.extend([eqn] if reason else _fp8(eqn, side))
+        if self.log is not None:
+            self.log.matmuls = tuple(matmuls)
+        elif self.model is not None:
+            shapes = {path: var.aval.shape for var, path in paths.items()}
+            if self.model.finish(self.where, shapes, matmuls):
+                for eqn in program.eqns:
+                    self._check(eqn, sources)
         return program.replace(eqns=eqns)
 
-    def _sources(
-        self, program: core.Jaxpr, keys: Sequence[Any], is_param: Sequence[bool]
-    ) -> dict[core.Var, frozenset[str]]:
-        """Returns the parameters that each variable follows from, and nothing else."""
-        found = dict.fromkeys(program.constvars, frozenset())
-        for var, key, marked in zip(program.invars, keys, is_param, strict=True):
-            if marked:
-                found[var] = frozenset({path_of(key[self.depth :])})
-        for eqn in program.eqns:
-            operands = variables(eqn.invars)
-            if operands <= found.keys():
-                union = frozenset().union(*(found[v] for v in operands))
-                found |= dict.fromkeys(eqn.outvars, union)
-        return found
-
-    def _side(self, eqn: core.JaxprEqn, sources: dict) -> int | None:
-        """Returns the operand of a chosen matmul that is a weight, 0 or 1, or None."""
-        if eqn.primitive.name != "dot_general":
-            return None
-        if not all(_is_wide_float(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            return None
+    def _choice(self, eqn: core.JaxprEqn, sources: Sources) -> tuple[int, str]:
+        """Returns the operand that is a weight, 0 or 1, and why it stays as it is."""
+        if eqn.primitive is fp8_dot_p:
+            return 0, FP8_ALREADY
         weights = [i for i, v in enumerate(eqn.invars) if sources.get(v)]
-        others = [i for i, v in enumerate(eqn.invars) if v not in sources]
-        if len(weights) != 1 or len(others) != 1:
-            return None
+        activations = [i for i, v in enumerate(eqn.invars) if v not in sources]
+        if len(weights) != 1 or len(activations) != 1:
+            return 0, _operands(len(weights), len(activations))
+        types = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        if not all(map(_is_wide_float, types)):
+            return 0, f"a matmul of {types[0].dtype} and {types[1].dtype}"
         (side,) = weights
         if self.chosen is None:
-            return side if _is_large(eqn, side) else None
+            return side, _too_small(eqn, side)
         paths = sources[eqn.invars[side]]
-        return side if any(map(self._is_chosen, paths)) else None
+        chosen = any(map(self._is_chosen, paths))
+        return side, "" if chosen else "not chosen by matmuls="
 
     def _is_chosen(self, path: str) -> bool:
         chosen = self.chosen
         return path in chosen if isinstance(chosen, frozenset) else chosen(path)
 
-    def _check(self, eqn: core.JaxprEqn, sources: dict) -> None:
+    def _row(self, eqn: core.JaxprEqn, sources: Sources, reason: str) -> Matmul:
+        left, right = eqn.invars
+        paths = sources.get(left, frozenset()) | sources.get(right, frozenset())
+        return Matmul(
+            block=self.where,
+            parameter=", ".join(sorted(paths)),
+            left=left.aval.shape,
+            right=right.aval.shape,
+            reason=reason,
+        )
+
+    def _within(self, outer: core.JaxprEqn, sources: Sources) -> list[Matmul]:
+        """Lists the matmuls within a loop or another operation that is kept."""
+        matmuls = []
+        for body in core.jaxprs_in_params(outer.params):
+            # Operands of conditions and constants of other bodies come first.
+            pairs = zip(reversed(body.invars), reversed(outer.invars), strict=False)
+            inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
+            inner = _sources(body, inner)
+            reason = f"within {outer.primitive.name}"
+            for eqn in body.eqns:
+                if _is_matmul(eqn):
+                    already = eqn.primitive is fp8_dot_p
+                    why = FP8_ALREADY if already else reason
+                    matmuls.append(self._row(eqn, inner, why))
+                else:
+                    below = self._within(eqn, inner)
+                    is_call = eqn.primitive.name == "jit"
+                    matmuls += [
+                        dataclasses.replace(m, reason=reason)
+                        if is_call and m.reason != FP8_ALREADY
+                        else m
+                        for m in below
+                    ]
+        return matmuls
+
+    def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
         """Warns of matmuls that stay as they are because they lie in a loop."""
         inside = (e for body in core.jaxprs_in_params(eqn.params) for e in body.eqns)
         if not any(map(_has_matmul, inside)):
@@ -104,17 +175,46 @@ class Conversion:
         if self.chosen is not None:
             paths = {*filter(self._is_chosen, paths)}
         if paths:
-            warnings.warn(
+            self.model.warn(
                 f"matmuls within {eqn.primitive.name} in {self.where or 'the model'} "
                 f"do not become FP8 matmuls: {', '.join(sorted(paths))}; convert what "
-                "the loop or the call contains instead",
-                stacklevel=2,
+                "the loop or the call contains instead"
             )
+
+
+def _sources(program: core.Jaxpr, params: Sources) -> Sources:
+    """Returns the parameters that each variable follows from, and nothing else."""
+    sources = dict.fromkeys(program.constvars, frozenset()) | params
+    for eqn in program.eqns:
+        operands = variables(eqn.invars)
+        if operands <= sources.keys():
+            union = frozenset().union(*(sources[v] for v in operands))
+            sources |= dict.fromkeys(eqn.outvars, union)
+    return sources
+
+
+def _operands(weights: int, activations: int) -> str:
+    """Returns why a matmul is not one of an activation and a parameter."""
+    if activations == 2:
+        return ACTIVATIONS
+    if weights == 2:
+        return PARAMETERS
+    if not weights:
+        return "no operand is a parameter"
+    return "an operand is a constant or closed over; give it as an argument"
+
+
+def _is_var(x: Any) -> bool:
+    return isinstance(x, core.Var)
 
 
 def _is_plain_call(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is a jitted function that contains matmuls."""
-    return eqn.primitive.name == "jit" and _has_matmul(eqn)
+    return is_plain_call(eqn) and _has_matmul(eqn)
+
+
+def _is_matmul(eqn: core.JaxprEqn) -> bool:
+    return eqn.primitive.name == "dot_general" or eqn.primitive is fp8_dot_p
 
 
 def _has_matmul(eqn: core.JaxprEqn) -> bool:
@@ -124,7 +224,7 @@ def _has_matmul(eqn: core.JaxprEqn) -> bool:
 
 
 def _within(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
-    # FP8 matmuls, of this library or others, are custom derivatives.
+    # FP8 matmuls of other libraries are custom derivatives.
     if not eqn.primitive.name.startswith("custom_vjp_call"):
         for body in core.jaxprs_in_params(eqn.params):
             yield from body.eqns
@@ -134,13 +234,18 @@ def _is_wide_float(aval: Any) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize > 1
 
 
-def _is_large(eqn: core.JaxprEqn, side: int) -> bool:
-    """Returns whether a matmul is worth the quantization of its operands."""
+def _too_small(eqn: core.JaxprEqn, side: int) -> str:
+    """Returns why a matmul is not worth the quantization of its operands, or ""."""
     contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
     shape = eqn.invars[side].aval.shape
     inputs = math.prod(shape[i] for i in contracted)
     outputs = math.prod(shape) // math.prod(shape[i] for i in batch) // max(inputs, 1)
-    return all(n >= _LEAST and n % _MULTIPLE == 0 for n in (inputs, outputs))
+    for size, name in ((inputs, "inputs"), (outputs, "outputs")):
+        if size < _LEAST:
+            return f"{size} {name} are fewer than {_LEAST}"
+        if size % _MULTIPLE:
+            return f"{size} {name} are no multiple of {_MULTIPLE}"
+    return ""
 
 
 def _fp8(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:

@@ -1,5 +1,6 @@
 """Rules that choose blocks and parameters of a model by their paths."""
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,6 +15,25 @@ Rule = str | Sequence[str] | Callable[[str], Any]
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 # Blocks have at least this many matrices. A single matmul is no block.
 _MATRICES = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The rules of a conversion, which `coat.fp8` documents."""
+
+    blocks: Rule | None
+    matmuls: Rule | None
+
+    def __str__(self) -> str:
+        return f"blocks={self.blocks!r} and matmuls={self.matmuls!r}"
+
+
+def below(
+    shapes: Mapping[str, tuple[int, ...]], block: str
+) -> dict[str, tuple[int, ...]]:
+    """Returns the parameters of a block, by their paths within it."""
+    prefix = f"{block}/" if block else ""
+    return {p[len(prefix) :]: s for p, s in shapes.items() if p.startswith(prefix)}
 
 
 def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
@@ -41,7 +61,7 @@ def path_of(keys: Iterable[Any]) -> str:
     The variable that wraps a parameter is no part of its path.
     """
     keys = tuple(keys)
-    if keys and isinstance(keys[-1], GetAttrKey):
+    if len(keys) > 1 and keys[-1] == GetAttrKey("value"):
         keys = keys[:-1]
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
@@ -72,11 +92,11 @@ def chosen_blocks(
       ValueError: If there is no block.
     """
     if rule is None:
-        found = _numbered(shapes)
+        found = numbered(shapes)
     else:
         chosen = chooser("blocks", rule)
         found = []
-        for path in sorted(modules, key=len):
+        for path in sorted(sorted(modules), key=len):
             if chosen(path) and not any(path.startswith(f"{b}/") for b in found):
                 found.append(path)
     if not found:
@@ -89,12 +109,13 @@ def chosen_blocks(
     return found
 
 
-def _is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
+    """Returns whether a parameter is a matrix, by its path and its shape."""
     # Biases and scales of stacked layers have two axes as well.
     return len(shape) > 1 and path.rpartition("/")[2] not in ("bias", "scale")
 
 
-def _numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str]:
+def numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str]:
     """Returns the outermost modules below a path that are numbered siblings."""
     children = defaultdict(dict)
     for path, shape in shapes.items():
@@ -103,12 +124,12 @@ def _numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[st
             children[name][rest] = shape
     families = defaultdict(list)
     for name, below in children.items():
-        numbered = _NUMBERED.fullmatch(name)
-        if numbered and sum(map(_is_matrix, below, below.values())) >= _MATRICES:
-            families[numbered[1]].append(name)
+        match = _NUMBERED.fullmatch(name)
+        if match and sum(map(is_matrix, below, below.values())) >= _MATRICES:
+            families[match[1]].append(name)
     blocks = {name for names in families.values() if len(names) > 1 for name in names}
     found = []
     for name, below in children.items():
         path = f"{above}{name}"
-        found += [path] if name in blocks else _numbered(below, f"{path}/")
+        found += [path] if name in blocks else numbered(below, f"{path}/")
     return found

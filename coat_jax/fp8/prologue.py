@@ -1,4 +1,4 @@
-"""What is computed before FP8 matmuls, as `fp8_remat` finds it in programs."""
+"""The description of operations before FP8 matmuls, as `fp8_remat` finds them."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -42,7 +42,7 @@ class Mark(NamedTuple):
 
     @property
     def is_name(self) -> bool:
-        """Whether the mark is a name, and not a constraint."""
+        """True for a name, False for a constraint."""
         return self.primitive.name == "name"
 
     def on_all(self, arrays: Any) -> Any:
@@ -57,7 +57,7 @@ Saves = Literal["copies", "arrays"]
 
 
 class Prologue(NamedTuple):
-    """What is computed before matmuls.
+    """An operation before matmuls: a norm, an activation or a gate.
 
     Attributes:
       function: A norm, or the activation of a gate.

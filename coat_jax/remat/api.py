@@ -36,7 +36,6 @@ no amax over a whole array, which several devices may share.
 
 import operator
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -48,12 +47,13 @@ from coat_jax.fusion.fuse import fusion
 from coat_jax.quantization.formats import E4M3, Format
 from coat_jax.remat.modules import (
     linen_class,
-    linen_method,
     linen_module,
     nnx_class,
+    nnx_module,
     over_nodes,
 )
 from coat_jax.remat.plan import Options
+from coat_jax.remat.pytrees import is_pytree_module, pytree_module
 from coat_jax.remat.trace import Residual
 
 
@@ -88,7 +88,9 @@ def fp8_remat[Target](
     it reads, such as attributes of classes, must not change.
 
     Args:
-      target: A function, a Linen or NNX module, or a Linen or NNX module class. The
+      target: A function, a Linen or NNX module, a Linen or NNX module class, or a
+        callable pytree with arrays, such as an Equinox module, which becomes a pytree
+        of a subclass with the same leaves. The
         variables of a module are parameters, and the arguments of its call are
         activations. A class becomes a class of the same name. An unbound Linen module
         becomes a module with the same fields, so parameters keep their paths. A Linen
@@ -161,20 +163,17 @@ def fp8_remat[Target](
         raise ValueError(
             f"params_argnums must be an int or several, got {params_argnums!r}"
         ) from None
-    if isinstance(target, type) and issubclass(target, nnx.Module):
+    if isinstance(target, type) and issubclass(target, nnx.Pytree):
         return nnx_class(target, options)
-    if isinstance(target, nnx.Module):
-        wrapped = object.__new__(nnx_class(type(target), options))
-        vars(wrapped).update(vars(target))
-        return wrapped
+    if isinstance(target, nnx.Pytree):
+        return nnx_module(target, options)
     if isinstance(target, type) and issubclass(target, nn.Module):
         return linen_class(target, options)
     if isinstance(target, nn.Module):
         return linen_module(target, options)
+    if is_pytree_module(target):
+        return pytree_module(target, options)
     if callable(target) and not isinstance(target, type):
-        owner = getattr(target, "__self__", None)
-        if isinstance(owner, nn.Module) and owner.scope is not None:
-            return partial(linen_method(target.__func__, options), owner)
         return over_nodes(target, argnums, options)
     raise TypeError(
         "fp8_remat takes a function, a Flax module or a Flax module class, got "

@@ -1,70 +1,79 @@
 """`fp8_remat` of functions of Flax objects, and of Linen and NNX modules."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Mapping, Sequence
-from functools import wraps
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial, wraps
 from typing import Any
-from weakref import WeakValueDictionary
 
 import jax
 from flax import linen as nn
 from flax import nnx
 from flax.core import lift
 
+from coat_jax.remat.classes import (
+    Wrap,
+    cached_class,
+    is_callable,
+    members_of,
+    method_names,
+)
 from coat_jax.remat.plan import Options
 from coat_jax.remat.vjp import fp8_function
 
 _CONTEXT = "fp8_remat"  # The tag of Flax's records of changes to NNX objects.
 
 
-# Modules of one class are traced once if they are of one class when wrapped, too.
-_CLASSES: WeakValueDictionary[Any, type[nnx.Module]] = WeakValueDictionary()
+def nnx_module(
+    module: nnx.Pytree, options: Options, wrap: Wrap | None = None
+) -> nnx.Pytree:
+    """Returns an NNX module that saves FP8 residuals and shares its variables."""
+    wrapped = object.__new__(nnx_class(type(module), options, wrap))
+    vars(wrapped).update(vars(module))
+    return wrapped
 
 
-def nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
-    """Returns a subclass of an NNX module class whose call saves FP8 residuals.
+def nnx_class(
+    cls: type[nnx.Pytree], options: Options, wrap: Wrap | None = None
+) -> type[nnx.Pytree]:
+    """Returns a subclass of an NNX module class whose calls save FP8 residuals.
 
     It is the same for the same options, except for a key.
+
+    Args:
+      cls: The class.
+      options: The options of `fp8_remat`.
+      wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
+
+    Raises:
+      TypeError: If modules of the class are not called.
     """
-    if options.key is not None:
-        return _new_nnx_class(cls, options)
-    try:
-        found = _CLASSES.get((cls, options))
-    except TypeError:  # An option is not hashable.
-        return _new_nnx_class(cls, options)
-    if found is None:
-        found = _CLASSES[cls, options] = _new_nnx_class(cls, options)
-    return found
 
+    def subclass() -> type[nnx.Pytree]:
+        if wrap is None:
+            methods = {"__call__": over_nodes(cls.__call__, (), options)}
+        else:
+            methods = {name: wrap(cls, name) for name in method_names(cls)}
+        members = members_of(cls, methods, (_unpickled, cls, options, wrap))
+        # Flax makes a class a strict pytree unless told otherwise.
+        is_pytree = getattr(cls, "_pytree__is_pytree", True)
+        return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
 
-def _new_nnx_class(cls: type[nnx.Module], options: Options) -> type[nnx.Module]:
-    call = over_nodes(cls.__call__, (), options)
-
-    def reduce(self, protocol=None):
-        return _unpickled, (cls, options, self.__getstate__())
-
-    members = {"__call__": call, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
-    members |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    # Flax makes a class a strict pytree unless told otherwise.
-    is_pytree = getattr(cls, "_pytree__is_pytree", True)
-    return type(cls)(cls.__name__, (cls,), members, pytree=is_pytree)
+    if wrap is None and not is_callable(cls):
+        raise TypeError(
+            f"fp8_remat takes modules that are called, and {cls.__name__} has no "
+            "__call__: wrap what it contains"
+        )
+    return cached_class(subclass, cls, options, wrap)
 
 
 def _unpickled(
-    cls: type[nnx.Module], options: Options, state: dict[str, Any]
-) -> nnx.Module:
+    cls: type[nnx.Pytree], options: Options, wrap: Wrap | None, state: dict[str, Any]
+) -> nnx.Pytree:
     """Returns the module that was pickled; its class has no name of its own."""
-    module = object.__new__(nnx_class(cls, options))
+    module = object.__new__(nnx_class(cls, options, wrap))
     module.__setstate__(state)
     return module
-
-
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A placeholder for the NNX object `number` among the arguments of a call."""
-
-    number: int
 
 
 def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
@@ -72,10 +81,14 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
 
     The variables of the objects are parameters. Changes to the objects are written back
     to the caller's objects: values, new variables and static attributes. The exception
-    are values of `nnx.Param` variables.
+    are values of `nnx.Param` variables. The object of a bound method, and arguments
+    that `functools.partial` has bound, count as arguments if one is a Flax object.
     """
+    function, bound, keywords = unbound(fn)
+    if any(map(_is_flax, jax.tree.leaves((bound, keywords), is_leaf=_is_flax))):
+        light = over_nodes(function, argnums, options)
+        return wraps(fn)(partial(light, *bound, **keywords))
     plain = fp8_function(fn, argnums, options)
-    updating = _updating(fn, argnums, options)
 
     @wraps(fn)
     def call(*args, **kwargs):
@@ -88,72 +101,133 @@ def over_nodes(fn: Callable, argnums: Sequence[int], options: Options) -> Callab
                     f"params_argnums must name positional arguments, of which there "
                     f"are {len(args)}, got {n}"
                 )
-        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_is_node)
-        nodes = [leaf for leaf in leaves if _is_node(leaf)]
-        if not nodes:
-            return plain(*args, **kwargs)
-        numbers = itertools.count()
-        places = [_Place(next(numbers)) if _is_node(x) else x for x in leaves]
-        placed, kwargs = jax.tree.unflatten(tree, places)
-        return updating(nodes, *placed, **kwargs)
+        if any(map(is_node, jax.tree.leaves((args, kwargs), is_leaf=is_node))):
+            return _updating(fn, argnums, options, args, kwargs)
+        return plain(*args, **kwargs)
 
     return call
 
 
-@dataclasses.dataclass(frozen=True)
-class _Graph:
-    """The structure of NNX objects, as one argument that is static."""
+def unbound(fn: Callable) -> tuple[Callable, tuple[Any, ...], dict[str, Any]]:
+    """Returns a function with the arguments that are bound to it."""
+    if isinstance(fn, types.MethodType):
+        return fn.__func__, (fn.__self__,), {}
+    if type(fn) is partial:
+        inner, bound, keywords = unbound(fn.func)
+        return inner, (*bound, *fn.args), keywords | fn.keywords
+    return fn, (), {}
 
-    graph: nnx.GraphDef
+
+def _is_flax(x: Any) -> bool:
+    return is_node(x) or (isinstance(x, nn.Module) and x.scope is not None)
 
 
-def _updating(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """Applies `fp8_remat` to a function of NNX objects, and updates the objects.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments:
+    """The structure of arguments that contain NNX objects.
 
-    The result takes the objects first, then the function's arguments with a `_Place`
-    for each object.
+    Attributes:
+      fn: The function of the arguments.
+      graph: The structure of the objects.
+      tree: The tree structure of all arguments, in which an object is a leaf.
+      types: `tree` as text: values that are equal may differ in type.
+      is_node: True for each leaf of `tree` that is an object.
     """
 
-    def pure(params, rest, structure, *args, **kwargs):
-        with nnx.merge_context(_CONTEXT, inner=True) as context:
-            inner = context.merge(structure.graph, params, rest)
-        args, kwargs = jax.tree.map(
-            lambda x: inner[x.number] if isinstance(x, _Place) else x, (args, kwargs)
-        )
-        before_graph = nnx.graphdef(inner)
-        before = {path: _value(x) for path, x in _variables(inner)}
-        out = fn(*args, **kwargs)
-        if nnx.graphdef(inner) == before_graph:
-            # A value that was not set is the same object.
-            changed = [
-                (path, x)
-                for path, x in _variables(inner)
-                if not isinstance(x, nnx.Param) and _value(x) is not before[path]
-            ]
-            return out, None, nnx.from_flat_state(changed)
-        with nnx.split_context(_CONTEXT) as context:
-            graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
-        # Parameters would be copied if they were results.
-        found = nnx.to_flat_state(params_after)
-        new = [(path, x) for path, x in found if path not in before]
-        return out, graph_after, (nnx.from_flat_state(new), rest)
+    fn: Callable
+    graph: nnx.GraphDef
+    tree: Any
+    types: str
+    is_node: tuple[bool, ...]
 
-    marked = (0, 1, *(n + 3 if n >= 0 else n for n in argnums))
-    light = fp8_function(pure, marked, options)
+    def call(self, nodes: Sequence[Any], others: Sequence[Any]) -> Any:
+        """Calls the function with these objects and other leaves."""
+        of_nodes, of_others = iter(nodes), iter(others)
+        leaves = [next(of_nodes if node else of_others) for node in self.is_node]
+        args, kwargs = jax.tree.unflatten(self.tree, leaves)
+        return self.fn(*args, **kwargs)
 
-    @nnx.update_context(_CONTEXT)
-    def call(nodes, *args, **kwargs):
+
+def _updating(
+    fn: Callable,
+    argnums: Sequence[int],
+    options: Options,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls a function with FP8 residuals, and updates NNX objects among arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
+    nodes = [x for x in leaves if is_node(x)]
+    others = [x for x in leaves if not is_node(x)]
+    with nnx.update_context(_CONTEXT):
         with nnx.split_context(_CONTEXT) as context:
             graph, params, rest = context.split(nodes, nnx.Param, ...)
-        out, graph_after, changed = light(params, rest, _Graph(graph), *args, **kwargs)
+        structure = _Arguments(
+            fn=fn,
+            graph=graph,
+            tree=tree,
+            types=str(tree),
+            is_node=tuple(map(is_node, leaves)),
+        )
+        marked = {n + len(args) if n < 0 else n for n in argnums}
+        paths = [
+            p for p, _ in jax.tree.leaves_with_path((args, kwargs), is_leaf=is_node)
+        ]
+        names = _Paths(paths, structure.is_node)
+        light = fp8_function(
+            partial(_pure, structure), (0, 1, *names.positions(marked)), options, names
+        )
+        out, graph_after, changed = light(params, rest, *others)
         if graph_after is not None:
             with nnx.merge_context(_CONTEXT, inner=False) as context:
                 context.merge(graph_after, params, *changed)
         elif jax.tree.leaves(changed):
             nnx.update(nodes, changed)
-        return out
+    return out
 
-    return call
+
+class _Paths:
+    """The paths, among a user's arguments, of the arguments of `_pure`."""
+
+    def __init__(self, paths: Sequence[Any], nodes: Sequence[bool]):
+        self._nodes = [path for path, node in zip(paths, nodes, strict=True) if node]
+        self._others = [p for p, node in zip(paths, nodes, strict=True) if not node]
+
+    def positions(self, argnums: Collection[int]) -> list[int]:
+        """Returns the positions that belong to positional arguments of the user."""
+        return [
+            position + 2
+            for position, (group, argument, *_) in enumerate(self._others)
+            if group.idx == 0 and argument.idx in argnums
+        ]
+
+    def __call__(self, path: Any) -> Any:
+        _, argument, *inner = path
+        if argument.idx >= 2:
+            return self._others[argument.idx - 2]
+        return *self._nodes[inner[0].key], *inner[1:]
+
+
+def _pure(structure: _Arguments, params: Any, rest: Any, *others: Any) -> Any:
+    """Calls a function of NNX objects, and returns what it changes of them, too."""
+    with nnx.merge_context(_CONTEXT, inner=True) as context:
+        inner = context.merge(structure.graph, params, rest)
+    before_graph = nnx.graphdef(inner)
+    before = {path: _value(x) for path, x in _variables(inner)}
+    out = structure.call(inner, others)
+    if nnx.graphdef(inner) == before_graph:
+        # A value that was not set is the same object.
+        changed = [
+            (path, x)
+            for path, x in _variables(inner)
+            if not isinstance(x, nnx.Param) and _value(x) is not before[path]
+        ]
+        return out, None, nnx.from_flat_state(changed)
+    with nnx.split_context(_CONTEXT) as context:
+        graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
+    # Parameters would be copied if they were results.
+    new = [(p, x) for p, x in nnx.to_flat_state(params_after) if p not in before]
+    return out, graph_after, (nnx.from_flat_state(new), rest)
 
 
 def _variables(nodes: list[Any]) -> list[tuple[Any, Any]]:
@@ -179,7 +253,8 @@ def _check_closure(fn: Callable) -> None:
             )
 
 
-def _is_node(x: Any) -> bool:
+def is_node(x: Any) -> bool:
+    """Returns whether a value is an NNX object."""
     return isinstance(x, nnx.Pytree | nnx.Variable)
 
 

@@ -66,6 +66,10 @@ class Options:
         if self.key is not None:
             object.__setattr__(self, "key", self._typed_key())
 
+    def after(self, rewrite: Rewrite) -> "Options":
+        """Returns the options with a rewrite before the others."""
+        return dataclasses.replace(self, rewrites=(rewrite, *self.rewrites))
+
     def _typed_key(self) -> jax.Array:
         """Returns the key as `jax.random.key` makes it, also of a raw `PRNGKey`."""
         key = self.key

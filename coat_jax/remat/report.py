@@ -1,10 +1,13 @@
 """Reports of the memory that differentiating a function takes."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 
 from coat_jax.programs.primitives import bodies_of
@@ -65,7 +68,7 @@ class MemoryReport:
         return "\n".join(f"{name:15} {value / 2**20:12.3f} MiB" for name, value in rows)
 
 
-def residual_report(fn: Callable, *args: Any) -> ResidualReport:
+def residual_report(fn: Callable, *args: Any, **kwargs: Any) -> ResidualReport:
     """Lists the arrays that `jax.vjp(fn, *args)` saves for the backward pass.
 
     `fn` is traced and nothing is computed. An array that is saved twice is listed once.
@@ -75,6 +78,8 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
     Args:
       fn: The function that is differentiated, such as a loss or a layer.
       *args: Its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      **kwargs: Its keyword arguments. Those that are not arrays are static, such as
+        `train=False`.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -83,6 +88,7 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
       (256, 1)
     """
     check_callable("residual_report", fn)
+    fn, args = _positional(fn, args, kwargs)
     with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
     jaxpr, first = traced.forward.jaxpr, {}
@@ -92,6 +98,30 @@ def residual_report(fn: Callable, *args: Any) -> ResidualReport:
             first.setdefault((*_origin(jaxpr, var), var.aval.shape), index)
     rows = [traced.describe(index) for index in first.values()]
     return ResidualReport(tuple(sorted(rows, key=lambda r: (r.is_argument, -r.nbytes))))
+
+
+def _positional(
+    fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable, tuple[Any, ...]]:
+    """Returns a function of positional arguments, and these, for a call with keywords.
+
+    Floating arrays among the keyword arguments are the last argument.
+    """
+    if not kwargs:
+        return fn, args
+    leaves, tree = jax.tree.flatten(kwargs)
+    floats = [
+        jnp.issubdtype(getattr(x, "dtype", np.dtype(bool)), jnp.inexact) for x in leaves
+    ]
+
+    def positional(*args):
+        *args, arrays = args
+        remaining = iter(arrays)
+        values = zip(leaves, floats, strict=True)
+        keywords = [next(remaining) if is_float else x for x, is_float in values]
+        return fn(*args, **jax.tree.unflatten(tree, keywords))
+
+    return positional, (*args, list(itertools.compress(leaves, floats)))
 
 
 def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
@@ -117,12 +147,14 @@ def check_callable(name: str, fn: Any) -> None:
         raise TypeError(f"{name} takes a function, got {fn!r}")
 
 
-def memory_report(fn: Callable, *args: Any) -> MemoryReport:
+def memory_report(fn: Callable, *args: Any, **kwargs: Any) -> MemoryReport:
     """Compiles `fn` with its backward pass and reports the bytes of both.
 
     Args:
       fn: The function that is differentiated, such as a loss or a layer.
       *args: Its arguments: pytrees of arrays or of `jax.ShapeDtypeStruct`.
+      **kwargs: Its keyword arguments. Those that are not arrays are static, such as
+        `train=False`.
 
     Example:
       >>> import coat_jax as coat, jax.numpy as jnp
@@ -130,6 +162,7 @@ def memory_report(fn: Callable, *args: Any) -> MemoryReport:
       256
     """
     check_callable("memory_report", fn)
+    fn, args = _positional(fn, args, kwargs)
     compiled = jax.jit(forward_backward(fn)).lower(*args).compile()
     stats = compiled.memory_analysis()
     return MemoryReport(

@@ -3,6 +3,7 @@
 import contextvars
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -33,64 +34,90 @@ from pallas_kernels import array_types, dispatch
 _CALLS = 256  # The calls of which programs are kept.
 
 
-def fp8_function(fn: Callable, argnums: Sequence[int], options: Options) -> Callable:
-    """Applies `fp8_remat` to a function; arguments that are not arrays are static."""
+Path = tuple[Any, ...]
+
+
+def fp8_function(
+    fn: Callable,
+    argnums: Sequence[int],
+    options: Options,
+    path_of: Callable[[Path], Path] | None = None,
+) -> Callable:
+    """Applies `fp8_remat` to a function; arguments that are not arrays are static.
+
+    `path_of` gives the path of an argument that rewrites see, instead of the
+    path among the arguments of `fn`.
+    """
     # The key is an argument: functions that JAX keeps must not hold its tracer.
     keyless = dataclasses.replace(options, key=None)
 
     @wraps(fn)
     def wrapped(*args, **kwargs):
         leaves, tree = jax.tree.flatten((args, kwargs))
-        static = tuple(_Array if _is_array(x) else x for x in leaves)
-        params = frozenset(n + len(args) if n < 0 else n for n in argnums)
-        call = _Call(fn, tree, static, params)
+        call = _Call(
+            fn=fn,
+            arguments=(args, kwargs),
+            tree=tree,
+            is_array=tuple(map(is_array, leaves)),
+            static=tuple(x for x in leaves if not is_array(x)),
+            params=frozenset(n + len(args) if n < 0 else n for n in argnums),
+            path_of=path_of,
+        )
         programs = _known(call, keyless) or _Programs(keyless, False)
-        return programs(call, options.key, list(filter(_is_array, leaves)))
+        return programs(call, options.key, list(filter(is_array, leaves)))
 
     return wrapped
 
 
-class _Array:
-    """Stands for an array among the arguments of a call."""
-
-
-def _is_array(x: Any) -> bool:
+def is_array(x: Any) -> bool:
+    """Returns whether an argument is an array, of JAX or NumPy."""
     return isinstance(x, jax.Array | np.ndarray | np.generic)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _Call:
-    """A call of a function, but for the values of arrays.
+    """A call of a function.
 
     Attributes:
       fn: The function.
-      tree: The tree structure of its arguments.
-      static: The leaves of its arguments, with `_Array` in the place of arrays.
+      arguments: Its positional arguments and its keyword arguments.
+      tree: The tree structure of `arguments`.
+      is_array: True for each leaf of `arguments` that is an array.
+      static: The leaves that are not arrays.
       params: The positions of the arguments that are parameters.
+      path_of: The path that a rewrite sees, of a path in `arguments`.
     """
 
     fn: Callable
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
     tree: Any
+    is_array: tuple[bool, ...]
     static: tuple[Any, ...]
     params: frozenset[int]
+    path_of: Callable[[Path], Path] | None
 
     def __call__(self, *arrays: Any) -> Any:
-        given = iter(arrays)
-        leaves = [next(given) if x is _Array else x for x in self.static]
+        of_arrays, of_static = iter(arrays), iter(self.static)
+        leaves = [next(of_arrays if array else of_static) for array in self.is_array]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
         return self.fn(*args, **kwargs)
 
-    def arrays(self) -> tuple[list[Any], list[bool]]:
+    def arrays(self) -> tuple[list[Path], list[bool]]:
         """Returns the path of each array, and whether it belongs to a parameter."""
-        numbers = jax.tree.unflatten(self.tree, range(len(self.static)))
-        params = [a for i, a in enumerate(numbers[0]) if i in self.params]
-        marked = {*jax.tree.leaves(params)}
-        chosen = [
-            (path, n in marked)
-            for path, n in jax.tree.leaves_with_path(numbers)
-            if self.static[n] is _Array
+        paths = [path for path, _ in jax.tree.leaves_with_path(self.arguments)]
+        positional, keywords = self.tree.children()
+        is_param = [
+            position in self.params
+            for position, argument in enumerate(positional.children())
+            for _ in range(argument.num_leaves)
         ]
-        return [path for path, _ in chosen], [m for _, m in chosen]
+        is_param += [False] * keywords.num_leaves
+        if self.path_of is not None:
+            paths = [self.path_of(path) for path in paths]
+        return (
+            list(itertools.compress(paths, self.is_array)),
+            list(itertools.compress(is_param, self.is_array)),
+        )
 
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
@@ -99,7 +126,7 @@ def _known(call: _Call, options: Options) -> "_Programs | None":
     if found is None:
         return None
     # Static values in a tree structure may be equal and differ in type.
-    key = found, call.tree, str(call.tree), call.params
+    key = found, call.tree, str(call.tree), call.is_array, call.params
     try:
         return _kept(key, options)
     except TypeError:  # An option is not hashable.

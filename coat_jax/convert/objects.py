@@ -1,0 +1,265 @@
+"""Blocks within the objects of NNX models and of callable pytrees."""
+
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from functools import wraps
+from typing import Any
+
+import jax
+from flax import nnx
+
+from coat_jax.convert.matmuls import OF_FUNCTION, Conversion
+from coat_jax.convert.record import Label, Model, Shapes
+from coat_jax.convert.rules import (
+    Rules,
+    below,
+    chosen_blocks,
+    is_matrix,
+    numbered,
+    path_of,
+    shapes_of,
+)
+from coat_jax.remat.classes import REBUILD, is_callable, method_names
+from coat_jax.remat.modules import nnx_module, over_nodes
+from coat_jax.remat.plan import Options
+from coat_jax.remat.pytrees import is_pytree, one_level, pytree_module, recast
+from coat_jax.remat.vjp import is_array
+
+# The attribute of NNX modules that are blocks, with a `Label`.
+LABEL = "_fp8_label"
+
+# True while the method of a block runs: the methods that it calls are parts of it.
+_in_block = contextvars.ContextVar("in_block", default=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Converting:
+    """Wraps the methods of a block's class, so that they convert what they compute.
+
+    Attributes:
+      conversion: The conversion of the class's blocks.
+      options: The options of `fp8_remat`.
+    """
+
+    conversion: Conversion
+    options: Options
+
+    def __call__(self, cls: type, name: str) -> Callable:
+        """Returns a method that converts the block that it is called on."""
+        method = getattr(cls, name)
+
+        @wraps(method)
+        def call(self_, *args, **kwargs):
+            is_call = name == "__call__" or has_arrays((args, kwargs))
+            if _in_block.get() or not is_call:
+                return method(self_, *args, **kwargs)
+            conversion = self.conversion
+            label = getattr(self_, LABEL, None)
+            if label is not None:
+                conversion = dataclasses.replace(
+                    conversion, model=label.model, where=label.path
+                )
+            light = self.options.after(conversion.logged())
+            token = _in_block.set(True)
+            try:
+                return over_nodes(method, (0,), light)(self_, *args, **kwargs)
+            finally:
+                _in_block.reset(token)
+
+        return call
+
+
+def has_arrays(x: Any) -> bool:
+    """Returns whether a pytree has arrays, or types of arrays, as leaves."""
+    return any(
+        is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf in jax.tree.leaves(x)
+    )
+
+
+def can_be_block(x: Any) -> bool:
+    """Returns whether an object is a module that is called, by any method."""
+    if isinstance(x, nnx.Variable) or not isinstance(x, nnx.Pytree):
+        is_module = is_pytree(x) and not isinstance(x, nnx.Variable)
+        is_class = is_callable(type(x)) or dataclasses.is_dataclass(x)
+        return is_module and is_class and bool(method_names(type(x)))
+    return type(x) not in (nnx.List, nnx.Dict) and bool(method_names(type(x)))
+
+
+def objects_of(
+    model: Any, path: str = "", above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields a model's objects, each at all of its paths, the outer ones first."""
+    yield path, model
+    if id(model) in above or is_array(model):
+        return
+    for name, child in _children(model).items():
+        inner = f"{path}/{name}".lstrip("/")
+        yield from objects_of(child, inner, (*above, id(model)))
+
+
+def parameters_of(model: Any) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of parameters by path; a shared one has several paths."""
+    if not isinstance(model, nnx.Pytree):
+        return {p: x.shape for p, x in objects_of(model) if _has_shape(x)}
+    shapes = {}
+    for path, x in objects_of(model):
+        if isinstance(x, nnx.Param):
+            leaves = jax.tree.leaves_with_path(x.get_raw_value())
+            names = (f"{path}/{path_of(keys)}".rstrip("/") for keys, _ in leaves)
+            shapes |= {n: v.shape for n, (_, v) in zip(names, leaves, strict=True)}
+    return shapes
+
+
+def _has_shape(x: Any) -> bool:
+    return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+
+
+def _children(x: Any) -> Mapping[str, Any]:
+    if isinstance(x, nnx.Pytree):
+        return {n: v for n, v in vars(x).items() if not n.startswith("_pytree__")}
+    if isinstance(x, nnx.Variable) or not is_pytree(x):
+        return {}
+    return {_name(path): child for path, child in one_level(x)[0]}
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def with_blocks(
+    model: Any, paths: Mapping[str, Any], light: Callable[[Any, str], Any]
+) -> Any:
+    """Returns a model in which blocks are replaced, and that shares all else.
+
+    Args:
+      model: The model.
+      paths: The paths of the blocks, as keys.
+      light: Returns the converted block, of a block and its path.
+    """
+    objects = list(objects_of(model))
+    # A module that stands in several places stays one module, and is a block in all.
+    modules = {
+        id(x) for path, x in objects if path in paths and isinstance(x, nnx.Pytree)
+    }
+    blocks = {path for path, x in objects if path in paths or id(x) in modules}
+    above = {path[:i] for path in blocks for i, c in enumerate(path) if c == "/"}
+    done: dict[int, Any] = {}
+
+    def replaced(x: Any, path: str) -> Any:
+        if isinstance(x, nnx.Pytree) and id(x) in done:
+            return done[id(x)]
+        if path in blocks:
+            done[id(x)] = light(x, path)
+            return done[id(x)]
+        return rebuilt(x, path) if path in above or not path else x
+
+    def rebuilt(x: Any, path: str) -> Any:
+        def child(name, value):
+            return replaced(value, f"{path}/{name}".lstrip("/"))
+
+        if isinstance(x, nnx.Pytree):
+            new = done[id(x)] = object.__new__(type(x))
+            vars(new).update(vars(x))
+            vars(new).update({n: child(n, v) for n, v in _children(x).items()})
+            return new
+        children, tree = one_level(x)
+        return jax.tree.unflatten(tree, [child(_name(p), v) for p, v in children])
+
+    return replaced(model, "")
+
+
+def object_model(model: Any, rules: Rules, options: Options) -> Any:
+    """Returns an NNX model or a callable pytree with converted blocks.
+
+    Raises:
+      ValueError: If there is no block, or a block that cannot be called.
+    """
+    shapes = parameters_of(model)
+    blocks = _blocks(model, shapes, rules)
+    inside = {path: _parameters_within(x, shapes, path) for path, x in blocks.items()}
+    record = Model(str(rules), inside.values())
+    if not isinstance(model, nnx.Pytree):
+        kinds = frozenset(frozenset(names.items()) for names in inside.values())
+        record = _record_of(type(model), str(rules), kinds)
+
+    def light(x: Any, path: str) -> Any:
+        # Another path of a shared module has no parameters of its own.
+        names = inside.get(path) or _parameters_within(x, shapes, path)
+        conversion = Conversion.of_block(rules, record, path, names, OF_FUNCTION)
+        if not isinstance(x, nnx.Pytree):
+            return _light_pytree(x, conversion, options)
+        # The label holds the record, so that equal models have blocks of one class.
+        shared = dataclasses.replace(conversion, model=None)
+        new = nnx_module(x, options, Converting(conversion=shared, options=options))
+        vars(new)[LABEL] = Label(path, record)
+        return new
+
+    return with_blocks(model, blocks, light)
+
+
+def _light_pytree(x: Any, conversion: Conversion, options: Options) -> Any:
+    return pytree_module(x, options, Converting(conversion=conversion, options=options))
+
+
+def conversion_of(x: Any) -> Conversion | None:
+    """Returns the conversion of a pytree that is a block, or None if it is none."""
+    rebuild = getattr(type(x), REBUILD, None)
+    wrap = rebuild[-1] if rebuild and not isinstance(x, nnx.Pytree) else None
+    return wrap.conversion if isinstance(wrap, Converting) else None
+
+
+def with_conversion(x: Any, conversion: Conversion) -> Any:
+    """Returns a pytree that is a block with another conversion."""
+    _, cls, options, _ = getattr(type(x), REBUILD)
+    return _light_pytree(recast(x, cls), conversion, options)
+
+
+@functools.lru_cache(maxsize=256)
+def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> Model:
+    """Returns the record that equal pytrees share: their blocks are of one class."""
+    del cls
+    return Model(rules, map(dict, blocks))
+
+
+def _parameters_within(x: Any, shapes: Shapes, path: str) -> Shapes:
+    if isinstance(x, nnx.Pytree):
+        return shapes_of(nnx.state(x, nnx.Param))
+    return below(shapes, path)
+
+
+def _blocks(model: Any, shapes: Shapes, rules: Rules) -> dict[str, Any]:
+    """Returns a model's blocks by path: what a rule chooses, or modules in that."""
+    is_flax = isinstance(model, nnx.Pytree)
+    if rules.blocks is None and not is_flax and not numbered(shapes):
+        return {"": model}
+    objects = dict(objects_of(model))
+    inner = (path for path, x in objects.items() if is_flax or path)
+    blocks = {}
+    for path in chosen_blocks(shapes, inner, rules.blocks):
+        blocks |= _callable_within(objects, shapes, path)
+        if not any(b == path or b.startswith(f"{path}/") for b in blocks):
+            raise ValueError(
+                f"a block must be a module with a method to call, or contain such "
+                f"modules, but blocks={rules.blocks!r} chooses {path!r}, "
+                f"a {type(objects.get(path)).__name__}"
+            )
+    return {"": model} if "" in blocks else blocks
+
+
+def _callable_within(
+    objects: Mapping[str, Any], shapes: Shapes, path: str
+) -> dict[str, Any]:
+    """Returns the outermost modules at or below a path that are called."""
+    if can_be_block(objects.get(path)):
+        return {path: objects[path]}
+    blocks = {}
+    for name, x in objects.items():
+        is_outer = not any(name.startswith(f"{block}/") for block in blocks)
+        if is_outer and name.startswith(f"{path}/") and can_be_block(x):
+            parameters = below(shapes, name)
+            if any(map(is_matrix, parameters, parameters.values())):
+                blocks[name] = x
+    return blocks

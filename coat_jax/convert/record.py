@@ -1,0 +1,152 @@
+"""Records of what a conversion did, for errors, warnings and reports."""
+
+import contextvars
+import dataclasses
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+
+from coat_jax.remat.fingerprint import Neutral
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+ACTIVATIONS = "both operands are activations"
+PARAMETERS = "both operands are parameters"
+FP8_ALREADY = "in FP8 already"
+_LISTED = 6  # Messages list so many matmuls.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Matmul:
+    """A matmul of a block, as `coat.fp8` found it.
+
+    Attributes:
+      block: The path of the block; "" is the whole function or model.
+      parameter: The paths of the parameters among its operands, or "".
+      left: The shape of its first operand.
+      right: The shape of its second operand.
+      reason: Why it does not become an FP8 matmul, or "" if it does.
+    """
+
+    block: str
+    parameter: str
+    left: tuple[int, ...]
+    right: tuple[int, ...]
+    reason: str
+
+    @property
+    def converted(self) -> bool:
+        """True if it becomes an FP8 matmul."""
+        return not self.reason
+
+    def __str__(self) -> str:
+        name = f"{self.parameter} " if self.parameter else ""
+        operands = f"{list(self.left)} x {list(self.right)}"
+        return f"{name}({operands}: {self.reason or 'FP8'})"
+
+
+class Model:
+    """The blocks of a converted model, and which of them keep all of their matmuls.
+
+    Conversions of one model share it, and are equal only within the model.
+
+    Attributes:
+      called: Whether a block of a Linen model has been called.
+    """
+
+    def __init__(self, rules: str, blocks: Iterable[Shapes] = ()):
+        """Knows nothing of the blocks yet.
+
+        Args:
+          rules: The rules of the conversion, for messages.
+          blocks: The shapes of the parameters of each block. A function has none.
+        """
+        self.called = False
+        self._rules = rules
+        unique = {frozenset(shapes.items()) for shapes in blocks}
+        self._blocks = [dict(shapes) for shapes in unique]
+        self._left: set[int] = set()
+        self._converts = False
+        self._warned: set[str] = set()
+
+    def finish(self, block: str, shapes: Shapes, matmuls: Sequence[Matmul]) -> bool:
+        """Takes note of a block, and returns whether it has FP8 matmuls.
+
+        Raises:
+          ValueError: If no block of the model has an FP8 matmul.
+        """
+        if any(m.converted or m.reason == FP8_ALREADY for m in matmuls):
+            self._converts = True
+            return True
+        reasons = {m.reason for m in matmuls}
+        if not self._blocks and reasons and reasons <= {ACTIVATIONS, PARAMETERS}:
+            return False  # A function of such matmuls alone has nothing to convert.
+        equal = (i for i, b in enumerate(self._blocks) if _is_slice(shapes, b))
+        self._left.update(equal)
+        listed = "; ".join(map(str, matmuls[:_LISTED])) or "it has no matmul"
+        more = f"; and {len(matmuls) - _LISTED} more" if matmuls[_LISTED:] else ""
+        name = f"the block {block}" if block else "the function"
+        if not self._converts and len(self._left) == len(self._blocks):
+            raise ValueError(
+                f"coat.fp8 with {self._rules} converts no matmul; matmuls of {name}: "
+                f"{listed}{more}"
+            )
+        self.warn(
+            f"no matmul of {name} becomes an FP8 matmul with {self._rules}: "
+            f"{listed}{more}"
+        )
+        return False
+
+    def warn(self, message: str) -> None:
+        """Warns of something once."""
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=2)
+
+
+def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
+    """Returns whether parameters are those of a block, or of one layer of a stack."""
+    return shapes.keys() == stacked.keys() and all(
+        stacked[path][len(stacked[path]) - len(shape) :] == tuple(shape)
+        for path, shape in shapes.items()
+    )
+
+
+class Label(Neutral):
+    """The path and the model of a block, as an attribute of its NNX module.
+
+    Modules that differ in nothing else are equal, and are traced once.
+    """
+
+    def __init__(self, path: str, model: Model):
+        self.path, self.model = path, model
+
+
+class Log:
+    """The matmuls of one call of a block; `fp8_report` reads it."""
+
+    def __init__(self, block: str):
+        self.block = block
+        self.matmuls: tuple[Matmul, ...] = ()
+
+
+@dataclasses.dataclass
+class Records:
+    """Blocks of models, and a log for each call, which `fp8_report` gathers."""
+
+    blocks: dict[str, None] = dataclasses.field(default_factory=dict)
+    logs: list[Log] = dataclasses.field(default_factory=list)
+
+
+current: contextvars.ContextVar[Records | None] = contextvars.ContextVar(
+    "records", default=None
+)
+
+
+def new_log(block: str) -> Log | None:
+    """Returns a log for a call of a block, or None if nobody asks for a report."""
+    records = current.get()
+    if records is None:
+        return None
+    records.blocks.setdefault(block)
+    records.logs.append(Log(block))
+    return records.logs[-1]

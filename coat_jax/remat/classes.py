@@ -1,0 +1,93 @@
+"""Subclasses of module classes, with wrapped methods."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from flax import linen as nn
+from flax import nnx
+
+from coat_jax.remat.plan import Options
+
+REBUILD = "_fp8_rebuild"  # The attribute of wrapped classes for `members_of`.
+# Wraps the method of a name, given the class.
+Wrap = Callable[[type, str], Callable]
+
+# Modules of one class are traced once if they are of one class when wrapped, too.
+_CLASSES: WeakValueDictionary[Any, type] = WeakValueDictionary()
+
+
+def cached_class(
+    subclass: Callable[[], type], cls: type, options: Options, wrap: Wrap | None
+) -> type:
+    """Returns the subclass of a class for these options, which have no key."""
+    if options.key is not None:
+        return subclass()
+    try:
+        light = _CLASSES.get((cls, options, wrap))
+    except TypeError:  # An option is not hashable.
+        return subclass()
+    if light is None:
+        light = _CLASSES[cls, options, wrap] = subclass()
+    return light
+
+
+def members_of(
+    cls: type, methods: dict[str, Callable], rebuild: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Returns the members of a subclass that has the name of `cls` and other methods.
+
+    Its objects unpickle as `rebuild[0](*rebuild[1:], state)`.
+    """
+
+    def reduce(self, protocol=None):
+        function, *arguments = rebuild
+        return function, (*arguments, attributes_of(self))
+
+    members = {**methods, "__reduce_ex__": reduce, "__doc__": cls.__doc__}
+    members |= {REBUILD: rebuild}
+    return members | {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+
+
+def attributes_of(x: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, in slots and in its dictionary."""
+    slots = [getattr(cls, "__slots__", ()) for cls in type(x).__mro__]
+    names = [
+        n for names in slots for n in ((names,) if isinstance(names, str) else names)
+    ]
+    names = [n for n in names if n not in ("__dict__", "__weakref__") and hasattr(x, n)]
+    return {name: getattr(x, name) for name in names} | getattr(x, "__dict__", {})
+
+
+def is_callable(cls: type) -> bool:
+    """Returns whether the objects of a class can be called."""
+    return any("__call__" in vars(base) for base in cls.__mro__)
+
+
+def method_names(cls: type) -> list[str]:
+    """Returns the names of the methods that users of a module class may call.
+
+    Methods of Flax's own base classes do not count.
+    """
+    bases = nnx.Pytree, nnx.Module, nn.Module
+    return [
+        name
+        for name, method in inspect.getmembers(cls)
+        if (name == "__call__" and is_callable(cls))
+        or not (
+            name.startswith("__")
+            or not _is_method(inspect.getattr_static(cls, name))
+            or inspect.isgeneratorfunction(method)
+            or inspect.iscoroutinefunction(method)
+            or any(getattr(base, name, None) is method for base in bases)
+        )
+    ]
+
+
+def _is_method(member: Any) -> bool:
+    """Returns whether a member of a class is a method, also one that is wrapped."""
+    if inspect.isfunction(member):
+        return True
+    is_wrapped = callable(member) and hasattr(member, "__wrapped__")
+    return is_wrapped and hasattr(type(member), "__get__")

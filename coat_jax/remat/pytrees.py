@@ -1,0 +1,131 @@
+"""`fp8_remat` of callable pytrees, such as Equinox modules and Flax dataclasses."""
+
+from functools import partial, wraps
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax import nnx
+
+from coat_jax.remat.classes import (
+    Wrap,
+    attributes_of,
+    cached_class,
+    members_of,
+    method_names,
+)
+from coat_jax.remat.modules import over_nodes
+from coat_jax.remat.plan import Options
+from coat_jax.remat.vjp import is_array
+
+
+def is_pytree_module(x: Any) -> bool:
+    """Returns whether an object is a callable pytree with arrays, not of Flax."""
+    if isinstance(x, type | nnx.Pytree | nn.Module) or not callable(x):
+        return False
+    return is_pytree(x) and any(
+        is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct)
+        for leaf in jax.tree.leaves(x)
+    )
+
+
+def is_pytree(x: Any) -> bool:
+    """Returns whether JAX takes an object apart, instead of seeing a leaf."""
+    return not jax.tree_util.all_leaves([x])
+
+
+def pytree_module(module: Any, options: Options, wrap: Wrap | None = None) -> Any:
+    """Returns a callable pytree of the same leaves that saves FP8 residuals.
+
+    It is an object of a subclass. All arrays of the module are parameters.
+
+    Args:
+      module: The module.
+      options: The options of `fp8_remat`.
+      wrap: Wraps all methods that users call. By default `over_nodes` wraps `__call__`.
+
+    Raises:
+      TypeError: If an object of a subclass cannot be made.
+    """
+    if isinstance(module, jax.tree_util.Partial):
+        return _partial(module, options)
+    cls = type(module)
+    try:
+        subclass = partial(_subclass, cls, options, wrap)
+        light_class = cached_class(subclass, cls, options, wrap)
+        light = recast(module, light_class)
+        if not is_pytree(light):
+            _register(cls, light_class)
+    except (TypeError, ValueError, AttributeError) as error:
+        name = cls.__name__
+        raise TypeError(
+            f"no subclass of the pytree class {name} can be made ({error}): wrap a "
+            f"function of it, light = fp8_remat(lambda module, x: module(x)), and call "
+            f"light({name.lower()}, x)"
+        ) from error
+    return light
+
+
+def _partial(module: jax.tree_util.Partial, options: Options) -> jax.tree_util.Partial:
+    """Wraps a function with bound arguments, all of which are parameters."""
+    fn = module.func
+
+    @wraps(fn)
+    def call(bound, *args, **kwargs):
+        return fn(*bound[0], *args, **{**bound[1], **kwargs})
+
+    light = over_nodes(call, (0,), options)
+    return jax.tree_util.Partial(light, (module.args, module.keywords))
+
+
+def _subclass(cls: type, options: Options, wrap: Wrap | None) -> type:
+    if wrap is None:
+        # The module is the first argument, and the one with parameters.
+        methods = {"__call__": over_nodes(cls.__call__, (0,), options)}
+    else:
+        methods = {name: wrap(cls, name) for name in method_names(cls)}
+    members = members_of(cls, methods, (_unpickled, cls, options, wrap))
+    return type(cls)(cls.__name__, (cls,), members)
+
+
+def _unpickled(
+    cls: type, options: Options, wrap: Wrap | None, attributes: dict[str, Any]
+) -> Any:
+    """Returns the module that was pickled; its class has no name of its own."""
+    return pytree_module(_new(cls, attributes), options, wrap)
+
+
+def recast(x: Any, cls: type) -> Any:
+    """Returns an object of another class with the same attributes."""
+    return _new(cls, attributes_of(x))
+
+
+def _new(cls: type, attributes: dict[str, Any]) -> Any:
+    new = object.__new__(cls)
+    for name, value in attributes.items():
+        object.__setattr__(new, name, value)  # Frozen dataclasses have no other way.
+    return new
+
+
+def _register(cls: type, light: type) -> None:
+    """Makes JAX take objects of `light` apart as it does objects of `cls`."""
+
+    def flatten_with_keys(x):
+        children, tree = one_level(recast(x, cls))
+        return [(path[0], child) for path, child in children], tree
+
+    def flatten(x):
+        children, tree = one_level(recast(x, cls))
+        return [child for _, child in children], tree
+
+    def unflatten(tree, children):
+        return recast(jax.tree.unflatten(tree, children), light)
+
+    jax.tree_util.register_pytree_with_keys(
+        light, flatten_with_keys, unflatten, flatten
+    )
+
+
+def one_level(x: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """Returns the children of a pytree with their paths, and how to put them back."""
+    return jax.tree_util.tree_flatten_with_path(x, is_leaf=lambda y: y is not x)

@@ -1,0 +1,157 @@
+"""Tests of the blocks of Linen models that `coat.fp8` converts."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers.gradients import flat
+
+import coat_jax as coat
+
+pytestmark = pytest.mark.internals
+
+WIDTH = 128
+X = jax.random.normal(jax.random.key(0), (8, 16, WIDTH))
+
+
+def converted(fn, *args) -> set[str]:
+    """Returns the blocks with FP8 matmuls, of which FP8 copies are saved, too."""
+    report = coat.fp8_report(fn, *args)
+    assert "float8" in str(coat.residual_report(fn, *args)), report
+    assert report.called == report.blocks
+    return {row.block for row in report.rows if row.converted}
+
+
+class ScanBlock(nn.Module):
+    """A block of the user, the name of which begins as Flax's own classes do."""
+
+    @nn.compact
+    def forward(self, x):
+        return x + nn.Dense(WIDTH)(nn.gelu(nn.Dense(256)(nn.LayerNorm()(x))))
+
+    def __call__(self, x):
+        return self.forward(x)
+
+
+class VmapBlock(ScanBlock):
+    pass
+
+
+class LinenTower(nn.Module):
+    cls: type
+    method: str = "__call__"
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = getattr(self.cls(name=f"layers_{i}"), self.method)(x)
+        return x
+
+
+def linen_nearly(light, plain):
+    params = plain.init(jax.random.key(0), X)
+    assert jax.tree.structure(light.init(jax.random.key(0), X)) == jax.tree.structure(
+        params
+    )
+
+    def gradient(model):
+        return flat(jax.grad(lambda v: jnp.mean(model.apply(v, X) ** 2))(params))
+
+    actual, expected = gradient(light), gradient(plain)
+    difference = np.linalg.norm(actual - expected)
+    assert 0 < difference < 0.15 * np.linalg.norm(expected)
+    return params
+
+
+@pytest.mark.parametrize("cls", [ScanBlock, VmapBlock])
+@pytest.mark.parametrize("method", ["__call__", "forward"])
+def test_linen_blocks_of_any_name_and_method(cls, method):
+    plain = LinenTower(cls, method)
+    light = coat.fp8(LinenTower(cls, method))
+    params = linen_nearly(light, plain)
+    assert converted(light.apply, params, X) == {"layers_0", "layers_1"}
+
+
+def test_linen_blocks_under_jit_are_converted_once_for_all():
+    plain, light = (
+        LinenTower(nn.jit(ScanBlock)),
+        coat.fp8(LinenTower(nn.jit(ScanBlock))),
+    )
+    params = linen_nearly(light, plain)
+    np.testing.assert_array_equal(light.apply(params, X), light.apply(params, X))
+    report = coat.fp8_report(light, params, X)
+    assert all(row.converted for row in report.rows)
+    assert len(report.rows) == 2
+    # A class that Flax has traced already stays as it is, and the error says so.
+    model = LinenTower(nn.jit(ScanBlock))
+    model.apply(params, X)
+    with pytest.raises(ValueError, match=r"before nn\.jit"):
+        coat.fp8(model).apply(params, X)
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.checkpoint])
+def test_linen_blocks_that_are_lifted_once_are_converted(lift):
+    plain, light = LinenTower(lift(ScanBlock)), coat.fp8(LinenTower(lift(ScanBlock)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        params = linen_nearly(light, plain)
+        report = coat.fp8_report(light, params, X)
+    assert {row.block for row in report.rows} == {"layers_0", "layers_1"}
+    assert all(row.converted for row in report.rows)
+
+
+@pytest.mark.parametrize("inner", [ScanBlock, nn.remat(ScanBlock)])
+@pytest.mark.parametrize("lift", [nn.scan, nn.vmap])
+def test_linen_stacks_are_named(lift, inner):
+    class Stacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+            if lift is nn.vmap:
+                axes |= {"in_axes": None, "axis_size": 2}
+                return nn.vmap(inner, **axes)(name="layers")(x).sum(0)
+
+            def body(block, x, _):
+                return block(x), None
+
+            return nn.scan(body, length=2, **axes)(inner(name="layers"), x, None)[0]
+
+    light = coat.fp8(Stacked(), blocks="layers")
+    params = linen_nearly(light, Stacked())
+    report = coat.fp8_report(light, params, X)
+    assert {(row.block, row.converted) for row in report.rows} == {("layers", True)}
+
+
+def test_a_class_is_a_block_here_and_another_module_there():
+    class Mixed(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for i in range(2):
+                x = ScanBlock(name=f"layers_{i}")(x)
+            return ScanBlock(name="head")(x)
+
+    light = coat.fp8(Mixed())
+    params = linen_nearly(light, Mixed())
+    report = coat.fp8_report(light, params, X)
+    assert {row.block for row in report.rows} == {"layers_0", "layers_1"}
+
+
+class SetupTower(nn.Module):
+    def setup(self):
+        self.stages = {"a": [ScanBlock(), ScanBlock()], "b": [ScanBlock()]}
+
+    def __call__(self, x):
+        for stage in self.stages.values():
+            for block in stage:
+                x = block(x=x)
+        return x
+
+
+def test_linen_blocks_of_nested_containers_and_keywords():
+    light = coat.fp8(SetupTower(), blocks="stages_.*")
+    params = linen_nearly(light, SetupTower())
+    names = {"stages_a_0", "stages_a_1", "stages_b_0"}
+    assert converted(light.apply, params, X) == names
