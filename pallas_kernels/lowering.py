@@ -149,8 +149,9 @@ class _Launch:
             module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
         try:
             return _read(module)
-        except _Unexpected as why:
-            _warn(f"kernels are lowered again at every call: {why}")
+        # A later version of JAX may have other attributes, and other types of them.
+        except Exception as error:
+            _warn(f"kernels are lowered again at every call: {error!s:.200}")
             return None
 
 
@@ -281,15 +282,17 @@ def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
     )
     if hashlib.sha256(kernel).digest() != digest:
         raise _Unexpected("a kernel's hash is not the SHA-256 of its bytes")
-    kernel = _stripped(kernel)
+    kernel = _stripped(kernel, config.context)
     hashed = {"kernel_hash": hashlib.sha256(kernel).digest(), "module": kernel}
     return hashed | dict.fromkeys(sorted(_FLAGS), False)
 
 
-def _stripped(kernel: bytes) -> bytes:
-    """Returns the bytecode of a kernel without locations and counted names."""
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True
+def _stripped(kernel: bytes, context: ir.Context) -> bytes:
+    """Returns the bytecode of a kernel without locations and counted names.
+
+    `context` has Mosaic's types.
+    """
+    context.allow_unregistered_dialects = True  # Bytecode has operations of no dialect.
     written = io.BytesIO()
     with context:
         module = ir.Module.parse(kernel).operation
