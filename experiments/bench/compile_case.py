@@ -7,6 +7,7 @@ prints a JSON object.
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import re
 import resource
@@ -50,6 +51,8 @@ _SIZES = {
     "kv_heads": 32,
     "head_dim": 128,
 }
+# The number of equal layers that are traced after the first one.
+_FURTHER = 8
 _PACKAGES = ("coat_jax", "pallas_kernels")
 
 
@@ -85,7 +88,7 @@ def for_hopper() -> Iterator[None]:
         device_kind="NVIDIA H200",
         core_count=132,
     )
-    with mock.patch.object(dispatch, "_device", lambda: device):
+    with mock.patch.object(dispatch, "_device", return_value=device):
         yield
 
 
@@ -161,33 +164,39 @@ def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def traces(shape: Shape) -> dict[str, Any]:
-    """Traces a layer, an equal one, and another, whose functions are counted."""
-    further = _trace_s("both", shape, times=2)
-    shorter = Shape(**{name: getattr(shape, name) for name in _SIZES} | {"seq": 128})
+    """Times traces of a layer and of equal ones after it, and counts its functions.
+
+    The functions are counted in a trace of another length, which reuses no trace.
+    """
+    _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
+    first, further = _trace_s("both", shape, [1, _FURTHER])
     with counted() as functions:
-        _trace_s("both", shorter, times=1)
+        _trace_s("both", dataclasses.replace(shape, seq=shape.seq // 2), [1])
     return {
-        "first_trace_s": further[0],
-        "further_trace_s": further[1],
+        "first_trace_s": first,
+        "further_trace_s": further / _FURTHER,
         "functions": len(functions),
         "files": len({file for file, _, _ in functions}),
     }
 
 
-def _trace_s(case: str, shape: Shape, times: int) -> list[float]:
-    """Returns the seconds of traces of equal layers, forward and backward.
-
-    A trace in BF16 comes first, so that JAX has loaded what it needs for any layer.
-    """
+def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
+    """Returns the seconds that gradients of so many unrolled layers take to trace."""
+    layer, params = foreign.case_of("llama", case, shape)
     seconds = []
-    with for_hopper():
-        for named in ["bf16", *[case] * times]:
-            layer, params = foreign.case_of("llama", named, shape)
-            step = partial(foreign.forward_backward, layer)
+    for count in layers:
+
+        def unrolled(params, x):
+            for each in params:
+                x = layer(each, x)
+            return x
+
+        step = partial(foreign.forward_backward, unrolled)
+        with for_hopper():
             start = time.perf_counter()
-            jax.jit(step).trace(params, shape.input(), shape.input())
+            jax.jit(step).trace([params] * count, shape.input(), shape.input())
             seconds.append(time.perf_counter() - start)
-    return seconds[1:]
+    return seconds
 
 
 @contextlib.contextmanager
