@@ -377,10 +377,22 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
     taken_specs = call.specs(call.operands, split, specs)
     (taken,) = placed(args, taken_specs)
     returned = placed(results, call.specs(call.results, split, wanted_specs))
-    part = functools.partial(
-        call.part, mesh=mesh, split=split, taken=taken_specs, wanted=wanted_specs
-    )
+    specs = tuple(taken_specs), tuple(wanted_specs)
+    part = functools.partial(_part, call, mesh, tuple(split.items()), *specs)
     return mesh, part, returned, (taken,)
+
+
+# XLA asks for the parts of each operation of a program. `jit` traces equal ones once.
+@functools.partial(jax.jit, static_argnums=range(5))
+def _part(
+    call: _Call,
+    mesh: Mesh,
+    split: tuple[tuple[str, tuple[str, ...]], ...],
+    taken: tuple[P, ...],
+    wanted: tuple[P, ...],
+    arrays: tuple,
+) -> Any:
+    return call.part(arrays, mesh, dict(split), taken, wanted)
 
 
 def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:

@@ -144,14 +144,24 @@ def compiled(
     fn: Callable, *args: Any, options: dict[str, Any] | None = None
 ) -> jax.stages.Compiled:
     """Compiles fn(*args) for abstract arrays, with compiler options of XLA."""
+    with targeted():
+        return compiled_on_mesh(fn, *on_one_gpu(args), options=options)
+
+
+def on_one_gpu[Tree](arrays: Tree) -> Tree:
+    """Returns abstract arrays of one H200."""
     sharding = SingleDeviceSharding(*_devices(1))
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays
+    )
 
-    def placed(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
-    args = jax.tree.map(placed, args)
+@contextlib.contextmanager
+def targeted() -> Iterator[None]:
+    """Traces, lowers and compiles for arrays of one H200 in this context."""
+    _put_assembler_first()
     with use_abstract_mesh(_MESH):
-        return compiled_on_mesh(fn, *args, options=options)
+        yield
 
 
 def _devices(count: int) -> list[Any]:

@@ -6,16 +6,21 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import lowering
 
-def kernel(body: Callable, **options: Any) -> Callable:
-    """Wraps `plgpu.kernel` so that indices have 32 bits even if JAX defaults to 64."""
-    launch = plgpu.kernel(body, **options)
+
+def kernel(body: Callable, *, kernel_name: str, **options: Any) -> Callable:
+    """Wraps `plgpu.kernel` so that its kernel is lowered once in a process.
+
+    Indices have 32 bits even if JAX defaults to 64.
+    """
+    launch = plgpu.kernel(body, kernel_name=kernel_name, **options)
 
     def run(*operands):
         with jax.enable_x64(False):
             return launch(*operands)
 
-    return run
+    return lowering.once(run, kernel_name)
 
 
 def store(ref: Any, value: jax.Array) -> None:

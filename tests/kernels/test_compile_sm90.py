@@ -175,7 +175,7 @@ def test_a_foreign_gate_saves_kernels_and_memory(monkeypatch):
         return sm90.compiled(step, params, x, x, options=OPTIONS)
 
     merged, apart = compiled(), compiled(where=lambda residual: True)
-    named = r'custom-call\(.*op_name="[^"]*/(\w+)/mpmd_map"'
+    named = r'custom-call\(.*op_name="[^"]*/(\w+)/kernel"'
     kernels = [Counter(re.findall(named, p.as_text())) for p in (merged, apart)]
     assert kernels[0]["gated"] == kernels[0]["gated_grad"] == 1
     assert not kernels[1]["gated"]

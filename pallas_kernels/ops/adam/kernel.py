@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, lowering
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.adam.reference import GROUP, Moments
 from pallas_kernels.ops.adam.tile import (
@@ -132,13 +132,16 @@ def run(
             starts = [*range(done, rows - TILE, TILE), rows - TILE]
             launch(functools.partial(direct, starts=starts), n // width, *arrays)
 
+    def updated(state, reads):
+        return pl.run_state(lambda refs: launches(refs, *reads))(state)
+
     @jax.custom_batching.sequential_vmap
     def in_place(*arrays):
         # XLA fuses slices with the operations that read or write them. In a loop it
         # would fuse a kernel, too, and forget which operands alias its results. The
         # barriers prevent that.
         state, *reads = lax.optimization_barrier(arrays)
-        state = pl.run_state(lambda refs: launches(refs, *reads))(state)
+        state = lowering.once(updated, "adam")(state, reads)
         return lax.optimization_barrier(state)
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params

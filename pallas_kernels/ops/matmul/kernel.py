@@ -34,6 +34,8 @@ from pallas_kernels.ops.matmul.tile import Tile
 from pallas_kernels.ops.matmul.walk import Stages, Walk
 
 
+# `jit` traces the kernel once for all calls with the same shapes.
+@functools.partial(jax.jit, static_argnames=("product", "tuning", "sms"))
 def run(
     product: Product,
     a: Array,

@@ -1,0 +1,227 @@
+"""One measurement of `experiments.bench.compile`, in a process of its own.
+
+    python -m experiments.bench.compile_case '{"case": "both", "gpus": 1, ...}'
+
+prints a JSON object.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from experiments.bench import foreign
+from experiments.common import sm90
+from experiments.common.layer_cases import Shape
+from experiments.common.timing import OPTIONS
+from pallas_kernels import dispatch
+
+STAGES = ("trace", "lower", "compile")
+_matmuls = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+_remat = partial(jax.checkpoint, policy=_matmuls)
+# A case of `bench.foreign`, a wrapper of the layer, and an optimizer.
+CASES: dict[str, tuple[str, Callable, Callable]] = {
+    "both": ("both", lambda layer: layer, coat.fp8_adamw),
+    "bf16": ("bf16", lambda layer: layer, optax.adamw),
+    "bf16, remat": ("bf16", _remat, optax.adamw),
+}
+_SIZES = {
+    "hidden": 4096,
+    "seq": 2048,
+    "batch": 4,
+    "intermediate": 11_008,
+    "kv_heads": 32,
+    "head_dim": 128,
+}
+# The number of equal layers that are traced after the first one.
+_FURTHER = 8
+_PACKAGES = ("coat_jax", "pallas_kernels")
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Adds the sizes of a layer to a command line."""
+    for name, default in _SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+
+
+def sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Returns the sizes of a layer from a command line; `batch` is for each GPU."""
+    return {name: getattr(args, name) for name in _SIZES}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures the case in the only argument, a JSON object."""
+    (text,) = sys.argv[1:] if argv is None else argv
+    options = json.loads(text)
+    shape = Shape(**{name: options[name] for name in _SIZES})
+    if options["case"] == "trace":
+        row = traces(shape)
+    else:
+        row = compiled(options["case"], shape, options["gpus"], options["layers"])
+    print(json.dumps(row))
+
+
+@contextlib.contextmanager
+def for_hopper() -> Iterator[None]:
+    """Chooses kernels as on an H200, without a GPU."""
+    device = SimpleNamespace(
+        platform="gpu",
+        compute_capability="9.0",
+        device_kind="NVIDIA H200",
+        core_count=132,
+    )
+    with mock.patch.object(dispatch, "_device", return_value=device):
+        yield
+
+
+def compiled(case: str, shape: Shape, gpus: int, layers: int) -> dict[str, Any]:
+    """Compiles a training step, and returns CPU seconds and numbers of kernels."""
+    mesh = sm90.mesh_of((gpus,), ("fsdp",)) if gpus > 1 else None
+    on_one = sm90.targeted() if mesh is None else contextlib.nullcontext()
+    with for_hopper(), on_one:
+        function, arguments = step(case, shape, layers, mesh)
+        counters = [_cpu_s()]
+        traced = jax.jit(function, donate_argnums=(0, 1)).trace(*arguments)
+        counters.append(_cpu_s())
+        lowered = traced.lower(lowering_platforms=("cuda",))
+        counters.append(_cpu_s())
+        program = lowered.compile(OPTIONS)
+        counters.append(_cpu_s())
+    seconds = np.diff(counters)
+    row = {f"{stage}_cpu_s": s for stage, s in zip(STAGES, seconds, strict=True)}
+    return row | {"cpu_s": counters[-1] - counters[0]} | kernels(program.as_text())
+
+
+def kernels(text: str) -> dict[str, int]:
+    """Returns the number of kernel calls of a program, and of different kernels."""
+    hashes = re.findall(r'"mosaic_gpu_v2".*?kernel_hash = "(.*?)", module', text)
+    return {"kernel_calls": len(hashes), "kernels": len(set(hashes))}
+
+
+def step(
+    case: str, shape: Shape, layers: int, mesh: Mesh | None
+) -> tuple[Callable, tuple[Any, ...]]:
+    """Returns a training step and its abstract arguments on one GPU or on a mesh."""
+    named, wrap, optimizer = CASES[case]
+    layer, params = foreign.case_of("llama", named, shape)
+    layer, tx = wrap(layer), optimizer(1e-4)
+    params = [params] * layers
+    state = jax.eval_shape(tx.init, params)
+    x = shape.input()
+
+    def loss(params, x):
+        for each in params:
+            x = layer(each, x)
+        return jnp.square(x.astype(jnp.float32)).mean()
+
+    def update(params, state, x):
+        grads = jax.grad(loss)(params, x)
+        if case == "both":
+            return coat.fused_update(tx, grads, state, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    if mesh is None:
+        return update, sm90.on_one_gpu((params, state, x))
+    shardings = jax.tree.map(lambda p: _split(mesh, p), params)
+    states = jax.tree.map(lambda s: _split(mesh, s), state)
+    if case == "both":
+        states = coat.opt_state_sharding(tx, params, shardings)
+    x = jax.ShapeDtypeStruct((mesh.size * x.shape[0], *x.shape[1:]), x.dtype)
+    arrays = (params, state, x)
+    split = (shardings, states, NamedSharding(mesh, P("fsdp")))
+    return update, jax.tree.map(_placed, arrays, split)
+
+
+def _split(mesh: Mesh, x: Any) -> NamedSharding:
+    """Returns a sharding along the longest axis of a matrix."""
+    spec = [None] * x.ndim
+    if x.ndim > 1:
+        spec[int(np.argmax(x.shape))] = "fsdp"
+    return NamedSharding(mesh, P(*spec))
+
+
+def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def traces(shape: Shape) -> dict[str, Any]:
+    """Times traces of a layer and of equal ones after it, and counts its functions.
+
+    The functions are counted in a trace of another length, which reuses no trace.
+    """
+    _trace_s("bf16", shape, [1])  # JAX loads what any layer needs.
+    first, further = _trace_s("both", shape, [1, _FURTHER])
+    with counted() as functions:
+        _trace_s("both", dataclasses.replace(shape, seq=shape.seq // 2), [1])
+    return {
+        "first_trace_s": first,
+        "further_trace_s": further / _FURTHER,
+        "functions": len(functions),
+        "files": len({file for file, _, _ in functions}),
+    }
+
+
+def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
+    """Returns the seconds that gradients of so many unrolled layers take to trace."""
+    layer, params = foreign.case_of("llama", case, shape)
+    seconds = []
+    for count in layers:
+
+        def unrolled(params, x):
+            for each in params:
+                x = layer(each, x)
+            return x
+
+        step = partial(foreign.forward_backward, unrolled)
+        with for_hopper():
+            start = time.perf_counter()
+            jax.jit(step).trace([params] * count, shape.input(), shape.input())
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[set[tuple[str, int, str]]]:
+    """Collects the functions of this library that run: file, line and name."""
+    functions = set()
+    folders = tuple(str(Path(sys.modules[n].__file__).parent) for n in _PACKAGES)
+
+    def seen(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(folders):
+            functions.add((code.co_filename, code.co_firstlineno, code.co_qualname))
+
+    sys.setprofile(seen)
+    try:
+        yield functions
+    finally:
+        sys.setprofile(None)
+
+
+def _cpu_s() -> float:
+    """Returns the CPU seconds of this process and of its children that ended."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,355 @@
+"""Kernels that are lowered once in a process, wherever a program calls them.
+
+JAX lowers a Pallas kernel again for every program, and on a mesh again for every call:
+XLA's partitioner lowers each partitioned operation by itself. This takes 0.3 s of
+Python. Here a kernel is one primitive of the traced program. Its first lowering keeps
+the custom call that Pallas emits, and all later ones emit the same custom call again.
+
+The kernel in a custom call is MLIR's bytecode with a hash. XLA assembles kernels of the
+same hash once. So numbers of lines, paths, and JAX's count of kernels, which differ
+between equal kernels and between checkouts, are removed from the bytecode. Profiles
+show the names of kernels, but no source lines.
+
+Nothing documented says how Pallas emits custom calls. What is not as expected here is
+lowered in JAX's own way, with one warning.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import io
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core
+from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import batching, mlir
+from jax.sharding import AbstractMesh
+
+_TARGET = "mosaic_gpu_v2"
+# The attributes of a custom call, and of its configuration, that are called again. All
+# flags of a configuration are about kernels that communicate, which these do not.
+_ATTRIBUTES = {
+    "api_version",
+    "backend_config",
+    "call_target_name",
+    "called_computations",
+    "has_side_effect",
+    "mhlo.backend_config",
+    "operand_layouts",
+    "output_operand_aliases",
+    "result_layouts",
+}
+_FLAGS = {"skip_device_barrier", "use_custom_barrier", "uses_xla_collective_metadata"}
+_DTYPES = {
+    "bf16": jnp.bfloat16,
+    "f16": jnp.float16,
+    "f32": jnp.float32,
+    "f8E4M3FN": jnp.float8_e4m3fn,
+    "f8E5M2": jnp.float8_e5m2,
+    "i8": jnp.int8,
+    "i32": jnp.int32,
+    "ui8": jnp.uint8,
+    "ui32": jnp.uint32,
+}
+# JAX 0.11 counts kernels in the name of files that they are dumped to.
+_COUNTED = "mosaic_gpu.dump_basename"
+
+
+class _Unexpected(Exception):
+    """Raised where a lowered kernel is not as this file expects it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A custom call to a kernel.
+
+    Attributes:
+      operands: The positions of its operands among the values of the program: first
+        the program's operands, then the results of its calls.
+      takes: The types of its operands.
+      returns: The types of its results.
+      aliases: The positions of operands that are overwritten, and of their results.
+      config: The kernel, its hash, and flags.
+    """
+
+    operands: tuple[int, ...]
+    takes: tuple[jax.core.ShapedArray, ...]
+    returns: tuple[jax.core.ShapedArray, ...]
+    aliases: Mapping[int, int]
+    config: Mapping[str, bytes | bool]
+
+    def emit(self, ctx: Any, values: Sequence[Any]) -> Sequence[Any]:
+        """Writes the call into the module that is being lowered."""
+        rule = jax.ffi.ffi_lowering(
+            _TARGET, operand_output_aliases=dict(self.aliases), has_side_effect=False
+        )
+        types = {"avals_in": self.takes, "avals_out": self.returns}
+        operands = (values[j] for j in self.operands)
+        return rule(ctx.replace(**types), *operands, **self.config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Calls:
+    """The custom calls of a launch, and the positions of its results among values."""
+
+    calls: tuple[_Call, ...]
+    results: tuple[int, ...]
+
+    def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
+        """Writes all calls into the module that is being lowered."""
+        values = list(operands)
+        for call in self.calls:
+            values += call.emit(ctx, values)
+        return [values[j] for j in self.results]
+
+
+class _Launch:
+    """A traced function that does nothing but run kernels.
+
+    Attributes:
+      program: The traced function.
+      name: The kernels' name.
+    """
+
+    def __init__(self, program: core.ClosedJaxpr, name: str):
+        self.program = program
+        self.name = name
+        self._lock = threading.Lock()
+        self._lowered: dict[Any, _Calls | None] = {}
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def function(self) -> Callable:
+        """The function of the program's operands that returns a list."""
+        return core.jaxpr_as_fun(self.program)
+
+    def calls(self) -> _Calls | None:
+        """Returns the custom calls; None if they are not as expected."""
+        # Kernels depend on the GPU that they are compiled for.
+        target = jax.sharding.get_abstract_mesh().abstract_device
+        with self._lock:
+            if target not in self._lowered:
+                self._lowered[target] = self._calls()
+            return self._lowered[target]
+
+    def _calls(self) -> _Calls | None:
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.in_avals]
+        with _alone():
+            traced = jax.jit(self.function).trace(*shapes)
+            module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+        try:
+            return _read(module)
+        # A later version of JAX may have other attributes, and other types of them.
+        except Exception as error:
+            _warn(f"kernels are lowered again at every call: {error!s:.200}")
+            return None
+
+
+def once(launch: Callable, name: str) -> Callable:
+    """Wraps a function that does nothing but run kernels, so that it is lowered once.
+
+    JAX must keep its trace: a function that is traced again is lowered again.
+
+    Args:
+      launch: A function of arrays. If a caller traces it with references to arrays, or
+        in Pallas's interpret mode, it is called as it is.
+      name: The name of the operation in profiles.
+    """
+
+    def run(*operands):
+        leaves, tree = jax.tree.flatten(operands)
+        if not all(isinstance(x, (jax.Array, np.ndarray)) for x in leaves):
+            return launch(*operands)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+        with _alone():
+            trace = jax.make_jaxpr(
+                lambda *leaves: launch(*tree.unflatten(leaves)), return_shape=True
+            )
+            program, out = trace(*shapes)
+        if program.consts or program.effects or _is_interpreted(program.jaxpr):
+            return launch(*operands)
+        with jax.named_scope(name):
+            results = _KERNEL.bind(*leaves, launch=_Launch(program, name))
+        return jax.tree.structure(out).unflatten(results)
+
+    return run
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Traces and lowers for the arrays of one device, with indices of 32 bits."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    alone = AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(alone), jax.enable_x64(False):
+        yield
+
+
+def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
+    """Returns whether a program has a kernel that is interpreted."""
+    return any(
+        eqn.params.get("interpret")
+        or any(map(_is_interpreted, core.jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _read(module: ir.Module) -> _Calls:
+    """Returns the custom calls of a lowered launch.
+
+    Raises:
+      _Unexpected: If it has other operations, or calls that are not as expected.
+    """
+    functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
+    calls: list[_Call] = []
+    count = len(functions["main"].regions[0].blocks[0].arguments)
+
+    def results(function: str, operands: Sequence[int]) -> list[int]:
+        """Reads a function, and returns the positions of its results."""
+        (block,) = functions[function].regions[0].blocks
+        positions = dict(zip(block.arguments, operands, strict=True))
+        for op in block.operations:
+            at = tuple(positions[x] for x in op.operands)
+            match op.operation.name:
+                case "func.return":
+                    return list(at)
+                case "func.call":
+                    out = results(op.attributes["callee"].value, at)
+                case "stablehlo.custom_call":
+                    calls.append(_call(op, at))
+                    first = count + sum(len(call.returns) for call in calls[:-1])
+                    out = range(first, first + len(op.results))
+                case name:
+                    raise _Unexpected(f"{name} stands beside a kernel")
+            positions |= dict(zip(op.results, out, strict=True))
+        raise _Unexpected("a function has no end")
+
+    positions_of_results = tuple(results("main", range(count)))
+    return _Calls(tuple(calls), positions_of_results)
+
+
+def _call(op: Any, operands: tuple[int, ...]) -> _Call:
+    """Returns a custom call that was read, to be called again."""
+    attributes = {name: op.attributes[name] for name in op.attributes}
+    if attributes.keys() != _ATTRIBUTES:
+        raise _Unexpected(f"a custom call has attributes {sorted(attributes)}")
+    target = attributes["call_target_name"].value
+    if target != _TARGET or attributes["has_side_effect"].value:
+        raise _Unexpected(f"a kernel is a custom call to {target}")
+    takes, returns = (tuple(map(_aval, values)) for values in (op.operands, op.results))
+    for name, types in (("operand_layouts", takes), ("result_layouts", returns)):
+        layouts = [[int(axis) for axis in layout] for layout in attributes[name]]
+        if layouts != [list(range(x.ndim))[::-1] for x in types]:
+            raise _Unexpected(f"{name} of a kernel are {layouts}")
+    config = _config(attributes["mhlo.backend_config"])
+    aliases = dict(map(_alias, attributes["output_operand_aliases"]))
+    return _Call(operands, takes, returns, aliases, config)
+
+
+def _aval(value: Any) -> jax.core.ShapedArray:
+    shape, dtype = value.type.shape, str(value.type.element_type)
+    if dtype not in _DTYPES:
+        raise _Unexpected(f"a kernel has an array of {dtype}")
+    return jax.core.ShapedArray(shape, _DTYPES[dtype])
+
+
+def _alias(attribute: ir.Attribute) -> tuple[int, int]:
+    """Returns the position of an operand that is overwritten, and of its result."""
+    alias = stablehlo.OutputOperandAlias(attribute)
+    # JAX writes no position for an only result.
+    (result,) = alias.output_tuple_indices or [0]
+    return alias.operand_index, result
+
+
+def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
+    """Returns the kernel, its hash and flags, without what differs in equal kernels."""
+    attributes = {entry.name: entry.attr for entry in config}
+    if attributes.keys() != _FLAGS | {"kernel_hash", "module"}:
+        raise _Unexpected(f"a kernel has attributes {sorted(attributes)}")
+    if any(attributes[name].value for name in _FLAGS):
+        raise _Unexpected("a kernel communicates")
+    kernel, digest = (
+        attributes[name].value_bytes for name in ("module", "kernel_hash")
+    )
+    if hashlib.sha256(kernel).digest() != digest:
+        raise _Unexpected("a kernel's hash is not the SHA-256 of its bytes")
+    kernel = _stripped(kernel, config.context)
+    hashed = {"kernel_hash": hashlib.sha256(kernel).digest(), "module": kernel}
+    return hashed | dict.fromkeys(sorted(_FLAGS), False)
+
+
+def _stripped(kernel: bytes, context: ir.Context) -> bytes:
+    """Returns the bytecode of a kernel without locations and counted names.
+
+    `context` has Mosaic's types.
+    """
+    context.allow_unregistered_dialects = True  # Bytecode has operations of no dialect.
+    written = io.BytesIO()
+    with context:
+        module = ir.Module.parse(kernel).operation
+        if isinstance(module.attributes.get(_COUNTED), ir.StringAttr):
+            module.attributes[_COUNTED] = module.attributes["sym_name"]
+        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
+        module.write_bytecode(written, desired_version=0)
+    return written.getvalue()
+
+
+@functools.cache
+def _warn(message: str) -> None:
+    """Warns, once in a process."""
+    warnings.warn(message, stacklevel=2)
+
+
+def _lower_again(ctx: Any, *operands: Any, launch: _Launch) -> Any:
+    """Lowers a launch in JAX's own way."""
+    rule = mlir.lower_fun(launch.function, multiple_results=True)
+    return rule(ctx, *operands)
+
+
+def _lower_once(ctx: Any, *operands: Any, launch: _Launch) -> Any:
+    """Lowers a launch for a GPU, at its first call, or emits its calls again."""
+    # Exported programs have an older form of kernels, for later versions of JAX.
+    calls = None if ctx.is_forward_compat() else launch.calls()
+    if calls is None:
+        return _lower_again(ctx, *operands, launch=launch)
+    return calls.emit(ctx, operands)
+
+
+def _batched(operands: Sequence[Any], axes: Sequence[Any], *, launch: _Launch) -> Any:
+    """Runs a launch with a further axis, as Pallas maps its kernels."""
+    mapped = jax.vmap(launch.function, in_axes=tuple(axes))
+    results = once(mapped, launch.name)(*operands)
+    return results, [0] * len(results)
+
+
+def _kernel_primitive() -> core.Primitive:
+    primitive = core.Primitive("kernel")
+    primitive.multiple_results = True
+
+    def run(*operands, launch):
+        return jax.jit(lambda *operands: primitive.bind(*operands, launch=launch))(
+            *operands
+        )
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(
+        lambda *_, launch: [
+            jax.core.ShapedArray(x.shape, x.dtype) for x in launch.program.out_avals
+        ]
+    )
+    mlir.register_lowering(primitive, _lower_again)
+    mlir.register_lowering(primitive, _lower_once, platform="cuda")
+    batching.primitive_batchers[primitive] = _batched
+    return primitive
+
+
+_KERNEL = _kernel_primitive()
