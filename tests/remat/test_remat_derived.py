@@ -286,8 +286,8 @@ def scaled_before(x, shift):
 @pytest.mark.parametrize(
     "fn", [shifted, centered, centered_by_a_number, squared, factored, scaled_before]
 )
+def test_what_may_cancel_has_a_copy(fn):
     """The rounding errors of a copy of x could be all there is in sums with constants.
-    """In sums with constants the rounding errors of a copy of x could be all there is.
 
     The numbers are all near 30, and each sum is near zero.
     """
