@@ -1,4 +1,4 @@
-"""One measurement of `experiments.bench.compile`, in a process of its own.
+"""Measures one case of `experiments.bench.compile`, in a process of its own.
 
     python -m experiments.bench.compile_case '{"case": "both", "gpus": 1, ...}'
 
