@@ -142,6 +142,11 @@ def counted() -> Iterator[None]:
         yield
 
 
+def is_explaining() -> bool:
+    """Returns whether `explain` is tracing a function."""
+    return _made.get() is not None
+
+
 class Operation(abc.ABC):
     """An operation: its definition in jnp, its kernel, and the axes of its arrays.
 

@@ -11,13 +11,13 @@ from functools import cache, partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.fp8.matmul import fp8_matmul
+from coat_jax.fp8.primitive import Types, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from pallas_kernels import array_types, dispatch
 
@@ -95,54 +95,42 @@ def fp8_dot_general(
     b = b.reshape(*batch, depth, math.prod(cols))
     # `explain` counts calls, also of functions that JAX has traced before.
     with dispatch.counted():
-        return fp8_dot_p.bind(a, b, dtype=jnp.dtype(dtype)).reshape(expected.shape)
-
-
-# The matmul x [*batch, m, k] times w [*batch, k, n], with results of `dtype`.
-fp8_dot_p = core.Primitive("fp8_dot")
+        (y,) = fp8_dot_p.bind(a, b, dtype=jnp.dtype(dtype))
+    return y.reshape(expected.shape)
 
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns the computation of `fp8_dot_p`, with its derivative."""
+    """Returns the matmul x [*batch, m, k] times w [*batch, k, n] in a list."""
 
     def fp8_dot(x, w):
         multiply = partial(fp8_matmul, dtype=dtype, contract=0)
         for _ in range(x.ndim - 2):
             multiply = jax.vmap(multiply)
-        return multiply(x, w)
+        return [multiply(x, w)]
 
     return jax.jit(fp8_dot)
 
 
-def _computed(x: Array, w: Array, *, dtype: jnp.dtype) -> Array:
-    return _jitted(dtype)(x, w)
-
-
 def _type_of_result(
     x: jax.core.ShapedArray, w: jax.core.ShapedArray, *, dtype: jnp.dtype
-) -> jax.core.ShapedArray:
+) -> Types:
     # Types have more than shapes and dtypes, such as the devices over which they vary.
-    (result,) = jax.make_jaxpr(_jitted(dtype))(x, w).out_avals
-    return result
+    batch = tuple(range(x.ndim - 2))
+    numbers = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
+    multiply = partial(
+        lax.dot_general, dimension_numbers=numbers, preferred_element_type=dtype
+    )
+    return jax.make_jaxpr(multiply)(x, w).out_avals
 
 
-def _differentiated(primals: list, tangents: list, *, dtype: jnp.dtype) -> tuple:
-    tangents = map(ad.instantiate_zeros, tangents)
-    return jax.jvp(_jitted(dtype), tuple(primals), tuple(tangents))
-
-
-def _mapped(operands: list, axes: list, *, dtype: jnp.dtype) -> tuple[Array, int]:
-    x, w = operands
+def _mapped(operands: list, axes: list, *, dtype: jnp.dtype) -> tuple[list, list[int]]:
     if None in axes:
-        return jax.vmap(_jitted(dtype), in_axes=tuple(axes))(x, w), 0
+        return jax.vmap(_jitted(dtype), in_axes=tuple(axes))(*operands), [0]
     # Every entry has its own scales, also those of batch axes.
     x, w = (jnp.moveaxis(a, axis, 0) for a, axis in zip(operands, axes, strict=True))
-    return fp8_dot_p.bind(x, w, dtype=dtype), 0
+    return fp8_dot_p.bind(x, w, dtype=dtype), [0]
 
 
-fp8_dot_p.def_impl(_computed)
-fp8_dot_p.def_abstract_eval(_type_of_result)
-ad.primitive_jvps[fp8_dot_p] = _differentiated
+fp8_dot_p = new_primitive("fp8_dot", _jitted, _type_of_result)
 batching.primitive_batchers[fp8_dot_p] = _mapped
-mlir.register_lowering(fp8_dot_p, mlir.lower_fun(_computed, multiple_results=False))

@@ -219,10 +219,10 @@ _products.defvjp(_products_fwd, _products_bwd)
 
 
 def gated_products(source, gate, up, down, *, norm, activation, inner, dtype, adds):
-    """Computes `_gated_products` of a source with any leading axes."""
+    """Computes `_gated_products` of a source with any leading axes, in a list."""
     options = norm, activation, inner, dtype, adds
     operands = array_types.varying_alike((_in_rows(source), gate, up, down))
-    return _gated_products(*operands, *options)
+    return [_gated_products(*operands, *options)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7, 8))
@@ -319,10 +319,10 @@ _gated_products.defvjp(_gated_fwd, _gated_bwd)
 
 
 def activated_product(x, w, other, *, activation, dtype):
-    """Computes `_activated_product` of arrays with any leading axes."""
+    """Computes `_activated_product` of arrays with any leading axes, in a list."""
     operands = x.reshape(-1, w[0].shape[0]), w, _as_rows(other, w)
     operands = array_types.varying_alike(operands)
-    return _activated_product(*operands, activation, dtype)
+    return [_activated_product(*operands, activation, dtype)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

@@ -9,6 +9,7 @@ or a gate before the matmuls, and adds biases and the residual stream after them
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.extend import core
 
 from coat_jax.fp8.dot_general import fp8_dot_p
 from coat_jax.fp8.fused import activated_product, gated_products, products
+from coat_jax.fp8.primitive import Types, new_primitive
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fusion.patterns import (
     Gate,
@@ -72,9 +74,12 @@ class FusedMatmul:
 
     @property
     def source(self) -> Source:
-        """The variables of the first matmuls' activations."""
-        first = (*self.pair, *self.calls)[0]
-        return Source(first.invars[0]) if self.norm is None else self.norm.source
+        """The variables of the activations, before a norm or an activation."""
+        if self.norm is not None:
+            return self.norm.source
+        if self.gate is not None and not self.pair:
+            return Source(*self.gate.operands)
+        return Source((*self.pair, *self.calls)[0].invars[0])
 
     @property
     def weights(self) -> list[tuple[core.Var, core.Var | None]]:
@@ -100,53 +105,62 @@ class FusedMatmul:
 
     def traced(self, saves: Saves) -> list[core.JaxprEqn]:
         """Returns the operations of the fused form, in the place of the last call."""
-        call, results = self._form(saves), self.results
-        marks = [marks_of(b.eqns) if b else () for b in self.biases]
+        form, operands = self._form(saves)
+        types = [call.outvars[0].aval for call in self.calls]
+        types += [] if self.passed is None else [self.passed.aval]
+        marks = [marks_of(bias.eqns) if bias else () for bias in self.biases]
         if self.total:
-            (bias,) = marks
-            marks = [(*bias, *marks_of(self.total.eqns))]
+            marks = [(*marks[0], *marks_of(self.total.eqns))]
+        leaves, tree = jax.tree.flatten(operands)
 
-        def marked(*operands):
-            ys = call(*operands)
+        def marked(*arrays):
+            ys = fused_p.bind(*arrays, form=form, tree=tree, types=tuple(types))
             for i, of_result in enumerate(marks):
                 for mark in of_result:
                     ys[i] = mark(ys[i])
-            return [y.reshape(v.aval.shape) for y, v in zip(ys, results, strict=True)]
+            pairs = zip(ys, self.results, strict=True)
+            return [y.reshape(v.aval.shape) for y, v in pairs]
 
+        closed = jax.make_jaxpr(marked)(*(v.aval for v in leaves))
+        eqns, _ = embedded(closed.jaxpr, leaves, self.results)
+        source_info = self.calls[0].source_info
+        return [eqn.replace(source_info=source_info) for eqn in eqns]
+
+    def _form(self, saves: Saves) -> tuple[Callable[..., list], tuple]:
+        """Returns the function of the matmuls, and the variables that it takes."""
         total = self.total and self.total.other
-        if self.gate is None or self.pair:
-            weights = [eqn.invars[1] for eqn in self._pair_in_order()]
-            operands = self.source, weights, self.weights, total
-        else:
-            operands = Source(self.gate.operands[0]), [], self.weights, total
-        return _traced(marked, operands, results, self.calls[0])
-
-    def _pair_in_order(self) -> list[core.JaxprEqn]:
-        """Returns the matmul of the gate, then that of up."""
-        by_result = {eqn.outvars[0]: eqn for eqn in self.pair}
-        return [by_result[v] for v in self.gate.operands] if self.pair else []
-
-    def _form(self, saves: Saves) -> Callable[..., list]:
-        """Returns the function of a source, weights of a pair, weights, and a sum."""
         norm = self.norm and Prologue(self.norm.norm, marks_of(self.norm.eqns), saves)
-        dtype = self.calls[0].params["dtype"]
-        passes = self.passed is not None
+        options: dict[str, Any] = {"dtype": self.calls[0].params["dtype"]}
         if self.gate is None:
-            options = {"norm": norm, "dtype": dtype, "passes": passes}
-            return lambda source, _, weights, total: [
-                *products(source, tuple(weights), total, **options)
-            ]
-        activation = Prologue(self.gate.activation, marks_of(self.gate.eqns), saves)
-        options = {"activation": activation, "dtype": dtype}
+            options |= {"norm": norm, "passes": self.passed is not None}
+            operands = self.source, tuple(self.weights), total
+            return partial(products, **options), operands
+        marks = marks_of(self.gate.eqns)
+        options["activation"] = Prologue(self.gate.activation, marks, saves)
+        (down,) = self.weights
         if not self.pair:
-            return lambda source, _, weights, total: [
-                activated_product(source.x, *weights, total, **options)
-            ]
+            return partial(activated_product, **options), (self.source.x, down, total)
         options |= {"norm": norm, "adds": self.total is not None}
         options["inner"] = self.pair[0].params["dtype"]
-        return lambda source, pair, weights, _: [
-            gated_products(source, *pair, *weights, **options)
-        ]
+        weights = {call.outvars[0]: call.invars[1] for call in self.pair}
+        gate, up = (weights[v] for v in self.gate.operands)
+        return partial(gated_products, **options), (self.source, gate, up, down)
+
+
+def _function(
+    form: Callable[..., list], tree: Any, types: Types
+) -> Callable[..., list[Any]]:
+    """Returns a form of fused matmuls as a function of arrays."""
+
+    def fused(*arrays):
+        ys = form(*jax.tree.unflatten(tree, arrays))
+        return [y.reshape(t.shape) for y, t in zip(ys, types, strict=True)]
+
+    return fused
+
+
+# The operation that a `FusedMatmul` becomes in a program.
+fused_p = new_primitive("fused_matmul", _function, lambda *_, types, **params: types)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -336,21 +350,3 @@ def _passed_on(
             invars = renamed(reader.invars, {x: node.passed})
             replaced[id(reader)] = [reader.replace(invars=invars)]
     return replaced
-
-
-def _traced(
-    call: Callable,
-    operands: Sequence[Any],
-    results: Sequence[core.Var],
-    like: core.JaxprEqn,
-) -> list[core.JaxprEqn]:
-    """Returns the operations of `call(*operands)`, for operands that are trees.
-
-    They have the place in the source of `like`.
-    """
-    leaves, tree = jax.tree.flatten(operands)
-    closed = jax.make_jaxpr(lambda *arrays: call(*tree.unflatten(arrays)))(
-        *(v.aval for v in leaves)
-    )
-    eqns, _ = embedded(closed.jaxpr, leaves, results)
-    return [eqn.replace(source_info=like.source_info) for eqn in eqns]
