@@ -142,6 +142,16 @@ def counted() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unexplained() -> Iterator[None]:
+    """Hides what is traced in this context from `explain`."""
+    token = _made.set(None)
+    try:
+        yield
+    finally:
+        _made.reset(token)
+
+
 def is_explaining() -> bool:
     """Returns whether `explain` is tracing a function."""
     return _made.get() is not None

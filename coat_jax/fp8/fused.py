@@ -21,10 +21,10 @@ from coat_jax.fp8.matmul import (
     matmul_codes,
     once,
     quantize_tensor,
-    quantize_tokens,
     tensor_scales,
 )
 from coat_jax.fp8.prologue import Source
+from coat_jax.fp8.source import in_rows, quantized_source, source_gradient
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2
@@ -32,7 +32,7 @@ from coat_jax.remat.notes import Note
 from pallas_kernels import Activation, Codes, Scaled, array_types
 from pallas_kernels.numerics import GROUP
 
-_GATE, _NORM = "the gradient of a gate", "the gradient of a norm"
+_GATE = "the gradient of a gate"
 ACTIVATIONS: dict[Activation, Callable] = {
     "silu": jax.nn.silu,
     "gelu": jax.nn.gelu,
@@ -55,7 +55,7 @@ def products(source, weights, other, *, norm, dtype, passes):
     if weights[0][0].ndim > 2:
         product = partial(product, other=None)
         return _batched(product, source.x)(source, weights)
-    return product(_in_rows(source), weights, _as_rows(other, weights[0]))
+    return product(in_rows(source), weights, _as_rows(other, weights[0]))
 
 
 def _batched(product: Callable, x: Array) -> Callable:
@@ -63,13 +63,6 @@ def _batched(product: Callable, x: Array) -> Callable:
     for _ in range(x.ndim - 2):
         product = jax.vmap(product)
     return product
-
-
-def _in_rows(source: Source) -> Source:
-    """Returns a source with its activations as [m, k], and its parameters as [k]."""
-    x, *columns = source
-    columns = (None if c is None else c.reshape(-1) for c in columns)
-    return Source(x.reshape(-1, x.shape[-1]), *columns)
 
 
 def _as_rows(x, weight):
@@ -96,7 +89,7 @@ def _products(source, weights, other, norm, dtype, passes):
 
 @array_types.on_common_mesh
 def _products_fwd(source, weights, other, norm, dtype, passes):
-    rows, saved = _read(source, norm)
+    rows, saved = quantized_source(source, norm)
     ys, w_scales = _forward(rows, weights, dtype, other)
     scales = *tensor_scales(rows), *w_scales
     results = *map(once, ys), *([source.x] if passes else [])
@@ -127,25 +120,6 @@ def _marked(x):
 
 def _if_marked(mark, x):
     return None if mark is None else x
-
-
-def _read(source, norm):
-    """Returns codes of activations with a scale per token, and what backward reads."""
-    x, scale, bias = source
-    if norm is None:
-        # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
-        return quantize_tokens(x), (x.astype(jnp.bfloat16), dtype_of(x))
-    copies = norm.saves == "copies"
-    with Note(f"{E4M3}, groups of {GROUP}", _NORM).scope():
-        out = kernels.norm(
-            *source, **norm.function._asdict(), scale="row", keep_groups=copies
-        )
-    # The matmuls of a forward pass that runs again read the codes.
-    rows = norm.named(Scaled(norm.constrained(out.y), out.scale))
-    # An outer `fp8_remat` saves integers exactly.
-    with Note(f"scales of groups of {GROUP}", _NORM).scope():
-        saved = jax.tree.map(scales_as_bits, out.groups) if copies else x
-    return rows, (saved, scale, bias)
 
 
 def _forward(rows, weights, dtype, add=None):
@@ -180,39 +154,12 @@ def _backward(residuals, gradients, norm, add=None):
         xq = quantize_tensor(x, E4M3, copies="transposed", scale=scale, after=last)
         source, xq = Source(dx), xq.transposed
     else:
-        source, xq = _norm_backward(saved, dx, scale, norm, add)
+        source, xq = source_gradient(saved, dx, scale, norm, add)
     dws = [
         matmul_codes(xq, dy.transposed, scale, dy.scale, dtype=w.dtype)
         for dy, w in zip(gradients, weights, strict=True)
     ]
     return source, tuple(dws)
-
-
-def _norm_backward(saved, dy, y_scale, norm, add):
-    """Returns the gradients of a norm's source, and transposed codes of its output.
-
-    The gradient of the norm's input is added to `add`, unless that is None.
-    """
-    x, scale, bias = saved
-    if norm.saves == "copies":
-        x = jax.tree.map(scales_as_bits, x)
-    options, biased = norm.function._asdict(), bias is not None
-    out = kernels.norm_grad(
-        *(x, norm.constrained(dy), scale),
-        **options,
-        with_bias=biased,
-        y_scale=None if biased else y_scale,
-        add=add,
-    )
-    y = out.y
-    if biased:
-        # The kernel of the gradient does not add biases.
-        y = kernels.norm(
-            x, scale, bias, **options, scale=y_scale, copies="transposed"
-        ).transposed
-    dscale = None if scale is None else out.dweight.astype(scale.dtype)
-    dbias = None if bias is None else out.dbias.astype(bias.dtype)
-    return Source(out.dx, dscale, dbias), y
 
 
 _products.defvjp(_products_fwd, _products_bwd)
@@ -221,7 +168,7 @@ _products.defvjp(_products_fwd, _products_bwd)
 def gated_products(source, gate, up, down, *, norm, activation, inner, dtype, adds):
     """Computes `_gated_products` of a source with any leading axes, in a list."""
     options = norm, activation, inner, dtype, adds
-    operands = array_types.varying_alike((_in_rows(source), gate, up, down))
+    operands = array_types.varying_alike((in_rows(source), gate, up, down))
     return [_gated_products(*operands, *options)]
 
 
@@ -240,7 +187,7 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
 
 @array_types.on_common_mesh
 def _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds):
-    rows, saved = _read(source, norm)
+    rows, saved = quantized_source(source, norm)
     pair, w_scales = _forward(rows, ((gate, None), (up, None)), inner)
     a, operands = _gate(tuple(pair), activation)
     (y,), (down_scale,) = _forward(a, (down,), dtype, source.x if adds else None)

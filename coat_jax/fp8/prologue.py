@@ -90,8 +90,9 @@ class Source(NamedTuple):
 
     Attributes:
       x: The array, or the norm's input.
-      scale: The weight that multiplies the normalized input, or None.
-      bias: The bias that is added then, or None.
+      scale: The weight that multiplies the normalized input, or None. It is a column
+        [n], or has a row [n] for each sequence.
+      bias: The bias that is added then, or None; of the same kind as the weight.
     """
 
     x: Any

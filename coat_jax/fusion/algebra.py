@@ -34,7 +34,8 @@ _MAX_FACTORS = 8
 
 # The axes of an array: "elements" are [..., n], "columns" are [n] or [1, ..., n],
 # "rows" are [..., 1], and "tokens" are [...], with a number for each row of elements.
-Layout = Literal["elements", "columns", "rows", "tokens"]
+# "vectors" are [batch, 1, n], with a row for all elements of a sequence.
+Layout = Literal["elements", "columns", "vectors", "rows", "tokens"]
 Role = Literal["argument", "parameter", "inner"]
 
 
@@ -177,7 +178,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
         inner = Term(1.0, x.term.factors)
         return _Value(Term(x.term.number, (("row sum", inner),)), "tokens")
     layouts = {value.layout for value in operands} - {None}
-    if len(layouts) > 1 and not layouts <= {"elements", "columns", "rows"}:
+    if len(layouts) > 1 and not layouts <= {"elements", "columns", "vectors", "rows"}:
         raise _UnknownError
     layout = layouts.pop() if len(layouts) == 1 else "elements" if layouts else None
     return _Value(_computed(eqn, [value.term for value in operands]), layout)
@@ -211,6 +212,8 @@ def _moved(
         raise _UnknownError
     if layout is None or old == new:
         return layout
+    if layout == "vectors":
+        raise _UnknownError
     if eqn.primitive.name == "reshape":
         if width is None or (layout == "elements" and old[-1:] == new[-1:]):
             return layout

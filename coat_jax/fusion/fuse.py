@@ -42,6 +42,7 @@ from coat_jax.programs.graph import (
 )
 from coat_jax.programs.primitives import all_eqns, variables
 from coat_jax.quantization.formats import E4M3, Format
+from pallas_kernels import dispatch
 from pallas_kernels.checks import WIDE
 from pallas_kernels.numerics import GROUP
 
@@ -121,7 +122,8 @@ class FusedMatmul:
             pairs = zip(ys, self.results, strict=True)
             return [y.reshape(v.aval.shape) for y, v in pairs]
 
-        closed = jax.make_jaxpr(marked)(*(v.aval for v in leaves))
+        with dispatch.unexplained():  # It runs later.
+            closed = jax.make_jaxpr(marked)(*(v.aval for v in leaves))
         eqns, _ = embedded(closed.jaxpr, leaves, self.results)
         source_info = self.calls[0].source_info
         return [eqn.replace(source_info=source_info) for eqn in eqns]

@@ -134,7 +134,7 @@ def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch
 
     def role_of(operand: core.Var) -> Role:
         if operand not in fixed:
-            return "argument"
+            return "parameter" if _is_vector(operand, y.aval) else "argument"
         is_column = _is_column(operand, width) and not is_number(operand, graph)
         return "parameter" if is_column else "inner"
 
@@ -154,6 +154,23 @@ def _is_column(v: core.Var, width: int) -> bool:
     return shape[-1:] == (width,) and math.prod(shape) == width
 
 
+def _is_vector(v: core.Var, like: jax.core.ShapedArray) -> bool:
+    """Returns whether a variable has a row for all elements of a sequence.
+
+    A diffusion transformer multiplies a norm by such an array, and adds another one.
+    """
+    shape = v.aval.shape
+    is_row = len(shape) > 2 and shape[-2:] == (1, *like.shape[-1:])
+    return is_row and v.aval.size < like.size
+
+
+def _fits(vector: core.Var, x: core.Var) -> bool:
+    """Returns whether the rows of a vector are for sequences of `x`."""
+    shape = vector.aval.shape
+    count = max((i + 1 for i, n in enumerate(shape[:-1]) if n > 1), default=0)
+    return len(shape) == x.aval.ndim and shape[:count] == x.aval.shape[:count]
+
+
 def _norm_between(
     y: core.Var, x: core.Var, columns: Collection[core.Var], eqns: Eqns
 ) -> tuple[Norm, Source] | None:
@@ -163,9 +180,14 @@ def _norm_between(
         return None
     if not any(eqn.primitive.name in ("rsqrt", "sqrt") for eqn in eqns):
         return None
+    if not all(_is_column(v, width) or _fits(v, x) for v in columns):
+        return None
     for names in itertools.permutations(("scale", "bias"), len(columns)):
         params = dict(zip(names, columns, strict=True))
-        layouts = {v: (name, "columns") for name, v in params.items()}
+        layouts = {
+            v: (name, "columns" if _is_column(v, width) else "vectors")
+            for name, v in params.items()
+        }
         term = term_of(eqns, y, {x: ("x", "elements"), **layouts}, width)
         if term is None:
             continue

@@ -1,0 +1,126 @@
+"""Tests of norms that a condition scales and shifts, as diffusion transformers have.
+
+The scale and the shift have a row for each sequence. Plain JAX is the oracle.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from helpers.dots import linear
+from helpers.gradients import FP8, saved, value_and_vjp
+from helpers.models import normal
+
+import pallas_kernels as pk
+from coat_jax import fp8_remat
+
+B, S, K = 4, 64, 128
+BF16 = jnp.bfloat16
+
+
+def layer(x):
+    return nn.LayerNorm(use_scale=False, use_bias=False, dtype=BF16).apply({}, x)
+
+
+def rms(x):
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(jnp.square(wide), -1, keepdims=True)
+    return (wide * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype)
+
+
+def both(x, c):
+    return layer(x) * (1 + c[:, None, :K]) + c[:, None, K:]
+
+
+def scaled(x, c):
+    return rms(x) * c[:, None, :K]
+
+
+def shifted(x, c):
+    return c[:, None, K:] + layer(x)
+
+
+def in_float32(x, c):
+    wide = c.astype(jnp.float32)[:, None]
+    return (layer(x) * wide[..., :K] + wide[..., K:]).astype(BF16)
+
+
+HITS = [both, scaled, shifted, in_float32]
+
+
+def by_tokens(x, c):
+    """A row for each token, the same in all sequences."""
+    return layer(x) * jnp.broadcast_to(c[0, :S, None], (S, 1)) + x[:1]
+
+
+def numbers(x, c):
+    """A number for each sequence."""
+    return layer(x) * c[:, None, :1]
+
+
+def other_sequences(x, c):
+    """Rows that are spread by hand before they are added."""
+    spread = jnp.broadcast_to(c[:, None, :K], (B, S, K))
+    return layer(x) + spread
+
+
+MISSES = [by_tokens, numbers, other_sequences]
+
+
+def block(norm):
+    def fn(weights, x, c):
+        h = norm(x, c)
+        return jnp.tanh(linear(h, weights[0])) * linear(h, weights[1])
+
+    return fn
+
+
+def given():
+    weights = [normal(i, K, K, scale=0.1, dtype=BF16) for i in range(2)]
+    x, c = normal(3, B, S, K, dtype=BF16), normal(4, B, 2 * K, dtype=BF16)
+    return weights, x, c, normal(5, B, S, K, dtype=BF16)
+
+
+def norms(fn, *args):
+    def run(*args):
+        y, pullback = jax.vjp(fn, *args)
+        return pullback(y)
+
+    choices = pk.explain(run, *args).choices
+    return {c.operation for c in choices} & {"norm", "norm_grad"}
+
+
+def assert_near(light, plain):
+    """Asserts an error that is small beside the norm of each array."""
+    for a, b in zip(*map(jax.tree.leaves, (light, plain)), strict=True):
+        a, b = (np.asarray(x, float) for x in (a, b))
+        assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b)
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("norm", HITS)
+def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
+    weights, x, c, dy = given()
+    fn = block(norm)
+    assert norms(fp8_remat(fn), weights, x, c) == {"norm", "norm_grad"}
+    copies = [r.shape for r in saved(fp8_remat(fn), weights, x, c) if r.dtype in FP8]
+    # Besides the norm's input there are the two results that are multiplied.
+    assert sorted(copies) == [(B, S, K), (B, S, K), (B * S, K)]
+    plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
+    assert_near(light, plain)
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("norm", MISSES)
+def test_other_arrays_are_no_modulation(norm):
+    weights, x, c, dy = given()
+    fn = block(norm)
+    operands = {
+        choice.arrays[:1]
+        for choice in pk.explain(fp8_remat(fn), weights, x, c).choices
+        if choice.operation == "norm"
+    }
+    assert not operands
+    plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
+    assert_near(light, plain)
