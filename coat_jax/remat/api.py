@@ -72,8 +72,9 @@ def fp8_remat[Target](
 
     The forward program is unchanged, but for matmuls of `fp8_dot_general`: those of one
     array are merged, and quantize it once, with a scale for each token. The gate of a
-    gated MLP between them is one kernel, and so is a norm before them. The activations
-    that autodiff saves take a tenth to a third of the bytes. The docstring of this
+    gated MLP between them is one kernel, and so is a norm before them, unless it has a
+    derivative rule of its own. No option below changes that. The activations that
+    autodiff saves take a tenth to a third of the bytes. The docstring of this
     module lists the format of each residual; `coat.residual_report` lists all saved
     arrays.
 

@@ -80,10 +80,15 @@ def foreign() -> str:
         f"sequence {shape['seq']:,}), times `bf16`, and what is saved. `both` is "
         "`coat.fp8_remat` around a layer whose `dot_general` is "
         "`coat.fp8_dot_general`, `attention again` has `rerun_attention=True`, and "
-        "`fp8` is the layer converted by `coat.fp8`."
+        "`fp8` is the layer converted by `coat.fp8`. `own layer` is this library's "
+        "layer in its `coat` recipe."
     )
     others = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
     return "\n".join([text, "", *_foreign(others), "", *_foreign(newest), ""])
+
+
+def _foreign_cell(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{_time(row)}, {row['saved_units']:.1f}U"
 
 
 def _foreign(results: dict[str, Any]) -> list[str]:
@@ -97,7 +102,6 @@ def _foreign(results: dict[str, Any]) -> list[str]:
         "| --- |" + " --- |" * len(cases),
     ]
     for layer in dict.fromkeys(layer for layer, _ in rows):
-        found = (rows[layer, case] for case in cases)
-        cells = [f"{_time(row)}, {row['saved_units']:.1f}U" for row in found]
+        cells = [_foreign_cell(rows.get((layer, case))) for case in cases]
         lines.append(f"| {layer} | {' | '.join(cells)} |")
     return lines
