@@ -7,6 +7,7 @@ a program, `fp8_dot_p`, by which `fp8_remat` knows it.
 import math
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from coat_jax.fp8.matmul import fp8_matmul
-from coat_jax.fp8.primitive import Types, new_primitive
+from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from pallas_kernels import array_types, dispatch
 
@@ -95,7 +96,7 @@ def fp8_dot_general(
     b = b.reshape(*batch, depth, math.prod(cols))
     # `explain` counts calls, also of functions that JAX has traced before.
     with dispatch.counted():
-        (y,) = fp8_dot_p.bind(a, b, dtype=jnp.dtype(dtype))
+        (y,) = _bound(a, b, jnp.dtype(dtype))
     return y.reshape(expected.shape)
 
 
@@ -124,12 +125,18 @@ def _type_of_result(
     return jax.make_jaxpr(multiply)(x, w).out_avals
 
 
-def _mapped(operands: list, axes: list, *, dtype: jnp.dtype) -> tuple[list, list[int]]:
+def _bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
+    return bind(fp8_dot_p, _jitted(dtype), x, w, dtype=dtype)
+
+
+def _mapped(
+    operands: list, axes: list, *, dtype: jnp.dtype, body: Any
+) -> tuple[list, list[int]]:
     if None in axes:
         return jax.vmap(_jitted(dtype), in_axes=tuple(axes))(*operands), [0]
     # Every entry has its own scales, also those of batch axes.
     x, w = (jnp.moveaxis(a, axis, 0) for a, axis in zip(operands, axes, strict=True))
-    return fp8_dot_p.bind(x, w, dtype=dtype), [0]
+    return _bound(x, w, dtype), [0]
 
 
 fp8_dot_p = new_primitive("fp8_dot", _jitted, _type_of_result)

@@ -12,7 +12,8 @@ import jax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_kernels import dispatch
+from coat_jax.programs.primitives import CLOSED
+from pallas_kernels import array_types, dispatch
 
 Types = Sequence[jax.core.ShapedArray]
 
@@ -33,20 +34,21 @@ def new_primitive(
     """
     primitive = core.Primitive(name)
     primitive.multiple_results = True
+    CLOSED.add(primitive)
 
-    def computed(*arrays, **params):
+    def computed(*arrays, body, **params):
         return function_of(**params)(*arrays)
 
-    def types(*arrays, **params):
+    def types(*arrays, body, **params):
         if dispatch.is_explaining():  # It lists what the function calls.
             jax.eval_shape(function_of(**params), *arrays)
         return list(types_of(*arrays, **params))
 
-    def differentiated(primals, tangents, **params):
+    def differentiated(primals, tangents, body, **params):
         tangents = tuple(map(ad.instantiate_zeros, tangents))
         return jax.jvp(function_of(**params), tuple(primals), tangents)
 
-    def mapped(arrays, axes, **params):
+    def mapped(arrays, axes, body, **params):
         results = jax.vmap(function_of(**params), in_axes=tuple(axes))(*arrays)
         return results, [0] * len(results)
 
@@ -56,3 +58,21 @@ def new_primitive(
     batching.primitive_batchers[primitive] = mapped
     mlir.register_lowering(primitive, mlir.lower_fun(computed, multiple_results=True))
     return primitive
+
+
+def bind(
+    primitive: core.Primitive,
+    function: Callable[..., list[Any]],
+    *arrays: Any,
+    **params,
+) -> list[Any]:
+    """Adds an operation that computes `function` to the program that is traced.
+
+    On a mesh it contains the traced function. JAX looks into operations for parts that
+    need to know the devices before they are lowered.
+    """
+    body = None
+    if array_types.mesh_of(arrays) is not None:
+        with dispatch.unexplained():
+            body = jax.make_jaxpr(function)(*arrays)
+    return primitive.bind(*arrays, body=body, **params)

@@ -18,7 +18,7 @@ from jax.extend import core
 
 from coat_jax.fp8.dot_general import fp8_dot_p
 from coat_jax.fp8.fused import activated_product, gated_products, products
-from coat_jax.fp8.primitive import Types, new_primitive
+from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.fp8.prologue import Prologue, Saves, Source
 from coat_jax.fusion.patterns import (
     Gate,
@@ -115,7 +115,8 @@ class FusedMatmul:
         leaves, tree = jax.tree.flatten(operands)
 
         def marked(*arrays):
-            ys = fused_p.bind(*arrays, form=form, tree=tree, types=tuple(types))
+            params = {"form": form, "tree": tree, "types": tuple(types)}
+            ys = bind(fused_p, _function(**params), *arrays, **params)
             for i, of_result in enumerate(marks):
                 for mark in of_result:
                     ys[i] = mark(ys[i])

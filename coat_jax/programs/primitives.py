@@ -97,6 +97,8 @@ def _entries() -> Iterator[tuple[str, Entry]]:
 
 
 TABLE = dict(_entries())
+# Operations of our own that count as one, whatever they contain.
+CLOSED: set[core.Primitive] = set()
 # Values pass through these unchanged, but for their places and their dtypes.
 _LAYOUT = frozenset({Kind.MARK, Kind.CAST, Kind.VIEW, Kind.SPREAD, Kind.CUT})
 # The guess of a length that `jax.export` leaves open.
@@ -174,7 +176,7 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 
     A partitioned operation is one, too. It contains only its definition.
     """
-    if eqn.primitive.name == "custom_partitioning":
+    if eqn.primitive.name == "custom_partitioning" or eqn.primitive in CLOSED:
         return True
     return eqn.primitive.name != "run_state" and any(
         isinstance(var.aval, AbstractRef)

@@ -257,6 +257,8 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
 
 def _name(eqn: core.JaxprEqn) -> str:
+    if launch := eqn.params.get("launch"):  # A kernel of `pallas_kernels`.
+        return launch.name
     name = eqn.params.get("name") if is_kernel(eqn) else None
     return name or eqn.primitive.name
 

@@ -87,7 +87,11 @@ def tokens():
 def fp8_parameters(fn, params) -> set[str]:
     """Returns the paths of the parameters that `fn(params)` casts to FP8."""
     leaves, tree = jax.tree.flatten(params)
-    jaxpr = jax.make_jaxpr(lambda *x: fn(jax.tree.unflatten(tree, x)))(*leaves).jaxpr
+
+    def forward(*leaves):
+        return jax.vjp(lambda *x: fn(jax.tree.unflatten(tree, x)), *leaves)[0]
+
+    jaxpr = jax.make_jaxpr(forward)(*leaves).jaxpr
     found = set()
     _follow(jaxpr, dict(zip(jaxpr.invars, shapes_of(params), strict=True)), found)
     return found

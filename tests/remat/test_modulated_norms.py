@@ -1,4 +1,4 @@
-"""Tests of norms that a condition scales and shifts, as diffusion transformers have.
+"""Tests of norms that a condition modulates, as in diffusion transformers.
 
 The scale and the shift have a row for each sequence. Plain JAX is the oracle.
 """
@@ -105,7 +105,7 @@ def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
     fn = block(norm)
     assert norms(fp8_remat(fn), weights, x, c) == {"norm", "norm_grad"}
     copies = [r.shape for r in saved(fp8_remat(fn), weights, x, c) if r.dtype in FP8]
-    # Besides the norm's input there are the two results that are multiplied.
+    # The others are the two results that are multiplied.
     assert sorted(copies) == [(B, S, K), (B, S, K), (B * S, K)]
     plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
     assert_near(light, plain)
