@@ -112,8 +112,9 @@ class Conversion:
         """Returns the operand that is a weight, 0 or 1, and why it stays as it is."""
         if eqn.primitive is fp8_dot_p:
             return 0, FP8_ALREADY
-        weights = [i for i, v in enumerate(eqn.invars) if sources.get(v)]
-        activations = [i for i, v in enumerate(eqn.invars) if v not in sources]
+        found = [_followed(v, sources) for v in eqn.invars]
+        weights = [i for i, paths in enumerate(found) if paths]
+        activations = [i for i, paths in enumerate(found) if paths is None]
         if len(weights) != 1 or len(activations) != 1:
             return 0, _operands(len(weights), len(activations))
         types = [v.aval for v in (*eqn.invars, *eqn.outvars)]
@@ -132,10 +133,10 @@ class Conversion:
 
     def _row(self, eqn: core.JaxprEqn, sources: Sources, reason: str) -> Matmul:
         left, right = eqn.invars
-        paths = sources.get(left, frozenset()) | sources.get(right, frozenset())
+        found = [_followed(v, sources) or frozenset() for v in (left, right)]
         return Matmul(
             block=self.where,
-            parameter=", ".join(sorted(paths)),
+            parameter=", ".join(sorted(frozenset().union(*found))),
             left=left.aval.shape,
             right=right.aval.shape,
             reason=reason,
@@ -191,6 +192,13 @@ def _sources(program: core.Jaxpr, params: Sources) -> Sources:
             union = frozenset().union(*(sources[v] for v in operands))
             sources |= dict.fromkeys(eqn.outvars, union)
     return sources
+
+
+def _followed(
+    operand: core.Var | core.Literal, sources: Sources
+) -> frozenset[str] | None:
+    """Returns the parameters that an operand follows from; None for activations."""
+    return sources.get(operand) if _is_var(operand) else frozenset()
 
 
 def _operands(weights: int, activations: int) -> str:

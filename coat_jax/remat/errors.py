@@ -5,8 +5,8 @@ are. Operations that amplify errors need exact operands. These are logarithms,
 exponentials other than exp(-x**2), and sums that may cancel, such as x - 30 of a copy
 of x. A sum cannot cancel if its operands have the same sign everywhere, as 1 and x**2
 do. Sums of numbers and bounded functions, such as 1 - tanh(x), have a small error
-beside these bounds. Constants may be added to a normalized array, because the error is
-small beside its unit variance.
+beside these bounds. Constants may be added to an array that is centered and normalized,
+because the error is small beside its unit variance.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -19,6 +19,7 @@ from jax.extend import core
 from coat_jax.programs.primitives import (
     Kind,
     entry_of,
+    has_pole,
     is_layout,
     kind_of,
     variables,
@@ -92,7 +93,7 @@ class Errors:
 
         Args:
           makers: The operation that computes each variable.
-          normalized: The arrays of unit variance; see `normalized_arrays`.
+          normalized: The centered arrays of unit variance; see `normalized_arrays`.
           group: The number of elements of a copy's group, which slices must not cut.
         """
         self._makers, self._normalized, self._group = makers, normalized, group
@@ -186,19 +187,63 @@ def normalized_arrays(
     statistics: Collection[core.Var],
     constants: Container[core.Var],
 ) -> set[core.Var]:
-    """Returns the products of an array with statistics of its rows, and constants."""
-    factors, normalized = set(statistics), set()
+    """Returns the products of a centered array, an inverse statistic, and constants.
+
+    The numbers of a centered array, such as x - mean(x), lie around zero. So a constant
+    that is added cannot cancel all of them.
+    """
+    makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
+    factors, inverse = set(statistics), set()
+    centered, normalized = set(), set()
     for eqn in program.eqns:
+        name = eqn.primitive.name
         varying = {v for v in variables(eqn.invars) if v not in constants}
-        if varying and varying <= factors and is_cheap(eqn):
+        others, by = varying - factors, varying & factors
+        if varying and not others and is_cheap(eqn):
             factors.update(eqn.outvars)
-        elif eqn.primitive.name == "mul" and varying & (factors | normalized):
-            is_scaled = not varying & normalized
-            if len(varying - factors - normalized) <= is_scaled:
-                normalized.update(eqn.outvars)
-        elif is_layout(eqn) and varying & normalized:
+            poles = (v for i, v in enumerate(eqn.invars) if has_pole(eqn, i))
+            if by & inverse or by & variables(poles):
+                inverse.update(eqn.outvars)
+        elif len(others) != 1:
+            continue
+        elif name == "sub" and by and by == variables(eqn.invars[1:]):
+            if _is_centered(*eqn.invars, makers, constants):
+                centered.update(eqn.outvars)
+        elif name == "mul" and by and by <= inverse and others <= centered:
             normalized.update(eqn.outvars)
+        elif is_layout(eqn) or (name == "mul" and not by and not _is_square(eqn)):
+            for kind in (centered, normalized):
+                if others <= kind:
+                    kind.update(eqn.outvars)
     return normalized
+
+
+def _is_square(eqn: core.JaxprEqn) -> bool:
+    """Returns whether a product is that of an array and itself."""
+    return eqn.invars[0] is eqn.invars[1]
+
+
+def _is_centered(
+    array: core.Var,
+    mean: core.Var,
+    makers: Mapping[core.Var, core.JaxprEqn],
+    constants: Container[core.Var],
+) -> bool:
+    """Returns whether a statistic that is subtracted from an array is a sum of it."""
+
+    def unmoved(var):
+        while (eqn := makers.get(var)) and is_layout(eqn) and variables(eqn.invars):
+            var = eqn.invars[0]
+        return var
+
+    sums = [mean]
+    for var in sums:
+        eqn = makers.get(var)
+        if eqn is None or kind_of(eqn) is Kind.REDUCTION:
+            is_sum = eqn is not None and eqn.primitive.name == "reduce_sum"
+            return is_sum and unmoved(eqn.invars[0]) is unmoved(array)
+        sums += [v for v in variables(eqn.invars) if v not in constants]
+    return False
 
 
 def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:

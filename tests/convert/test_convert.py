@@ -334,6 +334,18 @@ def test_attention_and_sums_of_parameters_are_left_alone():
     np.testing.assert_array_equal(coat.fp8(fn)(params, x), fn(params, x))
 
 
+def test_products_with_a_number_are_left_alone():
+    def fn(params, x):
+        return jnp.einsum(",ij->ij", 0.5, x @ params)
+
+    w, x = jnp.ones((WIDTH, WIDTH)), jnp.ones((4, WIDTH))
+    light = coat.fp8(fn)
+    np.testing.assert_allclose(light(w, x), fn(w, x), rtol=1e-2)
+    number, product = sorted(coat.fp8_report(light, w, x).rows, key=lambda r: r.left)
+    assert number.reason == "no operand is a parameter"
+    assert not product.reason
+
+
 def test_numbered_siblings_are_blocks():
     deep = {"k": jnp.ones((2, 2)), "v": {"k": jnp.ones((2, 2))}}
     flat_dense = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones((2, 2))}

@@ -283,8 +283,42 @@ def scaled_before(x, shift):
     return 2.0 * x + 2 * shift
 
 
+def moments(x):
+    return x.mean(-1, keepdims=True), jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-6)
+
+
+def scaled_by_a_mean(x, shift):
+    return x * moments(x)[0] - 900.0
+
+
+def scaled_by_roots_of_others(x, shift):
+    return x * moments(x[:, ::-1] - 30)[1] + shift
+
+
+def divided_by_roots_of_squares(x, shift):
+    r = jax.lax.rsqrt(jnp.square(x).mean(-1, keepdims=True))
+    return 30 * x * r + shift
+
+
+def less_the_mean_of_others(x, shift):
+    mean, r = moments(x - 30)
+    return (x - mean) * r - 30.0
+
+
 @pytest.mark.parametrize(
-    "fn", [shifted, centered, centered_by_a_number, squared, factored, scaled_before]
+    "fn",
+    [
+        shifted,
+        centered,
+        centered_by_a_number,
+        squared,
+        factored,
+        scaled_before,
+        scaled_by_a_mean,
+        scaled_by_roots_of_others,
+        divided_by_roots_of_squares,
+        less_the_mean_of_others,
+    ],
 )
 def test_what_may_cancel_has_a_copy(fn):
     """The rounding errors of a copy of x could be all there is in sums with constants.
