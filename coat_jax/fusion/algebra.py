@@ -8,7 +8,7 @@ one array, and the casts of `shard_map`, which say over which devices an array v
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -140,9 +140,17 @@ def is_number(v: core.Var, graph: Graph) -> bool:
     return v in graph.makers and not variables(graph.makers[v].invars)
 
 
-def before_casts(x: core.Var, graph: Graph) -> core.Var:
-    """Returns the variable that `x` was before casts between floating dtypes."""
-    while (eqn := graph.makers.get(x)) and eqn.primitive.name == "convert_element_type":
+def before_casts(
+    x: core.Var, graph: Graph, wanted: Collection[jnp.dtype] = ()
+) -> core.Var:
+    """Returns the variable that `x` was before casts between floating dtypes.
+
+    The first one of a dtype in `wanted` is returned, if there is one.
+    """
+    while x.aval.dtype not in wanted:
+        eqn = graph.makers.get(x)
+        if eqn is None or eqn.primitive.name != "convert_element_type":
+            break
         (before,) = eqn.invars
         if not isinstance(before, core.Var) or before.aval.dtype not in DTYPES:
             break

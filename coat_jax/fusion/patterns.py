@@ -140,7 +140,7 @@ def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch
 
     for x, columns, eqns in arguments_of(y, graph, role_of):
         # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
-        before = before_casts(x, graph)
+        before = before_casts(x, graph, (jnp.dtype(jnp.bfloat16),))
         if before.aval.dtype != jnp.bfloat16 or len(columns) > 2:
             continue
         if match := _norm_between(y, x, columns, eqns):

@@ -155,6 +155,8 @@ class Errors:
         if None in signs:
             return None
         sign, *others = signs
+        if kind is Kind.CAST and not _is_floating(eqn):
+            return None  # No bool and no unsigned number is negative.
         if kind in _SAME_PLACES or name in _ODD:
             return sign
         if is_layout(eqn):
@@ -180,6 +182,10 @@ class Errors:
             is_variable = isinstance(operand, core.Var)
             eqn = self._makers.get(operand) if is_variable else None
         return True
+
+
+def _is_floating(eqn: core.JaxprEqn) -> bool:
+    return jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating)
 
 
 def normalized_arrays(

@@ -256,6 +256,15 @@ def test_options_of_what_is_saved_leave_the_kernel_on(options):
     assert_close(merged, plain, 0.2)
 
 
+def test_a_stream_in_float32_is_cast_before_the_norm():
+    params, x, _ = given()
+
+    def fn(params, x):
+        return after(rms)(params, (x.astype(F32) * 1.1).astype(BF16))
+
+    assert len(norms(fp8_remat(fn), params, x)) == 1
+
+
 def test_one_copy_of_the_input_is_saved():
     params, x, _ = given()
     found = saved(fp8_remat(after(rms)), params, x)
