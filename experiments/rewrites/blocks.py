@@ -39,23 +39,26 @@ def _multiply(draw: Draw):
         return env.dot(x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
     def of_rows(env, x, w):
-        return plain(env, x.reshape(-1, x.shape[-1]), w).reshape(*x.shape[:-1], -1)
+        y = plain(env, x.reshape(-1, x.shape[-1]), w)
+        return y.reshape(*x.shape[:-1], w.shape[-1])
 
     def of_transposed(env, x, w):
         return env.dot(x, w.T, (((x.ndim - 1,), (1,)), ((), ())))
 
     def in_heads(env, x, w):
-        w = w.reshape(w.shape[0], 4, -1)
-        return plain(env, x, w).reshape(*x.shape[:-1], -1)
+        y = plain(env, x, w.reshape(w.shape[0], 4, -1))
+        return y.reshape(*x.shape[:-1], w.shape[-1])
 
     def of_heads(env, x, w):
-        x, w = x.reshape(*x.shape[:-1], 4, -1), w.reshape(4, -1, w.shape[-1])
+        x = x.reshape(*x.shape[:-1], 4, x.shape[-1] // 4)
+        w = w.reshape(4, -1, w.shape[-1])
         axes = (x.ndim - 2, x.ndim - 1), (0, 1)
         return env.dot(x, w, (axes, ((), ())))
 
     def weight_first(env, x, w):
         rows = x.reshape(-1, x.shape[-1])
-        return env.dot(w, rows, (((0,), (1,)), ((), ()))).T.reshape(*x.shape[:-1], -1)
+        y = env.dot(w, rows, (((0,), (1,)), ((), ()))).T
+        return y.reshape(*x.shape[:-1], w.shape[-1])
 
     def without_fp8(env, x, w):
         return jnp.matmul(x, w, precision="highest")
@@ -136,7 +139,7 @@ def _attention(draw: Draw) -> Step:
 
         def heads(multiply):
             x = at_heads(env, multiply(env, rows))
-            return x.reshape(*x.shape[:-1], 4, -1).swapaxes(1, 2)
+            return x.reshape(*x.shape[:-1], 4, WIDTH // 4).swapaxes(1, 2)
 
         def dot(a, b, axis):
             numbers = (((3,), (axis,)), ((0, 1), (0, 1)))
@@ -230,7 +233,7 @@ def _mapped(draw: Draw) -> Step:
     inner = block(draw)
 
     def step(env, h):
-        entries = h.reshape(2, -1, h.shape[-1])
+        entries = h.reshape(2, h.size // (2 * WIDTH), WIDTH)
         return jax.vmap(lambda h: inner(env, h))(entries).reshape(h.shape)
 
     return step
@@ -286,8 +289,10 @@ def _gradient_inside(draw: Draw) -> Step:
     inner = block(draw)
 
     def step(env, h):
-        dh = jax.grad(lambda h: jnp.sum(inner(env, h).astype(jnp.float32)))(h)
-        return inner(env, h) + 0.1 * lax.stop_gradient(dh)
+        # FP8 matmuls have no second derivatives.
+        fixed = env.with_params(lax.stop_gradient(dict(env.params)))
+        summed = jax.grad(lambda h: jnp.sum(inner(fixed, h).astype(jnp.float32)))
+        return inner(env, h) + 0.1 * summed(lax.stop_gradient(h))
 
     return step
 

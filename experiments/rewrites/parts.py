@@ -27,7 +27,7 @@ def _stopped(x, eps):
 
 
 def _in_halves(x, eps):
-    halves = x.reshape(*x.shape[:-1], 2, -1)
+    halves = x.reshape(*x.shape[:-1], 2, x.shape[-1] // 2)
     return _rms(halves, eps).reshape(x.shape)
 
 

@@ -132,11 +132,11 @@ def _padded(x):
 
 
 def _heads_reversed(x):
-    return x.reshape(*x.shape[:-1], 4, -1)[..., ::-1, :].reshape(x.shape)
+    return x.reshape(*x.shape[:-1], 4, x.shape[-1] // 4)[..., ::-1, :].reshape(x.shape)
 
 
 def _heads_transposed(x):
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], 4, -1), -1, -2).reshape(x.shape)
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], 4, x.shape[-1] // 4), -1, -2).reshape(x.shape)
 
 
 def _scaled(draw: Draw) -> Step:

@@ -10,7 +10,7 @@ import numpy as np
 
 from experiments.rewrites.blocks import called_block
 from experiments.rewrites.grammar import WIDTH, Draw, Env, Step
-from experiments.rewrites.points import point
+from experiments.rewrites.points import MARKS, point
 
 _SHAPES = [(32, WIDTH), (2, 16, WIDTH), (2, 16, WIDTH), (2, 2, 16, WIDTH)]
 _EMPTY = (0, 16, WIDTH)
@@ -27,7 +27,7 @@ class Program:
       shape: The shape of its activations.
       elements: The names of its elements, each once.
       options: The options of `fp8_remat` with which it runs, by their names.
-      is_marked: Whether it has marks, without which it saves the same bytes.
+      counts_bytes: Whether its saved bytes are compared with those without marks.
     """
 
     seed: int
@@ -36,7 +36,7 @@ class Program:
     shape: tuple[int, ...]
     elements: tuple[str, ...]
     options: str
-    is_marked: bool
+    counts_bytes: bool
 
     def function(
         self,
@@ -113,5 +113,5 @@ def random_program(seed: int) -> Program:
         shape=shape,
         elements=tuple(elements),
         options=options,
-        is_marked=not {"name", "constraint", "barrier"}.isdisjoint(elements),
+        counts_bytes=not MARKS.keys().isdisjoint(elements) and draw.chance(0.5),
     )
