@@ -74,14 +74,14 @@ def _linear(draw: Draw) -> Step:
 
 
 def _mlp(draw: Draw) -> Step:
-    up = product(draw, draw.random.choice([128, 64, 256]))
+    up = product(draw, draw.random.choice([128, 256]))
     act = activation(draw)
     down = product(draw, WIDTH)
     return lambda env, h: down(env, act(env, up(env, h)))
 
 
 def _gated(draw: Draw) -> Step:
-    width = draw.random.choice([128, 64, 256])
+    width = draw.random.choice([128, 256])
     first = product(draw, width)
     draw.width = WIDTH
     second = product(draw, width)

@@ -49,6 +49,12 @@ class Judged:
     saved: tuple[int, int] = (0, 0)
     said: str = ""
 
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it is a fault of the library, or of this experiment."""
+        is_beyond = self.verdict in ("beyond the bound", "error")
+        return is_beyond or self.saved[0] != self.saved[1]
+
 
 def judged(program: Program) -> Judged:
     """Runs a program with and without FP8, and compares results and gradients."""

@@ -41,9 +41,7 @@ STANDARDS = {
     "rms of sums": lambda x, eps: (
         x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) / x.shape[-1] + eps)
     ),
-    "rms, marked inside": lambda x, eps: (
-        x * lax.rsqrt(constrained(_mean(x * x)) + eps)
-    ),
+    "rms, marked inside": lambda x, eps: x * lax.rsqrt(constrained(_mean(x * x)) + eps),
     "layer": _layer,
     "layer, var": lambda x, eps: (
         (x - _mean(x)) * lax.rsqrt(jnp.var(x, -1, keepdims=True) + eps)
@@ -56,9 +54,7 @@ STANDARDS = {
     # Near misses.
     "eps outside": lambda x, eps: x / (jnp.sqrt(_mean(x * x)) + eps),
     "in halves": _in_halves,
-    "length": lambda x, eps: (
-        8 * x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + eps)
-    ),
+    "length": lambda x, eps: 8 * x * lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + eps),
     "mean of others": lambda x, eps: x * lax.rsqrt(_mean(x * x)[::-1] + eps),
     "stopped statistic": _stopped,
     "uncentered": lambda x, eps: x * lax.rsqrt(jnp.var(x, -1, keepdims=True) + eps),
@@ -176,8 +172,8 @@ GATES = {
     "gate": lambda act, g, u: act(g) * u,
     "gate on the right": lambda act, g, u: u * act(g),
     "gate widened": lambda act, g, u: (
-        (act(g.astype(jnp.float32)) * u.astype(jnp.float32)).astype(g.dtype)
-    ),
+        act(g.astype(jnp.float32)) * u.astype(jnp.float32)
+    ).astype(g.dtype),
     # Near misses.
     "gate of both": lambda act, g, u: act(g) * jax.nn.silu(u),
     "gate halved": lambda act, g, u: act(g) * u / 2,

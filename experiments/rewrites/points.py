@@ -136,7 +136,9 @@ def _heads_reversed(x):
 
 
 def _heads_transposed(x):
-    return jnp.swapaxes(x.reshape(*x.shape[:-1], 4, x.shape[-1] // 4), -1, -2).reshape(x.shape)
+    return jnp.swapaxes(x.reshape(*x.shape[:-1], 4, x.shape[-1] // 4), -1, -2).reshape(
+        x.shape
+    )
 
 
 def _scaled(draw: Draw) -> Step:

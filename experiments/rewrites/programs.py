@@ -12,7 +12,7 @@ from experiments.rewrites.blocks import called_block
 from experiments.rewrites.grammar import WIDTH, Draw, Env, Step
 from experiments.rewrites.points import MARKS, point
 
-_SHAPES = [(32, WIDTH), (2, 16, WIDTH), (2, 16, WIDTH), (2, 2, 16, WIDTH)]
+_SHAPES = [(32, WIDTH), (2, 16, WIDTH), (2, 16, WIDTH)]
 _EMPTY = (0, 16, WIDTH)
 
 
@@ -97,7 +97,7 @@ OPTIONS = ("E5M2", "group of 32", "where", "nothing saveable", "dots saveable", 
 def random_program(seed: int) -> Program:
     """Draws the program of a seed."""
     draw = Draw(seed)
-    count = draw.random.choice([1, 1, 2, 2, 3])
+    count = draw.random.choice([1, 1, 2])
     steps = [point(draw), *(called_block(draw) for _ in range(count)), point(draw)]
     step = _in_turn(steps)
     if draw.chance(0.2):
