@@ -1,4 +1,4 @@
-"""Blocks of random programs: matmuls with what stands around them, and calls of them."""
+"""Blocks of random programs: matmuls, what stands around them, and their calls."""
 
 import jax
 import jax.numpy as jnp
@@ -148,7 +148,7 @@ def _attention(draw: Draw) -> Step:
             return lax.dot_general(a, b, numbers, precision="highest")
 
         scores = dot(heads(q), heads(k), 3) / 32**0.5
-        weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(env.dtype)
+        weights = env.softmax(scores.astype(jnp.float32)).astype(env.dtype)
         mixed = dot(weights, heads(v), 2).swapaxes(1, 2)
         return out(env, mixed.reshape(h.shape))
 

@@ -21,6 +21,7 @@ class Env:
       dtype: The dtype of activations.
       marked: Whether names, constraints and barriers of one array are there.
       remat: Wraps a function of parameters and activations within the program.
+      softmax: The softmax of attention.
     """
 
     dot: Callable[..., jax.Array]
@@ -29,6 +30,7 @@ class Env:
     dtype: Any
     marked: bool = True
     remat: Callable[[Callable], Callable] = lambda fn: fn
+    softmax: Callable[[jax.Array], jax.Array] = jax.nn.softmax
 
     def with_params(self, params: Mapping[str, jax.Array]) -> "Env":
         """Returns surroundings with some parameters replaced."""

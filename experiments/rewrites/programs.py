@@ -45,11 +45,12 @@ class Program:
         *,
         marked: bool = True,
         remat: Callable[[Callable], Callable] = lambda fn: fn,
+        softmax: Callable[[jax.Array], jax.Array] = jax.nn.softmax,
     ) -> Callable[..., jax.Array]:
         """Returns it as a function of parameters, activations and integers."""
 
         def random_program(params, x, numbers):
-            env = Env(dot, params, numbers, dtype, marked, remat)
+            env = Env(dot, params, numbers, dtype, marked, remat, softmax)
             return self.step(env, x)
 
         return random_program
