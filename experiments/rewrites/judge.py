@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core
 
 import coat_jax as coat
 from experiments.rewrites.interpreter import interpreted
@@ -120,8 +121,8 @@ def _saved_bytes(fn: Callable, *args: Any) -> int:
         return jax.tree.leaves(jax.vjp(lambda p, x: fn(p, x, numbers), params, x)[1])
 
     program = jax.make_jaxpr(residuals)(*args).jaxpr
-    arguments = {*program.invars}
-    saved = {v for v in program.outvars if hasattr(v, "count") and v not in arguments}
+    outputs = {v for v in program.outvars if isinstance(v, core.Var)}
+    saved = outputs - {*program.invars}
     return sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in saved)
 
 
