@@ -183,14 +183,16 @@ def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> l
 def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
     """Returns a program that computes nothing twice from the same operands.
 
-    Stateful operations stay, and those with parameters that cannot be compared.
+    Stateful operations stay, and those with parameters that cannot be compared. So do
+    functions with a backward pass of their own: the sum of two gradients that are
+    clipped is not the clipped sum.
     """
     names: Names = {}
     found: dict[Any, list[core.Var]] = {}
     eqns = []
     for eqn in program.eqns:
         eqn = eqn.replace(invars=renamed(eqn.invars, names))
-        key = None if is_stateful(eqn) else _key(eqn)
+        key = None if is_stateful(eqn) or _has_backward(eqn) else _key(eqn)
         first = None if key is None else found.get(key)
         if first is None or any(isinstance(v, core.DropVar) for v in first):
             eqns.append(eqn)
@@ -199,6 +201,14 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
         else:
             names |= zip(eqn.outvars, first, strict=True)
     return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))
+
+
+def _has_backward(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is, or contains, a `jax.custom_vjp` function."""
+    if eqn.primitive.name.startswith("custom_vjp_call"):
+        return True
+    bodies = core.jaxprs_in_params(eqn.params)
+    return any(_has_backward(inner) for body in bodies for inner in body.eqns)
 
 
 def _key(eqn: core.JaxprEqn) -> Any:

@@ -52,7 +52,7 @@ class Judged:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it is a fault of the library, or of this experiment."""
+        """True for a fault of the library, or of this experiment."""
         is_beyond = self.verdict in ("beyond the bound", "error")
         return is_beyond or self.saved[0] != self.saved[1]
 

@@ -129,3 +129,21 @@ def test_the_rule_decides(name):
     for a, b in zip(jax.tree.leaves(light), jax.tree.leaves(plain), strict=True):
         a, b = (np.asarray(g, np.float64) for g in (a, b))
         assert np.linalg.norm(a - b) <= 0.25 * np.linalg.norm(b)
+
+
+@pytest.mark.internals
+@pytest.mark.parametrize("wrap", [lambda fn: fn, jax.jit, jax.checkpoint])
+def test_gradients_that_are_clipped_twice_are_added_then(wrap):
+    """Two equal calls stay two: the sum of clipped gradients is no clipped sum."""
+
+    def fn(w, x):
+        first, second = (wrap(lambda w: clipped(w))(w) for _ in range(2))
+        return linear(x, first) + 2 * linear(x, second)
+
+    w, x = normal(1, K, K, scale=0.1), normal(2, 64, K)
+    dy = normal(3, 64, K)
+    (dw, _) = jax.vjp(fp8_remat(fn), w, x)[1](dy)
+    exact = np.asarray(x, np.float64).T @ np.asarray(dy, np.float64)
+    expected = np.clip(exact, -0.01, 0.01) + np.clip(2 * exact, -0.01, 0.01)
+    # Rounding changes the sign of small gradients. Once clipped, they would be half.
+    assert np.linalg.norm(dw - expected) <= 0.35 * np.linalg.norm(expected)
