@@ -216,9 +216,9 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
         replaced |= dict.fromkeys(map(id, removed), ())
     replaced |= {id(node.calls[0]): node.traced(saves) for node in nodes}
     # Weights are computed before the first matmul of their array.
-    weights = (v for node in nodes for pair in node.weights for v in variables(pair))
+    weights = (v for node in nodes for pair in node.weights for v in pair)
     pairs = (eqn.invars[1] for node in nodes for eqn in node.pair)
-    early = graph.needed_for(v for v in (*weights, *pairs) if isinstance(v, core.Var))
+    early = graph.needed_for(variables((*weights, *pairs)))
     eqns = [eqn for eqn in program.eqns if id(eqn) in early]
     for eqn in program.eqns:
         if id(eqn) not in early:

@@ -37,7 +37,8 @@ _NOT_USERS = (
     formats.__file__,
     os.path.dirname(__file__) + os.sep,
     os.path.join(_PACKAGE, "meshes.py"),
-    os.path.join(_PACKAGE, "layers", "dot_general.py"),
+    os.path.join(_PACKAGE, "fp8") + os.sep,
+    os.path.join(_PACKAGE, "fusion") + os.sep,
 )
 # The `checkpoint_name` that `fp8_remat` gives to arrays that it saves unquantized. The
 # name scope has the reason.

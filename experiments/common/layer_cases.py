@@ -26,7 +26,7 @@ _policies = jax.checkpoint_policies
 
 def _products(primitive, *_, **__) -> bool:
     # The barrier behind a matmul is saved. In a loop a matmul that is saved itself
-    # would run twice; see `layers.matmul.once`.
+    # would run twice; see `fp8.matmul.once`.
     return primitive.name == "optimization_barrier"
 
 
