@@ -19,7 +19,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import coat_jax as coat
 import pallas_kernels as pk
 from coat_jax import fp8_remat
 
@@ -120,17 +119,6 @@ def test_marks_cost_nothing_around_matmuls_of_bf16(name, mark):
         for m in (MARKS[mark], unmarked)
     )
     assert saved_bytes(saved(marked, p, x)) == saved_bytes(saved(plain, p, x))
-
-
-def test_reports_name_lines_of_the_user():
-    """Arrays that fused matmuls save have the place where the matmul was called."""
-    p, x, _ = given()
-
-    def fn(p, x):
-        return jnp.sin(linear(-x, p["a"]))
-
-    rows = coat.residual_report(fp8_remat(fn), p, x).rows
-    assert not [row for row in rows if "dot_general.py" in row.asked_by]
 
 
 def test_barriers_of_several_arrays_end_a_match_and_cost_no_memory():
