@@ -38,7 +38,7 @@ PAPER = {
     "coat": _paper(1, 4, 2, 3, 3.33, 13.33, 1.69),
 }
 # Functions whose saved operands count for a matmul.
-_PRODUCTS = ("_plain_linear", "in linear", "attention_out")
+_PRODUCTS = ("_plain_linear", "in PlainRecipe", "attention_out")
 # Group sizes of FP8 activations, and of FP8 activations that only matmuls read.
 _GROUP, _PRODUCT_GROUP = 16, 128
 

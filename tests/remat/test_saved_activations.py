@@ -1,6 +1,8 @@
 """Tests which residuals layers of each recipe save, and their reports."""
 
 import functools
+import inspect
+import os
 
 import jax
 import jax.numpy as jnp
@@ -117,6 +119,25 @@ def test_report_agrees():
     residuals = saved(loss, params, tokens)
     expected = sum(r.nbytes for r in residuals if r.argument is None)
     assert coat.residual_report(loss, params, tokens).nbytes == expected
+
+
+def _user_layer(x, w):
+    return coat.fp8_dot_general(x, w, (((1,), (0,)), ((), ())))
+
+
+@pytest.mark.parametrize("wrap", [lambda fn: fn, coat.fp8_remat])
+def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
+    def fn(x, w):
+        return _user_layer(jnp.tanh(x), w)
+
+    x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
+    rows = coat.residual_report(wrap(fn), x, w).rows
+    line = inspect.getsourcelines(_user_layer)[1] + 1
+    place = f"in _user_layer ({os.path.basename(__file__)}:{line})"
+    places = {row.asked_by for row in rows} - {"the output"}
+    # The others are for `tanh`, whose line is above.
+    assert sum(place in asked_by for asked_by in places) >= 2, places
+    assert all(os.path.basename(__file__) in asked_by for asked_by in places), places
 
 
 @pytest.mark.parametrize("before", [slow(None), "te"])
