@@ -139,6 +139,7 @@ class Conversion:
             parameter=", ".join(sorted(frozenset().union(*found))),
             left=left.aval.shape,
             right=right.aval.shape,
+            rows=_rows(eqn, sources),
             reason=reason,
         )
 
@@ -199,6 +200,17 @@ def _followed(
 ) -> frozenset[str] | None:
     """Returns the parameters that an operand follows from; None for activations."""
     return sources.get(operand) if _is_var(operand) else frozenset()
+
+
+def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
+    """Returns the number of rows of the operand that is not a parameter."""
+    if eqn.primitive is fp8_dot_p:
+        return eqn.invars[0].aval.shape[-2]
+    side = 1 if _followed(eqn.invars[0], sources) else 0
+    contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
+    shape = eqn.invars[side].aval.shape
+    free = set(range(len(shape))) - {*contracted, *batch}
+    return math.prod(shape[i] for i in free)
 
 
 def _operands(weights: int, activations: int) -> str:

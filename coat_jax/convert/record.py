@@ -24,6 +24,7 @@ class Matmul:
       parameter: The paths of the parameters among its operands, or "".
       left: The shape of its first operand.
       right: The shape of its second operand.
+      rows: The number of rows of activations.
       reason: Why it does not become an FP8 matmul, or "" if it does.
     """
 
@@ -31,6 +32,7 @@ class Matmul:
     parameter: str
     left: tuple[int, ...]
     right: tuple[int, ...]
+    rows: int
     reason: str
 
     @property

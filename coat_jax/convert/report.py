@@ -18,6 +18,7 @@ from coat_jax.convert.objects import (
     with_conversion,
 )
 from coat_jax.convert.record import Label, Matmul, Model, Records, current
+from coat_jax.fp8.dot_general import FEWEST_ROWS
 from coat_jax.remat.modules import is_node, unbound
 from coat_jax.remat.report import check_callable
 from pallas_kernels import dispatch
@@ -58,6 +59,8 @@ class MatmulReport:
 def _cells(row: Matmul) -> tuple[str, str, str, str]:
     left, right = (str(list(shape)).replace(" ", "") for shape in (row.left, row.right))
     runs = "yes" if row.converted else f"no: {row.reason}"
+    if row.converted and row.rows < FEWEST_ROWS:
+        runs = f"yes, from {FEWEST_ROWS} rows on"
     return row.block or "(all)", row.parameter or "-", f"{left} x {right}", runs
 
 
@@ -66,8 +69,9 @@ def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> Matmul
 
     The call is traced and nothing is computed. A matmul that stays as it is has a
     reason: its size, the rule `matmuls=`, a loop around it, or operands that are two
-    activations. A block that is called several times with the same shapes is listed
-    once.
+    activations. One with few rows runs in FP8 where `vmap` or a larger batch brings
+    more, as `fp8_dot_general` says. A block that is called several times with the same
+    shapes is listed once.
 
     Args:
       model: What `coat.fp8` returned, or a function that calls it, such as a loss. A
@@ -87,10 +91,10 @@ def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> Matmul
       >>> def mlp(params, x):
       ...     return jnp.tanh(x @ params["up"]) @ params["router"]
       >>> params = {"up": jnp.ones((128, 256)), "router": jnp.ones((256, 8))}
-      >>> print(coat.fp8_report(coat.fp8(mlp), params, jnp.ones((4, 128))))
-      block  parameter  operands             runs in FP8
-      (all)  up         [4,128] x [128,256]  yes
-      (all)  router     [4,256] x [256,8]    no: 8 outputs are fewer than 128
+      >>> print(coat.fp8_report(coat.fp8(mlp), params, jnp.ones((32, 128))))
+      block  parameter  operands              runs in FP8
+      (all)  up         [32,128] x [128,256]  yes
+      (all)  router     [32,256] x [256,8]    no: 8 outputs are fewer than 128
       1 of 2 matmuls in FP8
     """
     fn = model.apply if isinstance(model, nn.Module) else model

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core
 from jax.interpreters import batching
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
@@ -21,6 +22,10 @@ from coat_jax.fp8.matmul import fp8_matmul
 from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from pallas_kernels import array_types, dispatch
+
+# Matmuls of fewer rows take as long as reading their weights. To quantize these as well
+# takes longer.
+FEWEST_ROWS = 16
 
 
 def fp8_dot_general(
@@ -39,6 +44,10 @@ def fp8_dot_general(
     in FP8, and `rhs`, the weights, by reference. Within `fp8_remat` several matmuls of
     one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
     `lhs` is saved or recomputed.
+
+    If `lhs` has fewer than 16 rows, as the condition of a diffusion model may have, the
+    matmul is that of `jax.lax`: FP8 would take longer and save nothing. Rows over which
+    `vmap` maps count.
 
     Args:
       lhs: The activations.
@@ -100,11 +109,22 @@ def fp8_dot_general(
     return y.reshape(expected.shape)
 
 
+def is_fp8(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is a matmul that is computed in FP8."""
+    return eqn.primitive is fp8_dot_p and _has_enough_rows(eqn.invars[0].aval)
+
+
+def _has_enough_rows(x: Array | jax.core.ShapedArray) -> bool:
+    return x.shape[-2] >= FEWEST_ROWS
+
+
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
     """Returns the matmul x [*batch, m, k] times w [*batch, k, n] in a list."""
 
     def fp8_dot(x, w):
+        if not _has_enough_rows(x):
+            return [_in_jax(x, w, dtype=dtype)]
         multiply = partial(fp8_matmul, dtype=dtype, contract=0)
         for _ in range(x.ndim - 2):
             multiply = jax.vmap(multiply)
@@ -113,16 +133,17 @@ def _jitted(dtype: jnp.dtype) -> Callable:
     return jax.jit(fp8_dot)
 
 
+def _in_jax(x: Array, w: Array, *, dtype: jnp.dtype) -> Array:
+    batch = tuple(range(x.ndim - 2))
+    numbers = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
+    return lax.dot_general(x, w, numbers, preferred_element_type=dtype)
+
+
 def _type_of_result(
     x: jax.core.ShapedArray, w: jax.core.ShapedArray, *, dtype: jnp.dtype
 ) -> Types:
     # Types have more than shapes and dtypes, such as the devices over which they vary.
-    batch = tuple(range(x.ndim - 2))
-    numbers = (((x.ndim - 1,), (w.ndim - 2,)), (batch, batch))
-    multiply = partial(
-        lax.dot_general, dimension_numbers=numbers, preferred_element_type=dtype
-    )
-    return jax.make_jaxpr(multiply)(x, w).out_avals
+    return jax.make_jaxpr(partial(_in_jax, dtype=dtype))(x, w).out_avals
 
 
 def _bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
@@ -132,10 +153,17 @@ def _bound(x: Array, w: Array, dtype: jnp.dtype) -> list[Array]:
 def _mapped(
     operands: list, axes: list, *, dtype: jnp.dtype, body: Any
 ) -> tuple[list, list[int]]:
-    if None in axes:
-        return jax.vmap(_jitted(dtype), in_axes=tuple(axes))(*operands), [0]
+    (x, w), (of_x, of_w) = operands, axes
+    if of_w is None:
+        # The matmul of an example is that of some rows of all examples.
+        x = jnp.moveaxis(x, of_x, -3)
+        *batch, count, m, k = x.shape
+        (y,) = _bound(x.reshape(*batch, count * m, k), w, dtype)
+        return [y.reshape(*batch, count, m, y.shape[-1])], [len(batch)]
+    if of_x is None:
+        return jax.vmap(_jitted(dtype), in_axes=(None, of_w))(x, w), [0]
     # Every entry has its own scales, also those of batch axes.
-    x, w = (jnp.moveaxis(a, axis, 0) for a, axis in zip(operands, axes, strict=True))
+    x, w = jnp.moveaxis(x, of_x, 0), jnp.moveaxis(w, of_w, 0)
     return _bound(x, w, dtype), [0]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 import pallas_kernels as kernels
-from coat_jax.fp8.matmul import dtype_of, quantize_tensor, quantize_tokens
+from coat_jax.fp8.matmul import dtype_of, quantize_tokens
 from coat_jax.fp8.prologue import Source
 from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.formats import E4M3
@@ -18,15 +18,20 @@ _GRADIENT = "the gradient of a norm"
 def in_rows(source: Source) -> Source:
     """Returns a source with activations as [m, k], and parameters as [k] or [v, k].
 
-    A parameter [v, k] has a row for each of v sequences, of m / v tokens each.
+    Parameters [v, k] have a row for each of v sequences, of m / v tokens each.
     """
     x, *params = source
     k = x.shape[-1]
-    params = (
-        c if c is None else c.reshape(-1) if c.size == k else c.reshape(-1, k)
-        for c in params
-    )
-    return Source(x.reshape(-1, k), *params)
+    count = max((c.size // k for c in params if c is not None), default=1)
+
+    def rows(c):
+        if c is None or count == 1:
+            return c if c is None else c.reshape(k)
+        # A row for several sequences comes once for each.
+        c = c.reshape(-1, 1, k)
+        return jnp.broadcast_to(c, (len(c), count // len(c), k)).reshape(count, k)
+
+    return Source(x.reshape(-1, k), *map(rows, params))
 
 
 def quantized_source(source, norm):
@@ -36,16 +41,15 @@ def quantized_source(source, norm):
         # Kernels read bfloat16 in half the time, and E4M3 has fewer digits than that.
         return quantize_tokens(x), (x.astype(jnp.bfloat16), dtype_of(x))
     copies = norm.saves == "copies"
-    modulated = _is_modulated(source)
-    columns = Source(x) if modulated else source
-    scaled = None if modulated else "row"
     with Note(f"{E4M3}, groups of {GROUP}", _GRADIENT).scope():
         out = kernels.norm(
-            *columns, **norm.function._asdict(), scale=scaled, keep_groups=copies
+            _of_sequences(x, scale, bias),
+            *(scale, bias),
+            **norm.function._asdict(),
+            scale="row",
+            keep_groups=copies,
         )
-    codes = Scaled(out.y, out.scale)
-    if modulated:
-        codes = quantize_tokens(_modulated(out.y, scale, bias))
+    codes = Scaled(out.y.reshape(x.shape), out.scale.reshape(-1))
     # The matmuls of a forward pass that runs again read the codes.
     rows = norm.named(Scaled(norm.constrained(codes.codes), codes.scale))
     # An outer `fp8_remat` saves integers exactly.
@@ -62,53 +66,24 @@ def source_gradient(saved, dy, y_scale, norm, add):
     x, scale, bias = saved
     if norm.saves == "copies":
         x = jax.tree.map(scales_as_bits, x)
-    if _is_modulated(saved):
-        source = Source(x, scale, bias)
-        return _modulated_backward(source, norm.constrained(dy), y_scale, norm, add)
-    options, biased = norm.function._asdict(), bias is not None
+    x, upstream, add = (
+        jax.tree.map(lambda x: _of_sequences(x, scale, bias), rows)
+        for rows in (x, norm.constrained(dy), add)
+    )
     out = kernels.norm_grad(
-        *(x, norm.constrained(dy), scale),
-        **options,
-        with_bias=biased,
-        y_scale=None if biased else y_scale,
+        *(x, upstream, scale, bias),
+        **norm.function._asdict(),
+        y_scale=y_scale,
         add=add,
     )
-    y = out.y
-    if biased:
-        # The kernel of the gradient does not add biases.
-        y = kernels.norm(
-            x, scale, bias, **options, scale=y_scale, copies="transposed"
-        ).transposed
     dscale = None if scale is None else out.dweight.astype(scale.dtype)
     dbias = None if bias is None else out.dbias.astype(bias.dtype)
-    return Source(out.dx, dscale, dbias), y
+    return Source(out.dx.reshape(dy.shape), dscale, dbias), out.y
 
 
-def _is_modulated(source):
-    """Returns whether a parameter of a norm has rows for sequences."""
-    return any(c is not None and c.ndim > 1 for c in source[1:])
-
-
-def _modulated(z, scale, bias):
-    """Returns z [m, k] times a scale plus a bias, either of which may be None."""
-    y = z.astype(jnp.float32)
-    for operation, c in ((jnp.multiply, scale), (jnp.add, bias)):
-        if c is not None:
-            rows = jnp.atleast_2d(c.astype(jnp.float32))[:, None]
-            y = operation(y.reshape(len(rows), -1, z.shape[-1]), rows)
-            y = y.reshape(z.shape)
-    return y.astype(z.dtype)
-
-
-def _modulated_backward(source, dy, y_scale, norm, add):
-    """Returns the gradients of a norm's source, and transposed codes of its output.
-
-    XLA multiplies and adds the rows of sequences; kernels compute the norm around it.
-    """
-    options = norm.function._asdict()
-    z = kernels.norm(source.x, **options).y
-    y, pullback = jax.vjp(_modulated, z, source.scale, source.bias)
-    dz, dscale, dbias = pullback(dy.astype(y.dtype))
-    dx = kernels.norm_grad(source.x, dz, **options, add=add).dx
-    codes = quantize_tensor(y, E4M3, copies="transposed", scale=y_scale)
-    return Source(dx, dscale, dbias), codes.transposed
+def _of_sequences(x, scale, bias):
+    """Returns rows [m, k] as [v, m / v, k], if parameters have v rows for sequences."""
+    param = bias if scale is None else scale
+    if param is None or param.ndim == 1:
+        return x.reshape(-1, x.shape[-1])
+    return x.reshape(len(param), -1, x.shape[-1])

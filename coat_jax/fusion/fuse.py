@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.fp8.dot_general import fp8_dot_p
+from coat_jax.fp8.dot_general import is_fp8
 from coat_jax.fp8.fused import activated_product, gated_products, products
 from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.fp8.prologue import Prologue, Saves, Source
@@ -203,7 +203,7 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
       is_param: True for each argument that is a parameter.
       saves: What the kernels of norms and gates save for the backward pass.
     """
-    if not any(map(_is_call, all_eqns(program.eqns))):
+    if not any(map(is_fp8, all_eqns(program.eqns))):
         return program
     program = deduplicated(inlined(program, is_plain_call))
     graph = Graph(program)
@@ -226,14 +226,10 @@ def fuse(program: core.Jaxpr, is_param: Sequence[bool], saves: Saves) -> core.Ja
     return program.replace(eqns=eqns)
 
 
-def _is_call(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive is fp8_dot_p
-
-
 def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
     """Returns the fused matmuls of a program; `fixed` follows from parameters."""
     groups = defaultdict(list)
-    for eqn in filter(_is_call, graph.program.eqns):
+    for eqn in filter(is_fp8, graph.program.eqns):
         x, w = eqn.invars
         if isinstance(x, core.Var) and x not in fixed and variables([w]) <= fixed:
             groups[x, eqn.params["dtype"], w.aval.ndim].append(eqn)

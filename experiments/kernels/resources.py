@@ -150,16 +150,16 @@ def _heads() -> Iterator[Case]:
 
 
 def _norm() -> Iterator[Case]:
-    def backward(x, dy, weight, add, y_scale=None, **options):
+    def backward(x, dy, weight, add, y_scale=None, bias=None, **options):
         # A layer asks for the amax together with the output.
         options |= {"keep_maxima": y_scale is not None}
-        return pk.norm_grad(x, dy, weight, add=add, y_scale=y_scale, **options)
+        return pk.norm_grad(x, dy, weight, bias, add=add, y_scale=y_scale, **options)
 
     def to_tensor(x, weight, scale, **options):
         return pk.norm(x, weight, scale=scale, **options)
 
     layer = functools.partial(pk.norm, kind="layer")
-    layer_backward = functools.partial(backward, kind="layer", with_bias=True)
+    layer_backward = functools.partial(backward, kind="layer")
     for shape in kernel_cases.ELEMENTWISE_SHAPES:
         yield from _measured("rms norm", "layer norm", shape=shape)
         x, weight = _array(*shape), _array(shape[1])
@@ -168,7 +168,20 @@ def _norm() -> Iterator[Case]:
         yield Case("rms norm, backward, added", backward, arrays)
         with_output = (*arrays, _array(dtype=_F32))
         yield Case("rms norm, backward, added, and the output", backward, with_output)
-        yield Case("layer norm with a bias, backward, added", layer_backward, arrays)
+        with_output = *with_output, weight
+        text = "layer norm with a bias, backward, added, and the output"
+        yield Case(text, layer_backward, with_output)
+        sequences = 4
+        x, weight, scale = (
+            x.update(shape=(sequences, shape[0] // sequences, shape[1])),
+            _array(sequences, shape[1]),
+            _array(dtype=_F32),
+        )
+        yield Case("layer norm of sequences", layer, (x, weight, weight))
+        groups = jax.eval_shape(pk.quantize_groups, x)
+        arrays = (groups, x, weight, x, scale, weight)
+        text = "layer norm of sequences, backward, added, and the output"
+        yield Case(text, layer_backward, arrays)
     arrays = (_groups(8192, 4096), _array(4096), _array(dtype=_F32))
     yield Case("rms norm from groups to a tensor", to_tensor, arrays)
 

@@ -62,7 +62,7 @@ class Rows(NamedTuple):
 
 
 class Params(NamedTuple):
-    """Parameters that all rows share: arrays [n / 16, 16], or refs."""
+    """Parameters of the parts of rows: arrays [parts * n / 16, 16], or refs."""
 
     weight: Any = None
     bias: Any = None
@@ -189,33 +189,46 @@ def reduced(combine: Callable, reduce: Callable, tiles: Iterable[Any]) -> Any:
 class Share:
     """Distribution of rows over thread blocks and pipeline steps.
 
+    Rows are in equal parts, such as the sequences of a batch. A thread block has rows
+    of one part.
+
     Attributes:
       groups: The number of groups of a row.
       rows: The number of rows of a pipeline step.
-      steps: The number of steps of all thread blocks together.
+      steps: The number of steps of a part.
       stages: The number of steps in flight.
-      ctas: The number of thread blocks.
+      parts: The number of parts.
+      ctas_of_part: The number of thread blocks of a part.
     """
 
     groups: int
     rows: int
     steps: int
     stages: int
-    ctas: int
+    parts: int
+    ctas_of_part: int
 
     @classmethod
-    def of(cls, arrays: Rows, n: int, tuning: Tuning, other_bytes: int = 0) -> "Share":
+    def of(
+        cls,
+        arrays: Rows,
+        n: int,
+        tuning: Tuning,
+        *,
+        parts: int = 1,
+        other_bytes: int = 0,
+    ) -> "Share":
         """Chooses the rows of a step, the stages and the thread blocks.
 
         The rows of a step are the largest power of two that `tuning` allows and that
-        divides the number of rows. `other_bytes` is the shared memory that a thread
-        block needs for other arrays.
+        divides the number of rows of a part. `other_bytes` is the shared memory that a
+        thread block needs for other arrays.
         """
         leaves = jax.tree.leaves(arrays)
-        tokens = leaves[0].size // n
+        tokens = leaves[0].size // n // parts
         rows = math.gcd(tokens, 1 << (max(tuning.elements // n, 1).bit_length() - 1))
         steps = tokens // rows
-        step_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // steps
+        step_bytes = sum(x.size * x.dtype.itemsize for x in leaves) // (parts * steps)
         # Copies overlap with computation only if there are two stages. So two stages
         # come before more thread blocks.
         for ctas in range(tuning.ctas, 0, -1):
@@ -228,12 +241,35 @@ class Share:
             rows=rows,
             steps=steps,
             stages=max(stages, 1),
-            ctas=min(steps, ctas * tuning.sms),
+            parts=parts,
+            ctas_of_part=min(steps, max(ctas * tuning.sms // parts, 1)),
         )
+
+    @property
+    def ctas(self) -> int:
+        """The number of thread blocks."""
+        return self.parts * self.ctas_of_part
+
+    @property
+    def tokens(self) -> int:
+        """The number of rows."""
+        return self.parts * self.steps * self.rows
+
+    @property
+    def _cta(self) -> tuple[Array | int, Array]:
+        """The part, and the index of this thread block among the part's."""
+        cta = lax.axis_index("cta")
+        if self.parts == 1:
+            return 0, cta
+        return cta // self.ctas_of_part, cta % self.ctas_of_part
 
     def row(self, ref: Any, index: Array | int) -> Any:
         """Returns the row at `index` of a ref to several rows."""
         return ref.at[pl.ds(index * self.groups, self.groups)]
+
+    def of_part(self, ref: Any) -> Any:
+        """Returns the row of a ref to a row a part; None if it is None."""
+        return None if ref is None else self.row(ref, self._cta[0])
 
     def launch(self, name, kernel, outputs, *arrays, scratch=()):
         """Runs `kernel(*refs of arrays, refs of outputs, *scratch)` in each block."""
@@ -259,7 +295,8 @@ class Share:
 
         `refs` are the refs of the row in `rows`; `index` is its index among all rows.
         """
-        cta = lax.axis_index("cta")
+        part, cta = self._cta
+        first, stride = part * self.steps + cta, self.ctas_of_part
         refs, tree = jax.tree.flatten(rows)
         block = self.rows * self.groups
 
@@ -273,7 +310,7 @@ class Share:
                 return plgpu.BlockSpec(memory_space=plgpu.GMEM)
             return plgpu.BlockSpec(
                 (block, *ref.shape[1:]),
-                lambda j: (cta + j * self.ctas, 0)[: len(ref.shape)],
+                lambda j: (first + j * stride, 0)[: len(ref.shape)],
                 # This promise makes it one contiguous copy of any size.
                 oob_fill_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
             )
@@ -281,7 +318,7 @@ class Share:
         def body(indices, *arguments):
             staged_refs = arguments[: len(refs)]
             (carry,) = arguments[len(refs) :] or (None,)
-            start = (cta + indices[0] * self.ctas) * self.rows
+            start = (first + indices[0] * stride) * self.rows
             for j in range(self.rows):
                 own = [
                     self.row(ref, j if staged(ref) else start + j)
@@ -294,7 +331,7 @@ class Share:
 
         return plgpu.emit_pipeline(
             body,
-            grid=((self.steps - cta + self.ctas - 1) // self.ctas,),
+            grid=((self.steps - cta + stride - 1) // stride,),
             in_specs=[spec(ref) for ref in refs],
             max_concurrent_steps=self.stages,
             init_carry=carry,

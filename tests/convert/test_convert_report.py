@@ -197,6 +197,21 @@ def test_matmuls_that_are_in_fp8_already_count():
     assert row.reason == "in FP8 already"
 
 
+def test_report_says_that_few_rows_stay_as_they_are():
+    """Rows that `vmap` adds are not known yet."""
+
+    def fn(params, x):
+        return params["left"] @ x.T, x @ params["right"]
+
+    params = {"left": jnp.ones((256, 128)), "right": jnp.ones((128, 256))}
+    model = coat.fp8(fn)
+    for rows, expected in ((15, "yes, from 16 rows on"), (16, "yes")):
+        report = coat.fp8_report(model, params, jnp.ones((rows, 128)))
+        lines = str(report).splitlines()
+        assert [line.rpartition("  ")[2] for line in lines[1:3]] == [expected] * 2
+        assert [row.rows for row in report.rows] == [rows] * 2
+
+
 def test_report_names_each_block_and_those_that_are_not_called():
     model = of_nnx(256, 256, 256)
     assert type(model.layers[0]) is type(model.layers[2])

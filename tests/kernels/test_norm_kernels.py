@@ -1,5 +1,6 @@
 """Tests the norms' kernels against NumPy in float64."""
 
+import dataclasses
 import functools
 
 import jax
@@ -31,18 +32,27 @@ SMALLEST = {BF16: 2.0**-126, E4M3: 2.0**-6}  # The step is constant below.
 FEW = pk.NormTuning(
     elements=512, stages=2, ctas=1, sms=2, params=512, held=512, sums=16
 )
-# Shape, kind, dtype of parameters, whether x is in groups, and the kernel's tuning.
+# Shape, kind, dtype of parameters, their leading axes, whether x is in groups, and the
+# kernel's tuning.
 CASES = [
-    ((2, 5, 128), "layer", F32, False, FEW),
-    ((3, 6144), "layer", BF16, True, None),
-    ((12, 384), "rms", BF16, True, FEW),
-    ((7, 2048), "rms", None, False, FEW),
+    ((2, 5, 128), "layer", F32, 0, False, FEW),
+    ((3, 6144), "layer", BF16, 0, True, None),
+    ((12, 384), "rms", BF16, 0, True, FEW),
+    ((7, 2048), "rms", None, 0, False, FEW),
+    # Two thread blocks for each of two sequences, and one for each of six.
+    ((2, 9, 384), "layer", F32, 1, True, dataclasses.replace(FEW, sms=4)),
+    ((3, 2, 2, 1024), "rms", BF16, 2, False, FEW),
 ]
-cases = pytest.mark.parametrize(("shape", "kind", "dtype", "grouped", "tuning"), CASES)
+cases = pytest.mark.parametrize(
+    ("shape", "kind", "dtype", "parts", "grouped", "tuning"), CASES
+)
 
 
-def inputs(shape, dtype=BF16, grouped=False, seed=0):
-    """Returns rows of several sizes, their float64 values, and parameters."""
+def inputs(shape, dtype=BF16, parts=0, grouped=False, seed=0):
+    """Returns rows of several sizes, their float64 values, and parameters.
+
+    Parameters have the first `parts` axes of rows.
+    """
     size = np.exp2(np.linspace(-4, 4, int(np.prod(shape[:-1])))).reshape(shape[:-1])
     x = numbers(shape, F32, seed, octaves=2) * size[..., None] + size[..., None]
     x = jnp.asarray(x, BF16)
@@ -54,28 +64,38 @@ def inputs(shape, dtype=BF16, grouped=False, seed=0):
         x = pk.Scaled(jnp.asarray(codes), jnp.asarray(scale))
     if dtype is None:
         return x, values, None, None
-    weight = numbers(shape[-1], dtype, seed + 1, octaves=1)
-    return x, values, weight, numbers(shape[-1], dtype, seed + 2, octaves=1)
+    columns = *shape[:parts], shape[-1]
+    weight = numbers(columns, dtype, seed + 1, octaves=1)
+    return x, values, weight, numbers(columns, dtype, seed + 2, octaves=1)
 
 
 def wide(x):
     return np.asarray(x).astype(np.float64)
 
 
+def spread(param, x):
+    """Returns a parameter in float64 with axes of one element between its axes."""
+    if param is None:
+        return None
+    axes = range(param.ndim - 1, x.ndim - 1)
+    return np.expand_dims(wide(param), tuple(axes))
+
+
 def expected_norm(x, weight, bias, kind):
-    given = [None if p is None else wide(p) for p in (weight, bias)]
-    return layers.norm(x, *given, kind=kind, eps=EPS)
+    params = (spread(param, x) for param in (weight, bias))
+    return layers.norm(x, *params, kind=kind, eps=EPS)
 
 
-def expected_grad(x, dy, weight, kind):
-    """Returns the gradients of x, weight and bias for rows [tokens, n]."""
+def expected_grad(x, dy, weight, kind, parts=0):
+    """Returns the gradients of x, weight and bias, which have first axes of x."""
     centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
     deviation = np.sqrt((centered**2).mean(-1, keepdims=True) + EPS)
-    g = dy if weight is None else dy * wide(weight)
+    g = dy if weight is None else dy * spread(weight, x)
     slope = (g * centered).mean(-1, keepdims=True) / deviation**3
     dx = g / deviation - centered * slope
     dx = dx - dx.mean(-1, keepdims=True) if kind == "layer" else dx
-    return dx, (dy * centered / deviation).sum(0), dy.sum(0)
+    tokens = tuple(range(parts, x.ndim - 1))
+    return dx, (dy * centered / deviation).sum(tokens), dy.sum(tokens)
 
 
 def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
@@ -94,8 +114,8 @@ def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
 @pytest.mark.sampled(2)
 @every_implementation
 @cases
-def test_rows_are_normed(implementation, shape, kind, dtype, grouped, tuning):
-    x, values, weight, bias = inputs(shape, dtype, grouped, seed=sum(shape))
+def test_rows_are_normed(implementation, shape, kind, dtype, parts, grouped, tuning):
+    x, values, weight, bias = inputs(shape, dtype, parts, grouped, seed=sum(shape))
     norm = functools.partial(pk.norm, kind=kind, eps=EPS, tuning=tuning)
     out = run(implementation, norm, x, weight, bias)
     assert_rounded(out.y, expected_norm(values, weight, bias, kind), BF16)
@@ -108,9 +128,9 @@ def test_rows_are_normed(implementation, shape, kind, dtype, grouped, tuning):
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_given_scale(
-    implementation, shape, kind, dtype, grouped, tuning
+    implementation, shape, kind, dtype, parts, grouped, tuning
 ):
-    x, values, weight, _ = inputs(shape, dtype, grouped, seed=sum(shape) + 1)
+    x, values, weight, _ = inputs(shape, dtype, parts, grouped, seed=sum(shape) + 1)
 
     def norm(x, weight, scale, **how):
         return pk.norm(
@@ -142,9 +162,9 @@ def test_codes_saturate(implementation):
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_scale_each(
-    implementation, shape, kind, dtype, grouped, tuning
+    implementation, shape, kind, dtype, parts, grouped, tuning
 ):
-    x, values, weight, bias = inputs(shape, dtype, grouped, seed=sum(shape) + 2)
+    x, values, weight, bias = inputs(shape, dtype, parts, grouped, seed=sum(shape) + 2)
     norm = functools.partial(pk.norm, kind=kind, eps=EPS, scale="row", tuning=tuning)
     out = run(implementation, norm, x, weight, bias)
     expected = expected_norm(values, weight, bias, kind)
@@ -164,40 +184,36 @@ def test_the_input_is_quantized_in_groups(implementation):
 @pytest.mark.sampled(2)
 @every_implementation
 @cases
-def test_gradients(implementation, shape, kind, dtype, grouped, tuning):
-    x, values, weight, _ = inputs(shape, dtype, grouped, seed=sum(shape) + 3)
+def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
+    x, values, weight, bias = inputs(shape, dtype, parts, grouped, seed=sum(shape) + 3)
+    bias = bias if kind == "layer" else None
     dy, add = numbers(shape, seed=5, octaves=2), numbers(shape, seed=6, octaves=2)
+    options = {"kind": kind, "eps": EPS, "tuning": tuning}
 
-    def grad(x, dy, weight, add, **how):
-        return pk.norm_grad(
-            x, dy, weight, kind=kind, eps=EPS, with_bias=kind == "layer", add=add,
-            keep_maxima=True, tuning=tuning, **how,
-        )  # fmt: skip
+    def grad(x, dy, weight, bias, add, **how):
+        how |= {"add": add, "keep_maxima": True} | options
+        return pk.norm_grad(x, dy, weight, bias, **how)
 
-    def grad_and_output(x, dy, weight, scale, **how):
-        how |= {"kind": kind, "eps": EPS, "tuning": tuning}
-        return pk.norm_grad(x, dy, weight, y_scale=scale, **how)
+    def grad_and_output(x, dy, weight, bias, scale, **how):
+        return pk.norm_grad(x, dy, weight, bias, y_scale=scale, **options, **how)
 
-    flat = values.reshape(-1, shape[-1]), wide(dy).reshape(-1, shape[-1])
-    dx, dweight, dbias = expected_grad(*flat, weight, kind)
-    dx = dx.reshape(shape)
+    dx, dweight, dbias = expected_grad(values, wide(dy), weight, kind, parts)
     for added in (None, add):
-        out = run(implementation, grad, x, dy, weight, added)
+        out = run(implementation, grad, x, dy, weight, bias, added)
         expected = dx if added is None else dx + wide(added)
         assert_rounded(out.dx, expected, BF16)
         assert np.max(out.largest) == np.abs(wide(out.dx)).max()
-        assert (out.dweight is None, out.dbias is None) == (
-            dtype is None,
-            kind == "rms",
-        )
-        for actual, expected in ((out.dweight, dweight), (out.dbias, dbias)):
+        pairs = (weight, out.dweight, dweight), (bias, out.dbias, dbias)
+        for param, actual, expected in pairs:
+            assert (actual is None) == (param is None)
             if actual is not None:
-                assert actual.dtype == F32
+                assert (actual.dtype, actual.shape) == (F32, param.shape)
                 atol = 1e-5 * np.abs(expected).max()
                 np.testing.assert_allclose(actual, expected, rtol=0, atol=atol)
-    out = run(implementation, grad_and_output, x, dy, weight, jnp.float32(SCALE))
+    arguments = x, dy, weight, bias, jnp.float32(SCALE)
+    out = run(implementation, grad_and_output, *arguments)
     assert_rounded(out.dx, dx, BF16)
-    y = expected_norm(values.reshape(-1, shape[-1]), weight, None, kind)
+    y = expected_norm(values, weight, bias, kind).reshape(-1, shape[-1])
     assert out.y.shape == y.shape[::-1]
     assert_rounded(out.y.T, y, E4M3, SCALE)
 
@@ -245,12 +261,11 @@ def test_no_thread_races_another(implementation):
     norm = functools.partial(
         pk.norm, kind="layer", keep_groups=True, scale="row", tuning=FEW
     )
-    how = {"with_bias": True, "keep_maxima": True, "tuning": FEW}
-    grad = functools.partial(pk.norm_grad, **how)
+    grad = functools.partial(pk.norm_grad, keep_maxima=True, tuning=FEW)
     out = run(implementation, norm, x, weight, bias, detect_races=True)
     again = run(implementation, norm, x, weight, bias)
     assert_identical(out, again)
-    arguments = out.groups, x, weight
+    arguments = out.groups, x, weight, bias
     out = run(implementation, grad, *arguments, detect_races=True)
     assert_identical(out, run(implementation, grad, *arguments))
 
@@ -287,7 +302,7 @@ def test_long_rows_on_a_gpu(shape, kind):
     assert_rounded(out.y, wide(expected.y), BF16, slack=2**-8)
     grad = functools.partial(pk.norm_grad, kind=kind)
     arguments = out.groups, x, weight
-    for more in ({}, {"with_bias": True, "add": x}):
+    for more in ({}, {"bias": bias, "add": x}):
         both = [
             run(i, functools.partial(grad, **more), *arguments)
             for i in ("mosaic", "reference")
@@ -321,8 +336,6 @@ def test_what_cannot_run_is_named():
         pk.norm(x, kind="batch")
     with pytest.raises(ValueError, match="needs a scalar scale, got 'row'"):
         pk.norm(x, scale="row", copies="both")
-    with pytest.raises(ValueError, match="y_scale is for norms without a bias"):
-        pk.norm_grad(x, x, with_bias=True, y_scale=jnp.float32(1))
     with pytest.raises(ValueError, match="needs a bfloat16 x, got groups"):
         pk.norm(pk.quantize_groups(x), keep_groups=True)
 
@@ -333,6 +346,10 @@ def test_what_does_not_go_together_is_named(implementation):
     norm = functools.partial(pk.norm, implementation=implementation)
     with pytest.raises(ValueError, match=r"weight must have the shape \(256,\), got"):
         norm(x, jnp.ones(512))
+    with pytest.raises(ValueError, match=r"fewer axes than x \[4, 256\], got \[4, 256"):
+        norm(x, jnp.ones((4, 256)))
+    with pytest.raises(ValueError, match=r"bias must have the shape \(2, 256\), got"):
+        norm(x.reshape(2, 2, 256), jnp.ones((2, 256)), jnp.ones(256))
     with pytest.raises(ValueError, match=r"add must have the shape \(4, 256\), got"):
         pk.norm_grad(x, x, add=x[:1], implementation=implementation)
     with pytest.raises(ValueError, match=r"scales must have the shape \(4, 16\), got"):

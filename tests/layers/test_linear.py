@@ -122,7 +122,7 @@ def test_shapes_that_do_not_fit_are_named(x, w):
 
 DIMENSIONS = [
     ((4, 6, 32), (32, 5), (((2,), (0,)), ((), ()))),
-    ((4, 6, 8), (8, 6, 5), (((1, 2), (1, 0)), ((), ()))),
+    ((20, 6, 8), (8, 6, 5), (((1, 2), (1, 0)), ((), ()))),
     ((3, 16, 8), (3, 8, 5), (((2,), (1,)), ((0,), (0,)))),
     ((16, 2, 8, 3), (2, 5, 3, 8), (((2,), (3,)), ((3, 1), (2, 0)))),
 ]
@@ -152,7 +152,7 @@ def test_dot_general(a, b, dimensions):
 
 
 def test_dot_general_dtypes():
-    x, w = normal(1, 4, 8, dtype=jnp.bfloat16), normal(2, 8, 4)
+    x, w = normal(1, 16, 8, dtype=jnp.bfloat16), normal(2, 8, 16)
     dimensions = (((1,), (0,)), ((), ()))
     assert fp8_dot_general(x, w, dimensions).dtype == jnp.float32
     both = fp8_dot_general(x, w.astype(jnp.bfloat16), dimensions)
@@ -198,7 +198,7 @@ def test_dot_general_of_nothing(m, k, n):
 
 
 def test_in_linen_layers():
-    x = normal(1, 5, 4, 16)
+    x = normal(1, 25, 4, 16)
     dense = nn.Dense(8, dot_general=coat.fp8_dot_general)
     variables = dense.init(jax.random.key(0), x)
     kernel, bias = variables["params"]["kernel"], variables["params"]["bias"]
@@ -212,7 +212,7 @@ def test_in_linen_layers():
 
 
 def test_in_nnx_linear():
-    x, dy = normal(1, 5, 16, dtype=jnp.bfloat16), normal(2, 5, 8, dtype=jnp.bfloat16)
+    x, dy = normal(1, 16, 16, dtype=jnp.bfloat16), normal(2, 16, 8, dtype=jnp.bfloat16)
     layer = nnx.Linear(
         16,
         8,
@@ -228,6 +228,33 @@ def test_in_nnx_linear():
     assert dw.dtype == jnp.float32
     expected = q(x).T @ q(dy, oracle.E5M2)
     np.testing.assert_allclose(dw, expected, rtol=2**-7, atol=1e-4)
+
+
+def _rows_times(w):
+    return lambda x: fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def test_few_rows_are_multiplied_by_jax():
+    """There a scale of weights costs more than the matmul."""
+    x, w = normal(1, 16, 32, dtype=jnp.bfloat16), normal(2, 32, 24, dtype=jnp.bfloat16)
+    dy = normal(3, 16, 24, dtype=jnp.bfloat16)
+    few, many = (
+        value_and_vjp(lambda x, w: _rows_times(w)(x), dy[:n], x[:n], w)
+        for n in (15, 16)
+    )
+    plain = value_and_vjp(jnp.matmul, dy[:15], x[:15], w)
+    jax.tree.map(np.testing.assert_array_equal, few, plain)
+    check(many[0], q(x) @ q(w), jnp.bfloat16)
+
+
+def test_mapped_rows_are_those_of_one_matmul():
+    x, w = normal(1, 2, 8, 32), normal(2, 32, 24)
+    expected = _rows_times(w)(x)
+    check(expected, q(x) @ q(w), jnp.float32)
+    for fn in (jax.vmap(_rows_times(w)), jax.vmap(jax.vmap(_rows_times(w)))):
+        np.testing.assert_array_equal(fn(x), expected)
+    mapped = jax.vmap(_rows_times(w), in_axes=1, out_axes=1)(x)
+    np.testing.assert_array_equal(mapped, expected)
 
 
 def test_gradient_under_vmap_and_jit():

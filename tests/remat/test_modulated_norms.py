@@ -106,7 +106,7 @@ def test_a_modulated_norm_saves_one_copy_of_its_input(norm):
     assert norms(fp8_remat(fn), weights, x, c) == {"norm", "norm_grad"}
     copies = [r.shape for r in saved(fp8_remat(fn), weights, x, c) if r.dtype in FP8]
     # The others are the two results that are multiplied.
-    assert sorted(copies) == [(B, S, K), (B, S, K), (B * S, K)]
+    assert copies == [(B, S, K)] * 3
     plain, light = (value_and_vjp(f, dy, weights, x, c) for f in (fn, fp8_remat(fn)))
     assert_near(light, plain)
 

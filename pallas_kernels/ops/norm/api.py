@@ -23,8 +23,8 @@ _PARAM_DTYPES = (jnp.bfloat16, jnp.float32)
 
 def norm(
     x: Float[Array, "... n"] | Scaled,
-    weight: Float[Array, " n"] | None = None,
-    bias: Float[Array, " n"] | None = None,
+    weight: Float[Array, "*parts n"] | None = None,
+    bias: Float[Array, "*parts n"] | None = None,
     *,
     kind: NormKind = "rms",
     eps: float = 1e-5,
@@ -42,8 +42,11 @@ def norm(
     Args:
       x: The input, bfloat16, or quantized in groups of 16: e4m3 codes [..., n] and
         bfloat16 scales [..., ceil(n / 16)].
-      weight: The weight that multiplies the normalized input, bfloat16 or float32.
-      bias: The bias that is added after the weight is applied, bfloat16 or float32.
+      weight: The weight that multiplies the normalized input, bfloat16 or float32. It
+        is [n], or has first axes of `x`, and a row for the elements of each: a weight
+        [batch, n] has a row for each sequence of x [batch, length, n].
+      bias: The bias that is added after the weight is applied, bfloat16 or float32, of
+        the weight's shape if there is a weight.
       kind: The norm, "rms" for RMSNorm or "layer" for LayerNorm.
       eps: The number that is added to the mean square, or to the variance.
       scale: The scale of the output. None returns bfloat16 and the amax of each token.
@@ -69,7 +72,7 @@ def norm(
       [[448.0, -448.0]]
     """
     _check(kind, scale, copies)
-    _check_shapes(x, {"weight": weight, "bias": bias}, {})
+    _check_shapes(x, weight, bias, {})
     if isinstance(x, Scaled) and keep_groups:
         raise ValueError("keep_groups needs a bfloat16 x, got groups")
     scale = scalar("scale", scale, None, "row")
@@ -91,11 +94,11 @@ def norm(
 def norm_grad(
     x: Float[Array, "... n"] | Scaled,
     dy: Float[Array, "... n"],
-    weight: Float[Array, " n"] | None = None,
+    weight: Float[Array, "*parts n"] | None = None,
+    bias: Float[Array, "*parts n"] | None = None,
     *,
     kind: NormKind = "rms",
     eps: float = 1e-5,
-    with_bias: bool = False,
     y_scale: Float[Array, ""] | None = None,
     add: Float[Array, "... n"] | None = None,
     keep_maxima: bool = False,
@@ -107,18 +110,20 @@ def norm_grad(
     Let `rate = 1 / sqrt(mean(x**2) + eps)`, `z = x * rate` and `g = dy * weight`, with
     `x - mean(x)` in place of x for "layer". Means are over the last axis. Then
     `dx = rate * (g - z * mean(g * z))`, and "layer" also subtracts `rate * mean(g)`.
-    Sums over tokens give `dweight = sum(dy * z)` and `dbias = sum(dy)`.
+    Sums over tokens give `dweight = sum(dy * z)` and `dbias = sum(dy)`; where parts of
+    x have their own weight, over the tokens of a part.
 
     Args:
       x: The input of `norm`, bfloat16 or in groups of 16.
       dy: The gradient with respect to the norm's output, bfloat16.
       weight: The weight of `norm`; None if there was none.
+      bias: The bias of `norm`; None if there was none. Its numbers matter for `y_scale`
+        alone.
       kind: The norm, "rms" or "layer".
       eps: The `eps` of `norm`.
-      with_bias: Whether to return the gradient of a bias too.
       y_scale: The per-tensor scale with which the norm's output is returned again:
         transposed e4m3 codes of y / y_scale, [n, tokens], as the matmul of a weight
-        gradient reads them. The norm must have no bias.
+        gradient reads them.
       add: A bfloat16 array that is added to dx before rounding: the gradient of the
         residual connection around the norm.
       keep_maxima: Whether to return the amax of parts of dx as well, like `maxima`.
@@ -137,17 +142,14 @@ def norm_grad(
       [1.0, -1.0]
     """
     _check(kind)
-    _check_shapes(x, {"weight": weight}, {"dy": dy, "add": add})
+    _check_shapes(x, weight, bias, {"dy": dy, "add": add})
     y_scale = scalar("y_scale", y_scale, None)
-    if with_bias and y_scale is not None:
-        raise ValueError("y_scale is for norms without a bias")
     operation = _NormGrad(
         function=Norm(n=dy.shape[-1], kind=kind, eps=float(eps)),
-        with_bias=with_bias,
         keep_maxima=keep_maxima,
         tuning=tuning,
     )
-    out = operation(x, dy, weight, y_scale, add, implementation=implementation)
+    out = operation(x, dy, weight, bias, y_scale, add, implementation=implementation)
     if out.y is None:
         return out
     return out._replace(y=transpose(out.y, implementation=_of_copies(implementation)))
@@ -184,10 +186,11 @@ class _Norm(dispatch.Operation):
             keep_groups=self.keep_groups,
         )
 
-    def axes(self, x, *others) -> tuple:
+    def axes(self, x, weight, bias, *others) -> tuple:
         row, token = _axes(x)
+        param = _axes_of_param(weight, bias)
         results = Normed(y=row, largest=token, scale=token, groups=row)
-        return (row, Axes("_"), Axes("_"), WHOLE), results
+        return (row, param, param, WHOLE), results
 
     def kernel(self, x, weight, bias, scale) -> Normed:
         shape = jax.tree.leaves(x)[0].shape
@@ -217,63 +220,63 @@ class _Norm(dispatch.Operation):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _NormGrad(dispatch.Operation):
-    """`norm_grad` of the arrays x, dy, weight, y_scale and add, with `y` as rows.
+    """`norm_grad` of x, dy, weight, bias, y_scale and add, with `y` as rows.
 
     Attributes:
       function: The norm.
-      with_bias: Whether to return the gradient of a bias.
       keep_maxima: Whether to return the amax of parts of dx.
       tuning: Settings of the kernel, or None.
     """
 
     function: Norm
-    with_bias: bool
     keep_maxima: bool
     tuning: Tuning | None
     name = "norm_grad"
 
-    def obstacle(self, x, dy, weight, y_scale, add) -> str | None:
-        return _obstacle(x, weight, None, add, dy)
+    def obstacle(self, x, dy, weight, bias, y_scale, add) -> str | None:
+        return _obstacle(x, weight, bias, add, dy)
 
-    def reference(self, x, dy, weight, y_scale, add) -> NormGrads:
+    def reference(self, x, dy, weight, bias, y_scale, add) -> NormGrads:
         return reference.norm_grad(
             x,
             dy,
             weight,
+            bias,
             kind=self.function.kind,
             eps=self.function.eps,
-            with_bias=self.with_bias,
             y_scale=y_scale,
             add=add,
             keep_maxima=self.keep_maxima,
         )
 
-    def axes(self, x, dy, *others) -> tuple:
+    def axes(self, x, dy, weight, bias, *others) -> tuple:
         row, _ = _axes(dy)
-        total, largest = Axes("_", reduced="sum"), Axes("_", reduced="max")
+        param = _axes_of_param(weight, bias)
+        total = dataclasses.replace(param, reduced="sum")
+        largest = Axes("_", reduced="max")
         results = NormGrads(row, total, total, y=row, largest=largest)
-        return (row, row, Axes("_"), WHOLE, row), results
+        return (row, row, param, param, WHOLE, row), results
 
-    def kernel(self, x, dy, weight, y_scale, add) -> NormGrads:
+    def kernel(self, x, dy, weight, bias, y_scale, add) -> NormGrads:
         out = norm_kernel.backward(
             self.function,
             _rows(x, add, dy),
-            Params(_grouped(weight)),
+            Params(_grouped(weight), _grouped(bias)),
             None if y_scale is None else y_scale.reshape(1),
-            with_bias=self.with_bias,
             keep_maxima=self.keep_maxima,
             tuning=self.tuning or _backward_tuning(self.function),
         )
 
-        def total(partial):
-            if partial is None:
+        def total(partial, param):
+            if param is None:
                 return None
-            return jnp.sum(partial.reshape(-1, self.function.n), axis=0)
+            parts = partial.reshape(*param.shape[:-1], -1, self.function.n)
+            return jnp.sum(parts, axis=-2)
 
         return out._replace(
             dx=out.dx.reshape(dy.shape),
-            dweight=total(out.dweight),
-            dbias=total(out.dbias),
+            dweight=total(out.dweight, weight),
+            dbias=total(out.dbias, bias),
             y=None if out.y is None else out.y.reshape(dy.shape),
         )
 
@@ -282,6 +285,12 @@ def _axes(x: Array | Scaled) -> tuple[Axes, Axes]:
     """Returns the axes of rows and of what there is once per token."""
     leading = tokens(jax.tree.leaves(x)[0].ndim - 1)
     return Axes(f"{leading} _"), Axes(leading)
+
+
+def _axes_of_param(weight: Array | None, bias: Array | None) -> Axes:
+    """Returns the axes of a weight and a bias."""
+    param = bias if weight is None else weight
+    return Axes("_" if param is None else f"{tokens(param.ndim - 1)} _")
 
 
 def _of_copies(
@@ -302,16 +311,26 @@ def _check(kind: str, scale=None, copies: Wanted = "row") -> None:
         raise ValueError(f"a transposed copy needs a scalar scale, got {scale!r}")
 
 
-def _check_shapes(x: Array | Scaled, of_columns: dict, of_rows: dict) -> None:
+def _check_shapes(
+    x: Array | Scaled, weight: Array | None, bias: Array | None, of_rows: dict
+) -> None:
     """Raises ValueError if the shapes of arrays do not fit that of `x`.
 
-    Arrays in `of_columns` must be [n]; arrays in `of_rows` must have the shape of `x`.
+    Arrays in `of_rows` must have the shape of `x`.
     """
-    shape = jax.tree.leaves(x)[0].shape
+    *leading, n = shape = jax.tree.leaves(x)[0].shape
     if isinstance(x, Scaled):
-        check_shape("scales", x.scale, (*shape[:-1], -(-shape[-1] // GROUP)))
-    for name, array in of_columns.items():
-        check_shape(name, array, shape[-1:])
+        check_shape("scales", x.scale, (*shape[:-1], -(-n // GROUP)))
+    param = bias if weight is None else weight
+    if param is not None:
+        parts = param.ndim - 1
+        if parts >= len(leading) > 0:
+            raise ValueError(
+                f"a weight or bias has fewer axes than x {list(shape)}, got "
+                f"{list(param.shape)}"
+            )
+        for name, array in {"weight": weight, "bias": bias}.items():
+            check_shape(name, array, (*leading[:parts], n))
     for name, array in of_rows.items():
         check_shape(name, array, shape)
 

@@ -44,9 +44,8 @@ def forward(
 
     See `pallas_kernels.norm` for the formula.
     """
-    share = Share.of(rows, norm.n, tuning)
-    groups = share.steps * share.rows * share.groups
-    tokens = groups // share.groups
+    share = Share.of(rows, norm.n, tuning, parts=_parts(norm, params))
+    tokens, groups = share.tokens, share.tokens * share.groups
     wide = y_scale is None and not scaled_rows
 
     def like(dtype, shape=(groups, GROUP)):
@@ -61,7 +60,9 @@ def forward(
     )
 
     def kernel(rows, params, y_scale, out):
-        weight, bias = (norm.loader(ref, tuning.params) for ref in params)
+        weight, bias = (
+            norm.loader(share.of_part(ref), tuning.params) for ref in params
+        )
         inverse = _inverse(norm, y_scale)
 
         def read(row, index, tile):
@@ -103,16 +104,13 @@ def forward(
     return share.launch("norm", kernel, outputs, rows, params, y_scale)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("norm", "with_bias", "keep_maxima", "tuning")
-)
+@functools.partial(jax.jit, static_argnames=("norm", "keep_maxima", "tuning"))
 def backward(
     norm: Norm,
     rows: Rows,
     params: Params,
     y_scale: Array | None,
     *,
-    with_bias: bool,
     keep_maxima: bool,
     tuning: Tuning,
 ) -> NormGrads:
@@ -122,6 +120,7 @@ def backward(
     `y_scale` [1] is the scale of the codes of the norm's output, if these are wanted.
     """
     n, groups = norm.n, norm.n // GROUP
+    with_bias = params.bias is not None
     count = (params.weight is not None) + with_bias
     # Sums of the first tiles fit in registers; the sums of these tiles do not.
     in_shared = [
@@ -131,7 +130,13 @@ def backward(
     ]
     shape = norm.groups(in_shared), GROUP
     scratch = (plgpu.SMEM(shape, jnp.float32),) * count if in_shared else ()
-    share = Share.of(rows, n, tuning, other_bytes=len(scratch) * math.prod(shape) * 4)
+    share = Share.of(
+        rows,
+        n,
+        tuning,
+        parts=_parts(norm, params),
+        other_bytes=len(scratch) * math.prod(shape) * 4,
+    )
     partial = jax.ShapeDtypeStruct((share.ctas * groups, GROUP), jnp.float32)
     outputs = NormGrads(
         dx=jax.ShapeDtypeStruct(rows.dy.shape, jnp.bfloat16),
@@ -146,7 +151,9 @@ def backward(
     def kernel(rows, params, y_scale, out, *scratch):
         inverse = _inverse(norm, y_scale)
         sums = _Sums(norm, in_shared, scratch)
-        weight = norm.loader(params.weight, tuning.params)
+        weight = norm.loader(share.of_part(params.weight), tuning.params)
+        # Registers have no room for it.
+        bias = norm.loader(share.of_part(params.bias), longest=0)
 
         # Tiles of long rows would fill the registers, so they are read again from
         # shared memory.
@@ -185,6 +192,7 @@ def backward(
                     largest |= {dx.shape: jnp.maximum(so_far_of_shape, jnp.abs(dx))}
                 if inverse is not None:
                     y = x if params.weight is None else x * weight(tile)
+                    y = y if params.bias is None else y + bias(tile)
                     to = norm.tile(share.row(out.y, index), tile)
                     mosaic.store(to, (y * inverse).astype(CODES))
                 more = NormGrads(None, dy(tile) * x, dy(tile))
@@ -203,6 +211,12 @@ def backward(
 
     arrays = rows, params, y_scale
     return share.launch("norm_grad", kernel, outputs, *arrays, scratch=scratch)
+
+
+def _parts(norm: Norm, params: Params) -> int:
+    """Returns the number of parts of rows, each of which has its own parameters."""
+    sizes = (param.size for param in jax.tree.leaves(params))
+    return max(sizes, default=norm.n) // norm.n
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from pallas_kernels.numerics import (
     Scaled,
     code_max,
     magnitude,
-    on_last_axes,
     reciprocal,
     row_scale,
 )
@@ -46,8 +45,8 @@ class NormGrads(NamedTuple):
 
     Attributes:
       dx: The gradient with respect to the norm's input, bfloat16 [..., n].
-      dweight: The gradient of the weight, float32 [n].
-      dbias: The gradient of the bias, float32 [n].
+      dweight: The gradient of the weight, float32 of its shape.
+      dbias: The gradient of the bias, float32 of its shape.
       y: The recomputed output of the norm, float8_e4m3fn [n, tokens].
       largest: The amax of parts of `dx`, float32 [parts].
     """
@@ -61,8 +60,8 @@ class NormGrads(NamedTuple):
 
 def norm(
     x: Float[Array, "... n"] | Scaled,
-    weight: Float[Array, " n"] | None,
-    bias: Float[Array, " n"] | None,
+    weight: Float[Array, "*parts n"] | None,
+    bias: Float[Array, "*parts n"] | None,
     *,
     kind: NormKind,
     eps: float,
@@ -72,12 +71,7 @@ def norm(
     """Computes `pallas_kernels.norm` without the transposed copy."""
     wide = _wide(x)
     standard, _ = standardized(wide, kind, eps)
-    y = standard
-    if weight is not None:
-        y = y * on_last_axes(weight.astype(jnp.float32), y.ndim)
-    if bias is not None:
-        y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
-    result = _encoded(y, scale)
+    result = _encoded(_affine(standard, weight, bias), scale)
     groups = groups_in_jnp(wide, dtype=CODES, group=GROUP) if keep_groups else None
     return result._replace(groups=groups)
 
@@ -85,11 +79,11 @@ def norm(
 def norm_grad(
     x: Float[Array, "... n"] | Scaled,
     dy: Float[Array, "... n"],
-    weight: Float[Array, " n"] | None,
+    weight: Float[Array, "*parts n"] | None,
+    bias: Float[Array, "*parts n"] | None,
     *,
     kind: NormKind,
     eps: float,
-    with_bias: bool,
     y_scale: Float[Array, ""] | None,
     add: Float[Array, "... n"] | None,
     keep_maxima: bool,
@@ -97,10 +91,7 @@ def norm_grad(
     """Computes `pallas_kernels.norm_grad`, with `y` not transposed: [..., n]."""
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
-    w = 1.0
-    if weight is not None:
-        w = on_last_axes(weight.astype(jnp.float32), dy.ndim)
-    g = dy * w
+    g = _affine(dy, weight, None)
     along = jnp.mean(g * standard, axis=-1, keepdims=True)
     dx = g - standard * along
     if kind == "layer":
@@ -109,12 +100,19 @@ def norm_grad(
     if add is not None:
         dx = dx + add.astype(jnp.float32)
     dx = dx.astype(jnp.bfloat16)
-    tokens = tuple(range(dy.ndim - 1))
+
+    def total(x, param):
+        tokens = range(param.ndim - 1, x.ndim - 1)
+        return jnp.sum(x, axis=tuple(tokens))
+
+    y = None
+    if y_scale is not None:
+        y = _encoded(_affine(standard, weight, bias), y_scale).y
     return NormGrads(
         dx=dx,
-        dweight=None if weight is None else jnp.sum(dy * standard, axis=tokens),
-        dbias=jnp.sum(dy, axis=tokens) if with_bias else None,
-        y=None if y_scale is None else _encoded(standard * w, y_scale).y,
+        dweight=None if weight is None else total(dy * standard, weight),
+        dbias=None if bias is None else total(dy, bias),
+        y=y,
         largest=maxima_in_jnp(dx) if keep_maxima else None,
     )
 
@@ -130,6 +128,18 @@ def standardized(
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     rate = lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
     return x * rate, rate
+
+
+def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
+    """Returns x * weight + bias, without what is None; parts of x have a row each."""
+
+    def on_rows(param):
+        between = [1] * (x.ndim - param.ndim)
+        shape = *param.shape[:-1], *between, param.shape[-1]
+        return param.astype(jnp.float32).reshape(shape)
+
+    x = x if weight is None else x * on_rows(weight)
+    return x if bias is None else x + on_rows(bias)
 
 
 def _wide(x: Array | Scaled) -> Array:
