@@ -12,7 +12,6 @@ from coat_jax.models.generation import Generated, generate
 from coat_jax.models.memory import estimate_memory, largest_batch
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
 from coat_jax.optimizers.checkpoint import (
-    ScaleByFP8AdamState,
     from_optax_state,
     to_optax_state,
 )
@@ -52,7 +51,6 @@ __all__ = [
     "PerTensor",
     "QuantizedArray",
     "QuantizedState",
-    "ScaleByFP8AdamState",
     "dequantize",
     "estimate_memory",
     "fp8",

@@ -35,7 +35,8 @@ def scale_by_fp8_adam(
     It is `coat.with_quantized_state(optax.scale_by_adam(...))` with a fused step. Both
     moments take 2.07 bytes per parameter instead of 8. Parameters of fewer than 8,192
     elements have float32 moments and are updated exactly as by optax, and so are
-    parameters that `quantize_mask` excludes. Updates have the gradients' dtype.
+    parameters that `quantize_mask` excludes, or whose moments would not become smaller
+    (a last axis of one element). Updates have the gradients' dtype.
 
     The second moment has COAT's expansion (section 4.2), with a k for each group that
     follows the group's range. It is never negative, so the sign bit of its E4M3 codes

@@ -3,60 +3,26 @@
 Importing this module registers quantized arrays and states with `flax.serialization`.
 Then `to_bytes`, `from_bytes` and state dicts preserve every bit. They refuse a target
 that would read the codes in another way than they were written. `check_restored`
-refuses a state that is damaged or of other options, whatever read it. `version_0`
-restores checkpoints of earlier versions.
+refuses a state that is damaged or of other options, whatever read it.
 """
 
 import dataclasses
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import serialization
-from jax.tree_util import GetAttrKey, keystr, tree_map_with_path
+from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, states_in
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
-from coat_jax.quantization import array
 from coat_jax.quantization.array import QuantizedArray
-from coat_jax.quantization.formats import E4M3
 
 _ARRAYS = ("codes", "scale", "exponent")
-# Old pickles name the modules that defined the classes when they were written.
-sys.modules["coat_jax.state"] = sys.modules[__name__]
-sys.modules["coat_jax.quantized"] = array
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class MuScaling:
-    """The scaling of first moments in version 0; a pytree without leaves."""
-
-    normalized: bool
-
-
-class ScaleByFP8AdamState(NamedTuple):
-    """The state of `scale_by_fp8_adam` in version 0; see `coat.to_optax_state`.
-
-    Attributes:
-      count: The number of updates so far, int32.
-      mu: First moments, divided by the root of the second if `scaling.normalized`.
-      nu: Second moments.
-      scaling: The scaling of quantized first moments.
-    """
-
-    count: chex.Array
-    mu: optax.Updates
-    nu: optax.Updates
-    scaling: MuScaling
 
 
 def to_optax_state(state: Any) -> Any:
@@ -64,8 +30,7 @@ def to_optax_state(state: Any) -> Any:
 
     Args:
       state: A `QuantizedState`, or any tree that contains some: the state of
-        `fp8_adamw`, of a chain, of a whole training run. States of version 0 are
-        accepted, too.
+        `fp8_adamw`, of a chain, of a whole training run.
 
     Returns:
       The same tree, with each quantized state replaced by the inner transformation's
@@ -114,50 +79,6 @@ def from_optax_state(state: Any, like: Any) -> Any:
 
     check_structure(state, like, name="state", is_leaf=is_leaf)
     return tree_map_with_path(_converted, like, state, is_leaf=is_leaf)
-
-
-def version_0(like: Any) -> Any:
-    """Returns the form of a state in version 0, to restore checkpoints of that version.
-
-    In version 0 there was one kind of state, `ScaleByFP8AdamState`, with scales in
-    bfloat16.
-
-    Args:
-      like: A state of `fp8_adamw` or `scale_by_fp8_adam` with their default formats, or
-        any tree that contains some. Only its shapes are read.
-
-    Returns:
-      The same tree with `jax.ShapeDtypeStruct`s of the arrays of version 0. Restore a
-      checkpoint onto it. Then continue from
-      `coat.from_optax_state(coat.to_optax_state(restored), tx.init(params))`.
-
-    Example:
-      >>> import coat_jax as coat, jax, jax.numpy as jnp
-      >>> from coat_jax.optimizers.checkpoint import version_0
-      >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, jnp.ones((64, 128)))
-      >>> version_0(like)[0].mu.scale.dtype
-      dtype(bfloat16)
-    """
-
-    def old(q):
-        if not is_quantized(q):
-            return q
-        scale = jax.ShapeDtypeStruct(q.scale.shape, jnp.bfloat16)
-        return dataclasses.replace(q, scale=scale, format=E4M3)
-
-    def form(state):
-        if not _is_state(state):
-            return state
-        inner, kept = state.inner_state, dict(state.layout.moments)
-        normalized = kept[GetAttrKey("mu"),].over_root_of is not None
-        mu, nu = (
-            jax.tree.map(old, moments, is_leaf=is_quantized)
-            for moments in (inner.mu, inner.nu)
-        )
-        return ScaleByFP8AdamState(inner.count, mu, nu, MuScaling(normalized))
-
-    abstract = jax.eval_shape(lambda x: x, like)
-    return jax.tree.map(form, abstract, is_leaf=_is_state)
 
 
 def check_restored(state: Any, like: Any) -> None:
@@ -269,26 +190,19 @@ def _values(x: Any) -> np.ndarray | None:
 
 
 def _is_state(node: Any) -> bool:
-    return isinstance(node, QuantizedState | ScaleByFP8AdamState)
+    return isinstance(node, QuantizedState)
 
 
-def _wide(state: QuantizedState | ScaleByFP8AdamState) -> Any:
+def _wide(state: QuantizedState) -> Any:
     """Returns the inner transformation's state in float32.
 
     Arrays are in NNX variables where those of `state` are.
     """
-    if isinstance(state, ScaleByFP8AdamState):
-        inner = optax.ScaleByAdamState(state.count, state.mu, state.nu)
-        over = "nu" if state.scaling.normalized else None
-        mu, nu = Moment(over_root_of=over), Moment(squares=True)
-        moments = ((GetAttrKey("mu"),), mu), ((GetAttrKey("nu"),), nu)
-        layout = Layout(moments, "nearest")
-    else:
-        inner, layout = state.inner_state, state.layout
+    inner = state.inner_state
     like = jax.tree.map(
         lambda m: m.codes if is_quantized(m) else m, inner, is_leaf=is_quantized
     )
-    return boxed(dequantized(unboxed(inner), layout), like)
+    return boxed(dequantized(unboxed(inner), state.layout), like)
 
 
 def _converted(path: Any, like: Any, new: Any) -> Any:
@@ -328,8 +242,6 @@ def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
 def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
     if not isinstance(state, dict):
         _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {_describe(state)}")
-    # Early checkpoints do not name a format: each dtype had only one format then.
-    state = {"format": target.format.name, **state}
     if state.keys() != {*_ARRAYS, "power", "format"}:
         _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {sorted(map(str, state))}")
     if not _same(state["format"], target.format.name):
@@ -359,17 +271,6 @@ def _layout_from_dict(target: Layout, state: Any) -> Layout:
             f"moments {expected}, found {_described(state)}: was it saved with other "
             "options?"
         )
-    return target
-
-
-def _scaling_to_dict(scaling: MuScaling) -> dict[str, Any]:
-    return {"normalized": scaling.normalized}
-
-
-def _scaling_from_dict(target: MuScaling, state: Any) -> MuScaling:
-    found = state.get("normalized") if isinstance(state, dict) else state
-    if not _same(found, target.normalized):
-        _refuse(f"normalize_mu={target.normalized}, found {_described(found)}")
     return target
 
 
@@ -407,6 +308,5 @@ def _refuse(what: str) -> None:
 for _kind, _to_dict, _from_dict in (
     (QuantizedArray, _array_to_dict, _array_from_dict),
     (Layout, _layout_to_dict, _layout_from_dict),
-    (MuScaling, _scaling_to_dict, _scaling_from_dict),
 ):
     serialization.register_serialization_state(_kind, _to_dict, _from_dict)

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Key
 
+from coat_jax.optimizers.state import states_in
 from coat_jax.optimizers.step import Adam, Target, adam_step
 
 
@@ -55,7 +56,7 @@ def fused_update(
 
     Raises:
       ValueError: If there is no `fp8_adamw`, or a transformation after or around it
-        needs its updates.
+        needs its updates, or arguments are swapped.
 
     Example:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
@@ -67,6 +68,12 @@ def fused_update(
       ...     return coat.fused_update(tx, grads, state, params, key=jax.random.key(0))
       >>> params, state = step(jnp.ones_like(params), state, params)
     """
+    for name, argument in (("grads", grads), ("params", params)):
+        if states_in(argument):
+            raise ValueError(
+                f"{name} has the state of an optimizer; the order of arguments is "
+                "fused_update(tx, grads, state, params)"
+            )
     request = FusedRequest(key=key)
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)

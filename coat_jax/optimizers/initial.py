@@ -1,6 +1,8 @@
 """The first state of a transformation, with its moving averages in 8 bits."""
 
+import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from jax.tree_util import keystr, tree_leaves_with_path
 
 from coat_jax.optimizers.moment import KNOWN, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
-from coat_jax.optimizers.sharding import zeros_like
+from coat_jax.optimizers.sharding import nbytes, zeros_like
 from coat_jax.optimizers.state import (
     VERSION,
     Layout,
@@ -86,13 +88,34 @@ def initial_state(
     values = dict(zip(rest, _initial(program, arrays, wanted), strict=True))
     dtypes = {path: leaf.dtype for path, leaf in leaves}
     zeros = _shared(zeros_like)
+    wide = _not_smaller(chosen, arrays_by_path, choices.granularity, dtypes)
     for path, (place, moment) in chosen.items():
         param, dtype = arrays_by_path[place], dtypes[path]
+        moment = None if place in wide else moment
         values[path] = zeros(param, moment, choices.granularity, dtype)
     state = treedef.unflatten([values[path] for path, _ in leaves])
     state = in_boxes(state, by_path(params, is_leaf=is_box))
     zero = jnp.zeros([], jnp.int32)
     return QuantizedState(state, zero, zero + VERSION, layout)
+
+
+def _not_smaller(
+    chosen: Mapping[Path, tuple[Path, Moment | None]],
+    params: Mapping[Path, Any],
+    granularity: PerGroup,
+    dtypes: Mapping[Path, np.dtype],
+) -> set[Path]:
+    """Returns the parameters whose moments would be no smaller in 8 bits.
+
+    A row of one element has a scale for each code.
+    """
+    saved_bytes: dict[Path, int] = defaultdict(int)
+    for path, (place, moment) in chosen.items():
+        shape = jnp.shape(params[place])
+        saved_bytes[place] += math.prod(shape) * dtypes[path].itemsize
+        if moment is not None:
+            saved_bytes[place] -= nbytes(moment, granularity, shape)
+    return {place for place, saved in saved_bytes.items() if saved <= 0}
 
 
 def _shared(zeros: Callable) -> Callable:

@@ -127,6 +127,12 @@ def zeros_like(
     )
 
 
+def nbytes(moment: Moment, granularity: PerGroup, shape: tuple[int, ...]) -> int:
+    """Returns the bytes of a moment in 8 bits, for a parameter of this shape."""
+    like = _of_shape(_zero(moment, granularity), shape)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(like))
+
+
 @functools.cache
 def _zero(moment: Moment, granularity: PerGroup) -> QuantizedArray:
     """Returns the code, scale and exponent of a moment of zeros, as NumPy scalars."""

@@ -109,9 +109,7 @@ def check_state(state: Any) -> None:
         kind = type(state).__name__
         raise ValueError(
             f"the state must be a coat.QuantizedState, got {kind}. Go on from a state "
-            "of optax with coat.from_optax_state(state, tx.init(params)), and from a "
-            "ScaleByFP8AdamState, which earlier versions had, with "
-            "coat.from_optax_state(coat.to_optax_state(state), tx.init(params))"
+            "of optax with coat.from_optax_state(state, tx.init(params))"
         )
 
 

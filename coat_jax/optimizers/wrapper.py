@@ -45,8 +45,9 @@ def with_quantized_state(
         the known way, by the field's name. None leaves a field unquantized.
       quantize_mask: A tree of bools with the structure of the parameters (or a prefix
         of it), or a function from parameters to such a tree. False means that a
-        parameter's moments stay in float32. None quantizes moments of 8,192 elements or
-        more.
+        parameter's moments stay as optax has them, and so do those of parameters of
+        fewer than 8,192 elements, or that 8 bits would not make smaller. None means
+        True for all.
       granularity: Groups along the last axis that share a scale and an exponent.
       rounding: "stochastic", or "nearest" as in COAT (arXiv 2410.19313). With
         "nearest", averages over 100 steps or more stall.

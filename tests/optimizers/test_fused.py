@@ -259,6 +259,17 @@ def test_without_fp8_adamw_it_is_refused(tx):
         coat.fused_update(tx, PARAMS, tx.init(PARAMS), PARAMS)
 
 
+def test_swapped_arguments_are_named():
+    params = {"w": jnp.ones(SHAPE)}
+    state = ADAMW.init(params)
+    for name, arguments in {
+        "params": (params, params, state),
+        "grads": (state, params, params),
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name} has the state.*grads, state, p"):
+            coat.fused_update(ADAMW, *arguments)
+
+
 def test_lookahead_is_refused():
     """`optax.lookahead` passes no extra arguments to the inner transformation."""
     tx = optax.lookahead(ADAMW, 2, 0.5)

@@ -65,7 +65,7 @@ def wrapped(**options) -> optax.GradientTransformation:
     return optax.apply_if_finite(optax.masked(tx, {"w": True, "b": True}), 3)
 
 
-def with_formats() -> coat.ScaleByFP8AdamState:
+def with_formats() -> coat.QuantizedState:
     tx = coat.scale_by_fp8_adam(mu_format=coat.E5M2, nu_format=coat.DE8)
     return run(tx, PARAMS["w"], [g["w"] for g in GRADS], jit=True)[2]
 
@@ -123,7 +123,7 @@ def test_a_flax_train_state_comes_back():
     )
 
 
-def saved(**options) -> coat.ScaleByFP8AdamState:
+def saved(**options) -> coat.QuantizedState:
     return coat.scale_by_fp8_adam(**options).init({"w": PARAMS["w"]})
 
 
@@ -193,3 +193,9 @@ def test_exponents_that_orbax_does_not_miss_are_missed_by_the_first_step(tmp_pat
         tx.update({"w": GRADS[0]["w"]}, state)
     with pytest.raises(ValueError, match=message):
         coat.to_optax_state(state)
+
+
+def test_a_pickle_of_version_0_names_the_commit_that_reads_it():
+    """Pickles name the module in which a class was."""
+    with pytest.raises(ValueError, match=r"ScaleByFP8AdamState.*its commit 688c8db"):
+        pickle.loads(b"ccoat_jax.state\nScaleByFP8AdamState\n.")

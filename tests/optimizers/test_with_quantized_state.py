@@ -13,6 +13,7 @@ import coat_jax as coat
 from coat_jax.quantization.array import QuantizedArray
 
 SHAPE = (64, 256)
+BF16 = jnp.bfloat16
 PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}
 SIZE = SHAPE[0] * SHAPE[1]
 
@@ -228,3 +229,30 @@ def test_rounding_to_nearest_needs_no_random_bits():
         strict=True,
     ):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+@pytest.mark.parametrize("columns", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("inner", "fewest"),
+    [
+        (optax.scale_by_adam(), 2),
+        (optax.scale_by_adam(mu_dtype=BF16), 3),
+        (optax.scale_by_lion(), 2),
+    ],
+    ids=["adam", "adam, bfloat16", "lion"],
+)
+def test_no_state_takes_more_bytes_than_optaxs(inner, fewest, columns):
+    """A row of one element has a scale for each code."""
+    params = {"w": jnp.zeros((8192, columns)), "b": jnp.zeros((64, 128))}
+    plain, light = inner.init(params), coat.with_quantized_state(inner).init(params)
+    assert isinstance(light.mu["b"], QuantizedArray)
+
+    def nbytes(state):
+        moments = [state.mu["w"], state.nu["w"] if "nu" in plain._fields else None]
+        return sum(x.nbytes for x in jax.tree.leaves(moments))
+
+    if columns < fewest:
+        assert not isinstance(light.mu["w"], QuantizedArray)
+        assert nbytes(light) == nbytes(plain)
+    else:
+        assert nbytes(light) < nbytes(plain)
