@@ -180,11 +180,3 @@ def fp8_remat[Target](
         "fp8_remat takes a function, a Flax module or a Flax module class, got "
         f"{target!r}"
     )
-
-
-def fp8_inputs(
-    fn: Callable, *, params_argnums: int | Sequence[int] = 0, format: Format = E4M3
-) -> Callable:
-    """Saves only the incoming activations of `fn`, in FP8, and recomputes the rest."""
-    nothing = jax.checkpoint_policies.nothing_saveable
-    return fp8_remat(fn, params_argnums=params_argnums, format=format, policy=nothing)

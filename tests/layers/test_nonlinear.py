@@ -100,29 +100,21 @@ def test_optional_parameters_default_to_none():
     ones, zeros = np.ones(64), np.zeros(64)
     assert_close(nonlinear.rms_norm(x), rms_norm(*wide(x), ones), 1e-6)
     assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), ones, zeros), 1e-6)
-    gradient = jax.grad(
-        lambda x: nonlinear.rms_norm(x, residual_format=coat.E4M3)[0, 0]
-    )
-    assert gradient(x).shape == x.shape
-
-
-def split(name, args):
-    """Splits the arguments into activations and parameters."""
-    count = 1 if name.endswith("norm") else 2
-    return args[:count], args[count:]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
-def test_residual_format(name, dtype):
+def test_inputs_alone_are_saved_in_fp8(name, dtype):
     """Values are unchanged; gradients are autodiff's at the fake-quantized inputs."""
     fn, _, args = inputs(dtype)[name]
-    activations, parameters = split(name, args)
-
-    def light(*args):
-        return fn(*args, residual_format=coat.E4M3)
-
+    count = 1 if name.endswith("norm") else 2
+    activations, parameters = args[:count], args[count:]
+    light = coat.fp8_remat(
+        fn,
+        params_argnums=range(count, len(args)),
+        policy=jax.checkpoint_policies.nothing_saveable,
+    )
     dy = normal(7, *args[0].shape, dtype=dtype)
     y, gradients = value_and_vjp(light, dy, *args)
     np.testing.assert_array_equal(y, compiled(fn, *args))
@@ -130,13 +122,7 @@ def test_residual_format(name, dtype):
     _, expected = value_and_vjp(fn, dy, *quantized, *parameters)
     assert_close(gradients, expected, 1e-5 if dtype == jnp.float32 else 2**-7)
 
-    kept = saved(light, *args)
-    assert saved_bytes(kept) == sum(fp8_bytes(a.shape) for a in activations)
-    references = {r.argument for r in kept if r.argument is not None}
-    assert references <= set(range(len(activations), len(args)))
-
-
-def test_residual_format_may_be_another():
-    fn, _, (x, weight) = inputs()["rms_norm"]
-    kept = saved(lambda x, w: fn(x, w, residual_format=coat.E5M2), x, weight)
-    assert next(r.dtype for r in kept if r.argument is None) == jnp.float8_e5m2
+    residuals = saved(light, *args)
+    assert saved_bytes(residuals) == sum(fp8_bytes(a.shape) for a in activations)
+    references = {r.argument for r in residuals if r.argument is not None}
+    assert references <= set(range(count, len(args)))

@@ -23,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 import coat_jax as coat
-from coat_jax.remat.api import fp8_inputs, fp8_remat
+from coat_jax.remat.api import fp8_remat
 from coat_jax.remat.policies import products_saveable
 
 NOTHING = jax.checkpoint_policies.nothing_saveable
@@ -181,16 +181,6 @@ def test_an_array_is_offloaded_once():
         return str(program).count("MemorySpace.Host")
 
     assert moves(fp8_remat) == moves(jax.checkpoint) == 1
-
-
-def test_fp8_inputs_is_the_policy_that_saves_nothing():
-    params, x = two_product_arguments()
-    light = fp8_inputs(two_products)
-    assert saved_bytes(saved(light, params, x)) == fp8_bytes(x.shape, ROW)
-    same = fp8_remat(two_products, policy=NOTHING)
-    dy = normal(5, 96, 48)
-    actual, expected = (jax.vjp(f, params, x)[1](dy) for f in (light, same))
-    assert_close(actual, expected, 0)
 
 
 @pytest.mark.parametrize(
