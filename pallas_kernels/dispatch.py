@@ -102,7 +102,7 @@ def explain(fn: Callable, *args: Any, **kwargs: Any) -> Explanation:
         arrays may be `jax.ShapeDtypeStruct`s. Other arguments are passed unchanged.
       **kwargs: The function's keyword arguments, treated in the same way.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import explain, norm
       >>> print(explain(norm, jnp.ones((4, 256)), implementation="reference"))

@@ -69,6 +69,14 @@ def test_public_names_exist():
     assert [name for name in coat_jax.__all__ if not hasattr(coat_jax, name)] == []
 
 
+def test_the_api_reference_is_complete():
+    pages = (_ROOT / "docs" / "pages" / "api").glob("*.md")
+    text = "".join(page.read_text() for page in pages)
+    entries = re.findall(r"^::: coat_jax\.(\w+)$", text, re.M)
+    assert sorted(entries) == sorted(coat_jax.__all__)
+    assert "\n::: pallas_kernels\n" in text
+
+
 def _blocks():
     """Yields the Python code of the README and of each guide, by page and number.
 

@@ -72,7 +72,7 @@ def fp8[Model](
         matmul, except a function that has only matmuls of two activations or of two
         parameters.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> from flax import linen as nn
       >>> class Block(nn.Module):

@@ -86,7 +86,7 @@ def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> Matmul
       TypeError: If `model` is neither a function nor a module.
       ValueError: If the call runs nothing that `coat.fp8` has converted.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> def mlp(params, x):
       ...     return jnp.tanh(x @ params["up"]) @ params["router"]

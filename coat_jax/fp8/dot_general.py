@@ -62,7 +62,7 @@ def fp8_dot_general(
       ValueError: If an operand is not floating.
       TypeError: If the dimension numbers do not fit the operands.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> from flax import linen as nn
       >>> layer = nn.Dense(8, dtype=jnp.bfloat16, dot_general=coat.fp8_dot_general)

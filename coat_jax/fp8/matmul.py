@@ -46,7 +46,7 @@ def linear(
     Raises:
       ValueError: If the contracted sizes differ.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.fp8.matmul import linear
       >>> linear(jnp.ones((2, 4), jnp.bfloat16), jnp.ones((3, 4))).dtype

@@ -36,7 +36,7 @@ def linear(
     Raises:
       ValueError: If the contracted sizes differ.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.blockwise import linear
       >>> linear(jnp.zeros((2, 4), jnp.bfloat16), jnp.ones((3, 4)))

@@ -52,7 +52,7 @@ class DecoderLayer(nnx.Module):
       ValueError: If a size is not positive, `num_kv_heads` does not divide `num_heads`,
         `head_dim` is odd, or a name is unknown.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.decoder import DecoderLayer
       >>> from flax import nnx

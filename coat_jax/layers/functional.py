@@ -20,7 +20,7 @@ def rms_norm(
 ) -> Float[Array, "*batch d"]:
     """Computes `x / sqrt(mean(x**2) + eps) * weight`, with means over the last axis.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.functional import rms_norm
       >>> rms_norm(jnp.array([[3.0, -3.0]]), eps=0.0)
@@ -40,7 +40,7 @@ def layer_norm(
 ) -> Float[Array, "*batch d"]:
     """Computes `(x - mean(x)) / sqrt(var(x) + eps) * weight + bias` over the last axis.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.functional import layer_norm
       >>> layer_norm(jnp.array([[1.0, 3.0]]), eps=0.0)
@@ -56,7 +56,7 @@ def layer_norm(
 def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """Computes the gated activation `silu(gate) * up`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.functional import swiglu
       >>> swiglu(jnp.zeros(2), jnp.ones(2))
@@ -72,7 +72,7 @@ def geglu(
 
     GELU has its tanh form if `approximate` is true.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.layers.functional import geglu
       >>> geglu(jnp.zeros(2), jnp.ones(2))

@@ -136,7 +136,7 @@ def generate(
         `prompt_length`, if a token is not in the vocabulary, or if a temperature above
         0 comes without a key.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat
       >>> from coat_jax.models import llama
       >>> from flax import nnx

@@ -115,7 +115,7 @@ class Llama(nnx.Module):
       rngs: The random number generators for the initialization, which does not depend
         on the recipe.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models import llama
       >>> from flax import nnx
@@ -202,7 +202,7 @@ class Llama(nnx.Module):
 
         Call it at the beginning of a step that accumulates gradients.
 
-        Example:
+        Examples:
           >>> import jax, jax.numpy as jnp
           >>> from coat_jax.models import llama
           >>> from flax import nnx
@@ -273,7 +273,7 @@ def cross_entropy(
       ValueError: If `targets`, `weights` or `segment_ids` does not have the shape of
         `tokens`.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models import llama
       >>> from flax import nnx

@@ -153,7 +153,7 @@ def estimate_memory(
       ValueError: If a size is not positive, the mesh has another axis, an axis does not
         divide what it splits, or `shardings` do not fit the parameters.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax
       >>> from coat_jax.models import llama
       >>> mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
@@ -268,7 +268,7 @@ def largest_batch(
     Raises:
       ValueError: If `memory_gib` is not a positive number.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat
       >>> from coat_jax.models import llama
       >>> config = llama.CONFIGS["llama2-7b"]

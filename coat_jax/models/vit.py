@@ -154,7 +154,7 @@ class Vit(nnx.Module):
       rngs: The random number generators for the initialization, which does not depend
         on the recipe.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models import vit
       >>> from flax import nnx
@@ -277,7 +277,7 @@ def cut(
 
     Squares follow one another row by row; so do the pixels in a square.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models.vit import cut
       >>> cut(jnp.arange(16.0).reshape(1, 4, 4, 1), 2)[0, 1]

@@ -72,7 +72,7 @@ class VisionLanguageModel(nnx.Module):
       rngs: The random number generators for the initialization, which does not depend
         on the recipes.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from coat_jax.models import llama, vit, vlm
       >>> from flax import nnx
@@ -230,7 +230,7 @@ def check_tokens(
       ValueError: If one has not. A compiled function cannot know, so check data on the
         way to it.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> from coat_jax.models import llama, vit, vlm
       >>> shape = dict(hidden_size=64, intermediate_size=128, num_layers=1, num_heads=4)

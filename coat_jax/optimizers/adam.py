@@ -89,7 +89,7 @@ def scale_by_fp8_adam(
         sharded like its parameter; if a format is not a `coat.Format`; or if
         `mu_format` has no sign. `init` raises it for complex parameters.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
       >>> tx = optax.chain(coat.scale_by_fp8_adam(), optax.scale(-1e-3))
       >>> state = tx.init({"w": jnp.zeros((64, 128))})
@@ -180,7 +180,7 @@ def fp8_adamw(
     Returns:
       The corresponding `GradientTransformation`.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
       >>> tx = optax.chain(optax.clip_by_global_norm(1.0), coat.fp8_adamw(1e-3))
       >>> params = jnp.ones((64, 128))

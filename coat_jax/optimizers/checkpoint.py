@@ -37,7 +37,7 @@ def to_optax_state(state: Any) -> Any:
       state. For example, `optax.adamw` can continue from the converted state of
       `fp8_adamw`. Other leaves do not change.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
       >>> params = {"w": jnp.ones((64, 128))}
       >>> state = coat.to_optax_state(coat.fp8_adamw(1e-3).init(params))
@@ -64,7 +64,7 @@ def from_optax_state(state: Any, like: Any) -> Any:
       ValueError: If the trees or the shapes of an average differ. The message names the
         place.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
       >>> params = {"w": jnp.ones((64, 128))}
       >>> like = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
@@ -100,7 +100,7 @@ def check_restored(state: Any, like: Any) -> None:
         gradients that were not finite; or if the version is not this library's. The
         message names the place, the value and the rule.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> from coat_jax.optimizers.checkpoint import check_restored
       >>> tx, params = coat.fp8_adamw(1e-3), {"w": jnp.ones((64, 128))}

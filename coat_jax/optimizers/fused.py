@@ -58,7 +58,7 @@ def fused_update(
       ValueError: If there is no `fp8_adamw`, or a transformation after or around it
         needs its updates, or arguments are swapped.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp, optax
       >>> tx = optax.chain(optax.clip_by_global_norm(1.0), coat.fp8_adamw(1e-3))
       >>> params = jnp.ones((64, 128), jnp.bfloat16)

@@ -132,7 +132,7 @@ def health_report(
       ValueError: If the role is unknown, the tree has no floating array, no array is
         in a subtree of `stacked`, or `amax` is given in another role.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> grads = {"w": jnp.array([[1.0, -4.0], [0.0, 1e-12]])}
       >>> report = coat.health_report(grads, role="gradient")

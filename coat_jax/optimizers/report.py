@@ -138,7 +138,7 @@ def moment_report(state: Any) -> MomentReport:
     Raises:
       ValueError: If the tree contains no `QuantizedState`.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> state = coat.fp8_adamw(1e-3).init({"w": jnp.ones((64, 128))})
       >>> report = coat.moment_report(state)

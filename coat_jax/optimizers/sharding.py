@@ -56,7 +56,7 @@ def opt_state_sharding(
       UserWarning: If a device's part of a last axis does not consist of whole groups,
         so that each step moves that parameter's moments between devices.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> mesh = jax.make_mesh((1,), ("data",))
       >>> sharding = jax.NamedSharding(mesh, jax.P("data"))

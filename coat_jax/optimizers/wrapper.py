@@ -66,7 +66,7 @@ def with_quantized_state(
       UserWarning: If a field of the state has the parameters' shapes, but is neither
         known nor named in `moments`. The field is not quantized.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp, optax
       >>> tx = coat.with_quantized_state(optax.lion(1e-4))
       >>> params = {"w": jnp.ones((64, 128))}

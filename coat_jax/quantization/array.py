@@ -195,7 +195,7 @@ def quantize(
       ValueError: If `x` is not floating, or has fewer axes than the granularity needs,
         or `expand` is a number that is not positive.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> x = jnp.array([448.0, 7.0, 1.0, 0.0, 0.875, 0.5])
       >>> q = coat.quantize(x, granularity=coat.PerGroup(4))
@@ -353,7 +353,7 @@ def dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     The values are `codes * scale`, or with range expansion
     `sign(c) * max * scale * (|c| / max) ** (1 / k)`.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> coat.dequantize(coat.quantize(jnp.array([7.0, -1.75])))
       Array([ 7.  , -1.75], dtype=float32)

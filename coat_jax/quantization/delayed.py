@@ -32,7 +32,7 @@ class OverwriteWithGradient(nnx.Variable):
     As a Linen collection it has the name that `flax.training.train_state` knows. A step
     that sums the gradients of several passes must take the maximum of these instead.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> import coat_jax as coat
       >>> from coat_jax.layers.decoder import DecoderLayer

@@ -32,7 +32,7 @@ def stochastic_round(
     Returns:
       Numbers that codes stand for, float32.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from coat_jax.quantization.rounding import stochastic_round
       >>> noise = jax.random.bits(jax.random.key(0), 1000)

@@ -133,7 +133,7 @@ def fp8_remat[Target](
       ValueError: If an option is invalid, or if a function is called without an
         argument that `params_argnums` names.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> from flax import linen as nn
       >>> mlp = nn.Sequential([nn.Dense(256), nn.gelu, nn.Dense(64)])

@@ -82,7 +82,7 @@ def liveness(fn: Callable, params: Any, *args: Any) -> Liveness:
       params: Its first argument, a pytree of arrays or of `jax.ShapeDtypeStruct`.
       *args: Its other arguments.
 
-    Example:
+    Examples:
       >>> import jax, jax.numpy as jnp
       >>> from coat_jax.remat.liveness import liveness, peak, total_bytes
       >>> x = jax.ShapeDtypeStruct((8, 8), jnp.float32)

@@ -24,7 +24,7 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
     `jax.checkpoint_policies.dots_with_no_batch_dims_saveable` it saves convolutions and
     kernels such as cuDNN's flash attention, which are costly to repeat.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> from coat_jax.remat.policies import products_saveable
       >>> def mlp(params, x):

@@ -81,7 +81,7 @@ def residual_report(fn: Callable, *args: Any, **kwargs: Any) -> ResidualReport:
       **kwargs: Its keyword arguments. Those that are not arrays are static, such as
         `train=False`.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> report = coat.residual_report(lambda x: jnp.sin(x) * 2, jnp.ones((8, 8)))
       >>> report.nbytes, len(report.rows)
@@ -156,7 +156,7 @@ def memory_report(fn: Callable, *args: Any, **kwargs: Any) -> MemoryReport:
       **kwargs: Its keyword arguments. Those that are not arrays are static, such as
         `train=False`.
 
-    Example:
+    Examples:
       >>> import coat_jax as coat, jax.numpy as jnp
       >>> coat.memory_report(lambda x: jnp.sin(x) * 2, jnp.ones((8, 8))).residual_bytes
       256

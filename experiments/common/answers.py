@@ -12,7 +12,7 @@ ALL = "all"  # The kind of all questions together.
 def written(right: Iterable[Any]) -> str:
     """Returns answers as a string of 1 for right and 0 for wrong ones.
 
-    Example:
+    Examples:
       >>> written([True, False])
       '10'
     """

@@ -18,7 +18,7 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
     Raises:
       ValueError: If there are no trials, or more hits than trials.
 
-    Example:
+    Examples:
       >>> [round(end, 3) for end in wilson(5, 10)]
       [0.237, 0.763]
     """
@@ -53,7 +53,7 @@ def half_of_few(error: float, count: int) -> float:
       error: The standard error of the mean.
       count: The number of values, at least 2.
 
-    Example:
+    Examples:
       >>> half_of_few(0.1, 3)
       0.4303
     """

@@ -65,7 +65,7 @@ def write_results(
     Raises:
       ValueError: If a row is not flat, or an extra entry has a name of the schema.
 
-    Example:
+    Examples:
       >>> bar = Bar("products / BF16", ">= 1.5", 1.7, True)
       >>> written = write_results("/tmp/example.json", rows=[{"ms": 3.1}], bars=[bar])
       >>> list(written)

@@ -192,7 +192,7 @@ def problems(
     Raises:
       ValueError: If an argument is invalid, or there are fewer than `count` problems.
 
-    Example:
+    Examples:
       >>> problem = problems("train", 1, families=["expressions"], seed=1)[0]
       >>> problem.question, problem.answer
       ('Calculate 75 - 51.', '24')

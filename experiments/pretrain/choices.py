@@ -47,7 +47,7 @@ def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
       ValueError: If no document is long enough for a context and four pieces, or if
         pieces are mostly alike.
 
-    Example:
+    Examples:
       >>> import numpy as np
       >>> tokens, right = ask([np.arange(1000)], 2)
       >>> tokens.shape

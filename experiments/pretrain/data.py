@@ -84,7 +84,7 @@ def load_corpus(
       ValueError: If a file is of another kind, or does not hold what its name says, or
         text and tokens are mixed. "bpe" raises it for text that is not UTF-8.
 
-    Example:
+    Examples:
       >>> corpus = load_corpus()
       >>> corpus.vocab_size, corpus.train[0].dtype
       (257, dtype('uint16'))

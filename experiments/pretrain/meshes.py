@@ -58,7 +58,7 @@ def parse(text: str) -> dict[str, int]:
     Raises:
       ValueError: If an axis is unknown, is not supported, or has no positive size.
 
-    Example:
+    Examples:
       >>> parse("data=2,fsdp=4")
       {'data': 2, 'fsdp': 4}
     """

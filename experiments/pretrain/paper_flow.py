@@ -29,7 +29,7 @@ _Codes = coat.QuantizedArray
 def linear(x: Float[Array, "*b h"], w: Float[Array, "*o h"]) -> Float[Array, "..."]:
     """Computes x @ w.T, shape [*b, *o], from E4M3 codes; gradients are E5M2.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> linear(jnp.ones((2, 4)), jnp.ones((3, 4))).shape
       (2, 3)
@@ -79,7 +79,7 @@ RECIPE = PlainRecipe(
 def known() -> Iterator[str]:
     """Makes the flow a recipe of models while the context lasts; gives its name.
 
-    Example:
+    Examples:
       >>> with known() as name:
       ...     name in RECIPES
       True

@@ -62,7 +62,7 @@ def gated(
       ValueError: If the arguments contradict each other, or the kernel was named and
         cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import gated, quantize_groups
       >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 7.0))
@@ -133,7 +133,7 @@ def gated_grad(
       ValueError: If the arguments contradict each other, or the kernel was named and
         cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import gated_grad, quantize_groups
       >>> gate_up = quantize_groups(jnp.full((3, 2, 16), 7.0))

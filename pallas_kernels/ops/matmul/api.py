@@ -78,7 +78,7 @@ def matmul(
       ValueError: If dtypes or shapes are not supported, or the kernel was named and
         cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, pallas_kernels
       >>> a, b = (jnp.ones((n, 16), jnp.float8_e4m3fn) for n in (2, 3))
       >>> pallas_kernels.matmul(a, b, 0.5, 0.25)
@@ -158,7 +158,7 @@ def matmul_heads(
     Returns:
       Queries [b, s, n, d], keys and values [b, s, m, d]; then their copies.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp, pallas_kernels
       >>> a, b = (jnp.ones(n, jnp.float8_e4m3fn) for n in ((1, 3, 16), (64, 16)))
       >>> angle = jnp.zeros((3, 4))

@@ -62,7 +62,7 @@ def norm(
       ValueError: If the arguments contradict each other, or the kernel was named and
         cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import norm
       >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)
@@ -134,7 +134,7 @@ def norm_grad(
       ValueError: If `kind` is unknown, shapes do not go together, or the kernel was
         named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import norm_grad
       >>> x = jnp.array([[3.0, -3.0]], jnp.bfloat16)

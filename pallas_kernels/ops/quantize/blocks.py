@@ -60,7 +60,7 @@ def quantize_blocks(
       ValueError: If a dtype, a shape or the name of a block is not supported, no copy
         is wanted, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import quantize_blocks
       >>> x = jnp.full((128, 256), 7.0)

@@ -63,7 +63,7 @@ def quantize_groups(
     Raises:
       ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import dequantize_groups, quantize_groups
       >>> groups = quantize_groups(jnp.full((2, 32), 7.0), group=16)
@@ -135,7 +135,7 @@ def quantize_rows(
     Raises:
       ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import quantize_rows
       >>> codes, scale = quantize_rows(jnp.array([[1.0, -2.0], [28.0, 7.0]]))

@@ -72,7 +72,7 @@ def quantize_tensor(
     Raises:
       ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import quantize_tensor
       >>> x = jnp.array([[1.0, 2.0], [3.0, 500.0]])
@@ -171,7 +171,7 @@ def transpose(
       ValueError: If codes are not `float8_e4m3fn` or `float8_e5m2`, or the kernel was
         named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import transpose
       >>> transpose(jnp.ones((2, 3, 4), jnp.float8_e5m2)).shape
@@ -226,7 +226,7 @@ def maxima(
     Raises:
       ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import maxima
       >>> float(maxima(jnp.array([1.0, -3.0]), jnp.array([2.0])).max())
@@ -286,7 +286,7 @@ def tensor_scales(
     Raises:
       ValueError: If a dtype is not supported, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import Bound, tensor_scales
       >>> maxima = jnp.array([100.0, 448.0])

@@ -71,7 +71,7 @@ def join_heads(
     Raises:
       ValueError: If the shapes do not match, or the kernel was named and cannot run.
 
-    Example:
+    Examples:
       >>> import jax.numpy as jnp
       >>> from pallas_kernels import join_heads
       >>> q, k = jnp.ones((1, 3, 4, 8)), jnp.ones((1, 3, 2, 8))
