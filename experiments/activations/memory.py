@@ -23,12 +23,12 @@ import coat_jax as coat
 from coat_jax.models import llama
 from coat_jax.remat.report import ResidualReport
 from experiments.activations import operations
-from experiments.common.layer_cases import CASES, Shape
+from experiments.common.layer_cases import CASES, TARGET_UNITS, Shape
+from experiments.common.paper import saved_units
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 
 Row = dict[str, Any]
-TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
 _LAYERS = 2
 
 
@@ -125,7 +125,7 @@ def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
             for name, nbytes in operations.split(report, shape).items()
         }
         nbytes = report.nbytes / _LAYERS
-        paper = operations.PAPER.get(case, {}).get("total")
+        paper = saved_units(case)
         row = {"recipe": case, "mib": nbytes / 2**20, "units": nbytes / shape.unit}
         row |= {"paper_units": paper, "target_units": TARGET_UNITS.get(case)}
         rows.append(row | units)

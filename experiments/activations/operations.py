@@ -14,29 +14,15 @@ from rich.table import Table
 
 from coat_jax.remat.report import Residual, ResidualReport
 from experiments.common.layer_cases import Shape
+from experiments.common.paper import TABLE_2, TABLE_2_COLUMNS
 from experiments.common.style import framed
 
 Operation = Literal["norm", "gate", "rope", "attention", "linear"]
-TITLES: dict[Operation, str] = {
-    "norm": "RMSNorm",
-    "gate": "Act Func",
-    "rope": "RoPE",
-    "attention": "FlashAttn",
-    "linear": "Linear",
-}
+_NAMES: tuple[Operation, ...] = ("norm", "gate", "rope", "attention", "linear")
+TITLES: dict[Operation, str] = dict(zip(_NAMES, TABLE_2_COLUMNS, strict=False))
 _COLORS = ("#2a9d8f", "#d1495b", "#8338ec", "#edae49", "#33415c")
 
 
-def _paper(*units: float) -> dict[str, float]:
-    return dict(zip((*TITLES, "total", "ratio"), units, strict=True))
-
-
-# The paper's table 2, in U. It has no counterpart of `coat_max` or `jax.checkpoint`.
-PAPER = {
-    "bf16": _paper(4, 8, 2, 3, 5.66, 22.66, 1.0),
-    "te": _paper(2, 8, 2, 3, 3.33, 18.33, 1.23),
-    "coat": _paper(1, 4, 2, 3, 3.33, 13.33, 1.69),
-}
 # Functions whose saved operands count for a matmul.
 _PRODUCTS = ("_plain_linear", "in PlainRecipe", "attention_out")
 # Group sizes of FP8 activations, and of FP8 activations that only matmuls read.
@@ -117,12 +103,12 @@ def table(rows: list[dict[str, Any]]) -> Table:
     for name in (*TITLES.values(), "Total", "Ratio", "MiB"):
         found.add_column(name, justify="right")
     for row in rows:
-        paper = PAPER.get(row["recipe"])
+        paper = TABLE_2.get(row["recipe"])
         units = [row[f"{name}_units"] for name in TITLES] + [row["units"]]
         units.append(rows[0]["units"] / row["units"])
         cells = [f"{value:.2f}" for value in units]
         if paper:
-            printed = zip(cells, paper.values(), strict=True)
+            printed = zip(cells, paper, strict=True)
             cells = [f"{cell}\n({value:g})" for cell, value in printed]
         found.add_row(row["recipe"], *cells, f"{row['mib']:,.0f}")
     return found
@@ -136,11 +122,11 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     for place, row in zip(places, rows, strict=True):
         _bar(axes, place, [row[f"{name}_units"] for name in TITLES], height=0.45)
         axes.text(row["units"] + 0.2, place, f"{row['units']:.2f}", va="center")
-        if paper := PAPER.get(row["recipe"]):
-            values = [paper[name] for name in TITLES]
+        if paper := TABLE_2.get(row["recipe"]):
+            *values, total, _ = paper
             _bar(axes, place - 0.4, values, height=0.15, alpha=0.55)
-            label = f"paper: {paper['total']:g}"
-            at = (paper["total"] + 0.2, place - 0.4)
+            label = f"paper: {total:g}"
+            at = (total + 0.2, place - 0.4)
             axes.text(*at, label, va="center", fontsize=7, color="0.4")
     axes.set_yticks(places, [row["recipe"] for row in rows])
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")

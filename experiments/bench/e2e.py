@@ -34,6 +34,7 @@ from coat_jax.models import llama
 from experiments.bench.model_step import BY_HAND, Model, measure_alone, take_memory
 from experiments.common import results
 from experiments.common.layer_cases import CASES, PLAIN
+from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
 from experiments.common.programs import new_parser
 from experiments.common.results import (
     Bar,
@@ -44,7 +45,6 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.common.tables import bars as bars_table
-from experiments.report.paper import TABLE_7, TABLE_7_COLUMNS
 
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")

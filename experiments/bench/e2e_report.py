@@ -13,12 +13,11 @@ from rich.table import Table
 
 from experiments.bench.e2e import BY_KIND, PLAIN_CASES
 from experiments.bench.model_step import Model
+from experiments.common.paper import MODELS, TABLE_7
 from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
 from experiments.estimate.figure import LOOKS, Look, stack
-from experiments.estimate.table_7 import MODELS
-from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"

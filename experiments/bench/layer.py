@@ -25,12 +25,12 @@ from rich.console import Console
 from tqdm import tqdm
 
 import coat_jax as coat
-from experiments.activations.memory import TARGET_UNITS
 from experiments.bench import layer_report
 from experiments.common import profiling
 from experiments.common.layer_cases import (
     CASES,
     PLAIN,
+    TARGET_UNITS,
     LayerState,
     Shape,
     first_histories,

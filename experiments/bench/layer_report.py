@@ -10,35 +10,11 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
-from experiments.activations import operations as activation_operations
 from experiments.common.layer_cases import Shape
+from experiments.common.paper import TABLE_6, saved_units
 from experiments.common.style import RECIPE_COLORS, framed
 
 Row = dict[str, Any]
-# The paper's table 6, on an H100 at batch 4, by hidden size and sequence: milliseconds
-# forward, milliseconds backward, and MiB of saved activations.
-TABLE_6 = {
-    (2048, 2048): {
-        "bf16": (3.36, 8.47, 1457),
-        "te": (2.96, 5.32, 1210),
-        "coat": (2.88, 5.16, 883),
-    },
-    (2048, 4096): {
-        "bf16": (6.88, 17.24, 2914),
-        "te": (5.94, 11.29, 2420),
-        "coat": (5.89, 10.82, 1766),
-    },
-    (4096, 2048): {
-        "bf16": (7.77, 18.78, 2914),
-        "te": (6.19, 11.79, 2420),
-        "coat": (5.89, 10.96, 1766),
-    },
-    (4096, 4096): {
-        "bf16": (16.37, 38.43, 5828),
-        "te": (12.66, 24.58, 4840),
-        "coat": (12.16, 23.44, 3533),
-    },
-}
 # All cases of a recipe have its color, and markers in this order.
 _MARKERS = "osD^vP"
 
@@ -54,7 +30,7 @@ def paper(case: str, shape: Shape) -> Row:
         "paper_forward_backward_ms": ms,
         "paper_ratio_to_bf16": ms and sum(table["bf16"][:2]) / ms,
         "paper_saved_mib": mib,
-        "paper_saved_units": activation_operations.PAPER.get(case, {}).get("total"),
+        "paper_saved_units": saved_units(case),
     }
 
 

@@ -20,6 +20,8 @@ from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.remat.policies import products_saveable
 
+# The most that a layer may save, in U, by recipe.
+TARGET_UNITS = {"coat": 8.3, "coat_max": 6.5}
 Apply = Callable[[Any, Float[Array, "b s h"]], Float[Array, "b s h"]]
 _policies = jax.checkpoint_policies
 

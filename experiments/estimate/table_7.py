@@ -17,21 +17,14 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_jax.layers.recipes import RecipeName
+from experiments.common.paper import MODELS, TABLE_7
 from experiments.common.programs import new_parser
 from experiments.common.results import default_path, write_results
 from experiments.estimate.__main__ import parser, row_of
-from experiments.report.paper import TABLE_7
 
 Row = dict[str, Any]
 RECIPES: tuple[RecipeName, ...] = ("bf16", "te", "coat", "coat_max")
-PRESETS = {
-    "Llama-2-7B": "llama2-7b",
-    "Llama-3-8B": "llama3-8b",
-    "Llama-2-13B": "llama2-13b",
-    "Llama-30B": "llama-30b",
-}
-# The models, by the names of presets.
-MODELS = {preset: model for model, preset in PRESETS.items()}
+PRESETS = {model: preset for preset, model in MODELS.items()}
 # GiB of an H100 and of an H200, as their names say; they have half a GiB less.
 GPU_MEMORIES = (80, 141)
 _SEQUENCE = 2048

@@ -8,12 +8,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.common.paper import TABLE_4, TABLE_4_COLUMNS
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
 from experiments.common.tables import new_table
 from experiments.finetune.tasks import BENCHMARKS, Problem
 from experiments.pretrain.plots import draw_curves
-from experiments.report.paper import TABLE_4, TABLE_4_COLUMNS
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]

@@ -3,22 +3,9 @@
 import numpy as np
 from rich.table import Table
 
+from experiments.common.paper import MOMENT_CODES, TABLE_1
 from experiments.common.tables import new_table
-from experiments.optimizer.error_studies import CODES, REFERENCE_ERROR, Row
-
-# The paper's errors. Keys are codes of the first moment; columns are codes of the
-# second moment, in the order of CODES.
-TABLE_1 = {
-    "E4M3": (20.10, 18.08, 25.65, 18.16),
-    "E4M3+Expand": (15.13, 12.31, 21.96, 12.43),
-    "E5M2": (37.02, 35.96, 40.30, 36.00),
-    "E5M2+Expand": (17.79, 15.48, 23.84, 15.57),
-}
-TABLE_8 = {
-    "E4M3+Expand": (15.13, 12.31, 21.96, 12.43, 14.01, 18.84),
-    "DE8": (12.11, 8.27, 20.02, 8.43, 10.54, 16.25),
-    "DE8+Expand": (11.57, 7.47, 19.69, 7.65, 9.91, 15.81),
-}
+from experiments.optimizer.error_studies import REFERENCE_ERROR, Row
 
 
 def spread(rows: list[Row]) -> Table:
@@ -44,12 +31,12 @@ def pairs(
 
     Args:
       rows: Rows of `error_studies.pair_rows`, possibly among others.
-      paper: `TABLE_1` or `TABLE_8`.
+      paper: The paper's `TABLE_1` or `TABLE_8`.
       with_lost: Whether to count elements whose stored second moment became zero.
     """
     title = f"Table {'1' if paper is TABLE_1 else '8'}, "
     title += "lost v counted" if with_lost else "lost v aside"
-    columns = list(CODES)[: len(paper["E4M3+Expand"])]
+    columns = MOMENT_CODES[: len(paper["E4M3+Expand"])]
     heads = [column.replace("+", "\n+") for column in columns]
     table = new_table(f"{title} (paper's below)", "m \\ v", *heads)
     entry = "error_with_lost" if with_lost else "error"

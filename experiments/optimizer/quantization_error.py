@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from experiments.common.paper import TABLE_1, TABLE_8
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import bars as bars_table
@@ -129,7 +130,7 @@ def run(captured: Capture) -> tuple[list[Row], studies.Trajectories]:
     console.print(tables.spread(rows))
     rows += studies.pair_rows(captured)
     for with_lost in (False, True):
-        for paper in (tables.TABLE_1, tables.TABLE_8):
+        for paper in (TABLE_1, TABLE_8):
             console.print(tables.pairs(rows, paper, with_lost=with_lost))
     rows += studies.scheme_rows(captured)
     console.print(tables.schemes(rows))
@@ -173,12 +174,12 @@ def order_bars(
       steps: The steps to check. Only the last one is used for DE8 as the first moment's
         code.
     """
-    four, last = tuple(tables.TABLE_1), steps[-1:]
+    four, last = tuple(TABLE_1), steps[-1:]
     orders = (
         ("table 1, m", (REFERENCE, "E5M2+Expand", "E4M3", "E5M2"), four, steps),
         ("table 1, v", (REFERENCE, "E4M3", "E5M2"), four, steps),
         ("table 8, m", ("DE8+Expand", "DE8", REFERENCE), (REFERENCE,), last),
-        ("table 8, v", (REFERENCE, "DE8", "DE8+Expand"), tuple(tables.TABLE_8), steps),
+        ("table 8, v", (REFERENCE, "DE8", "DE8+Expand"), tuple(TABLE_8), steps),
     )
     bars = []
     for name, order, others, at in orders:

@@ -10,16 +10,16 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.common.intervals import half_of_few
-from experiments.common.style import framed
-from experiments.common.tables import new_table
-from experiments.optimizer.curve_summary import mean_and_error
-from experiments.report.paper import (
+from experiments.common.paper import (
     LOSS_COLUMNS,
     POSTER,
     POSTER_TOKENS,
     TABLE_3,
     TASK_COLUMNS,
 )
+from experiments.common.style import framed
+from experiments.common.tables import new_table
+from experiments.optimizer.curve_summary import mean_and_error
 
 Row = Mapping[str, Any]
 _PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}

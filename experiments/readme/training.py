@@ -6,12 +6,12 @@ from statistics import fmean
 from typing import Any
 
 from experiments.common.answers import ALL
+from experiments.common.paper import TABLE_3
 from experiments.common.results import load
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.pretrain.settings import PRESETS
 from experiments.readme.image import markdown_image
-from experiments.report.paper import TABLE_3
 
 _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from experiments.report.paper import FIGURES
+from experiments.common.paper import FIGURES
 from experiments.report.sections import tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"

@@ -6,27 +6,31 @@ from typing import Any
 
 from experiments.activations import operations
 from experiments.bench.e2e import BY_KIND
-from experiments.bench.layer_report import TABLE_6
 from experiments.bench.model_step import Model
 from experiments.common.answers import ALL
-from experiments.common.results import load, origin
-from experiments.estimate.table_7 import MODELS
-from experiments.finetune.tasks import BENCHMARKS
-from experiments.optimizer.error_studies import CODES
-from experiments.optimizer.error_tables import TABLE_1, TABLE_8
-from experiments.pretrain import comparison
-from experiments.report.cells import Cell, Here, NotRun, Printed, Section, Text
-from experiments.report.paper import (
+from experiments.common.paper import (
     LOSS_COLUMNS,
+    MODELS,
+    MOMENT_CODES,
     POSTER,
+    TABLE_1,
+    TABLE_2,
+    TABLE_2_COLUMNS,
     TABLE_3,
     TABLE_4,
     TABLE_4_COLUMNS,
+    TABLE_5,
+    TABLE_5_COLUMNS,
+    TABLE_6,
     TABLE_7,
     TABLE_7_COLUMNS,
+    TABLE_8,
     TASK_COLUMNS,
 )
-from experiments.vlm.report import TABLE_5, TABLE_5_COLUMNS
+from experiments.common.results import load, origin
+from experiments.finetune.tasks import BENCHMARKS
+from experiments.pretrain import comparison
+from experiments.report.cells import Cell, Here, NotRun, Printed, Section, Text
 
 _RECIPES = ("bf16", "te", "coat")
 _OTHER_DATA = NotRun("no downloads of these data sets; see the text")
@@ -54,7 +58,7 @@ def _printed(values: Iterable[float | None]) -> list[Cell]:
 
 def _moments(title: str, paper: dict[str, tuple[float, ...]]) -> Section:
     results = load("quantization_error", "quantization_error_124m")
-    columns = list(CODES)[: len(next(iter(paper.values())))]
+    columns = MOMENT_CODES[: len(next(iter(paper.values())))]
     errors: dict[tuple[str, str], list[float]] = {}
     for row in results["rows"]:
         if row["study"] == "pairs":
@@ -83,15 +87,14 @@ def _activations() -> Section:
             units = [row[f"{name}_units"] for name in names]
             cells = [Here(value) for value in (*units, row["units"])]
             rows.append((f"{row['recipe']}, here", cells))
-        if paper := operations.PAPER.get(row["recipe"]):
-            values = [paper[name] for name in (*names, "total")]
-            rows.append((f"{row['recipe']}, paper", _printed(values)))
+        if paper := TABLE_2.get(row["recipe"]):
+            rows.append((f"{row['recipe']}, paper", _printed(paper[:-1])))
     return Section(
         title="Table 2: saved activations of one layer, in U",
         text="U is batch x sequence x hidden x 2 bytes, for Llama-2-7B's layer. JAX's "
         "autodiff saves more of norms and gates than the paper's BF16, and rope saves "
         "nothing here, because its angles are recomputed.",
-        columns=[*operations.TITLES.values(), "total"],
+        columns=TABLE_2_COLUMNS[:-1],
         rows=rows,
         source=origin(results),
     )

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.common.answers import ALL
+from experiments.common.paper import TABLE_5, TABLE_5_COLUMNS
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
@@ -18,16 +19,6 @@ from experiments.vlm.pictures import CREDIT
 from experiments.vlm.questions import KINDS
 
 Results = Mapping[str, Any]
-# The paper's table 5: VILA1.5-7B after fine-tuning (stage 3), percent.
-TABLE_5_COLUMNS = (
-    *("VideoMME", "POPE", "VizWiz", "GQA", "VQAv2", "TextVQA", "SEED image"),
-    *("SEED video", "MMMU val", "average"),
-)
-TABLE_5 = {
-    "bf16": (42.96, 86.9, 61.42, 64.55, 81.47, 65.6, 73.4, 45.65, 38.56, 62.8),
-    "te": (43.19, 87.64, 57.61, 64.53, 81.34, 64.7, 73.51, 43.12, 35.89, 61.88),
-    "coat": (44.56, 87.43, 61.36, 64.44, 81.2, 64.65, 73.36, 43.76, 37.22, 62.51),
-}
 # Bars need as many questions and seeds; smaller runs are for show.
 _QUESTIONS, _SEEDS = 2000, 3
 _MOST_POINTS = 2.0

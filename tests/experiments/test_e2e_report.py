@@ -6,9 +6,9 @@ from helpers.tables import cells_of
 
 from experiments.bench import e2e_live, e2e_report
 from experiments.bench.model_step import Model
+from experiments.common.paper import TABLE_7
 from experiments.common.results import load
 from experiments.estimate import table_7
-from experiments.report.paper import TABLE_7
 
 _GIB = 2**30
 # Parameters of Llama-2-13B.

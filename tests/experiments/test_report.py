@@ -7,9 +7,9 @@ from statistics import fmean
 
 import pytest
 
+from experiments.common.paper import FIGURES, TABLE_3, TABLE_4, TABLE_7
 from experiments.report import page
 from experiments.report.cells import Here, NotRun, Printed, Section, Text
-from experiments.report.paper import FIGURES, TABLE_3, TABLE_4, TABLE_7
 from experiments.report.sections import tables
 
 _ROOT = Path(__file__).parents[2]
