@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import coat_jax
-from experiments.readme import pages
+from experiments.pages import readme as pages
 
 _ROOT = Path(__file__).parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -56,6 +56,50 @@ def test_arrows_point_one_way(package):
         for name in sorted(set(_imports(path)) - allowed)
     ]
     assert not wrong
+
+
+# The folders of experiments by floor: each imports itself and lower floors alone.
+_FLOORS = (
+    {"common"},
+    {"activations", "bench", "kernels", "optimizer", "rewrites"},
+    {"estimate"},
+    {"pretrain"},
+    {"finetune", "robustness", "studies", "vlm"},
+    {"pages"},
+)
+_WITHOUT_TRAINING = ("activations", "bench", "estimate", "kernels", "optimizer")
+_TRAINERS = {"finetune", "pretrain", "studies", "vlm"}
+
+
+def _experiments_imports():
+    """Returns the folders of experiments that each folder's modules import."""
+    found = {name: set() for floor in _FLOORS for name in floor}
+    for path in sorted((_ROOT / "experiments").glob("*/**/*.py")):
+        folder = path.relative_to(_ROOT / "experiments").parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path} has a relative import"
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            parts = (name.split(".") for name in names)
+            found[folder] |= {part[1] for part in parts if part[0] == "experiments"}
+    return found
+
+
+def test_folders_of_experiments_import_lower_floors_alone():
+    lower = set()
+    for floor in _FLOORS:
+        for folder in floor:
+            assert _experiments_imports()[folder] <= lower | {folder}, folder
+        lower |= floor
+
+
+def test_benchmarks_need_no_training():
+    imports = _experiments_imports()
+    for folder in _WITHOUT_TRAINING:
+        assert not imports[folder] & _TRAINERS, folder
 
 
 def test_library_does_not_need_what_experiments_need():

@@ -18,7 +18,7 @@ import coat_jax as coat
 from coat_jax.quantization.array import Granularity
 from experiments.activations import layer_flow
 from experiments.activations.layer_flow import OPERATORS, SITES
-from experiments.pretrain.trained import Trained, structure
+from experiments.common.trained import Trained, structure
 
 Row = dict[str, Any]
 GRANULARITIES: dict[str, Granularity] = {

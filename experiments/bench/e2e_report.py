@@ -13,11 +13,11 @@ from rich.table import Table
 
 from experiments.bench.e2e import BY_KIND, PLAIN_CASES
 from experiments.bench.model_step import Model
+from experiments.common.memory_figure import LOOKS, Look, stack
 from experiments.common.paper import MODELS, TABLE_7
 from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
 from experiments.common.tables import new_table
-from experiments.estimate.figure import LOOKS, Look, stack
 
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"
@@ -397,7 +397,7 @@ def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float
 
 
 def live(rows: Sequence[Row]) -> Table:
-    """Returns what `e2e_live` has measured, with predictions; sizes in MiB."""
+    """Returns what `estimate.live` has measured, with predictions; sizes in MiB."""
     first = rows[0]
     found = new_table(
         f"{first['layers']} layers of {first['hidden']}, one sequence of "

@@ -28,6 +28,7 @@ import coat_jax as coat
 from coat_jax.models import llama
 from coat_jax.remat.report import peak_bytes
 from experiments.bench.optimizer import chain_step, fused_step, optax_adamw
+from experiments.common import meshes
 from experiments.common.layer_cases import (
     CASES,
     Apply,
@@ -36,10 +37,9 @@ from experiments.common.layer_cases import (
     first_histories,
     random_params,
 )
+from experiments.common.memory import tree_bytes
+from experiments.common.optimizers import COAT_RECIPES
 from experiments.common.timing import OPTIONS
-from experiments.pretrain import meshes
-from experiments.pretrain.settings import COAT_RECIPES
-from experiments.pretrain.training import tree_bytes
 
 GIB = 2**30
 Row = dict[str, Any]

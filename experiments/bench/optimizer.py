@@ -23,8 +23,8 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
+from experiments.common.optimizers import in_float32
 from experiments.common.results import Bar, default_path, write_results
-from experiments.pretrain.optimizer import in_float32
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 4096, 11_008, 32, 32_000
 ROUND_S = 1.0

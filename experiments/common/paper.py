@@ -56,7 +56,7 @@ TABLE_5 = {
     "te": (43.19, 87.64, 57.61, 64.53, 81.34, 64.7, 73.51, 43.12, 35.89, 61.88),
     "coat": (44.56, 87.43, 61.36, 64.44, 81.2, 64.65, 73.36, 43.76, 37.22, 62.51),
 }
-# Of a layer on an H100 at batch 4, by hidden size and sequence: milliseconds forward,
+# A layer on an H100 at batch 4, by hidden size and sequence: milliseconds forward,
 # milliseconds backward, and MiB of saved activations.
 TABLE_6 = {
     (2048, 2048): {

@@ -27,10 +27,10 @@ import coat_jax as coat
 from coat_jax.layers.recipes import RecipeName, Scaling
 from coat_jax.models import llama
 from coat_jax.models.memory import GIB, MemoryEstimate
+from experiments.common.memory_figure import KINDS, draw
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import write_results
 from experiments.common.tables import new_table
-from experiments.estimate.figure import KINDS, draw
 
 Row = dict[str, Any]
 

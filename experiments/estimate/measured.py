@@ -7,6 +7,7 @@ results files. A device's peak includes what the program did before its steps. W
 is missing, the peak of the compiled step takes its place. Nothing runs on a GPU here.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,23 +20,26 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
+from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.model_step import Model, loss_function
+from experiments.common import meshes
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, load, write_results
+from experiments.common.seeds import over_seeds
 from experiments.common.tables import bars as bars_table
 from experiments.common.tables import new_table
 from experiments.estimate.__main__ import record
-from experiments.pretrain import comparison, meshes
-from experiments.pretrain.settings import PRESETS, model_config
-from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
 Row = dict[str, Any]
 # The results files of pretraining, with a row for each recipe.
 PRETRAINED = ("pretrain_124m_compared", "pretrain_300m_compared")
+# The sizes of a step of both, and the vocabulary of bytes in whole tiles of a matmul.
+PRETRAINED_SIZES = {"batch": 32, "sequence": 1024}
+BYTES_VOCAB_SIZE = 384
 _TARGET = 0.05
 
 
@@ -100,15 +104,15 @@ def estimate(case: str, model: Model, batch: int, gpus: int = 1) -> MemoryEstima
 def pretraining(name: str) -> Iterator[Row]:
     """Yields the recipes of a results file of pretraining, with their predictions."""
     results = load("pretrain", name)
-    settings = PRESETS[results["preset"]].settings
-    sizes = {"batch": settings.batch_size, "sequence": settings.seq_len}
-    for recipe, row in comparison.over_seeds(results["rows"]).items():
-        config = model_config(settings, recipe, BYTES_VOCAB_SIZE)
+    model = llama.CONFIGS[results["preset"]]
+    for recipe, row in over_seeds(results["rows"]).items():
+        changes = {"recipe": recipe, "vocab_size": BYTES_VOCAB_SIZE}
+        config = dataclasses.replace(model, **changes)
         device = row["device_peak_bytes"]
         names = {"of": name, "model": results["preset"], "case": recipe}
-        names |= {"gpus": 1, "batch": settings.batch_size}
+        names |= {"gpus": 1, "batch": PRETRAINED_SIZES["batch"]}
         yield names | compared(
-            coat.estimate_memory(config, **sizes),
+            coat.estimate_memory(config, **PRETRAINED_SIZES),
             step=row["step_bytes"] / GIB,
             device=device and device / GIB,
             saved=row["saved_activation_bytes"] / GIB,

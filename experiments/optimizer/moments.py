@@ -1,4 +1,4 @@
-"""Adam's moments and gradients, captured while the main job's model trains.
+"""Samples of Adam's moments and gradients during a training.
 
 Arrays here are groups, [groups, 128]: 128 neighbours on a parameter's last axis, as
 `coat.fp8_adamw` groups them. A short last group is padded with zeros. No study counts
@@ -6,8 +6,6 @@ elements whose second moment is zero, which excludes the padding.
 """
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jaxtyping import Array, Float32
-from tqdm import tqdm
 
 import coat_jax as coat
-from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.trained import trainer_and_inputs
-from experiments.pretrain.training import TrainState
 
 GROUP = 128
 
@@ -68,86 +61,6 @@ class Capture:
     parameters: int
 
 
-def capture(
-    settings: Settings, *, at: Sequence[int], window: int, groups: int, sample: int
-) -> Capture:
-    """Trains with the `bf16` recipe and float32 moments, and captures samples of them.
-
-    Args:
-      settings: Settings of the main job.
-      at: The steps, counted from 1, after which moments are captured.
-      window: Number of gradients to capture. They follow the latest step of `at` that
-        leaves `window` steps in the run.
-      groups: Largest number of groups of which moments are captured.
-      sample: Largest number of groups of which gradients are captured.
-
-    Raises:
-      ValueError: If a number is not positive, a step is outside the run, or no step of
-        `at` leaves `window` steps.
-    """
-    for name, value in (("window", window), ("groups", groups), ("sample", sample)):
-        if value < 1:
-            raise ValueError(f"{name} must be positive, got {value}")
-    first = window_start(settings.steps, at, window)
-    trained = train(settings)
-    params = next(trained)[0].params
-    every, few = Sampler(params, groups), Sampler(params, sample)
-    found, means = [], []
-    last = max(*at, first + window)
-    steps = itertools.islice(trained, last)
-    bar = tqdm(steps, "bf16", total=last, unit="step", disable=None)
-    for step, (state, loss) in enumerate(bar, start=1):
-        if step in at:
-            found.append(every.moments(state, step, loss))
-        if step == first:
-            start = few.moments(state, step, loss)
-        if first <= step <= first + window:
-            means.append(few(optax.tree.get(state.opt_state, "mu")))
-    gradients = [_gradient(*pair, settings.b1) for pair in itertools.pairwise(means)]
-    return Capture(
-        moments=tuple(found),
-        start=start,
-        gradients=np.stack(gradients),
-        b1=settings.b1,
-        parameters=every.parameters,
-    )
-
-
-def window_start(steps: int, at: Sequence[int], window: int) -> int:
-    """Returns the latest step of `at` that at least `window` of `steps` steps follow.
-
-    Raises:
-      ValueError: If a step is outside the run, or none leaves `window` steps.
-    """
-    for step in at:
-        if not 1 <= step <= steps:
-            raise ValueError(f"a step must be from 1 to the run's {steps}, got {step}")
-    fitting = [step for step in at if step + window <= steps]
-    if not fitting:
-        raise ValueError(
-            f"a window of {window} steps must follow one of the steps {list(at)} "
-            f"within the run's {steps}"
-        )
-    return max(fitting)
-
-
-def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
-    """Trains with the `bf16` recipe; yields the initial state, then that of each step.
-
-    Yields:
-      A state and the loss of the step that led to it, NaN for the initial state. Asking
-      for the next state donates the current one.
-    """
-    trainer, _, inputs = trainer_and_inputs(settings, "bf16")
-    state, loss = trainer.init(), float("nan")
-    batches = pretrain.train_batches(inputs, settings)
-    for _ in range(settings.steps):
-        yield state, loss
-        state, metrics = trainer.step(state, next(batches))
-        loss = float(metrics.loss)
-    yield state, loss
-
-
 class Sampler:
     """Draws the same random groups from any tree that is shaped like the parameters.
 
@@ -176,9 +89,9 @@ class Sampler:
         leaves = zip(jax.tree.leaves(tree), self._quantized, strict=True)
         return np.asarray(self._draw([leaf for leaf, quantized in leaves if quantized]))
 
-    def moments(self, state: TrainState, step: int, loss: float) -> Moments:
-        """Returns the sampled groups of the moments in a training state."""
-        mu, nu = (optax.tree.get(state.opt_state, name) for name in ("mu", "nu"))
+    def moments(self, opt_state: optax.OptState, step: int, loss: float) -> Moments:
+        """Returns the sampled groups of the moments in an optimizer's state."""
+        mu, nu = (optax.tree.get(opt_state, name) for name in ("mu", "nu"))
         return Moments(step=step, loss=loss, mu=self(mu), nu=self(nu))
 
     def _concatenated(self, leaves: list[Array]) -> Float32[Array, "groups 128"]:
@@ -201,13 +114,3 @@ def _choose(count: int, wanted: int) -> np.ndarray:
     if wanted >= count:
         return np.arange(count)
     return np.sort(np.random.default_rng(0).choice(count, wanted, replace=False))
-
-
-def _gradient(before: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
-    """Computes g = (after - b1 before) / (1 - b1) from two consecutive first moments.
-
-    This is the gradient that the optimizer saw, after clipping, up to the rounding of
-    the moments.
-    """
-    gradient = (after.astype(np.float64) - b1 * before.astype(np.float64)) / (1 - b1)
-    return gradient.astype(np.float32)

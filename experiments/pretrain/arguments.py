@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.common import meshes
 from experiments.common.programs import new_parser
-from experiments.pretrain import meshes
 from experiments.pretrain.data import TokenDtype, Tokenizer
 from experiments.pretrain.processes import Cluster
 from experiments.pretrain.runs import latest

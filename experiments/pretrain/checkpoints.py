@@ -24,10 +24,11 @@ from typing import Any, Self, TextIO
 import jax
 import orbax.checkpoint as ocp
 
+from experiments.common.memory import tree_bytes
 from experiments.common.results import read_json, write_json
 from experiments.pretrain import processes
 from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import TrainState, tree_bytes
+from experiments.pretrain.training import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)

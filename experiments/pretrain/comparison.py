@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +16,12 @@ from experiments.common.paper import (
     TABLE_3,
     TASK_COLUMNS,
 )
+from experiments.common.seeds import mean_and_error, over_seeds
 from experiments.common.style import framed
 from experiments.common.tables import new_table
-from experiments.optimizer.curve_summary import mean_and_error
 
 Row = Mapping[str, Any]
 _PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}
-_MEANS = "train_loss", "val_loss", "val_gap_percent", "tokens_per_s"
 _TRAIN, _AVERAGE = LOSS_COLUMNS.index("train loss"), LOSS_COLUMNS.index("average ppl")
 _SETS = {name: LOSS_COLUMNS.index(f"{name} ppl") for name in ("WikiText", "C4", "Pile")}
 
@@ -97,25 +95,6 @@ def days(results: Mapping[str, Any]) -> Table:
         label = f"{recipe}, one {device}"
         table.add_row(label, f"{fastest:,.0f}", f"{tokens / fastest / 86_400:.0f}")
     return table
-
-
-def over_seeds(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
-    """Returns a row for each recipe, with losses, gaps and speeds as means over seeds.
-
-    The rows have "recipe" and what a summary of `experiments.pretrain` has. Sizes in
-    bytes are those of the first seed, as they do not depend on it.
-    """
-    found: dict[str, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row["recipe"], []).append(row)
-    return {
-        recipe: {
-            **own[0],
-            "seeds": len(own),
-            **{key: fmean(row[key] for row in own) for key in _MEANS if key in own[0]},
-        }
-        for recipe, own in found.items()
-    }
 
 
 def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:

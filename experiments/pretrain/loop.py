@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from tqdm import tqdm
 
-from experiments.pretrain import data, health, meshes, processes, speed
+from experiments.common import meshes
+from experiments.common.memory import device_peak_bytes
+from experiments.pretrain import data, health, processes, speed
 from experiments.pretrain.bad_steps import (
     LOSSES,
     MOST_ROLLBACKS,
@@ -23,7 +25,6 @@ from experiments.pretrain.bad_steps import (
 )
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.memory import device_peak_bytes
 from experiments.pretrain.rows import NoRows, RowLog
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import Recipe

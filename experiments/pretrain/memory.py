@@ -1,11 +1,11 @@
 """Memory of a training: peaks of devices, and what an end without memory is due to."""
 
 import math
-from typing import Any
 
 import jax
 
-from experiments.pretrain import meshes
+from experiments.common import meshes
+from experiments.common.memory import device_limit_bytes, shard_bytes, shard_shape
 from experiments.pretrain.settings import Settings
 from experiments.pretrain.training import Trainer
 
@@ -14,16 +14,6 @@ _GIB = 2**30
 
 class OutOfMemory(Exception):
     """An end of a training for want of memory; the message says what took it."""
-
-
-def device_peak_bytes() -> int | None:
-    """Returns the largest peak of this process's devices; None if they report none."""
-    return _largest("peak_bytes_in_use")
-
-
-def device_limit_bytes() -> int | None:
-    """Returns what this process may take of a device; None if no device says it."""
-    return _largest("bytes_limit")
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:
@@ -40,7 +30,7 @@ def description(trainer: Trainer, settings: Settings) -> str:
     """
     state, mesh = trainer.abstract_state(), trainer.mesh
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
-    wide = sum(math.prod(_shard(x)) * 4 for x in jax.tree.leaves(state.params))
+    wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))
     activations = trainer.saved_activation_bytes() // meshes.batch_parts(mesh)
     parts = {
         "parameters": params,
@@ -63,20 +53,5 @@ def description(trainer: Trainer, settings: Settings) -> str:
     )
 
 
-def shard_bytes(tree: Any) -> int:
-    """Returns the bytes of a tree's arrays, or of their shapes, on one device."""
-    return sum(math.prod(_shard(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _shard(x: Any) -> tuple[int, ...]:
-    return x.sharding.shard_shape(x.shape)
-
-
 def _gib(size: int) -> str:
     return f"{size / _GIB:,.2f} GiB"
-
-
-def _largest(name: str) -> int | None:
-    """Returns the largest of a statistic of this process's devices, if there is one."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((found[name] for found in stats if name in found), default=None)

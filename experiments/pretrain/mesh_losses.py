@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from tqdm import tqdm
 
-from experiments.common import tables
+from experiments.common import meshes, tables
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.style import framed
-from experiments.pretrain import data, meshes
+from experiments.pretrain import data
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer

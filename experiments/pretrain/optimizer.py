@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from coat_jax.layers.recipes import RECIPES
-from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
+from experiments.common.optimizers import COAT_RECIPES, in_float32
+from experiments.pretrain.settings import Recipe, Settings
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
@@ -59,21 +59,6 @@ class Optimizer(NamedTuple):
             ),
         )
         return tx if self.fused else in_float32(tx)
-
-
-def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
-
-    Without it `optax.adamw` stores the moments of BF16 parameters in BF16.
-    """
-
-    def wide(tree):
-        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
-
-    def update(updates, state, params=None):
-        return tx.update(wide(updates), state, wide(params))
-
-    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)
 
 
 def is_matrix(params: nnx.State) -> Any:

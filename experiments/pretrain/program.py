@@ -29,16 +29,10 @@ from jax.sharding import Mesh
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from experiments.common import meshes
+from experiments.common.memory import device_peak_bytes
 from experiments.common.programs import one_line
-from experiments.pretrain import (
-    arguments,
-    data,
-    interrupts,
-    memory,
-    meshes,
-    processes,
-    report,
-)
+from experiments.pretrain import arguments, data, interrupts, memory, processes, report
 from experiments.pretrain.bad_steps import BadStep
 from experiments.pretrain.budgets import seconds_per_step, steps_within_budget
 from experiments.pretrain.checkpoints import Checkpoints, Progress
@@ -318,7 +312,7 @@ def _train(
         progress = Progress(**found)
         if progress.step == run.steps:
             return
-        peak_before = memory.device_peak_bytes()
+        peak_before = device_peak_bytes()
         trainer = compile_trainer(run, recipe, inputs, progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
         loop = Loop(

@@ -7,12 +7,14 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
+from experiments.common import meshes
+from experiments.common.memory import tree_bytes
 from experiments.common.results import Bar, write_results
-from experiments.pretrain import meshes, speed
+from experiments.pretrain import speed
 from experiments.pretrain.checkpoints import Progress
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
-from experiments.pretrain.training import Trainer, tree_bytes
+from experiments.pretrain.training import Trainer
 
 
 def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:

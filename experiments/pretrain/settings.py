@@ -7,17 +7,13 @@ from typing import Any, Literal, Self
 
 import jax.numpy as jnp
 
-import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES, Scaling
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
+from experiments.common.optimizers import COAT_RECIPES
 from experiments.pretrain.data import TokenDtype, Tokenizer
 from experiments.pretrain.text import BYTES_VOCAB_SIZE
 
-# The recipes whose optimizer is `coat.fp8_adamw`.
-COAT_RECIPES: tuple[Recipe, ...] = tuple(
-    name for name, recipe in RECIPES.items() if recipe.optimizer is coat.fp8_adamw
-)
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 BadStep = Literal["stop", "skip", "rollback"]

@@ -30,8 +30,9 @@ import coat_jax as coat
 from coat_jax.models import llama
 from coat_jax.models.loss import logits
 from coat_jax.remat.report import peak_bytes
+from experiments.common import meshes
 from experiments.common.timing import OPTIONS
-from experiments.pretrain import health, meshes
+from experiments.pretrain import health
 from experiments.pretrain.optimizer import Optimizer, learning_rate
 from experiments.pretrain.settings import Settings
 
@@ -383,8 +384,3 @@ class Trainer:
             updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.seed, histories)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Returns the size of a tree's arrays in bytes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from experiments.common import tables
 from experiments.common.answers import written
+from experiments.common.memory import tree_bytes
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import (
     default_path,
@@ -38,7 +39,6 @@ from experiments.common.results import (
 )
 from experiments.pretrain.interrupts import STOPPED
 from experiments.pretrain.plots import curve
-from experiments.pretrain.training import tree_bytes
 from experiments.vlm import data, report
 from experiments.vlm.data import Batch, Data
 from experiments.vlm.intervals import summarize

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.bench import model_step
-from experiments.pretrain import meshes
+from experiments.common import meshes
 
 pytestmark = pytest.mark.distributed
 MODEL = model_step.Model(

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from helpers.kills import Killed, on_call
 
-from experiments.pretrain import meshes, training
+from experiments.common import meshes
 from experiments.pretrain import program as pretrain
+from experiments.pretrain import training
 from experiments.pretrain.checkpoints import Checkpoints, Progress
 from experiments.pretrain.settings import PRESETS, Settings, model_config
 

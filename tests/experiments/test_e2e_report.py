@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from helpers.tables import cells_of
 
-from experiments.bench import e2e_live, e2e_report
+from experiments.bench import e2e_report
 from experiments.bench.model_step import Model
 from experiments.common.paper import TABLE_7
 from experiments.common.results import load
-from experiments.estimate import table_7
+from experiments.estimate import live, table_7
 
 _GIB = 2**30
 # Parameters of Llama-2-13B.
@@ -24,9 +24,9 @@ def predicted():
 def test_the_largest_model_fits():
     """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
     least = 6 * _PARAMETERS_13B
-    assert e2e_live.largest_model(least) == Model()
-    assert e2e_live.largest_model(2 * least) == Model.of("llama2-13b")
-    assert e2e_live.largest_model(30 * _GIB) == e2e_live.TINY
+    assert live.largest_model(least) == Model()
+    assert live.largest_model(2 * least) == Model.of("llama2-13b")
+    assert live.largest_model(30 * _GIB) == live.TINY
 
 
 @pytest.mark.slow
@@ -37,9 +37,9 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
         called.append((model, batch, gpus))
         return {"case": case, "error": "out of memory"} | vars(model)
 
-    monkeypatch.setattr(e2e_live, "device_limit_bytes", lambda: 76 * _GIB)
-    monkeypatch.setattr(e2e_live, "measured", measured)
-    rows = e2e_live.measured_here()
+    monkeypatch.setattr(live, "device_limit_bytes", lambda: 76 * _GIB)
+    monkeypatch.setattr(live, "measured", measured)
+    rows = live.measured_here()
     assert called == [(Model(), 1, 1)] * 4
     assert [row["case"] for row in rows] == ["bf16", "te", "coat", "coat_max"]
     peaks = [row["predicted_peak_gib"] for row in rows]

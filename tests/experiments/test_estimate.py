@@ -5,10 +5,10 @@ import json
 
 import pytest
 
+from experiments.common.memory_figure import KINDS, draw
 from experiments.common.results import load
 from experiments.estimate import __main__ as estimate
 from experiments.estimate import measured
-from experiments.estimate.figure import KINDS, draw
 
 _SMALL = "--preset 124m --layers 2 --vocab-size 512 --sequence 128 --recipes bf16 coat"
 

@@ -10,8 +10,8 @@ from flax import nnx
 from helpers import small_models
 
 from coat_jax.models import llama
-from experiments.activations import gradient_error
-from experiments.activations.gradient_error import NOISE
+from experiments.studies import gradient_error
+from experiments.studies.gradient_error import NOISE
 
 _BATCHES = 3
 # Every recipe takes a while to compile.

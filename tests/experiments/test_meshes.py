@@ -8,7 +8,8 @@ import pytest
 from helpers.kills import on_call
 
 from coat_jax.models import llama
-from experiments.pretrain import meshes, processes, rows, speed, training
+from experiments.common import meshes
+from experiments.pretrain import processes, rows, speed, training
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import PRESETS, Settings, model_config
 

@@ -14,11 +14,10 @@ from experiments.activations import (
     granularity_report,
     granularity_studies,
     granularity_times,
-    mixed_granularity,
 )
 from experiments.activations import layer_flow as flow
 from experiments.activations.granularity_studies import FLOWS, GRANULARITIES
-from experiments.pretrain import trained
+from experiments.studies import mixed_granularity, trained
 
 _BLOCKS = {"4x4": (4, 4), "1x16": (16,), "per row": (10**6,), "per tensor": None}
 

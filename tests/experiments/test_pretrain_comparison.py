@@ -11,9 +11,11 @@ from scipy import stats
 from coat_jax.layers.recipes import RECIPES
 from experiments.common import results
 from experiments.common.intervals import half_of_few
+from experiments.common.seeds import over_seeds
 from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS
-from experiments.pretrain import comparison, held_out, plots, small, trained
+from experiments.pretrain import comparison, held_out, plots, small
 from experiments.pretrain.settings import PRESETS
+from experiments.studies import trained
 
 _SHORT = dataclasses.replace(
     PRESETS["tiny"].settings, steps=4, eval_every=3, recipes=("bf16",)
@@ -66,7 +68,7 @@ def test_losses_and_speeds_are_means_over_seeds_and_sizes_those_of_the_first():
         {"recipe": "coat", "seed": 0, "val_loss": 3.0, "tokens_per_s": 10.0},
         {"recipe": "bf16", "seed": 1, "val_loss": 2.5, "step_bytes": 6},
     ]
-    found = comparison.over_seeds(rows)
+    found = over_seeds(rows)
     assert found == {
         "bf16": rows[0] | {"seeds": 2, "val_loss": 2.25},
         "coat": rows[1] | {"seeds": 1},

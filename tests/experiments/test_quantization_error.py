@@ -16,10 +16,11 @@ from helpers import oracle
 from coat_jax.models import llama
 from experiments.common.paper import TABLE_1, TABLE_8
 from experiments.optimizer import error_studies as studies
-from experiments.optimizer import moments, quantization_error, schemes
+from experiments.optimizer import moments, schemes
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.data import load_corpus
 from experiments.pretrain.settings import PRESETS, model_config
+from experiments.studies import capture, quantization_error
 
 _STEPS, _START, _WINDOW = 60, 2, 5
 _KEY = jax.random.key(0)
@@ -46,13 +47,13 @@ def settings(text):
 @pytest.fixture(scope="module")
 def captured(settings):
     every = {"groups": 10**6, "sample": 10**6}
-    return moments.capture(settings, at=(_START,), window=_WINDOW, **every)
+    return capture.capture(settings, at=(_START,), window=_WINDOW, **every)
 
 
 @pytest.fixture(scope="module")
 def states(settings):
     """The states before and after the captured gradients."""
-    trained = moments.train(settings)
+    trained = capture.train(settings)
     state, _ = next(itertools.islice(trained, _START, None))
     before = jax.tree.map(jnp.copy, state)
     after, _ = next(itertools.islice(trained, _WINDOW - 1, None))

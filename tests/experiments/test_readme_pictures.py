@@ -3,7 +3,8 @@
 import pytest
 
 from experiments.common.results import picture
-from experiments.readme import pages, pictures
+from experiments.pages import pictures
+from experiments.pages import readme as pages
 
 
 def bars(axes):

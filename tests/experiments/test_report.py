@@ -8,9 +8,9 @@ from statistics import fmean
 import pytest
 
 from experiments.common.paper import FIGURES, TABLE_3, TABLE_4, TABLE_7
-from experiments.report import page
-from experiments.report.cells import Here, NotRun, Printed, Section, Text
-from experiments.report.sections import tables
+from experiments.pages import paper as page
+from experiments.pages.cells import Here, NotRun, Printed, Section, Text
+from experiments.pages.paper_tables import tables
 
 _ROOT = Path(__file__).parents[2]
 _RESULTS = _ROOT / "experiments" / "results"

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from experiments.common.intervals import wilson
-from experiments.readme import training as sections
+from experiments.pages import training as sections
 from experiments.vlm import (
     data,
     intervals,

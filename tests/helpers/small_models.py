@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from coat_jax.models import llama
-from experiments.pretrain.trained import Trained
+from experiments.common.trained import Trained
 from helpers.models import parameters
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from coat_jax.models import llama
-from experiments.pretrain import program, trained
+from experiments.pretrain import program
 from experiments.pretrain.settings import Settings
 from experiments.pretrain.training import Trainer
+from experiments.studies import trained
 
 # Settings that no trainer reads.
 _OF_RUNS = {"recipes": ("bf16",), "data": (), "save_every": 1, "keep": 1, "steps": 1}

@@ -1,6 +1,6 @@
 """Training curves of optimizers: optax.adamw against FP8 moments and BF16 parameters.
 
-    uv run python -m experiments.optimizer.curves
+    uv run python -m experiments.studies.curves
 
 The command trains the main job's model in its `bf16` recipe with several optimizers:
 `optax.adamw` and `coat.fp8_adamw` with float32 parameters, COAT's scheme as it was
@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common.results import default_path, read_results, write_results
-from experiments.optimizer import curve_summary
 from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
 from experiments.pretrain import arguments
@@ -42,6 +41,7 @@ from experiments.pretrain.settings import (
     model_config,
 )
 from experiments.pretrain.training import Trainer
+from experiments.studies import curve_summary
 
 Row = dict[str, Any]
 # Settings that differ between trainings, or that change no result. A results file may
@@ -132,7 +132,7 @@ VARIANTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    program = "experiments.optimizer.curves"
+    program = "experiments.studies.curves"
     return compare(argv, VARIANTS, program, "optimizer_curves", __doc__)
 
 

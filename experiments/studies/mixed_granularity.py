@@ -1,6 +1,6 @@
 """Measures the error and the time of FP8 activations by granularity: figure 4.
 
-    uv run python -m experiments.activations.mixed_granularity
+    uv run python -m experiments.studies.mixed_granularity
 
 The command trains the main job's model and stores the activations of an unseen batch in
 E4M3: with per-block (4x4), per-group (16), per-token or per-tensor scales, and at mixed
@@ -22,7 +22,8 @@ from experiments.activations import granularity_report, granularity_times
 from experiments.activations.granularity_studies import Row, layer_rows, mean_error
 from experiments.activations.layer_flow import OPERATORS
 from experiments.common.results import Bar, write_results
-from experiments.pretrain import arguments, trained
+from experiments.pretrain import arguments
+from experiments.studies import trained
 
 # Tokens and features of the timed arrays. They are small on other devices, whose times
 # say nothing about a GPU.
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; the preset gives the settings left out."""
-    top = trained.parser("activations.mixed_granularity", __doc__)
+    top = trained.parser("studies.mixed_granularity", __doc__)
     top.add_argument("--shapes", nargs="+", type=_shape, metavar="ROWS,N", help="timed")
     return top
 

@@ -1,6 +1,6 @@
 """Training curves of several optimizers and seeds: their table, bars and figure.
 
-The rows come from `experiments.optimizer.curves`. Each optimizer is compared with the
+The rows come from `experiments.studies.curves`. Each optimizer is compared with the
 optimizer that its rows name as `beside`, or with the first one if they name none. A
 difference is taken between two trainings with the same seed, which share the
 initialization, the batches and the validation. The standard error is that of the mean
@@ -21,6 +21,7 @@ from rich.table import Table
 
 from experiments.common.intervals import half_of_few
 from experiments.common.results import Bar
+from experiments.common.seeds import mean_and_error
 from experiments.common.style import framed
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
@@ -44,15 +45,6 @@ def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed 
     return {
         name: np.array([found[name, seed] for seed in sorted(seeds)]) for name in names
     }
-
-
-def mean_and_error(
-    x: Float[np.ndarray, "seed *rest"],
-) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"] | None]:
-    """Returns the mean over seeds and its standard error, None for a single seed."""
-    if len(x) == 1:
-        return x[0], None
-    return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))
 
 
 def compared_with(rows: Sequence[dict[str, Any]]) -> dict[str, str]:

@@ -9,8 +9,8 @@ from typing import Any
 from coat_jax.models.memory import GIB
 from experiments.bench.e2e import measured
 from experiments.bench.model_step import Model, measure
+from experiments.common.memory import device_limit_bytes
 from experiments.estimate.measured import estimate
-from experiments.pretrain.memory import device_limit_bytes
 
 Row = dict[str, Any]
 # The largest comes first.

@@ -1,6 +1,6 @@
 """Measures the error of each recipe's gradients against float32, layer by layer.
 
-    uv run python -m experiments.activations.gradient_error
+    uv run python -m experiments.studies.gradient_error
 
 The command trains the main job's model and computes gradients of batches that it has
 not seen: in float32, and with each recipe from the same float32 parameters. An error is
@@ -31,8 +31,9 @@ from coat_jax.models import llama
 from experiments.common import timing
 from experiments.common.results import write_results
 from experiments.common.style import RECIPE_COLORS, framed
-from experiments.pretrain import arguments, trained
+from experiments.pretrain import arguments
 from experiments.pretrain.settings import Recipe
+from experiments.studies import trained
 
 Row = dict[str, Any]
 NOISE = "batch to batch"
@@ -45,7 +46,7 @@ _Gradient = dict[str, Float[Array, "layers ..."]]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    top = trained.parser("activations.gradient_error", __doc__)
+    top = trained.parser("studies.gradient_error", __doc__)
     top.add_argument("--batches", type=int, help="gradients to compare (4)")
     given = arguments.read(top, argv)
     try:

@@ -8,10 +8,11 @@ from typing import Any
 from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_3
 from experiments.common.results import load
+from experiments.common.seeds import over_seeds
+from experiments.pages.image import markdown_image
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.pretrain.settings import PRESETS
-from experiments.readme.image import markdown_image
 
 _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 
@@ -19,7 +20,7 @@ _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 def losses() -> str:
     """Returns README.md's lines on the losses of its picture."""
     results = load("pretrain", _TRAININGS[0])
-    rows = comparison.over_seeds(results["rows"])
+    rows = over_seeds(results["rows"])
     gaps = {recipe: f"{row['val_gap_percent']:.1f}%" for recipe, row in rows.items()}
     every = all_gaps()
     (count,) = {len(each) for each in every.values()}
@@ -124,7 +125,7 @@ def _losses_and_costs(results: Mapping[str, Any]) -> list[str]:
         "| saved activations | memory of a step | tokens/s |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for recipe, row in comparison.over_seeds(results["rows"]).items():
+    for recipe, row in over_seeds(results["rows"]).items():
         lines.append(
             f"| `{recipe}` | {row['seeds']} | {row['val_loss']:.4f} "
             f"| {row['val_gap_percent']:+.2f}% "

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from experiments.common.paper import FIGURES
-from experiments.report.sections import tables
+from experiments.pages.paper_tables import tables
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"
 # The picture or notebook that corresponds to a figure of the paper, and a remark.
@@ -34,7 +34,7 @@ _HEAD = """\
 Every table and figure of COAT (arXiv 2410.19313) and of its poster, with this project's
 own beside it. **Bold** numbers were measured here and come from the files in
 `experiments/results/`, the others are printed in the paper. Letters say why a number
-does not exist here. `uv run python -m experiments.report` renders this page.
+does not exist here. `uv run python -m experiments.pages` renders this page.
 """
 
 

@@ -7,7 +7,7 @@ from experiments.bench.e2e import BY_KIND
 from experiments.bench.kernels import case_of
 from experiments.bench.model_step import Model
 from experiments.common.results import NEWEST_JAX, load
-from experiments.readme.image import markdown_image
+from experiments.pages.image import markdown_image
 
 # The ratios of a row of `bench_e2e` on several GPUs, with their formats.
 _RATIOS = {"one_gpu": ".1%", "bf16": ".2f", "best_bf16": ".2f"}

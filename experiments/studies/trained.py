@@ -1,59 +1,21 @@
-"""A trained model and unseen text, on which errors are measured.
+"""Trainings of models on which errors are measured.
 
 The experiments on activations and gradients share this module and its flags.
 """
 
 import argparse
-import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from flax import nnx
-from jax.typing import DTypeLike
-from jaxtyping import Int32
 from tqdm import tqdm
 
 from coat_jax.models import llama
 from experiments.common.results import default_path
+from experiments.common.trained import Trained
 from experiments.pretrain import arguments, data
 from experiments.pretrain import program as pretrain
 from experiments.pretrain.settings import RECIPES, Recipe, Settings, model_config
 from experiments.pretrain.training import Trainer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A model after its last step.
-
-    Attributes:
-      config: The model's shape, and the recipe it was trained with.
-      params: The model's parameters.
-      batches: Batches of the validation text.
-      loss: Validation loss on `batches`, in nats per token.
-    """
-
-    config: llama.LlamaConfig
-    params: nnx.State
-    batches: Sequence[Int32[np.ndarray, "batch length+1"]]
-    loss: float
-
-    def config_as(self, recipe: Recipe, dtype: DTypeLike) -> llama.LlamaConfig:
-        """Returns its config in another recipe and dtype, with float32 parameters."""
-        options = {"recipe": recipe, "dtype": dtype, "param_dtype": jnp.float32}
-        return dataclasses.replace(self.config, **options)
-
-    def wide_params(self) -> nnx.State:
-        """Returns its parameters in float32."""
-        return jax.tree.map(lambda p: p.astype(jnp.float32), self.params)
-
-
-def structure(config: llama.LlamaConfig) -> nnx.GraphDef:
-    """Returns the graph definition with which `nnx.merge` builds a model."""
-    return nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))[0]
 
 
 def trainer_and_inputs(

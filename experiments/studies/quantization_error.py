@@ -1,6 +1,6 @@
 """Measures the error of 8-bit Adam moments: the paper's tables 1 and 8, and more.
 
-    uv run python -m experiments.optimizer.quantization_error
+    uv run python -m experiments.studies.quantization_error
 
 The command trains the main job's model with float32 moments and captures them after
 several steps. It then measures the mean squared error of m / sqrt(v) after both moments
@@ -34,8 +34,9 @@ from experiments.optimizer.error_studies import (
     REFERENCE_ERROR,
     Row,
 )
-from experiments.optimizer.moments import Capture, capture
+from experiments.optimizer.moments import Capture
 from experiments.pretrain.settings import PRESETS, Settings
+from experiments.studies.capture import capture
 
 _WINDOW = 100
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Returns the command line parser; the preset gives the settings left out."""
-    top = new_parser("experiments.optimizer.quantization_error", __doc__)
+    top = new_parser("experiments.studies.quantization_error", __doc__)
     add = top.add_argument
     add("--preset", choices=PRESETS, default="cpu", help="shape and settings (cpu)")
     add("--steps", type=int, help="of the run, and so of its schedule")

@@ -4,7 +4,7 @@ from typing import Any
 
 from experiments.common.results import load
 from experiments.optimizer.drift_cases import METHODS, OURS
-from experiments.readme.image import markdown_image
+from experiments.pages.image import markdown_image
 
 
 def optimizer() -> str:

@@ -1,7 +1,7 @@
 """Training curves of COAT's parts: what each of them costs in loss.
 
-    uv run python -m experiments.pretrain.ablation
-    uv run python -m experiments.pretrain.ablation --preset 124m --data runs/packages
+    uv run python -m experiments.studies.ablation
+    uv run python -m experiments.studies.ablation --preset 124m --data runs/packages
 
 The command trains one model with FP8 in a part of the training at a time: in Adam's
 moments alone, in the operands of matmuls alone (`te`), in both and in saved activations
@@ -14,7 +14,7 @@ after an interruption, or with more seeds, and it runs only the missing training
 import sys
 from collections.abc import Sequence
 
-from experiments.optimizer.curves import FP8, OPTAX, Variant, compare
+from experiments.studies.curves import FP8, OPTAX, Variant, compare
 
 VARIANTS = (
     Variant(name="bf16", optimizer=OPTAX),
@@ -28,7 +28,7 @@ VARIANTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    program = "experiments.pretrain.ablation"
+    program = "experiments.studies.ablation"
     return compare(argv, VARIANTS, program, "ablation", __doc__)
 
 

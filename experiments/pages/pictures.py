@@ -5,8 +5,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from experiments.common.memory_figure import LOOKS, stack
 from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
-from experiments.estimate.figure import LOOKS, stack
 
 # The kinds of memory that `bench_e2e` measures; the last is the rest of the peak.
 _KINDS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.results import load
-from experiments.readme import layers, optimizer, speed, training
+from experiments.pages import layers, optimizer, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
 # Case and batch size of each row of the table at the top of README.md.
@@ -21,7 +21,7 @@ _RESULTS = """\
 Every figure comes from a file `results/NAME/NAME.json`, which also says by which
 `command`, on which `device` and with which `versions` it was measured. `rows` holds the
 records, with units in their keys, and `bars` says what was asked for and whether it
-holds. `uv run python -m experiments.readme` renders this page from these files. Where a
+holds. `uv run python -m experiments.pages` renders this page from these files. Where a
 command has `--data runs/packages`, that folder held the .py files of the machine's
 installed packages.
 

@@ -28,9 +28,9 @@ from experiments.common.paper import (
     TASK_COLUMNS,
 )
 from experiments.common.results import load, origin
+from experiments.common.seeds import over_seeds
 from experiments.finetune.tasks import BENCHMARKS
-from experiments.pretrain import comparison
-from experiments.report.cells import Cell, Here, NotRun, Printed, Section, Text
+from experiments.pages.cells import Cell, Here, NotRun, Printed, Section, Text
 
 _RECIPES = ("bf16", "te", "coat")
 _OTHER_DATA = NotRun("no downloads of these data sets; see the text")
@@ -105,7 +105,7 @@ def _pretraining() -> Section:
     columns = (*LOSS_COLUMNS, "validation loss", *TASK_COLUMNS)
     at = len(LOSS_COLUMNS)
     rows: Rows = []
-    ours = comparison.over_seeds(results["rows"])
+    ours = over_seeds(results["rows"])
     for recipe in _RECIPES:
         missing = [_OTHER_DATA] * (len(columns) - 2)
         cells = [Here(ours[recipe]["train_loss"], 4), *missing]

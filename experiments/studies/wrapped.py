@@ -1,6 +1,6 @@
 """Training curves of optimizers other than AdamW, with 8-bit moving averages.
 
-    uv run python -m experiments.optimizer.wrapped --steps 2000
+    uv run python -m experiments.studies.wrapped --steps 2000
 
 The command trains the main job's model in its `bf16` recipe with Lion, Muon, SGD with
 momentum, AdEMAMix and Adan. Each runs as optax provides it and wrapped in
@@ -17,8 +17,8 @@ import jax
 import optax
 
 import coat_jax as coat
-from experiments.optimizer.curves import Variant, compare
 from experiments.pretrain.optimizer import Optimizer
+from experiments.studies.curves import Variant, compare
 
 Schedule = Callable[[Any], Any]
 
@@ -107,7 +107,7 @@ VARIANTS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    program = "experiments.optimizer.wrapped"
+    program = "experiments.studies.wrapped"
     return compare(argv, VARIANTS, program, "wrapped_optimizers", __doc__)
 
 

@@ -1,0 +1,39 @@
+"""Bytes of arrays and of devices."""
+
+import math
+from typing import Any
+
+import jax
+
+
+def device_peak_bytes() -> int | None:
+    """Returns the largest peak of this process's devices; None if they report none."""
+    return _largest("peak_bytes_in_use")
+
+
+def device_limit_bytes() -> int | None:
+    """Returns what this process may take of a device; None if no device says it."""
+    return _largest("bytes_limit")
+
+
+def tree_bytes(tree: Any) -> int:
+    """Returns the size of a tree's arrays in bytes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def shard_bytes(tree: Any) -> int:
+    """Returns the bytes of a tree's arrays, or of their shapes, on one device."""
+    return sum(
+        math.prod(shard_shape(x)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
+    )
+
+
+def shard_shape(x: Any) -> tuple[int, ...]:
+    """Returns the shape of an array's part on one device."""
+    return x.sharding.shard_shape(x.shape)
+
+
+def _largest(name: str) -> int | None:
+    """Returns the largest of a statistic of this process's devices, if there is one."""
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    return max((found[name] for found in stats if name in found), default=None)

@@ -1,0 +1,29 @@
+"""The optimizers of recipes."""
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import coat_jax as coat
+from coat_jax.layers.recipes import RECIPES
+from coat_jax.layers.recipes import RecipeName as Recipe
+
+# The recipes whose optimizer is `coat.fp8_adamw`.
+COAT_RECIPES: tuple[Recipe, ...] = tuple(
+    name for name, recipe in RECIPES.items() if recipe.optimizer is coat.fp8_adamw
+)
+
+
+def in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Runs `tx` on float32 copies, so that its moments are float32 for any parameters.
+
+    Without it `optax.adamw` stores the moments of BF16 parameters in BF16.
+    """
+
+    def wide(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    def update(updates, state, params=None):
+        return tx.update(wide(updates), state, wide(params))
+
+    return optax.GradientTransformation(lambda params: tx.init(wide(params)), update)

@@ -1,0 +1,38 @@
+"""Means over trainings that differ in their seed."""
+
+from collections.abc import Iterable, Mapping
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+_MEANS = "train_loss", "val_loss", "val_gap_percent", "tokens_per_s"
+
+
+def mean_and_error(
+    x: Float[np.ndarray, "seed *rest"],
+) -> tuple[Float[np.ndarray, "*rest"], Float[np.ndarray, "*rest"] | None]:
+    """Returns the mean over seeds and its standard error, None for a single seed."""
+    if len(x) == 1:
+        return x[0], None
+    return x.mean(axis=0), x.std(axis=0, ddof=1) / np.sqrt(len(x))
+
+
+def over_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns a row for each recipe, with losses, gaps and speeds as means over seeds.
+
+    The rows have "recipe" and what a summary of `experiments.pretrain` has. Sizes in
+    bytes are those of the first seed, as they do not depend on it.
+    """
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["recipe"], []).append(row)
+    return {
+        recipe: {
+            **own[0],
+            "seeds": len(own),
+            **{key: fmean(row[key] for row in own) for key in _MEANS if key in own[0]},
+        }
+        for recipe, own in found.items()
+    }

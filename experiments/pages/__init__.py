@@ -1,0 +1,1 @@
+"""Pages of results: README.md, experiments/README.md and docs/pages/paper.md."""

@@ -1,0 +1,30 @@
+"""Renders the pages with results, from the files in experiments/results/.
+
+These are the results and pictures of README.md, experiments/README.md, and
+docs/pages/paper.md with all tables and figures of the paper.
+
+uv run python -m experiments.pages
+"""
+
+from collections.abc import Sequence
+
+from experiments.common.programs import new_parser
+from experiments.common.results import picture
+from experiments.pages import paper, pictures
+from experiments.pages.readme import PROJECT, headline_rows, readme, results
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    new_parser("experiments.pages", __doc__).parse_args(argv)
+    page = PROJECT / "README.md"
+    page.write_text(readme(page.read_text()))
+    rows = headline_rows()
+    pictures.draw_memory(rows).savefig(picture("bench_e2e", "bench_e2e_memory"))
+    pictures.draw_speed(rows).savefig(picture("bench_e2e", "bench_e2e_speed"))
+    (PROJECT / "experiments" / "README.md").write_text(results())
+    paper.PAGE.write_text(paper.page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Renders the headline table of README.md, and experiments/README.md."""

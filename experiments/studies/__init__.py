@@ -1,0 +1,1 @@
+"""Questions that a training answers: curves of optimizers, errors of trained models."""

@@ -1,0 +1,104 @@
+"""Captures Adam's moments and gradients while the main job's model trains."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import optax
+from tqdm import tqdm
+
+from experiments.optimizer.moments import Capture, Sampler
+from experiments.pretrain import program as pretrain
+from experiments.pretrain.settings import Settings
+from experiments.pretrain.training import TrainState
+from experiments.studies.trained import trainer_and_inputs
+
+
+def capture(
+    settings: Settings, *, at: Sequence[int], window: int, groups: int, sample: int
+) -> Capture:
+    """Trains with the `bf16` recipe and float32 moments, and captures samples of them.
+
+    Args:
+      settings: Settings of the main job.
+      at: The steps, counted from 1, after which moments are captured.
+      window: Number of gradients to capture. They follow the latest step of `at` that
+        leaves `window` steps in the run.
+      groups: Largest number of groups of which moments are captured.
+      sample: Largest number of groups of which gradients are captured.
+
+    Raises:
+      ValueError: If a number is not positive, a step is outside the run, or no step of
+        `at` leaves `window` steps.
+    """
+    for name, value in (("window", window), ("groups", groups), ("sample", sample)):
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+    first = window_start(settings.steps, at, window)
+    trained = train(settings)
+    params = next(trained)[0].params
+    every, few = Sampler(params, groups), Sampler(params, sample)
+    found, means = [], []
+    last = max(*at, first + window)
+    steps = itertools.islice(trained, last)
+    bar = tqdm(steps, "bf16", total=last, unit="step", disable=None)
+    for step, (state, loss) in enumerate(bar, start=1):
+        if step in at:
+            found.append(every.moments(state.opt_state, step, loss))
+        if step == first:
+            start = few.moments(state.opt_state, step, loss)
+        if first <= step <= first + window:
+            means.append(few(optax.tree.get(state.opt_state, "mu")))
+    gradients = [_gradient(*pair, settings.b1) for pair in itertools.pairwise(means)]
+    return Capture(
+        moments=tuple(found),
+        start=start,
+        gradients=np.stack(gradients),
+        b1=settings.b1,
+        parameters=every.parameters,
+    )
+
+
+def window_start(steps: int, at: Sequence[int], window: int) -> int:
+    """Returns the latest step of `at` that at least `window` of `steps` steps follow.
+
+    Raises:
+      ValueError: If a step is outside the run, or none leaves `window` steps.
+    """
+    for step in at:
+        if not 1 <= step <= steps:
+            raise ValueError(f"a step must be from 1 to the run's {steps}, got {step}")
+    fitting = [step for step in at if step + window <= steps]
+    if not fitting:
+        raise ValueError(
+            f"a window of {window} steps must follow one of the steps {list(at)} "
+            f"within the run's {steps}"
+        )
+    return max(fitting)
+
+
+def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
+    """Trains with the `bf16` recipe; yields the initial state, then that of each step.
+
+    Yields:
+      A state and the loss of the step that led to it, NaN for the initial state. Asking
+      for the next state donates the current one.
+    """
+    trainer, _, inputs = trainer_and_inputs(settings, "bf16")
+    state, loss = trainer.init(), float("nan")
+    batches = pretrain.train_batches(inputs, settings)
+    for _ in range(settings.steps):
+        yield state, loss
+        state, metrics = trainer.step(state, next(batches))
+        loss = float(metrics.loss)
+    yield state, loss
+
+
+def _gradient(before: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
+    """Computes g = (after - b1 before) / (1 - b1) from two consecutive first moments.
+
+    This is the gradient that the optimizer saw, after clipping, up to the rounding of
+    the moments.
+    """
+    gradient = (after.astype(np.float64) - b1 * before.astype(np.float64)) / (1 - b1)
+    return gradient.astype(np.float32)
