@@ -64,7 +64,7 @@ _FLOORS = (
     {"activations", "bench", "kernels", "optimizer", "rewrites"},
     {"estimate"},
     {"pretrain"},
-    {"finetune", "robustness", "studies", "vlm"},
+    {"finetune", "studies", "vlm"},
     {"pages"},
 )
 _WITHOUT_TRAINING = ("activations", "bench", "estimate", "kernels", "optimizer")

@@ -12,8 +12,6 @@ _FOLDERS = ("coat_jax", "pallas_kernels", "experiments")
 _MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"}
 _MODULES |= {"yaml", "runpy", "importlib.machinery"}
 _CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "allow_pickle"}
-# It writes pickles, which the training program must refuse.
-_WRITES = {"experiments/robustness/hostile_inputs.py"}
 
 
 def dangers(source: str) -> set[str]:
@@ -50,7 +48,7 @@ def sources():
 def test_no_program_reads_pickles_or_evaluates():
     found = {name: dangers(source) for name, source in sources()}
     assert len(found) > 100
-    assert {name for name, what in found.items() if what} == _WRITES
+    assert not {name for name, what in found.items() if what}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Kills runs of `experiments.pretrain` at random moments and resumes them.
 
-    uv run python -m experiments.robustness.kills --count 60
+    uv run python -m tests.robustness.kills --count 60
 
 Runs differ in recipe, dtype and rounding of the parameters, scaling and tokenizer. Each
 is started, killed once to three times by SIGKILL, SIGTERM or SIGINT, at its start,
@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from coat_jax.layers.recipes import RECIPES
 from experiments.pretrain.settings import COAT_RECIPES
-from experiments.robustness import trials
+from tests.robustness import trials
 
 Row = dict[str, Any]
 _DTYPES = (("float32", "nearest"), ("bfloat16", "nearest"), ("bfloat16", "stochastic"))

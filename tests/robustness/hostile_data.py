@@ -1,8 +1,8 @@
 """Gives the training program data that is damaged, hostile, or not what it says.
 
-    uv run python -m experiments.robustness.hostile_data
+    uv run python -m tests.robustness.hostile_data
 
-Every input of `experiments.robustness.hostile_inputs` must be refused in one line that
+Every input of `tests.robustness.hostile_inputs` must be refused in one line that
 names the file and the rule, with nothing left behind, or be read as just what is in it.
 Nothing is trained. The command prints the inputs for which that does not hold.
 """
@@ -23,7 +23,7 @@ from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
-from experiments.robustness.hostile_inputs import INPUTS, Input, write
+from tests.robustness.hostile_inputs import INPUTS, Input, write
 
 _FLAGS = ("--preset", "tiny", "--recipes", "bf16", "--seq-len", "4")
 _SECONDS = 20  # No input may take longer.
@@ -31,7 +31,7 @@ _SECONDS = 20  # No input may take longer.
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    parser = new_parser("experiments.robustness.hostile_data", __doc__)
+    parser = new_parser("tests.robustness.hostile_data", __doc__)
     out = default_path("robustness", "hostile_data")
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args(argv)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 from helpers import compiled_cache
 
-from experiments.robustness import large_sizes
+from tests.robustness import large_sizes
 
 
 class Sizes(NamedTuple):

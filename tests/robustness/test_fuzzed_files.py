@@ -19,7 +19,7 @@ from experiments.common import results
 from experiments.pretrain import data, text
 from experiments.pretrain.runs import Run
 from experiments.pretrain.settings import PRESETS, Settings
-from experiments.robustness.hostile_inputs import INPUTS
+from tests.robustness.hostile_inputs import INPUTS
 
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 4
 LINES = b"".join(b'{"text": "%d ' % i + TEXT + b'", "id": 1}\n' for i in range(3))

@@ -1,6 +1,6 @@
 """Takes the disk away from runs of `experiments.pretrain`, and gives it back.
 
-    uv run python -m experiments.robustness.full_disk
+    uv run python -m tests.robustness.full_disk
 
 The disk is full after a number of bytes, the folder becomes read-only, or it is renamed
 or deleted while a process trains. The process must end with one line "error: ..." and
@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from experiments.robustness import faults, trials
-from experiments.robustness.kills import last_step
+from tests.robustness import faults, trials
+from tests.robustness.kills import last_step
 
 Row = dict[str, Any]
 _GIVEN = (*trials.SMALL, "--recipes", "coat", "--tokenizer", "bpe")

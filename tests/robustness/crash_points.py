@@ -1,6 +1,6 @@
 """Kills a process in every file-system call of two saves of a checkpoint.
 
-    uv run python -m experiments.robustness.crash_points
+    uv run python -m tests.robustness.crash_points
 
 One save is the first of a run, the other replaces the oldest of two checkpoints. A
 process dies by SIGKILL in the N-th call that changes the run's folder, for every N; a
@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.robustness import faults, saver, trials
+from tests.robustness import faults, saver, trials
 
 Row = dict[str, Any]
 _STEPS = {"first": (2,), "replacing": (2, 4, 6)}  # The last of them is disturbed.
@@ -53,14 +53,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Saver:
-    """A process of `experiments.robustness.saver`; a context manager."""
+    """A process of `tests.robustness.saver`; a context manager."""
 
     def __init__(self, library: Path, log: Path) -> None:
         self._log = log
         # The folder is set by each request, so this one has no meaning.
         environment = faults.environment(library, Path("/nowhere"), log=log)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "experiments.robustness.saver"],
+            [sys.executable, "-m", "tests.robustness.saver"],
             env=os.environ | environment,
             text=True,
             stdin=subprocess.PIPE,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from experiments.pretrain import data
-from experiments.robustness import hostile_data
-from experiments.robustness.hostile_inputs import INPUTS, Input
+from tests.robustness import hostile_data
+from tests.robustness.hostile_inputs import INPUTS, Input
 
 
 @pytest.mark.sampled(14)

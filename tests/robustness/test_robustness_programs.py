@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from experiments.robustness import crash_points, damages, faults, full_disk, trials
+from tests.robustness import crash_points, damages, faults, full_disk, trials
 
 needs_compiler = pytest.mark.skipif(
     not shutil.which("cc"), reason="faults.c is compiled with cc"

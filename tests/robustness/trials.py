@@ -202,7 +202,7 @@ def conclude(
 
 def new_program(name: str, doc: str) -> argparse.ArgumentParser:
     """Returns the parser of a program of this package, with --seed and --out."""
-    top = new_parser(f"experiments.robustness.{name}", doc)
+    top = new_parser(f"tests.robustness.{name}", doc)
     top.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     top.add_argument("--out", type=Path, default=default_path("robustness", name))
     return top

@@ -1,6 +1,6 @@
 """Damages the files of a finished run in turns, and resumes it each time.
 
-    uv run python -m experiments.robustness.damages
+    uv run python -m tests.robustness.damages
 
 A bit of a file is flipped, its end is cut off, or it is deleted. The resumed run must
 refuse in one line that names the file, or go on from an older checkpoint with a line
@@ -21,7 +21,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from experiments.robustness import trials
+from tests.robustness import trials
 
 Row = dict[str, Any]
 _GIVEN = (*trials.SMALL, "--recipes", "coat", "--tokenizer", "bpe")

@@ -1,7 +1,7 @@
 """The library at large sizes: many steps, many leaves, a large leaf, many layers.
 
-    uv run python -m experiments.robustness.large_sizes
-    uv run python -m experiments.robustness.large_sizes --parts steps,layers
+    uv run python -m tests.robustness.large_sizes
+    uv run python -m tests.robustness.large_sizes --parts steps,layers
 
 Each part compares the library with optax or Flax in one process, in turns. It writes
 its rows into one results file, which keeps the rows of the other parts:
@@ -31,7 +31,7 @@ from experiments.common import tables
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, known_rows, write_results
 
-_NAME = "experiments.robustness.large_sizes"
+_NAME = "tests.robustness.large_sizes"
 _STEPS, _LEAVES, _ELEMENTS, _LAYERS = 100_000, 5_000, 200_000_000, 64
 _DECAYS = (0.999, 0.9999)
 _RATE, _NOISE = 1e-3, 0.5
