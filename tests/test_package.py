@@ -63,12 +63,13 @@ _FLOORS = (
     {"common"},
     {"activations", "bench", "kernels", "optimizer", "rewrites"},
     {"estimate"},
-    {"pretrain"},
-    {"finetune", "studies", "vlm"},
+    {"training"},
+    {"finetune", "pretrain", "vlm"},
+    {"studies"},
     {"pages"},
 )
 _WITHOUT_TRAINING = ("activations", "bench", "estimate", "kernels", "optimizer")
-_TRAINERS = {"finetune", "pretrain", "studies", "vlm"}
+_TRAINERS = {"finetune", "pretrain", "studies", "training", "vlm"}
 
 
 def _experiments_imports():

@@ -1,6 +1,6 @@
 """Entry point of `python -m experiments.finetune`."""
 
-from experiments.pretrain import interrupts
+from experiments.training import interrupts
 
 
 def _load():

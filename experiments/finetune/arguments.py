@@ -7,8 +7,8 @@ from pathlib import Path
 
 from experiments.common.programs import new_parser
 from experiments.finetune import settings
-from experiments.pretrain import arguments
-from experiments.pretrain.settings import RECIPES
+from experiments.training import arguments
+from experiments.training.settings import RECIPES
 
 _RUNS = Path("runs/finetune")
 _EXAMPLES = """\

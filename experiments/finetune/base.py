@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from experiments.pretrain.checkpoints import Checkpoints
-from experiments.pretrain.files import is_tokens
-from experiments.pretrain.runs import read_settings
-from experiments.pretrain.settings import Recipe, model_config
-from experiments.pretrain.training import Trainer
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.files import is_tokens
+from experiments.training.runs import read_settings
+from experiments.training.settings import Recipe, model_config
+from experiments.training.trainer import Trainer
 
 
 def load_base(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:

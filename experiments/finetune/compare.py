@@ -29,9 +29,9 @@ from experiments.common.results import default_path, read_results, write_results
 from experiments.common.tables import bars as bars_table
 from experiments.finetune import arguments, compare_report, program
 from experiments.finetune.settings import FinetuneRun
-from experiments.pretrain.arguments import read
-from experiments.pretrain.plots import curve
-from experiments.pretrain.rows import read_rows
+from experiments.training.arguments import read
+from experiments.training.plots import curve
+from experiments.training.rows import read_rows
 
 _MOST_SEEDS = 10
 

@@ -13,7 +13,7 @@ from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, RECIPE_HATCHES, framed
 from experiments.common.tables import new_table
 from experiments.finetune.tasks import BENCHMARKS, Problem
-from experiments.pretrain.plots import draw_curves
+from experiments.training.plots import draw_curves
 
 Row = Mapping[str, Any]
 Results = Mapping[str, Any]

@@ -22,8 +22,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from experiments.finetune.tasks import Problem
-from experiments.pretrain import files
-from experiments.pretrain.text import TextCodec
+from experiments.training import files
+from experiments.training.text import TextCodec
 
 ROLES = ("system", "user", "assistant")
 _ASKED = "Assistant:"

@@ -16,7 +16,7 @@ from experiments.finetune.conversations import (
     encode_question,
     result_of,
 )
-from experiments.pretrain.text import TextCodec
+from experiments.training.text import TextCodec
 
 _BATCH = 128
 _BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.

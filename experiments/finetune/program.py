@@ -35,15 +35,15 @@ from experiments.finetune.exact_match import Answer, Exam
 from experiments.finetune.packing import PackedWindows
 from experiments.finetune.settings import FinetuneRun, FinetuneSettings
 from experiments.finetune.training import AnswerTrainer
-from experiments.pretrain import data, interrupts
-from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.moment_plots import plot_moments
-from experiments.pretrain.plots import plot_losses
-from experiments.pretrain.program import Inputs, Job, run_job
-from experiments.pretrain.runs import check_unused
-from experiments.pretrain.settings import Recipe, Settings, model_config
-from experiments.pretrain.text import TextCodec, text_codec
-from experiments.pretrain.training import Trainer, TrainState
+from experiments.training import data, interrupts
+from experiments.training.interrupts import Interrupts
+from experiments.training.job import Inputs, Job, run_job
+from experiments.training.moment_plots import plot_moments
+from experiments.training.plots import plot_losses
+from experiments.training.runs import check_unused
+from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.text import TextCodec, text_codec
+from experiments.training.trainer import Trainer, TrainState
 
 _TOKENIZER = "tokenizer.json"
 

@@ -15,7 +15,7 @@ from experiments.common.tables import new_table
 from experiments.finetune import exact_match
 from experiments.finetune.exact_match import Answer
 from experiments.finetune.settings import FinetuneRun
-from experiments.pretrain import report as training_report
+from experiments.training import report as training_report
 
 
 def summarize(

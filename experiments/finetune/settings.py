@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.finetune.tasks import FAMILIES
-from experiments.pretrain.runs import Run, read_settings
-from experiments.pretrain.settings import PRESETS, RECIPES, Recipe, Settings
+from experiments.training.runs import Run, read_settings
+from experiments.training.settings import PRESETS, RECIPES, Recipe, Settings
 
 # All parameters are BF16. Updates of a fine-tuning are smaller than the distance of two
 # neighbours, and would be lost if they were rounded to nearest.

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float32, Int32
 
 from coat_jax.models import llama
 from experiments.common.trained import structure
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import Trainer, TrainState
+from experiments.training.settings import Settings
+from experiments.training.trainer import Trainer, TrainState
 from pallas_kernels.rounding import stochastic_bfloat16
 
 

@@ -12,7 +12,7 @@ from experiments.common.seeds import over_seeds
 from experiments.pages.image import markdown_image
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
-from experiments.pretrain.settings import PRESETS
+from experiments.training.settings import PRESETS
 
 _TRAININGS = "pretrain_300m_compared", "pretrain_124m_compared"
 

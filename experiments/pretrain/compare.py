@@ -36,10 +36,12 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.common.tables import bars as bars_table
-from experiments.pretrain import choices, comparison, data, held_out, program, text
-from experiments.pretrain.plots import curve, draw_curves
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import Recipe
+from experiments.pretrain import choices, comparison, held_out, program
+from experiments.training import data, text
+from experiments.training.job import Inputs
+from experiments.training.plots import curve, draw_curves
+from experiments.training.runs import Run
+from experiments.training.settings import Recipe
 
 Row = dict[str, Any]
 UNREAD = "unread files"  # The run's own validation text.
@@ -166,7 +168,7 @@ def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
     return summary, run, found["recipes"]
 
 
-def _exam(run: Run, corpus: data.Corpus, inputs: program.Inputs) -> _Exam:
+def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
     """Returns the texts and questions of a run, without those that it has read."""
     unread, read = (
         [piece for tokens in part for piece in text.split_bytes(tokens)]
@@ -186,7 +188,7 @@ def _exam(run: Run, corpus: data.Corpus, inputs: program.Inputs) -> _Exam:
     )
 
 
-def _examined(run: Run, recipe: Recipe, inputs: program.Inputs, exam: _Exam) -> Row:
+def _examined(run: Run, recipe: Recipe, inputs: Inputs, exam: _Exam) -> Row:
     """Measures the last checkpoint of a recipe."""
     trainer = inputs.trainer(run.settings, recipe, run.schedule_steps or 0)
     with run.checkpoints(recipe) as checkpoints:

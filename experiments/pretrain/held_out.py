@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jaxtyping import Int32
 
-from experiments.pretrain import data, text
-from experiments.pretrain.settings import Settings
+from experiments.training import data, text
+from experiments.training.settings import Settings
 
 
 def source_of_jax() -> Iterator[bytes]:

@@ -26,10 +26,11 @@ from experiments.common import meshes, tables
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.style import framed
-from experiments.pretrain import data
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import PRESETS, Recipe, Settings, model_config
-from experiments.pretrain.training import Trainer
+from experiments.training import data
+from experiments.training.job import train_batches
+from experiments.training.settings import PRESETS, Recipe, Settings, model_config
+from experiments.training.trainer import Trainer
 
 Row = dict[str, Any]
 MESHES = ("data=8", "fsdp=8", "tensor=8", "data=2,fsdp=2,tensor=2")
@@ -91,7 +92,7 @@ def train(
     config = model_config(settings, recipe, inputs.vocab_size)
     config = dataclasses.replace(config, dtype=_DTYPES[recipe])
     trainer = Trainer(config, settings, steps=settings.steps, mesh=where)
-    state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
+    state, batches = trainer.init(), train_batches(inputs, settings)
     losses = []
     for _ in tqdm(range(settings.steps), f"{recipe}, {mesh or ALONE}", unit="step"):
         state, found = trainer.step(state, next(batches))

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from experiments.pretrain import data, held_out, paper_flow, program
-from experiments.pretrain.settings import PRESETS, Settings
-from experiments.pretrain.training import Trainer, TrainState
+from experiments.pretrain import held_out, paper_flow, program
+from experiments.training import data
+from experiments.training.job import Inputs, train_batches
+from experiments.training.settings import PRESETS, Settings
+from experiments.training.trainer import Trainer, TrainState
 
 Row = dict[str, Any]
 SETTINGS = dataclasses.replace(
@@ -75,11 +77,11 @@ def train(
 
 
 def _trained(
-    trainer: Trainer, inputs: program.Inputs, settings: Settings, seed: int
+    trainer: Trainer, inputs: Inputs, settings: Settings, seed: int
 ) -> tuple[TrainState, list[Row]]:
     """Trains once; returns the last state, and a row for each step."""
     own = dataclasses.replace(settings, seed=seed)
-    state, batches = trainer.init(seed), program.train_batches(inputs, own)
+    state, batches = trainer.init(seed), train_batches(inputs, own)
     rows = []
     name = f"{trainer.config.recipe}, seed {seed}"
     for step in tqdm(range(1, settings.steps + 1), name, unit="step", disable=None):

@@ -8,10 +8,10 @@ import optax
 from tqdm import tqdm
 
 from experiments.optimizer.moments import Capture, Sampler
-from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import TrainState
 from experiments.studies.trained import trainer_and_inputs
+from experiments.training.job import train_batches
+from experiments.training.settings import Settings
+from experiments.training.trainer import TrainState
 
 
 def capture(
@@ -86,7 +86,7 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
     """
     trainer, _, inputs = trainer_and_inputs(settings, "bf16")
     state, loss = trainer.init(), float("nan")
-    batches = pretrain.train_batches(inputs, settings)
+    batches = train_batches(inputs, settings)
     for _ in range(settings.steps):
         yield state, loss
         state, metrics = trainer.step(state, next(batches))

@@ -30,18 +30,20 @@ import coat_jax as coat
 from experiments.common.results import default_path, read_results, write_results
 from experiments.optimizer.drift_cases import EARLIER
 from experiments.optimizer.moments import GROUP
-from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.optimizer import Optimizer
-from experiments.pretrain.settings import (
+from experiments.studies import curve_summary
+from experiments.training import arguments
+from experiments.training.interrupts import STOPPED
+from experiments.training.job import Inputs, train_batches
+from experiments.training.optimizer import Optimizer
+from experiments.training.settings import (
     ParamDtype,
     Recipe,
     Rounding,
     Settings,
     model_config,
 )
-from experiments.pretrain.training import Trainer
-from experiments.studies import curve_summary
+from experiments.training.trainer import Trainer
 
 Row = dict[str, Any]
 # Settings that differ between trainings, or that change no result. A results file may
@@ -169,7 +171,7 @@ def compare(
         curves.train()
     except KeyboardInterrupt:
         print(f"\n{out} keeps what is finished; the same command goes on from there")
-        return pretrain.STOPPED
+        return STOPPED
     summary = curves.write()
     title = curves.title(summary[0]["seeds"])
     figure = curve_summary.figure(curves.rows, title)
@@ -223,7 +225,7 @@ class Curves:
         settings: Settings,
         seeds: int,
         variants: tuple[Variant, ...],
-        inputs: pretrain.Inputs,
+        inputs: Inputs,
     ) -> None:
         self.rows: list[Row] = []
         self._out = out
@@ -319,7 +321,7 @@ class Curves:
     ) -> list[Row]:
         """Trains one variant with one seed and returns its rows."""
         settings = dataclasses.replace(self._settings, seed=seed)
-        batches = pretrain.train_batches(self._inputs, settings)
+        batches = train_batches(self._inputs, settings)
         state, losses, rows = trainer.init(seed), [], []
         for step in range(1, settings.steps + 1):
             state, metrics = trainer.step(state, next(batches))

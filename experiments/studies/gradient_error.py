@@ -31,9 +31,9 @@ from coat_jax.models import llama
 from experiments.common import timing
 from experiments.common.results import write_results
 from experiments.common.style import RECIPE_COLORS, framed
-from experiments.pretrain import arguments
-from experiments.pretrain.settings import Recipe
 from experiments.studies import trained
+from experiments.training import arguments
+from experiments.training.settings import Recipe
 
 Row = dict[str, Any]
 NOISE = "batch to batch"

@@ -22,8 +22,8 @@ from experiments.activations import granularity_report, granularity_times
 from experiments.activations.granularity_studies import Row, layer_rows, mean_error
 from experiments.activations.layer_flow import OPERATORS
 from experiments.common.results import Bar, write_results
-from experiments.pretrain import arguments
 from experiments.studies import trained
+from experiments.training import arguments
 
 # Tokens and features of the timed arrays. They are small on other devices, whose times
 # say nothing about a GPU.

@@ -35,8 +35,8 @@ from experiments.optimizer.error_studies import (
     Row,
 )
 from experiments.optimizer.moments import Capture
-from experiments.pretrain.settings import PRESETS, Settings
 from experiments.studies.capture import capture
+from experiments.training.settings import PRESETS, Settings
 
 _WINDOW = 100
 

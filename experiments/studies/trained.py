@@ -12,15 +12,16 @@ from tqdm import tqdm
 from coat_jax.models import llama
 from experiments.common.results import default_path
 from experiments.common.trained import Trained
-from experiments.pretrain import arguments, data
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import RECIPES, Recipe, Settings, model_config
-from experiments.pretrain.training import Trainer
+from experiments.training import arguments, data
+from experiments.training.job import Inputs, train_batches
+from experiments.training.settings import RECIPES, Recipe, Settings, model_config
+from experiments.training.trainer import Trainer
 
 
 def trainer_and_inputs(
     settings: Settings, recipe: Recipe
-) -> tuple[Trainer, llama.LlamaConfig, pretrain.Inputs]:
+) -> tuple[Trainer, llama.LlamaConfig, Inputs]:
     """Returns the main job's trainer, config and data for one recipe, before step 1."""
     paths = [Path(path) for path in settings.data]
     corpus = data.load_corpus(paths, token_dtype=settings.token_dtype)
@@ -32,7 +33,7 @@ def trainer_and_inputs(
 def train(settings: Settings, recipe: Recipe) -> Trained:
     """Trains the main job's model with one recipe, on the same data and order."""
     trainer, config, inputs = trainer_and_inputs(settings, recipe)
-    state, batches = trainer.init(), pretrain.train_batches(inputs, settings)
+    state, batches = trainer.init(), train_batches(inputs, settings)
     for _ in tqdm(range(settings.steps), recipe, unit="step", disable=None):
         state, _ = trainer.step(state, next(batches))
     return Trained(

@@ -17,8 +17,8 @@ import jax
 import optax
 
 import coat_jax as coat
-from experiments.pretrain.optimizer import Optimizer
 from experiments.studies.curves import Variant, compare
+from experiments.training.optimizer import Optimizer
 
 Schedule = Callable[[Any], Any]
 

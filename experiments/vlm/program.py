@@ -37,8 +37,8 @@ from experiments.common.results import (
     versions,
     write_results,
 )
-from experiments.pretrain.interrupts import STOPPED
-from experiments.pretrain.plots import curve
+from experiments.training.interrupts import STOPPED
+from experiments.training.plots import curve
 from experiments.vlm import data, report
 from experiments.vlm.data import Batch, Data
 from experiments.vlm.intervals import summarize

@@ -13,7 +13,7 @@ from experiments.common.paper import TABLE_5, TABLE_5_COLUMNS
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
-from experiments.pretrain.plots import draw_curves
+from experiments.training.plots import draw_curves
 from experiments.vlm.data import Examples
 from experiments.vlm.pictures import CREDIT
 from experiments.vlm.questions import KINDS

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 import coat_jax as coat
 from coat_jax.models import vlm
 from experiments.common.timing import OPTIONS
-from experiments.pretrain.optimizer import Optimizer
+from experiments.training.optimizer import Optimizer
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import Settings, model_config
 

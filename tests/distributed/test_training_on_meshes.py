@@ -18,9 +18,11 @@ from helpers.kills import Killed, on_call
 
 from experiments.common import meshes
 from experiments.pretrain import program as pretrain
-from experiments.pretrain import training
-from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.pretrain.settings import PRESETS, Settings, model_config
+from experiments.training import job
+from experiments.training import trainer as training
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.interrupts import STOPPED
+from experiments.training.settings import PRESETS, Settings, model_config
 
 pytestmark = [
     pytest.mark.distributed,
@@ -151,7 +153,7 @@ def text(tmp_path):
 def on_devices(monkeypatch):
     """Runs the main job on the first few of the devices."""
     all_devices = jax.devices()
-    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+    monkeypatch.setattr(job, "seconds_per_step", lambda *_: 1.0)
 
     def run(count, *argv):
         monkeypatch.setattr(meshes, "_devices", lambda: all_devices[:count])
@@ -216,7 +218,7 @@ def test_two_processes_train_as_one_and_stop_together(text, tmp_path, on_devices
             break
         time.sleep(0.05)
     said = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [pretrain.STOPPED] * 2, said
+    assert [process.returncode for process in running] == [STOPPED] * 2, said
     assert f"--resume {out}" in said[0][0]
     assert "compil" not in said[1][0]
     assert on_devices(4, *argv, "--out", alone) == 0

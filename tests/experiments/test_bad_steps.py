@@ -19,11 +19,12 @@ from helpers.marks import slow
 from jax.interpreters import partial_eval
 
 from coat_jax.models import llama
-from experiments.pretrain import bad_steps, data, loop, optimizer, runs, training
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.checkpoints import Checkpoints
-from experiments.pretrain.rows import RowLog
-from experiments.pretrain.settings import PRESETS, model_config
+from experiments.training import bad_steps, data, job, loop, optimizer, runs
+from experiments.training import trainer as training
+from experiments.training.checkpoints import Checkpoints
+from experiments.training.rows import RowLog
+from experiments.training.settings import PRESETS, model_config
 
 _STEPS = 12
 _ARGV = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "4"]
@@ -55,9 +56,9 @@ def marked_losses():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "cross_entropy", cross_entropy)
-        patch.setattr(pretrain, "Trainer", _trainer_for)
+        patch.setattr(job, "Trainer", _trainer_for)
         patch.setattr(training.Trainer, saved.__name__, functools.cache(saved))
-        patch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+        patch.setattr(job, "seconds_per_step", lambda *_: 1.0)
         yield
 
 

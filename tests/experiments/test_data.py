@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.pretrain import data, text
+from experiments.training import data, text
 
 
 def _windows(arrays, length=4):

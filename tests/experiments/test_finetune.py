@@ -18,8 +18,8 @@ from experiments.finetune.packing import PackedWindows
 from experiments.finetune.tasks import problems
 from experiments.finetune.training import AnswerTrainer
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import model_config
-from experiments.pretrain.text import BYTES_VOCAB_SIZE, text_codec
+from experiments.training.settings import model_config
+from experiments.training.text import BYTES_VOCAB_SIZE, text_codec
 
 _STEPS = 4
 _PRETRAINED = ["--preset", "tiny", "--recipes", "bf16", "--steps", "2"]

@@ -18,7 +18,7 @@ from experiments.finetune.conversations import (
     result_of,
 )
 from experiments.finetune.packing import PackedWindows
-from experiments.pretrain.text import bpe_encoder, text_codec
+from experiments.training.text import bpe_encoder, text_codec
 
 _CHAT = Conversation(
     messages=(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.pretrain import interrupts
+from experiments.training import interrupts
 
 _TINY = ["--preset", "tiny", "--recipes", "bf16", "--eval-batches", "1"]
 _NOW = "stopping now\n"

@@ -9,9 +9,10 @@ from helpers.kills import on_call
 
 from coat_jax.models import llama
 from experiments.common import meshes
-from experiments.pretrain import processes, rows, speed, training
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import PRESETS, Settings, model_config
+from experiments.training import job, processes, rows, speed
+from experiments.training import trainer as training
+from experiments.training.settings import PRESETS, Settings, model_config
 
 
 def _settings(**changes) -> Settings:
@@ -145,7 +146,7 @@ def test_utilization_needs_a_known_device(monkeypatch):
 def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
     words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
     (tmp_path / "text.txt").write_bytes(bytes(words))
-    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+    monkeypatch.setattr(job, "seconds_per_step", lambda *_: 1.0)
     reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte."
 
     def run_out():

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experiments.pretrain import moment_plots
+from experiments.training import moment_plots
 
 
 def test_a_history_of_moments_is_over_all_parameters():

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 from experiments.optimizer import drift_cases
-from experiments.pretrain.settings import PRESETS
 from experiments.studies import ablation, curve_summary
 from experiments.studies import curves as optimizer_curves
+from experiments.training.settings import PRESETS
 
 _FEW = ["--preset", "tiny", "--steps", "6", "--eval-every", "4", "--eval-batches", "1"]
 # These variants compile fast.

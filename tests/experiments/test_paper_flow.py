@@ -11,8 +11,8 @@ import pytest
 import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES
 from experiments.pretrain import paper_flow, small
-from experiments.pretrain.settings import PRESETS, model_config
-from experiments.pretrain.training import Trainer
+from experiments.training.settings import PRESETS, model_config
+from experiments.training.trainer import Trainer
 
 
 def rounded(x, dtype):

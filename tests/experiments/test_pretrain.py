@@ -18,20 +18,23 @@ from helpers import compiled_cache
 
 import coat_jax as coat
 from experiments.common import results
-from experiments.pretrain import (
+from experiments.pretrain import program as pretrain
+from experiments.training import (
     arguments,
     budgets,
+    job,
     moment_plots,
     optimizer,
     plots,
     report,
     runs,
     speed,
-    training,
 )
-from experiments.pretrain import program as pretrain
-from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.pretrain.settings import PRESETS, Settings, model_config
+from experiments.training import trainer as training
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.interrupts import STOPPED
+from experiments.training.job import compile_trainer, train_batches
+from experiments.training.settings import PRESETS, Settings, model_config
 
 _STEPS = 30
 _TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]
@@ -166,7 +169,7 @@ def test_interruptions_change_no_bit(
     command = [*_TINY, "--data", str(text), "--out", str(folder)]
     if stops:
         said, code = interrupt(command, "bf16", 4, signal.SIGINT)
-        assert code == pretrain.STOPPED
+        assert code == STOPPED
         assert f"--resume {folder}" in said.replace("\n", "")
         saved = [*(folder / "checkpoints" / "bf16").iterdir()]
         assert [int(path.name) >= 4 for path in saved] == [True]
@@ -334,7 +337,7 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
     settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
-    batches = pretrain.train_batches(inputs, settings)
+    batches = train_batches(inputs, settings)
     seconds = budgets.seconds_per_step(
         Stopwatch(), settings, batches, inputs.validation
     )
@@ -347,11 +350,11 @@ def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
     """Fifty steps fit in the budget that compiling leaves; timing costs no more."""
     asked = []
     monkeypatch.setattr(training.Trainer, "compiled", (None, 10.0))
-    monkeypatch.setattr(pretrain, "seconds_per_step", lambda *_: asked.append(1) or 1.0)
+    monkeypatch.setattr(job, "seconds_per_step", lambda *_: asked.append(1) or 1.0)
     settings = _tiny(minutes=1.0, steps=1000)
     run = runs.Run.create(tmp_path, settings, "data")
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
-    trainer = pretrain.compile_trainer(run, "bf16", inputs, 0)
+    trainer = compile_trainer(run, "bf16", inputs, 0)
     assert len(asked) == 1
     assert run.steps == run.schedule_steps == 50
     assert trainer.learning_rate(51) == pytest.approx(0.1 * settings.lr)

@@ -12,9 +12,9 @@ from coat_jax.models import llama
 from experiments.common.results import read_results
 from experiments.pretrain import choices, compare, comparison, held_out
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import PRESETS, model_config
-from experiments.pretrain.training import Trainer
+from experiments.training.runs import Run
+from experiments.training.settings import PRESETS, model_config
+from experiments.training.trainer import Trainer
 
 _TINY = ["--preset", "tiny", "--steps", "4", "--eval-every", "4"]
 # A recipe's entry in the folder of its run.

@@ -13,9 +13,10 @@ from experiments.common import results
 from experiments.common.intervals import half_of_few
 from experiments.common.seeds import over_seeds
 from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS
-from experiments.pretrain import comparison, held_out, plots, small
-from experiments.pretrain.settings import PRESETS
+from experiments.pretrain import comparison, held_out, small
 from experiments.studies import trained
+from experiments.training import plots
+from experiments.training.settings import PRESETS
 
 _SHORT = dataclasses.replace(
     PRESETS["tiny"].settings, steps=4, eval_every=3, recipes=("bf16",)

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.pretrain import health, health_plots, runs, training
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.optimizer import Optimizer
-from experiments.pretrain.settings import PRESETS, model_config
+from experiments.training import health, health_plots, runs
+from experiments.training import trainer as training
+from experiments.training.optimizer import Optimizer
+from experiments.training.settings import PRESETS, model_config
 
 _SETTINGS = PRESETS["tiny"].settings
 

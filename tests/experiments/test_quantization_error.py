@@ -18,9 +18,10 @@ from experiments.common.paper import TABLE_1, TABLE_8
 from experiments.optimizer import error_studies as studies
 from experiments.optimizer import moments, schemes
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.data import load_corpus
-from experiments.pretrain.settings import PRESETS, model_config
 from experiments.studies import capture, quantization_error
+from experiments.training.data import load_corpus
+from experiments.training.job import train_batches
+from experiments.training.settings import PRESETS, model_config
 
 _STEPS, _START, _WINDOW = 60, 2, 5
 _KEY = jax.random.key(0)
@@ -90,7 +91,7 @@ def test_captured_gradients_lead_from_moments_to_moments(captured, states, setti
 
 def test_captured_gradients_are_those_of_the_loss(captured, states, settings):
     inputs = pretrain.select_inputs(load_corpus([Path(settings.data[0])]), settings)
-    batches = pretrain.train_batches(inputs, settings)
+    batches = train_batches(inputs, settings)
     batch = next(itertools.islice(batches, _START, None))
     config = model_config(settings, "bf16", inputs.vocab_size)
     graph, _ = nnx.split(nnx.eval_shape(lambda: llama.Llama(config, rngs=nnx.Rngs(0))))

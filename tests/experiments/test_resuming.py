@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from helpers.kills import Killed, on_call
 
-from experiments.pretrain import plots, runs, training
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import PRESETS, Settings, model_config
+from experiments.training import job, plots, runs
+from experiments.training import trainer as training
+from experiments.training.settings import PRESETS, Settings, model_config
 
 _STEPS, _MORE = 9, 14
 _ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
@@ -35,8 +36,8 @@ def _trainer_for(config, settings, *, steps, mesh):
 @pytest.fixture(scope="module", autouse=True)
 def compiled_once():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pretrain, "Trainer", _trainer_for)
-        patch.setattr(pretrain, "seconds_per_step", lambda *_: 1.0)
+        patch.setattr(job, "Trainer", _trainer_for)
+        patch.setattr(job, "seconds_per_step", lambda *_: 1.0)
         yield
 
 

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.pretrain import checkpoints as checkpoints_module
-from experiments.pretrain import training
-from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.pretrain.optimizer import Optimizer
-from experiments.pretrain.settings import PRESETS, Settings, model_config
+from experiments.training import checkpoints as checkpoints_module
+from experiments.training import trainer as training
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.optimizer import Optimizer
+from experiments.training.settings import PRESETS, Settings, model_config
 
 _BF16 = {"param_dtype": "bfloat16"}
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import pytest
 
 from coat_jax.models import llama
-from experiments.pretrain import program
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import Trainer
 from experiments.studies import trained
+from experiments.training import job
+from experiments.training.settings import Settings
+from experiments.training.trainer import Trainer
 
 # Settings that no trainer reads.
 _OF_RUNS = {"recipes": ("bf16",), "data": (), "save_every": 1, "keep": 1, "steps": 1}
@@ -36,8 +36,8 @@ _saved_bytes = functools.cache(Trainer.saved_activation_bytes)
 def shared() -> Iterator[None]:
     """Gives runs with equal settings one trainer, which is traced and compiled once."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (program, trained):
+        for module in (job, trained):
             patch.setattr(module, "Trainer", _trainer_of)
         patch.setattr(Trainer, "saved_activation_bytes", _saved_bytes)
-        patch.setattr(program, "seconds_per_step", lambda *_: 1.0)
+        patch.setattr(job, "seconds_per_step", lambda *_: 1.0)
         yield

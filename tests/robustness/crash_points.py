@@ -25,7 +25,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from experiments.pretrain.checkpoints import Checkpoints, Progress
+from experiments.training.checkpoints import Checkpoints, Progress
 from tests.robustness import faults, saver, trials
 
 Row = dict[str, Any]

@@ -21,8 +21,8 @@ import numpy as np
 
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
-from experiments.pretrain import arguments
 from experiments.pretrain import program as pretrain
+from experiments.training import arguments
 from tests.robustness.hostile_inputs import INPUTS, Input, write
 
 _FLAGS = ("--preset", "tiny", "--recipes", "bf16", "--seq-len", "4")

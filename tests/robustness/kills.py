@@ -24,7 +24,7 @@ from typing import Any
 from tqdm import tqdm
 
 from coat_jax.layers.recipes import RECIPES
-from experiments.pretrain.settings import COAT_RECIPES
+from experiments.training.settings import COAT_RECIPES
 from tests.robustness import trials
 
 Row = dict[str, Any]

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.pretrain.training import TrainState
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.trainer import TrainState
 
 KEEP = 2
 

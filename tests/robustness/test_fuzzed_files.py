@@ -16,9 +16,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from experiments.common import results
-from experiments.pretrain import data, text
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import PRESETS, Settings
+from experiments.training import data, text
+from experiments.training.runs import Run
+from experiments.training.settings import PRESETS, Settings
 from tests.robustness.hostile_inputs import INPUTS
 
 TEXT = b"The quick brown fox jumps over the lazy dog. " * 4

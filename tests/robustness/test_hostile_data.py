@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments.pretrain import data
+from experiments.training import data
 from tests.robustness import hostile_data
 from tests.robustness.hostile_inputs import INPUTS, Input
 

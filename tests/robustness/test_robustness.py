@@ -11,9 +11,9 @@ import zlib
 
 import pytest
 
-from experiments.pretrain import checkpoints, runs, text
 from experiments.pretrain import program as pretrain
-from experiments.pretrain.settings import PRESETS
+from experiments.training import checkpoints, runs, text
+from experiments.training.settings import PRESETS
 
 _RUN = ["--preset", "tiny", "--recipes", "bf16", "--steps", "6", "--save-every", "2"]
 _RUN += ["--eval-every", "6", "--eval-batches", "1"]

@@ -22,10 +22,10 @@ from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
 from experiments.common.tables import new_table
 from experiments.pretrain import program
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import Recipe, Settings, model_config
-from experiments.pretrain.text import BYTES_VOCAB_SIZE
-from experiments.pretrain.training import Trainer, TrainState
+from experiments.training.runs import Run
+from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.text import BYTES_VOCAB_SIZE
+from experiments.training.trainer import Trainer, TrainState
 
 # A run of a few seconds, with a checkpoint every third step.
 SMALL = ("--preset", "tiny", "--batch-size", "2", "--steps", "12", "--save-every", "3")

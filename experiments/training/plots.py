@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.style import RECIPE_COLORS, RECIPE_LINES, RECIPE_MARKERS, framed
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import Settings
+from experiments.training.runs import Run
+from experiments.training.settings import Settings
 
 _CURVE_POINTS = 200
 _MARKER = dict(linestyle="none", markersize=5, markerfacecolor="white")

@@ -14,8 +14,8 @@ from tqdm import tqdm
 
 from experiments.common import meshes
 from experiments.common.memory import device_peak_bytes
-from experiments.pretrain import data, health, processes, speed
-from experiments.pretrain.bad_steps import (
+from experiments.training import data, health, processes, speed
+from experiments.training.bad_steps import (
     LOSSES,
     MOST_ROLLBACKS,
     BadStep,
@@ -23,12 +23,12 @@ from experiments.pretrain.bad_steps import (
     loss_limit,
     recent_losses,
 )
-from experiments.pretrain.checkpoints import Checkpoints, Progress
-from experiments.pretrain.interrupts import Interrupts
-from experiments.pretrain.rows import NoRows, RowLog
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import Recipe
-from experiments.pretrain.training import Trainer, TrainState
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.interrupts import Interrupts
+from experiments.training.rows import NoRows, RowLog
+from experiments.training.runs import Run
+from experiments.training.settings import Recipe
+from experiments.training.trainer import Trainer, TrainState
 
 _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profiled.
 

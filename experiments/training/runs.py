@@ -32,13 +32,13 @@ from experiments.common.results import (
     replace_file,
     write_json,
 )
-from experiments.pretrain.checkpoints import (
+from experiments.training.checkpoints import (
     Checkpoints,
     file_checksum,
     value_checksum,
 )
-from experiments.pretrain.rows import NoRows, RowLog, read_rows, rows_checksum
-from experiments.pretrain.settings import Recipe, Settings
+from experiments.training.rows import NoRows, RowLog, read_rows, rows_checksum
+from experiments.training.settings import Recipe, Settings
 
 _RUN, _METRICS, _MOMENTS = "run.json", "metrics.jsonl", "moments.jsonl"
 _HEALTH = "health.jsonl"

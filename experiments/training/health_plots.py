@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.style import framed
-from experiments.pretrain.runs import Run
+from experiments.training.runs import Run
 
 _COLORS = {
     "parameters": "#33415c",

@@ -11,8 +11,8 @@ from coat_jax.layers.recipes import RECIPES, Scaling
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
 from experiments.common.optimizers import COAT_RECIPES
-from experiments.pretrain.data import TokenDtype, Tokenizer
-from experiments.pretrain.text import BYTES_VOCAB_SIZE
+from experiments.training.data import TokenDtype, Tokenizer
+from experiments.training.text import BYTES_VOCAB_SIZE
 
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]

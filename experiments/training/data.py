@@ -1,6 +1,6 @@
 """Corpora as token arrays, and batches of them in a fixed, resumable order.
 
-A corpus is either text (see `experiments.pretrain.text`) or token arrays that are
+A corpus is either text (see `experiments.training.text`) or token arrays that are
 memory-mapped from disk, such as OLMo's preprocessed data. grain shuffles windows of the
 corpus and remembers where it stopped.
 """
@@ -16,7 +16,7 @@ import grain
 import numpy as np
 from jaxtyping import Int32, Int64
 
-from experiments.pretrain import files, text
+from experiments.training import files, text
 
 Batches = grain.DatasetIterator[Int32[np.ndarray, "batch length+1"]]
 Tokenizer = Literal["bytes", "bpe"]

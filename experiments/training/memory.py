@@ -6,8 +6,8 @@ import jax
 
 from experiments.common import meshes
 from experiments.common.memory import device_limit_bytes, shard_bytes, shard_shape
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import Trainer
+from experiments.training.settings import Settings
+from experiments.training.trainer import Trainer
 
 _GIB = 2**30
 

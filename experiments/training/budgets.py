@@ -5,9 +5,9 @@ import time
 import jax
 import numpy as np
 
-from experiments.pretrain import data
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import Trainer
+from experiments.training import data
+from experiments.training.settings import Settings
+from experiments.training.trainer import Trainer
 
 _WARM_STEPS, _TIMED_STEPS = 1, 3
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.pretrain.files import named
+from experiments.training.files import named
 
 VALIDATION_SHARE = 0.05
 BYTES_VOCAB_SIZE = 257  # 256 bytes and the separator.

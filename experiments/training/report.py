@@ -10,11 +10,11 @@ from rich.table import Table
 from experiments.common import meshes
 from experiments.common.memory import tree_bytes
 from experiments.common.results import Bar, write_results
-from experiments.pretrain import speed
-from experiments.pretrain.checkpoints import Progress
-from experiments.pretrain.runs import Run
-from experiments.pretrain.settings import COAT_RECIPES, Recipe, Settings
-from experiments.pretrain.training import Trainer
+from experiments.training import speed
+from experiments.training.checkpoints import Progress
+from experiments.training.runs import Run
+from experiments.training.settings import COAT_RECIPES, Recipe, Settings
+from experiments.training.trainer import Trainer
 
 
 def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | str]:

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from experiments.common.style import framed
-from experiments.pretrain.runs import Run
+from experiments.training.runs import Run
 
 _COLORS = {"mu": "#33659c", "nu": "#d1495b"}
 _NAMES = {"mu": "first", "nu": "second"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.pretrain.training import Metrics
+from experiments.training.trainer import Metrics
 
 MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
 LOSSES = 50  # Losses that a next one is compared with.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from experiments.common.results import replace_file
-from experiments.pretrain.settings import Recipe
+from experiments.training.settings import Recipe
 
 
 class RowLog:

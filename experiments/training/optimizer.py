@@ -9,7 +9,7 @@ from flax import nnx
 
 from coat_jax.layers.recipes import RECIPES
 from experiments.common.optimizers import COAT_RECIPES, in_float32
-from experiments.pretrain.settings import Recipe, Settings
+from experiments.training.settings import Recipe, Settings
 
 
 def learning_rate(settings: Settings, steps: int) -> optax.Schedule:

@@ -32,9 +32,9 @@ from coat_jax.models.loss import logits
 from coat_jax.remat.report import peak_bytes
 from experiments.common import meshes
 from experiments.common.timing import OPTIONS
-from experiments.pretrain import health
-from experiments.pretrain.optimizer import Optimizer, learning_rate
-from experiments.pretrain.settings import Settings
+from experiments.training import health
+from experiments.training.optimizer import Optimizer, learning_rate
+from experiments.training.settings import Settings
 
 
 class TrainState(NamedTuple):

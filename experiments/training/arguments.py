@@ -11,10 +11,10 @@ from typing import Any
 
 from experiments.common import meshes
 from experiments.common.programs import new_parser
-from experiments.pretrain.data import TokenDtype, Tokenizer
-from experiments.pretrain.processes import Cluster
-from experiments.pretrain.runs import latest
-from experiments.pretrain.settings import (
+from experiments.training.data import TokenDtype, Tokenizer
+from experiments.training.processes import Cluster
+from experiments.training.runs import latest
+from experiments.training.settings import (
     PRESETS,
     RECIPES,
     BadStep,

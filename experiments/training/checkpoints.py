@@ -26,9 +26,9 @@ import orbax.checkpoint as ocp
 
 from experiments.common.memory import tree_bytes
 from experiments.common.results import read_json, write_json
-from experiments.pretrain import processes
-from experiments.pretrain.settings import Settings
-from experiments.pretrain.training import TrainState
+from experiments.training import processes
+from experiments.training.settings import Settings
+from experiments.training.trainer import TrainState
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -1,0 +1,1 @@
+"""The trainer, and what trainings share: data, loop, checkpoints, rows, reports."""

@@ -1,0 +1,263 @@
+"""Programs that train with several recipes, one after the other, in a folder."""
+
+import contextlib
+import dataclasses
+import logging
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console, RenderableType
+
+from experiments.common import meshes
+from experiments.common.memory import device_peak_bytes
+from experiments.common.programs import one_line
+from experiments.training import arguments, data, memory, processes, report
+from experiments.training.bad_steps import BadStep
+from experiments.training.budgets import seconds_per_step, steps_within_budget
+from experiments.training.checkpoints import Checkpoints, Progress
+from experiments.training.interrupts import STOPPED, Interrupts
+from experiments.training.loop import Loop
+from experiments.training.runs import Run
+from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.trainer import Trainer, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """The data that every recipe of a run reads, and where it goes.
+
+    Attributes:
+      windows: Sequences to train on.
+      validation: Batches to validate on.
+      vocab_size: Number of distinct tokens.
+      token: The unit of the tokens: "byte" or "token".
+      mesh: The mesh that trainings are spread over; None means the first device.
+    """
+
+    windows: data.Windows
+    validation: list[np.ndarray]
+    vocab_size: int
+    token: str
+    mesh: Mesh | None = None
+
+    def trainer(self, settings: Settings, recipe: Recipe, steps: int) -> Trainer:
+        """Returns a recipe's trainer for these inputs, not yet compiled."""
+        config = model_config(settings, recipe, self.vocab_size)
+        return Trainer(config, settings, steps=steps, mesh=self.mesh)
+
+    def measure(self, trainer: Trainer, state: TrainState) -> dict[str, float]:
+        """Validates a state; returns entries of a step's row."""
+        return {"val_loss": trainer.evaluate(state, self.validation)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A program that trains with several recipes, one after the other, in a folder.
+
+    Attributes:
+      module: The program's module, as `python -m` takes it.
+      parse: A function that parses a command line.
+      prepare: A function that opens or creates the run and its data.
+      report: A function that writes the results of a finished run to its folder;
+        returns a table of them for a terminal.
+    """
+
+    module: str
+    parse: Callable[[Sequence[str] | None], arguments.Arguments]
+    prepare: Callable[[arguments.Arguments, Interrupts], tuple[Run, Inputs]]
+    report: Callable[[Run, Inputs], RenderableType]
+
+    def resume_command(self, folder: Path, mesh: Mesh | None = None) -> str:
+        """Returns the command that continues the run in `folder`, on the same mesh."""
+        command = f"uv run python -m {self.module} --resume {shlex.quote(str(folder))}"
+        return command if mesh is None else f"{command} --mesh {meshes.name_of(mesh)}"
+
+
+def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
+    """Runs a job, and ends as `stop` says; returns an exit code."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
+    args = job.parse(argv)
+    try:
+        if args.cluster:
+            args.cluster.join()
+        run, inputs = job.prepare(args, stop)
+    except (OSError, ValueError) as error:
+        if processes.is_main():
+            print(f"error: {one_line(error)}", file=sys.stderr)
+        processes.leave()
+        return 2
+    code = _trained(job, run, inputs, args.profile, stop)
+    processes.leave()
+    return code
+
+
+def _trained(
+    job: Job, run: Run, inputs: Inputs, profiling: bool, stop: Interrupts
+) -> int:
+    """Trains with all recipes and reports; returns an exit code."""
+    print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
+    resume = job.resume_command(run.folder, inputs.mesh)
+    try:
+        for recipe in run.settings.recipes:
+            profile = run.folder / "profile" / recipe if profiling else None
+            train(run, recipe, inputs, stop, profile)
+            if processes.anywhere(stop.made):
+                print(f"saved; to go on:\n  {resume}")
+                return STOPPED
+        table = job.report(run, inputs)
+    except memory.OutOfMemory as error:
+        print(f"error: {error}; to go on from the last checkpoint: {resume}")
+        return 1
+    except BadStep as error:
+        print(f"error: {error}; to leave it out: {resume} --bad-step skip")
+        return 1
+    except OSError as error:  # The disk may be full.
+        print(f"\nerror: {error}; to go on from the last checkpoint: {resume}")
+        return 1
+    Console().print(table)
+    print(f"summary.json, metrics.jsonl and plots are in {run.folder}")
+    return 0
+
+
+def train(
+    run: Run,
+    recipe: Recipe,
+    inputs: Inputs,
+    stop: Interrupts,
+    profile: Path | None = None,
+) -> None:
+    """Trains a recipe from its latest checkpoint to the last step, or until a stop.
+
+    Args:
+      run: The run.
+      recipe: The recipe.
+      inputs: The data.
+      stop: The signals that end the training.
+      profile: The folder for a profile; None means no profile.
+
+    Raises:
+      BadStep: If a step is bad and is neither skipped nor rolled back.
+      OutOfMemory: If a device's memory does not suffice.
+    """
+    try:
+        _train(run, recipe, inputs, stop, profile)
+        return
+    except jax.errors.JaxRuntimeError as error:
+        if not memory.is_out_of_memory(error):
+            raise
+    trainer = _trainer(run, recipe, inputs)
+    line = memory.description(trainer, run.settings)
+    raise memory.OutOfMemory(f"{recipe}: {line}")
+
+
+def _train(
+    run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts, profile: Path | None
+) -> None:
+    with contextlib.ExitStack() as stack:
+        with processes.together():
+            checkpoints = stack.enter_context(run.checkpoints(recipe))
+            metrics = stack.enter_context(run.append_metrics(recipe))
+            moments = stack.enter_context(run.append_moments(recipe))
+            health = stack.enter_context(run.append_health(recipe))
+        found = processes.on_main(lambda: dataclasses.asdict(checkpoints.progress()))
+        progress = Progress(**found)
+        if progress.step == run.steps:
+            return
+        peak_before = device_peak_bytes()
+        trainer = compile_trainer(run, recipe, inputs, progress.step)
+        state, batches = first_state(run, trainer, inputs, checkpoints, progress)
+        loop = Loop(
+            run=run,
+            recipe=recipe,
+            trainer=trainer,
+            measure=inputs.measure,
+            checkpoints=checkpoints,
+            metrics=metrics,
+            moments=moments,
+            health=health,
+            progress=progress,
+            state=state,
+            batches=batches,
+            peak_before=peak_before,
+            profile=profile if processes.is_main() else None,
+        )
+        loop.finish(stop)
+
+
+def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
+    """Returns the recipe's compiled trainer; the first recipe settles the steps.
+
+    It says what is compiled, how long it took, and about how long the steps after the
+    first `done` ones will take.
+    """
+    settings, trainer = run.settings, _trainer(run, recipe, inputs)
+    where = jax.devices()[0].device_kind
+    if inputs.mesh is not None:
+        where = f"{inputs.mesh.size} x {where} as {meshes.name_of(inputs.mesh)}"
+    print(
+        f"{recipe}: compiling a step of {trainer.parameters:,} parameters on "
+        f"{settings.tokens_per_step:,} tokens for {where}",
+        flush=True,
+    )
+    compile_seconds = trainer.compiled[1]
+    batches = train_batches(inputs, settings)
+    seconds = seconds_per_step(trainer, settings, batches, inputs.validation)
+    if run.steps is None:
+        fitting = steps_within_budget(settings, compile_seconds, seconds)
+        run.fix_steps(processes.on_main(lambda: fitting))
+        if run.steps != settings.steps:
+            # The schedule, and so the compiled step, depends on the number of steps.
+            trainer = _trainer(run, recipe, inputs)
+            compile_seconds += trainer.compiled[1]
+    left = run.steps - done
+    about = left * seconds
+    time_left = f"{about:.0f} s" if about < 100 else f"{about / 60:.1f} min"
+    print(
+        f"{recipe}: compiled in {compile_seconds:.1f} s; {left:,} steps take about "
+        f"{time_left}",
+        flush=True,
+    )
+    return trainer
+
+
+def _trainer(run: Run, recipe: Recipe, inputs: Inputs) -> Trainer:
+    """Returns the recipe's trainer, not yet compiled."""
+    steps = run.schedule_steps or run.settings.steps
+    return inputs.trainer(run.settings, recipe, steps)
+
+
+def first_state(
+    run: Run,
+    trainer: Trainer,
+    inputs: Inputs,
+    checkpoints: Checkpoints,
+    progress: Progress,
+) -> tuple[TrainState, data.Batches]:
+    """Returns the state and the batches to start from: a checkpoint's or new ones."""
+    batches = train_batches(inputs, run.settings)
+    own = report.measured(trainer, run.settings)
+    # Runs had one device before there were meshes.
+    known = {"mesh": meshes.name_of(None), "microbatches": 1} | progress.measured
+    if any(own[name] != known[name] for name in ("mesh", "microbatches")):
+        # Speeds of several meshes have no common mean.
+        progress.seconds, progress.timed_steps, known = 0.0, 0, {}
+    progress.measured = own | known
+    if progress.step:
+        batches.set_state(progress.batches)
+        return checkpoints.state(trainer.abstract_state()), batches
+    return trainer.init(), batches
+
+
+def train_batches(inputs: Inputs, settings: Settings) -> data.Batches:
+    """Returns the training batches, in the order that all recipes share."""
+    return data.train_batches(
+        inputs.windows,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        rows=meshes.own_rows(settings.batch_size, inputs.mesh),
+    )
