@@ -42,8 +42,9 @@ from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import check_unused
 from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.step import TrainState
 from experiments.training.text import TextCodec, text_codec
-from experiments.training.trainer import Trainer, TrainState
+from experiments.training.trainer import Trainer
 
 _TOKENIZER = "tokenizer.json"
 

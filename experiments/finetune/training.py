@@ -11,7 +11,8 @@ from jaxtyping import Array, Float32, Int32
 from coat_jax.models import llama
 from experiments.common.trained import structure
 from experiments.training.settings import Settings
-from experiments.training.trainer import Trainer, TrainState
+from experiments.training.step import TrainState
+from experiments.training.trainer import Trainer
 from pallas_kernels.rounding import stochastic_bfloat16
 
 
@@ -57,17 +58,19 @@ class AnswerTrainer(Trainer):
         return nnx.merge(structure(dataclasses.replace(self.config, **plain)), params)
 
     @property
-    def _abstract_batch(self) -> jax.ShapeDtypeStruct:
+    def abstract_batch(self) -> jax.ShapeDtypeStruct:
+        """The shape and dtype of tokens, segments and answers."""
         shape = self._settings.batch_size, 3, self._settings.seq_len + 1
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    def _loss(
+    def loss(
         self,
         params: nnx.State,
         histories: nnx.State,
         batch: Int32[Array, "batch 3 length+1"],
     ) -> Float32[Array, ""]:
-        model = nnx.merge(self._graphdef, params, histories)
+        """Computes the mean loss of the answers' tokens."""
+        model = self.merged(params, histories)
         tokens, segment_ids, answers = batch[:, 0], batch[:, 1], batch[:, 2]
         return llama.cross_entropy(
             model,
@@ -77,11 +80,12 @@ class AnswerTrainer(Trainer):
             segment_ids=segment_ids[:, :-1],
         )
 
-    def _updated(
+    def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
     ) -> TrainState:
+        """Returns the state after an update, whose parameters are rounded at random."""
         if self._optimizer.fused or self._settings.rounding == "nearest":
-            return super()._updated(state, grads, histories)
+            return super().updated(state, grads, histories)
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
         # The count is that of steps done, so a resumed run has the same random bits.
         count = optax.tree.get_all_with_path(opt_state, "count")[0][1]

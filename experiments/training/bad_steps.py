@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.training.trainer import Metrics
+from experiments.training.step import Metrics
 
 MOST_ROLLBACKS = 3  # Returns to one checkpoint; a further bad step stops the training.
 LOSSES = 50  # Losses that a next one is compared with.

@@ -24,7 +24,8 @@ from experiments.training.interrupts import STOPPED, Interrupts
 from experiments.training.loop import Loop
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe, Settings, model_config
-from experiments.training.trainer import Trainer, TrainState
+from experiments.training.step import TrainState
+from experiments.training.trainer import Trainer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

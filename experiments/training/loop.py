@@ -28,7 +28,8 @@ from experiments.training.interrupts import Interrupts
 from experiments.training.rows import NoRows, RowLog
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe
-from experiments.training.trainer import Trainer, TrainState
+from experiments.training.step import TrainState
+from experiments.training.trainer import Trainer
 
 _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profiled.
 

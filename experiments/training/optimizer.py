@@ -1,18 +1,40 @@
 """The optimizer of a training: AdamW of its recipe, clipping and a schedule."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import optax
 from flax import nnx
 
 from coat_jax.layers.recipes import RECIPES
+from coat_jax.layers.recipes import RecipeName as Recipe
 from experiments.common.optimizers import COAT_RECIPES, in_float32
-from experiments.training.settings import Recipe, Settings
 
 
-def learning_rate(settings: Settings, steps: int) -> optax.Schedule:
+class OptimizerSettings(Protocol):
+    """The settings of an optimizer.
+
+    Attributes:
+      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
+      end_lr: Learning rate of the last step, as a part of the peak.
+      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
+      weight_decay: Weight decay of matrices; the scales of norms do not decay.
+      b1: Decay rate of the first moment.
+      b2: Decay rate of the second moment.
+      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
+    """
+
+    lr: float
+    end_lr: float
+    warmup_steps: int
+    weight_decay: float
+    b1: float
+    b2: float
+    clip_norm: float
+
+
+def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:
     """Returns a linear warm-up, followed by a cosine down to `end_lr` of the peak."""
     warmup_steps = min(settings.warmup_steps, steps // 10)
     return optax.warmup_cosine_decay_schedule(
@@ -42,7 +64,7 @@ class Optimizer(NamedTuple):
         return cls(RECIPES[recipe].optimizer, fused=recipe in COAT_RECIPES)
 
     def transformation(
-        self, settings: Settings, steps: int
+        self, settings: OptimizerSettings, steps: int
     ) -> optax.GradientTransformation:
         """Returns gradient clipping followed by the optimizer.
 

@@ -243,8 +243,8 @@ def _fit(
     _ = trainer.compiled  # Compiling is not training.
     started = time.perf_counter()
     for _ in range(settings.steps):
-        state, loss = trainer.step(state, next(stream))
-        losses.append(loss)
+        state, metrics = trainer.step(state, next(stream))
+        losses.append(metrics.loss)
         bar.update()
     values = np.array(jax.device_get(losses))
     return state, values, time.perf_counter() - started

@@ -105,6 +105,12 @@ class Settings:
     b2: float = 0.95
     clip_norm: float = 1.0
 
+    # Settings of every training, which have one value here. They have no annotation, so
+    # that they are no fields.
+    accumulate = 1
+    rounding = "nearest"
+    bad_step = "stop"
+
     def __post_init__(self) -> None:
         if self.preset not in SHAPES:
             raise ValueError(f"presets are {', '.join(SHAPES)}; got {self.preset!r}")

@@ -1,20 +1,15 @@
 """The training step of one recipe, and answers of the trained model."""
 
 import math
-from functools import cached_property
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
-import coat_jax as coat
 from coat_jax.models import vlm
-from experiments.common.timing import OPTIONS
-from experiments.training.optimizer import Optimizer
+from experiments.training.step import EMPTY, ModelTrainer, TrainState
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import Settings, model_config
 
@@ -22,36 +17,19 @@ from experiments.vlm.settings import Settings, model_config
 _ANSWERED = 240
 
 
-class TrainState(NamedTuple):
-    """The training state that a step updates."""
-
-    params: nnx.State
-    opt_state: optax.OptState
-
-
-class Trainer:
+class Trainer(ModelTrainer):
     """A compiled training step and answers of one recipe.
 
     Args:
       config: The configuration of the model, with its recipe.
       settings: The settings of the training.
       words: The number of words, including special ones.
-
-    Attributes:
-      parameters: Number of parameters of the model.
     """
 
     def __init__(self, config: vlm.VlmConfig, settings: Settings, words: int) -> None:
         self._config = config
-        self._settings = settings
         self._words = words
-        self._optimizer = Optimizer.of(config.text.recipe)
-        self._tx = self._optimizer.transformation(settings, settings.steps)
-        model = nnx.eval_shape(self._model)
-        self._graphdef, params = nnx.split(model, nnx.Param)
-        self.parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-        self._options = OPTIONS if jax.default_backend() == "gpu" else None
-        self._compiled_init = jax.jit(self._init)
+        super().__init__(settings, config.text.recipe, steps=settings.steps)
         self._compiled_evaluate = jax.jit(
             self._evaluate, compiler_options=self._options
         )
@@ -59,22 +37,41 @@ class Trainer:
             self._answers, static_argnames="count", compiler_options=self._options
         )
 
-    def init(self, seed: int) -> TrainState:
-        """Returns the state before the first step, which depends on the seed alone."""
-        return self._compiled_init(seed)
+    def new_model(self, rngs: nnx.Rngs) -> vlm.VisionLanguageModel:
+        """Returns a model with float32 parameters."""
+        model = vlm.VisionLanguageModel(self._config, rngs=rngs)
+        # Llama's initial 0.02 suits layers of a few thousand features. A standard
+        # deviation of 1 / sqrt(h) lets narrow ones look at images hundreds of steps
+        # earlier.
+        factor = 1 / (0.02 * math.sqrt(self._config.text.hidden_size))
+        for name in ("qkv", "out", "gate_up", "down"):
+            weight = getattr(model.text.layers, name)
+            weight[...] = factor * weight[...]
+        return model
 
-    @cached_property
-    def compiled(self) -> jax.stages.Compiled:
-        """The compiled step."""
-        step = jax.jit(self._step, donate_argnums=0)
-        state = jax.eval_shape(self._init, 0)
-        return step.lower(state, self._abstract_batch).compile(self._options)
+    def loss(
+        self, params: nnx.State, histories: nnx.State, batch: Batch
+    ) -> Float32[Array, ""]:
+        """Computes the mean loss of the answers' tokens."""
+        model = self.merged(params, histories)
+        return vlm.cross_entropy(
+            model,
+            normalized(batch.images),
+            batch.tokens[:, :-1],
+            batch.tokens[:, 1:],
+            batch.is_answer[:, 1:],
+        )
 
-    def step(
-        self, state: TrainState, batch: Batch
-    ) -> tuple[TrainState, Float32[Array, ""]]:
-        """Runs one optimizer step and returns its loss; `state` is donated."""
-        return self.compiled(state, jax.tree.map(jnp.asarray, batch))
+    @property
+    def abstract_batch(self) -> Batch:
+        """The shapes and dtypes of a batch."""
+        s, size = self._settings, self._config.vision.image_size
+        tokens = s.batch_size, s.length
+        return Batch(
+            jax.ShapeDtypeStruct((s.batch_size, size, size, 3), jnp.uint8),
+            jax.ShapeDtypeStruct(tokens, jnp.int32),
+            jax.ShapeDtypeStruct(tokens, jnp.bool_),
+        )
 
     def evaluate(
         self, state: TrainState, batch: Batch
@@ -119,60 +116,19 @@ class Trainer:
         )
         return np.asarray(written)
 
-    def saved_activation_bytes(self) -> int:
-        """Returns the bytes that the forward pass saves for the backward pass."""
-        params = jax.eval_shape(self._init, 0).params
-        return coat.residual_report(self._loss, params, self._abstract_batch).nbytes
-
-    @property
-    def _abstract_batch(self) -> Batch:
-        s, size = self._settings, self._config.vision.image_size
-        tokens = s.batch_size, s.length
-        return Batch(
-            jax.ShapeDtypeStruct((s.batch_size, size, size, 3), jnp.uint8),
-            jax.ShapeDtypeStruct(tokens, jnp.int32),
-            jax.ShapeDtypeStruct(tokens, jnp.bool_),
-        )
-
-    def _model(self, seed: int | Array = 0) -> vlm.VisionLanguageModel:
-        rngs = nnx.Rngs(jax.random.key(seed))
-        model = vlm.VisionLanguageModel(self._config, rngs=rngs)
-        # Llama's initial 0.02 suits layers of a few thousand features. A standard
-        # deviation of 1 / sqrt(h) lets narrow ones look at images hundreds of steps
-        # earlier.
-        factor = 1 / (0.02 * math.sqrt(self._config.text.hidden_size))
-        for name in ("qkv", "out", "gate_up", "down"):
-            weight = getattr(model.text.layers, name)
-            weight[...] = factor * weight[...]
-        return model
-
-    def _init(self, seed: int | Array) -> TrainState:
-        params = nnx.split(self._model(seed), nnx.Param)[1]
-        return TrainState(params, self._tx.init(params))
-
-    def _loss(self, params: nnx.State, batch: Batch) -> Float[Array, ""]:
-        model = nnx.merge(self._graphdef, params)
-        return vlm.cross_entropy(
-            model,
-            normalized(batch.images),
-            batch.tokens[:, :-1],
-            batch.tokens[:, 1:],
-            batch.is_answer[:, 1:],
-        )
-
     def _evaluate(
         self, params: nnx.State, batch: Batch
     ) -> tuple[Float[Array, ""], Bool[Array, " b"]]:
-        model = nnx.merge(self._graphdef, params)
+        model = self.merged(params)
         logits = model(normalized(batch.images), batch.tokens[:, :-1])
         agrees = self._likeliest(logits) == batch.tokens[:, 1:]
         right = jnp.all(agrees | ~batch.is_answer[:, 1:], axis=1)
-        return self._loss(params, batch), right
+        return self.loss(params, EMPTY, batch), right
 
     def _answers(
         self, params: nnx.State, images: Array, tokens: Array, prompts: Array, count
     ) -> Int32[Array, "b count"]:
-        model = nnx.merge(self._graphdef, params)
+        model = self.merged(params)
         seen = model.encode(normalized(images))
         places = jnp.arange(tokens.shape[1])
 
@@ -194,19 +150,6 @@ class Trainer:
         written = (tokens >= END) & (tokens < self._words)
         likeliest = jnp.argmax(jnp.where(written, logits, -jnp.inf), axis=-1)
         return likeliest.astype(jnp.int32)
-
-    def _step(
-        self, state: TrainState, batch: Batch
-    ) -> tuple[TrainState, Float[Array, ""]]:
-        loss, grads = jax.value_and_grad(self._loss)(state.params, batch)
-        if self._optimizer.fused:
-            params, opt_state = coat.fused_update(
-                self._tx, grads, state.opt_state, state.params
-            )
-        else:
-            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
-            params = optax.apply_updates(state.params, updates)
-        return TrainState(params, opt_state), loss
 
 
 def new_trainer(settings: Settings, recipe: str, words: int) -> Trainer:

@@ -421,7 +421,7 @@ def test_only_skipping_changes_the_compiled_update(answer, recipe):
 def test_norms_of_gradients_are_those_of_the_named_parameters():
     trainer = _trainer("bf16")
     state, batch = trainer.init(), np.random.default_rng(0).integers(0, 257, (4, 33))
-    grads = jax.grad(trainer._loss)(state.params, state.histories, batch)
+    grads = jax.grad(trainer.loss)(state.params, state.histories, batch)
     expected = {
         "/".join(map(str, path)): np.linalg.norm(np.asarray(leaf[...]).ravel())
         for path, leaf in nnx.to_flat_state(grads)

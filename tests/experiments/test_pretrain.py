@@ -35,6 +35,7 @@ from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import STOPPED
 from experiments.training.job import compile_trainer, train_batches
 from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.step import TrainState
 
 _STEPS = 30
 _TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]
@@ -363,7 +364,7 @@ def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
 
 def test_checkpoints_keep_every_bit(tmp_path, rng):
     x = jnp.asarray(rng.normal(size=(8, 200)), jnp.float32)
-    state = training.TrainState(x, coat.quantize(x, expand=True), jnp.int32(7))
+    state = TrainState(x, coat.quantize(x, expand=True), jnp.int32(7))
     with Checkpoints(tmp_path / "saved") as checkpoints:
         assert checkpoints.progress() == Progress()
         for step in (3, 5):

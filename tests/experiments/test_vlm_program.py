@@ -193,8 +193,8 @@ def trained():
     state, stream = trainer.init(0), data.batches(found, settings, 0)
     losses = []
     for _ in range(settings.steps):
-        state, loss = trainer.step(state, next(stream))
-        losses.append(float(loss))
+        state, metrics = trainer.step(state, next(stream))
+        losses.append(float(metrics.loss))
     return trainer, state, losses
 
 

@@ -19,7 +19,7 @@ import ml_dtypes
 import numpy as np
 
 from experiments.training.checkpoints import Checkpoints, Progress
-from experiments.training.trainer import TrainState
+from experiments.training.step import TrainState
 
 KEEP = 2
 

@@ -24,8 +24,9 @@ from experiments.common.tables import new_table
 from experiments.pretrain import program
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.step import TrainState
 from experiments.training.text import BYTES_VOCAB_SIZE
-from experiments.training.trainer import Trainer, TrainState
+from experiments.training.trainer import Trainer
 
 # A run of a few seconds, with a checkpoint every third step.
 SMALL = ("--preset", "tiny", "--batch-size", "2", "--steps", "12", "--save-every", "3")

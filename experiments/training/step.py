@@ -1,0 +1,353 @@
+"""The training step of a model with one recipe.
+
+All recipes train the same model on the same data. They differ in precision:
+
+| recipe       | linear layers | saved for backward      | Adam's moments |
+|--------------|---------------|-------------------------|----------------|
+| `bf16`       | BF16          | as autodiff saves them  | float32        |
+| `te`         | FP8           | FP8 beside BF16         | float32        |
+| `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
+| `coat_max`   | FP8           | FP8                     | FP8, expanded  |
+| `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
+"""
+
+import abc
+import math
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float32, Int32
+
+import coat_jax as coat
+from coat_jax.layers.recipes import RecipeName
+from coat_jax.remat.report import peak_bytes
+from experiments.common import meshes
+from experiments.common.timing import OPTIONS
+from experiments.training.health import Reports
+from experiments.training.optimizer import Optimizer, OptimizerSettings, learning_rate
+
+EMPTY = nnx.State({})  # The histories of a model without delayed scaling.
+
+
+class TrainState(NamedTuple):
+    """The training state that a step updates and a checkpoint stores.
+
+    Attributes:
+      params: The parameters.
+      opt_state: The optimizer's state.
+      seed: Seed of stochastic rounding; no step changes it.
+      histories: Amax histories of delayed scaling; empty without it.
+    """
+
+    params: nnx.State
+    opt_state: optax.OptState
+    seed: Int32[Array, ""]
+    histories: nnx.State = EMPTY
+
+
+class Metrics(NamedTuple):
+    """Metrics of a step.
+
+    Attributes:
+      loss: Mean training loss, in nats.
+      grad_norm: Global norm of the gradient before clipping.
+      grad_norms: Norm of each parameter's gradient, in the order of
+        `ModelTrainer.parameter_names`.
+      ok: Whether the loss is within the step's limit and the gradient's norm finite.
+      reports: The reports of `ModelTrainer.reports`, if the step makes them.
+    """
+
+    loss: Float32[Array, ""]
+    grad_norm: Float32[Array, ""]
+    grad_norms: Float32[Array, " parameters"]
+    ok: Bool[Array, ""]
+    reports: Reports
+
+
+class StepSettings(OptimizerSettings, Protocol):
+    """The settings of a step.
+
+    Attributes:
+      batch_size: Sequences per step.
+      accumulate: Microbatches of a step, whose gradients are summed.
+      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
+      bad_step: Whether to "skip" the update of a step that is not `ok`.
+    """
+
+    batch_size: int
+    accumulate: int
+    rounding: str
+    bad_step: str
+
+
+class ModelTrainer(abc.ABC):
+    """A compiled training step of one recipe, for any model.
+
+    Args:
+      settings: Settings of the training.
+      recipe: The recipe.
+      steps: Length of the training, which sets the learning rate schedule.
+      optimizer: The optimizer; None means the recipe's.
+      mesh: The mesh that the training is spread over; None means the first device.
+      param_dtype: Dtype in which parameters are stored.
+
+    Attributes:
+      parameters: Number of parameters of the model.
+      parameter_names: The path of each array of parameters.
+      mesh: The mesh, or None.
+    """
+
+    def __init__(
+        self,
+        settings: StepSettings,
+        recipe: RecipeName,
+        *,
+        steps: int,
+        optimizer: Optimizer | None = None,
+        mesh: Mesh | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        self._settings = settings
+        self.mesh = mesh
+        self._param_dtype = param_dtype
+        self._optimizer = optimizer or Optimizer.of(recipe)
+        self._schedule = learning_rate(settings, steps)
+        self._tx = self._optimizer.transformation(settings, steps)
+        model = nnx.eval_shape(lambda: self.new_model(nnx.Rngs(0)))
+        self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
+        leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
+        self.parameters = sum(leaf.size for _, leaf in leaves)
+        self.parameter_names = [
+            jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves
+        ]
+        self._options = OPTIONS if jax.default_backend() == "gpu" else None
+        placed = None if mesh is None else self._shardings
+        self._compiled_init = jax.jit(self._init, out_shardings=placed)
+
+    @abc.abstractmethod
+    def new_model(self, rngs: nnx.Rngs) -> nnx.Module:
+        """Returns a model with float32 parameters."""
+
+    @abc.abstractmethod
+    def loss(
+        self, params: nnx.State, histories: nnx.State, batch: Any
+    ) -> Float32[Array, ""]:
+        """Computes the loss of a batch."""
+
+    @property
+    @abc.abstractmethod
+    def abstract_batch(self) -> Any:
+        """The shapes, dtypes and placement of a batch."""
+
+    def reports(self, state: TrainState, batch: Any, grads: nnx.State) -> Reports:
+        """Returns reports of amax, saturation and underflow; a model may have none."""
+        del state, batch, grads
+        return {}
+
+    def placed(self, batch: Any, size: int) -> Any:
+        """Returns a batch of `size` rows, all of which or this process's are given."""
+        del size
+        return jax.tree.map(jnp.asarray, batch)
+
+    def merged(self, params: nnx.State, histories: nnx.State = EMPTY) -> Any:
+        """Returns the model with these parameters."""
+        return nnx.merge(self._graphdef, params, histories)
+
+    @cached_property
+    def compiled(self) -> tuple[jax.stages.Compiled, float]:
+        """The compiled step, and the compile time in seconds."""
+        started = time.perf_counter()
+        compiled = self._compiled_step(reporting=False)
+        return compiled, time.perf_counter() - started
+
+    def _compiled_step(self, reporting: bool) -> jax.stages.Compiled:
+        placed = None
+        if self.mesh is not None:
+            placed = self._shardings, meshes.whole(self.mesh)
+        step = partial(self._step, reporting=reporting)
+        step = jax.jit(step, donate_argnums=0, out_shardings=placed)
+        limit = jax.ShapeDtypeStruct((), jnp.float32)
+        lowered = step.lower(self.abstract_state(), self.abstract_batch, limit)
+        return lowered.compile(self._options)
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the state before the first step, which depends on the seed alone.
+
+        BF16 parameters are the float32 ones, rounded.
+        """
+        return self._compiled_init(seed)
+
+    def abstract_state(self) -> TrainState:
+        """Returns the shapes, dtypes and placement of a state."""
+        return jax.tree.map(
+            lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there),
+            jax.eval_shape(self._init, 0),
+            self._shardings,
+        )
+
+    def step(
+        self,
+        state: TrainState,
+        batch: Any,
+        limit: float = math.inf,
+    ) -> tuple[TrainState, Metrics]:
+        """Runs one optimizer step; `state` is donated.
+
+        With `bad_step="skip"` in the settings, a step that is not `ok` returns the
+        state as it was.
+
+        Args:
+          state: The state before the step.
+          batch: The batch to train on. A process has only those rows that are on its
+            devices.
+          limit: The largest loss of a step that is `ok`.
+        """
+        return self._run(self.compiled[0], state, batch, limit)
+
+    def _run(
+        self,
+        compiled: jax.stages.Compiled,
+        state: TrainState,
+        batch: Any,
+        limit: float,
+    ) -> tuple[TrainState, Metrics]:
+        batch = self.placed(batch, self._settings.batch_size)
+        return compiled(state, batch, np.float32(limit))
+
+    @cached_property
+    def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
+        """A `step` whose metrics have reports of amax, saturation and underflow.
+
+        It is a program of its own, so that other steps cost what they cost without
+        reports.
+        """
+        compiled = self._compiled_step(reporting=True)
+
+        def run(state, batch, limit=math.inf):
+            return self._run(compiled, state, batch, limit)
+
+        return run
+
+    def moment_rows(self, state: TrainState) -> list[dict[str, Any]]:
+        """Returns the rows of `coat.moment_report`; none if the moments are float32."""
+        if not self._optimizer.fused:
+            return []
+        return coat.moment_report(state.opt_state).rows()
+
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of step `step`, counted from 1."""
+        return float(f"{self._schedule(step - 1):.6g}")
+
+    def saved_activation_bytes(self) -> int:
+        """Returns the bytes that forward saves for backward, on all devices together.
+
+        They are those of one microbatch.
+        """
+        state = self.abstract_state()
+        parts = self._settings.accumulate
+        batch = jax.tree.map(
+            lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
+            self.abstract_batch,
+        )
+        report = coat.residual_report(self.loss, state.params, state.histories, batch)
+        return report.nbytes
+
+    def step_bytes(self) -> int:
+        """Returns the memory of the compiled step on a device, with its arguments."""
+        return peak_bytes(self.compiled[0])
+
+    @cached_property
+    def _shardings(self) -> TrainState:
+        """The sharding of each array of the state."""
+        state = jax.eval_shape(self._init, 0)
+        params, opt_state, histories = meshes.state_shardings(
+            self._tx, state.params, state.opt_state, state.histories, self.mesh
+        )
+        return TrainState(params, opt_state, meshes.whole(self.mesh), histories)
+
+    def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
+        model = self.new_model(nnx.Rngs(jax.random.key(seed)))
+        _, params, histories = nnx.split(model, nnx.Param, ...)
+        params = jax.tree.map(lambda p: p.astype(self._param_dtype), params)
+        return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
+
+    def _step(
+        self,
+        state: TrainState,
+        batch: Any,
+        limit: Float32[Array, ""],
+        reporting: bool = False,
+    ) -> tuple[TrainState, Metrics]:
+        loss, grads, histories = self._gradients(state, batch)
+        squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
+        norm = jnp.sqrt(sum(squares))
+        reports = self.reports(state, batch, grads) if reporting else {}
+        ok = (loss <= limit) & jnp.isfinite(norm)  # No comparison with NaN is true.
+        if self._settings.bad_step == "skip":
+            state = jax.lax.cond(
+                ok, self.updated, lambda state, *_: state, state, grads, histories
+            )
+        else:
+            state = self.updated(state, grads, histories)
+        return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok, reports)
+
+    def _gradients(
+        self, state: TrainState, batch: Any
+    ) -> tuple[Float32[Array, ""], nnx.State, nnx.State]:
+        """Computes the loss, its gradients and the next histories.
+
+        With several microbatches the sums of gradients are float32. Each device's rows
+        are in all microbatches, so that no row moves.
+        """
+        count = self._settings.accumulate
+        gradients = jax.value_and_grad(self.loss, (0, 1))
+        if count == 1:
+            loss, (grads, histories) = gradients(state.params, state.histories, batch)
+            return loss, grads, histories
+
+        def add(carry, batch):
+            total, sums, histories = carry
+            loss, (grads, histories) = gradients(state.params, histories, batch)
+            sums = jax.tree.map(
+                lambda s, g: s + g.astype(jnp.float32) / count, sums, grads
+            )
+            return (total + loss / count, in_shards(sums), histories), None
+
+        def in_shards(sums):
+            if self.mesh is None:
+                return sums
+            return jax.lax.with_sharding_constraint(sums, self._shardings.params)
+
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.float32), state.params)
+        parts = jax.tree.map(
+            lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
+        )
+        (loss, sums, histories), _ = jax.lax.scan(
+            add, (jnp.float32(0), in_shards(zeros), state.histories), parts
+        )
+        grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
+        return loss, grads, histories
+
+    def updated(
+        self, state: TrainState, grads: nnx.State, histories: nnx.State
+    ) -> TrainState:
+        """Returns the state after an update by the optimizer."""
+        if self._optimizer.fused:
+            stochastic = self._settings.rounding == "stochastic"
+            key = jax.random.key(state.seed) if stochastic else None
+            params, opt_state = coat.fused_update(
+                self._tx, grads, state.opt_state, state.params, key=key
+            )
+        else:
+            updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
+            params = optax.apply_updates(state.params, updates)
+        return TrainState(params, opt_state, state.seed, histories)
