@@ -1,6 +1,7 @@
-"""Tables for a terminal or a notebook."""
+"""Tables by columns, for a terminal, a notebook or a page in Markdown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.table import Table
@@ -8,25 +9,92 @@ from rich.table import Table
 from experiments.common.results import Bar
 
 
+class Column(NamedTuple):
+    """A column of a table.
+
+    Attributes:
+      title: The title.
+      key: The key of the value in a row, the keys of several values, or a function of
+        the row.
+      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}".
+      missing: The text of a cell whose value, or the first of several, is None or not
+        in the row.
+    """
+
+    title: str
+    key: str | tuple[str, ...] | Callable[[Any], Any]
+    form: str = "{}"
+    missing: str = "-"
+
+    def cell(self, row: Any) -> str:
+        """Returns the text of the column in a row."""
+        if callable(self.key):
+            value = self.key(row)
+        elif isinstance(self.key, tuple):
+            value = tuple(map(row.get, self.key))
+        else:
+            value = row.get(self.key)
+        values = value if isinstance(value, tuple) else (value,)
+        return self.missing if values[0] is None else self.form.format(*values)
+
+
+def table(
+    title: str,
+    columns: Sequence[Column],
+    rows: Iterable[Any],
+    caption: str | None = None,
+) -> Table:
+    """Returns a table of numbers for a terminal, with names in the first column."""
+    found = new_table(title, *(column.title for column in columns))
+    for row in rows:
+        found.add_row(*(column.cell(row) for column in columns))
+    found.caption = caption
+    return found
+
+
+def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:
+    """Returns a table in Markdown."""
+    titles = "".join(f"| {column.title} " for column in columns)
+    lines = [f"{titles}|".replace("|  ", "| "), "| --- " * len(columns) + "|"]
+    for row in rows:
+        lines.append("".join(f"| {column.cell(row)} " for column in columns) + "|")
+    return "\n".join(lines)
+
+
+def by_column(
+    rows: Iterable[Mapping[str, Any]], line: str, column: str
+) -> dict[Any, dict[Any, Mapping[str, Any]]]:
+    """Returns rows by their values of `line`, and in a line by those of `column`.
+
+    Both are in the order of the rows.
+    """
+    found: dict[Any, dict[Any, Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row[line], {})[row[column]] = row
+    return found
+
+
 def new_table(title: str, first: str, *columns: str) -> Table:
     """Returns an empty table of numbers, with names in the first column."""
-    table = Table(
+    found = Table(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
     )
-    table.add_column(first)
+    found.add_column(first)
     for column in columns:
-        table.add_column(column, justify="right")
-    return table
+        found.add_column(column, justify="right")
+    return found
 
 
-def bars(found: Sequence[Bar]) -> Table:
+def bars(found: Iterable[Bar]) -> Table:
     """Returns a table of targets, measured values and whether the targets hold."""
-    table = new_table("What was expected", "", "target", "measured", "holds")
-    for bar in found:
-        holds = "yes" if bar.holds else "NO"
-        table.add_row(bar.name, str(bar.target), f"{bar.measured:.3f}", holds)
-    return table
+    columns = (
+        Column("", lambda bar: bar.name),
+        Column("target", lambda bar: bar.target),
+        Column("measured", lambda bar: bar.measured, "{:.3f}"),
+        Column("holds", lambda bar: "yes" if bar.holds else "NO"),
+    )
+    return table("What was expected", columns, found)

@@ -3,32 +3,30 @@
 from typing import Any
 
 from experiments.common.results import load
+from experiments.common.tables import Column, markdown
 from experiments.optimizer.drift_cases import METHODS, OURS
-from experiments.pages.image import markdown_image
+from experiments.pages.sections import markdown_image, section
 
 
 def optimizer() -> str:
     """Returns the section on the benchmark of a step."""
     results = load("bench_optimizer")
-    lines = [
+    text = (
         "**A step of the optimizer** (`bench_optimizer`): a matrix of a billion "
         "parameters, smaller ones whose last axis is 5,000 or 64, and Llama 2 7B's, as "
         "291 tensors and as stacks of layers; on one "
         f"{results['device']['name']}, parameters and state donated. `optax.adamw` has "
-        "float32 moments; trees are compared with its time for the BF16 matrix.",
-        "",
-        "| | step | ms for 1e9 | times `optax.adamw` | state, bytes a parameter "
-        "| temporaries |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in results["rows"]:
-        lines.append(
-            f"| {row['what']} | {row['method']} | {row['ms_per_1e9']:.2f} "
-            f"| {row['ratio_to_optax']:.2f} "
-            f"| {row['state_bytes_per_parameter']:.3f} "
-            f"| {row['temporaries_mib']:,.0f} MiB |"
-        )
-    return "\n".join([*lines, ""])
+        "float32 moments; trees are compared with its time for the BF16 matrix."
+    )
+    columns = (
+        Column("", "what"),
+        Column("step", "method"),
+        Column("ms for 1e9", "ms_per_1e9", "{:.2f}"),
+        Column("times `optax.adamw`", "ratio_to_optax", "{:.2f}"),
+        Column("state, bytes a parameter", "state_bytes_per_parameter", "{:.3f}"),
+        Column("temporaries", "temporaries_mib", "{:,.0f} MiB"),
+    )
+    return section(text, markdown(columns, results["rows"]))
 
 
 def drift() -> str:
@@ -37,34 +35,29 @@ def drift() -> str:
     rows = [row for row in load("drift")["rows"] if row["ratio"]]
     b2s = sorted({row["b2"] for row in rows})
     stories = {row["story"] for row in rows}
-    lines = [
+    text = (
         f"**Moments over {usual:,} steps** (`drift`): how many times too large updates "
         f"are, beside float32 moments; the means in {len(stories)} stories that "
         "gradients tell (stationary, falling, spiking, rare, frozen, ...), from the "
         "smallest to the largest. In the figure b2 is optax's default, 0.999. `coat "
-        "nearest` is a form that this library had before.",
-        "",
-        "| moments | " + " | ".join(f"b2 = {b2:g}" for b2 in b2s) + " |",
-        "| --- |" + " --- |" * len(b2s),
-    ]
-    for method, steps in (*((name, usual) for name in METHODS), (OURS, longest)):
-        cells = []
-        for b2 in b2s:
-            found = [
-                row["ratio"]
-                for row in rows
-                if (row["method"], row["b2"], row["steps"]) == (method, b2, steps)
-            ]
-            low, high = min(found), max(found)
-            cells.append(
-                f"{low:.2f} to {high:.2f}"
-                if high < 100
-                else f"{low:.2f} to {high:,.0f}"
-            )
-        name = method if steps == usual else f"{method}, {steps:,} steps"
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        "nearest` is a form that this library had before."
+    )
+    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    for row in rows:
+        of_method = found.setdefault((row["method"], row["steps"]), {})
+        of_method.setdefault(row["b2"], []).append(row["ratio"])
+    lines = {name: found[name, usual] for name in METHODS}
+    lines[f"{OURS}, {longest:,} steps"] = found[OURS, longest]
+    columns = [Column("moments", lambda line: line[0])]
+    for b2 in b2s:
+        columns.append(Column(f"b2 = {b2:g}", lambda line, b2=b2: _range(line[1][b2])))
     image = markdown_image("Updates over exact ones", "drift", "drift")
-    return "\n".join([*lines, "", image, ""])
+    return section(text, markdown(columns, lines.items()), image)
+
+
+def _range(values: list[float]) -> str:
+    low, high = min(values), max(values)
+    return f"{low:.2f} to {high:.2f}" if high < 100 else f"{low:.2f} to {high:,.0f}"
 
 
 def curves() -> str:
@@ -82,25 +75,16 @@ def curves() -> str:
         "behind it is the upper end of its 95% interval. Parameters are float32 "
         "unless it says BF16, moments of `optax.adamw` always."
     )
-    return "\n".join(
-        [
-            text,
-            "",
-            *_gaps(usual),
-            "",
-            markdown_image("Loss curves and differences", "optimizer_curves", name),
-            "",
-            f"The same with a learning rate that falls to zero (`{name}_falling`), "
-            f"{falling['summary'][0]['seeds']} seeds. {falling['note']}",
-            "",
-            *_gaps(falling),
-            "",
-            f"An earlier form of `fp8_adamw`, with BF16 parameters too "
-            f"(`{name}_bf16`): b2 = {bf16['settings']['b2']:g}, {_length(bf16)}.",
-            "",
-            *_gaps(bf16),
-            "",
-        ]
+    return section(
+        text,
+        _gaps(usual),
+        markdown_image("Loss curves and differences", "optimizer_curves", name),
+        f"The same with a learning rate that falls to zero (`{name}_falling`), "
+        f"{falling['summary'][0]['seeds']} seeds. {falling['note']}",
+        _gaps(falling),
+        f"An earlier form of `fp8_adamw`, with BF16 parameters too "
+        f"(`{name}_bf16`): b2 = {bf16['settings']['b2']:g}, {_length(bf16)}.",
+        _gaps(bf16),
     )
 
 
@@ -114,16 +98,22 @@ def _length(results: dict[str, Any]) -> str:
     )
 
 
-def _gaps(results: dict[str, Any]) -> list[str]:
-    """Returns the lines of a table of validation losses and their gaps."""
-    lines = ["| | validation loss | gap | at most |", "| --- | --- | --- | --- |"]
-    for row in results["summary"]:
-        gap = most = ""
-        if row["optimizer"] != row["beside"]:
-            gap, most = f"{row['percent']:+.2f}%", f"{row['most_percent']:+.2f}%"
-        loss = f"{row['val_loss']:.4f}"
-        lines.append(f"| {row['optimizer']} | {loss} | {gap} | {most} |")
-    return lines
+def _gaps(results: dict[str, Any]) -> str:
+    """Returns a table of validation losses and their gaps."""
+
+    def gap(title: str, key: str) -> Column:
+        def of(row: dict[str, Any]) -> float | None:
+            return row[key] if row["optimizer"] != row["beside"] else None
+
+        return Column(title, of, "{:+.2f}%", missing="")
+
+    columns = (
+        Column("", "optimizer"),
+        Column("validation loss", "val_loss", "{:.4f}"),
+        gap("gap", "percent"),
+        gap("at most", "most_percent"),
+    )
+    return markdown(columns, results["summary"])
 
 
 def wrapped() -> str:
@@ -134,4 +124,4 @@ def wrapped() -> str:
         "and within `coat.with_quantized_state`, on the "
         f"{results['settings']['preset']} preset's model, {_length(results)}."
     )
-    return "\n".join([text, "", *_gaps(results), ""])
+    return section(text, _gaps(results))

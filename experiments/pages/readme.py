@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.common.results import load
+from experiments.common.tables import Column, markdown
 from experiments.pages import layers, optimizer, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -69,13 +70,10 @@ def headline_rows() -> list[dict[str, Any]]:
 
 
 def _headline() -> str:
-    lines = [
-        "| Recipe, batch | tokens/s | peak memory | of which optimizer |",
-        "| --- | --- | --- | --- |",
-    ]
-    for row in headline_rows():
-        lines.append(
-            f"| {row['case']}, {row['batch']} | {row['tokens_per_s']:,.0f} "
-            f"| {row['peak_gib']:.0f} GiB | {row['optimizer_gib']:.0f} GiB |"
-        )
-    return "\n".join([*lines, ""])
+    columns = (
+        Column("Recipe, batch", ("case", "batch"), "{}, {}"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+        Column("peak memory", "peak_gib", "{:.0f} GiB"),
+        Column("of which optimizer", "optimizer_gib", "{:.0f} GiB"),
+    )
+    return markdown(columns, headline_rows()) + "\n"

@@ -1,5 +1,7 @@
 """Sections on time and memory."""
 
+import itertools
+from collections.abc import Callable
 from statistics import geometric_mean, median
 from typing import Any
 
@@ -7,10 +9,17 @@ from experiments.bench.e2e import BY_KIND
 from experiments.bench.kernels import case_of
 from experiments.bench.model_step import Model
 from experiments.common.results import NEWEST_JAX, load
-from experiments.pages.image import markdown_image
+from experiments.common.tables import Column, markdown
+from experiments.pages.sections import markdown_image, section
 
-# The ratios of a row of `bench_e2e` on several GPUs, with their formats.
-_RATIOS = {"one_gpu": ".1%", "bf16": ".2f", "best_bf16": ".2f"}
+_BATCH = Column("batch", "batch")
+# The columns of a training step: ratios to other rows, and what takes the memory.
+_RATIOS = (
+    Column("times `bf16`", "ratio_to_bf16", "{:.2f}"),
+    Column("times its best", "ratio_to_best_bf16", "{:.2f}"),
+)
+_OPTIMIZER = Column("optimizer", "optimizer_gib", "{:.1f} GiB")
+_PEAK = Column("peak", "peak_gib", "{:.1f} GiB")
 # Rows of gates that are shorter or longer than those of most models.
 _ROWS = (
     *("16384 x 768", "16384 x 1408"),
@@ -24,28 +33,27 @@ def end_to_end() -> str:
     """Returns the section on whole training steps on one GPU."""
     results = load("bench_e2e")
     first = results["rows"][0]
-    lines = [
+    columns = (
+        Column("", "case"),
+        _BATCH,
+        Column("tokens/s", lambda row: _rate(row, "tokens_per_s")),
+        *_RATIOS,
+        _OPTIMIZER,
+        Column("saved activations", "activations_gib", "{:.1f} GiB"),
+        _PEAK,
+    )
+    text = (
         f"**Training Llama-2-7B on one GPU** (`bench_e2e`): BF16 parameters, sequences "
         f"of {first['seq']:,} tokens, one {results['device']['name']}. `bf16` and `te` "
         "have `optax.adamw` with float32 moments, `coat` and `coat_max` "
-        "`coat.fused_update`. Times its best: over the fastest `bf16` row here.",
-        "",
-        "| | batch | tokens/s | times `bf16` | times its best | optimizer "
-        "| saved activations | peak |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in results["rows"]:
-        found = f"| {row['case']} | {row['batch']} "
-        if "tokens_per_s" in row:
-            ratio = row.get("ratio_to_bf16")
-            found += f"| {row['tokens_per_s']:,.0f} "
-            found += f"| {'-' if ratio is None else format(ratio, '.2f')} "
-            found += f"| {row['ratio_to_best_bf16']:.2f} "
-        else:
-            found += f"| {row['error']} | - | - "
-        sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
-        lines.append(found + " ".join(f"| {size:.1f} GiB" for size in sizes) + " |")
-    return "\n".join([*lines, ""])
+        "`coat.fused_update`. Times its best: over the fastest `bf16` row here."
+    )
+    return section(text, markdown(columns, results["rows"]))
+
+
+def _rate(row: dict[str, Any], key: str) -> str:
+    """Returns the tokens per second of a row, or its error."""
+    return f"{row[key]:,.0f}" if key in row else row["error"]
 
 
 def several_gpus() -> str:
@@ -57,37 +65,37 @@ def several_gpus() -> str:
         "one GPU and to `bf16` are at the same batch, the last one is to the fastest "
         "`bf16` row of the model on as many GPUs."
     )
-    return "\n".join([text, "", *map(_of_kind, BY_KIND.values()), _visible()])
+    return section(text, *map(_of_kind, BY_KIND.values()), _visible())
 
 
 def _of_kind(name: str) -> str:
     """Returns the table of a results file of one kind of GPU."""
     results = load("bench_e2e", name)
-    lines = [
-        f"{results['device']['name']} (`{name}`), JAX {results['versions']['jax']}:",
-        "",
-        "| | | GPUs | batch | tokens/s | of one GPU's | times `bf16` | times its best "
-        "| optimizer | saved | peak |",
-        "| --- |" + " --- |" * 10,
-    ]
-    model = None
-    for row in results["rows"]:
-        before, model = model, Model.of_row(row).name
-        cells = [row.get("error"), "-", "-", "-"]
-        if "tokens_per_s" in row:
-            cells = [f"{row['tokens_per_s_per_gpu']:,.0f}"]
-            for name, spec in _RATIOS.items():
-                ratio = row.get(f"ratio_to_{name}")
-                cells.append("-" if ratio is None else format(ratio, spec))
-        case = row["case"]
-        if row.get("xla_flags"):
-            case += f", with `{row['xla_flags']}`"
-        sizes = (row[f"{of}_gib"] for of in ("optimizer", "activations", "peak"))
-        cells += [f"{size:.1f} GiB" for size in sizes]
-        name = "" if model == before else model
-        where = f"{row['gpus']} | {row['batch']}"
-        lines.append(f"| {name} | {case} | {where} | {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    columns = (
+        Column("", "title"),
+        Column("", _case),
+        Column("GPUs", "gpus"),
+        _BATCH,
+        Column("tokens/s", lambda row: _rate(row, "tokens_per_s_per_gpu")),
+        Column("of one GPU's", "ratio_to_one_gpu", "{:.1%}"),
+        *_RATIOS,
+        _OPTIMIZER,
+        Column("saved", "activations_gib", "{:.1f} GiB"),
+        _PEAK,
+    )
+    names = [Model.of_row(row).name for row in results["rows"]]
+    # A model's name stands in its first row alone.
+    titles = (b if b != a else "" for a, b in itertools.pairwise([None, *names]))
+    rows = ({"title": t} | r for t, r in zip(titles, results["rows"], strict=True))
+    jax = results["versions"]["jax"]
+    head = f"{results['device']['name']} (`{name}`), JAX {jax}:"
+    return f"{head}\n\n{markdown(columns, rows)}"
+
+
+def _case(row: dict[str, Any]) -> str:
+    """Returns a row's case, with its flags of XLA."""
+    flags = row.get("xla_flags")
+    return f"{row['case']}, with `{flags}`" if flags else row["case"]
 
 
 def _visible() -> str:
@@ -100,35 +108,40 @@ def _visible() -> str:
         f"process sees a second one (`bench_e2e_visible_1`, `bench_e2e_visible_2`): "
         f"`coat` trains {row['layers']} layers of Llama-2-7B at batch {row['batch']} "
         f"with {alone:,.0f} tokens/s alone and {ours:,.0f} beside another "
-        f"({ours / alone - 1:+.1%}).\n"
+        f"({ours / alone - 1:+.1%})."
     )
 
 
 def estimates() -> str:
     """Returns the section on predicted memory."""
     results = load("estimate")
-    lines = [
+    text = (
         "**Predicted memory** (`estimate`): `python -m experiments.estimate` predicts "
         "the GiB of a training step by kind, and the largest batch that fits, without "
         "a GPU. Predictions stand here beside measured peaks: the device's, or else "
-        f"the compiled step's. {_grown(results['rows'])}",
-        "",
-        "| | GPUs | batch | parameters, gradients | optimizer | saved | the rest "
-        "| predicted | measured | error |",
-        "| --- |" + " --- |" * 9,
-    ]
+        f"the compiled step's. {_grown(results['rows'])}"
+    )
+    columns = (
+        Column("", ("model", "case"), "{}, {}"),
+        Column("GPUs", "gpus"),
+        _BATCH,
+        _sum("parameters, gradients", "parameters", "gradients"),
+        _sum("optimizer", "optimizer"),
+        _sum("saved", "saved"),
+        _sum("the rest", "workspace", "gathered", "logits"),
+        _sum("predicted", "peak"),
+        Column(
+            "measured", lambda r: r["device_peak_gib"] or r["step_peak_gib"], "{:.1f}"
+        ),
+        Column("error", "error_percent", "{:+.1f}%"),
+    )
     rows = {(r["model"], r["case"], r["gpus"], r["batch"]): r for r in results["rows"]}
-    for row in rows.values():
-        measured = row["device_peak_gib"] or row["step_peak_gib"]
-        case = f"{row['model']}, {row['case']}"
-        model = row["parameters_gib"] + row["gradients_gib"]
-        rest = row["workspace_gib"] + row["gathered_gib"] + row["logits_gib"]
-        lines.append(
-            f"| {case} | {row['gpus']} | {row['batch']} | {model:.1f} "
-            f"| {row['optimizer_gib']:.1f} | {row['saved_gib']:.1f} | {rest:.1f} "
-            f"| {row['peak_gib']:.1f} | {measured:.1f} | {row['error_percent']:+.1f}% |"
-        )
-    return "\n".join([*lines, ""])
+    return section(text, markdown(columns, rows.values()))
+
+
+def _sum(title: str, *kinds: str) -> Column:
+    """Returns a column of the GiB of kinds of memory together."""
+    return Column(title, lambda row: sum(row[f"{k}_gib"] for k in kinds), "{:.1f}")
 
 
 def _grown(rows: list[dict[str, Any]]) -> str:
@@ -143,49 +156,52 @@ def _grown(rows: list[dict[str, Any]]) -> str:
 def layer() -> str:
     """Returns the section on one Llama layer."""
     results = load("bench_layer")
-    rows = {(r["case"], r["hidden"], r["seq"]): r for r in results["rows"]}
-    shapes = list(dict.fromkeys(key[1:] for key in rows))
-    titles = [f"{hidden}, {seq}" for hidden, seq in shapes]
-    lines = [
+    times = {row["case"]: {} for row in results["rows"]}
+    for row in results["rows"]:
+        times[row["case"]][f"{row['hidden']}, {row['seq']}"] = row
+    shapes = dict.fromkeys(shape for of_case in times.values() for shape in of_case)
+    columns = (
+        Column("", lambda of_case: next(iter(of_case.values()))["case"]),
+        Column(
+            "saved",
+            lambda of_case: max(row["saved_units"] for row in of_case.values()),
+            "{:.1f}U",
+        ),
+        *(Column(shape, lambda row, s=shape: time_of(row[s])) for shape in shapes),
+    )
+    text = (
         f"**One Llama layer** (`bench_layer`): milliseconds of forward and backward "
         f"with BF16 weights and batch 4 on one {results['device']['name']}, all cases "
         "in turns, and times `bf16`, by hidden size and sequence. `bf16` is what "
         "`jax.vjp` saves, behind it are policies of `jax.checkpoint` and "
-        "`coat.fp8_remat` of the same layer.",
-        "",
-        "| | saved | " + " | ".join(titles) + " |",
-        "| --- | --- |" + " --- |" * len(shapes),
-    ]
-    for case in dict.fromkeys(key[0] for key in rows):
-        of_case = [rows[case, *shape] for shape in shapes]
-        times = " | ".join(
-            f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
-            for row in of_case
-        )
-        saved = max(row["saved_units"] for row in of_case)
-        lines.append(f"| {case} | {saved:.1f}U | {times} |")
+        "`coat.fp8_remat` of the same layer."
+    )
     image = markdown_image("Saved activations and time", "bench_layer", "bench_layer")
-    return "\n".join([*lines, "", image, ""])
+    return section(text, markdown(columns, times.values()), image)
+
+
+def time_of(row: dict[str, Any]) -> str:
+    """Returns the milliseconds of a layer, and its speed over BF16's."""
+    return f"{row['forward_backward_ms']:.2f} ({row['ratio_to_bf16']:.2f})"
 
 
 def activations() -> str:
     """Returns the section on saved activations."""
     results = load("activation_memory")
     shape = results["shape"]
-    lines = [
+    text = (
         f"**Saved activations of one Llama layer** (`activation_memory`): hidden "
         f"{shape['hidden']}, batch {shape['batch']}, sequence {shape['seq']}, counted "
         f"on one {results['device']['name']}; 1U is batch x sequence x hidden x 2 "
-        "bytes. `bf16` is what `jax.vjp` saves without any `jax.checkpoint`.",
-        "",
-        "| | MiB | U | U in the paper |",
-        "| --- | --- | --- | --- |",
-    ]
-    for row in results["rows"]:
-        paper = "-" if row["paper_units"] is None else row["paper_units"]
-        name, mib, units = row["recipe"], row["mib"], row["units"]
-        lines.append(f"| `{name}` | {mib:.0f} | {units:.2f} | {paper} |")
-    return "\n".join([*lines, ""])
+        "bytes. `bf16` is what `jax.vjp` saves without any `jax.checkpoint`."
+    )
+    columns = (
+        Column("", "recipe", "`{}`"),
+        Column("MiB", "mib", "{:.0f}"),
+        Column("U", "units", "{:.2f}"),
+        Column("U in the paper", "paper_units"),
+    )
+    return section(text, markdown(columns, results["rows"]))
 
 
 def kernels() -> str:
@@ -194,52 +210,54 @@ def kernels() -> str:
     rows = [row for row in results["rows"] if "ms" in row]
     quick = [row for row in rows if "share_of_copy" in row]
     shape = quick[-1]["shape"]
-    lines = [
+    text = (
         f"**The kernels** (`bench_kernels`): arrays of {shape} in BF16 on one "
         f"{results['device']['name']}, in turns with what XLA makes of the same "
-        "operation; GB/s count the fewest bytes that it needs.",
-        "",
-        *_elementwise([row for row in quick if row["shape"] == shape]),
-        "",
-        *_more_kernels(),
-        "",
+        "operation; GB/s count the fewest bytes that it needs."
+    )
+    products = (
         "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
         "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
         "worst of them. Where XLA is faster XLA runs. Heads are compared with "
         "cuBLASLt's product and XLA's rotary embeddings and splitting behind it, added "
         "ones with an addition behind it. These two and blocks have more scales than "
         "what they are compared with. Kernels run one after the other, at what the "
-        f"chip may draw{_rested(rows)}.",
-        "",
-        "| | shapes | TFLOP/s | times cuBLASLt | at worst |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for name, found in _grouped_products(rows).items():
-        rates = [row["tflop_per_s"] for row in found]
-        ratios = [row["ratio_to_xla"] for row in found]
-        lines.append(
-            f"| {name} | {len(found)} | {geometric_mean(rates):,.0f} "
-            f"| {geometric_mean(ratios):.2f} | {min(ratios):.2f} |"
-        )
-    return "\n".join([*lines, ""])
+        f"chip may draw{_rested(rows)}."
+    )
+    return section(
+        text,
+        markdown(_ELEMENTWISE, [row for row in quick if row["shape"] == shape]),
+        *_more_kernels(),
+        products,
+        markdown(_PRODUCTS, _grouped_products(rows).items()),
+    )
 
 
-def _elementwise(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns a table of kernels that are not matmuls."""
-    lines = [
-        "| | ms | GB/s | of a device copy's | times XLA |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        lines.append(
-            f"| {row['kernel']} | {row['ms']:.3f} | {row['gb_per_s']:,.0f} "
-            f"| {row['share_of_copy']:.2f} | {row['ratio_to_xla']:.2f} |"
-        )
-    return lines
+_ELEMENTWISE = (
+    Column("", "kernel"),
+    Column("ms", "ms", "{:.3f}"),
+    Column("GB/s", "gb_per_s", "{:,.0f}"),
+    Column("of a device copy's", "share_of_copy", "{:.2f}"),
+    Column("times XLA", "ratio_to_xla", "{:.2f}"),
+)
+
+
+def _over_rows(title: str, of: Callable[..., float], key: str, form: str) -> Column:
+    """Returns a column of a mean or the like over the rows of a kind of matmul."""
+    return Column(title, lambda kind: of(row[key] for row in kind[1]), form)
+
+
+_PRODUCTS = (
+    Column("", lambda kind: kind[0]),
+    Column("shapes", lambda kind: len(kind[1])),
+    _over_rows("TFLOP/s", geometric_mean, "tflop_per_s", "{:,.0f}"),
+    _over_rows("times cuBLASLt", geometric_mean, "ratio_to_xla", "{:.2f}"),
+    _over_rows("at worst", min, "ratio_to_xla", "{:.2f}"),
+)
 
 
 def _more_kernels() -> list[str]:
-    """Returns the lines on activations without a product, other rows, and versions."""
+    """Returns the parts on activations without a product, other rows, and versions."""
     results = load("bench_kernels", "bench_kernels_h100")
     newest = load("bench_kernels", f"bench_kernels_h100_jax_{NEWEST_JAX}")
     shape = "16384 x 8192"
@@ -253,13 +271,9 @@ def _more_kernels() -> list[str]:
     return [
         f"Activations without a product, {shape} on one {results['device']['name']} "
         "(`bench_kernels_h100`):",
-        "",
-        *_elementwise(lone),
-        "",
+        markdown(_ELEMENTWISE, lone),
         "Gates with a scale for each token, of short and of long rows on such GPUs:",
-        "",
-        *_elementwise(others),
-        "",
+        markdown(_ELEMENTWISE, others),
         _on_both_versions(results, newest),
     ]
 

@@ -9,7 +9,8 @@ from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_3
 from experiments.common.results import load
 from experiments.common.seeds import over_seeds
-from experiments.pages.image import markdown_image
+from experiments.common.tables import Column, markdown
+from experiments.pages.sections import markdown_image, section
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
 from experiments.training.settings import PRESETS
@@ -53,50 +54,46 @@ def all_gaps() -> dict[str, list[float]]:
 
 def pretraining() -> str:
     """Returns the section on pretraining."""
-    lines = [
+    parts = [
         "**Pretraining** on the bytes of Python packages, so that vocabularies are "
         "small. Losses, gaps to `bf16` of the same seed and speeds are means over "
-        "seeds.",
-        "",
+        "seeds."
     ]
     for name in _TRAININGS:
         results = load("pretrain", name)
         preset = results["preset"]
-        lines += [
+        parts += [
             f"The {preset} preset (`{name}`), {_size(results)}, on one "
             f"{results['device']['name']} each:",
-            "",
-            *_losses_and_costs(results),
-            "",
+            _losses_and_costs(results),
             markdown_image(f"Loss curves of the preset {preset}", "pretrain", name),
-            "",
         ]
-    lines += [
+    columns = (
+        Column("", lambda line: line[0], "`{}`"),
+        Column("trainings", lambda line: len(line[1])),
+        Column("gaps, %", lambda line: ", ".join(f"{gap:+.2f}" for gap in line[1])),
+        Column("mean, %", lambda line: comparison.interval(line[1])),
+    )
+    return section(
+        *parts,
         "All trainings of both, and the 95% interval of the mean:",
-        "",
-        "| | trainings | gaps, % | mean, % |",
-        "| --- | --- | --- | --- |",
-    ]
-    for recipe, each in all_gaps().items():
-        gaps = ", ".join(f"{gap:+.2f}" for gap in each)
-        mean = comparison.interval(each)
-        lines.append(f"| `{recipe}` | {len(each)} | {gaps} | {mean} |")
-    return "\n".join([*lines, "", *_scales_of_blocks(), ""])
+        markdown(columns, all_gaps().items()),
+        *_scales_of_blocks(),
+    )
 
 
-def _scales_of_blocks() -> list[str]:
-    """Returns the lines on a training with the recipe `coat_block`."""
+def _scales_of_blocks() -> tuple[str, str]:
+    """Returns a text and a table on a training with the recipe `coat_block`."""
     name = "pretrain_124m_coat_block"
     results = load("pretrain", name)
     answers = {row["recipe"]: row for row in results["tasks"] if row["text"] == ALL}
     own = answers["coat_block"]
-    return [
+    return (
         f"`coat_block` at the smaller size (`{name}`), one seed, beside a `bf16` "
         f"of the same machine. It has {own['difference_points']:+.1f} ± "
         f"{own['half_points']:.1f} points of {own['questions']:,} questions:",
-        "",
-        *_losses_and_costs(results),
-    ]
+        _losses_and_costs(results),
+    )
 
 
 def _tokens(results: Mapping[str, Any]) -> int:
@@ -118,44 +115,49 @@ def _size(results: Mapping[str, Any]) -> str:
     )
 
 
-def _losses_and_costs(results: Mapping[str, Any]) -> list[str]:
+def _losses_and_costs(results: Mapping[str, Any]) -> str:
     """Returns a table of losses, memory and speed by recipe, means over the seeds."""
-    lines = [
-        "| | seeds | validation loss | gap | optimizer, bytes a parameter "
-        "| saved activations | memory of a step | tokens/s |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for recipe, row in over_seeds(results["rows"]).items():
-        lines.append(
-            f"| `{recipe}` | {row['seeds']} | {row['val_loss']:.4f} "
-            f"| {row['val_gap_percent']:+.2f}% "
-            f"| {row['optimizer_bytes_per_param']:.3f} "
-            f"| {row['saved_activation_bytes'] / 2**30:.2f} GiB "
-            f"| {row['step_bytes'] / 2**30:.2f} GiB | {row['tokens_per_s']:,.0f} |"
-        )
-    return lines
+    columns = (
+        Column("", "recipe", "`{}`"),
+        Column("seeds", "seeds"),
+        Column("validation loss", "val_loss", "{:.4f}"),
+        Column("gap", "val_gap_percent", "{:+.2f}%"),
+        Column("optimizer, bytes a parameter", "optimizer_bytes_per_param", "{:.3f}"),
+        _gib("saved activations", "saved_activation_bytes"),
+        _gib("memory of a step", "step_bytes"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+    )
+    return markdown(columns, over_seeds(results["rows"]).values())
+
+
+def _gib(title: str, key: str) -> Column:
+    return Column(title, lambda row: row[key] / 2**30, "{:.2f} GiB")
 
 
 def meshes() -> str:
     """Returns the section on training on meshes."""
     found = load("pretrain", "mesh_losses")
-    lines = [
+    text = (
         f"**Training on meshes** (`mesh_losses`): the tiny preset, {found['steps']} "
         "steps on eight virtual devices, with one initialization and one order of the "
         "data. `bf16` is computed in float32. Differences are those of a step's loss "
-        f"to one device's: the largest of {EARLY} steps and of all.",
-        "",
-        f"| | mesh | {EARLY} steps | all | validation |",
-        "| --- | --- | --- | --- | --- |",
+        f"to one device's: the largest of {EARLY} steps and of all."
+    )
+    columns = (
+        Column("", "recipe", "`{}`"),
+        Column("mesh", "mesh"),
+        Column(f"{EARLY} steps", "largest_early_difference", "{:.1g}%"),
+        Column("all", "largest_difference", "{:.1g}%"),
+        Column("validation", "val_gap_percent", "{:+.3f}%"),
+    )
+    in_percent = ("largest_early_difference", "largest_difference")
+    rows = [
+        row | {key: 100 * row[key] for key in in_percent}
+        for row in found["rows"]
+        if row["mesh"] != ALONE
     ]
-    for row in found["rows"]:
-        gap = f"{row['val_gap_percent']:+.3f}%"
-        sizes = row["largest_early_difference"], row["largest_difference"]
-        if row["mesh"] != ALONE:
-            cells = " | ".join(f"{100 * size:.1g}%" for size in sizes)
-            lines.append(f"| `{row['recipe']}` | {row['mesh']} | {cells} | {gap} |")
     image = markdown_image("Loss curves on meshes", "pretrain", "mesh_losses")
-    return "\n".join([*lines, "", image, ""])
+    return section(text, markdown(columns, rows), image)
 
 
 def finetuning() -> str:
@@ -179,14 +181,14 @@ def finetuning() -> str:
         for recipe, row in gaps.items()
     }
     image = markdown_image("Exact match, and differences", "finetune", name)
-    return "\n".join([text, "", *_answers(shares, points), "", image, ""])
+    return section(text, _answers(shares, points), image)
 
 
 def _answers(
     shares: Mapping[tuple[str, str], float],
     points: Mapping[str, tuple[float, float]],
     losses: Mapping[str, float] | None = None,
-) -> list[str]:
+) -> str:
     """Returns a table of right answers.
 
     Args:
@@ -195,16 +197,20 @@ def _answers(
       losses: The loss on the questions by recipe, if it has a column.
     """
     recipes, kinds = (list(dict.fromkeys(key)) for key in zip(*shares, strict=True))
-    columns = [*["test loss"] * bool(losses), *kinds, "points"]
-    lines = [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
-    for recipe in recipes:
-        cells = " | ".join(f"{shares[recipe, kind]:.1f}" for kind in kinds)
-        if losses:
-            cells = f"{losses[recipe]:.4f} | {cells}"
-        mean, high = points.get(recipe, (0.0, 0.0))
-        gap = f"{mean:+.1f} ± {high - mean:.1f}" if recipe in points else "-"
-        lines.append(f"| `{recipe}` | {cells} | {gap} |")
-    return lines
+
+    def point(recipe: str) -> str:
+        mean, high = points[recipe]
+        return f"{mean:+.1f} ± {high - mean:.1f}"
+
+    columns = [Column("", lambda recipe: recipe, "`{}`")]
+    if losses:
+        columns.append(Column("test loss", losses.__getitem__, "{:.4f}"))
+    for kind in kinds:
+        columns.append(
+            Column(kind, lambda recipe, kind=kind: shares[recipe, kind], "{:.1f}")
+        )
+    columns.append(Column("points", lambda r: point(r) if r in points else None))
+    return markdown(columns, recipes)
 
 
 def vision_language() -> str:
@@ -232,4 +238,4 @@ def vision_language() -> str:
         losses.setdefault(row["recipe"], []).append(row["test_loss"])
     means = {recipe: fmean(own) for recipe, own in losses.items()}
     image = markdown_image("Loss while training", "vlm", f"{name}_losses")
-    return "\n".join([text, "", *_answers(shares, points, means), "", image, ""])
+    return section(text, _answers(shares, points, means), image)

@@ -1,6 +1,11 @@
-"""Pictures of results."""
+"""Sections of pages in Markdown."""
 
 from experiments.common.results import default_path
+
+
+def section(*parts: str) -> str:
+    """Returns paragraphs, tables and pictures with empty lines between them."""
+    return "\n\n".join(parts) + "\n"
 
 
 def markdown_image(text: str, experiment: str, name: str) -> str:
