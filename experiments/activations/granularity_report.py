@@ -2,7 +2,6 @@
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
 from experiments.activations.granularity_studies import (
@@ -13,15 +12,16 @@ from experiments.activations.granularity_studies import (
 )
 from experiments.activations.layer_flow import OPERATORS, SITES
 from experiments.common.style import framed
+from experiments.common.tables import new_table
 
 _COLORS = ("#b8c0cc", "#edae49", "#2a9d8f", "#33415c", "#d1495b", "#8338ec")
 
 
 def arrays(rows: list[Row]) -> Table:
     """Returns a table of activation errors by granularity, averaged over layers."""
-    table = _table(
+    table = new_table(
         "What is lost of an activation, %",
-        *("read by", *GRANULARITIES, "largest / rms"),
+        *("", "read by", *GRANULARITIES, "largest / rms"),
     )
     for site, reader in SITES.items():
         errors = [
@@ -39,7 +39,9 @@ def flows(rows: list[Row]) -> Table:
 
     The last column is the error of the residual stream behind the last layer.
     """
-    table = _table("What is lost behind an operator, %", *OPERATORS, "residual stream")
+    table = new_table(
+        "What is lost behind an operator, %", "", *OPERATORS, "residual stream"
+    )
     last = max(row["layer"] for row in rows if "layer" in row)
     for flow in FLOWS:
         errors = [
@@ -57,7 +59,7 @@ def times(rows: list[Row]) -> Table:
     rows = [row for row in rows if row["study"] == "times"]
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]
-    table = _table("Times in ms, and over the operator's in BF16", *heads)
+    table = new_table("Times in ms, and over the operator's in BF16", "", *heads)
     found = {(r["method"], r["operator"], r["shape"]): r for r in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         cells = []
@@ -127,17 +129,3 @@ def _lines(axes: Axes, rows: list[Row], wanted: Row) -> None:
 def _tidy(axes: Axes) -> None:
     framed(axes)
     axes.set_axisbelow(True)
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("")
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table

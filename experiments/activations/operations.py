@@ -9,13 +9,13 @@ from typing import Any, Literal
 
 import numpy as np
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
 from coat_jax.remat.report import Residual, ResidualReport
 from experiments.common.layer_cases import Shape
 from experiments.common.paper import TABLE_2, TABLE_2_COLUMNS
 from experiments.common.style import framed
+from experiments.common.tables import new_table
 
 Operation = Literal["norm", "gate", "rope", "attention", "linear"]
 _NAMES: tuple[Operation, ...] = ("norm", "gate", "rope", "attention", "linear")
@@ -93,15 +93,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
 
     The paper's figures stand below ours in brackets.
     """
-    found = Table(
-        title="Saved activations of a layer in U (paper's below)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    found.add_column("", no_wrap=True)
-    for name in (*TITLES.values(), "Total", "Ratio", "MiB"):
-        found.add_column(name, justify="right")
+    title = "Saved activations of a layer in U (paper's below)"
+    found = new_table(title, "", *TITLES.values(), "Total", "Ratio", "MiB")
     for row in rows:
         paper = TABLE_2.get(row["recipe"])
         units = [row[f"{name}_units"] for name in TITLES] + [row["units"]]

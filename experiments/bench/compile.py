@@ -25,11 +25,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 from experiments.bench import compile_case
-from experiments.common import sm90
+from experiments.common import sm90, tables
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
-from experiments.common.tables import new_table
 
 Row = dict[str, Any]
 # Targets: CPU seconds of 32 layers over the same in BF16 with a remat, and seconds of
@@ -110,20 +110,12 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 def table(rows: Sequence[Row]) -> Table:
     """Returns the rows of compiled programs as a table."""
-    columns = "layers", "trace s", "lower s", "compile s", "calls", "kernels"
-    lines = new_table("CPU seconds", "", "GPUs", *columns)
-    for row in rows:
-        if row["case"] != "trace":
-            seconds = (row[f"{stage}_cpu_s"] for stage in compile_case.STAGES)
-            lines.add_row(
-                row["case"],
-                str(row["gpus"]),
-                str(row["layers"]),
-                *(f"{value:.1f}" for value in seconds),
-                str(row["kernel_calls"]),
-                str(row["kernels"]),
-            )
-    return lines
+    columns = [Column("", "case"), Column("GPUs", "gpus"), Column("layers", "layers")]
+    for stage in compile_case.STAGES:
+        columns.append(Column(f"{stage} s", f"{stage}_cpu_s", "{:.1f}"))
+    columns += [Column("calls", "kernel_calls"), Column("kernels", "kernels")]
+    programs = [row for row in rows if row["case"] != "trace"]
+    return tables.table("CPU seconds", columns, programs)
 
 
 if __name__ == "__main__":

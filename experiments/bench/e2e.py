@@ -25,14 +25,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
 from coat_jax.models import llama
 from experiments.bench.model_step import BY_HAND, Model, measure_alone, take_memory
-from experiments.common import results
+from experiments.common import results, tables
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
 from experiments.common.programs import new_parser
@@ -44,6 +43,7 @@ from experiments.common.results import (
     versions,
     write_results,
 )
+from experiments.common.tables import Column, with_paper
 from experiments.common.tables import bars as bars_table
 
 Row = dict[str, Any]
@@ -326,41 +326,32 @@ def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table of the rows of one model, with the paper's figures below ours."""
-    columns = {
-        "tokens/s": ("tokens_per_s", ",.0f"),
-        "x bf16": ("ratio_to_bf16", ".2f"),
-        "x its best": ("ratio_to_best_bf16", ".2f"),
-        "x one GPU": ("ratio_to_one_gpu", ".2f"),
-        "optimizer": ("optimizer_gib", ".1f"),
-        "activations": ("activations_gib", ".1f"),
-        "peak, GiB": ("peak_gib", ".1f"),
-        "device's": ("device_peak_gib", ".1f"),
-        "compiled in s": ("compile_s", ".0f"),
-    }
-    if not any("ratio_to_one_gpu" in row for row in rows):
-        del columns["x one GPU"]
-    found = Table(
-        title=f"Training steps of {Model.of_row(rows[0]).name} (the paper's below)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    found.add_column("", no_wrap=True)
-    for column in ("batch", *columns):
-        found.add_column(column, justify="right")
-    for row in rows:
-        cells = []
-        for key, spec in columns.values():
-            ours, theirs = row.get(key), row.get(f"paper_{key}")
-            cell = "-" if ours is None else format(ours, spec)
-            cells.append(cell if theirs is None else f"{cell}\n({theirs:g})")
-        if "error" in row:
-            cells[0] = row["error"]
-        gpus = _gpus(row)
-        batch = f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
-        case = row["case"] + ("\n" + row["xla_flags"] if row.get("xla_flags") else "")
-        found.add_row(case, batch, *cells)
-    return found
+    tokens = with_paper("tokens/s", "tokens_per_s", ",.0f", "g")
+    columns = [
+        Column("", _case),
+        Column("batch", _batch),
+        Column("tokens/s", lambda row: row.get("error") or tokens.cell(row)),
+        with_paper("x bf16", "ratio_to_bf16", ".2f", "g"),
+        with_paper("x its best", "ratio_to_best_bf16", ".2f", "g"),
+        with_paper("optimizer", "optimizer_gib", ".1f", "g"),
+        with_paper("activations", "activations_gib", ".1f", "g"),
+        with_paper("peak, GiB", "peak_gib", ".1f", "g"),
+        Column("device's", "device_peak_gib", "{:.1f}"),
+        Column("compiled in s", "compile_s", "{:.0f}"),
+    ]
+    if any("ratio_to_one_gpu" in row for row in rows):
+        columns.insert(5, Column("x one GPU", "ratio_to_one_gpu", "{:.2f}"))
+    name = Model.of_row(rows[0]).name
+    return tables.table(f"Training steps of {name} (the paper's below)", columns, rows)
+
+
+def _case(row: Row) -> str:
+    return row["case"] + (f"\n{row['xla_flags']}" if row.get("xla_flags") else "")
+
+
+def _batch(row: Row) -> str:
+    gpus = _gpus(row)
+    return f"{row['batch']}" if gpus == 1 else f"{gpus} x {row['batch']}"
 
 
 if __name__ == "__main__":

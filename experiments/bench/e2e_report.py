@@ -5,7 +5,7 @@ The paper's are its table 7 and figure 1. Rows are those of `experiments.bench.e
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -17,7 +17,7 @@ from experiments.common.memory_figure import LOOKS, Look, stack
 from experiments.common.paper import MODELS, TABLE_7
 from experiments.common.results import load
 from experiments.common.style import RECIPE_COLORS, RECIPE_MARKERS, framed
-from experiments.common.tables import new_table
+from experiments.common.tables import Column, new_table, table
 
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"
@@ -101,24 +101,14 @@ def speed(measured: Sequence[Row]) -> Table:
     Args:
       measured: The rows of `bench_e2e`.
     """
-    found = new_table(
-        f"{_MODEL} on one H200, here",
-        "",
-        "batch",
-        "tokens/s",
-        "x bf16, same batch",
-        "x fastest bf16",
+    columns = (
+        Column("", "case"),
+        Column("batch", "batch"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+        Column("x bf16, same batch", "ratio_to_bf16", "{:.2f}", missing=""),
+        Column("x fastest bf16", "ratio_to_best_bf16", "{:.2f}"),
     )
-    for row in measured:
-        ratio = row.get("ratio_to_bf16")
-        found.add_row(
-            row["case"],
-            str(row["batch"]),
-            f"{row['tokens_per_s']:,.0f}",
-            "" if ratio is None else f"{ratio:.2f}",
-            f"{row['ratio_to_best_bf16']:.2f}",
-        )
-    return found
+    return table(f"{_MODEL} on one H200, here", columns, measured)
 
 
 def by_kind() -> dict[str, list[Row]]:
@@ -133,42 +123,42 @@ def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> 
       measured: What `by_kind` returns.
       predicted: The rows of `estimate`.
     """
-    found = new_table(
-        "H100s of 80 GB, H200s of 141 GB, here; tokens/s and memory of each GPU; "
-        "x bf16: times the fastest bf16",
-        "",
-        "sequence",
-        "GPUs",
-        "",
-        "batch",
-        "tokens/s",
-        "x bf16",
-        "peak, GiB",
-        "predicted",
-        "error",
-    )
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
+    rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
         model = Model.of_row(row)
         whole = model.preset and model == Model.of(model.preset, model.seq)
         if not whole or row.get("xla_flags"):
             continue
         prediction = peaks[BY_KIND[kind], *_place(model.name, row)]
-        ratio = row.get("ratio_to_best_bf16")
-        rate = row.get("tokens_per_s_per_gpu")
-        found.add_row(
-            MODELS[model.preset],
-            f"{model.seq:,}",
-            f"{row['gpus']} {kind}",
-            row["case"],
-            str(row["batch"]),
-            row["error"] if rate is None else f"{rate:,.0f}",
-            "" if ratio is None else f"{ratio:.2f}",
-            f"{row.get('device_peak_gib') or row['peak_gib']:.1f}",
-            f"{prediction['peak_gib']:.1f}",
-            f"{prediction['error_percent']:+.1f}%",
-        )
-    return found
+        names = {"model": MODELS[model.preset], "kind": kind}
+        rows.append(row | names | {"prediction": prediction})
+    columns = (
+        Column("", "model"),
+        Column("sequence", "seq", "{:,}"),
+        Column("GPUs", ("gpus", "kind"), "{} {}"),
+        Column("", "case"),
+        Column("batch", "batch"),
+        Column("tokens/s", _or_error("tokens_per_s_per_gpu"), "{:,.0f}"),
+        Column("x bf16", "ratio_to_best_bf16", "{:.2f}", missing=""),
+        Column("peak, GiB", _peak, "{:.1f}"),
+        Column("predicted", lambda row: row["prediction"]["peak_gib"], "{:.1f}"),
+        Column("error", lambda row: row["prediction"]["error_percent"], "{:+.1f}%"),
+    )
+    title = (
+        "H100s of 80 GB, H200s of 141 GB, here; tokens/s and memory of each GPU; "
+        "x bf16: times the fastest bf16"
+    )
+    return table(title, columns, rows)
+
+
+def _or_error(key: str) -> Callable[[Row], Any]:
+    """Returns a function of a row that returns a value, or the row's error."""
+    return lambda row: row.get("error") or row[key]
+
+
+def _peak(row: Row) -> float | None:
+    return row.get("device_peak_gib") or row.get("peak_gib")
 
 
 def _place(model: str, row: Row) -> tuple[str, str, int, int]:
@@ -399,29 +389,27 @@ def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float
 def live(rows: Sequence[Row]) -> Table:
     """Returns what `estimate.live` has measured, with predictions; sizes in MiB."""
     first = rows[0]
-    found = new_table(
-        f"{first['layers']} layers of {first['hidden']}, one sequence of "
-        f"{first['seq']} tokens; sizes in MiB",
-        "",
-        "ms a step",
-        "tokens/s",
-        "optimizer",
-        "saved",
-        "peak",
-        "predicted for a GPU",
+    columns = (
+        Column("", "case"),
+        Column("ms a step", _or_error("ms_per_step"), "{:,.1f}"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}", missing=""),
+        _mib("optimizer", lambda row: row.get("optimizer_gib")),
+        _mib("saved", lambda row: row.get("activations_gib")),
+        _mib("peak", _peak),
+        _mib("predicted for a GPU", lambda row: row["predicted_peak_gib"]),
     )
-    for row in rows:
-        peak = row.get("device_peak_gib") or row.get("peak_gib")
-        sizes = (row.get("optimizer_gib"), row.get("activations_gib"), peak)
-        found.add_row(
-            row["case"],
-            row.get("error") or f"{row['ms_per_step']:,.1f}",
-            "" if "error" in row else f"{row['tokens_per_s']:,.0f}",
-            *("" if size is None else _mib(size) for size in sizes),
-            _mib(row["predicted_peak_gib"]),
-        )
-    return found
+    title = (
+        f"{first['layers']} layers of {first['hidden']}, one sequence of "
+        f"{first['seq']} tokens; sizes in MiB"
+    )
+    return table(title, columns, rows)
 
 
-def _mib(gib: float) -> str:
-    return f"{gib * _MIB_PER_GIB:,.1f}"
+def _mib(title: str, gib: Callable[[Row], float | None]) -> Column:
+    """Returns a column of a size in MiB."""
+
+    def size(row: Row) -> float | None:
+        found = gib(row)
+        return None if found is None else found * _MIB_PER_GIB
+
+    return Column(title, size, "{:,.1f}", missing="")

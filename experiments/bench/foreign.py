@@ -24,6 +24,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
+from experiments.common import tables
 from experiments.common.foreign_layers import LAYERS, Llama, made
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params
@@ -35,6 +36,7 @@ from experiments.common.results import (
     versions,
     write_results,
 )
+from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
 from experiments.common.timing import OPTIONS, in_turns
 
@@ -207,17 +209,15 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 def table(rows: Sequence[Row]) -> Table:
     """Returns the rows as a table."""
-    found = Table("layer", "case", "ms", "times bf16", "U saved", "times smaller")
-    for row in rows:
-        found.add_row(
-            row["layer"],
-            row["case"],
-            f"{row['forward_backward_ms']:.2f}",
-            f"{row['ratio_to_bf16']:.2f}",
-            f"{row['saved_units']:.2f}",
-            f"{row['times_smaller']:.1f}",
-        )
-    return found
+    columns = (
+        Column("layer", "layer"),
+        Column("case", "case"),
+        Column("ms", "forward_backward_ms", "{:.2f}"),
+        Column("times bf16", "ratio_to_bf16", "{:.2f}"),
+        Column("U saved", "saved_units", "{:.2f}"),
+        Column("times smaller", "times_smaller", "{:.1f}"),
+    )
+    return tables.table("Layers of plain Flax", columns, rows)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,9 @@ from rich.table import Table
 from tqdm import tqdm
 
 import pallas_kernels
-from experiments.common import kernel_cases, profiling, results, timing
+from experiments.common import kernel_cases, profiling, results, tables, timing
 from experiments.common.results import Bar, default_path
+from experiments.common.tables import Column
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.rope.api import split_heads
 
@@ -271,17 +272,21 @@ def _as_it_runs(row: Row) -> float:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table of all rows for a terminal."""
-    found = Table("kernel", "shape", "ms", "XLA's", "ratio", "rate", "of a copy")
-    for r in rows:
-        name = r["kernel"] if "share_of_copy" in r else r.get("name", r["kernel"])
-        if "error" in r:
-            found.add_row(r["kernel"], r["shape"], r["error"])
-            continue
-        rate = f"{r.get('tflop_per_s', r.get('gb_per_s')):.0f}"
-        times = (f"{r[k]:.4f}" for k in ("ms", "xla_ms"))
-        share = f"{r['share_of_copy']:.2f}" if "share_of_copy" in r else r["kernel"]
-        found.add_row(name, r["shape"], *times, f"{r['ratio_to_xla']:.2f}", rate, share)
-    return found
+    columns = (
+        Column("kernel", _name),
+        Column("shape", "shape"),
+        Column("ms", lambda row: row.get("error") or row["ms"], "{:.4f}"),
+        Column("XLA's", "xla_ms", "{:.4f}", missing=""),
+        Column("ratio", "ratio_to_xla", "{:.2f}", missing=""),
+        Column("rate", lambda r: r.get("tflop_per_s", r.get("gb_per_s")), "{:.0f}"),
+        Column("of a copy", lambda r: r.get("share_of_copy", r["kernel"]), "{:.2f}"),
+    )
+    return tables.table("Kernels", columns, rows)
+
+
+def _name(row: Row) -> str:
+    is_product = "share_of_copy" not in row and "error" not in row
+    return row.get("name", row["kernel"]) if is_product else row["kernel"]
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from rich import box
 from rich.table import Table
 
 from experiments.common.layer_cases import Shape
 from experiments.common.paper import TABLE_6, saved_units
 from experiments.common.style import RECIPE_COLORS, framed
+from experiments.common.tables import Column, table, with_paper
 
 Row = dict[str, Any]
 # All cases of a recipe have its color, and markers in this order.
@@ -36,36 +36,32 @@ def paper(case: str, shape: Shape) -> Row:
 
 def tables(rows: list[Row]) -> Iterator[Table]:
     """Yields a table like table 6 per shape, with the paper's figures below ours."""
-    columns = {
-        "fwd, ms": ("forward_ms", ".2f"),
-        "bwd, ms": ("backward_ms", ".2f"),
-        "both, ms": ("forward_backward_ms", ".2f"),
-        "x bf16": ("ratio_to_bf16", ".2f"),
-        "x fastest": ("ratio_to_fastest_bf16", ".2f"),
-        "saved, U": ("saved_units", ".2f"),
-        "MiB": ("saved_mib", ",.0f"),
-        "temp. MiB": ("backward_temporaries_mib", ",.0f"),
-    }
+    columns = (
+        Column("", "case"),
+        with_paper("fwd, ms", "forward_ms", ".2f"),
+        with_paper("bwd, ms", "backward_ms", ".2f"),
+        with_paper("both, ms", "forward_backward_ms", ".2f"),
+        with_paper("x bf16", "ratio_to_bf16", ".2f"),
+        with_paper("x fastest", "ratio_to_fastest_bf16", ".2f"),
+        with_paper("saved, U", "saved_units", ".2f"),
+        with_paper("MiB", "saved_mib", ",.0f"),
+        with_paper("temp. MiB", "backward_temporaries_mib", ",.0f"),
+    )
     for title, group in _by_shape(rows):
-        found = _table(f"{title} (the paper's below)", "", *columns)
-        for row in group:
-            cells = []
-            for key, spec in columns.values():
-                theirs = row.get(f"paper_{key}")
-                cell = "-" if row[key] is None else format(row[key], spec)
-                cells.append(cell if theirs is None else f"{cell}\n({theirs:{spec}})")
-            found.add_row(row["case"], *cells)
-        yield found
+        yield table(f"{title} (the paper's below)", columns, group)
 
 
 def parts_table(parts: list[Row]) -> Table:
     """Returns a table of the profiled milliseconds per part, with the floor."""
-    found = _table("Where time goes, ms", "", "case", "part", "ms", "floor")
-    for title, group in _by_shape(parts):
-        for row in group:
-            floor = f"{row['floor_ms']:.2f}" if row["floor_ms"] else ""
-            found.add_row(title, row["case"], row["part"], f"{row['ms']:.3f}", floor)
-    return found
+    columns = (
+        Column("", "shape"),
+        Column("case", "case"),
+        Column("part", "part"),
+        Column("ms", "ms", "{:.3f}"),
+        Column("floor", lambda row: row["floor_ms"] or None, "{:.2f}", missing=""),
+    )
+    lines = [{"shape": name} | row for name, rows in _by_shape(parts) for row in rows]
+    return table("Where time goes, ms", columns, lines)
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -124,13 +120,3 @@ def _by_shape(rows: list[Row]) -> Iterator[tuple[str, list[Row]]]:
         rows, key=lambda row: (row["hidden"], row["seq"], row["batch"])
     ):
         yield f"hidden {hidden}, sequence {seq}, batch {batch}", list(group)
-
-
-def _table(title: str, first: str, *columns: str) -> Table:
-    found = Table(
-        title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
-    found.add_column(first, no_wrap=True)
-    for column in columns:
-        found.add_column(column, justify="right")
-    return found

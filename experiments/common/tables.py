@@ -16,7 +16,8 @@ class Column(NamedTuple):
       title: The title.
       key: The key of the value in a row, the keys of several values, or a function of
         the row.
-      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}".
+      form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". Text in
+        place of a number stands as it is.
       missing: The text of a cell whose value, or the first of several, is None or not
         in the row.
     """
@@ -35,7 +36,11 @@ class Column(NamedTuple):
         else:
             value = row.get(self.key)
         values = value if isinstance(value, tuple) else (value,)
-        return self.missing if values[0] is None else self.form.format(*values)
+        if values[0] is None:
+            return self.missing
+        if isinstance(values[0], str) and "{:" in self.form:
+            return values[0]
+        return self.form.format(*values)
 
 
 def table(
@@ -50,6 +55,20 @@ def table(
         found.add_row(*(column.cell(row) for column in columns))
     found.caption = caption
     return found
+
+
+def with_paper(title: str, key: str, spec: str, paper: str | None = None) -> Column:
+    """Returns a column of a value, and below it the paper's in brackets, if any.
+
+    Args:
+      title: The title.
+      key: The key of the value; the paper's has "paper_" before it.
+      spec: The format of the value.
+      paper: The format of the paper's value; None means the same.
+    """
+    column = Column(title, key, f"{{:{spec}}}")
+    theirs = Column("", f"paper_{key}", f"\n({{:{paper or spec}}})", missing="")
+    return Column(title, lambda row: column.cell(row) + theirs.cell(row))
 
 
 def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:

@@ -25,13 +25,13 @@ from coat_jax.models.loss import chunk_of_logits
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.model_step import Model, loss_function
-from experiments.common import meshes
+from experiments.common import meshes, tables
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, load, write_results
 from experiments.common.seeds import over_seeds
+from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
-from experiments.common.tables import new_table
 from experiments.estimate.__main__ import record
 
 Row = dict[str, Any]
@@ -161,22 +161,18 @@ def bars(rows: list[Row]) -> list[Bar]:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table of the predicted and the measured GiB."""
-    columns = {
-        "batch": ("batch", "d"),
-        "predicted": ("peak_gib", ".2f"),
-        "compiled step": ("step_peak_gib", ".2f"),
-        "device": ("device_peak_gib", ".2f"),
-        "error, %": ("error_percent", "+.2f"),
-        "saved, predicted": ("all_saved_gib", ".3f"),
-        "measured": ("measured_saved_gib", ".3f"),
-    }
-    found = new_table("Peaks in GiB", "", "GPUs", *columns)
-    for row in rows:
-        cells = []
-        for key, spec in columns.values():
-            cells.append("-" if row[key] is None else format(row[key], spec))
-        found.add_row(f"{row['model']}: {row['case']}", str(row["gpus"]), *cells)
-    return found
+    columns = (
+        Column("", ("model", "case"), "{}: {}"),
+        Column("GPUs", "gpus"),
+        Column("batch", "batch"),
+        Column("predicted", "peak_gib", "{:.2f}"),
+        Column("compiled step", "step_peak_gib", "{:.2f}"),
+        Column("device", "device_peak_gib", "{:.2f}"),
+        Column("error, %", "error_percent", "{:+.2f}"),
+        Column("saved, predicted", "all_saved_gib", "{:.3f}"),
+        Column("measured", "measured_saved_gib", "{:.3f}"),
+    )
+    return tables.table("Peaks in GiB", columns, rows)
 
 
 if __name__ == "__main__":

@@ -3,25 +3,24 @@
 import numpy as np
 from rich.table import Table
 
+from experiments.common import tables
 from experiments.common.paper import MOMENT_CODES, TABLE_1
-from experiments.common.tables import new_table
+from experiments.common.tables import Column, new_table
 from experiments.optimizer.error_studies import REFERENCE_ERROR, Row
 
 
 def spread(rows: list[Row]) -> Table:
     """Returns a table of the captured steps: loss, dynamic range of groups, and k."""
-    table = new_table(
-        "The captured moments: medians over groups",
-        *("step", "loss", "octaves of m", "octaves of v", "k of m", "k of v"),
+    columns = (
+        Column("step", "step"),
+        Column("loss", "loss", "{:.3f}"),
+        Column("octaves of m", "mu_octaves", "{:.1f}"),
+        Column("octaves of v", "nu_octaves", "{:.1f}"),
+        Column("k of m", "mu_k", "{:.2f}"),
+        Column("k of v", "nu_k", "{:.2f}"),
     )
-    for row in _of(rows, "spread"):
-        table.add_row(
-            str(row["step"]),
-            f"{row['loss']:.3f}",
-            *(f"{row[name]:.1f}" for name in ("mu_octaves", "nu_octaves")),
-            *(f"{row[name]:.2f}" for name in ("mu_k", "nu_k")),
-        )
-    return table
+    title = "The captured moments: medians over groups"
+    return tables.table(title, columns, _of(rows, "spread"))
 
 
 def pairs(

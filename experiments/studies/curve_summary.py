@@ -16,13 +16,14 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
-from rich import box
 from rich.table import Table
 
+from experiments.common import tables
 from experiments.common.intervals import half_of_few
 from experiments.common.results import Bar
 from experiments.common.seeds import mean_and_error
 from experiments.common.style import framed
+from experiments.common.tables import Column
 
 _COLORS = ("#33415c", "#2a9d8f", "#d1495b", "#8d99ae", "#edae49", "#5a4fcf")
 _MOST_PERCENT = 0.5
@@ -102,21 +103,15 @@ def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
 
 def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
     """Returns the summary as a table for a terminal."""
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    found.add_column("optimizer")
-    for name in ("validation loss", "difference", "standard error", "%", "at most"):
-        found.add_column(name, justify="right")
-    for row in summary:
-        error = row["standard_error"]
-        found.add_row(
-            row["optimizer"],
-            f"{row['val_loss']:.4f}",
-            f"{row['difference']:+.4f}",
-            "-" if error is None else f"{error:.4f}",
-            f"{row['percent']:+.2f}",
-            "-" if error is None else f"{row['most_percent']:+.2f}",
-        )
-    return found
+    columns = (
+        Column("optimizer", "optimizer"),
+        Column("validation loss", "val_loss", "{:.4f}"),
+        Column("difference", "difference", "{:+.4f}"),
+        Column("standard error", "standard_error", "{:.4f}"),
+        Column("%", "percent", "{:+.2f}"),
+        Column("at most", "most_percent", "{:+.2f}"),
+    )
+    return tables.table(title, columns, summary)
 
 
 def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:

@@ -21,7 +21,6 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 from matplotlib.figure import Figure
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
@@ -31,6 +30,7 @@ from coat_jax.models import llama
 from experiments.common import timing
 from experiments.common.results import write_results
 from experiments.common.style import RECIPE_COLORS, framed
+from experiments.common.tables import new_table
 from experiments.studies import trained
 from experiments.training import arguments
 from experiments.training.settings import Recipe
@@ -201,16 +201,9 @@ def table(rows: list[Row]) -> Table:
 
     A cell holds the median over layers, and the worst layer's error in brackets.
     """
-    found = Table(
-        title="Error of gradients, % of float32's (worst layer's)",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
-    found.add_column("")
     names = list(dict.fromkeys(row["recipe"] for row in rows))
-    for name in names:
-        found.add_column(name, justify="right")
+    title = "Error of gradients, % of float32's (worst layer's)"
+    found = new_table(title, "", *names)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = []
         for name in names:

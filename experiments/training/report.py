@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 import numpy as np
-from rich import box
 from rich.table import Table
 
 from experiments.common import meshes
 from experiments.common.memory import tree_bytes
 from experiments.common.results import Bar, write_results
+from experiments.common.tables import new_table
 from experiments.training import speed
 from experiments.training.checkpoints import Progress
 from experiments.training.runs import Run
@@ -117,10 +117,7 @@ def table(summary: dict[str, Any]) -> Table:
     title = (
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )
-    found = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    found.add_column()
-    for recipe in summary["recipes"]:
-        found.add_column(recipe, justify="right")
+    found = new_table(title, "", *summary["recipes"])
     first = next(iter(summary["recipes"]))
     nats = f"nats a {summary['nats_per']}"
     for label, key, unit, spec in (

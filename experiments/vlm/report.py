@@ -8,11 +8,12 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from experiments.common import tables
 from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_5, TABLE_5_COLUMNS
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
-from experiments.common.tables import new_table
+from experiments.common.tables import Column, new_table
 from experiments.training.plots import draw_curves
 from experiments.vlm.data import Examples
 from experiments.vlm.pictures import CREDIT
@@ -78,24 +79,26 @@ def differences(results: Results) -> Table:
 
 def costs(results: Results) -> Table:
     """Returns a table of losses, memory and speed, each the mean over seeds."""
-    columns = ("training loss", "test loss", "saved activations", "moments, B each")
-    title = "Losses in nats a token of answers, and what training takes"
-    found = new_table(title, "", *columns, "tokens/s")
+    means = []
     for recipe in _by_recipe(results):
         rows = [row for row in results["rows"] if row["recipe"] == recipe]
+        numbers = (k for k, value in rows[0].items() if isinstance(value, int | float))
+        mean = {key: float(np.mean([row[key] for row in rows])) for key in numbers}
+        means.append({"recipe": recipe} | mean)
+    columns = (
+        Column("", "recipe"),
+        Column("training loss", "train_loss", "{:.4f}"),
+        Column("test loss", "test_loss", "{:.4f}"),
+        Column("saved activations", _saved_mib, "{:,.1f} MiB"),
+        Column("moments, B each", "optimizer_bytes_per_param", "{:.2f}"),
+        Column("tokens/s", "tokens_per_s", "{:,.0f}"),
+    )
+    title = "Losses in nats a token of answers, and what training takes"
+    return tables.table(title, columns, means)
 
-        def mean(key: str, rows: Sequence[Mapping[str, Any]] = rows) -> float:
-            return float(np.mean([row[key] for row in rows]))
 
-        found.add_row(
-            recipe,
-            f"{mean('train_loss'):.4f}",
-            f"{mean('test_loss'):.4f}",
-            f"{mean('saved_activation_bytes') / 2**20:,.1f} MiB",
-            f"{mean('optimizer_bytes_per_param'):.2f}",
-            f"{mean('tokens_per_s'):,.0f}",
-        )
-    return found
+def _saved_mib(row: Mapping[str, Any]) -> float:
+    return row["saved_activation_bytes"] / 2**20
 
 
 def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
