@@ -1,7 +1,8 @@
 """The optimizer of a training: AdamW of its recipe, clipping and a schedule."""
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -12,10 +13,13 @@ from coat_jax.layers.recipes import RecipeName as Recipe
 from experiments.common.optimizers import COAT_RECIPES, in_float32
 
 
-class OptimizerSettings(Protocol):
-    """The settings of an optimizer.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerSettings:
+    """The settings of every training's optimizer.
 
     Attributes:
+      steps: Largest number of optimizer steps.
+      batch_size: Sequences per step.
       lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
       end_lr: Learning rate of the last step, as a part of the peak.
       warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
@@ -25,13 +29,15 @@ class OptimizerSettings(Protocol):
       clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
     """
 
+    steps: int
+    batch_size: int
     lr: float
-    end_lr: float
-    warmup_steps: int
-    weight_decay: float
-    b1: float
-    b2: float
-    clip_norm: float
+    end_lr: float = 0.1
+    warmup_steps: int = 1000
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
 
 
 def learning_rate(settings: OptimizerSettings, steps: int) -> optax.Schedule:

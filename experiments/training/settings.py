@@ -12,6 +12,7 @@ from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama
 from experiments.common.optimizers import COAT_RECIPES
 from experiments.training.data import TokenDtype, Tokenizer
+from experiments.training.optimizer import OptimizerSettings
 from experiments.training.text import BYTES_VOCAB_SIZE
 
 ParamDtype = Literal["float32", "bfloat16"]
@@ -25,8 +26,10 @@ _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(OptimizerSettings):
     """All settings that decide what a run computes; one JSON object in its folder.
+
+    Those of the optimizer are `OptimizerSettings`.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
@@ -43,19 +46,10 @@ class Settings:
         `optax.adamw`, which always rounds to nearest.
       scaling: "just_in_time" or "delayed" scales of gradients, for recipes of the FP8
         flow.
-      steps: Largest number of optimizer steps.
       minutes: Time budget of the first recipe, which may lower `steps`; None means no
         budget.
-      batch_size: Sequences per step.
       seq_len: Tokens per sequence.
       accumulate: Microbatches of a step, whose gradients are summed.
-      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
-      end_lr: Learning rate of the last step, as a part of the peak.
-      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
-      weight_decay: Weight decay of matrices; the scales of norms do not decay.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
       eval_every: Steps between validations; the last step always has one.
       eval_batches: Batches per validation.
       save_every: Steps between checkpoints; the last step always has one.
@@ -80,18 +74,9 @@ class Settings:
     param_dtype: ParamDtype = "float32"
     rounding: Rounding = "nearest"
     scaling: Scaling = "just_in_time"
-    steps: int
     minutes: float | None = None
-    batch_size: int
     seq_len: int
     accumulate: int = 1
-    lr: float
-    end_lr: float = 0.1
-    warmup_steps: int = 1000
-    weight_decay: float = 0.1
-    b1: float = 0.9
-    b2: float = 0.95
-    clip_norm: float = 1.0
     eval_every: int
     eval_batches: int
     save_every: int

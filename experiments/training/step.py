@@ -16,7 +16,7 @@ import math
 import time
 from collections.abc import Callable
 from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from coat_jax.remat.report import peak_bytes
 from experiments.common import meshes
 from experiments.common.timing import OPTIONS
 from experiments.training.health import Reports
-from experiments.training.optimizer import Optimizer, OptimizerSettings, learning_rate
+from experiments.training.optimizer import Optimizer, learning_rate
 
 EMPTY = nnx.State({})  # The histories of a model without delayed scaling.
 
@@ -73,27 +73,12 @@ class Metrics(NamedTuple):
     reports: Reports
 
 
-class StepSettings(OptimizerSettings, Protocol):
-    """The settings of a step.
-
-    Attributes:
-      batch_size: Sequences per step.
-      accumulate: Microbatches of a step, whose gradients are summed.
-      rounding: Rounding of BF16 parameters by `coat.fp8_adamw`.
-      bad_step: Whether to "skip" the update of a step that is not `ok`.
-    """
-
-    batch_size: int
-    accumulate: int
-    rounding: str
-    bad_step: str
-
-
 class ModelTrainer(abc.ABC):
     """A compiled training step of one recipe, for any model.
 
     Args:
-      settings: Settings of the training.
+      settings: Settings of the training, which have `accumulate`, `rounding` and
+        `bad_step`, too.
       recipe: The recipe.
       steps: Length of the training, which sets the learning rate schedule.
       optimizer: The optimizer; None means the recipe's.
@@ -108,7 +93,7 @@ class ModelTrainer(abc.ABC):
 
     def __init__(
         self,
-        settings: StepSettings,
+        settings: Any,
         recipe: RecipeName,
         *,
         steps: int,

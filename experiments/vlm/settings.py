@@ -7,6 +7,7 @@ from typing import NamedTuple
 from coat_jax.layers.recipes import RECIPES
 from coat_jax.layers.recipes import RecipeName as Recipe
 from coat_jax.models import llama, vit, vlm
+from experiments.training.optimizer import OptimizerSettings
 from experiments.vlm.scenes import MARGIN, places
 
 # The words of a caption's question, and of a thing in a caption, at most.
@@ -59,10 +60,10 @@ SHAPES: dict[str, Shape] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(OptimizerSettings):
     """All settings that decide what a run computes.
 
-    Those of the optimizer have the names that `experiments.pretrain` gives them.
+    Those of the optimizer are `OptimizerSettings`; sequences are questions.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
@@ -75,15 +76,6 @@ class Settings:
       names_per_category: Number of drawings of each category.
       train_scenes: Number of scenes for training, each with a question of every kind.
       test_questions: Number of questions for tests, each about a scene of its own.
-      steps: Number of optimizer steps.
-      batch_size: Questions per step.
-      lr: Peak learning rate, reached after the warm-up. A cosine then lowers it.
-      end_lr: Learning rate of the last step, as a part of the peak.
-      warmup_steps: Steps of the linear warm-up; at most a tenth of all steps are used.
-      weight_decay: Weight decay of all parameters but those of norms.
-      b1: Decay rate of the first moment.
-      b2: Decay rate of the second moment.
-      clip_norm: Largest global norm of a gradient; larger ones are scaled down to it.
     """
 
     preset: str
@@ -95,15 +87,8 @@ class Settings:
     names_per_category: int
     train_scenes: int
     test_questions: int
-    steps: int
-    batch_size: int
-    lr: float
-    end_lr: float = 0.1
     warmup_steps: int = 200
     weight_decay: float = 0.05
-    b1: float = 0.9
-    b2: float = 0.95
-    clip_norm: float = 1.0
 
     # Settings of every training, which have one value here. They have no annotation, so
     # that they are no fields.
