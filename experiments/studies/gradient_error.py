@@ -31,6 +31,7 @@ from experiments.common import timing
 from experiments.common.results import write_results
 from experiments.common.style import RECIPE_COLORS, framed
 from experiments.common.tables import new_table
+from experiments.common.trained import Trained, structure
 from experiments.studies import trained
 from experiments.training import arguments
 from experiments.training.settings import Recipe
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def error_rows(model: trained.Trained, batches: int) -> list[Row]:
+def error_rows(model: Trained, batches: int) -> list[Row]:
     """Returns each recipe's errors, by layer and parameter and for all together.
 
     Args:
@@ -95,12 +96,12 @@ def error_rows(model: trained.Trained, batches: int) -> list[Row]:
     return rows + _noise_rows(sums["bf16"], mean, batches)
 
 
-def _gradients(model: trained.Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
+def _gradients(model: Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
     """Returns a function of parameters and a batch that computes the loss gradient.
 
     The function returns a dictionary from parameter names to gradients.
     """
-    graph = trained.structure(model.config_as(recipe, dtype))
+    graph = structure(model.config_as(recipe, dtype))
 
     def loss(params, batch):
         whole = nnx.merge(graph, params)
