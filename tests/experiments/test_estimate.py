@@ -9,6 +9,8 @@ from experiments.common.memory_figure import KINDS, draw
 from experiments.common.results import load
 from experiments.estimate import __main__ as estimate
 from experiments.estimate import measured
+from experiments.training.settings import PRESETS, model_config
+from experiments.training.text import BYTES_VOCAB_SIZE
 
 _SMALL = "--preset 124m --layers 2 --vocab-size 512 --sequence 128 --recipes bf16 coat"
 
@@ -22,7 +24,7 @@ def _four_gpus(row):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), (_four_gpus, 5)])
+@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), (_four_gpus, 11)])
 def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
     rows = [measured.end_to_end(r) for r in measured.measured_steps() if chosen(r)]
     assert len(rows) == count
@@ -34,6 +36,15 @@ def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
         )
     assert all(bar.holds for bar in measured.bars(rows))
     assert measured.table(rows).row_count == count
+
+
+def test_sizes_of_pretraining_are_those_of_its_presets():
+    for name in measured.PRETRAINED:
+        settings = PRESETS[load("pretrain", name)["preset"]].settings
+        sizes = {"batch": settings.batch_size, "sequence": settings.seq_len}
+        assert sizes == measured.PRETRAINED_SIZES
+        config = model_config(settings, "coat", BYTES_VOCAB_SIZE)
+        assert config.vocab_size == measured.BYTES_VOCAB_SIZE
 
 
 def test_committed_predictions_cover_all_measured_peaks():
