@@ -90,10 +90,10 @@ def _experiments_imports():
 
 
 def test_folders_of_experiments_import_lower_floors_alone():
-    lower = set()
+    lower, imports = set(), _experiments_imports()
     for floor in _FLOORS:
         for folder in floor:
-            assert _experiments_imports()[folder] <= lower | {folder}, folder
+            assert imports[folder] <= lower | {folder}, folder
         lower |= floor
 
 
