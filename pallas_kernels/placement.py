@@ -378,21 +378,24 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
     (taken,) = placed(args, taken_specs)
     returned = placed(results, call.specs(call.results, split, wanted_specs))
     specs = tuple(taken_specs), tuple(wanted_specs)
-    part = functools.partial(_part, call, mesh, tuple(split.items()), *specs)
-    return mesh, part, returned, (taken,)
+    return mesh, _part(call, mesh, tuple(split.items()), *specs), returned, (taken,)
 
 
-# XLA asks for the parts of each operation of a program. `jit` traces equal ones once.
-@functools.partial(jax.jit, static_argnums=range(5))
+# XLA asks for the parts of each operation of a program. JAX traces a function once.
+@functools.lru_cache(maxsize=4096)
 def _part(
     call: _Call,
     mesh: Mesh,
     split: tuple[tuple[str, tuple[str, ...]], ...],
     taken: tuple[P, ...],
     wanted: tuple[P, ...],
-    arrays: tuple,
-) -> Any:
-    return call.part(arrays, mesh, dict(split), taken, wanted)
+) -> Callable:
+    """Returns the function of one device's parts; equal ones for equal operations."""
+
+    def part(arrays: tuple) -> Any:
+        return call.part(arrays, mesh, dict(split), taken, wanted)
+
+    return part
 
 
 def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
