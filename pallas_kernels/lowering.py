@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend import core
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
@@ -86,13 +87,23 @@ class _Call:
     aliases: Mapping[int, int]
     config: Mapping[str, bytes | bool]
 
-    def emit(self, ctx: Any, values: Sequence[Any]) -> Sequence[Any]:
-        """Writes the call into the module that is being lowered."""
+    def emit(
+        self, ctx: Any, values: Sequence[Any], avals: Sequence[Any], returns: Sequence
+    ) -> Sequence[Any]:
+        """Writes the call into the module that is being lowered.
+
+        `avals` are the types of the program's values, and `returns` those of the
+        results. They may be others than the kernel's: it only gets addresses.
+        """
+        operands = [values[j] for j in self.operands]
+        takes = [avals[j] for j in self.operands]
+        for j, result in self.aliases.items():
+            operands[j] = _viewed_in(ctx, operands[j], takes[j], returns[result])
+            takes[j] = returns[result]
         rule = jax.ffi.ffi_lowering(
             _TARGET, operand_output_aliases=dict(self.aliases), has_side_effect=False
         )
-        types = {"avals_in": self.takes, "avals_out": self.returns}
-        operands = (values[j] for j in self.operands)
+        types = {"avals_in": takes, "avals_out": returns}
         return rule(ctx.replace(**types), *operands, **self.config)
 
 
@@ -105,10 +116,15 @@ class _Calls:
 
     def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
         """Writes all calls into the module that is being lowered."""
-        values = list(operands)
+        values, avals = list(operands), list(ctx.avals_in)
+        wanted = dict(zip(self.results, ctx.avals_out, strict=True))
         for call in self.calls:
-            values += call.emit(ctx, values)
-        return [values[j] for j in self.results]
+            own = enumerate(call.returns, len(values))
+            returns = [wanted.get(j, aval) for j, aval in own]
+            values += call.emit(ctx, values, avals, returns)
+            avals += returns
+        results = zip(self.results, ctx.avals_out, strict=True)
+        return [_viewed_in(ctx, values[j], avals[j], aval) for j, aval in results]
 
 
 class _Launch:
@@ -132,6 +148,16 @@ class _Launch:
     def function(self) -> Callable:
         """The function of the program's operands that returns a list."""
         return core.jaxpr_as_fun(self.program)
+
+    def of_types(self, results: Sequence[Any] | None) -> Callable:
+        """Returns `function` for operands, and with results, of other types."""
+
+        def run(*operands):
+            types = self.program.in_avals, results or self.program.out_avals
+            out = self.function(*map(viewed, operands, types[0]))
+            return list(map(viewed, out, types[1]))
+
+        return run
 
     def calls(self) -> _Calls | None:
         """Returns the custom calls; None if they are not as expected."""
@@ -179,7 +205,7 @@ def once(launch: Callable, name: str) -> Callable:
         if program.consts or program.effects or _is_interpreted(program.jaxpr):
             return launch(*operands)
         with jax.named_scope(name):
-            results = _KERNEL.bind(*leaves, launch=_Launch(program, name))
+            results = KERNEL.bind(*leaves, launch=_Launch(program, name), results=None)
         return jax.tree.structure(out).unflatten(results)
 
     return run
@@ -309,41 +335,64 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _lower_again(ctx: Any, *operands: Any, launch: _Launch) -> Any:
+def viewed(x: jax.Array, like: Any) -> jax.Array:
+    """Reads the memory of an array as one of another shape, or dtype of equal size."""
+    if x.dtype != like.dtype:
+        x = lax.bitcast_convert_type(x, like.dtype)
+    return x if x.shape == like.shape else x.reshape(like.shape)
+
+
+def _viewed_in(ctx: Any, value: Any, aval: Any, like: Any) -> Any:
+    """Writes a `viewed` array into the module that is being lowered."""
+    if (aval.shape, aval.dtype) == (like.shape, like.dtype):
+        return value
+    rule = mlir.lower_fun(lambda x: viewed(x, like), multiple_results=False)
+    (value,) = rule(ctx.replace(avals_in=[aval], avals_out=[like]), value)
+    return value
+
+
+def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
     """Lowers a launch in JAX's own way."""
-    rule = mlir.lower_fun(launch.function, multiple_results=True)
+    del results  # Types of the context.
+    rule = mlir.lower_fun(launch.of_types(ctx.avals_out), multiple_results=True)
     return rule(ctx, *operands)
 
 
-def _lower_once(ctx: Any, *operands: Any, launch: _Launch) -> Any:
+def _lower_once(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:
     """Lowers a launch for a GPU, at its first call, or emits its calls again."""
     # Exported programs have an older form of kernels, for later versions of JAX.
     calls = None if ctx.is_forward_compat() else launch.calls()
     if calls is None:
-        return _lower_again(ctx, *operands, launch=launch)
+        return _lower_again(ctx, *operands, launch=launch, results=results)
     return calls.emit(ctx, operands)
 
 
-def _batched(operands: Sequence[Any], axes: Sequence[Any], *, launch: _Launch) -> Any:
+def _batched(
+    operands: Sequence[Any], axes: Sequence[Any], *, launch: _Launch, results: Any
+) -> Any:
     """Runs a launch with a further axis, as Pallas maps its kernels."""
-    mapped = jax.vmap(launch.function, in_axes=tuple(axes))
+    mapped = jax.vmap(launch.of_types(results), in_axes=tuple(axes))
     results = once(mapped, launch.name)(*operands)
     return results, [0] * len(results)
 
 
 def _kernel_primitive() -> core.Primitive:
+    """Returns the primitive that runs a launch.
+
+    `results` has the types of the results if they are others than the launch's.
+    Operands may have other types, too.
+    """
     primitive = core.Primitive("kernel")
     primitive.multiple_results = True
 
-    def run(*operands, launch):
-        return jax.jit(lambda *operands: primitive.bind(*operands, launch=launch))(
-            *operands
-        )
+    def run(*operands, **params):
+        return jax.jit(lambda *operands: primitive.bind(*operands, **params))(*operands)
 
     primitive.def_impl(run)
     primitive.def_abstract_eval(
-        lambda *_, launch: [
-            jax.core.ShapedArray(x.shape, x.dtype) for x in launch.program.out_avals
+        lambda *_, launch, results: [
+            jax.core.ShapedArray(x.shape, x.dtype)
+            for x in results or launch.program.out_avals
         ]
     )
     mlir.register_lowering(primitive, _lower_again)
@@ -352,4 +401,4 @@ def _kernel_primitive() -> core.Primitive:
     return primitive
 
 
-_KERNEL = _kernel_primitive()
+KERNEL = _kernel_primitive()

@@ -23,9 +23,10 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels.array_types import largest_over, mesh_of
+from pallas_kernels import views
+from pallas_kernels.array_types import mesh_of
 from pallas_kernels.axes import Axes
-from pallas_kernels.numerics import magnitude
+from pallas_kernels.numerics import float_bits, floats, magnitude
 
 Specs = Sequence[Sequence[Any]]
 
@@ -355,7 +356,8 @@ def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
     if not missing or axes.reduced is None:
         return x
     if axes.reduced == "max":
-        return largest_over(x, missing)
+        # The bits of an amax compare like the amax, and NaN is the largest.
+        return floats(lax.pmax(float_bits(x), missing))
     for j, parts in enumerate(spec):
         if parts and set(_tuple(parts)) <= set(missing):
             x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)
@@ -395,7 +397,7 @@ def _part(
     def part(arrays: tuple) -> Any:
         return call.part(arrays, mesh, dict(split), taken, wanted)
 
-    return part
+    return views.without_reshapes(part)
 
 
 def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import array_types, dispatch, placement
@@ -223,3 +224,22 @@ def test_merged_axes_have_no_factors_of_length_one():
     tensor = quantize_tensor(row=False, keep_maxima=False)
     found, _ = call(tensor, jnp.ones((1, 6, 32)), jnp.ones(()), None)
     assert found.rule()[0] == "t0 t1 n,  -> n t1, "
+
+
+def test_equal_operations_are_partitioned_by_one_function():
+    mesh = jax.sharding.AbstractMesh((2,), ("fsdp",))
+
+    def array(shape, dtype, *spec):
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=NamedSharding(mesh, P(*spec))
+        )
+
+    def part(*spec):
+        x, scale = array((64, 128), jnp.bfloat16, *spec), array((), jnp.float32)
+        operation = quantize_tensor(row=True, keep_maxima=False)
+        found, out = placement._Call.of(operation, (x, scale, None))
+        out = jax.tree.map(lambda x: array(x.shape, x.dtype), out)
+        return placement._partition(found, mesh, ((x, scale, None),), out)[1]
+
+    assert part("fsdp") is part("fsdp")
+    assert part("fsdp") is not part(None, "fsdp")

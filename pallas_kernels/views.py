@@ -1,0 +1,179 @@
+"""Programs that hand arrays to kernels in the shapes that the arrays have.
+
+A kernel takes the address of an array. It does not matter to it whether the program has
+the array as [rows, n] or as [groups, 128]. But each reshape between two kernels is an
+instruction of the compiled program, and the time of some of XLA's passes grows with the
+square of their number. Here reshapes around kernels are removed from a program.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import core
+
+from pallas_kernels import lowering
+
+# Calls that are inlined, with the parameter that holds their program. Nothing maps the
+# inlined program, so rules for `vmap` have no use.
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "custom_vmap_call": "call"}
+_RESHAPES = {"reshape", "squeeze", "broadcast_in_dim", "expand_dims"}
+_BARRIER = "optimization_barrier"
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    """An array of a program.
+
+    Attributes:
+      aval: Its shape and dtype.
+      of: The array of which this is a reshape; None if it is computed.
+    """
+
+    aval: Any
+    of: "_Value | None" = None
+
+    @property
+    def root(self) -> "_Value":
+        """The array in memory."""
+        return self if self.of is None else self.of.root
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """An operation of an inlined program; `takes` are `_Value`s and literals."""
+
+    eqn: Any
+    takes: list[Any]
+    returns: list[_Value]
+
+    @property
+    def name(self) -> str:
+        return self.eqn.primitive.name
+
+    def run(self, operands: Sequence[Any], types: Sequence[Any]) -> Sequence[Any]:
+        """Runs the operation; a kernel returns results of these types."""
+        bound = self.eqn.primitive.get_bind_params(self.eqn.params)
+        functions, params = bound if isinstance(bound, tuple) else ((), bound)
+        if self.name == lowering.KERNEL.name:
+            params = params | {"results": tuple(types)}
+        with self.eqn.ctx.manager:  # The context has the mesh, among others.
+            out = self.eqn.primitive.bind(*functions, *operands, **params)
+        return out if self.eqn.primitive.multiple_results else [out]
+
+
+def without_reshapes(fn: Callable) -> Callable:
+    """Wraps `fn`, so that its kernels take arrays without reshapes before and after.
+
+    Results are the same. `fn` takes and returns trees of arrays.
+    """
+
+    def run(*args):
+        program, out = jax.make_jaxpr(fn, return_shape=True)(*args)
+        arrays = [*program.consts, *jax.tree.leaves(args)]
+        steps: list[_Step] = []
+        takes = [_Value(x.aval) for x in program.jaxpr.invars]
+        consts = [_Value(x.aval) for x in program.jaxpr.constvars]
+        returns = list(_inlined(program.jaxpr, [*consts, *takes], steps))
+        types = _types(steps, returns)
+        values = dict(zip((*consts, *takes), arrays, strict=True))
+
+        def in_memory(x: Any) -> Any:
+            return values[x.root] if _is_value(x) else x.val
+
+        def read(x: Any, aval: Any) -> Any:
+            return lowering.viewed(in_memory(x), aval) if _is_value(x) else x.val
+
+        for step in steps:
+            wanted = [types.get(x, x.aval) for x in step.returns]
+            if step.name == lowering.KERNEL.name:
+                operands = list(map(in_memory, step.takes))
+            else:
+                taken = wanted if step.name == _BARRIER else map(_aval, step.takes)
+                operands = list(map(read, step.takes, taken))
+            values |= zip(step.returns, step.run(operands, wanted), strict=True)
+        leaves = [read(x, x.aval) for x in returns]
+        return jax.tree.structure(out).unflatten(leaves)
+
+    return run
+
+
+def _is_value(x: Any) -> bool:
+    return isinstance(x, _Value)
+
+
+def _aval(x: Any) -> Any:
+    return x.aval
+
+
+def _inlined(
+    jaxpr: core.Jaxpr, arguments: Sequence[Any], steps: list[_Step]
+) -> Iterator[Any]:
+    """Appends the steps of a program, and yields its results."""
+    names = (*jaxpr.constvars, *jaxpr.invars)
+    known = dict(zip(names, arguments, strict=True))
+
+    def read(x):
+        return x if isinstance(x, core.Literal) else known[x]
+
+    for eqn in jaxpr.eqns:
+        takes = list(map(read, eqn.invars))
+        name = eqn.primitive.name
+        if name in _CALLS and not (called := eqn.params[_CALLS[name]]).consts:
+            returns = list(_inlined(called.jaxpr, takes, steps))
+        elif _is_reshape(eqn) and _is_value(takes[0]):
+            returns = [_Value(eqn.outvars[0].aval, takes[0])]
+        else:
+            returns = [_Value(x.aval) for x in eqn.outvars]
+            steps.append(_Step(eqn, takes, returns))
+        known |= zip(eqn.outvars, returns, strict=True)
+    return map(read, jaxpr.outvars)
+
+
+def _is_reshape(eqn: Any) -> bool:
+    """Returns whether an operation leaves the memory of an array as it is."""
+    name, (out, *_) = eqn.primitive.name, eqn.outvars
+    if name == "transpose":
+        axes = eqn.params["permutation"]
+        long = [axis for axis in axes if eqn.invars[0].aval.shape[axis] > 1]
+        return long == sorted(long)
+    if name == "bitcast_convert_type":
+        return eqn.invars[0].aval.shape == out.aval.shape
+    if name not in _RESHAPES or len(eqn.invars) > 1:
+        return False
+    if eqn.params.get("dimensions") and name == "reshape":
+        return False
+    return math.prod(eqn.invars[0].aval.shape) == math.prod(out.aval.shape)
+
+
+def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
+    """Returns the types of arrays that kernels and barriers return: as they are read.
+
+    Kernels read arrays of any type.
+    """
+    types: dict[_Value, Any] = {}
+
+    def reads(x: Any, aval: Any) -> None:
+        if _is_value(x):
+            types.setdefault(x.root, aval)
+
+    for x in returns:
+        reads(x, x.aval)
+    for step in reversed(steps):
+        if step.name == _BARRIER:
+            for x, out in zip(step.takes, step.returns, strict=True):
+                if _is_value(x):
+                    types.setdefault(out, types.get(x.root, x.root.aval))
+                reads(x, types.get(out, out.aval))
+        elif step.name != lowering.KERNEL.name:
+            for x in step.takes:
+                reads(x, x.aval)
+    made = {
+        x
+        for step in steps
+        if step.name in (_BARRIER, lowering.KERNEL.name)
+        for x in step.returns
+    }
+    return {x: aval for x, aval in types.items() if x in made}
