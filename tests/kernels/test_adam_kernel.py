@@ -16,6 +16,7 @@ import pallas_kernels
 from coat_jax.optimizers.noise import seed_of, stream_of
 from coat_jax.quantization.array import quantize_moment
 from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.ops.adam.api import _Adam
 from pallas_kernels.ops.adam.kernel import Tuning
 
 B1, B2, EPS, LR, DECAY = 0.9, 0.95, 1e-8, 1e-2, 0.1
@@ -282,3 +283,13 @@ def test_a_gradient_that_is_not_finite_spoils_its_group():
         # An infinite second moment is stored as a large one.
         for scale in (after.mu_scale, after.nu_scale)[: 2 if np.isnan(bad) else 1]:
             assert np.argwhere(np.isnan(np.asarray(scale, F32))).tolist() == [[3, 1]]
+
+
+@pytest.mark.internals
+def test_parameters_of_one_shape_have_one_seed_on_a_mesh():
+    operation = _Adam(known=SCALARS, strides=(8, 1), tuning=Tuning())
+    places = [jnp.array(x, jnp.uint32) for x in ([16, 24], [2, 3])]
+    for stream in map(jnp.uint32, (5, 7)):
+        seeds = operation._seeds((SEEDS[0], stream, None), places)
+        assert seeds.seed == SEEDS[0] + jnp.uint32(18)
+        assert seeds.stream == stream

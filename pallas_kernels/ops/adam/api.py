@@ -128,8 +128,10 @@ class _Adam(dispatch.Operation):
 
     def _seeds(self, seeds: tuple, places: list[Array]) -> "_Seeds":
         seed, stream, salt = seeds
+        # Only `seed + stream` counts. Every parameter has another stream, but those of
+        # one shape have one seed here, which XLA computes once.
         first = sum(place[0] for place in places)
-        return _Seeds(seed, stream + first, salt, self.strides)
+        return _Seeds(seed + first, stream, salt, self.strides)
 
 
 class _Seeds(NamedTuple):
