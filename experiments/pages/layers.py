@@ -104,3 +104,41 @@ def _foreign(results: dict[str, Any]) -> tuple[str, str]:
 def _foreign_cell(layer: tuple[str, dict[str, dict[str, Any]]], case: str) -> str:
     row = layer[1].get(case)
     return "" if row is None else f"{time_of(row)}, {row['saved_units']:.1f}U"
+
+
+def compilation() -> str:
+    """Returns the section on the time to compile unrolled layers."""
+    results = load("bench_compile")
+    programs = [row for row in results["rows"] if row["case"] != "trace"]
+    (trace,) = (row for row in results["rows"] if row["case"] == "trace")
+    size = programs[0]
+    text = (
+        "**Compiling unrolled layers** (`bench_compile`): CPU seconds to trace, lower "
+        "and compile a training step of plain Flax layers with AdamW for H200s (hidden "
+        f"{size['hidden']:,}, {size['intermediate']:,}, JAX "
+        f"{results['versions']['jax']}). `both` is as above with `coat.fp8_adamw`, and "
+        "`bf16, remat` has a `jax.checkpoint` of matmuls. A first layer takes "
+        f"{trace['first_trace_s']:.2f} s to trace, and each further one "
+        f"{trace['further_trace_s']:.3f} s."
+    )
+    groups: dict[tuple[int, int], dict[str, float]] = {}
+    for row in programs:
+        seconds = groups.setdefault((row["layers"], row["gpus"]), {})
+        seconds[row["case"]] = row["cpu_s"]
+    columns = [
+        Column("layers", lambda group: group[0][0]),
+        Column("GPUs", lambda group: group[0][1]),
+    ]
+    for case in dict.fromkeys(row["case"] for row in programs):
+        value = functools.partial(_seconds, case=case)
+        columns.append(Column(f"`{case}`", value, "{:.0f} ({:.1f})"))
+    note = "In brackets over `bf16, remat`."
+    return section(text, markdown(columns, groups.items()), note)
+
+
+def _seconds(
+    group: tuple[tuple[int, int], dict[str, float]], case: str
+) -> tuple[float, float]:
+    """Returns a case's CPU seconds, and these over BF16 with a remat."""
+    _, seconds = group
+    return seconds[case], seconds[case] / seconds["bf16, remat"]

@@ -49,6 +49,7 @@ def results() -> str:
         layers.versions(),
         layers.table_6(),
         layers.foreign(),
+        layers.compilation(),
         speed.activations(),
         training.pretraining(),
         training.meshes(),

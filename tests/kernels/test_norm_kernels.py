@@ -346,7 +346,7 @@ def test_what_does_not_go_together_is_named(implementation):
     norm = functools.partial(pk.norm, implementation=implementation)
     with pytest.raises(ValueError, match=r"weight must have the shape \(256,\), got"):
         norm(x, jnp.ones(512))
-    with pytest.raises(ValueError, match=r"fewer axes than x \[4, 256\], got \[4, 256"):
+    with pytest.raises(ValueError, match=r"fewer axes than x of .*, got \(4, 256\)"):
         norm(x, jnp.ones((4, 256)))
     with pytest.raises(ValueError, match=r"bias must have the shape \(2, 256\), got"):
         norm(x.reshape(2, 2, 256), jnp.ones((2, 256)), jnp.ones(256))

@@ -326,8 +326,8 @@ def _check_shapes(
         parts = param.ndim - 1
         if parts >= len(leading) > 0:
             raise ValueError(
-                f"a weight or bias has fewer axes than x {list(shape)}, got "
-                f"{list(param.shape)}"
+                f"a weight or bias must have fewer axes than x of the shape {shape}, "
+                f"got {param.shape}"
             )
         for name, array in {"weight": weight, "bias": bias}.items():
             check_shape(name, array, (*leading[:parts], n))
