@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.numerics import on_last_axes
+from pallas_kernels.ops.norm.reference import affine
 
 
 def rms_norm(
@@ -28,7 +28,7 @@ def rms_norm(
     """
     wide = x.astype(jnp.float32)
     y = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return _affine(y, weight, None).astype(x.dtype)
+    return affine(y, weight, None).astype(x.dtype)
 
 
 def layer_norm(
@@ -50,7 +50,7 @@ def layer_norm(
     centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(centered * centered, axis=-1, keepdims=True)
     y = centered * jax.lax.rsqrt(variance + eps)
-    return _affine(y, weight, bias).astype(x.dtype)
+    return affine(y, weight, bias).astype(x.dtype)
 
 
 def swiglu(gate: Float[Array, "*s"], up: Float[Array, "*s"]) -> Float[Array, "*s"]:
@@ -79,11 +79,3 @@ def geglu(
       Array([0., 0.], dtype=float32)
     """
     return jax.nn.gelu(gate, approximate=approximate) * up
-
-
-def _affine(y: Array, weight: Array | None, bias: Array | None) -> Array:
-    if weight is not None:
-        y = y * on_last_axes(weight.astype(jnp.float32), y.ndim)
-    if bias is not None:
-        y = y + on_last_axes(bias.astype(jnp.float32), y.ndim)
-    return y

@@ -191,8 +191,9 @@ def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
     options = {"kind": kind, "eps": EPS, "tuning": tuning}
 
     def grad(x, dy, weight, bias, add, **how):
-        how |= {"add": add, "keep_maxima": True} | options
-        return pk.norm_grad(x, dy, weight, bias, **how)
+        return pk.norm_grad(
+            x, dy, weight, bias, add=add, keep_maxima=True, **options, **how
+        )
 
     def grad_and_output(x, dy, weight, bias, scale, **how):
         return pk.norm_grad(x, dy, weight, bias, y_scale=scale, **options, **how)

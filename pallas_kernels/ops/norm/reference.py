@@ -71,7 +71,7 @@ def norm(
     """Computes `pallas_kernels.norm` without the transposed copy."""
     wide = _wide(x)
     standard, _ = standardized(wide, kind, eps)
-    result = _encoded(_affine(standard, weight, bias), scale)
+    result = _encoded(affine(standard, weight, bias), scale)
     groups = groups_in_jnp(wide, dtype=CODES, group=GROUP) if keep_groups else None
     return result._replace(groups=groups)
 
@@ -91,7 +91,7 @@ def norm_grad(
     """Computes `pallas_kernels.norm_grad`, with `y` not transposed: [..., n]."""
     standard, rate = standardized(_wide(x), kind, eps)
     dy = dy.astype(jnp.float32)
-    g = _affine(dy, weight, None)
+    g = affine(dy, weight, None)
     along = jnp.mean(g * standard, axis=-1, keepdims=True)
     dx = g - standard * along
     if kind == "layer":
@@ -107,7 +107,7 @@ def norm_grad(
 
     y = None
     if y_scale is not None:
-        y = _encoded(_affine(standard, weight, bias), y_scale).y
+        y = _encoded(affine(standard, weight, bias), y_scale).y
     return NormGrads(
         dx=dx,
         dweight=None if weight is None else total(dy * standard, weight),
@@ -130,7 +130,7 @@ def standardized(
     return x * rate, rate
 
 
-def _affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
+def affine(x: Array, weight: Array | None, bias: Array | None) -> Array:
     """Returns x * weight + bias, without what is None; parts of x have a row each."""
 
     def on_rows(param):
