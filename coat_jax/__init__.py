@@ -32,6 +32,8 @@ from coat_jax.quantization.array import (
 )
 from coat_jax.quantization.delayed import OverwriteWithGradient
 from coat_jax.quantization.formats import DE8, E4M3, E5M2, LOG8, UE4M4, Format
+from coat_jax.release.api import value_and_update
+from coat_jax.release.layers import apply_layer, scan_layers
 from coat_jax.remat.api import fp8_remat
 from coat_jax.remat.report import memory_report, residual_report
 
@@ -51,6 +53,7 @@ __all__ = [
     "PerTensor",
     "QuantizedArray",
     "QuantizedState",
+    "apply_layer",
     "dequantize",
     "estimate_memory",
     "fp8",
@@ -69,6 +72,8 @@ __all__ = [
     "quantize",
     "residual_report",
     "scale_by_fp8_adam",
+    "scan_layers",
     "to_optax_state",
+    "value_and_update",
     "with_quantized_state",
 ]

@@ -5,7 +5,6 @@ import math
 
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
@@ -13,6 +12,7 @@ from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.meshes import embedded, on_explicit_tokens
 from coat_jax.models.loss import logits, token_shares, weighted_loss
+from coat_jax.release.layers import scan_layers
 from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import check_positive
 
@@ -230,16 +230,16 @@ def apply_layers(
     x: recipes.Residual,
     segment_ids: Int[Array, "b s"] | None = None,
 ) -> recipes.Residual:
-    """Applies layers with stacked parameters one after another, under `scan`."""
+    """Applies layers with stacked parameters, under `coat.scan_layers`."""
     graph, stacked = nnx.split(layers)
 
     # Layers of other kinds need to take documents only if there are any.
     documents = () if segment_ids is None else (segment_ids,)
 
-    def apply(x, layer):
-        return nnx.merge(graph, layer)(x, *documents), None
+    def apply(layer, x):
+        return nnx.merge(graph, layer)(x, *documents)
 
-    return lax.scan(apply, x, stacked)[0]
+    return scan_layers(apply, x, stacked)
 
 
 def cross_entropy(

@@ -16,7 +16,7 @@ import optax
 from jaxtyping import Array, Key
 
 from coat_jax.optimizers.state import states_in
-from coat_jax.optimizers.step import Adam, Target, adam_step
+from coat_jax.optimizers.step import Adam, Stacks, Target, adam_step
 
 
 def fused_update(
@@ -26,6 +26,7 @@ def fused_update(
     params: optax.Params,
     *,
     key: Key[Array, ""] | None = None,
+    stacks: Stacks | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """Computes `tx.update` and `optax.apply_updates` in one pass over the parameters.
@@ -49,6 +50,9 @@ def fused_update(
         neighbours; the mean is the exact result. The random bits depend on this key,
         the step's number, the parameter's path and the element's position, not on the
         sharding. None rounds to nearest.
+      stacks: The stacks of layers of which `params` and `state` are slices. A kernel
+        then changes the stacks in place, and they are returned in the slices' place.
+        For `coat.scan_layers`; leave it out elsewhere.
       **extra_args: Further arguments for `tx.update`.
 
     Returns:
@@ -74,13 +78,15 @@ def fused_update(
                 f"{name} has the state of an optimizer; the order of arguments is "
                 "fused_update(tx, grads, state, params)"
             )
-    request = FusedRequest(key=key)
+    request = FusedRequest(key=key, stacks=stacks)
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]
     if is_applied and not any(is_applied):
         reason = "no fp8_adamw was reached: there is none, or what is around it hands "
-        raise ValueError(_refusal(reason + "no extra arguments on (optax.MultiSteps)"))
+        raise NotFusedError(
+            _refusal(reason + "no extra arguments on (optax.MultiSteps)")
+        )
 
     def apply(param, update):
         if isinstance(update, Applied):
@@ -97,9 +103,15 @@ class FusedRequest:
 
     Attributes:
       key: The key of stochastic rounding, or None.
+      stacks: The stacks that parameters and moments are slices of, or None.
     """
 
     key: Key[Array, ""] | None
+    stacks: Stacks | None = None
+
+
+class NotFusedError(ValueError):
+    """Says why an optimizer cannot apply its updates itself."""
 
 
 class Applied:
@@ -112,7 +124,7 @@ class Applied:
         self.param = param
 
     def _refuse(self, *_):
-        raise ValueError(_refusal("something after or around it reads its updates"))
+        raise NotFusedError(_refusal("something after or around it reads its updates"))
 
     __getattr__ = __add__ = __radd__ = __sub__ = __rsub__ = __neg__ = _refuse
     __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __abs__ = _refuse
@@ -144,7 +156,7 @@ def fused_adamw(
         params,
         decays,
     )
-    params, adam_state = adam_step(adam, grads, state[0], targets)
+    params, adam_state = adam_step(adam, grads, state[0], targets, request.stacks)
     return jax.tree.map(Applied, params), (adam_state, decay_state, rate_state)
 
 

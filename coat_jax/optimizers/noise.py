@@ -4,9 +4,12 @@ No key has to be passed or stored. A step that is repeated after a resume, or co
 on other devices, rounds as before.
 """
 
+import contextlib
+import contextvars
 import itertools
+import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +21,24 @@ from jaxtyping import Array, Int32, UInt32
 from pallas_kernels import rounding
 from pallas_kernels.ops.adam.reference import GROUP, bits_of_elements
 from pallas_kernels.rounding import hash32
+
+_layer: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
+    "layer", default=None
+)
+
+
+@contextlib.contextmanager
+def layer_of_stacks(layer: Int32[Array, ""]) -> Iterator[None]:
+    """Gives parameters [1, ...] the random bits that they have in stacks of layers.
+
+    Args:
+      layer: The index of the parameters' layer in the stacks.
+    """
+    token = _layer.set(layer)
+    try:
+        yield
+    finally:
+        _layer.reset(token)
 
 
 def random_words(
@@ -37,11 +58,10 @@ def random_words(
         axes matter.
       shape: The parameter's shape.
     """
-    groups = (*shape[:-1], -(-shape[-1] // GROUP)) if shape else (1,)
     # Behind a barrier the stream is an operand. As a constant it would give each
     # parameter its own code, while similar parameters should share compiled code.
     stream = lax.optimization_barrier(stream_of(path, like))
-    return rounding.random_words(seed_of(step), stream, groups)
+    return rounding.random_words(seed_of(step), stream, _groups(shape))
 
 
 def seed_of(step: Int32[Array, ""]) -> UInt32[Array, ""]:
@@ -59,7 +79,19 @@ def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
     for axis in sorted(jax.typeof(like).manual_axis_type.varying):
         index = lax.axis_index(axis).astype(jnp.uint32)
         stream = hash32(stream ^ (index + jnp.uint32(zlib.crc32(axis.encode()))))
-    return stream
+    return stream + _groups_before(math.prod(_groups(like.shape)))
+
+
+def _groups(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return (*shape[:-1], -(-shape[-1] // GROUP)) if shape else (1,)
+
+
+def _groups_before(groups: int) -> Array | np.uint32:
+    """Returns the number of groups in the layers before the current one, or 0."""
+    layer = _layer.get()
+    if layer is None:
+        return np.uint32(0)
+    return layer.astype(jnp.uint32) * jnp.uint32(groups)
 
 
 def random_words_of_batch(
@@ -72,6 +104,7 @@ def random_words_of_batch(
     names, start, places = seed_of(step) + np.stack(list(map(_name, paths))), 0, []
     for count, same in itertools.groupby(groups):
         some = names[start : (start := start + len(list(same)))]
+        some = some + _groups_before(count)
         places.append((some[:, None] + lax.iota(jnp.uint32, count)).reshape(-1, 1))
     return hash32(jnp.concatenate(places))
 

@@ -14,7 +14,7 @@ import optax
 from jax import lax
 from jax.tree_util import keystr
 from jax.typing import DTypeLike
-from jaxtyping import Array, UInt32
+from jaxtyping import Array, Int, UInt32
 
 import pallas_kernels
 from coat_jax.meshes import on_explicit_mesh
@@ -117,8 +117,37 @@ class Target(NamedTuple):
         return on_explicit_mesh(rounded, p, p)(p, self.salt, step)
 
 
+class Stacks:
+    """The stacks of layers of which a step gets slices [1, ...].
+
+    A slice is known by identity. If a transformation changes it, the step is computed
+    on slices.
+
+    Args:
+      layer: The index of the layer in the stacks.
+      slices: The slices, a tree.
+      stacks: The stacks, a tree of the same form.
+    """
+
+    def __init__(self, layer: Int[Array, ""], slices: Any, stacks: Any):
+        self.layer = layer
+        self._slices = jax.tree.leaves(slices)  # Keeps their ids from being used again.
+        ids = map(id, self._slices)
+        self._stacks = dict(zip(ids, jax.tree.leaves(stacks), strict=True))
+
+    def of(self, slices: Any) -> Any:
+        """Returns the stacks that a tree's arrays are slices of; None unless all are."""
+        leaves, treedef = jax.tree.flatten(slices)
+        stacks = [self._stacks.get(id(x)) for x in leaves]
+        return None if any(x is None for x in stacks) else treedef.unflatten(stacks)
+
+
 def adam_step(
-    adam: Adam, grads: Any, state: QuantizedState, targets: Any = None
+    adam: Adam,
+    grads: Any,
+    state: QuantizedState,
+    targets: Any = None,
+    stacks: Stacks | None = None,
 ) -> tuple[Any, QuantizedState]:
     """Computes one step for all leaves of `grads`.
 
@@ -127,6 +156,7 @@ def adam_step(
       grads: Gradients.
       state: The state before the step.
       targets: A tree with a `Target` for each gradient, or None.
+      stacks: The stacks that parameters and moments are slices of, or None.
 
     Returns:
       The parameters after the step, or without targets the updates in the gradients'
@@ -149,7 +179,7 @@ def adam_step(
     for leaf in rows:
         _check_parameter(leaf)
     stochastic = pure.layout.rounding == "stochastic"
-    done = _fused_leaves(scalars, rows, step) if stochastic else {}
+    done = _fused_leaves(scalars, rows, step, stacks) if stochastic else {}
 
     def rest(xs):
         masked = [optax.MaskedNode() if j in done else x for j, x in enumerate(xs)]
@@ -225,7 +255,9 @@ def _check_parameter(leaf: _Leaf) -> None:
         )
 
 
-def _fused_leaves(scalars: AdamScalars, rows: list[_Leaf], step: Array) -> dict:
+def _fused_leaves(
+    scalars: AdamScalars, rows: list[_Leaf], step: Array, stacks: Stacks | None
+) -> dict:
     """Computes the step of the leaves that the kernel, or its reference, can take."""
 
     def kind(leaf):
@@ -244,8 +276,12 @@ def _fused_leaves(scalars: AdamScalars, rows: list[_Leaf], step: Array) -> dict:
     done = {}
     for group in groups:
         leaves = [rows[fitting[i]] for i in group]
-        fused = _fused_leaf if len(leaves) == 1 else _fused_batch
-        results = fused(_with_target(scalars, leaves[0].target), leaves, step)
+        factors = _with_target(scalars, leaves[0].target)
+        results = (
+            [_fused_leaf(factors, *leaves, step, stacks)]
+            if len(leaves) == 1
+            else _fused_batch(factors, leaves, step)
+        )
         done |= dict(zip((fitting[i] for i in group), results, strict=True))
     return done
 
@@ -256,22 +292,30 @@ def _with_target(scalars: AdamScalars, target: Target | None) -> AdamScalars:
     return scalars._replace(learning_rate=target.learning_rate, decay=target.decay)
 
 
-def _fused_leaf(scalars: AdamScalars, leaves: list[_Leaf], step: Array) -> list:
-    [leaf] = leaves
-    param = salt = None
+def _fused_leaf(
+    scalars: AdamScalars, leaf: _Leaf, step: Array, stacks: Stacks | None
+) -> tuple:
+    param = salt = layer = None
     if leaf.target is not None:
         param, salt = leaf.target.param, leaf.target.salt
+    moments, codes = leaf.moments, leaf.mu.codes
+    # Only the kernel reads a layer of stacks faster than slices.
+    whole = stacks.of((param, moments)) if stacks and dispatch.has_hopper() else None
+    if whole is not None:
+        (param, moments), layer = whole, stacks.layer
 
-    def whole(scalars, grad, moments, param, salt, step):
-        seeds = seed_of(step), stream_of(leaf.path, moments.mu)
+    def stepped(scalars, grad, moments, param, salt, step, layer):
+        seeds = seed_of(step), stream_of(leaf.path, codes)
         if _in_blocks(grad, moments):
             floats = AdamScalars(*map(jnp.float32, scalars))
             return adam_in_blocks(floats, grad, moments, *seeds, param, salt)
-        return pallas_kernels.adam(scalars, grad, moments, *seeds, param, salt)
+        arrays = grad, moments, *seeds, param, salt
+        return pallas_kernels.adam(scalars, *arrays, layer=layer)
 
-    results = (leaf.grad if param is None else param, leaf.moments)
-    whole = on_explicit_mesh(whole, leaf.mu.codes, results)
-    return [leaf.after(*whole(scalars, leaf.grad, leaf.moments, param, salt, step))]
+    results = (leaf.grad if param is None else param, moments)
+    stepped = on_explicit_mesh(stepped, codes, results)
+    arrays = leaf.grad, moments, param, salt, step, layer
+    return leaf.after(*stepped(scalars, *arrays))
 
 
 def _in_blocks(grad: Array, moments: Moments) -> bool:

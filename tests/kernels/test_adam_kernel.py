@@ -139,6 +139,34 @@ def test_the_kernel_agrees_with_its_reference(
     assert_close(run(implementation, *arguments), run("reference", *arguments))
 
 
+# Sizes of a layer that the kernel takes out of stacks itself, and of one it does not.
+@pytest.mark.parametrize("implementation", ["reference", "interpret", on_gpu])
+@pytest.mark.parametrize("shape", [(24, 256), (40, 200)])
+def test_a_layer_of_stacks_steps_alone(implementation, shape):
+    layers, layer, salt = 3, 1, jnp.uint32(77)
+    grads, moments, params = random_state((layers, *shape), BF16)
+    at = slice(layer, layer + 1)
+    arrays = jax.tree.map(lambda x: x[at], (grads, moments, params))
+    expected = run("reference", SCALARS, *arrays, salt)
+    actual = run(
+        implementation, SCALARS, arrays[0], moments, params, salt, layer=jnp.int32(1)
+    )
+    assert_close(jax.tree.map(lambda x: x[at], actual), expected)
+    for before, after in zip(
+        jax.tree.leaves((params, moments)), jax.tree.leaves(actual), strict=True
+    ):
+        for other in (0, 2):
+            np.testing.assert_array_equal(
+                np.asarray(after[other], F32), np.asarray(before[other], F32)
+            )
+
+
+def test_a_layer_has_gradients_of_a_layer():
+    grads, moments, params = random_state((3, 16, 128), BF16)
+    with pytest.raises(ValueError, match=r"shape \[1, ..., n\], got \(3, 16, 128\)"):
+        run("reference", SCALARS, grads, moments, params, layer=jnp.int32(0))
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["reference", "interpret", on_gpu])
 @pytest.mark.parametrize("width", [384, 200])

@@ -1,14 +1,16 @@
 """Adam's step on FP8 moments, for arrays of any shape."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from pallas_kernels import array_types, dispatch
-from pallas_kernels.axes import WHOLE, Axes, grouped
+from pallas_kernels.axes import WHOLE, Axes, grouped, tokens
 from pallas_kernels.checks import check_shape
 from pallas_kernels.ops.adam import kernel as adam_kernel
 from pallas_kernels.ops.adam import reference
@@ -26,6 +28,7 @@ _STORED = {
     "nu_exponent": jnp.uint8,
 }
 _VECTOR = 8  # Elements of a vector load. Its address must be a multiple of its size.
+_ALIGNED = 16  # Exponents, of a byte each, at whose multiples a layer begins.
 
 
 def adam(
@@ -38,6 +41,7 @@ def adam(
     salt: UInt32[Array, ""] | None = None,
     *,
     strides: tuple[int, ...] | None = None,
+    layer: Int[Array, ""] | None = None,
     implementation: dispatch.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
@@ -55,6 +59,10 @@ def adam(
         that these are rounded stochastically. None rounds parameters to nearest.
       strides: The distance between the positions of neighbouring groups along each
         axis, for a part of an array; see `pallas_kernels.rounding.random_words`.
+      layer: The index of the layer to step in stacks of layers. `params` and `moments`
+        are then stacks [layers, ... n], of which this layer alone is read and written,
+        in place under donation or in a loop. Gradients are the layer's, [1, ... n].
+        Random bits are those of an array of one layer; `stream` tells layers apart.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Settings of the kernel; None means the default.
 
@@ -66,8 +74,8 @@ def adam(
     Raises:
       ValueError: If the shapes do not match, or the kernel was named and cannot run.
     """
-    _check(grads, moments, params, strides)
-    groups = moments.mu_scale.shape
+    _check(grads, moments, params, strides, layer)
+    groups = (*grads.shape[:-1], -(-grads.shape[-1] // GROUP))
     strides = strides or row_major(groups)
     # Python numbers, such as a decay of 0, stay constants that the kernel can use.
     known = tuple(s if isinstance(s, int | float) else None for s in scalars)
@@ -82,13 +90,13 @@ def adam(
             for length, stride in zip(groups, strides, strict=True)
         ]
     operation = _Adam(known=known, strides=strides, tuning=tuning or Tuning())
-    arrays = moments, grads, params, traced, (seed, stream, salt), places
+    arrays = moments, grads, params, traced, (seed, stream, salt), places, layer
     return operation(*arrays, implementation=implementation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Adam(dispatch.Operation):
-    """`adam` of moments, gradients, parameters, scalars, seeds and groups' positions.
+    """`adam` of moments, gradients, parameters, scalars, seeds, positions and layer.
 
     Attributes:
       known: Those scalars that are Python numbers; None for the others.
@@ -104,23 +112,39 @@ class _Adam(dispatch.Operation):
     def obstacle(self, moments, grads, params, *others) -> str | None:
         return _obstacle(grads, moments, params)
 
-    def reference(self, moments, grads, params, traced, seeds, places) -> tuple:
-        seeds, groups = self._seeds(seeds, places), moments.mu_scale.shape
-        words = random_words(seeds.seed, seeds.stream, groups, seeds.strides)
-        scalars = self._scalars(traced)
-        return reference.adam(scalars, grads, moments, words, params, seeds.salt)
+    def reference(self, moments, grads, params, traced, seeds, places, layer) -> tuple:
+        seeds, scalars = self._seeds(seeds, places), self._scalars(traced)
 
-    def axes(self, moments, grads, *others) -> tuple:
+        def step(params, moments):
+            groups = moments.mu_scale.shape
+            words = random_words(seeds.seed, seeds.stream, groups, seeds.strides)
+            return reference.adam(scalars, grads, moments, words, params, seeds.salt)
+
+        return _on_layer(step, params, moments, layer)
+
+    def axes(self, moments, grads, params, traced, seeds, places, layer) -> tuple:
         elements, groups = grouped(grads.ndim - 1, grads.shape[-1], GROUP)
+        if layer is not None:  # Stacks and gradients differ in their first axes.
+            first = tokens(1)
+            elements, groups = (
+                dataclasses.replace(axes, names=axes.names.replace(first, "_", 1))
+                for axes in (elements, groups)
+            )
         split = Moments(elements, groups, elements, groups, groups)
         places = [Axes(*names) for names in groups.merged]
-        operands = split, elements, elements, WHOLE, WHOLE, places
+        operands = split, elements, elements, WHOLE, WHOLE, places, WHOLE
         return operands, (elements, split)
 
-    def kernel(self, moments, grads, params, traced, seeds, places) -> tuple:
-        seeds = self._seeds(seeds, places)
-        scalars = self._scalars(traced)
-        return _mosaic(scalars, grads, moments, params, seeds, self.tuning)
+    def kernel(self, moments, grads, params, traced, seeds, places, layer) -> tuple:
+        seeds, scalars = self._seeds(seeds, places), self._scalars(traced)
+        if layer is not None and _reads_stacks(grads, params):
+            arrays = scalars, grads, moments, params, seeds, self.tuning
+            return _whole_groups(*arrays, view=(-1, GROUP), layer=layer)
+
+        def step(params, moments):
+            return _mosaic(scalars, grads, moments, params, seeds, self.tuning)
+
+        return _on_layer(step, params, moments, layer)
 
     def _scalars(self, traced: list[Array]) -> AdamScalars:
         rest = iter(traced)
@@ -148,14 +172,46 @@ class _Seeds(NamedTuple):
         return self._replace(stream=self.stream + first)
 
 
-def _check(grads, moments, params, strides) -> None:
+def _reads_stacks(grads: Array, params: Array | None) -> bool:
+    """Returns whether the kernel can take a layer out of stacks by itself.
+
+    The copy engine needs addresses that are multiples of 16 bytes, also for exponents.
+    """
+    if params is None:
+        return False
+    return grads.shape[-1] % GROUP == 0 and grads.size // GROUP % _ALIGNED == 0
+
+
+def _on_layer(step: Callable, params: Array | None, moments: Moments, layer) -> tuple:
+    """Computes `step(params, moments)`, or without slices in stacks a layer's."""
+    if layer is None:
+        return step(params, moments)
+    stacks = params, moments
+    at = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, layer, 1), stacks)
+    result, after = step(*at)
+
+    def put(stack, part):
+        return lax.dynamic_update_slice_in_dim(stack, part, layer, axis=0)
+
+    result = result if params is None else put(params, result)
+    return result, jax.tree.map(put, moments, after)
+
+
+def _check(grads, moments, params, strides, layer) -> None:
     if not grads.ndim:
         raise ValueError("gradients need an axis, got a scalar")
-    groups = (*grads.shape[:-1], -(-grads.shape[-1] // GROUP))
+    shape = grads.shape
+    if layer is not None:
+        if grads.ndim < 2 or shape[0] != 1:
+            raise ValueError(
+                f"gradients of a layer must have the shape [1, ..., n], got {shape}"
+            )
+        shape = (*moments.mu.shape[:1], *shape[1:])
+    groups = (*shape[:-1], -(-shape[-1] // GROUP))
     of_elements = {"params": params, "mu": moments.mu, "nu": moments.nu}
     of_groups = {f: getattr(moments, f) for f in _STORED if f not in of_elements}
     for name, x in of_elements.items():
-        check_shape(name, x, grads.shape)
+        check_shape(name, x, shape)
     for name, x in of_groups.items():
         check_shape(name, x, groups)
     if strides is not None and len(strides) != grads.ndim:
@@ -206,10 +262,10 @@ def _mosaic(scalars, grads, moments, params, seeds, tuning):
     return result[..., :n], moments
 
 
-def _whole_groups(scalars, grads, moments, params, seeds, tuning, view):
+def _whole_groups(scalars, grads, moments, params, seeds, tuning, view, layer=None):
     """Does the step of all whole groups, on arrays reshaped to `view`."""
     groups, strides = moments.mu_scale.shape, seeds.strides
-    per_group = (-1,)
+    groups, per_group = (*grads.shape[:1], *groups[1:]), (-1,)
     if view[1] > GROUP:
         per_group, groups, strides = (view[0], -1), groups[:-1], strides[:-1]
     step = Step(
@@ -232,13 +288,15 @@ def _whole_groups(scalars, grads, moments, params, seeds, tuning, view):
         ),
         grads.reshape(view),
         (seeds.seed, seeds.stream, seeds.salt if step.stochastic else None),
+        None if layer is None else layer.astype(jnp.int32) * (grads.size // GROUP),
         factors(scalars, step.with_params),
         tuning,
     )
     after = {
         f: getattr(state, f).reshape(x.shape) for f, x in moments._asdict().items()
     }
-    return state.result.reshape(grads.shape), Moments(**after)
+    like = grads if params is None else params
+    return state.result.reshape(like.shape), Moments(**after)
 
 
 def _with_last_group(scalars, grads, moments, params, seeds, tuning, result):

@@ -70,6 +70,7 @@ def run(
     moments: Moments,
     grads: Array,
     seeds: tuple[Array, Array, Array | None],
+    first: Array | None,
     factors: Array,
     tuning: Tuning,
 ) -> State:
@@ -78,12 +79,18 @@ def run(
     Arrays are [groups, width], with per-group numbers [groups]. Or they are [rows, n],
     with per-group numbers [rows, ceil(n / 128)]. In the second case a short last group
     is left unchanged.
+
+    With `first`, parameters and moments are stacks of layers, which have more groups
+    than the gradients: those of the layer begin at the row `first`.
     """
     rows, n = grads.shape
     width = min(n, GROUP)
 
     def launch(body, ctas, *arrays, **options):
-        def kernel(refs, grads, seeds, factors, **scratch):
+        def kernel(refs, grads, seeds, first, factors, **scratch):
+            if first is not None:
+                layer = pl.ds(first[0], rows)
+                refs = State(*(ref.at[layer] for ref in refs))
             factors = Factors(*(factors[j] for j in range(len(Factors._fields))))
             seed, stream, salt = seeds
             seed = seed[0] + stream[0]
@@ -145,8 +152,8 @@ def run(
         return lax.optimization_barrier(state)
 
     result = lax.empty(grads.shape, grads.dtype) if params is None else params
-    seeds = jax.tree.map(lambda x: x.reshape(1), seeds)
-    return in_place(State(result, **moments._asdict()), grads, seeds, factors)
+    seeds, first = jax.tree.map(lambda x: x.reshape(1), (seeds, first))
+    return in_place(State(result, **moments._asdict()), grads, seeds, first, factors)
 
 
 def _warpgroups(inputs: Inputs, tuning: Tuning) -> dict[str, Any]:

@@ -1,0 +1,200 @@
+"""A loss and an optimizer's step in one pass: gradients need no memory of their own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jaxtyping import Array, Float, Key
+
+from coat_jax.release import taps
+from coat_jax.release.checks import check_layers, is_fused
+from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
+from coat_jax.release.taps import Release
+from pallas_kernels.checks import is_positive_number
+
+
+def value_and_update(
+    loss: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    *,
+    has_aux: bool = False,
+    max_norm: float | None = None,
+    skip_not_finite: bool = False,
+) -> Callable[..., tuple[Any, optax.Params, optax.OptState]]:
+    """Computes a loss and the optimizer's step, which runs inside the backward pass.
+
+    It takes the place of `jax.value_and_grad` followed by the optimizer. Each gradient
+    meets its parameter's step as soon as it is complete, and no gradient needs to exist
+    when the step is done. For layers under `coat.scan_layers` and `coat.apply_layer`
+    the gradients of one layer exist at a time: of Llama-2-7B's train state, 12 GiB of
+    gradients become 0.4. In torch this is known as the optimizer in backward, or as
+    gradient release (LOMO, arXiv 2306.09782).
+
+    If `tx` ends in `coat.fp8_adamw`, the step is `coat.fused_update`, otherwise
+    `tx.update` and `optax.apply_updates`. Parameters and states after the step are
+    equal to theirs, to the bit if gradients are BF16.
+
+    Each parameter must be stepped by its own gradient alone. What reads all gradients
+    at once is refused with a `ValueError` that says what to use instead:
+
+    - `optax.clip_by_global_norm` in the chain. Set `max_norm` here.
+    - `optax.MultiSteps` and other sums of gradients, which are as large as gradients.
+      Use a larger batch in the memory that gradients took.
+    - `optax.apply_if_finite`. Set `skip_not_finite` here.
+    - For parameters in `coat.scan_layers`, norms of a whole parameter, as in
+      `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer's
+      norm is not that of the stack. Unrolled layers may use them.
+
+    Args:
+      loss: A function of the parameters and of further arguments, which returns the
+        loss, a scalar. Stacks of layers in it should run in `coat.scan_layers`.
+      tx: The optimizer.
+      has_aux: Whether `loss` returns a pair of the loss and auxiliary data.
+      max_norm: The largest global norm of the gradients, to which they are scaled as by
+        `optax.clip_by_global_norm`. It takes a second backward pass over the same saved
+        activations: the first finds the norm, the second steps. A step has 5/3 of the
+        matmuls then. None does not clip.
+      skip_not_finite: Whether a step leaves parameters and state as they are if the
+        loss is not finite, or with `max_norm`, if the norm of the gradients is not.
+        Without `max_norm`, a gradient that is not finite in spite of a finite loss is
+        not noticed before parameters of other layers have changed.
+
+    Returns:
+      A function of parameters, the optimizer's state and the further arguments of
+      `loss`. It returns the loss (with `has_aux`, the pair), the parameters and the
+      state. Its keyword argument `key` is a key for stochastic rounding of BF16
+      parameters; see `coat.fused_update`. Under `jax.jit` donate parameters and state,
+      so that they change in place.
+
+    Raises:
+      TypeError: If `tx` is no optax transformation. The returned function raises it for
+        parameters that are not floating.
+      ValueError: If `max_norm` is not positive. The returned function raises it for
+        optimizers as above, for a key that `tx` has no use for, and for parameters that
+        two layers read.
+
+    Warns:
+      UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
+        and `flax.linen.scan` make it. Its step is right, but all of its gradient exists
+        at once.
+
+    Examples:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> from coat_jax.models import llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2, param_dtype=jnp.bfloat16)
+      >>> graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+      >>> def loss(params, tokens):
+      ...     model = nnx.merge(graph, params)  # Its layers are under scan_layers.
+      ...     return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+      >>> tx = coat.fp8_adamw(1e-3)
+      >>> state = tx.init(params)
+      >>> step = jax.jit(coat.value_and_update(loss, tx), donate_argnums=(0, 1))
+      >>> tokens = jnp.zeros((1, 9), jnp.int32)
+      >>> value, params, state = step(params, state, tokens, key=jax.random.key(0))
+    """
+    if not isinstance(tx, optax.GradientTransformation):
+        raise TypeError(f"tx must be an optax transformation, got {tx!r}")
+    if max_norm is not None and not is_positive_number(max_norm):
+        raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
+
+    def step(
+        params: optax.Params,
+        opt_state: optax.OptState,
+        *args: Any,
+        key: Key[Array, ""] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, optax.Params, optax.OptState]:
+        whole = Parameters(params, opt_state)
+        _check_floating(whole)
+        fused = is_fused(tx, params, opt_state)
+        if key is not None and not fused:
+            raise ValueError(
+                "key is for the stochastic rounding of coat.fp8_adamw, in which the "
+                "optimizer does not end"
+            )
+        optimizer = Optimizer(tx=tx, params=whole, is_fused=fused, key=key)
+        release = Release(params=whole)
+
+        def tapped_loss(leaves, states, total):
+            release.leaves, release.states, release.total = leaves, states, total
+            token = taps.active.set(release)
+            try:
+                return loss(release.tapped(), *args, **kwargs)
+            finally:
+                taps.active.reset(token)
+
+        states = [whole.state_of(j) for j in range(len(whole.leaves))]
+        arguments = whole.leaves, as_floats(states), jnp.zeros(())
+        value, vjp, *aux = jax.vjp(tapped_loss, *arguments, has_aux=has_aux)
+        check_layers(optimizer, release.stacked)
+        norm = None
+        if max_norm is not None:
+            norm = _norm(release, vjp, value)
+        clip = None if norm is None else Clip(norm=norm, limit=max_norm)
+        release.optimizer = Optimizer(
+            tx=tx, params=whole, is_fused=fused, key=key, clip=clip
+        )
+
+        def stepped():
+            return _stepped(release, vjp, value, states)
+
+        if skip_not_finite:
+            finite = jnp.isfinite(value if norm is None else value + norm)
+            same = whole.leaves, states, whole.shared()
+            leaves, states, shared = lax.cond(finite, stepped, lambda: same)
+        else:
+            leaves, states, shared = stepped()
+        return (
+            (value, *aux) if has_aux else value,
+            whole.treedef.unflatten(leaves),
+            whole.whole_state(states, shared),
+        )
+
+    return step
+
+
+def _norm(release: Release, vjp: Callable, value: Array) -> Float[Array, ""]:
+    """Computes the global norm of the gradients in a backward pass of its own."""
+    release.mode, release.readers = "norm", {}
+    *_, total = vjp(jnp.ones_like(value))
+    release.mode = "step"
+    return jnp.sqrt(total)
+
+
+def _stepped(release: Release, vjp: Callable, value: Array, states: list) -> tuple:
+    """Runs the backward pass with its steps.
+
+    Returns:
+      Parameters, their states, and the nodes of the state that belong to no parameter.
+    """
+    release.readers = {}
+    leaves, floats, _ = vjp(jnp.ones_like(value))
+    params = release.params
+    # The gradients of parameters that the loss does not depend on are zero.
+    unread = [j for j in range(len(leaves)) if j not in release.readers]
+    zeros = {j: jnp.zeros_like(params.leaves[j]) for j in unread}
+    old = {j: params.leaves[j] for j in unread}, {j: states[j] for j in unread}
+    new, state = release.optimizer.step(zeros, *old)
+    after = params.states_after(state, unread)
+    stored = [
+        after[j] if j in after else params.stored(j, floats[j])
+        for j in range(len(leaves))
+    ]
+    leaves = [new.get(j, leaf) for j, leaf in enumerate(leaves)]
+    # Counts do not depend on gradients, and are advanced once.
+    return leaves, stored, params.shared_after(state)
+
+
+def _check_floating(params: Parameters) -> None:
+    for name, leaf in zip(params.names, params.leaves, strict=True):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"{name} must be floating, got {jnp.result_type(leaf)}: leave arrays "
+                "that are not trained out of params, as for jax.grad"
+            )

@@ -1,0 +1,245 @@
+"""An optimizer's step of some parameters at a time.
+
+A part's step is the optimizer's own step on the whole tree, with `optax.MaskedNode` in
+place of all other parameters and of their state. So masks, labels, schedules and the
+paths on which random bits depend are those of the whole tree.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.tree_util import keystr
+from jaxtyping import Array, Float, Key
+
+from coat_jax.optimizers.fused import Stacks, fused_update
+from coat_jax.optimizers.places import Path, field_of, fields_of
+from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
+
+MASKED = optax.MaskedNode()
+# Cotangents must be floating, so integers of a state travel as floats of their size.
+_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32}
+
+# The arrays of one parameter's state, by node: a moment in FP8 has two or three.
+Nodes = list[list[Array]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Clipping by the global norm, as `optax.clip_by_global_norm` does it.
+
+    Attributes:
+      norm: The global norm of all gradients.
+      limit: The largest norm.
+    """
+
+    norm: Float[Array, ""]
+    limit: float
+
+    def __call__(self, grad: Array) -> Array:
+        """Returns a gradient, scaled if the norm is above the limit."""
+        scaled = (grad / self.norm.astype(grad.dtype)) * self.limit
+        return jnp.where(self.norm < self.limit, grad, scaled)
+
+
+class Parameters:
+    """The parameters of a step, the optimizer's state, and what belongs to what.
+
+    Args:
+      params: Parameters.
+      state: The optimizer's state.
+
+    Attributes:
+      leaves: The parameters as a list.
+      treedef: Their tree.
+      names: Their paths, as text.
+    """
+
+    def __init__(self, params: optax.Params, state: optax.OptState):
+        self.leaves, self.treedef = jax.tree.flatten(params)
+        # Paths without boxes, which not all transformations return where they get some.
+        self._paths = list(by_path(unboxed(params)))
+        self.names = [f"params{keystr(path)}" for path in self._paths]
+        self._nodes, self._state_def = jax.tree.flatten(state, is_leaf=is_quantized)
+        owners = list(_owners(params, state))
+        self._places = [path for path, _ in owners]
+        self._owners = [owner for _, owner in owners]
+
+    def state_of(self, index: int) -> Nodes:
+        """Returns the state of a parameter."""
+        owned = zip(self._nodes, self._owners, strict=True)
+        return [jax.tree.leaves(node) for node, owner in owned if owner == index]
+
+    def stored(self, index: int, floats: Nodes) -> Nodes:
+        """Undoes `as_floats` for the state of a parameter."""
+        return jax.tree.map(_as_dtype, floats, self._dtypes_of(index))
+
+    def tree(self, leaves: Mapping[int, Any]) -> Any:
+        """Returns a tree of the parameters' form, with `MaskedNode` for others."""
+        count = range(len(self.leaves))
+        return self.treedef.unflatten([leaves.get(j, MASKED) for j in count])
+
+    def part_of_state(self, states: Mapping[int, Nodes]) -> optax.OptState:
+        """Returns the state with `MaskedNode` for other parameters' state.
+
+        State of no parameter, such as counts, is that before the step.
+        """
+        queues = {j: iter(nodes) for j, nodes in states.items()}
+        nodes = []
+        for node, owner in zip(self._nodes, self._owners, strict=True):
+            if owner is None:
+                nodes.append(node)
+            elif owner in queues:
+                nodes.append(_like(node, next(queues[owner])))
+            else:
+                nodes.append(MASKED)
+        return self._state_def.unflatten(nodes)
+
+    def states_after(self, state: optax.OptState, part: Sequence[int]) -> dict:
+        """Returns the state of a part's parameters after their step; see `state_of`.
+
+        Raises:
+          ValueError: If the step changed a dtype.
+        """
+        states: dict[int, Nodes] = {j: [] for j in part}
+        after = by_path(unboxed(state), is_leaf=is_quantized)
+        columns = (self._nodes, self._places, self._owners)
+        for before, place, owner in zip(*columns, strict=True):
+            if owner in states:
+                arrays = jax.tree.leaves(after[place])
+                self._check_dtypes(owner, jax.tree.leaves(before), arrays)
+                states[owner].append(arrays)
+        return states
+
+    def shared_after(self, state: optax.OptState) -> list[Any]:
+        """Returns the nodes of a state that belong to no parameter, after a step."""
+        after = by_path(unboxed(state), is_leaf=is_quantized)
+        columns = (self._nodes, self._places, self._owners)
+        return [
+            _like(before, jax.tree.leaves(after[place]))
+            for before, place, owner in zip(*columns, strict=True)
+            if owner is None
+        ]
+
+    def leaves_of(self, params: optax.Params, part: Iterable[int]) -> dict[int, Any]:
+        """Returns the parameters of a part, by index, in a tree with `MaskedNode`s."""
+        leaves = by_path(unboxed(params))
+        return {j: leaves[self._paths[j]] for j in part}
+
+    def whole_state(
+        self, states: Sequence[Nodes], shared: Sequence[Any]
+    ) -> optax.OptState:
+        """Returns a state of all parameters' states and of the nodes of none."""
+        queues, common = [iter(nodes) for nodes in states], iter(shared)
+        nodes = [
+            next(common) if owner is None else _like(node, next(queues[owner]))
+            for node, owner in zip(self._nodes, self._owners, strict=True)
+        ]
+        return self._state_def.unflatten(nodes)
+
+    def shared(self) -> list[Any]:
+        """Returns the nodes of the state that belong to no parameter."""
+        owned = zip(self._nodes, self._owners, strict=True)
+        return [node for node, owner in owned if owner is None]
+
+    def _dtypes_of(self, index: int) -> list[list[Any]]:
+        return jax.tree.map(lambda x: x.dtype, self.state_of(index))
+
+    def _check_dtypes(self, owner: int, before: list, after: list) -> None:
+        dtypes = [x.dtype for x in before], [x.dtype for x in after]
+        if dtypes[0] != dtypes[1]:
+            raise ValueError(
+                f"the optimizer's step changes the state of {self.names[owner]} from "
+                f"{_listed(dtypes[0])} to {_listed(dtypes[1])}, so that it cannot be "
+                "written in place. Call init with float32 parameters, or set mu_dtype"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """The step of a part of the parameters.
+
+    Attributes:
+      tx: The optimizer.
+      params: The parameters and their state before the step.
+      is_fused: Whether `coat.fused_update` computes the step.
+      key: The key of stochastic rounding, for `coat.fused_update`.
+      clip: Clipping by the global norm, or None.
+    """
+
+    tx: optax.GradientTransformation
+    params: Parameters
+    is_fused: bool
+    key: Key[Array, ""] | None = None
+    clip: Clip | None = None
+
+    def step(
+        self,
+        grads: Mapping[int, Array],
+        params: Mapping[int, Array],
+        states: Mapping[int, Nodes],
+        stacks: Stacks | None = None,
+    ) -> tuple[dict[int, Array], optax.OptState]:
+        """Steps some parameters.
+
+        Args:
+          grads: Gradients by the parameters' indices.
+          params: Parameters, which may be slices of stacks.
+          states: Their states, slices alike.
+          stacks: The stacks that the parameters and states are slices of.
+
+        Returns:
+          The parameters after the step, and the state with `MaskedNode` for others.
+        """
+        if self.clip is not None:
+            grads = {j: self.clip(g) for j, g in grads.items()}
+        state = self.params.part_of_state(states)
+        arguments = self.params.tree(grads), state, self.params.tree(params)
+        if self.is_fused:
+            changed = {"key": self.key, "stacks": stacks}
+            new, state = fused_update(self.tx, *arguments, **changed)
+        else:
+            updates, state = self.tx.update(*arguments)
+            new = optax.apply_updates(arguments[2], updates)
+        return self.params.leaves_of(new, grads), state
+
+
+def _owners(
+    params: optax.Params, state: optax.OptState
+) -> Iterator[tuple[Path, int | None]]:
+    """Yields the path of each node of a state, and the index of its parameter."""
+    of_path = by_path(unboxed(params))
+    index = {path: j for j, path in enumerate(of_path)}
+    state = unboxed(state)
+    fields = dict(fields_of(state))
+    for path, node in by_path(state, is_leaf=is_quantized).items():
+        field, place = field_of(path, jnp.shape(node), of_path, fields)
+        yield path, None if field is None else index[place]
+
+
+def _like(node: Any, arrays: Sequence[Array]) -> Any:
+    """Returns a node like `node` that holds the given arrays."""
+    return jax.tree.unflatten(jax.tree.structure(node), arrays)
+
+
+def as_floats(states: Any) -> Any:
+    """Returns states as floating arrays of the same bits, which cotangents must be."""
+
+    def as_float(x):
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
+
+    return jax.tree.map(as_float, states)
+
+
+def _as_dtype(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+
+
+def _listed(dtypes: Sequence[Any]) -> str:
+    return ", ".join(map(str, dtypes))

@@ -1,0 +1,122 @@
+"""Parameters whose backward pass is the optimizer's step.
+
+In JAX a gradient is a cotangent, and a derivative rule may return any array of the
+parameter's type as one. The rule of a *tap*, an identity on a parameter, takes the
+parameter's gradient and returns the parameter after its step. The state of the
+optimizer is a second argument of the tap, and its cotangent is the state after the
+step. So the gradient is read by the step alone, as soon as it is complete.
+"""
+
+import contextvars
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from coat_jax.release.parts import Nodes, Optimizer, Parameters, as_floats
+
+active: contextvars.ContextVar["Release | None"] = contextvars.ContextVar(
+    "release", default=None
+)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Release:
+    """One step while it is traced.
+
+    Attributes:
+      params: The parameters and their state.
+      optimizer: The optimizer, once the backward pass begins.
+      mode: What a backward pass computes: the parameters after their step, or the sum
+        of squares of all gradients.
+      leaves: The differentiated parameters.
+      states: Their states, as floats.
+      total: The differentiated number that stands for the sum of squares.
+      taps: The tap of each parameter.
+      readers: What computed the gradient of each parameter in the last backward pass.
+      stacked: The parameters that are stacks of layers.
+    """
+
+    params: Parameters
+    optimizer: Optimizer | None = None
+    mode: Literal["step", "norm"] = "step"
+    leaves: Sequence[Array] = ()
+    states: Sequence[Nodes] = ()
+    total: Any = None
+    taps: Sequence[Array] = ()
+    readers: dict[int, str] = dataclasses.field(default_factory=dict)
+    stacked: set[int] = dataclasses.field(default_factory=set)
+
+    def tapped(self) -> Any:
+        """Returns the parameters' tree of taps."""
+        self.taps = [
+            _tap(self, j)(leaf, state, self.total)
+            for j, (leaf, state) in enumerate(
+                zip(self.leaves, self.states, strict=True)
+            )
+        ]
+        return self.params.treedef.unflatten(self.taps)
+
+    def indices(self, arrays: Sequence[Any]) -> list[int | None]:
+        """Returns the index of the parameter that each array is the tap of, or None."""
+        index = {id(tap): j for j, tap in enumerate(self.taps)}
+        return [index.get(id(x)) for x in arrays]
+
+    def claim(self, indices: Sequence[int], reader: str) -> None:
+        """Notes what computes the gradients of parameters.
+
+        Raises:
+          ValueError: If something else has computed the gradient of one.
+        """
+        for j in indices:
+            if j in self.readers:
+                raise ValueError(
+                    f"{self.params.names[j]} is read by {self.readers[j]} and by "
+                    f"{reader}. Its step needs the sum of both gradients, so it must "
+                    "be read in one place: either by one coat.scan_layers or "
+                    "coat.apply_layer, or by neither"
+                )
+            self.readers[j] = reader
+
+    def step(
+        self,
+        grads: Mapping[int, Array],
+        leaves: Mapping[int, Array],
+        states: Mapping[int, Nodes],
+        **options: Any,
+    ) -> tuple[dict[int, Array], dict[int, Nodes]]:
+        """Steps some parameters; returns them and their states after the step."""
+        leaves, state = self.optimizer.step(grads, leaves, states, **options)
+        return leaves, self.params.states_after(state, list(grads))
+
+
+def squares(grads: Any) -> Float[Array, ""]:
+    """Returns the sum of squares of all gradients."""
+    leaves = (g.astype(jnp.float32) for g in jax.tree.leaves(grads))
+    return sum((jnp.sum(jnp.square(g)) for g in leaves), jnp.zeros(()))
+
+
+def _tap(release: Release, index: int):
+    @jax.custom_vjp
+    def tap(leaf, state, total):
+        del state, total
+        return leaf
+
+    def fwd(leaf, state, total):
+        del total
+        return leaf, (leaf, state)
+
+    def bwd(saved, grad):
+        leaf, state = saved
+        release.claim([index], "the loss itself")
+        if release.mode == "norm":
+            return None, None, squares(grad)
+        stored = release.params.stored(index, state)
+        leaves, states = release.step({index: grad}, {index: leaf}, {index: stored})
+        return leaves[index], as_floats(states[index]), None
+
+    tap.defvjp(fwd, bwd)
+    return tap
