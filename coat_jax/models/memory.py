@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -119,6 +119,7 @@ def estimate_memory(
     shardings: Any = None,
     recipe: recipes.RecipeName | None = None,
     optimizer: optax.GradientTransformation | None = None,
+    released: bool = False,
 ) -> MemoryEstimate:
     """Predicts the memory of a Llama's training step on Hopper GPUs, by kind.
 
@@ -132,7 +133,8 @@ def estimate_memory(
 
     The step is `jax.value_and_grad` of `llama.cross_entropy` and an optimizer in place
     on donated arrays, such as `coat.fused_update`. `tx.update` with FP8 moments needs
-    another 2 bytes or more for each parameter.
+    another 2 bytes or more for each parameter. With `released` it is the step of
+    `coat.value_and_update`.
 
     Args:
       config: The shape and precision of the model.
@@ -147,6 +149,8 @@ def estimate_memory(
       recipe: The recipe, if not that of `config`.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
         and "coat_max", and `optax.adamw` with float32 moments for the others.
+      released: Whether the optimizer steps inside the backward pass, so that the
+        gradients of one layer exist at a time.
 
     Raises:
       TypeError: If `config` is no `LlamaConfig` or `mesh` no mesh.
@@ -186,6 +190,7 @@ def estimate_memory(
         logits=chunk_of_logits(local_batch * sequence, config.vocab_size),
         whole=None if places is None else (params, places),
         gpus=math.prod(sizes.values()),
+        layers=_layers(params) if released else None,
     )
 
 
@@ -197,6 +202,7 @@ def estimate_step(
     logits: tuple[int, int],
     whole: tuple[Any, Any] | None = None,
     gpus: int = 1,
+    layers: Sequence[int] | None = None,
 ) -> MemoryEstimate:
     """Predicts the memory of a step whose loss is `loss(params, *args)`.
 
@@ -209,6 +215,9 @@ def estimate_step(
       logits: The shape of the logits that exist at a time; see `chunk_of_logits`.
       whole: The parameters of the model and their shardings, on a mesh.
       gpus: The number of GPUs.
+      layers: For a step of `coat.value_and_update`, the number of layers in each
+        parameter, which is 1 unless the parameter is under `coat.scan_layers`. None is
+        for a step after the backward pass.
     """
     found = liveness(loss, params, *args)
     state = jax.eval_shape(optimizer.init, params)
@@ -221,24 +230,38 @@ def estimate_step(
         moments = _shard_bytes(jax.eval_shape(optimizer.init, whole[0]), places)
         resident = {"parameters": sum(shards), "optimizer": sum(moments)}
         gathered = _head_bytes(*whole)
+    layers = layers or [1] * len(shards)
+    gradients = [size // count for size, count in zip(shards, layers, strict=True)]
+    of_a_layer = sum(g for g, count in zip(gradients, layers, strict=True) if count > 1)
 
     def kinds(moments: Iterable[Moment], gathered: int = 0) -> Kinds:
         sizes = dict.fromkeys(("gradients", "saved", "workspace", "logits"), 0)
         sizes["gathered"] = gathered
-        for held in peak(moments):
+        for held in peak(map(without_stacks, moments)):
             kind = _kind(held, logits)
             split = kind == "gradients" and held.index < len(shards)
-            sizes[kind] += shards[held.index] if split else held.nbytes
+            sizes[kind] += gradients[held.index] if split else held.nbytes
         return Kinds(**resident, **sizes)
+
+    def without_stacks(moment: Moment) -> Moment:
+        return tuple(held for held in moment if not is_stack(held))
+
+    def is_stack(held: Held) -> bool:
+        """Returns whether only a layer of a stack of gradients exists at a time."""
+        is_gradient = _kind(held, logits) == "gradients" and held.index < len(layers)
+        return is_gradient and layers[held.index] > 1
 
     def in_loss(moment: Moment) -> bool:
         return any(_kind(held, logits) == "logits" for held in moment)
 
+    def with_layer(found: Kinds) -> Kinds:
+        return dataclasses.replace(found, gradients=found.gradients + of_a_layer)
+
     return MemoryEstimate(
         forward=kinds(m for m in found.forward if not in_loss(m)),
         loss=kinds(filter(in_loss, found.forward), gathered),
-        backward=kinds(found.backward),
-        update=Kinds(**resident, gradients=sum(shards)),
+        backward=with_layer(kinds(found.backward)),
+        update=Kinds(**resident, gradients=sum(gradients)),
         saved_bytes=total_bytes(found.saved),
         gpus=gpus,
     )
@@ -365,6 +388,14 @@ def _abstract(config: llama.LlamaConfig) -> llama.Llama:
 
 def _params(config: llama.LlamaConfig) -> nnx.State:
     return nnx.state(_abstract(config), nnx.Param)
+
+
+def _layers(params: nnx.State) -> list[int]:
+    """Returns the number of layers in each parameter: 1 unless it is a stack."""
+    return [
+        param.shape[0] if "layers" in jax.tree_util.keystr(path) else 1
+        for path, param in jax.tree_util.tree_leaves_with_path(params)
+    ]
 
 
 def _loss_of(config: llama.LlamaConfig) -> tuple[Callable, nnx.State, nnx.State]:

@@ -85,7 +85,7 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
 
 
 def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
-    """Computes `x = fn(stacked[l], x)` for all layers l, whose backward pass steps them.
+    """Computes `x = fn(stacked[l], x)` for all l; its backward pass steps the layers.
 
     Within the loss of `coat.value_and_update`, the backward pass is a loop over layers,
     the last one first. It computes the gradients of one layer, steps the layer's

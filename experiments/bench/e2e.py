@@ -7,10 +7,11 @@
 
 Parameters are BF16, the context is 2048, and the data are random tokens. BF16 and `te`
 train with `optax.adamw` and float32 moments. `coat` and `coat_max` train with
-`coat.fp8_adamw` in one pass (`coat.fused_update`). On several GPUs parameters, moments
-and the batch are split over all of them. Each case, batch size and number of GPUs runs
-in its own process. New rows are added to the rows of the results file, which may be of
-several models, so that cases can be measured one by one.
+`coat.fp8_adamw` in one pass (`coat.fused_update`). In cases named "released" the
+optimizer steps inside the backward pass (`coat.value_and_update`). On several GPUs
+parameters, moments and the batch are split over all of them. Each case, batch size and
+number of GPUs runs in its own process. New rows are added to the rows of the results
+file, which may be of several models, so that cases can be measured one by one.
 """
 
 import argparse
@@ -30,7 +31,13 @@ from rich.table import Table
 from tqdm import tqdm
 
 from coat_jax.models import llama
-from experiments.bench.model_step import BY_HAND, Model, measure_alone, take_memory
+from experiments.bench.model_step import (
+    BY_HAND,
+    RELEASED,
+    Model,
+    measure_alone,
+    take_memory,
+)
 from experiments.common import results, tables
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
@@ -49,6 +56,7 @@ from experiments.common.tables import bars as bars_table
 Row = dict[str, Any]
 _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 _CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
+_CASES += tuple(f"{case}{RELEASED}" for case in CASES)
 PLAIN_CASES = (*PLAIN, BY_HAND)
 # The results files of models on one to four GPUs, by kind, beside that of one model.
 BY_KIND = {"H100": "bench_e2e_h100", "H200": "bench_e2e_h200"}
@@ -124,9 +132,18 @@ def _sizes() -> tuple[str, ...]:
 
 
 def measured(
-    case: str, model: Model, batch: int, steps: int, gpus: int, xla_flags: str = ""
+    case: str,
+    model: Model,
+    batch: int,
+    steps: int,
+    gpus: int,
+    xla_flags: str = "",
+    **options: Any,
 ) -> Row:
-    """Measures a row in a new process; the row has an error if the process dies."""
+    """Measures a row in a new process; the row has an error if the process dies.
+
+    Options are those of `measure_alone`.
+    """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row |= {"gpus": gpus, "commit": versions()["commit"], "xla_flags": xla_flags}
@@ -134,7 +151,8 @@ def measured(
         row |= PAPER.get((case, batch), {})
     with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
-            row |= pool.submit(measure_alone, case, model, batch, steps, gpus).result()
+            sizes = case, model, batch, steps, gpus
+            row |= pool.submit(measure_alone, *sizes, **options).result()
         except BrokenProcessPool:
             row["error"] = "its process died"
     return row

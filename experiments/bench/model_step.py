@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -45,8 +46,10 @@ GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
 BY_HAND = "bf16, shard_map"
+# The end of the name of a case whose optimizer steps inside the backward pass.
+RELEASED = ", released"
 # The share of the device's memory that JAX may take; JAX's default is three quarters.
-_MEMORY_SHARE = "0.95"
+MEMORY_SHARE = "0.95"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,7 @@ def loss_function(
     """
     if case == BY_HAND:
         return _loss_by_hand(model, mesh)
-
+    case = case.removesuffix(RELEASED)
     graph, state = _abstract(model.config(CASES[case], mesh), CASES[case].wrap)
 
     def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
@@ -211,17 +214,22 @@ def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState
 
 
 def measure_alone(
-    case: str, model: Model, batch: int, steps: int, gpus: int = 1
+    case: str,
+    model: Model,
+    batch: int,
+    steps: int,
+    gpus: int = 1,
+    share: str = MEMORY_SHARE,
 ) -> Row:
-    """Runs `measure` with most of the devices' memory.
+    """Runs `measure` with a share of the devices' memory.
 
     JAX must not have been used in this process yet.
     """
-    take_memory(at_once=True)
+    take_memory(at_once=True, share=share)
     return measure(case, model, batch, steps, gpus)
 
 
-def take_memory(*, at_once: bool) -> None:
+def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
     """Lets this process have most of the devices' memory, at once or as it needs it.
 
     JAX must not have been used in this process yet.
@@ -229,7 +237,7 @@ def take_memory(*, at_once: bool) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = str(at_once).lower()
     # This is the older name of the variable below.
     os.environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
-    os.environ["XLA_CLIENT_MEM_FRACTION"] = _MEMORY_SHARE
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = share
 
 
 def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> Row:
@@ -239,7 +247,8 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     sizes are those on one of them. The row has an error if memory does not suffice.
 
     Args:
-      case: A name in `CASES`, or `BY_HAND` on several GPUs.
+      case: A name in `CASES`, with `RELEASED` at its end for `coat.value_and_update`,
+        or `BY_HAND` on several GPUs.
       model: The model's sizes.
       batch: The number of sequences of a step on each GPU.
       steps: The number of timed steps.
@@ -249,15 +258,7 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row |= {"gpus": gpus, "mesh": meshes.name_of(mesh)}
     loss, (params, histories) = loss_function(case, model, mesh)
-    fused = case != BY_HAND and CASES[case].recipe in COAT_RECIPES
-    tx, update = fused_step() if fused else chain_step(optax_adamw())
-
-    def step(carry, tokens):
-        (params, opt_state), histories = carry
-        value, (grads, histories) = jax.value_and_grad(loss, (0, 1))(
-            params, histories, tokens
-        )
-        return (update((params, opt_state), grads), histories), value
+    tx, step = _step(case, loss)
 
     carry = (params, jax.eval_shape(tx.init, params)), histories
     *of_state, of_histories = meshes.state_shardings(tx, *carry[0], histories, mesh)
@@ -291,6 +292,28 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
             raise
         row["error"] = "out of memory"
     return row
+
+
+def _step(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Callable]:
+    """Returns the optimizer and the training step of a case."""
+    recipe = case.removesuffix(RELEASED)
+    fused = case != BY_HAND and CASES[recipe].recipe in COAT_RECIPES
+    tx, update = fused_step() if fused else chain_step(optax_adamw())
+
+    def step(carry, tokens):
+        (params, opt_state), histories = carry
+        value, (grads, histories) = jax.value_and_grad(loss, (0, 1))(
+            params, histories, tokens
+        )
+        return (update((params, opt_state), grads), histories), value
+
+    def released(carry, tokens):
+        (params, opt_state), histories = carry
+        step = coat.value_and_update(loss, tx)
+        value, *state = step(params, opt_state, histories, tokens)
+        return (tuple(state), histories), value
+
+    return tx, step if recipe == case else released
 
 
 def _placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

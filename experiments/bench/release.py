@@ -1,0 +1,218 @@
+"""Training steps whose optimizer steps inside the backward pass, beside ordinary ones.
+
+    uv run python -m experiments.bench.release                    # one GPU of 80 GB
+    uv run python -m experiments.bench.release --only llama-30b   # one H200
+    uv run python -m experiments.bench.release --only two         # two GPUs
+
+Each row is a row of `experiments.bench.e2e`, in a process of its own, beside the
+prediction of `coat.estimate_memory`. A step of Llama-2-13B does not fit on a GPU of 80
+GB with gradients. The time that it would take there follows from models of 10 and of 20
+of its layers, since time is linear in layers.
+"""
+
+import argparse
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import coat_jax as coat
+from coat_jax.models import llama
+from experiments.bench import e2e
+from experiments.bench.model_step import (
+    GIB,
+    MEMORY_SHARE,
+    RELEASED,
+    Model,
+    take_memory,
+)
+from experiments.common import tables
+from experiments.common.programs import new_parser
+from experiments.common.results import (
+    Bar,
+    default_path,
+    joined,
+    known_rows,
+    write_results,
+)
+from experiments.common.tables import Column
+from experiments.common.tables import bars as bars_table
+
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """A row to measure: a part of the program, a model, a case and sizes."""
+
+    part: str
+    preset: str
+    case: str
+    batch: int
+    layers: int | None = None
+    seq: int = 2048
+    gpus: int = 1
+
+    @property
+    def model(self) -> Model:
+        """The model's sizes."""
+        model = Model.of(self.preset, seq=self.seq)
+        return dataclasses.replace(model, layers=self.layers or model.layers)
+
+
+RUNS = (
+    Run("llama2-7b", "llama2-7b", "coat", 2),
+    Run("llama2-7b", "llama2-7b", f"coat{RELEASED}", 2),
+    Run("llama2-13b", "llama2-13b", "coat", 3, layers=10),
+    Run("llama2-13b", "llama2-13b", "coat", 3, layers=20),
+    Run("llama2-13b", "llama2-13b", f"coat{RELEASED}", 3),
+    Run("llama3-8b", "llama3-8b", "coat", 1, seq=8192),
+    Run("llama3-8b", "llama3-8b", f"coat{RELEASED}", 2, seq=8192),
+    Run("llama-30b", "llama-30b", f"coat_max{RELEASED}", 1),
+    Run("two", "llama2-7b", "coat", 12, gpus=2),
+    Run("two", "llama2-7b", f"coat{RELEASED}", 12, gpus=2),
+)
+_PARTS = tuple(dict.fromkeys(run.part for run in RUNS))
+# The model of 30B takes nearly all of an H200's memory.
+_SHARES = {"llama-30b": "0.98"}
+# Targets: peaks in GiB by model, case, batch and GPUs; seconds over ordinary ones; and
+# the error of predictions.
+_PEAKS = {("llama2-7b", 2, 1): 35.5, ("llama2-7b", 12, 2): 65.5}
+_SECONDS = {"llama2-7b": 1.03, "llama2-13b": 1.03, "two": 1.02}
+_ERROR = 0.03
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the command line `argv`, this process's by default."""
+    top = parser()
+    args = top.parse_args(argv)
+    # This process reads the device's name, and leaves the memory to those that measure.
+    take_memory(at_once=False)
+    try:
+        rows = known_rows(args.out)
+    except ValueError as error:
+        top.error(str(error))
+    runs = [run for run in RUNS if run.part in args.only]
+    console = Console(width=120)
+    for run in tqdm(runs, unit="row", disable=None):
+        sizes = run.case, run.model, run.batch, args.steps, run.gpus
+        row = e2e.measured(*sizes, share=_SHARES.get(run.part, MEMORY_SHARE))
+        rows = joined(rows, row | predicted(run), key)
+        write_results(args.out, rows=rows, bars=bars(rows))
+        console.print(table(rows[-1:]))
+    console.print(table(rows))
+    console.print(bars_table(bars(rows)))
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    top = new_parser("experiments.bench.release", __doc__)
+    add = top.add_argument
+    default = [part for part in _PARTS if part not in ("llama-30b", "two")]
+    add("--only", nargs="+", choices=_PARTS, default=default, metavar="PART")
+    add("--steps", type=int, default=6, help="timed, after two that are not")
+    add("--out", type=Path, default=default_path("release"), help="rows are added")
+    return top
+
+
+def predicted(run: Run) -> Row:
+    """Returns the peak that the estimator predicts."""
+    released = run.case.endswith(RELEASED)
+    config = llama.CONFIGS[run.preset]
+    config = dataclasses.replace(config, num_layers=run.model.layers)
+    mesh = None
+    if run.gpus > 1:
+        mesh = jax.sharding.AbstractMesh((run.gpus,), ("fsdp",))
+    estimate = coat.estimate_memory(
+        dataclasses.replace(config, param_dtype="bfloat16"),
+        batch=run.batch * run.gpus,
+        sequence=run.seq,
+        mesh=mesh,
+        recipe=run.case.removesuffix(RELEASED),
+        released=released,
+    )
+    return {"part": run.part, "predicted_gib": estimate.peak_bytes / GIB}
+
+
+def key(row: Row) -> tuple[Any, ...]:
+    """Returns what tells rows apart."""
+    return row["part"], row["case"], row["batch"], row["layers"], row["gpus"]
+
+
+def bars(rows: Sequence[Row]) -> list[Bar]:
+    """Returns the targets for the rows that were measured."""
+    return [*_peaks(rows), *_seconds(rows), *_predictions(rows)]
+
+
+def _peaks(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in _released(rows):
+        limit = _PEAKS.get((Model.of_row(row).preset, row["batch"], row["gpus"]))
+        if limit and "peak_gib" in row:
+            yield Bar.of(f"{_name(row)}: peak, GiB", "<=", limit, row["peak_gib"])
+
+
+def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
+    """Yields the targets for times over those of ordinary steps."""
+    for row in _released(rows):
+        case = row["case"].removesuffix(RELEASED)
+        others = [
+            r
+            for r in rows
+            if (r["part"], r["case"], r["batch"]) == (row["part"], case, row["batch"])
+            and "ms_per_step" in r
+        ]
+        ordinary = _time_of(row["layers"], others)
+        if ordinary and row["part"] in _SECONDS:
+            ratio = row["ms_per_step"] / ordinary
+            name = f"{_name(row)}: step / ordinary step"
+            yield Bar.of(name, "<=", _SECONDS[row["part"]], ratio)
+
+
+def _time_of(layers: int, rows: Sequence[Row]) -> float | None:
+    """Returns the time of a step of this many layers, on a line through two rows."""
+    times = {row["layers"]: row["ms_per_step"] for row in rows}
+    if layers in times:
+        return times[layers]
+    if len(times) != 2:
+        return None
+    (a, fast), (b, slow) = sorted(times.items())
+    return fast + (slow - fast) / (b - a) * (layers - a)
+
+
+def _predictions(rows: Sequence[Row]) -> Iterator[Bar]:
+    for row in _released(rows):
+        error = abs(row["predicted_gib"] / row["peak_gib"] - 1)
+        yield Bar.of(f"{_name(row)}: error of the estimate", "<=", _ERROR, error)
+
+
+def _released(rows: Sequence[Row]) -> list[Row]:
+    return [r for r in rows if r["case"].endswith(RELEASED) and "ms_per_step" in r]
+
+
+def _name(row: Row) -> str:
+    gpus = "" if row["gpus"] == 1 else f"{row['gpus']} GPUs, "
+    return f"{Model.of_row(row).name}, {gpus}{row['case']}, batch {row['batch']}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Returns a table of rows."""
+    columns = [
+        Column("model", lambda row: Model.of_row(row).name),
+        Column("GPUs", "gpus", "{}"),
+        Column("", "case", "{}"),
+        Column("batch", "batch", "{}"),
+        Column("ms", lambda row: row.get("error") or f"{row['ms_per_step']:.1f}"),
+        Column("tokens/s a GPU", "tokens_per_s_per_gpu", "{:,.0f}"),
+        Column("peak, GiB", "peak_gib", "{:.1f}"),
+        Column("device's", "device_peak_gib", "{:.1f}"),
+        Column("predicted", "predicted_gib", "{:.1f}"),
+    ]
+    return tables.table("The optimizer's step inside backward", columns, rows)
+
+
+if __name__ == "__main__":
+    main()
