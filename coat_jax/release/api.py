@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Key
 
 from coat_jax.release import taps
-from coat_jax.release.checks import check_layers, is_fused
+from coat_jax.release.checks import check_layers, is_fused, warn_of_scans
 from coat_jax.release.parts import Clip, Optimizer, Parameters, as_floats
 from coat_jax.release.taps import Release
 from pallas_kernels.checks import is_positive_number
@@ -133,6 +133,12 @@ def value_and_update(
         arguments = whole.leaves, as_floats(states), jnp.zeros(())
         value, vjp, *aux = jax.vjp(tapped_loss, *arguments, has_aux=has_aux)
         check_layers(optimizer, release.stacked)
+
+        def value_of(params):
+            result = loss(params, *args, **kwargs)
+            return result[0] if has_aux else result
+
+        warn_of_scans(value_of, whole, release.stacked)
         norm = None
         if max_norm is not None:
             norm = _norm(release, vjp, value)

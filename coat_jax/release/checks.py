@@ -1,28 +1,22 @@
 """Refusals: optimizers whose step of a parameter reads more than its own gradient."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
+from coat_jax.programs.graph import written_out
+from coat_jax.programs.primitives import bodies_of
 from coat_jax.release.parts import Optimizer, Parameters
-from pallas_kernels import stand_ins
+from pallas_kernels import dispatch, stand_ins
 
-# The calls that pass their operands on to an inner program one by one.
-_CALLS = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-}
 _Indices = frozenset[int]
 _NONE: _Indices = frozenset()
 
@@ -106,31 +100,74 @@ def _check_reads(
 
 def _dependences(program: Jaxpr, operands: Sequence[_Indices]) -> list[_Indices]:
     """Returns the gradients on which each result of a program depends."""
+    program = written_out(program)
     reads = dict(zip(program.invars, operands, strict=True))
 
     def of(x):
         return _NONE if isinstance(x, Literal) else reads.get(x, _NONE)
 
-    for equation in program.eqns:
-        values = [of(x) for x in equation.invars]
-        reads.update(zip(equation.outvars, _of_equation(equation, values), strict=True))
+    for eqn in program.eqns:
+        values = [of(x) for x in eqn.invars]
+        results = [_NONE.union(*values)] * len(eqn.outvars)
+        if eqn.primitive.name == "cond":
+            which, *others = values
+            branches = [_dependences(body, others) for body in bodies_of(eqn)]
+            results = [which.union(*each) for each in zip(*branches, strict=True)]
+        reads.update(zip(eqn.outvars, results, strict=True))
     return [of(x) for x in program.outvars]
 
 
-def _of_equation(equation: Any, operands: list[_Indices]) -> list[_Indices]:
-    name, params = equation.primitive.name, equation.params
-    if name == "optimization_barrier":
-        return operands
-    if name == "cond":
-        which, *others = operands
-        branches = [_dependences(b.jaxpr, others) for b in params["branches"]]
-        return [which.union(*reads) for reads in zip(*branches, strict=True)]
-    inner = params.get(_CALLS.get(name))
-    if inner is not None:
-        inner = inner.jaxpr if isinstance(inner, ClosedJaxpr) else inner
-        if len(inner.invars) == len(operands):
-            return _dependences(inner, operands)
-    return [_NONE.union(*operands)] * len(equation.outvars)
+def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) -> None:
+    """Warns of parameters that `jax.lax.scan` takes as stacks of layers.
+
+    Args:
+      loss: A function of the parameters.
+      params: The parameters.
+      updated: The indices of the parameters that are in `coat.scan_layers`.
+    """
+    shapes = [jnp.shape(x) for x in params.leaves]
+    large = [j for j in range(len(shapes)) if _is_large_stack(params.leaves[j])]
+    # Few programs need the second trace that tells.
+    if not set(large) - set(updated) or len({shapes[j][0] for j in large}) > 1:
+        return
+    with dispatch.unexplained():
+        program = jax.make_jaxpr(lambda leaves: loss(params.treedef.unflatten(leaves)))
+        program = program(params.leaves).jaxpr
+    stacks = _scanned(program, len(shapes))
+    for j in sorted(stacks.intersection(large)):
+        warnings.warn(
+            f"all gradients of {params.names[j]} {list(shapes[j])} exist at once, "
+            "because its layers are under jax.lax.scan, flax.nnx.scan or "
+            "flax.linen.scan. Use coat.scan_layers, which steps one layer at a time",
+            stacklevel=4,
+        )
+        return
+
+
+def _is_large_stack(x: Any) -> bool:
+    return x.ndim > 2 and x.size * x.dtype.itemsize > 2**20
+
+
+def _scanned(program: Jaxpr, count: int) -> set[int]:
+    """Returns which of the first arguments a scan takes slices of."""
+    program = written_out(program)
+    index = dict(zip(program.invars[:count], range(count), strict=True))
+    found: set[int] = set()
+    for eqn in program.eqns:
+        operands = [
+            None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
+        ]
+        if eqn.primitive.name == "convert_element_type":
+            index[eqn.outvars[0]] = operands[0]
+        elif eqn.primitive.name == "scan":
+            [body] = bodies_of(eqn)
+            pairs = zip(body.invars, eqn.invars, operands, strict=True)
+            found |= {
+                j
+                for x, stack, j in pairs
+                if j is not None and x.aval.shape == stack.aval.shape[1:]
+            }
+    return found
 
 
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
@@ -148,46 +185,54 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
     """
     if not stacked:
         return
-    params, rng = optimizer.params, np.random.default_rng(0)
+    params = optimizer.params
     shapes = [[min(n, 2) for n in jnp.shape(x)] for x in params.leaves]
 
-    def draw(scale):
-        # Layers differ in size, so that a norm of both is not that of one.
-        return [
-            np.asarray(rng.standard_normal(s) * scale, np.float32)
-            * (np.float32([1, 8])[: s[0]].reshape(-1, *[1] * (len(s) - 1)) if s else 1)
-            for s in shapes
-        ]
-
     def both(leaves, first, grads):
+        """Computes a step of the stacks, and of each layer of the stacks."""
         tree = params.treedef.unflatten
-        tiny = tree(leaves)
-        _, state = optimizer.tx.update(tree(first), optimizer.tx.init(tiny), tiny)
-        updates, _ = optimizer.tx.update(tree(grads), state, tiny)
+        small = tree(leaves)
+        _, state = optimizer.tx.update(tree(first), optimizer.tx.init(small), small)
+        updates, _ = optimizer.tx.update(tree(grads), state, small)
         part = dataclasses.replace(
-            optimizer, params=Parameters(tiny, state), is_fused=False, clip=None
+            optimizer, params=Parameters(small, state), is_fused=False, clip=None
         )
-        slices = []
-        for layer in range(2):
-            at = _Layer(part, stacked, layer)
-            slices.append(at.updates(grads, leaves))
-        return jax.tree.leaves(updates), slices
+        layers = [_Layer(part, stacked, j).updates(grads, leaves) for j in range(2)]
+        return jax.tree.leaves(updates), layers
 
     with jax.ensure_compile_time_eval():
-        arrays = draw(1.0), draw(1e-3), draw(1e-1)
-        updates, slices = jax.jit(both)(*arrays)
-    for layer, found in enumerate(slices):
-        for j, update in found.items():
+        updates, layers = jax.jit(both)(*_draws(shapes))
+    for layer, by_index in enumerate(layers):
+        for j, update in by_index.items():
             expected = np.asarray(updates[j], np.float32)[layer : layer + 1]
-            tolerance = 1e-5 * np.abs(expected).max(initial=1e-30)
-            close = np.allclose(update, expected, rtol=1e-3, atol=tolerance)
-            if np.isfinite(expected).all() and not close:
+            if not _are_close(np.asarray(update, np.float32), expected):
                 raise ValueError(
                     f"the optimizer's step of {params.names[j]} mixes layers, as norms "
                     "of a whole parameter do (lamb, lars, adafactor, muon). Under "
                     "coat.scan_layers a layer steps alone. Unroll the layers, or use "
                     "jax.value_and_grad"
                 )
+
+
+def _draws(shapes: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
+    """Draws small parameters and gradients of two steps.
+
+    Layers differ in size, so that a norm of both is not that of one.
+    """
+    rng, sizes = np.random.default_rng(0), np.float32([1, 8])
+
+    def draw(shape, scale):
+        x = np.asarray(rng.standard_normal(shape) * scale, np.float32)
+        by_layer = sizes[: shape[0]].reshape(-1, *[1] * (x.ndim - 1)) if shape else 1
+        return x * by_layer
+
+    return [[draw(s, scale) for s in shapes] for scale in (1.0, 1e-3, 1e-1)]
+
+
+def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
+    tolerance = 1e-5 * np.abs(expected).max(initial=1e-30)
+    close = np.allclose(actual, expected, rtol=1e-3, atol=tolerance, equal_nan=True)
+    return close
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,7 +218,10 @@ def _owners(
     fields = dict(fields_of(state))
     for path, node in by_path(state, is_leaf=is_quantized).items():
         field, place = field_of(path, jnp.shape(node), of_path, fields)
-        yield path, None if field is None else index[place]
+        if field is None:  # Factored moments do not have their parameter's shape.
+            ends = (path[start:] for start in range(len(path)))
+            place = next((end for end in ends if end in index), None)
+        yield path, index.get(place)
 
 
 def _like(node: Any, arrays: Sequence[Array]) -> Any:

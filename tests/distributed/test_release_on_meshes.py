@@ -1,0 +1,129 @@
+"""Tests steps inside backward on eight virtual devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from helpers.optimizers import assert_same_bits
+from helpers.released import loss_of, ordinary, parameters, tokens
+from helpers.sharded import as_kernels
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import coat_jax as coat
+from coat_jax.models import llama
+from experiments.common import meshes
+from pallas_kernels import dispatch
+
+pytestmark = pytest.mark.distributed
+KEY = jax.random.key(7)
+
+
+def llama_on(mesh, axis_type):
+    config = llama.LlamaConfig(
+        vocab_size=128,
+        hidden_size=256,
+        intermediate_size=256,
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=4,
+        recipe="coat",
+        param_dtype=jnp.bfloat16,
+        batch_axes="fsdp" if axis_type == AxisType.Auto else None,
+    )
+    graph, params, others = nnx.split(
+        llama.Llama(config, rngs=nnx.Rngs(0)), nnx.Param, ...
+    )
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params, others)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    return loss, params, meshes.param_shardings(params, mesh)
+
+
+@pytest.mark.parametrize("kernels", [False, True], ids=["jnp", "kernels"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, axis_type, kernels):
+    if kernels:  # With kernels layers of stacks are read in place.
+        monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+        as_kernels(monkeypatch)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(axis_type,))
+    loss, params, where = llama_on(mesh, axis_type)
+    tx = coat.fp8_adamw(1e-3)
+    states = coat.opt_state_sharding(tx, params, where)
+    batch = jnp.tile(tokens(), (2, 1))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(params, where)
+        batch = jax.device_put(batch, NamedSharding(mesh, P("fsdp")))
+        state = jax.jit(tx.init, out_shardings=states)(params)
+        results, memory = [], []
+        for step in (ordinary(loss, tx), coat.value_and_update(loss, tx)):
+            jitted = jax.jit(step, out_shardings=(None, where, states))
+            results.append(jitted(params, state, batch, key=KEY))
+            donated = jax.jit(
+                step, donate_argnums=(0, 1), out_shardings=(None, where, states)
+            )
+            compiled = donated.lower(params, state, batch, key=KEY).compile()
+            memory.append(compiled.memory_analysis())
+    expected, actual = jax.device_get(results)
+    assert_same_bits(actual, expected)
+    in_place = [m.alias_size_in_bytes for m in memory]
+    assert in_place[0] == in_place[1]
+
+
+@pytest.mark.parametrize("make", [lambda: coat.fp8_adamw(1e-3), lambda: optax.sgd(0.1)])
+def test_steps_within_shard_map(make):
+    """Replicated parameters: each layer's gradients are summed over devices."""
+    mesh, tx = jax.make_mesh((8,), ("data",)), make()
+    mean = loss_of(coat.scan_layers)
+    params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
+
+    def loss(params, tokens):
+        return jax.lax.pmean(mean(params, tokens), "data")
+
+    def sharded(step):
+        specs = {"in_specs": (P(), P(), P("data")), "out_specs": P()}
+        return jax.jit(jax.shard_map(step, mesh=mesh, **specs))
+
+    state = tx.init(params)
+    steps = (ordinary(loss, tx), coat.value_and_update(loss, tx))
+    expected, actual = (sharded(step)(params, state, batch) for step in steps)
+    assert_same_bits(actual, expected)
+    alone = jax.jit(coat.value_and_update(mean, tx))(params, state, batch)
+    np.testing.assert_allclose(actual[0], alone[0], rtol=1e-3)
+
+
+def test_layers_of_several_axes_keep_their_shardings():
+    mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
+    params = parameters(stacked=True, dtype=jnp.float32)["layers"]
+    specs = {
+        "a": P(None, None, "model"),
+        "b": P(None, "model", None),
+        "norm": P(),
+        "bias": P(None, "model"),
+    }
+
+    def explicit(p, x):
+        a = jax.nn.silu(x * p["norm"] @ p["a"] + p["bias"])
+        return x + jnp.dot(a, p["b"], out_sharding=P("data", None))
+
+    def loss(params, x):
+        return jnp.mean(coat.scan_layers(explicit, x, params) ** 2)
+
+    x = jnp.ones((8, 64)) / 8
+    tx = optax.adam(1e-2)
+    _, expected, _ = ordinary(loss, tx)(params, tx.init(params), x)
+    with jax.set_mesh(mesh):
+        where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
+        placed = jax.device_put(params, where)
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        step = jax.jit(coat.value_and_update(loss, tx))
+        _, actual, state = step(placed, jax.jit(tx.init)(placed), x)
+    for name, p in actual.items():
+        assert p.sharding.is_equivalent_to(where[name], p.ndim)
+        mu = state[0].mu[name]
+        assert mu.sharding.is_equivalent_to(where[name], p.ndim)
+        np.testing.assert_allclose(p, expected[name], atol=1e-4)

@@ -1,0 +1,107 @@
+"""A small model and steps that tests of `coat.value_and_update` share."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import coat_jax as coat
+from coat_jax.optimizers.fused import NotFusedError
+
+HIDDEN, INNER, VOCAB, LAYERS = 64, 128, 128, 3
+
+
+def layer(p, x):
+    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), -1, keepdims=True)
+    h = x * jax.lax.rsqrt(mean + 1e-6).astype(x.dtype) * p["norm"]
+    return x + jax.nn.silu(h @ p["a"] + p["bias"]) @ p["b"]
+
+
+def parameters(*, stacked: bool, dtype=jnp.bfloat16, seed: int = 0):
+    """Returns parameters; each of `a` and `b` has 8,192 elements in a layer."""
+    rng = np.random.default_rng(seed)
+
+    def weight(*shape):
+        return jnp.asarray(rng.standard_normal(shape) * 0.1, dtype)
+
+    def one():
+        return {
+            "a": weight(HIDDEN, INNER),
+            "b": weight(INNER, HIDDEN),
+            "norm": jnp.ones(HIDDEN, dtype),
+            "bias": weight(INNER),
+        }
+
+    layers = [one() for _ in range(LAYERS)]
+    if stacked:
+        layers = jax.tree.map(lambda *xs: jnp.stack(xs), *layers)
+    return {
+        "embedding": weight(VOCAB, HIDDEN),
+        "layers": layers,
+        "unread": weight(HIDDEN, INNER),
+    }
+
+
+def tokens(seed: int = 1):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.integers(0, VOCAB, (4, 9)), jnp.int32)
+
+
+def loss_of(run):
+    """Returns a loss whose layers `run(layer, x, layers)` applies; tied embeddings."""
+
+    def loss(params, tokens):
+        x = params["embedding"][tokens[:, :-1]]
+        x = run(layer, x, params["layers"])
+        logits = (x @ params["embedding"].T).astype(jnp.float32)
+        loss = optax.softmax_cross_entropy_with_integer_labels
+        return jnp.mean(loss(logits, tokens[:, 1:]))
+
+    return loss
+
+
+def unrolled(fn, x, layers):
+    for params in layers:
+        x = coat.apply_layer(fn, x, params)
+    return x
+
+
+def ordinary(loss, tx):
+    """Returns the step of `jax.value_and_grad` and the optimizer."""
+
+    def step(params, state, *args, key=None):
+        value, grads = jax.value_and_grad(loss)(params, *args)
+        try:
+            new = coat.fused_update(tx, grads, state, params, key=key)
+        except NotFusedError:
+            updates, state = tx.update(grads, state, params)
+            new = optax.apply_updates(params, updates), state
+        return value, *new
+
+    return step
+
+
+def after(step, params, state, *args, steps: int = 2, **options):
+    """Returns loss, parameters and state after some steps."""
+    step = jax.jit(step)
+    for _ in range(steps):
+        value, params, state = step(params, state, *args, **options)
+    return value, params, state
+
+
+def assert_steps_equal(loss, tx, params, *args, steps: int = 2, **options):
+    """Asserts that a released step has all bits of the ordinary one."""
+    state = tx.init(params)
+    expected = after(ordinary(loss, tx), params, state, *args, steps=steps, **options)
+    released = coat.value_and_update(loss, tx)
+    actual = after(released, params, state, *args, steps=steps, **options)
+    assert_same_tree_bits(actual, expected)
+
+
+def assert_same_tree_bits(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    leaves = jax.tree_util.tree_leaves_with_path(actual)
+    for (path, a), b in zip(leaves, jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
+        assert a.tobytes() == b.tobytes(), jax.tree_util.keystr(path)

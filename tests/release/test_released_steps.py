@@ -1,0 +1,306 @@
+"""Tests that a step inside backward has the bits of one after it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.core import meta
+from helpers.marks import slow
+from helpers.released import (
+    after,
+    assert_same_tree_bits,
+    assert_steps_equal,
+    layer,
+    loss_of,
+    ordinary,
+    parameters,
+    tokens,
+    unrolled,
+)
+
+import coat_jax as coat
+from coat_jax.models import llama
+from coat_jax.optimizers import noise
+
+
+def scan_of(fn):
+    return loss_of(lambda _, x, layers: coat.scan_layers(fn, x, layers))
+
+
+SCANNED = loss_of(coat.scan_layers)
+FORMS = {False: loss_of(unrolled), True: SCANNED}
+KEY = jax.random.key(7)
+
+
+def matrices(params):
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def by_rank(a, b):
+    def labels(params):
+        return jax.tree.map(lambda p: "a" if p.ndim > 1 else "b", params)
+
+    return optax.partition({"a": a, "b": b}, labels)
+
+
+OPTIMIZERS = {
+    "fp8 lion": lambda: coat.with_quantized_state(optax.lion(1e-3)),
+    "adamw": lambda: optax.adamw(optax.linear_schedule(1e-3, 0, 5), mask=matrices),
+    "sgd": lambda: optax.sgd(0.1),
+    "clip, partition": lambda: optax.chain(
+        optax.clip(1e-3), by_rank(optax.adamw(1e-3), optax.lion(1e-3))
+    ),
+    "frozen": lambda: by_rank(optax.adam(1e-3), optax.set_to_zero()),
+}
+FP8 = {
+    "fp8_adamw": lambda: optax.chain(
+        optax.clip(1e-3), coat.fp8_adamw(1e-3, mask=matrices)
+    ),
+    "fp8_adamw, trace": lambda: optax.chain(coat.fp8_adamw(1e-3), optax.trace(0.5)),
+    "fp8_adamw, frozen": lambda: by_rank(coat.fp8_adamw(1e-3), optax.set_to_zero()),
+}
+SLOW = [
+    pytest.param(make, id=name, marks=pytest.mark.slow) for name, make in FP8.items()
+]
+EACH = [pytest.param(make, id=name) for name, make in OPTIMIZERS.items()]
+
+
+@pytest.mark.parametrize("make", EACH + SLOW)
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
+def test_released_steps_have_the_ordinary_bits(stacked, make):
+    assert_steps_equal(FORMS[stacked], make(), parameters(stacked=stacked), tokens())
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["stacked", "unrolled"])
+def test_bf16_parameters_round_with_the_ordinary_bits(stacked):
+    params = parameters(stacked=stacked)
+    assert_steps_equal(FORMS[stacked], coat.fp8_adamw(1e-3), params, tokens(), key=KEY)
+
+
+def test_random_bits_depend_on_the_layer(monkeypatch):
+    """The test above would fail if each layer of a stack had the first one's bits."""
+    monkeypatch.setattr(noise, "_groups_before", lambda groups: np.uint32(0))
+    params = parameters(stacked=True)
+    with pytest.raises(AssertionError):
+        assert_steps_equal(SCANNED, coat.fp8_adamw(1e-3), params, tokens(), key=KEY)
+
+
+def test_injected_hyperparameters_are_advanced_once():
+    schedule = optax.linear_schedule(1e-2, 1e-3, 4)
+    inject = optax.inject_hyperparams(optax.adamw, hyperparam_dtype=jnp.float32)
+    tx, params = inject(schedule), parameters(stacked=True, dtype=jnp.float32)
+    arguments = params, tx.init(params), tokens()
+    value, new, state = after(coat.value_and_update(SCANNED, tx), *arguments)
+    expected = after(ordinary(SCANNED, tx), *arguments)
+    np.testing.assert_allclose(value, expected[0], rtol=1e-5)
+    # Sums of float32 gradients have another order.
+    for a, b in zip(*map(jax.tree.leaves, (new, expected[1])), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+    assert state.count == 2
+    rate = state.hyperparams["learning_rate"]
+    np.testing.assert_array_equal(rate, expected[2].hyperparams["learning_rate"])
+
+
+MODELS = [
+    {"recipe": "coat"},
+    slow({"recipe": "coat_max", "tie_embeddings": True}),
+    slow({"recipe": "te", "norm": "layer"}),
+    {"recipe": "bf16", "hidden_size": 160, "head_dim": 32},
+]
+
+
+@pytest.mark.parametrize("changes", MODELS, ids=str)
+def test_the_llama_steps_inside_backward(changes):
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "num_layers": 3}
+    heads = {"num_heads": 4, "num_kv_heads": 2, "vocab_size": 128}
+    config = {**sizes, **heads, "param_dtype": jnp.bfloat16, **changes}
+    model = llama.Llama(llama.LlamaConfig(**config), rngs=nnx.Rngs(0))
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params, others)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    assert_steps_equal(loss, coat.fp8_adamw(1e-3), params, tokens(), key=KEY)
+
+
+def test_a_scan_saves_neither_parameters_nor_constants_by_layer():
+    params, mask = parameters(stacked=True), jnp.ones((5, 7), bool)
+
+    def masked(p, x):
+        return layer(p, x) * jnp.where(mask, 1, 2).sum().astype(x.dtype)
+
+    def step(params, tokens):
+        tx = optax.sgd(0.1)
+        released = coat.value_and_update(scan_of(masked), tx)
+        return released(params, tx.init(params), tokens)
+
+    program = jax.make_jaxpr(step)(params, tokens()).jaxpr
+    scan = next(e for e in program.eqns if e.primitive.name == "scan")
+    stacks = {v.aval.shape for v in scan.outvars} - {(4, 8, 64)}
+    assert stacks
+    assert all(shape[:3] == (3, 4, 8) for shape in stacks), stacks
+
+
+def test_gradients_of_one_layer_exist_at_a_time():
+    params, tx = parameters(stacked=True), coat.fp8_adamw(1e-3)
+    params["layers"] = jax.tree.map(lambda p: jnp.repeat(p, 8, 0), params["layers"])
+    arguments = params, tx.init(params), tokens()
+
+    def temporaries(step):
+        jitted = jax.jit(step, donate_argnums=(0, 1))
+        memory = jitted.lower(*arguments).compile().memory_analysis()
+        return memory.temp_size_in_bytes
+
+    stack = sum(p.nbytes for p in jax.tree.leaves(params["layers"]))
+    saving = temporaries(ordinary(SCANNED, tx)) - temporaries(
+        coat.value_and_update(SCANNED, tx)
+    )
+    assert saving > 0.8 * stack
+
+
+def test_layers_may_close_over_differentiated_arrays():
+    def loss(params, tokens):
+        scale = params["unread"][0, :64] + 1
+
+        def scaled(p, x):
+            return layer(p, x) * scale
+
+        return scan_of(scaled)(params, tokens)
+
+    assert_steps_equal(loss, optax.adamw(1e-3), parameters(stacked=True), tokens())
+
+
+def test_stacks_may_hold_keys_and_counts():
+    keys, counts = jax.random.split(jax.random.key(3), 3), jnp.arange(3)
+
+    def dropped(p, x):
+        params, key, count = p
+        keep = jax.random.bernoulli(key, 0.5, x.shape)
+        return jnp.where(keep, layer(params, x), x) * (1 + count).astype(x.dtype)
+
+    def loss(params, tokens):
+        def run(_, x, layers):
+            return coat.scan_layers(dropped, x, (layers, keys, counts))
+
+        return loss_of(run)(params, tokens)
+
+    assert_steps_equal(loss, optax.adamw(1e-3), parameters(stacked=True), tokens())
+
+
+def test_parameters_that_changed_before_have_ordinary_gradients():
+    def loss(params, tokens):
+        wide = jax.tree.map(lambda p: p.astype(jnp.float32), params)
+        return SCANNED(wide, tokens)
+
+    def half(params, tokens):
+        def run(fn, x, layers):
+            first = jax.tree.map(lambda p: p[:1], layers)
+            others = jax.tree.map(lambda p: p[1:], layers)
+            return coat.scan_layers(fn, coat.scan_layers(fn, x, first), others)
+
+        return loss_of(run)(params, tokens)
+
+    params, tx = parameters(stacked=True), optax.adamw(1e-3)
+    assert_steps_equal(loss, tx, params, tokens())
+    assert_steps_equal(half, tx, params, tokens())
+    assert_steps_equal(jax.jit(SCANNED), tx, params, tokens())
+    assert_steps_equal(jax.checkpoint(SCANNED), tx, params, tokens())
+
+
+def test_layers_may_be_wrapped():
+    params, tx = parameters(stacked=True), optax.adamw(1e-3)
+    assert_steps_equal(scan_of(jax.checkpoint(layer)), tx, params, tokens())
+    assert_steps_equal(scan_of(jax.jit(layer)), tx, params, tokens())
+
+
+def test_a_single_layer_and_no_layers_parameters():
+    params = parameters(stacked=True)
+    one = params | {"layers": jax.tree.map(lambda p: p[:1], params["layers"])}
+    assert_steps_equal(SCANNED, optax.adamw(1e-3), one, tokens())
+    layers = params.pop("layers")
+
+    def frozen(params, tokens):
+        return SCANNED(params | {"layers": layers}, tokens)
+
+    assert_steps_equal(frozen, optax.adamw(1e-3), params, tokens())
+
+
+def test_auxiliary_data_comes_back():
+    params, tx = parameters(stacked=True), optax.sgd(0.1)
+
+    def loss(params, tokens):
+        return SCANNED(params, tokens), {"tokens": tokens.size}
+
+    step = coat.value_and_update(loss, tx, has_aux=True)
+    (value, aux), new, _ = step(params, tx.init(params), tokens())
+    expected = ordinary(SCANNED, tx)(params, tx.init(params), tokens())
+    np.testing.assert_array_equal(value, expected[0])
+    assert aux == {"tokens": tokens().size}
+    assert_same_tree_bits(new, expected[1])
+
+
+def test_an_nnx_optimizer_steps_by_its_documented_lines():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.embedding = nnx.Embed(128, 64, rngs=rngs)
+            make = nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs))
+            self.layers = nnx.split_rngs(splits=3)(make)(rngs)
+
+    def run(model, x, scan):
+        graph, stacked = nnx.split(model.layers)
+        return scan(lambda p, x: jnp.tanh(nnx.merge(graph, p)(x)), x, stacked)
+
+    def loss_of_model(model, tokens, scan=coat.scan_layers):
+        return jnp.mean(run(model, model.embedding(tokens), scan) ** 2)
+
+    def plain(fn, x, stacked):
+        return jax.lax.scan(lambda x, p: (fn(p, x), None), x, stacked)[0]
+
+    model, other = Model(nnx.Rngs(0)), Model(nnx.Rngs(0))
+    optimizer, expected = (
+        nnx.Optimizer(m, coat.fp8_adamw(1e-2), wrt=nnx.Param) for m in (model, other)
+    )
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+    step = coat.value_and_update(
+        lambda params, tokens: loss_of_model(nnx.merge(graph, params, others), tokens),
+        optimizer.tx,
+    )
+    state = nnx.as_pure(optimizer.opt_state)
+    _, params, state = jax.jit(step)(nnx.as_pure(params), state, tokens())
+    nnx.update(model, params)
+    nnx.update(optimizer.opt_state, nnx.state(state))
+    optimizer.step[...] += 1
+
+    grads = nnx.grad(lambda m: loss_of_model(m, tokens(), plain))(other)
+    expected.update(other, grads)
+    for a, b in ((model, other), (optimizer, expected)):
+        a, b = (jax.tree.leaves(nnx.state(x)) for x in (a, b))
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(x, np.float32), np.asarray(y, np.float32), atol=1e-6
+            )
+
+
+def test_linen_layers_in_boxes_step():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            init = nn.with_partitioning(nn.initializers.normal(0.1), (None, "model"))
+            return x + jnp.tanh(nn.Dense(64, kernel_init=init, dtype=x.dtype)(x))
+
+    x = jnp.ones((2, 64))
+    init = jax.vmap(lambda key: Layer().init(key, x)["params"])
+    stacked = init(jax.random.split(jax.random.key(0), 3))
+    stacked = meta.add_axis(stacked, 0, {nn.PARTITION_NAME: "layers"})
+
+    def loss(params, x):
+        def apply(p, x):
+            return Layer().apply({"params": p}, x)
+
+        return jnp.mean(coat.scan_layers(apply, x, params) ** 2)
+
+    assert_steps_equal(loss, optax.adamw(1e-2), stacked, x, steps=1)
