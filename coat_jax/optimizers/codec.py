@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.optimizers.moment import Moment
-from coat_jax.optimizers.noise import random_bits, random_words
+from coat_jax.optimizers.noise import random_bits, random_words, stream_of
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
 from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
@@ -70,14 +70,18 @@ def quantized(
         over = None if second is None else values[second]
         _, moment, place = layout.split(path)
 
-        def encoded(x, over, place=place, moment=moment, q=q):
+        stream = None
+        if step is not None and layout.rounding == "stochastic":
+            stream = stream_of(place, q.codes)
+
+        def encoded(x, over, step, stream, moment=moment, q=q):
             noise = None
-            if step is not None and layout.rounding == "stochastic":
-                words = random_words(step, place, q.codes, q.shape)
-                noise = random_bits(words, q.shape)
+            if stream is not None:
+                noise = random_bits(random_words(step, stream, q.shape), q.shape)
             return _encoded(x, over, moment, q.granularity, noise)
 
-        stored.append(on_explicit_mesh(encoded, q.codes, q)(x, over))
+        encode = on_explicit_mesh(encoded, q.codes, q)
+        stored.append(encode(x, over, step, stream))
     return treedef.unflatten(stored)
 
 

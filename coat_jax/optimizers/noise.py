@@ -42,25 +42,21 @@ def layer_of_stacks(layer: Int32[Array, ""]) -> Iterator[None]:
 
 
 def random_words(
-    step: Int32[Array, ""], path: Any, like: Array, shape: tuple[int, ...]
+    step: Int32[Array, ""], stream: UInt32[Array, ""], shape: tuple[int, ...]
 ) -> UInt32[Array, "... g"]:
     """Returns one random word for each group of 128 on the last axis of `shape`.
 
     Under jit a group's word depends on the group's position in the whole array, however
-    the array is sharded. Within `shard_map` it depends on the position in the shard and
-    on the mesh axes over which `like` varies, and on no other axis. So replicas stay
-    equal to the bit.
+    the array is sharded. Within `shard_map` it depends on the position in the shard.
 
     Args:
       step: The number of the step, which may wrap around.
-      path: The parameter's position in its tree, a JAX key path without NNX variables.
-      like: An array that belongs to the parameter. Its type tells which manual mesh
-        axes matter.
+      stream: The parameter's number; see `stream_of`.
       shape: The parameter's shape.
     """
     # Behind a barrier the stream is an operand. As a constant it would give each
     # parameter its own code, while similar parameters should share compiled code.
-    stream = lax.optimization_barrier(stream_of(path, like))
+    stream = lax.optimization_barrier(stream)
     return rounding.random_words(seed_of(step), stream, _groups(shape))
 
 
@@ -72,8 +68,13 @@ def seed_of(step: Int32[Array, ""]) -> UInt32[Array, ""]:
 def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
     """Returns a number that is different for each parameter.
 
-    Within `shard_map` it is also different for shards along axes over which `like`
-    varies.
+    Within `shard_map` it is also different for shards along the mesh axes over which
+    `like` varies, and along no other axis. So replicas stay equal to the bit. Within
+    `layer_of_stacks` it is the number of the layer's first group.
+
+    Args:
+      path: The parameter's position in its tree, a JAX key path without NNX variables.
+      like: An array that belongs to the parameter, of its shape.
     """
     stream = jnp.asarray(_name(path))
     for axis in sorted(jax.typeof(like).manual_axis_type.varying):

@@ -110,11 +110,12 @@ class Target(NamedTuple):
         if self.salt is None:
             return p.astype(self.param.dtype)
 
-        def rounded(p, salt, step):
-            words = random_words(step, path, self.param, p.shape)
+        def rounded(p, salt, step, stream):
+            words = random_words(step, stream, p.shape)
             return stochastic_bfloat16(p, random_bits(hash32(words ^ salt), p.shape))
 
-        return on_explicit_mesh(rounded, p, p)(p, self.salt, step)
+        stream = stream_of(path, self.param)
+        return on_explicit_mesh(rounded, p, p)(p, self.salt, step, stream)
 
 
 class Stacks:
@@ -304,8 +305,8 @@ def _fused_leaf(
     if whole is not None:
         (param, moments), layer = whole, stacks.layer
 
-    def stepped(scalars, grad, moments, param, salt, step, layer):
-        seeds = seed_of(step), stream_of(leaf.path, codes)
+    def stepped(scalars, grad, moments, param, salt, step, stream, layer):
+        seeds = seed_of(step), stream
         if _in_blocks(grad, moments):
             floats = AdamScalars(*map(jnp.float32, scalars))
             return adam_in_blocks(floats, grad, moments, *seeds, param, salt)
@@ -314,7 +315,8 @@ def _fused_leaf(
 
     results = (leaf.grad if param is None else param, moments)
     stepped = on_explicit_mesh(stepped, codes, results)
-    arrays = leaf.grad, moments, param, salt, step, layer
+    stream = stream_of(leaf.path, codes)
+    arrays = leaf.grad, moments, param, salt, step, stream, layer
     return leaf.after(*stepped(scalars, *arrays))
 
 

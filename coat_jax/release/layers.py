@@ -295,29 +295,30 @@ class _Scan:
         norm = self.release.mode == "norm"
         states = self.own.stored(states)
 
-        def body(step, carry):
-            stepped, total, dothers, dshared, dy = carry
-            index = self.depth - 1 - step
+        def body(carry, layer):
+            stepped, total, dshared, dy = carry
+            index, other, saved = layer
             stacks = (leaves, states) if norm else stepped
-            slices, other = _at(stacks, index), _at(others, index)
-            one = jax.tree.map(_first, (slices[0], other))
-            saved = jax.tree.map(_first, _at(by_layer, index))
-            vjp = self.saved.vjp(one, saved, constants)
+            slices = jax.tree.map(
+                lambda x: lax.dynamic_slice_in_dim(x, index, 1), stacks
+            )
+            params = jax.tree.map(_first, slices[0])
+            vjp = self.saved.vjp((params, other), saved, constants)
             grads, dother, dshare, dx = vjp(dy)
             # Parameters change in place after everything that reads them.
             grads, (dother, dshare, dx) = _in_order(grads, (dother, dshare, dx))
-            dothers = _put(dothers, _differentiable(dother), index)
             dshared = jax.tree.map(jnp.add, dshared, _differentiable(dshare))
             if norm:
                 total = total + squares(grads)
             else:
                 stepped = self._stepped(index, grads, slices, stacks)
-            return stepped, total, dothers, dshared, dx
+            return (stepped, total, dshared, dx), _differentiable(dother)
 
-        zeros = [jax.tree.map(jnp.zeros_like, _floating(x)) for x in (others, shared)]
         stepped = () if norm else (leaves, states)
-        carry = (stepped, jnp.zeros(()), *zeros, dy)
-        stepped, total, dothers, dshared, dx = lax.fori_loop(0, self.depth, body, carry)
+        carry = (stepped, jnp.zeros(()), _zeros(shared), dy)
+        layers = jnp.arange(self.depth), others, by_layer
+        carry, dothers = lax.scan(body, carry, layers, reverse=True)
+        stepped, total, dshared, dx = carry
         dothers, dshared = _filled(dothers, others), _filled(dshared, shared)
         if norm:
             return None, None, total, dothers, dshared, dx
@@ -359,8 +360,10 @@ def _is_real(x: Any) -> bool:
     return getattr(x, "dtype", None) != jax.dtypes.float0
 
 
-def _floating(arrays: Sequence[Any]) -> list:
-    return [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)]
+def _zeros(arrays: Sequence[Any]) -> list:
+    """Returns zeros for the cotangents of floating arrays."""
+    floating = (x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact))
+    return list(map(jnp.zeros_like, floating))
 
 
 def _differentiable(cotangents: Sequence[Any]) -> list:
@@ -373,17 +376,6 @@ def _filled(cotangents: Sequence[Any], arrays: Sequence[Any]) -> list:
     real: Iterator = iter(cotangents)
     inexact = (jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
     return [next(real) if is_inexact else None for is_inexact in inexact]
-
-
-def _at(tree: Any, index: Int[Array, ""]) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, index, 1), tree)
-
-
-def _put(tree: Any, slices: Any, index: Int[Array, ""]) -> Any:
-    def put(stack, x):
-        return lax.dynamic_update_slice_in_dim(stack, x[None], index, 0)
-
-    return jax.tree.map(put, tree, slices)
 
 
 def _first(x: Any) -> Any:

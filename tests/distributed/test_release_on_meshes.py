@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers.marks import slow
 from helpers.optimizers import assert_same_bits
 from helpers.released import loss_of, ordinary, parameters, tokens
 from helpers.sharded import as_kernels
@@ -14,24 +15,24 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.models import llama
-from experiments.common import meshes
 from pallas_kernels import dispatch
 
 pytestmark = pytest.mark.distributed
 KEY = jax.random.key(7)
 
 
-def llama_on(mesh, axis_type):
+def llama_on(mesh):
     config = llama.LlamaConfig(
         vocab_size=128,
         hidden_size=256,
-        intermediate_size=256,
+        intermediate_size=512,
         num_layers=3,
-        num_heads=4,
-        num_kv_heads=4,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=128,
         recipe="coat",
         param_dtype=jnp.bfloat16,
-        batch_axes="fsdp" if axis_type == AxisType.Auto else None,
+        batch_axes="fsdp",
     )
     graph, params, others = nnx.split(
         llama.Llama(config, rngs=nnx.Rngs(0)), nnx.Param, ...
@@ -41,17 +42,24 @@ def llama_on(mesh, axis_type):
         model = nnx.merge(graph, params, others)
         return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
-    return loss, params, meshes.param_shardings(params, mesh)
+    return loss, params, _fsdp(params, mesh)
 
 
-@pytest.mark.parametrize("kernels", [False, True], ids=["jnp", "kernels"])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, axis_type, kernels):
+def _fsdp(params, mesh):
+    def of(p):
+        spec = P(*[None] * (p.ndim - 2), "fsdp") if p.ndim > 2 else P()
+        return NamedSharding(mesh, spec)
+
+    return jax.tree.map(of, params)
+
+
+@pytest.mark.parametrize("kernels", [slow(False), True], ids=["jnp", "kernels"])
+def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, kernels):
     if kernels:  # With kernels layers of stacks are read in place.
         monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
         as_kernels(monkeypatch)
-    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(axis_type,))
-    loss, params, where = llama_on(mesh, axis_type)
+    mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
+    loss, params, where = llama_on(mesh)
     tx = coat.fp8_adamw(1e-3)
     states = coat.opt_state_sharding(tx, params, where)
     batch = jnp.tile(tokens(), (2, 1))
@@ -77,7 +85,7 @@ def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, axis_type, kernels)
 @pytest.mark.parametrize("make", [lambda: coat.fp8_adamw(1e-3), lambda: optax.sgd(0.1)])
 def test_steps_within_shard_map(make):
     """Replicated parameters: each layer's gradients are summed over devices."""
-    mesh, tx = jax.make_mesh((8,), ("data",)), make()
+    mesh, tx = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), make()
     mean = loss_of(coat.scan_layers)
     params, batch = parameters(stacked=True), jnp.tile(tokens(), (2, 1))
 
@@ -96,7 +104,8 @@ def test_steps_within_shard_map(make):
     np.testing.assert_allclose(actual[0], alone[0], rtol=1e-3)
 
 
-def test_layers_of_several_axes_keep_their_shardings():
+@pytest.mark.parametrize("make", [optax.adam, coat.fp8_adamw])
+def test_layers_on_explicit_axes_keep_their_shardings(make):
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     params = parameters(stacked=True, dtype=jnp.float32)["layers"]
     specs = {
@@ -106,16 +115,17 @@ def test_layers_of_several_axes_keep_their_shardings():
         "bias": P(None, "model"),
     }
 
-    def explicit(p, x):
-        a = jax.nn.silu(x * p["norm"] @ p["a"] + p["bias"])
-        return x + jnp.dot(a, p["b"], out_sharding=P("data", None))
+    def loss_on(where):
+        def explicit(p, x):
+            a = jax.nn.silu(x * p["norm"] @ p["a"] + p["bias"])
+            return x + jnp.dot(a, p["b"], out_sharding=where)
 
-    def loss(params, x):
-        return jnp.mean(coat.scan_layers(explicit, x, params) ** 2)
+        return lambda params, x: jnp.mean(coat.scan_layers(explicit, x, params) ** 2)
 
     x = jnp.ones((8, 64)) / 8
-    tx = optax.adam(1e-2)
-    _, expected, _ = ordinary(loss, tx)(params, tx.init(params), x)
+    tx = make(1e-2)
+    _, expected, _ = ordinary(loss_on(None), tx)(params, tx.init(params), x)
+    loss = loss_on(P("data", None))
     with jax.set_mesh(mesh):
         where = jax.tree.map(lambda s: NamedSharding(mesh, s), specs)
         placed = jax.device_put(params, where)
@@ -125,5 +135,6 @@ def test_layers_of_several_axes_keep_their_shardings():
     for name, p in actual.items():
         assert p.sharding.is_equivalent_to(where[name], p.ndim)
         mu = state[0].mu[name]
-        assert mu.sharding.is_equivalent_to(where[name], p.ndim)
+        if make is optax.adam:  # Groups of FP8 moments are not cut.
+            assert mu.sharding.is_equivalent_to(where[name], p.ndim)
         np.testing.assert_allclose(p, expected[name], atol=1e-4)
