@@ -1,5 +1,6 @@
 """A loss and an optimizer's step in one pass: gradients need no memory of their own."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,8 @@ def value_and_update(
     has_aux: bool = False,
     max_norm: float | None = None,
     skip_not_finite: bool = False,
-) -> Callable[..., tuple[Any, optax.Params, optax.OptState]]:
+    return_norms: bool = False,
+) -> Callable[..., tuple]:
     """Computes a loss and the optimizer's step, which runs inside the backward pass.
 
     It takes the place of `jax.value_and_grad` followed by the optimizer. Each gradient
@@ -61,18 +63,25 @@ def value_and_update(
         loss is not finite, or with `max_norm`, if the norm of the gradients is not.
         Without `max_norm`, a gradient that is not finite in spite of a finite loss is
         not noticed before parameters of other layers have changed.
+      return_norms: Whether the norms of the gradients, before clipping, are returned,
+        as `max_norm` computes them.
 
     Returns:
       A function of parameters, the optimizer's state and the further arguments of
       `loss`. It returns the loss (with `has_aux`, the pair), the parameters and the
-      state. Its keyword argument `key` is a key for stochastic rounding of BF16
-      parameters; see `coat.fused_update`. Under `jax.jit` donate parameters and state,
-      so that they change in place.
+      state, and with `return_norms` a tree like the parameters of their gradients'
+      norms, float32. Under `jax.jit` donate parameters and state, so that they change
+      in place. The function's own keyword arguments are:
+
+      - `key`: A key for stochastic rounding of BF16 parameters; see
+        `coat.fused_update`.
+      - `max_loss`: With `skip_not_finite`, a step with a larger loss is skipped, too.
 
     Raises:
       TypeError: If `tx` is no optax transformation. The returned function raises it for
         parameters that are not floating.
-      ValueError: If `max_norm` is not positive. The returned function raises it for
+      ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
+        The returned function raises it for
         optimizers as above, for a key that `tx` has no use for, and for parameters that
         two layers read.
 
@@ -102,14 +111,19 @@ def value_and_update(
         raise TypeError(f"tx must be an optax transformation, got {tx!r}")
     if max_norm is not None and not is_positive_number(max_norm):
         raise ValueError(f"max_norm must be a positive number, got {max_norm!r}")
+    if return_norms and max_norm is None:
+        raise ValueError(
+            "return_norms needs max_norm, whose backward pass computes the norms"
+        )
 
     def step(
         params: optax.Params,
         opt_state: optax.OptState,
         *args: Any,
         key: Key[Array, ""] | None = None,
+        max_loss: Array | float = math.inf,
         **kwargs: Any,
-    ) -> tuple[Any, optax.Params, optax.OptState]:
+    ) -> tuple:
         whole = Parameters(params, opt_state)
         _check_floating(whole)
         fused = is_fused(tx, params, opt_state)
@@ -121,8 +135,8 @@ def value_and_update(
         optimizer = Optimizer(tx=tx, params=whole, is_fused=fused, key=key)
         release = Release(params=whole)
 
-        def tapped_loss(leaves, states, total):
-            release.leaves, release.states, release.total = leaves, states, total
+        def tapped_loss(leaves, states, sums):
+            release.leaves, release.states, release.sums = leaves, states, sums
             token = taps.active.set(release)
             try:
                 return loss(release.tapped(), *args, **kwargs)
@@ -130,7 +144,7 @@ def value_and_update(
                 taps.active.reset(token)
 
         states = [whole.state_of(j) for j in range(len(whole.leaves))]
-        arguments = whole.leaves, as_floats(states), jnp.zeros(())
+        arguments = whole.leaves, as_floats(states), jnp.zeros(len(states))
         value, vjp, *aux = jax.vjp(tapped_loss, *arguments, has_aux=has_aux)
         check_layers(optimizer, release.stacked)
 
@@ -139,10 +153,12 @@ def value_and_update(
             return result[0] if has_aux else result
 
         warn_of_scans(value_of, whole, release.stacked)
-        norm = None
+        ok, clip, norms = value <= max_loss, None, None  # No number is <= NaN.
         if max_norm is not None:
-            norm = _norm(release, vjp, value)
-        clip = None if norm is None else Clip(norm=norm, limit=max_norm)
+            sums = _sums_of_squares(release, vjp, value)
+            clip = Clip(norm=jnp.sqrt(jnp.sum(sums)), limit=max_norm)
+            ok = ok & jnp.isfinite(clip.norm)
+            norms = whole.treedef.unflatten(jnp.sqrt(sums))
         release.optimizer = Optimizer(
             tx=tx, params=whole, is_fused=fused, key=key, clip=clip
         )
@@ -151,26 +167,29 @@ def value_and_update(
             return _stepped(release, vjp, value, states)
 
         if skip_not_finite:
-            finite = jnp.isfinite(value if norm is None else value + norm)
+            ok = ok & jnp.isfinite(value)
             same = whole.leaves, states, whole.shared()
-            leaves, states, shared = lax.cond(finite, stepped, lambda: same)
+            leaves, states, shared = lax.cond(ok, stepped, lambda: same)
         else:
             leaves, states, shared = stepped()
-        return (
+        results = (
             (value, *aux) if has_aux else value,
             whole.treedef.unflatten(leaves),
             whole.whole_state(states, shared),
         )
+        return (*results, norms) if return_norms else results
 
     return step
 
 
-def _norm(release: Release, vjp: Callable, value: Array) -> Float[Array, ""]:
-    """Computes the global norm of the gradients in a backward pass of its own."""
+def _sums_of_squares(
+    release: Release, vjp: Callable, value: Array
+) -> Float[Array, " parameters"]:
+    """Computes each gradient's sum of squares in a backward pass of its own."""
     release.mode, release.readers = "norm", {}
-    *_, total = vjp(jnp.ones_like(value))
+    *_, sums = vjp(jnp.ones_like(value))
     release.mode = "step"
-    return jnp.sqrt(total)
+    return sums
 
 
 def _stepped(release: Release, vjp: Callable, value: Array, states: list) -> tuple:

@@ -15,7 +15,7 @@ from coat_jax.optimizers.step import Stacks
 from coat_jax.optimizers.trees import unboxed
 from coat_jax.release import taps
 from coat_jax.release.parts import as_floats
-from coat_jax.release.taps import Release, squares
+from coat_jax.release.taps import Release
 
 
 def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
@@ -54,12 +54,12 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
     layer, shared = _converted(fn, params, x)
 
     @jax.custom_vjp
-    def run(leaves, states, total, others, shared, x):
-        del states, total
+    def run(leaves, states, sums, others, shared, x):
+        del states, sums
         return layer(own.merged(leaves, others), x, shared)
 
-    def fwd(leaves, states, total, others, shared, x):
-        del total
+    def fwd(leaves, states, sums, others, shared, x):
+        del sums
 
         def plain(leaves, others, shared, x):
             return layer(own.merged(leaves, others), x, shared)
@@ -72,8 +72,8 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
         grads, *before = vjp(dy)
         release.claim(own.indices, "a coat.apply_layer")
         if release.mode == "norm":
-            total, before = _in_order(squares(grads), before)
-            return None, None, total, *before
+            sums, before = _in_order(release.squares(own.indices, grads), before)
+            return None, None, sums, *before
         # Layers before this one wait for the step. So do reads of the parameters.
         grads, before = _in_order(grads, before)
         leaves, states = own.step(grads, leaves, own.stored(states))
@@ -81,7 +81,7 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
         return leaves, as_floats(states), None, *before
 
     run.defvjp(fwd, bwd)
-    return run(own.leaves, own.states, release.total, own.others, shared, x)
+    return run(own.leaves, own.states, release.sums, own.others, shared, x)
 
 
 def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
@@ -133,8 +133,8 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
     scan = _Scan(release=release, own=own, layer=layer, depth=depth)
 
     @jax.custom_vjp
-    def run(leaves, states, total, others, shared, x):
-        del states, total
+    def run(leaves, states, sums, others, shared, x):
+        del states, sums
 
         def body(x, arrays):
             return layer(own.merged(*arrays), x, shared), None
@@ -142,7 +142,7 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
         return lax.scan(body, x, (leaves, others))[0]
 
     run.defvjp(scan.forward, scan.backward)
-    return run(own.leaves, own.states, release.total, own.others, shared, x)
+    return run(own.leaves, own.states, release.sums, own.others, shared, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,8 +275,8 @@ class _Scan:
     depth: int
     saved: _Saved | None = None
 
-    def forward(self, leaves, states, total, others, shared, x):
-        del total
+    def forward(self, leaves, states, sums, others, shared, x):
+        del sums
 
         def body(x, arrays):
             def plain(leaves, others, shared, x):
@@ -296,7 +296,7 @@ class _Scan:
         states = self.own.stored(states)
 
         def body(carry, layer):
-            stepped, total, dshared, dy = carry
+            stepped, sums, dshared, dy = carry
             index, other, saved = layer
             stacks = (leaves, states) if norm else stepped
             slices = jax.tree.map(
@@ -309,19 +309,19 @@ class _Scan:
             grads, (dother, dshare, dx) = _in_order(grads, (dother, dshare, dx))
             dshared = jax.tree.map(jnp.add, dshared, _differentiable(dshare))
             if norm:
-                total = total + squares(grads)
+                sums = sums + self.release.squares(self.own.indices, grads)
             else:
                 stepped = self._stepped(index, grads, slices, stacks)
-            return (stepped, total, dshared, dx), _differentiable(dother)
+            return (stepped, sums, dshared, dx), _differentiable(dother)
 
         stepped = () if norm else (leaves, states)
-        carry = (stepped, jnp.zeros(()), _zeros(shared), dy)
+        carry = (stepped, jnp.zeros(len(self.release.leaves)), _zeros(shared), dy)
         layers = jnp.arange(self.depth), others, by_layer
         carry, dothers = lax.scan(body, carry, layers, reverse=True)
-        stepped, total, dshared, dx = carry
+        stepped, sums, dshared, dx = carry
         dothers, dshared = _filled(dothers, others), _filled(dshared, shared)
         if norm:
-            return None, None, total, dothers, dshared, dx
+            return None, None, sums, dothers, dshared, dx
         return stepped[0], as_floats(stepped[1]), None, dothers, dshared, dx
 
     def _stepped(self, index: Int[Array, ""], grads, slices, stacks) -> tuple:

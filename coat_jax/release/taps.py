@@ -30,11 +30,12 @@ class Release:
     Attributes:
       params: The parameters and their state.
       optimizer: The optimizer, once the backward pass begins.
-      mode: What a backward pass computes: the parameters after their step, or the sum
-        of squares of all gradients.
+      mode: What a backward pass computes: the parameters after their step, or the
+        gradients' sums of squares.
       leaves: The differentiated parameters.
       states: Their states, as floats.
-      total: The differentiated number that stands for the sum of squares.
+      sums: The differentiated array that stands for the sums of squares, one for each
+        parameter.
       taps: The tap of each parameter.
       readers: What computed the gradient of each parameter in the last backward pass.
       stacked: The parameters that are stacks of layers.
@@ -45,7 +46,7 @@ class Release:
     mode: Literal["step", "norm"] = "step"
     leaves: Sequence[Array] = ()
     states: Sequence[Nodes] = ()
-    total: Any = None
+    sums: Any = None
     taps: Sequence[Array] = ()
     readers: dict[int, str] = dataclasses.field(default_factory=dict)
     stacked: set[int] = dataclasses.field(default_factory=set)
@@ -53,7 +54,7 @@ class Release:
     def tapped(self) -> Any:
         """Returns the parameters' tree of taps."""
         self.taps = [
-            _tap(self, j)(leaf, state, self.total)
+            _tap(self, j)(leaf, state, self.sums)
             for j, (leaf, state) in enumerate(
                 zip(self.leaves, self.states, strict=True)
             )
@@ -92,28 +93,29 @@ class Release:
         leaves, state = self.optimizer.step(grads, leaves, states, **options)
         return leaves, self.params.states_after(state, list(grads))
 
-
-def squares(grads: Any) -> Float[Array, ""]:
-    """Returns the sum of squares of all gradients."""
-    leaves = (g.astype(jnp.float32) for g in jax.tree.leaves(grads))
-    return sum((jnp.sum(jnp.square(g)) for g in leaves), jnp.zeros(()))
+    def squares(
+        self, indices: Sequence[int], grads: Sequence[Array]
+    ) -> Float[Array, " parameters"]:
+        """Returns the sums of squares of some gradients, and 0 for other parameters."""
+        sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
+        return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
 
 
 def _tap(release: Release, index: int):
     @jax.custom_vjp
-    def tap(leaf, state, total):
-        del state, total
+    def tap(leaf, state, sums):
+        del state, sums
         return leaf
 
-    def fwd(leaf, state, total):
-        del total
+    def fwd(leaf, state, sums):
+        del sums
         return leaf, (leaf, state)
 
     def bwd(saved, grad):
         leaf, state = saved
         release.claim([index], "the loss itself")
         if release.mode == "norm":
-            return None, None, squares(grad)
+            return None, None, release.squares([index], [grad])
         stored = release.params.stored(index, state)
         leaves, states = release.step({index: grad}, {index: leaf}, {index: stored})
         return leaves[index], as_floats(states[index]), None
