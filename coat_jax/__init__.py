@@ -1,6 +1,6 @@
 """COAT in JAX: FP8 optimizer states and FP8 activations for memory-efficient training.
 
-The method is that of COAT (arXiv 2410.19313). Adam's moments are stored in FP8 with
+The method is COAT (arXiv 2410.19313). Adam's moments are stored in FP8 with
 dynamic range expansion. Activations that the backward pass needs are saved in FP8, with
 a granularity (per-tensor or per-group scales) chosen for each of them.
 """

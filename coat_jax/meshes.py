@@ -16,7 +16,7 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
 
     Args:
       fn: A function of arrays.
-      like: An array whose type has the mesh.
+      like: An array with the mesh in its type.
       result: The result of `fn`, or arrays of the same types. Those that are on no mesh
         get the sharding of `like`.
     """
@@ -36,9 +36,9 @@ def on_explicit_tokens(fn: Callable, x: Array, results: Any) -> Callable:
 
     Args:
       fn: A function of trees of arrays.
-      x: An array of tokens, whose type has the mesh.
+      x: An array of tokens with the mesh in its type.
       results: A tree like the results: the number of leading axes of each array that
-        are tokens, with the sharding of those of `x`. With 0 an array is replicated.
+        are tokens, with the sharding of the axes of `x`. With 0 an array is replicated.
     """
     where = jax.typeof(x).sharding
     if not (explicit := where.mesh.explicit_axes):
@@ -61,10 +61,10 @@ def sharded_like(x: Array, y: Array) -> Array:
 
 
 def batch_shards(x: Array, batch_axes: str | tuple[str, ...] | None) -> int:
-    """Returns the number of shards that a mesh splits the batch into, the first axis.
+    """Returns the number of shards that a mesh splits the batch into.
 
     Args:
-      x: An array, whose type has the mesh.
+      x: An array with the mesh in its type.
       batch_axes: The mesh axes that split the batch, if the mesh's axes are automatic.
         None counts as one shard then, because types do not say how arrays are split.
     """

@@ -107,8 +107,10 @@ def obstacle(arrays: Any) -> str | None:
     mesh = mesh_of(arrays)
     if mesh is None or not mesh.manual_axes:
         return None
-    others = ", ".join(name for name in mesh.axis_names if name not in mesh.manual_axes)
-    return f"shard_map leaves the axes {others} of the mesh to XLA"
+    auto_axes = ", ".join(
+        name for name in mesh.axis_names if name not in mesh.manual_axes
+    )
+    return f"shard_map leaves the axes {auto_axes} of the mesh to XLA"
 
 
 def _is_manual(mesh: AbstractMesh) -> bool:

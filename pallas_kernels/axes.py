@@ -22,9 +22,9 @@ class Axes:
       sizes: The lengths of axes that occur in merged axes only.
       own: Whether the array stays as it is split, whatever its names.
       gathered: Whether the array's last axis may be split further than its name. Then
-        the operation gets these parts gathered, one behind another along the first
-        axis, which has one element before. Gathered along the last axis they would have
-        to be copied once more, since they are no contiguous memory there.
+        the operation gets these parts gathered, one after another along the first axis,
+        which has one element before. Gathered along the last axis they would have to be
+        copied once more, since they are no contiguous memory there.
       added: Whether the operation adds the array to a result. Where that is a sum over
         devices, one of them adds the array, and the others add zeros.
     """
@@ -39,16 +39,16 @@ class Axes:
     @property
     def merged(self) -> list[list[str]]:
         """The names of each axis of the array: several if it is merged."""
-        found, inside = [], False
+        groups, inside = [], False
         for word in self.names.replace("(", "( ").replace(")", " )").split():
             if word in "()":
                 inside = word == "("
-                found += [[]] if inside else []
+                groups += [[]] if inside else []
             elif inside:
-                found[-1].append(word)
+                groups[-1].append(word)
             else:
-                found.append([word])
-        return found
+                groups.append([word])
+        return groups
 
     def mapped(self, name: str) -> "Axes":
         """Returns the axes with one in front, over which `vmap` maps."""

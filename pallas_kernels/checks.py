@@ -66,6 +66,6 @@ def scalar(name: str, x: Any, *others: str | None) -> Float[Array, ""] | str | N
     except (TypeError, ValueError):
         number = None
     if number is None or number.ndim:
-        got = repr(x) if number is None else f"the shape {number.shape}"
-        raise ValueError(f"{name} must be a scalar, got {got}")
+        actual = repr(x) if number is None else f"the shape {number.shape}"
+        raise ValueError(f"{name} must be a scalar, got {actual}")
     return number

@@ -77,8 +77,8 @@ class Explanation:
         rows = [("operation", "of", "runs", "calls", "because")]
         for choice, calls in Counter(self.choices).items():
             arrays = " ".join(choice.arrays)
-            what = (choice.operation, arrays, choice.implementation)
-            rows.append((*what, str(calls), choice.reason))
+            columns = (choice.operation, arrays, choice.implementation)
+            rows.append((*columns, str(calls), choice.reason))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
         return "\n".join(lines)
@@ -161,7 +161,7 @@ class Operation(abc.ABC):
     """An operation: its definition in jnp, its kernel, and the axes of its arrays.
 
     Subclasses are frozen dataclasses of the operation's static parameters. All methods
-    take the same arrays, some of which may be None.
+    take the same arrays, and some may be None.
 
     Attributes:
       name: The operation's name.
@@ -225,22 +225,22 @@ def _choose(
         raise ValueError(
             f"implementations are 'mosaic' and 'reference', got {implementation!r}"
         )
-    reason, made = "the caller named it", _made.get()
+    reason, choices = "the caller named it", _made.get()
     if implementation is None:
         why = _against_kernels(arrays)
-        if not why or made is not None:  # `explain` shows all reasons.
+        if not why or choices is not None:  # `explain` shows all reasons.
             obstacle = operation.obstacle(*arrays)
-            if obstacle and made is None:
+            if obstacle and choices is None:
                 _warn(operation, arrays, obstacle)
-            own = obstacle or operation.slower(*arrays)
-            why += filter(None, [own])
+            objection = obstacle or operation.slower(*arrays)
+            why += filter(None, [objection])
         implementation = "reference" if why else "mosaic"
         reason = "; ".join(why) or f"{_device().device_kind} is a Hopper GPU"
     elif implementation == "mosaic" and (why := operation.obstacle(*arrays)):
         raise ValueError(f"the kernel cannot run: {why}")
-    if made is not None:
+    if choices is not None:
         described = _described(arrays)
-        made.append(Choice(operation.name, described, implementation, reason))
+        choices.append(Choice(operation.name, described, implementation, reason))
     return implementation
 
 

@@ -92,8 +92,9 @@ class _Call:
     ) -> Sequence[Any]:
         """Writes the call into the module that is being lowered.
 
-        `avals` are the types of the program's values, and `returns` those of the
-        results. They may be others than the kernel's: it only gets addresses.
+        `avals` are the types of the program's values, and `returns` the types of the
+        results. They may differ from the kernel's types, because a kernel only gets
+        addresses.
         """
         operands = [values[j] for j in self.operands]
         takes = [avals[j] for j in self.operands]
@@ -117,10 +118,10 @@ class _Calls:
     def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
         """Writes all calls into the module that is being lowered."""
         values, avals = list(operands), list(ctx.avals_in)
-        wanted = dict(zip(self.results, ctx.avals_out, strict=True))
+        types = dict(zip(self.results, ctx.avals_out, strict=True))
         for call in self.calls:
-            own = enumerate(call.returns, len(values))
-            returns = [wanted.get(j, aval) for j, aval in own]
+            positions = enumerate(call.returns, len(values))
+            returns = [types.get(j, aval) for j, aval in positions]
             values += call.emit(ctx, values, avals, returns)
             avals += returns
         results = zip(self.results, ctx.avals_out, strict=True)

@@ -158,8 +158,8 @@ def reciprocal(scale: Float[Array, "..."]) -> Array:
     """Computes 1 / scale, correctly rounded for scales of 8 significant bits.
 
     These include all bfloat16 numbers, and so powers of two. GPUs divide with an error
-    in the last bit. The error, 1 - scale * guess, can be computed exactly: the guess
-    is split into two halves, whose products with such a scale are exact.
+    in the last bit. The error, 1 - scale * guess, can be computed exactly: the guess is
+    split into two halves, and the products of a half and such a scale are exact.
     """
     guess = 1.0 / scale
     bits = float_bits(guess) & jnp.uint32(0xFFFFFF00)

@@ -52,7 +52,9 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
         (mapped,) = mapped
         mapped = tuple(jax.tree.leaves(mapped))
         operands = _leaves(arrays, operation.axes(*arrays)[0])
-        if all(x.own for x, own in zip(operands, mapped, strict=True) if own):
+        if all(
+            x.own for x, is_mapped in zip(operands, mapped, strict=True) if is_mapped
+        ):
             # The arrays over which `vmap` maps are not read.
             out = on_parts(operation, *arrays)
             return out, jax.tree.map(lambda _: False, out)
@@ -93,11 +95,11 @@ class _Mapped:
         return self.operation.obstacle(*self._ones(arrays))
 
     def axes(self, *arrays: Any) -> tuple:
-        ones, name = self._ones(arrays), f"vmap{self.depth}"
-        operands, results = self.operation.axes(*ones)
-        out = jax.eval_shape(self.operation.reference, *ones)
-        given = zip(_leaves(arrays, operands), self.mapped, strict=True)
-        operands = [axes.mapped(name) if mapped else axes for axes, mapped in given]
+        examples, name = self._ones(arrays), f"vmap{self.depth}"
+        operands, results = self.operation.axes(*examples)
+        out = jax.eval_shape(self.operation.reference, *examples)
+        pairs = zip(_leaves(arrays, operands), self.mapped, strict=True)
+        operands = [axes.mapped(name) if mapped else axes for axes, mapped in pairs]
         results = [axes.mapped(name) for axes in _leaves(out, results)]
         trees = jax.tree.structure(arrays), jax.tree.structure(out)
         return trees[0].unflatten(operands), trees[1].unflatten(results)
@@ -165,27 +167,34 @@ class _Call:
         return self._with_amax(self.operation.kernel(*arrays))
 
     def part(
-        self, arrays: tuple, mesh: Mesh, split: Mapping, taken: Specs, wanted: Specs
+        self,
+        arrays: tuple,
+        mesh: Mesh,
+        split: Mapping,
+        operand_specs: Specs,
+        result_specs: Specs,
     ) -> Any:
         """Computes one device's part of the results from its parts of the arrays."""
-        arrays = self._added_once(self._gathered(arrays, split, taken), split)
+        arrays = self._added_once(self._gathered(arrays, split, operand_specs), split)
         # The arrays are one device's parts, to which no mesh applies.
         device = mesh.abstract_mesh.abstract_device
         alone = AbstractMesh((), (), abstract_device=device)
         with jax.sharding.use_abstract_mesh(alone):
             out = self._with_amax(self.operation(*arrays))
         leaves, tree = jax.tree.flatten(out)
-        specs = self.specs(self.results, split, wanted)
-        whole = [
+        specs = self.specs(self.results, split, result_specs)
+        complete = [
             _reduced(x, axes, split, spec)
             for x, axes, spec in zip(leaves, self.results, specs, strict=True)
         ]
-        return tree.unflatten(whole)
+        return tree.unflatten(complete)
 
-    def _gathered(self, arrays: tuple, split: Mapping, taken: Specs) -> tuple:
+    def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
         """Returns the arrays; those in more parts than their names say are gathered."""
         leaves, tree = jax.tree.flatten(arrays)
-        for j, (axes, spec) in enumerate(zip(self.operands, taken, strict=True)):
+        for j, (axes, spec) in enumerate(
+            zip(self.operands, operand_specs, strict=True)
+        ):
             if axes.gathered and (further := _further(axes, split, spec)):
                 leaves[j] = lax.all_gather(leaves[j], further, axis=0, tiled=True)
         return tree.unflatten(leaves)
@@ -216,42 +225,42 @@ class _Call:
           shapes: The shapes of operands and results.
           specs: Their partition specs, as far as they are known.
         """
-        whole = self._whole()
-        lengths, wanted = self._lengths(shapes), {}
+        unsplit = self._whole()
+        lengths, requested = self._lengths(shapes), {}
         for axes, spec in zip((*self.operands, *self.results), specs, strict=False):
             if axes.own:
                 continue
             for names, parts in zip(axes.merged, spec, strict=False):
-                if parts and names[0] not in whole:
-                    wanted.setdefault(names[0], _tuple(parts))
-        found, used = {}, set()
-        for name, parts in wanted.items():
+                if parts and names[0] not in unsplit:
+                    requested.setdefault(names[0], _tuple(parts))
+        parts_of, used = {}, set()
+        for name, parts in requested.items():
             parts = tuple(part for part in parts if part not in used)
             while parts and lengths[name] % math.prod(map(sizes.get, parts)):
                 parts = parts[:-1]
-            found[name] = parts
+            parts_of[name] = parts
             used.update(parts)
-        return found
+        return parts_of
 
     def specs(
-        self, arrays: tuple[Axes, ...], split: Mapping, wanted: Specs = ()
+        self, arrays: tuple[Axes, ...], split: Mapping, requested: Specs = ()
     ) -> list[P]:
         """Returns the partition specs of operands or results.
 
         A sum that is wanted in parts is computed in parts.
         """
-        found = []
+        specs = []
         for j, axes in enumerate(arrays):
             if axes.own:
-                found.append(P(*wanted[j]))
+                specs.append(P(*requested[j]))
                 continue
             spec = [split.get(names[0]) or None for names in axes.merged]
-            if axes.gathered and wanted and _further(axes, split, wanted[j]):
-                spec[-1] = wanted[j][-1]
-            if axes.reduced == "sum" and j < len(wanted):
-                spec = _scattered(spec, axes, split, wanted[j])
-            found.append(P(*spec))
-        return found
+            if axes.gathered and requested and _further(axes, split, requested[j]):
+                spec[-1] = requested[j][-1]
+            if axes.reduced == "sum" and j < len(requested):
+                spec = _scattered(spec, axes, split, requested[j])
+            specs.append(P(*spec))
+        return specs
 
     def on_explicit_axes(self, run: Callable, arrays: tuple, out: Any) -> Any:
         """Calls `run(arrays)` with explicit mesh axes, if there are any, left to XLA.
@@ -272,11 +281,14 @@ class _Call:
 
     def rule(self) -> tuple[str, dict[str, Any]]:
         """Returns the rule by which Shardy lets shardings pass an operation."""
-        whole, seen = self._whole(), {}  # A dictionary keeps the order, as it must be.
+        unsplit, is_whole_of = (
+            self._whole(),
+            {},
+        )  # A dictionary keeps the order, as it must be.
 
         def name(axis: str) -> str:
-            axis = f"u{len(seen)}" if axis == "_" else axis
-            seen.setdefault(axis, axis[0] == "u" or axis in whole)
+            axis = f"u{len(is_whole_of)}" if axis == "_" else axis
+            is_whole_of.setdefault(axis, axis[0] == "u" or axis in unsplit)
             return axis
 
         def text(axes: Axes) -> str:
@@ -289,7 +301,7 @@ class _Call:
 
         sides = [", ".join(map(text, side)) for side in (self.operands, self.results)]
         sizes = {k: v for axes in self.operands + self.results for k, v in axes.sizes}
-        used = tuple(axis for axis, is_whole in seen.items() if is_whole)
+        used = tuple(axis for axis, is_whole in is_whole_of.items() if is_whole)
         return " -> ".join(sides), {"need_replication_factors": used, **sizes}
 
     def _whole(self) -> set[str]:
@@ -298,12 +310,12 @@ class _Call:
         return {"_"} | {n for axes in arrays for m in axes.merged for n in m[1:]}
 
     def _lengths(self, shapes: Sequence[tuple]) -> dict[str, int]:
-        found: dict[str, int] = {}
+        lengths: dict[str, int] = {}
         for axes, shape in zip((*self.operands, *self.results), shapes, strict=False):
             for names, length in zip(axes.merged, shape, strict=True):
                 if len(names) == 1:
-                    found[names[0]] = length
-        return found
+                    lengths[names[0]] = length
+        return lengths
 
 
 def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
@@ -313,8 +325,8 @@ def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
     if isinstance(axes, Axes):
         yield from [axes] * len(jax.tree.leaves(tree))
         return
-    for x, own in zip(tree, axes, strict=True):
-        yield from _leaves(x, own)
+    for x, axes_of_leaf in zip(tree, axes, strict=True):
+        yield from _leaves(x, axes_of_leaf)
 
 
 def _amax(x: Array, axes: Axes) -> Array:
@@ -328,18 +340,18 @@ def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
     """Returns the mesh axes that split the last axis of an array beyond its name."""
     if len(spec) < len(axes.merged) or not spec[-1]:
         return ()
-    *others, last = [split.get(names[0], ()) for names in axes.merged]
+    *leading, last = [split.get(names[0], ()) for names in axes.merged]
     parts = _tuple(spec[-1])
     further = parts[len(last) :]
-    if parts[: len(last)] != last or set(further) & set(itertools.chain(*others)):
+    if parts[: len(last)] != last or set(further) & set(itertools.chain(*leading)):
         return ()
     return further
 
 
-def _scattered(spec: list, axes: Axes, split: Mapping, wanted: Sequence) -> list:
-    """Returns the spec of a sum whose parts are sent only to where they are wanted."""
+def _scattered(spec: list, axes: Axes, split: Mapping, requested: Sequence) -> list:
+    """Returns the spec of a sum that is reduce-scattered to the result's sharding."""
     summed = _missing(axes, split)
-    for j, parts in enumerate(wanted):
+    for j, parts in enumerate(requested):
         if parts and not spec[j] and set(_tuple(parts)) <= set(summed):
             return [*spec[:j], _tuple(parts), *spec[j + 1 :]]
     return spec
@@ -347,8 +359,10 @@ def _scattered(spec: list, axes: Axes, split: Mapping, wanted: Sequence) -> list
 
 def _missing(axes: Axes, split: Mapping) -> tuple[str, ...]:
     """Returns the mesh axes that split operands but not this result."""
-    own = {names[0] for names in axes.merged}
-    return tuple(x for name, parts in split.items() if name not in own for x in parts)
+    names_of_result = {names[0] for names in axes.merged}
+    return tuple(
+        x for name, parts in split.items() if name not in names_of_result for x in parts
+    )
 
 
 def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
@@ -366,9 +380,9 @@ def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
 
 
 def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
-    operands, wanted = jax.tree.leaves(args), jax.tree.leaves(results)
-    specs = [x.sharding.spec for x in (*operands, *wanted)]
-    shapes = [x.shape for x in (*operands, *wanted)]
+    operands, result_types = jax.tree.leaves(args), jax.tree.leaves(results)
+    specs = [x.sharding.spec for x in (*operands, *result_types)]
+    shapes = [x.shape for x in (*operands, *result_types)]
     split = call.split(mesh.shape, shapes, specs)
     wanted_specs = specs[len(operands) :]
 
@@ -377,10 +391,15 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
         return jax.tree.unflatten(jax.tree.structure(tree), shardings)
 
     taken_specs = call.specs(call.operands, split, specs)
-    (taken,) = placed(args, taken_specs)
+    (operand_specs,) = placed(args, taken_specs)
     returned = placed(results, call.specs(call.results, split, wanted_specs))
     specs = tuple(taken_specs), tuple(wanted_specs)
-    return mesh, _part(call, mesh, tuple(split.items()), *specs), returned, (taken,)
+    return (
+        mesh,
+        _part(call, mesh, tuple(split.items()), *specs),
+        returned,
+        (operand_specs,),
+    )
 
 
 # XLA asks for the parts of each operation of a program. JAX traces a function once.
@@ -389,13 +408,13 @@ def _part(
     call: _Call,
     mesh: Mesh,
     split: tuple[tuple[str, tuple[str, ...]], ...],
-    taken: tuple[P, ...],
-    wanted: tuple[P, ...],
+    operand_specs: tuple[P, ...],
+    result_specs: tuple[P, ...],
 ) -> Callable:
     """Returns the function of one device's parts; equal ones for equal operations."""
 
     def part(arrays: tuple) -> Any:
-        return call.part(arrays, mesh, dict(split), taken, wanted)
+        return call.part(arrays, mesh, dict(split), operand_specs, result_specs)
 
     return views.without_reshapes(part)
 

@@ -49,11 +49,11 @@ def random_words(
         axis. None means row-major strides. A part of an array takes the strides of the
         whole array, and its `stream` includes the position of its first group.
     """
-    place = seed + stream
+    counter = seed + stream
     for axis, stride in enumerate(strides or row_major(groups)):
         index = lax.broadcasted_iota(jnp.uint32, groups, axis)
-        place = place + index * jnp.uint32(stride & 0xFFFFFFFF)
-    return hash32(place)
+        counter = counter + index * jnp.uint32(stride & 0xFFFFFFFF)
+    return hash32(counter)
 
 
 def element_bits(
@@ -108,13 +108,13 @@ def stochastic_float8(
     raised = float_bits(x + offset)
     if not (isinstance(bend, float) and bend == 0):
         # Add f * (1 - f) * bend of the distance, where x is at a fraction f of it.
-        part = (raised >> jnp.uint32(8 - mantissa)) & jnp.uint32(0x7FFF)
-        part = jnp.where(x < smallest_normal, jnp.uint32(0), part)
-        square = (part * (jnp.uint32(0x8000) - part)).astype(jnp.float32)
+        fraction = (raised >> jnp.uint32(8 - mantissa)) & jnp.uint32(0x7FFF)
+        fraction = jnp.where(x < smallest_normal, jnp.uint32(0), fraction)
+        square = (fraction * (jnp.uint32(0x8000) - fraction)).astype(jnp.float32)
         raised = raised + (square * (bend * 2.0 ** (-7 - mantissa))).astype(jnp.uint32)
     raised = raised + (bits >> jnp.uint32(9 + mantissa))
-    kept = jnp.uint32(0xFFFFFFFF << (23 - mantissa) & 0xFFFFFFFF)
-    return floats(raised & kept) - offset
+    mask = jnp.uint32(0xFFFFFFFF << (23 - mantissa) & 0xFFFFFFFF)
+    return floats(raised & mask) - offset
 
 
 def bend_of(power: Array | float, mantissa: int) -> Array | float:

@@ -47,8 +47,8 @@ def kernel(name: str, definition: Callable, *arrays: Any) -> Any:
     """Returns tracers with the shapes and dtypes of `definition(*arrays)`."""
     out = jax.eval_shape(definition, *arrays)
     leaves, tree = jax.tree.flatten(out)
-    found = KERNEL.bind(*jax.tree.leaves(arrays), results=_types(*leaves), name=name)
-    return tree.unflatten(found)
+    results = KERNEL.bind(*jax.tree.leaves(arrays), results=_types(*leaves), name=name)
+    return tree.unflatten(results)
 
 
 @jax.custom_vjp

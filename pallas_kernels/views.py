@@ -87,13 +87,15 @@ def without_reshapes(fn: Callable) -> Callable:
             return lowering.viewed(in_memory(x), aval) if _is_value(x) else x.val
 
         for step in steps:
-            wanted = [types.get(x, x.aval) for x in step.returns]
+            result_types = [types.get(x, x.aval) for x in step.returns]
             if step.name == lowering.KERNEL.name:
                 operands = list(map(in_memory, step.takes))
             else:
-                taken = wanted if step.name == _BARRIER else map(_aval, step.takes)
-                operands = list(map(read, step.takes, taken))
-            values |= zip(step.returns, step.run(operands, wanted), strict=True)
+                operand_types = (
+                    result_types if step.name == _BARRIER else map(_aval, step.takes)
+                )
+                operands = list(map(read, step.takes, operand_types))
+            values |= zip(step.returns, step.run(operands, result_types), strict=True)
         leaves = [read(x, x.aval) for x in returns]
         return jax.tree.structure(out).unflatten(leaves)
 
@@ -113,10 +115,10 @@ def _inlined(
 ) -> Iterator[Any]:
     """Appends the steps of a program, and yields its results."""
     names = (*jaxpr.constvars, *jaxpr.invars)
-    known = dict(zip(names, arguments, strict=True))
+    values = dict(zip(names, arguments, strict=True))
 
     def read(x):
-        return x if isinstance(x, core.Literal) else known[x]
+        return x if isinstance(x, core.Literal) else values[x]
 
     for eqn in jaxpr.eqns:
         takes = list(map(read, eqn.invars))
@@ -128,7 +130,7 @@ def _inlined(
         else:
             returns = [_Value(x.aval) for x in eqn.outvars]
             steps.append(_Step(eqn, takes, returns))
-        known |= zip(eqn.outvars, returns, strict=True)
+        values |= zip(eqn.outvars, returns, strict=True)
     return map(read, jaxpr.outvars)
 
 
@@ -170,10 +172,10 @@ def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
         elif step.name != lowering.KERNEL.name:
             for x in step.takes:
                 reads(x, x.aval)
-    made = {
+    results = {
         x
         for step in steps
         if step.name in (_BARRIER, lowering.KERNEL.name)
         for x in step.returns
     }
-    return {x: aval for x, aval in types.items() if x in made}
+    return {x: aval for x, aval in types.items() if x in results}

@@ -50,7 +50,7 @@ def fp8[Model](
         modules with two or more matrices, such as "layers/0" or "encoderblock_3".
         Layers that a scan runs are not numbered: name them, as in `blocks="layers"`.
         A container that is named stands for the modules in it.
-      matmuls: The paths of the parameters whose matmuls run in FP8, such as
+      matmuls: The paths of the parameters with matmuls in FP8, such as
         ".*/(up|down)/kernel"; a rule like `blocks`. By default all matmuls with at
         least 128 inputs and outputs that are multiples of 16. Those within a loop, a
         `jax.checkpoint` or a custom derivative stay as they are, with a warning.
@@ -61,7 +61,7 @@ def fp8[Model](
       rerun_attention: Whether flash attention runs again on FP8 copies.
 
     Returns:
-      A model of the same kind, whose parameters have the same paths. An NNX model
+      A model of the same kind. Its parameters have the same paths. An NNX model
       shares its variables with the result.
 
     Raises:

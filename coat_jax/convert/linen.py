@@ -21,7 +21,7 @@ _NOT_CALLED = ("setup", "fp8_block")
 
 
 def linen_model(model: nn.Module, rules: Rules, options: Options) -> nn.Module:
-    """Returns a Linen module of a subclass whose methods convert the model's blocks."""
+    """Returns a Linen module of a subclass. Its methods convert the model's blocks."""
     convert = _Convert(rules, options)
     members = {
         name: convert.method(getattr(type(model), name))

@@ -43,8 +43,8 @@ class Conversion:
     Attributes:
       depth: The number of keys in the path of an argument of the function that are not
         part of a parameter's path.
-      chosen: The paths of the parameters whose matmuls are chosen; None means all whose
-        matmuls are large enough.
+      chosen: The paths of the parameters that FP8 matmuls may read. None means all
+      parameters with matmuls that are large enough.
       model: What is known of the model that the function is a block of.
       where: The path of the module, for warnings.
       log: What takes the list of matmuls, for a report.
@@ -112,9 +112,9 @@ class Conversion:
         """Returns the operand that is a weight, 0 or 1, and why it stays as it is."""
         if eqn.primitive is fp8_dot_p:
             return 0, FP8_ALREADY
-        found = [_followed(v, sources) for v in eqn.invars]
-        weights = [i for i, paths in enumerate(found) if paths]
-        activations = [i for i, paths in enumerate(found) if paths is None]
+        parameters = [_followed(v, sources) for v in eqn.invars]
+        weights = [i for i, paths in enumerate(parameters) if paths]
+        activations = [i for i, paths in enumerate(parameters) if paths is None]
         if len(weights) != 1 or len(activations) != 1:
             return 0, _operands(len(weights), len(activations))
         types = [v.aval for v in (*eqn.invars, *eqn.outvars)]
@@ -132,13 +132,13 @@ class Conversion:
         return path in chosen if isinstance(chosen, frozenset) else chosen(path)
 
     def _row(self, eqn: core.JaxprEqn, sources: Sources, reason: str) -> Matmul:
-        left, right = eqn.invars
-        found = [_followed(v, sources) or frozenset() for v in (left, right)]
+        lhs, rhs = eqn.invars
+        parameters = [_followed(v, sources) or frozenset() for v in (lhs, rhs)]
         return Matmul(
             block=self.where,
-            parameter=", ".join(sorted(frozenset().union(*found))),
-            left=left.aval.shape,
-            right=right.aval.shape,
+            parameter=", ".join(sorted(frozenset().union(*parameters))),
+            left=lhs.aval.shape,
+            right=rhs.aval.shape,
             rows=_rows(eqn, sources),
             reason=reason,
         )
@@ -269,11 +269,11 @@ def _too_small(eqn: core.JaxprEqn, side: int) -> str:
 
 
 def _fp8(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
-    """Returns an FP8 matmul in place of one whose operand `side` is the weight."""
+    """Returns an FP8 matmul in place of a matmul with operand `side` as its weight."""
     matmul = partial(_matmul, eqn=eqn, side=side)
     closed = jax.make_jaxpr(matmul)(*(v.aval for v in eqn.invars))
-    made, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
-    return [each.replace(source_info=eqn.source_info) for each in made]
+    eqns, _ = embedded(closed.jaxpr, eqn.invars, eqn.outvars)
+    return [each.replace(source_info=eqn.source_info) for each in eqns]
 
 
 def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:

@@ -146,14 +146,14 @@ def with_blocks(
     }
     blocks = {path for path, x in objects if path in paths or id(x) in modules}
     above = {path[:i] for path in blocks for i, c in enumerate(path) if c == "/"}
-    done: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
 
     def replaced(x: Any, path: str) -> Any:
-        if isinstance(x, nnx.Pytree) and id(x) in done:
-            return done[id(x)]
+        if isinstance(x, nnx.Pytree) and id(x) in copies:
+            return copies[id(x)]
         if path in blocks:
-            done[id(x)] = light(x, path)
-            return done[id(x)]
+            copies[id(x)] = light(x, path)
+            return copies[id(x)]
         return rebuilt(x, path) if path in above or not path else x
 
     def rebuilt(x: Any, path: str) -> Any:
@@ -161,7 +161,7 @@ def with_blocks(
             return replaced(value, f"{path}/{name}".lstrip("/"))
 
         if isinstance(x, nnx.Pytree):
-            new = done[id(x)] = object.__new__(type(x))
+            new = copies[id(x)] = object.__new__(type(x))
             vars(new).update(vars(x))
             vars(new).update({n: child(n, v) for n, v in _children(x).items()})
             return new

@@ -106,7 +106,7 @@ class Model:
 
 
 def _is_slice(shapes: Shapes, stacked: Shapes) -> bool:
-    """Returns whether parameters are those of a block, or of one layer of a stack."""
+    """Returns whether parameters belong to a block, or to one layer of a stack."""
     return shapes.keys() == stacked.keys() and all(
         stacked[path][len(stacked[path]) - len(shape) :] == tuple(shape)
         for path, shape in shapes.items()

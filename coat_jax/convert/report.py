@@ -57,11 +57,11 @@ class MatmulReport:
 
 
 def _cells(row: Matmul) -> tuple[str, str, str, str]:
-    left, right = (str(list(shape)).replace(" ", "") for shape in (row.left, row.right))
+    lhs, rhs = (str(list(shape)).replace(" ", "") for shape in (row.left, row.right))
     runs = "yes" if row.converted else f"no: {row.reason}"
     if row.converted and row.rows < FEWEST_ROWS:
         runs = f"yes, from {FEWEST_ROWS} rows on"
-    return row.block or "(all)", row.parameter or "-", f"{left} x {right}", runs
+    return row.block or "(all)", row.parameter or "-", f"{lhs} x {rhs}", runs
 
 
 def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> MatmulReport:

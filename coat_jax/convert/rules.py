@@ -44,9 +44,9 @@ def chooser(name: str, rule: Rule) -> Callable[[str], bool]:
     """
     if callable(rule):
         return lambda path: bool(rule(path))
-    given = [rule] if isinstance(rule, str) else rule
+    rules = [rule] if isinstance(rule, str) else rule
     try:
-        patterns = [re.compile(pattern) for pattern in given]
+        patterns = [re.compile(pattern) for pattern in rules]
     except (TypeError, re.error) as error:
         raise ValueError(
             f"{name} must be regular expressions or a function of a path, got "
@@ -92,21 +92,21 @@ def chosen_blocks(
       ValueError: If there is no block.
     """
     if rule is None:
-        found = numbered(shapes)
+        blocks = numbered(shapes)
     else:
         chosen = chooser("blocks", rule)
-        found = []
+        blocks = []
         for path in sorted(sorted(modules), key=len):
-            if chosen(path) and not any(path.startswith(f"{b}/") for b in found):
-                found.append(path)
-    if not found:
+            if chosen(path) and not any(path.startswith(f"{b}/") for b in blocks):
+                blocks.append(path)
+    if not blocks:
         tops = ", ".join(sorted({path.split("/")[0] for path in shapes})) or "none"
         why = "has numbered modules of several matrices" if rule is None else "matches"
         raise ValueError(
             f"no block {why}; name them with blocks=, got blocks={rule!r} for a model "
             f"with the parameters below {tops}"
         )
-    return found
+    return blocks
 
 
 def is_matrix(path: str, shape: tuple[int, ...]) -> bool:
@@ -119,17 +119,17 @@ def numbered(shapes: Mapping[str, tuple[int, ...]], above: str = "") -> list[str
     """Returns the outermost modules below a path that are numbered siblings."""
     children = defaultdict(dict)
     for path, shape in shapes.items():
-        name, _, rest = path.partition("/")
-        if rest:
-            children[name][rest] = shape
+        name, _, subpath = path.partition("/")
+        if subpath:
+            children[name][subpath] = shape
     families = defaultdict(list)
     for name, below in children.items():
         match = _NUMBERED.fullmatch(name)
         if match and sum(map(is_matrix, below, below.values())) >= _MATRICES:
             families[match[1]].append(name)
     blocks = {name for names in families.values() if len(names) > 1 for name in names}
-    found = []
+    paths = []
     for name, below in children.items():
         path = f"{above}{name}"
-        found += [path] if name in blocks else numbered(below, f"{path}/")
-    return found
+        paths += [path] if name in blocks else numbered(below, f"{path}/")
+    return paths

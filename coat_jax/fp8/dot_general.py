@@ -45,9 +45,9 @@ def fp8_dot_general(
     one `lhs` are merged, tokens have a scale each, and `fp8_remat` decides whether
     `lhs` is saved or recomputed.
 
-    If `lhs` has fewer than 16 rows, as the condition of a diffusion model may have, the
-    matmul is that of `jax.lax`: FP8 would take longer and save nothing. Rows over which
-    `vmap` maps count.
+    If `lhs` has fewer than 16 rows, as the condition of a diffusion model may have,
+    `jax.lax` computes the matmul: FP8 would take longer and save nothing. Rows over
+    which `vmap` maps count.
 
     Args:
       lhs: The activations.
@@ -155,14 +155,14 @@ def _mapped(
 ) -> tuple[list, list[int]]:
     (x, w), (of_x, of_w) = operands, axes
     if of_w is None:
-        # The matmul of an example is that of some rows of all examples.
+        # All examples share the weight, so their rows form one matmul.
         x = jnp.moveaxis(x, of_x, -3)
         *batch, count, m, k = x.shape
         (y,) = _bound(x.reshape(*batch, count * m, k), w, dtype)
         return [y.reshape(*batch, count, m, y.shape[-1])], [len(batch)]
     if of_x is None:
         return jax.vmap(_jitted(dtype), in_axes=(None, of_w))(x, w), [0]
-    # Every entry has its own scales, also those of batch axes.
+    # Every entry has its own scales, also along batch axes.
     x, w = jnp.moveaxis(x, of_x, 0), jnp.moveaxis(w, of_w, 0)
     return _bound(x, w, dtype), [0]
 

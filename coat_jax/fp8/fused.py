@@ -180,7 +180,7 @@ def _gated_products(source, gate, up, down, norm, activation, inner, dtype, adds
     the first matmuls have the dtype `inner`. One kernel reads both: it writes the codes
     that the last matmul reads, and the copies of both, in groups of 16, that backward
     reads. `down` is a weight with a bias [n] or None. With `adds` the last matmul adds
-    the norm's input, and the norm's gradient that of the result.
+    the norm's input, and the norm's gradient adds the gradient of the result.
     """
     return _gated_fwd(source, gate, up, down, norm, activation, inner, dtype, adds)[0]
 
@@ -359,7 +359,7 @@ def gate_gradient(
         rows = values.reshape(*da.shape[:-1], -1)
         # A separate kernel transposes the codes. `da` is freed by now, so that backward
         # needs no more memory at a time than BF16.
-        found = Codes(rows, kernels.transpose(rows), scale, out.largest)
-        return found if history is None else checked(found)
+        both_codes = Codes(rows, kernels.transpose(rows), scale, out.largest)
+        return both_codes if history is None else checked(both_codes)
 
     return jax.tree.map(codes, out.values), out.product

@@ -60,7 +60,7 @@ def in_rows(
     x: Float[Array, "*batch k"],
     w: Float[Array, "... k"],
 ) -> Float[Array, "..."]:
-    """Applies a matmul of rows, whose result merges the output axes of `w`.
+    """Applies a matmul of rows. Its result has the output axes of `w` merged.
 
     Raises:
       ValueError: If the contracted sizes differ.
@@ -124,7 +124,7 @@ def quantize_tensor(
     history: Float[Array, " length"] | None = None,
     after: Array | None = None,
 ) -> Codes:
-    """Quantizes `x` with `scale`, the scale of `history`, or that of its own amax.
+    """Quantizes `x` with `scale`, the scale of `history`, or the scale of its amax.
 
     Without `merge` the transpose has all axes of `x`, the last one first.
     `after` is an array that must be computed before the codes.
@@ -148,7 +148,7 @@ def quantize_tensor(
 
 
 def checked(codes: Codes) -> Codes:
-    """Returns codes whose scale is NaN if their amax is not finite.
+    """Returns the codes, with NaN as their scale if their amax is not finite.
 
     A delayed scale is chosen before the amax is known, so infinities saturate. The NaN
     scale lets the results of matmuls show them.
@@ -204,8 +204,8 @@ def tensor_scales(*of: Scaled | Array) -> tuple[Float[Array, ""], ...]:
     """
     scaled = [x for x in of if isinstance(x, Scaled)]
     bounds = (kernels.Bound((x.scale,), E4M3.max) for x in scaled)
-    found = iter(kernels.tensor_scales(*bounds))
-    return tuple(next(found) if isinstance(x, Scaled) else x for x in of)
+    scales = iter(kernels.tensor_scales(*bounds))
+    return tuple(next(scales) if isinstance(x, Scaled) else x for x in of)
 
 
 def product(
@@ -354,10 +354,10 @@ def matmul_codes(
     keep_maxima: bool = False,
 ) -> Any:
     """Computes `kernels.matmul` with a bias and results of any floating dtypes."""
-    known = dtype in (jnp.bfloat16, jnp.float32)
-    out_dtype = dtype if known else jnp.float32
+    supported = dtype in (jnp.bfloat16, jnp.float32)
+    out_dtype = dtype if supported else jnp.float32
     add = None if add is None else add.astype(out_dtype)
     bias = None if bias is None else bias.astype(jnp.float32)
     options = {"bias": bias, "out_dtype": out_dtype, "keep_maxima": keep_maxima}
     y = kernels.matmul(a, b, a_scale, b_scale, add, **options)
-    return y if known else jax.tree.map(lambda x: x.astype(dtype), y)
+    return y if supported else jax.tree.map(lambda x: x.astype(dtype), y)

@@ -86,7 +86,7 @@ class Prologue(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The operands of an array that matmuls read: the array itself, or those of a norm.
+    """The operands of an array that matmuls read: the array, or a norm's.
 
     Attributes:
       x: The array, or the norm's input.

@@ -112,15 +112,15 @@ def arguments_of(
       graph: The program that computes it.
       role_of: The role of an operand. One that is "inner" is computed between, too.
     """
-    free, parameters, taken = {y}, set(), {}
-    while free and len(taken) < 2 * MAX_STEPS:
+    free, parameters, passed = {y}, set(), {}
+    while free and len(passed) < 2 * MAX_STEPS:
         last = max(free, key=lambda v: graph.position(graph.makers.get(v)))
         computed = [last]
         for var in computed:
             eqn = graph.makers.get(var)
             if eqn is None or not is_known(eqn):
                 return
-            taken[id(eqn)] = eqn
+            passed[id(eqn)] = eqn
             for operand in variables(eqn.invars):
                 role = role_of(operand)
                 if role == "argument":
@@ -132,7 +132,7 @@ def arguments_of(
             free.difference_update(eqn.outvars)
         if len(free) == 1:
             (x,) = free
-            yield x, parameters, graph.in_order(taken.values())
+            yield x, parameters, graph.in_order(passed.values())
 
 
 def is_number(v: core.Var, graph: Graph) -> bool:
@@ -141,20 +141,20 @@ def is_number(v: core.Var, graph: Graph) -> bool:
 
 
 def before_casts(
-    x: core.Var, graph: Graph, wanted: Collection[jnp.dtype] = ()
+    x: core.Var, graph: Graph, dtypes: Collection[jnp.dtype] = ()
 ) -> core.Var:
     """Returns the variable that `x` was before casts between floating dtypes.
 
-    The first one of a dtype in `wanted` is returned, if there is one.
+    The first one of a dtype in `dtypes` is returned, if there is one.
     """
-    while x.aval.dtype not in wanted:
+    while x.aval.dtype not in dtypes:
         eqn = graph.makers.get(x)
         if eqn is None or eqn.primitive.name != "convert_element_type":
             break
-        (before,) = eqn.invars
-        if not isinstance(before, core.Var) or before.aval.dtype not in DTYPES:
+        (operand,) = eqn.invars
+        if not isinstance(operand, core.Var) or operand.aval.dtype not in DTYPES:
             break
-        x = before
+        x = operand
     return x
 
 
@@ -200,12 +200,12 @@ def _is_placed(eqn: core.JaxprEqn) -> bool:
 
 def _chosen(name: str, operands: list[_Value]) -> _Value:
     """Returns the result of a comparison of numbers, or of a choice by one."""
-    (first, _), *others = operands
+    (first, _), *cases = operands
     if first.factors:
         raise _UnknownError
     if name == "select_n":
-        return others[int(first.number)]
-    ((second, _),) = others
+        return cases[int(first.number)]
+    ((second, _),) = cases
     if second.factors:
         raise _UnknownError
     return _Value(Term(float(first.number > second.number)))
@@ -235,31 +235,31 @@ def _moved(
     axes, leading = eqn.params["broadcast_dimensions"], new[:-1]
     if layout == "columns" and axes[-1] == len(new) - 1:
         return layout if math.prod(leading) == 1 else "elements"
-    own = tuple(range(len(old)))
+    axes_of_old = tuple(range(len(old)))
     rows = {"tokens": old, "rows": old[:-1]}.get(layout)
-    if rows == leading and axes == own:
+    if rows == leading and axes == axes_of_old:
         return "rows" if new[-1] == 1 else "elements"
     raise _UnknownError
 
 
 def _computed(eqn: core.JaxprEqn, operands: list[Term]) -> Term:
     """Returns the term of an operation on single elements."""
-    name, (x, *others) = eqn.primitive.name, operands
+    name, (x, *further) = eqn.primitive.name, operands
     if name in _FUNCTIONS:
         return Term(1.0, ((name, x),))
     if name == "max":
-        return Term(1.0, (("max", *sorted((x, *others), key=repr)),))
+        return Term(1.0, (("max", *sorted((x, *further), key=repr)),))
     if name in ("add", "sub"):
-        (y,) = others
+        (y,) = further
         return _added(x, _multiplied(Term(-1.0), y) if name == "sub" else y)
     if name == "integer_pow":
         power = eqn.params["y"]
         if 1 <= power <= _MAX_FACTORS:
             return _multiplied(*[x] * power)
     if name == "div":
-        return _multiplied(x, _inverse(*others))
+        return _multiplied(x, _inverse(*further))
     if name == "mul":
-        return _multiplied(x, *others)
+        return _multiplied(x, *further)
     if name == "square":
         return _multiplied(x, x)
     if name == "neg":
@@ -285,8 +285,8 @@ def _added(*terms: Term) -> Term:
                 parts += inner
             case _:
                 parts.append(term)
-    number = Term(sum(part.number for part in parts if not part.factors))
-    parts = [part for part in parts if part.factors]
+    number = Term(sum(summand.number for summand in parts if not summand.factors))
+    parts = [summand for summand in parts if summand.factors]
     if number.number or not parts:
         parts.append(number)
     if len(parts) == 1:

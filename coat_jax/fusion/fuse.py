@@ -266,9 +266,9 @@ def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]
         if rank > 2 or len(calls) > 1 or not graph.only_read_by([y], calls):
             continue
         if gate := gate_of(y, graph, sources):
-            before, other = (sources[v] for v in gate.operands)
-            if before == other:
-                yield key, (before, gate)
+            source, other = (sources[v] for v in gate.operands)
+            if source == other:
+                yield key, (source, gate)
 
 
 def _norm(
@@ -310,8 +310,8 @@ def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
 
     A gated MLP adds the input of its norm, and nothing else.
     """
-    call, *others = node.calls
-    if others or call.outvars[0].aval.ndim > 2:
+    call, *further = node.calls
+    if further or call.outvars[0].aval.ndim > 2:
         return None
     (bias,) = node.biases
     result = bias.result if bias else call.outvars[0]
@@ -327,20 +327,20 @@ def _passed_on(
 ) -> dict[int, Sequence[core.JaxprEqn]]:
     """Lets sums after norms read what the norms' operations pass on.
 
-    Returns the additions that read it, by the identities of those that they replace.
-    Those of fused matmuls are not among them.
+    Returns the additions that read it, by the identities of the additions that they
+    replace. Additions in fused matmuls are not among them.
     """
     sums = {id(node.total.eqns[-1]): node for node in nodes if node.total}
     replaced = {}
     for node in nodes:
         if node.norm is None or node.pair:
             continue
-        x, place = node.norm.source.x, graph.position(node.calls[0])
+        x, position = node.norm.source.x, graph.position(node.calls[0])
         reader = reader_after(x, node.norm.eqns, graph)
         if reader is None:
             continue
         later = sums.get(id(reader))
-        if graph.position(later.calls[0] if later else reader) <= place:
+        if graph.position(later.calls[0] if later else reader) <= position:
             continue
         node.passed = core.Var(x.aval)
         if later:

@@ -118,8 +118,8 @@ def marks_of(eqns: Sequence[core.JaxprEqn]) -> tuple[Mark, ...]:
 
     A barrier needs no successor: a kernel is one.
     """
-    kept = MARKS - {"optimization_barrier"}
-    return tuple(Mark.of(eqn) for eqn in eqns if eqn.primitive.name in kept)
+    primitives = MARKS - {"optimization_barrier"}
+    return tuple(Mark.of(eqn) for eqn in eqns if eqn.primitive.name in primitives)
 
 
 def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch | None:
@@ -140,12 +140,12 @@ def norm_of(y: core.Var, graph: Graph, fixed: Collection[core.Var]) -> NormMatch
 
     for x, columns, eqns in arguments_of(y, graph, role_of):
         # A LayerNorm is an RMSNorm of centered numbers, which are in float32.
-        before = before_casts(x, graph, (jnp.dtype(jnp.bfloat16),))
-        if before.aval.dtype != jnp.bfloat16 or len(columns) > 2:
+        unnormalized = before_casts(x, graph, (jnp.dtype(jnp.bfloat16),))
+        if unnormalized.aval.dtype != jnp.bfloat16 or len(columns) > 2:
             continue
         if match := _norm_between(y, x, columns, eqns):
             norm, source = match
-            return NormMatch(norm, source._replace(x=before), eqns)
+            return NormMatch(norm, source._replace(x=unnormalized), eqns)
     return None
 
 
@@ -273,11 +273,11 @@ def activation_of(y: core.Var, graph: Graph) -> Gate | None:
         if x.aval.dtype not in DTYPES or x.aval.size != y.aval.size:
             continue
         if activation := _gate_terms(1).get(_gate_term(eqns, y, [x])):
-            before = before_casts(x, graph)
+            uncast = before_casts(x, graph)
             alone = graph.only_read_by([x], eqns)
-            if before is not x:
-                alone = alone and len(graph.readers[before]) == 1
-            return Gate(activation, (before,), eqns) if alone else None
+            if uncast is not x:
+                alone = alone and len(graph.readers[uncast]) == 1
+            return Gate(activation, (uncast,), eqns) if alone else None
     return None
 
 

@@ -132,24 +132,28 @@ def embedded(
       is_call: A function that tells which operations to inline.
 
     Returns:
-      The operations, and new names of those `outvars` whose results are arguments,
+      The operations, and new names of the `outvars` with results that are arguments,
       literals or the same as another one.
     """
     names: Names = dict(zip(body.invars, invars, strict=True))
     names |= {v: core.Var(v.aval) for eqn in body.eqns for v in eqn.outvars}
     eqns = _inlined(body, names, is_call)
-    made = {v for eqn in eqns for v in eqn.outvars}
-    given: Names = {}
+    computed = {v for eqn in eqns for v in eqn.outvars}
+    replaced: Names = {}
     passed: Names = {}
     for out, result in zip(outvars, renamed(body.outvars, names), strict=True):
-        new = isinstance(result, core.Var) and result in made and result not in given
+        new = (
+            isinstance(result, core.Var)
+            and result in computed
+            and result not in replaced
+        )
         if new and not isinstance(out, core.DropVar):
-            given[result] = out
+            replaced[result] = out
         else:
-            passed[out] = renamed([result], given)[0]
+            passed[out] = renamed([result], replaced)[0]
     eqns = [
         eqn.replace(
-            invars=renamed(eqn.invars, given), outvars=renamed(eqn.outvars, given)
+            invars=renamed(eqn.invars, replaced), outvars=renamed(eqn.outvars, replaced)
         )
         for eqn in eqns
     ]
@@ -188,16 +192,16 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
     clipped is not the clipped sum.
     """
     names: Names = {}
-    found: dict[Any, list[core.Var]] = {}
+    results: dict[Any, list[core.Var]] = {}
     eqns = []
     for eqn in program.eqns:
         eqn = eqn.replace(invars=renamed(eqn.invars, names))
         key = None if is_stateful(eqn) or _has_backward(eqn) else _key(eqn)
-        first = None if key is None else found.get(key)
+        first = None if key is None else results.get(key)
         if first is None or any(isinstance(v, core.DropVar) for v in first):
             eqns.append(eqn)
             if key is not None:
-                found[key] = eqn.outvars
+                results[key] = eqn.outvars
         else:
             names |= zip(eqn.outvars, first, strict=True)
     return program.replace(eqns=eqns, outvars=renamed(program.outvars, names))

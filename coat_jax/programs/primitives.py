@@ -46,8 +46,8 @@ class Kind(enum.Enum):
     STATEFUL = enum.auto()
 
 
-# The effect of an elementwise operation on rounding errors of its operands, beside the
-# amax of a group: it may always be computed from FP8 copies if it is "gentle" or
+# The effect of an elementwise operation on rounding errors of its operands, relative to
+# the amax of a group: it may always be computed from FP8 copies if it is "gentle" or
 # "bounded" (so is its result); a "sum" may cancel; the rest needs "exact" operands.
 Errors = Literal["gentle", "bounded", "sum", "exact"]
 
@@ -139,8 +139,8 @@ def has_pole(eqn: core.JaxprEqn, position: int) -> bool:
 def is_foreign(primitive: core.Primitive) -> bool:
     """Returns whether an operation is a custom kernel, not one of `jax.lax`."""
     name = primitive.name.replace("-", "_")
-    known = primitive.name in TABLE or name == "custom_jvp_call"
-    return not known and not hasattr(lax, f"{name}_p")
+    is_of_jax = primitive.name in TABLE or name == "custom_jvp_call"
+    return not is_of_jax and not hasattr(lax, f"{name}_p")
 
 
 def does_work(eqn: core.JaxprEqn) -> bool:

@@ -1,8 +1,8 @@
 """Quantized arrays: 8-bit codes with one scale per group.
 
 `quantize` and `dequantize` define the library's numerics. All other code, kernels
-included, agrees with them. Formats and granularities are those of COAT (arXiv
-2410.19313, sections 3 to 5), with these changes:
+included, agrees with them. Formats and granularities follow COAT (arXiv 2410.19313,
+sections 3 to 5), with these changes:
 
 - Dequantization always multiplies by `scale`.
 - Codes are computed with the *stored* (rounded) scale. So a group needs two bytes of
@@ -161,10 +161,8 @@ def quantize(
     """Quantizes a floating array to 8-bit codes with one scale per group.
 
     The scale of a group is amax / format.max, rounded to bfloat16, or for `PerTensor`
-    up to a power of two. The codes are those of
-
-        x * (1 / scale)                                      without expansion,
-        sign(x) * max * (|x| / (max * scale)) ** k           with expansion,
+    up to a power of two. The codes stand for x * (1 / scale) without expansion, sign(x)
+        * max * (|x| / (max * scale)) ** k           with expansion,
 
     rounded to nearest (ties to even in floating formats with a sign) and saturated. If
     the group size does not divide the last axis (for `PerBlock`, the last two axes),
@@ -232,8 +230,8 @@ def _check(x: Any, format: Any, granularity: Any, noise: Any) -> None:
         return
     dtype, shape = getattr(noise, "dtype", type(noise)), getattr(noise, "shape", ())
     if dtype != jnp.uint32 or shape != x.shape:
-        wanted = f"uint32{list(x.shape)}"
-        raise ValueError(f"noise must be bits {wanted}, got {dtype}{list(shape)}")
+        expected = f"uint32{list(x.shape)}"
+        raise ValueError(f"noise must be bits {expected}, got {dtype}{list(shape)}")
 
 
 def _expansion(expand: Any) -> tuple[bool, float]:

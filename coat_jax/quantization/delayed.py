@@ -21,13 +21,13 @@ from coat_jax.quantization.formats import Format
 from pallas_kernels import array_types
 from pallas_kernels.numerics import magnitude
 
-# The number of steps whose amax a history holds.
+# The number of steps that a history holds an amax of.
 LENGTH = 16
 
 
 @nnx.register_variable_name(OVERWRITE_WITH_GRADIENT)
 class OverwriteWithGradient(nnx.Variable):
-    """A variable whose gradient is its next value, as delayed scaling's histories are.
+    """A variable with its next value as its gradient, such as a history.
 
     As a Linen collection it has the name that `flax.training.train_state` knows. A step
     that sums the gradients of several passes must take the maximum of these instead.
@@ -60,8 +60,7 @@ def new_history(guess: Float[Array, ""] | float) -> Float[Array, " length"]:
 def spread[History](history: History, like: Array) -> History:
     """Lets a history vary over devices as `like` does, within `shard_map`.
 
-    Its gradient is the largest of the devices' next histories. That of another array
-    is the sum of the devices' gradients.
+    `shard_map` would sum the devices' gradients. A history needs their maximum instead.
     """
 
     def varying(history):
@@ -106,6 +105,6 @@ def recorded(
     """
     if largest is None:
         return history
-    told = jnp.isfinite(largest) & (largest > 0)
-    newest = jnp.where(told, largest, jnp.max(history))
+    is_amax = jnp.isfinite(largest) & (largest > 0)
+    newest = jnp.where(is_amax, largest, jnp.max(history))
     return jnp.concatenate([newest[None], history[:-1]])

@@ -1,6 +1,6 @@
 """Dynamic range expansion (COAT, arXiv 2410.19313, section 4.2).
 
-A group whose magnitudes span a ratio R uses little of a format that spans D. Raising
+A group of magnitudes that span a ratio R uses little of a format that spans D. Raising
 the magnitudes to the power k = log(D) / log(R) stretches the group over the format
 before rounding. The power 1/k undoes this. A group's own k is stored as one byte, in
 units of 1/16.

@@ -30,7 +30,7 @@ class Format:
       power: The exponent k of range expansion that is best for normally distributed
         numbers.
       table: The 256 values of the codes in ascending order. None for a floating dtype,
-        whose codes are their own values.
+      in which codes are values.
       signed: Whether the format has negative numbers. UE4M4 has none: its codes are
         E4M3 codes in which the sign bit is a fourth bit of the mantissa.
     """
@@ -140,9 +140,9 @@ def dynamic_exponents(fraction_bits: int) -> tuple[float, ...]:
     The two remaining codes are 0 and 1.
     """
     magnitudes = [
-        10.0**-exponent * (0.1 + 0.9 * (part + 0.5) / 2 ** (fraction_bits - exponent))
+        10.0**-exponent * (0.1 + 0.9 * (step + 0.5) / 2 ** (fraction_bits - exponent))
         for exponent in range(7)
-        for part in range(2 ** (fraction_bits - exponent))
+        for step in range(2 ** (fraction_bits - exponent))
     ]
     return tuple(sorted([*magnitudes, 0.0, 1.0]))
 

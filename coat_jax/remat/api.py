@@ -19,15 +19,15 @@ computes it and which operations of the backward program read it:
                                    statistics, arrays of which backward takes the
                                    exponential or by which it divides
 
-A norm therefore saves an FP8 copy of its input, beside its statistics. A gate whose two
-inputs are slices of one matmul's output saves one copy of that output.
+A norm therefore saves an FP8 copy of its input and its statistics. If both inputs of a
+gate are slices of one matmul's output, one copy of the output is saved.
 `coat_jax.remat.recompute` defines which arithmetic is repeated. Arithmetic that would
 amplify the rounding errors of the copies is never repeated.
 
 Flash attention's backward kernel computes probabilities from queries, keys and the
 forward kernel's log-sum-exp. With rounded queries and keys they add up to one only if
-the log-sum-exp is that of the rounded ones, and their gradients do so to zero only if
-the output is. So all of them are exact, or all are of the copies.
+the log-sum-exp was computed from the rounded ones. Their gradients add up to zero only
+if the output was, too. So all of them are exact, or all are of the copies.
 
 The paper gives the operands of matmuls one scale per tensor, because its matmuls run in
 FP8. `fp8_remat` does not run matmuls in FP8, so it can use per-group scales. They need
@@ -70,13 +70,13 @@ def fp8_remat[Target](
 ) -> Target:
     """Lets the backward pass of a function or Flax module read FP8 residuals.
 
-    The forward program is unchanged, but for matmuls of `fp8_dot_general`: those of one
-    array are merged, and quantize it once, with a scale for each token. The gate of a
-    gated MLP between them is one kernel, and so is a norm before them, unless it has a
-    derivative rule of its own. No option below changes that. The activations that
-    autodiff saves take a tenth to a third of the bytes. The docstring of this
-    module lists the format of each residual; `coat.residual_report` lists all saved
-    arrays.
+    The forward program is unchanged, but for matmuls of `fp8_dot_general`. All matmuls
+    that read one array are merged and quantize it once, with a scale for each token.
+    The gate of a gated MLP between them is one kernel, and so is a norm before them,
+    unless it has a derivative rule of its own. No option below changes that. The
+    activations that autodiff saves take a tenth to a third of the bytes. The docstring
+    of this module lists the format of each residual; `coat.residual_report` lists all
+    saved arrays.
 
     The result works under jit, scan, vmap, shard_map, jax.checkpoint and another
     `fp8_remat`. Forward-mode differentiation and second derivatives are not supported.

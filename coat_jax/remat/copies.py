@@ -1,6 +1,6 @@
 """FP8 copies of arrays, quantized and dequantized by kernels where kernels can run.
 
-The results equal those of `coat.quantize` and `coat.dequantize` bit by bit. With
+The results equal the results of `coat.quantize` and `coat.dequantize` bit by bit. With
 several GPUs each device runs the kernels on its part of an array. Groups lie along the
 last axis, so no data moves between devices if every part holds whole groups.
 """

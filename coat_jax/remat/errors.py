@@ -1,12 +1,12 @@
 """The error of arrays that are computed from FP8 copies, operation by operation.
 
-An error is small if it is small beside the amax of a group, as the errors of copies
-are. Operations that amplify errors need exact operands. These are logarithms,
+An error is called small if it is small compared with the amax of a group, as the errors
+of copies are. Operations that amplify errors need exact operands. These are logarithms,
 exponentials other than exp(-x**2), and sums that may cancel, such as x - 30 of a copy
 of x. A sum cannot cancel if its operands have the same sign everywhere, as 1 and x**2
-do. Sums of numbers and bounded functions, such as 1 - tanh(x), have a small error
-beside these bounds. Constants may be added to an array that is centered and normalized,
-because the error is small beside its unit variance.
+do. Sums of numbers and bounded functions, such as 1 - tanh(x), have an error that is
+small compared with these bounds. Constants may be added to an array that is centered
+and normalized, because the error is small compared with its unit variance.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -149,12 +149,13 @@ class Errors:
         if name in _POSITIVE:
             return Sign(1)
         signs = [
-            known.sign or (Sign(1, frozenset({v})) if isinstance(v, core.Var) else None)
-            for known, v in zip(operands, eqn.invars, strict=True)
+            result.sign
+            or (Sign(1, frozenset({v})) if isinstance(v, core.Var) else None)
+            for result, v in zip(operands, eqn.invars, strict=True)
         ]
         if None in signs:
             return None
-        sign, *others = signs
+        sign, *further = signs
         if kind is Kind.CAST and not _is_floating(eqn):
             return None  # No bool and no unsigned number is negative.
         if kind in _SAME_PLACES or name in _ODD:
@@ -164,13 +165,13 @@ class Errors:
         if name == "neg":
             return sign.times(Sign(-1))
         if name == "mul":
-            return sign.times(*others)
+            return sign.times(*further)
         if name == "integer_pow":
             return sign if eqn.params["y"] % 2 else Sign(1)
         if name == "max":
             return Sign(1) if Sign(1) in signs else None
         if name in ("add", "add_any"):
-            return sign if [sign] == others else None
+            return sign if [sign] == further else None
         return None
 
     def _is_bell(self, eqn: core.JaxprEqn | None) -> bool:
@@ -204,28 +205,28 @@ def normalized_arrays(
     for eqn in program.eqns:
         name = eqn.primitive.name
         varying = {v for v in variables(eqn.invars) if v not in constants}
-        others, by = varying - factors, varying & factors
-        if varying and not others and is_cheap(eqn):
+        unnormalized, by = varying - factors, varying & factors
+        if varying and not unnormalized and is_cheap(eqn):
             factors.update(eqn.outvars)
             poles = (v for i, v in enumerate(eqn.invars) if has_pole(eqn, i))
             if by & inverse or by & variables(poles):
                 inverse.update(eqn.outvars)
-        elif len(others) != 1:
+        elif len(unnormalized) != 1:
             continue
         elif name == "sub" and by and by == variables(eqn.invars[1:]):
             if _is_centered(*eqn.invars, makers, constants):
                 centered.update(eqn.outvars)
-        elif name == "mul" and by and by <= inverse and others <= centered:
+        elif name == "mul" and by and by <= inverse and unnormalized <= centered:
             normalized.update(eqn.outvars)
         elif is_layout(eqn) or (name == "mul" and not by and not _is_square(eqn)):
             for kind in (centered, normalized):
-                if others <= kind:
+                if unnormalized <= kind:
                     kind.update(eqn.outvars)
     return normalized
 
 
 def _is_square(eqn: core.JaxprEqn) -> bool:
-    """Returns whether a product is that of an array and itself."""
+    """Returns whether a product multiplies an array by itself."""
     return eqn.invars[0] is eqn.invars[1]
 
 
@@ -254,12 +255,15 @@ def _is_centered(
 
 def _keeps_groups(eqn: core.JaxprEqn, position: int, group: int) -> bool:
     """Returns whether a slice takes whole groups of the last axis and nothing else."""
-    (*_, whole), (*_, part) = eqn.invars[0].aval.shape, eqn.outvars[position].aval.shape
-    if whole == part:
+    (*_, full_size), (*_, size) = (
+        eqn.invars[0].aval.shape,
+        eqn.outvars[position].aval.shape,
+    )
+    if full_size == size:
         return True
     if eqn.primitive.name == "split":
         start, stride = sum(eqn.params["sizes"][:position]), 1
     else:
         start = eqn.params["start_indices"][-1]
         stride = (eqn.params["strides"] or [1])[-1]
-    return stride == 1 and start % group == part % group == whole % group == 0
+    return stride == 1 and start % group == size % group == full_size % group == 0

@@ -50,11 +50,11 @@ def fingerprint(*values: Any) -> Hashable | None:
     Returns None if a value may contain an array, or anything that cannot be compared.
     """
     try:
-        found = tuple(_of(x, _DEPTH) for x in values)
-        hash(found)
+        fingerprints = tuple(_of(x, _DEPTH) for x in values)
+        hash(fingerprints)
     except (_UnknownError, TypeError):
         return None
-    return found
+    return fingerprints
 
 
 def _of(x: Any, depth: int) -> Hashable:
@@ -72,9 +72,9 @@ def _of(x: Any, depth: int) -> Hashable:
     if kind is types.BuiltinFunctionType:
         return x.__name__, _of(x.__self__, depth - 1)
     if isinstance(x, set | frozenset):
-        return kind, frozenset(_of(part, depth - 1) for part in x)
+        return kind, frozenset(_of(element, depth - 1) for element in x)
     if (parts := _parts(x)) is not None:
-        return kind, tuple(_of(part, depth - 1) for part in parts)
+        return kind, tuple(_of(element, depth - 1) for element in parts)
     if _is_of_library(kind):
         return x
     raise _UnknownError
@@ -106,12 +106,14 @@ def _of_function(fn: types.FunctionType, depth: int) -> Hashable:
         parts += [cell.cell_contents for cell in fn.__closure__ or ()]
     except ValueError:  # A variable has no value yet.
         raise _UnknownError from None
-    found = [fn.__code__, *(_of(part, depth - 1) for part in parts)]
+    fingerprints = [fn.__code__, *(_of(constant, depth - 1) for constant in parts)]
     if not _is_of_library(fn):
         named = (fn.__globals__.get(name) for name in _names(fn.__code__))
         is_function = types.FunctionType
-        found += [x if type(x) is is_function else _of(x, depth - 1) for x in named]
-    return tuple(found)
+        fingerprints += [
+            x if type(x) is is_function else _of(x, depth - 1) for x in named
+        ]
+    return tuple(fingerprints)
 
 
 @functools.lru_cache(maxsize=1024)

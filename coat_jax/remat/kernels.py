@@ -1,9 +1,10 @@
-"""Finds kernels whose backward reads a statistic beside what it is a statistic of.
+"""Finds kernels with a backward pass that reads operands and a statistic of them.
 
 Flash attention is an example. Its backward kernel reads queries, keys and values
 together with the output and a statistic of each row, the log-sum-exp. With rounded
 queries and keys the probabilities that it computes add up to one only if the statistic
-is that of the rounded ones. So all of these arrays must be exact, or all be of copies.
+was computed from the rounded ones. So all of these arrays must be exact, or all be of
+copies.
 """
 
 from collections.abc import Container, Iterator
@@ -35,13 +36,13 @@ def kernels_with_statistics(
 ) -> Iterator[Kernel]:
     """Yields the kernels of a forward program that have copies for operands.
 
-    A statistic is a float32 result that a kernel of backward reads beside the operands.
-    With a policy, backward may compute the operands from other residuals, which then
-    count as such.
+    A statistic is a float32 result that a kernel of backward reads together with the
+    operands. With a policy, backward may compute the operands from other residuals,
+    which then count as such.
 
     Args:
       traced: The function, with its backward program.
-      program: The forward program, whose calls are inlined.
+      program: The forward program, with its calls inlined.
       copied: The residuals that would be saved as FP8 copies.
     """
     residuals = program.outvars[traced.num_outputs :]
@@ -80,9 +81,11 @@ def kernels_with_statistics(
     backward = written_out(traced.backward.jaxpr)
     read_together = _read_by_kernels(backward, len(residuals))
     for place, kernel in statistics.items():
-        beside = frozenset().union(*(read for read in read_together if place in read))
+        operands_of_reader = frozenset().union(
+            *(read for read in read_together if place in read)
+        )
         operands = frozenset(
-            v for v in behind(kernel) if v in copied and places[v] in beside
+            v for v in behind(kernel) if v in copied and places[v] in operands_of_reader
         )
         if operands:
             results = (v for v in places if unmoved(v) in kernel.outvars)
@@ -90,10 +93,11 @@ def kernels_with_statistics(
 
 
 def _read_by_kernels(backward: core.Jaxpr, residuals: int) -> list[frozenset[int]]:
-    """Returns the residuals behind each kernel's operands that follow from them alone.
+    """Returns, for each kernel, the residuals that its operands are computed from.
 
     Operands that depend on cotangents do not count. The first `residuals` inputs of the
-    backward program are residuals, whose indices are returned; its calls are inlined.
+    backward program are residuals, and their indices are returned. Calls in the program
+    are inlined.
     """
     sources = {v: frozenset({i}) for i, v in enumerate(backward.invars[:residuals])}
     sources |= dict.fromkeys(backward.constvars, frozenset())

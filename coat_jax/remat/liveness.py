@@ -7,8 +7,8 @@ last one that reads them:
   operation is fused with its readers, and its result is written only if a matmul, a
   kernel or a loop reads it. Reshapes and transposes are views.
 - Operations run in the program's order. Only in the body of a loop those run first that
-  the next iteration needs. XLA puts the others, which are the matmuls of weights'
-  gradients in a backward pass, behind them.
+  the next iteration needs. XLA puts the others after them. In a backward pass these are
+  the matmuls of weights' gradients.
 - The stacked results of a loop exist before it starts. Slices of its stacked operands
   are copied, unless they are fused with their readers.
 - A fused operation, or a loop, writes to the memory of an operand of the same size that
@@ -104,7 +104,7 @@ def peak(moments: Iterable[Moment]) -> Moment:
 
 def total_bytes(arrays: Iterable[Held]) -> int:
     """Returns the bytes of all arrays."""
-    return sum(held.nbytes for held in arrays)
+    return sum(array.nbytes for array in arrays)
 
 
 def _forward(traced: Linearized, roles: dict[core.Var, Role]) -> tuple[Moment, ...]:
@@ -113,8 +113,8 @@ def _forward(traced: Linearized, roles: dict[core.Var, Role]) -> tuple[Moment, .
         program.values[var] = _Value.of(var, role)
     program.run(jaxpr)
     ends = [program.written(var) for var in jaxpr.outvars]
-    for held in ends[traced.num_outputs :]:
-        held.role = "saved" if held.role in ("temporary", "copy") else held.role
+    for array in ends[traced.num_outputs :]:
+        array.role = "saved" if array.role in ("temporary", "copy") else array.role
     return program.moments(ends)
 
 
@@ -127,8 +127,8 @@ def _backward(
     for index, residual in enumerate(traced.residuals):
         var, role = jaxpr.invars[index], "saved"
         if traced.is_argument(index):
-            known = isinstance(residual, core.Var) and roles.get(residual)
-            role = known or "input"
+            saved_as = isinstance(residual, core.Var) and roles.get(residual)
+            role = saved_as or "input"
         # An array that is saved twice exists once.
         key = residual if isinstance(residual, core.Var) else index
         program.values[var] = saved.setdefault(key, _Value.of(var, role))
@@ -183,7 +183,7 @@ class _Step:
     Attributes:
       reads: The arrays that it reads.
       writes: The arrays that it writes.
-      in_place: Those of them that may take the place of arrays that it reads.
+      in_place: The written arrays that may reuse the memory of arrays that it reads.
       inside: The arrays of a loop's body at its peak.
     """
 
@@ -243,10 +243,10 @@ class _Program:
             self.values[outer] = self.value(inner)
 
     def _view(self, eqn: core.JaxprEqn) -> None:
-        for before, after in zip(eqn.invars, eqn.outvars, strict=True):
+        for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
             if eqn.primitive.name == "optimization_barrier":
-                self.written(before)
-            self.values[after] = self.value(before)
+                self.written(operand)
+            self.values[result] = self.value(operand)
 
     def _write(
         self,
@@ -259,8 +259,8 @@ class _Program:
         self.steps.append(
             _Step(reads=reads, writes=writes, in_place=writes[:carries], inside=inside)
         )
-        for var, held in zip(eqn.outvars, writes, strict=True):
-            self.values[var] = _Value(var.aval, held=held)
+        for var, array in zip(eqn.outvars, writes, strict=True):
+            self.values[var] = _Value(var.aval, held=array)
 
     def _loop(self, eqn: core.JaxprEqn) -> None:
         [body] = bodies_of(eqn)
@@ -287,7 +287,7 @@ class _Program:
         self._write(eqn, reads, peak(inner.moments(ends)), carries)
 
     def postpone(self, ends: Iterable[Held]) -> None:
-        """Moves steps behind all others if `ends` do not depend on them."""
+        """Moves steps after all others if `ends` do not depend on them."""
         needed, first = set(ends), []
         for step in reversed(self.steps):
             if needed.intersection(step.writes):
@@ -309,30 +309,30 @@ class _Program:
         for number, step in enumerate(self.steps):
             last |= dict.fromkeys((*step.reads, *step.writes), number)
         last |= dict.fromkeys(ends, len(self.steps))
-        live = dict.fromkeys(held for held in start if held in last)
-        found = [tuple(live)]
+        live = dict.fromkeys(array for array in start if array in last)
+        moments = [tuple(live)]
         for number, step in enumerate(self.steps):
             dying = [h for h in step.reads if last[h] == number and h in live]
             replaced = _replaced(step, dying)
             now = dict.fromkeys((*live, *step.writes, *step.inside))
-            found.append(tuple(held for held in now if held not in replaced))
+            moments.append(tuple(array for array in now if array not in replaced))
             live |= dict.fromkeys(step.writes)
-            live = dict.fromkeys(held for held in live if last[held] > number)
-        return tuple(found)
+            live = dict.fromkeys(array for array in live if last[array] > number)
+        return tuple(moments)
 
 
 def _replaced(step: _Step, dying: Sequence[Held]) -> set[Held]:
-    """Returns the arrays to whose memory a step writes, of those that it reads last."""
-    found: set[Held] = set()
-    for held in step.in_place:
-        fitting = (h for h in dying if h.nbytes == held.nbytes and h not in found)
-        found.update(list(fitting)[:1])
-    return found
+    """Returns the arrays that a step reads for the last time and overwrites."""
+    replaced: set[Held] = set()
+    for array in step.in_place:
+        fitting = (h for h in dying if h.nbytes == array.nbytes and h not in replaced)
+        replaced.update(list(fitting)[:1])
+    return replaced
 
 
 def _role(reads: Iterable[Held]) -> Role:
     """Returns the role of an array that is computed from others."""
-    roles = {held.role for held in reads}
+    roles = {array.role for array in reads}
     return "copy" if roles and roles <= {"parameter", "copy"} else "temporary"
 
 

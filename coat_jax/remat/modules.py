@@ -36,7 +36,7 @@ def nnx_module(
 def nnx_class(
     cls: type[nnx.Pytree], options: Options, wrap: Wrap | None = None
 ) -> type[nnx.Pytree]:
-    """Returns a subclass of an NNX module class whose calls save FP8 residuals.
+    """Returns a subclass of an NNX module class that saves FP8 residuals when called.
 
     It is the same for the same options, except for a key.
 
@@ -140,10 +140,10 @@ class _Arguments:
     types: str
     is_node: tuple[bool, ...]
 
-    def call(self, nodes: Sequence[Any], others: Sequence[Any]) -> Any:
+    def call(self, nodes: Sequence[Any], other_leaves: Sequence[Any]) -> Any:
         """Calls the function with these objects and other leaves."""
-        of_nodes, of_others = iter(nodes), iter(others)
-        leaves = [next(of_nodes if node else of_others) for node in self.is_node]
+        of_nodes, of_leaves = iter(nodes), iter(other_leaves)
+        leaves = [next(of_nodes if node else of_leaves) for node in self.is_node]
         args, kwargs = jax.tree.unflatten(self.tree, leaves)
         return self.fn(*args, **kwargs)
 
@@ -158,10 +158,10 @@ def _updating(
     """Calls a function with FP8 residuals, and updates NNX objects among arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_node)
     nodes = [x for x in leaves if is_node(x)]
-    others = [x for x in leaves if not is_node(x)]
+    leaves_of_functions = [x for x in leaves if not is_node(x)]
     with nnx.update_context(_CONTEXT):
         with nnx.split_context(_CONTEXT) as context:
-            graph, params, rest = context.split(nodes, nnx.Param, ...)
+            graph, params, state = context.split(nodes, nnx.Param, ...)
         structure = _Arguments(
             fn=fn,
             graph=graph,
@@ -177,7 +177,7 @@ def _updating(
         light = fp8_function(
             partial(_pure, structure), (0, 1, *names.positions(marked)), options, names
         )
-        out, graph_after, changed = light(params, rest, *others)
+        out, graph_after, changed = light(params, state, *leaves_of_functions)
         if graph_after is not None:
             with nnx.merge_context(_CONTEXT, inner=False) as context:
                 context.merge(graph_after, params, *changed)
@@ -208,26 +208,26 @@ class _Paths:
         return *self._nodes[inner[0].key], *inner[1:]
 
 
-def _pure(structure: _Arguments, params: Any, rest: Any, *others: Any) -> Any:
+def _pure(structure: _Arguments, params: Any, state: Any, *leaves: Any) -> Any:
     """Calls a function of NNX objects, and returns what it changes of them, too."""
     with nnx.merge_context(_CONTEXT, inner=True) as context:
-        inner = context.merge(structure.graph, params, rest)
+        inner = context.merge(structure.graph, params, state)
     before_graph = nnx.graphdef(inner)
-    before = {path: _value(x) for path, x in _variables(inner)}
-    out = structure.call(inner, others)
+    values_before = {path: _value(x) for path, x in _variables(inner)}
+    out = structure.call(inner, leaves)
     if nnx.graphdef(inner) == before_graph:
         # A value that was not set is the same object.
         changed = [
             (path, x)
             for path, x in _variables(inner)
-            if not isinstance(x, nnx.Param) and _value(x) is not before[path]
+            if not isinstance(x, nnx.Param) and _value(x) is not values_before[path]
         ]
         return out, None, nnx.from_flat_state(changed)
     with nnx.split_context(_CONTEXT) as context:
-        graph_after, params_after, rest = context.split(inner, nnx.Param, ...)
+        graph_after, params_after, state = context.split(inner, nnx.Param, ...)
     # Parameters would be copied if they were results.
-    new = [(p, x) for p, x in nnx.to_flat_state(params_after) if p not in before]
-    return out, graph_after, (nnx.from_flat_state(new), rest)
+    new = [(p, x) for p, x in nnx.to_flat_state(params_after) if p not in values_before]
+    return out, graph_after, (nnx.from_flat_state(new), state)
 
 
 def _variables(nodes: list[Any]) -> list[tuple[Any, Any]]:
@@ -259,7 +259,7 @@ def is_node(x: Any) -> bool:
 
 
 def linen_method(fn: Callable, options: Options) -> Callable:
-    """Applies `fp8_remat` to a function whose first argument is a bound module."""
+    """Applies `fp8_remat` to a function of a bound module and other arguments."""
     return nn.transforms.lift_transform(_lifted, fn, options=options)
 
 
@@ -314,8 +314,8 @@ def _lifted(fn: Callable, *, options: Options) -> Callable:
         # that the parameters which its steps share do not depend on other values.
         scopes = jax.tree.leaves(scope_fn(variable_groups, rng_groups))
         mutable = any(scope.is_mutable_collection("params") for scope in scopes)
-        found = any(x.get("params") for group in variable_groups for x in group)
-        if mutable and not found:
+        has_params = any(x.get("params") for group in variable_groups for x in group)
+        if mutable and not has_params:
             return run(variable_groups, rng_groups, *args, **kwargs)
         light = fp8_function(pure, (0, 1), options)
         return light(variable_groups, rng_groups, *args, **kwargs)

@@ -21,8 +21,8 @@ class Note(NamedTuple):
     reader: str
 
     def __str__(self) -> str:
-        kept, reader = (text.replace(";", ",") for text in self)
-        return f"FP8 {kept} for {reader};"
+        saved, reader = (text.replace(";", ",") for text in self)
+        return f"FP8 {saved} for {reader};"
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the name scope that contains the note."""
@@ -31,5 +31,5 @@ class Note(NamedTuple):
     @classmethod
     def within(cls, name_stack: str) -> "Note | None":
         """Returns the innermost note in an operation's name stack, if there is one."""
-        found = _SCOPE.findall(name_stack)
-        return cls(*found[-1]) if found else None
+        notes = _SCOPE.findall(name_stack)
+        return cls(*notes[-1]) if notes else None

@@ -39,13 +39,14 @@ def outlined(fn: Callable) -> Callable:
 def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], list[Any]]:
     """Returns a function that calls a program, and gives its results."""
     program = jaxpr.jaxpr
-    given = {*program.invars, *program.constvars}
-    made = dict.fromkeys(
-        v for v in program.outvars if isinstance(v, core.Var) and v not in given
+    inputs = {*program.invars, *program.constvars}
+    computed = dict.fromkeys(
+        v for v in program.outvars if isinstance(v, core.Var) and v not in inputs
     )
     literals = [v for v in program.outvars if isinstance(v, core.Literal)]
     results = program.replace(
-        outvars=[*made, *literals], debug_info=program.debug_info.with_unknown_names()
+        outvars=[*computed, *literals],
+        debug_info=program.debug_info.with_unknown_names(),
     )
     body = core.jaxpr_as_fun(core.ClosedJaxpr(results, jaxpr.consts))
 
@@ -56,12 +57,12 @@ def _called(jaxpr: core.ClosedJaxpr, name: str) -> Callable[[Sequence[Any]], lis
     jitted = jax.jit(run)
 
     def call(args):
-        found = iter(jitted(*args))
+        outputs = iter(jitted(*args))
         values = dict(zip(program.constvars, jaxpr.consts, strict=True))
         values |= zip(program.invars, args, strict=True)
-        values |= zip(made, found, strict=False)
+        values |= zip(computed, outputs, strict=False)
         return [
-            values[v] if isinstance(v, core.Var) else next(found)
+            values[v] if isinstance(v, core.Var) else next(outputs)
             for v in program.outvars
         ]
 

@@ -163,77 +163,79 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     statistics = _statistics(program)
-    kept: list[Any] = []
+    ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
         if var in params:
-            kept.append(params[var])
+            ways.append(params[var])
         elif (
             var not in computed
             and not _is_offloaded(residual.aval)
             and _is_cheap(_restricted(program, [residual]), is_param)
         ):
-            kept.append("recompute")
+            ways.append("recompute")
         elif var in statistics:
-            kept.append(Wide("statistics of longer rows"))
+            ways.append(Wide("statistics of longer rows"))
         else:
-            kept.append(_saved(traced, index, options))
+            ways.append(_saved(traced, index, options))
     # Integers have no gradients and no copies: masks are made of them again.
     integers = (v for v in program.invars if _is_integer(v.aval.dtype))
-    constants = [*params, *integers, *_recomputed(residuals, kept)]
+    constants = [*params, *integers, *_recomputed(residuals, ways)]
     derivation = Derivation(program, constants, statistics, options.group)
-    copied = {v for v, way in zip(residuals, kept, strict=True) if _is_copy(way)}
+    copied = {v for v, choice in zip(residuals, ways, strict=True) if _is_copy(choice)}
     for results, operands in kernels_with_statistics(traced, program, copied):
         for index, var in enumerate(residuals):
             if options.rerun_attention:
                 if _is_among(var, results):
                     derivation.compute(var, operands)
-                    kept[index] = "recompute"
-            elif _is_copy(kept[index]) and var in results | operands:
-                kept[index] = Wide("a kernel reads it beside statistics")
+                    ways[index] = "recompute"
+            elif _is_copy(ways[index]) and var in results | operands:
+                ways[index] = Wide("a kernel reads it beside statistics")
 
     def may_copy(var):
         fits = traced.has(var) and var not in statistics
         return fits and not why_not_fp8(var.aval)
 
-    extras = _derive(residuals, kept, derivation, options, may_copy)
-    sources = {v: i for i, v in enumerate(residuals) if _is_source(kept[i])}
-    sources |= {extra.var: len(kept) + i for i, extra in enumerate(extras)}
-    rest, used = _restricted(program, _recomputed(residuals, kept), sources)
+    extras = _derive(residuals, ways, derivation, options, may_copy)
+    sources = {v: i for i, v in enumerate(residuals) if _is_source(ways[i])}
+    sources |= {extra.var: len(ways) + i for i, extra in enumerate(extras)}
+    recomputation, used = _restricted(program, _recomputed(residuals, ways), sources)
 
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
         inputs = [x for x, u in zip(inputs, used, strict=True) if u]
-        return core.jaxpr_as_fun(rest)(*inputs)
+        return core.jaxpr_as_fun(recomputation)(*inputs)
 
     return Plan(
-        kept=tuple(kept),
+        kept=tuple(ways),
         extras=tuple(extras),
-        needed=tuple(used[i] or i in kept for i in range(len(is_param))),
+        needed=tuple(used[i] or i in ways for i in range(len(is_param))),
         recompute=recompute,
         vjp_tree=traced.vjp_tree,
     )
 
 
-def _recomputed(residuals: Sequence[Any], kept: Sequence[Any]) -> list[Any]:
-    return [v for v, way in zip(residuals, kept, strict=True) if way == "recompute"]
+def _recomputed(residuals: Sequence[Any], ways: Sequence[Any]) -> list[Any]:
+    return [
+        v for v, choice in zip(residuals, ways, strict=True) if choice == "recompute"
+    ]
 
 
-def _is_copy(way: Any) -> bool:
-    return isinstance(way, Copy)
+def _is_copy(choice: Any) -> bool:
+    return isinstance(choice, Copy)
 
 
 def _is_integer(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.integer) or jnp.issubdtype(dtype, jnp.bool_)
 
 
-def _is_among(var: core.Var | core.Literal, known: Container[core.Var]) -> bool:
-    return isinstance(var, core.Var) and var in known  # Literals are not hashable.
+def _is_among(var: core.Var | core.Literal, variables: Container[core.Var]) -> bool:
+    return isinstance(var, core.Var) and var in variables  # Literals are not hashable.
 
 
 def _derive(
     residuals: Sequence[Any],
-    kept: list[Any],
+    ways: list[Any],
     derivation: Derivation,
     options: Options,
     may_copy: Callable[[core.Var], bool],
@@ -242,48 +244,56 @@ def _derive(
 
     Returns the extras, which are arrays that `may_copy` accepts.
     """
-    wide = {i for i, way in enumerate(kept) if not _is_copy(way) and _is_source(way)}
+    wide = {
+        i
+        for i, choice in enumerate(ways)
+        if not _is_copy(choice) and _is_source(choice)
+    }
     saved = derivation.keep(residuals[i] for i in wide)
     for i in wide:
         if residuals[i] not in saved:
-            kept[i] = "recompute"
-    copies = {i: way for i, way in enumerate(kept) if isinstance(way, Copy)}
+            ways[i] = "recompute"
+    copies = {i: choice for i, choice in enumerate(ways) if isinstance(choice, Copy)}
     sources = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []
     for i in copies:
-        kept[i] = "recompute"
+        ways[i] = "recompute"
     for source in sources:
-        ways = {i: derivation.known[residuals[i]] for i in copies}
-        behind = [i for i, known in ways.items() if source in known.copies]
+        provenances = {i: derivation.known[residuals[i]] for i in copies}
+        readers = [
+            i for i, provenance in provenances.items() if source in provenance.copies
+        ]
         # The larger groups are for copies that matmuls read without any arithmetic.
         size = min(
-            options.group if ways[i].steps else copies[i].granularity.size
-            for i in behind
+            options.group if provenances[i].steps else copies[i].granularity.size
+            for i in readers
         )
-        own = [i for i in behind if residuals[i] is source]
-        if own:
-            kept[own[0]] = Copy.of(source.aval, size, copies[own[0]].fused)
+        same = [i for i in readers if residuals[i] is source]
+        if same:
+            ways[same[0]] = Copy.of(source.aval, size, copies[same[0]].fused)
         else:
             copy = Copy.of(source.aval, size, fused=True)
-            extras.append(Extra(source, copy, behind[0]))
+            extras.append(Extra(source, copy, readers[0]))
     return extras
 
 
-def _is_source(way: Any) -> bool:
+def _is_source(choice: Any) -> bool:
     """Returns whether the array is saved on the device, to recompute others from."""
-    return isinstance(way, Copy) or (isinstance(way, Wide) and way.reason != _OFFLOADED)
+    return isinstance(choice, Copy) or (
+        isinstance(choice, Wide) and choice.reason != _OFFLOADED
+    )
 
 
 def _restricted(
     program: core.Jaxpr,
-    wanted: Sequence[core.Var | core.Literal],
-    given: Iterable[core.Var] = (),
+    outputs: Sequence[core.Var | core.Literal],
+    inputs: Iterable[core.Var] = (),
 ) -> tuple[core.Jaxpr, list[bool]]:
-    """Returns the part of a program that computes `wanted`, and which inputs it uses.
+    """Returns the part of a program that computes `outputs`, and which inputs it uses.
 
-    The inputs are those of the program, followed by the variables in `given`.
+    The inputs are the inputs of the program, followed by the variables in `inputs`.
     """
-    names = {var: core.Var(var.aval) for var in given}
+    names = {var: core.Var(var.aval) for var in inputs}
 
     def renamed(variables):
         # Literals are not hashable.
@@ -294,11 +304,11 @@ def _restricted(
         eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in eqns]
     restricted = program.replace(
         invars=[*program.invars, *names.values()],
-        outvars=renamed(wanted),
+        outvars=renamed(outputs),
         eqns=eqns,
         debug_info=program.debug_info.with_unknown_names(),
     )
-    return pe.dce_jaxpr(restricted, [True] * len(wanted))
+    return pe.dce_jaxpr(restricted, [True] * len(outputs))
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
@@ -306,12 +316,12 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
 
     Results of loops are not among them: some may depend on parameters alone.
     """
-    found = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
+    dependent = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
         plain = not list(core.jaxprs_in_params(eqn.params))
-        if plain and not found.isdisjoint(variables(eqn.invars)):
-            found.update(eqn.outvars)
-    return found
+        if plain and not dependent.isdisjoint(variables(eqn.invars)):
+            dependent.update(eqn.outvars)
+    return dependent
 
 
 def _statistics(program: core.Jaxpr) -> set[core.Var]:
@@ -320,16 +330,16 @@ def _statistics(program: core.Jaxpr) -> set[core.Var]:
     An example is the mean of a token in LayerNorm. They are few, and an error of one is
     an error of its whole row.
     """
-    found: dict[core.Var, int] = {}
+    sizes: dict[core.Var, int] = {}
     for eqn in program.eqns:
-        size = max((found.get(v, 0) for v in variables(eqn.invars)), default=0)
+        size = max((sizes.get(v, 0) for v in variables(eqn.invars)), default=0)
         if eqn.primitive.name.startswith("reduce_"):
             rows = size_of(eqn.invars[0].aval) // _MIN_STATISTIC
             size = max(size, rows)
         for var in eqn.outvars:
             if size_of(var.aval) <= size:
-                found[var] = size_of(var.aval)
-    return {*found}
+                sizes[var] = size_of(var.aval)
+    return {*sizes}
 
 
 def _is_cheap(
@@ -356,11 +366,13 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
     row = math.prod(merged_axes(aval) or aval.shape[-1:])
     group = group_of_products(row, options.group)
     # XLA fuses dequantization into a slice, so a slice counts as the reader here.
-    whole = traced.readers(index, cut=False)
+    all_readers = traced.readers(index, cut=False)
     return Copy.of(
         aval,
         group if only_products else options.group,
-        fused=not any(is_matmul(eqn) or is_foreign(eqn.primitive) for eqn in whole),
+        fused=not any(
+            is_matmul(eqn) or is_foreign(eqn.primitive) for eqn in all_readers
+        ),
     )
 
 

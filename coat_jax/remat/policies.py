@@ -41,8 +41,8 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
         return not batch or math.prod(lhs.shape[i] for i in summed) > _LARGEST_HEAD
     is_matmul = primitive.name in TABLE and TABLE[primitive.name].kind is Kind.MATMUL
     if is_matmul or primitive.name == "optimization_barrier":
-        # XLA does not fuse across a barrier, so the barrier's output is what readers of
-        # a matmul behind it need.
+        # XLA does not fuse across a barrier, so readers need the barrier's output and
+        # not the matmul's.
         return True
     # Random numbers are recomputed: the operands of their kernels are keys.
     return is_foreign(primitive) and any(

@@ -1,7 +1,7 @@
 """Finds the arrays that follow elementwise, or by layout, from saved arrays.
 
 The backward pass recomputes these arrays, also from FP8 copies, where their errors stay
-as small as those of the copies; see `coat_jax.remat.errors`.
+as small as the copies' errors; see `coat_jax.remat.errors`.
 """
 
 from collections import defaultdict
@@ -41,7 +41,7 @@ class Derivation:
         """Starts with the arrays that follow from `constants`.
 
         Args:
-          program: A program whose calls are inlined.
+          program: A program with its calls inlined.
           constants: Parameters, and arrays that are recomputed from parameters.
           statistics: The results of reductions of rows, and what follows in their size.
           group: The number of elements of a copy's group, which slices must not cut.
@@ -49,7 +49,7 @@ class Derivation:
         self._makers = {var: eqn for eqn in program.eqns for var in eqn.outvars}
         self._readers = defaultdict(list)
         order = *program.invars, *self._makers
-        self._order = {var: place for place, var in enumerate(order)}
+        self._order = {var: position for position, var in enumerate(order)}
         self.known = dict.fromkeys(variables(constants), Known())
         self.known |= dict.fromkeys(program.constvars, Known())
         for eqn in program.eqns:
@@ -69,18 +69,18 @@ class Derivation:
                 return operand
         return Known()
 
-    def keep(self, wanted: Iterable[core.Var]) -> set[core.Var]:
+    def keep(self, arrays: Iterable[core.Var]) -> set[core.Var]:
         """Adds arrays that are kept unquantized, and the arrays that follow.
 
         Returns those that must be saved: not those that are others moved or converted.
         """
         saved = set()
-        for var in sorted(wanted, key=self._order.__getitem__):
-            known = self.known.get(var)
-            if known and not (known.constant or known.steps):
+        for var in sorted(arrays, key=self._order.__getitem__):
+            provenance = self.known.get(var)
+            if provenance and not (provenance.constant or provenance.steps):
                 continue
             saved.add(var)
-            if not known:
+            if not provenance:
                 self.known |= self._following(var, Known(constant=False))
         return saved
 
@@ -89,27 +89,27 @@ class Derivation:
         self.known |= self._following(var, Known(0, False, copies))
 
     def copy(
-        self, wanted: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
+        self, targets: Iterable[core.Var], may_copy: Callable[[core.Var], bool]
     ) -> list[core.Var]:
-        """Chooses FP8 copies from which all of `wanted` follow, and returns them.
+        """Chooses FP8 copies from which all of `targets` follow, and returns them.
 
         Args:
-          wanted: The arrays that must follow.
+          targets: The arrays that must follow.
           may_copy: A function that tells whether another array may be copied.
         """
-        copied, wanted = [], sorted(set(wanted), key=self._order.__getitem__)
-        for var in wanted:
+        copied, targets = [], sorted(set(targets), key=self._order.__getitem__)
+        for var in targets:
             if var in self.known:
                 continue
-            missing = [v for v in wanted if v not in self.known]
+            missing = [v for v in targets if v not in self.known]
             sources = (
-                (source, found)
-                for source, found in self._sources(var)
+                (source, following)
+                for source, following in self._sources(var)
                 if source is var or may_copy(source)
             )
             # Among equal candidates `max` returns the first, which is nearest to var.
-            source, found = max(sources, key=partial(self._use, missing))
-            self.known |= found
+            source, following = max(sources, key=partial(self._use, missing))
+            self.known |= following
             copied.append(source)
         return copied
 
@@ -117,8 +117,8 @@ class Derivation:
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
     ) -> tuple[int, int, bool]:
         """Rates a copy by elements saved, arrays replaced, and precision."""
-        source, found = candidate
-        sizes = [size_of(var.aval) for var in missing if var in found]
+        source, following = candidate
+        sizes = [size_of(var.aval) for var in missing if var in following]
         maker = self._makers.get(source)
         # Rounding a result near its bound, such as 1 for tanh, loses the slope there.
         entry = None if maker is None else entry_of(maker)
@@ -135,36 +135,36 @@ class Derivation:
         """
         source = var
         while True:
-            found = self._following(source, Known(0, False, frozenset({source})))
-            if var not in found:
+            following = self._following(source, Known(0, False, frozenset({source})))
+            if var not in following:
                 return
-            yield source, found
+            yield source, following
             eqn = self._makers.get(source)
             unknown = variables(eqn.invars if eqn else ()) - self.known.keys()
             if len(unknown) != 1:
                 return
             (source,) = unknown
 
-    def _following(self, var: core.Var, known: Known) -> dict[core.Var, Known]:
+    def _following(self, var: core.Var, provenance: Known) -> dict[core.Var, Known]:
         """Returns the arrays that follow from `var` and the known arrays."""
-        found, behind = {var: known}, [var]
-        for source in behind:
+        following, queue = {var: provenance}, [var]
+        for source in queue:
             for eqn in self._readers[source]:
                 for position, out in enumerate(eqn.outvars):
-                    if out in self.known or out in found:
+                    if out in self.known or out in following:
                         continue
-                    if result := self._result(eqn, position, found):
-                        found[out] = result
-                        behind.append(out)
-        return found
+                    if result := self._result(eqn, position, following):
+                        following[out] = result
+                        queue.append(out)
+        return following
 
     def _result(
-        self, eqn: core.JaxprEqn, position: int, found: dict[core.Var, Known]
+        self, eqn: core.JaxprEqn, position: int, following: dict[core.Var, Known]
     ) -> Known | None:
         """Returns the way in which a result of an operation follows, or None."""
         if not is_cheap(eqn):
             return None
-        operands = [self._operand(v, found) for v in eqn.invars]
+        operands = [self._operand(v, following) for v in eqn.invars]
         if None in operands:
             return None
         copies = frozenset().union(*(k.copies for k in operands))
@@ -182,11 +182,11 @@ class Derivation:
         )
 
     def _operand(
-        self, operand: core.Var | core.Literal, found: dict[core.Var, Known]
+        self, operand: core.Var | core.Literal, following: dict[core.Var, Known]
     ) -> Known | None:
         if isinstance(operand, core.Literal):
             return Known.of_number(operand)
-        return found.get(operand) or self.known.get(operand)
+        return following.get(operand) or self.known.get(operand)
 
 
 def _does_work(eqn: core.JaxprEqn) -> bool:

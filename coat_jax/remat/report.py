@@ -125,7 +125,7 @@ def _positional(
 
 
 def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
-    """Returns the variable that `var` is but for its sharding, behind its loops."""
+    """Returns the origin of `var` before casts of its sharding, after its loops."""
     eqn = maker_of(jaxpr, var)
     if eqn is None:
         return (var,)
@@ -135,9 +135,9 @@ def _origin(jaxpr: core.Jaxpr, var: core.Var) -> tuple[Any, ...]:
         if len(body.outvars) == len(eqn.outvars):
             inner = body.outvars[eqn.outvars.index(var)]
             if isinstance(inner, core.Var):
-                *loops, found = _origin(body, inner)
+                *loops, origin = _origin(body, inner)
                 # Two calls of a function may have the same program.
-                return (var,) if found in body.invars else (id(eqn), *loops, found)
+                return (var,) if origin in body.invars else (id(eqn), *loops, origin)
     return (var,)
 
 

@@ -45,13 +45,13 @@ def merged_axes(aval: jax.core.ShapedArray) -> tuple[int, ...]:
     """Returns the lengths of the last axes that a copy merges, or ().
 
     An example are the probabilities of attention [batch, queries, keys, heads], which
-    are as large as those of the order [batch, heads, queries, keys].
+    are as large as in the order [batch, heads, queries, keys].
     """
-    *before, last = aval.shape
+    *leading, last = aval.shape
     if last == 1 or not _is_short(aval):
         return ()
     explicit = aval.sharding.spec if aval.sharding.mesh.explicit_axes else ()
-    for count in range(2, len(before) + 1):
+    for count in range(2, len(leading) + 1):
         axes = aval.shape[-count:]
         if not all(isinstance(n, int) for n in axes) or any(explicit[-count:]):
             return ()

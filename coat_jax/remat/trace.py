@@ -26,7 +26,8 @@ from coat_jax.programs.primitives import (
 from coat_jax.quantization import array, formats
 from coat_jax.remat.notes import Note
 
-# Files whose stack frames show how an operation was traced, not which user code it is.
+# Files of stack frames that show how an operation was traced, not which user code it
+# is.
 _PACKAGE = os.path.dirname(os.path.dirname(__file__))
 _NOT_USERS = (
     os.path.dirname(jax.__file__) + os.sep,
@@ -99,8 +100,8 @@ class Linearized:
     @cached_property
     def _variables(self) -> frozenset[core.Var]:
         jaxpr = self.forward.jaxpr
-        made = (var for eqn in jaxpr.eqns for var in eqn.outvars)
-        return frozenset((*jaxpr.invars, *made))
+        results = (var for eqn in jaxpr.eqns for var in eqn.outvars)
+        return frozenset((*jaxpr.invars, *results))
 
     def has(self, var: core.Var) -> bool:
         """Returns whether `var` belongs to the forward program, not to a nested one."""
@@ -115,13 +116,15 @@ class Linearized:
         def through(eqn: core.JaxprEqn) -> bool:
             return is_layout(eqn) and (cut or kind_of(eqn) is not Kind.CUT)
 
-        return [read.eqn for read in self._reads(index, through)]
+        return [reader.eqn for reader in self._reads(index, through)]
 
     def asked_by(self, index: int) -> str:
         """Returns the operation that residual `index` is saved for, and its line."""
-        for read in self._reads(index):
-            place = _place((*read.calls, read.eqn))
-            return f"{_name(read.eqn)} in {place}" if place else _name(read.eqn)
+        for reader in self._reads(index):
+            location = _place((*reader.calls, reader.eqn))
+            return (
+                f"{_name(reader.eqn)} in {location}" if location else _name(reader.eqn)
+            )
         return "the output"
 
     def is_argument(self, index: int) -> bool:
@@ -167,9 +170,9 @@ class Linearized:
     def source_dtype(self, var: core.Var) -> jnp.dtype:
         """Returns the dtype of `var` before lossless casts: those from bfloat16."""
         for eqn in _producers(self.forward.jaxpr, var):
-            before = eqn.invars[0].aval.dtype if eqn.invars else None
-            if eqn.primitive.name == "convert_element_type" and before == jnp.bfloat16:
-                return before
+            dtype = eqn.invars[0].aval.dtype if eqn.invars else None
+            if eqn.primitive.name == "convert_element_type" and dtype == jnp.bfloat16:
+                return dtype
             if not is_layout(eqn) or eqn.primitive.name == "reduce_precision":
                 break
         return var.aval.dtype
@@ -184,15 +187,17 @@ class Linearized:
             return is_layout(eqn) or eqn.primitive.name == "sub"
 
         reads = self._reads(index, through)
-        return any(read.eqn.primitive.name in ("exp", "exp2") for read in reads)
+        return any(reader.eqn.primitive.name in ("exp", "exp2") for reader in reads)
 
     def has_pole(self, index: int) -> bool:
         """Returns whether a backward operation has a pole where residual `index` is 0.
 
-        Examples are division by the residual and its logarithm. Numbers that are small
-        beside the amax of their group become zero in FP8.
+        Examples are division by the residual and its logarithm. Numbers that are far
+        below the amax of their group become zero in FP8.
         """
-        return any(has_pole(read.eqn, read.position) for read in self._reads(index))
+        return any(
+            has_pole(reader.eqn, reader.position) for reader in self._reads(index)
+        )
 
     def _reads(
         self, index: int, through: Callable[[core.JaxprEqn], bool] = is_layout
@@ -208,8 +213,8 @@ def linearize(fn: Callable, *args: Any, constants: int = 0) -> Linearized:
     """
 
     def differentiated(*args):
-        fixed, others = args[:constants], args[constants:]
-        return jax.vjp(partial(fn, *fixed), *others)
+        fixed, arguments = args[:constants], args[constants:]
+        return jax.vjp(partial(fn, *fixed), *arguments)
 
     forward, (out, vjp) = jax.make_jaxpr(differentiated, return_shape=True)(*args)
     outputs, out_tree = jax.tree.flatten(out)
@@ -235,8 +240,8 @@ def forward_backward(fn: Callable) -> Callable:
 
     def run(*args):
         out, vjp = jax.vjp(fn, *args)
-        ones = [jnp.ones_like(o) for o in jax.tree.leaves(out) if _is_inexact(o)]
-        return out, _gradients(vjp, out, ones)
+        cotangents = [jnp.ones_like(o) for o in jax.tree.leaves(out) if _is_inexact(o)]
+        return out, _gradients(vjp, out, cotangents)
 
     return run
 
@@ -250,9 +255,9 @@ def _gradients(vjp: Callable, out: Any, cotangents: Iterable[Any]) -> list[Any]:
 
     `cotangents` has one entry per differentiable output.
     """
-    given = iter(cotangents)
+    values = iter(cotangents)
     every = jax.tree.map(
-        lambda o: next(given) if _is_inexact(o) else np.zeros(o.shape, float0), out
+        lambda o: next(values) if _is_inexact(o) else np.zeros(o.shape, float0), out
     )
     return [g for g in jax.tree.leaves(vjp(every)) if g.dtype != float0]
 
@@ -271,7 +276,7 @@ def _place(path: Sequence[core.JaxprEqn]) -> str | None:
     line where their function was called. A jitted function is traced once for all its
     calls, so its operations have the line of the first call. Such lines are ignored.
     """
-    found: list[tuple[str, str, int]] = []
+    user_frames: list[tuple[str, str, int]] = []
     for eqn in path:
         traceback = eqn.source_info.traceback
         frames = [
@@ -279,12 +284,16 @@ def _place(path: Sequence[core.JaxprEqn]) -> str | None:
             for frame in (traceback.frames if traceback is not None else ())
             if not frame.file_name.startswith(_NOT_USERS)
         ]
-        elsewhere = found and frames[-1:] == found[-1:] and found[0] not in frames
+        elsewhere = (
+            user_frames
+            and frames[-1:] == user_frames[-1:]
+            and user_frames[0] not in frames
+        )
         if frames and not elsewhere:
-            found = frames
-    if not found:
+            user_frames = frames
+    if not user_frames:
         return None
-    function, file, line = found[0]
+    function, file, line = user_frames[0]
     return f"{function.split('.<locals>')[0]} ({os.path.basename(file)}:{line})"
 
 
@@ -319,17 +328,17 @@ def _readers(
         for position, operand in enumerate(eqn.invars):
             if operand is not var:
                 continue
-            behind = set()
+            positions = set()
             inside = list(_inside(eqn, position))
             for body, inner in inside:
-                behind |= yield from _readers(body, inner, through, (*calls, eqn))
+                positions |= yield from _readers(body, inner, through, (*calls, eqn))
             if through(eqn):
                 # A barrier returns each operand at the operand's own position.
                 barrier = eqn.primitive.name == "optimization_barrier"
-                behind = {position} if barrier else {*range(len(eqn.outvars))}
+                positions = {position} if barrier else {*range(len(eqn.outvars))}
             elif not inside:
                 yield _Read(eqn, position, calls)
-            for i in behind:
+            for i in positions:
                 outputs |= yield from _readers(jaxpr, eqn.outvars[i], through, calls)
     return outputs
 

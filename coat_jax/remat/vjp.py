@@ -1,4 +1,4 @@
-"""The custom derivative of a function whose backward pass reads FP8 residuals."""
+"""The custom derivative of a function: its backward pass reads FP8 residuals."""
 
 import contextvars
 import dataclasses
@@ -122,11 +122,11 @@ class _Call:
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
     """Returns what is kept of calls like this one, or None if that is not known."""
-    found = fingerprint(call.fn, call.static, options.where, options.policy)
-    if found is None:
+    key_of_call = fingerprint(call.fn, call.static, options.where, options.policy)
+    if key_of_call is None:
         return None
     # Static values in a tree structure may be equal and differ in type.
-    key = found, call.tree, str(call.tree), call.is_array, call.params
+    key = key_of_call, call.tree, str(call.tree), call.is_array, call.params
     try:
         return _kept(key, options)
     except TypeError:  # An option is not hashable.
@@ -152,7 +152,7 @@ def _flat_function() -> Callable:
 
 
 class _Programs:
-    """A call whose backward pass reads FP8 residuals.
+    """A call with a backward pass that reads FP8 residuals.
 
     Calls with the same fingerprint share an object of this class, which keeps programs
     of theirs. It keeps neither functions nor arrays.
@@ -209,13 +209,13 @@ class _Programs:
         constants = traced.count(False)
 
         def flat(*args):
-            fixed, given = iter(args[:constants]), iter(args[constants:])
-            consts = [next(given if t else fixed) for t in traced]
-            return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*consts, *given)
+            fixed, values = iter(args[:constants]), iter(args[constants:])
+            consts = [next(values if t else fixed) for t in traced]
+            return core.jaxpr_as_fun(core.ClosedJaxpr(program, ()))(*consts, *values)
 
         is_param = [True] * len(traced) + is_param
-        once = outlined if self._once else _as_it_is
-        return _with_fp8_residuals(flat, is_param, options, constants, once)
+        outline = outlined if self._once else _as_it_is
+        return _with_fp8_residuals(flat, is_param, options, constants, outline)
 
 
 def _as_it_is(fn: Callable) -> Callable:
@@ -231,24 +231,24 @@ def _with_fp8_residuals(
     is_param: Sequence[bool],
     options: Options,
     constants: int,
-    once: Callable[[Callable], Callable],
+    outline: Callable[[Callable], Callable],
 ) -> Callable:
     """Gives `fn`, which returns a list of arrays, a backward pass that reads FP8.
 
     The first argument of the result is the key of stochastic rounding, or None. The
-    arguments of `fn` follow; the first `constants` of them have no gradients. `once`
+    arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
     wraps both passes.
     """
     if options.policy is not None:
-        # Recomputation reads FP8 copies, or arrays behind the barrier of `_after`. XLA
-        # cannot merge it with the forward pass, so prevent_cse is not needed.
+        # Recomputation reads FP8 copies, or arrays that passed the barrier of `_after`.
+        # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
         fn = jax.checkpoint(fn, policy=options.policy, prevent_cse=False)
 
     @jax.custom_vjp
     def run(key, *args):
         return fn(*args)
 
-    @once
+    @outline
     def forward(key, *args):
         traced = linearize(fn, *args, constants=constants)
         planned = plan(traced, is_param, options)
@@ -256,8 +256,8 @@ def _with_fp8_residuals(
         values = core.jaxpr_as_fun(program)(*args)
         _, values = array_types.with_common_mesh((args, values))
         outputs, given = values[: traced.num_outputs], values[traced.num_outputs :]
-        own = zip(traced.residuals, planned.kept, strict=True)
-        ways = [(index, *way) for index, way in enumerate(own)]
+        plans = zip(traced.residuals, planned.kept, strict=True)
+        ways = [(index, *way) for index, way in enumerate(plans)]
         ways += [(extra.index, extra.var, extra.copy) for extra in planned.extras]
         save = partial(_save, traced, key=key, options=options)
         saved = [
@@ -269,7 +269,7 @@ def _with_fp8_residuals(
         ]
         return outputs, (references, saved, planned)
 
-    @once
+    @outline
     def backward(residuals, cotangents):
         references, saved, planned = residuals
         saved, cotangents = _after(saved, cotangents)
@@ -320,7 +320,7 @@ def _save(
     number: int,
     index: int,
     var: core.Var | core.Literal,
-    kept: Any,
+    choice: Any,
     x: jax.Array,
     *,
     key: jax.Array | None,
@@ -330,20 +330,20 @@ def _save(
 
     `number` differs for every saved array, so that each has its own random bits.
     """
-    if isinstance(kept, Copy):
+    if isinstance(choice, Copy):
         if key is not None:
             key = jax.random.fold_in(key, number)
         # If `x` was cast from bfloat16, the cast back is exact, and kernels read half
         # the bytes.
         narrow = undifferentiated(x).astype(traced.source_dtype(var))
-        q = _fp8_copy(narrow, kept, key, options, traced.asked_by(index))
+        q = _fp8_copy(narrow, choice, key, options, traced.asked_by(index))
         return dataclasses.replace(q, dtype=x.dtype)
-    if not isinstance(kept, Wide):
+    if not isinstance(choice, Wide):
         return None
     if traced.is_argument(index) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
         return x
-    with Note(f"wide, {kept.reason}", traced.asked_by(index)).scope():
+    with Note(f"wide, {choice.reason}", traced.asked_by(index)).scope():
         return checkpoint_name(x, SAVED_NAME)
 
 
@@ -363,7 +363,7 @@ def _fp8_copy(
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
-    """Puts both behind one optimization barrier.
+    """Passes both through one optimization barrier.
 
     Without it XLA may dequantize the copies of all layers before backward starts.
     """

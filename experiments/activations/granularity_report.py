@@ -37,7 +37,7 @@ def arrays(rows: list[Row]) -> Table:
 def flows(rows: list[Row]) -> Table:
     """Returns figure 4a in numbers: operator errors averaged over layers.
 
-    The last column is the error of the residual stream behind the last layer.
+    The last column is the error of the residual stream after the last layer.
     """
     table = new_table(
         "What is lost behind an operator, %", "", *OPERATORS, "residual stream"
@@ -60,11 +60,11 @@ def times(rows: list[Row]) -> Table:
     shapes = dict.fromkeys((row["operator"], row["shape"]) for row in rows)
     heads = [f"{operator}\n{shape}" for operator, shape in shapes]
     table = new_table("Times in ms, and over the operator's in BF16", "", *heads)
-    found = {(r["method"], r["operator"], r["shape"]): r for r in rows}
+    by_case = {(r["method"], r["operator"], r["shape"]): r for r in rows}
     for method in dict.fromkeys(row["method"] for row in rows):
         cells = []
         for operator, shape in shapes:
-            row = found.get((method, operator, shape))
+            row = by_case.get((method, operator, shape))
             cells.append(
                 f"{row['ms']:.3f} ({row['ratio_to_bf16']:.2f})" if row else "-"
             )
@@ -73,7 +73,7 @@ def times(rows: list[Row]) -> Table:
 
 
 def draw_flows(rows: list[Row]) -> Figure:
-    """Draws figure 4a: errors behind norms and gates, and of the stream, by layer."""
+    """Draws figure 4a: errors after norms and gates, and of the stream, by layer."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     panels = figure.subplots(2, 2, sharex=True)
     titles = [f"behind the {name}" for name in OPERATORS]
@@ -107,8 +107,8 @@ def draw_times(rows: list[Row]) -> Figure:
             if (row["operator"], row["shape"]) == (operator, shape):
                 of_tensor = row["method"].startswith("per tensor")
                 color = _COLORS[4] if of_tensor else _COLORS[0]
-                place = methods.index(row["method"])
-                axes.barh(place, row["ms"], color=color, height=0.7)
+                height = methods.index(row["method"])
+                axes.barh(height, row["ms"], color=color, height=0.7)
         axes.set_title(f"{operator}, {shape}", loc="left", fontsize=11)
         axes.set_yticks(range(len(methods)), methods, fontsize=9)
         axes.set_xlabel("ms")
@@ -116,13 +116,13 @@ def draw_times(rows: list[Row]) -> Figure:
     return figure
 
 
-def _lines(axes: Axes, rows: list[Row], wanted: Row) -> None:
+def _lines(axes: Axes, rows: list[Row], names: Row) -> None:
     for color, flow in zip(_COLORS, FLOWS, strict=True):
-        found = [
-            row for row in rows if (wanted | {"flow": flow}).items() <= row.items()
+        selected = [
+            row for row in rows if (names | {"flow": flow}).items() <= row.items()
         ]
-        layers = [row["layer"] for row in found]
-        errors = [row["error_percent"] for row in found]
+        layers = [row["layer"] for row in selected]
+        errors = [row["error_percent"] for row in selected]
         axes.plot(layers, errors, color=color, marker=".", linewidth=1.4, label=flow)
 
 

@@ -56,7 +56,7 @@ def _flow(nonlinear: str, linear: str) -> Flow:
 
 # The flows of the paper's figure 4a, and two more: per-tensor scales everywhere, and
 # mixed granularity with per-token scales for matmuls, which is what the recipe `coat`
-# has behind norms and gates.
+# has after norms and gates.
 FLOWS: dict[str, Flow] = {
     "per tensor": _flow("per tensor", "per tensor"),
     "4x4": _flow("4x4", "4x4"),
@@ -88,10 +88,10 @@ def layer_rows(trained: Trained) -> list[Row]:
 
     - `arrays`: the error of every activation in every granularity, the percentage of
       elements that become zero, and the ratio of its amax to its root mean square.
-    - `operators`: the error of the array that a matmul reads behind a norm or a gate.
+    - `operators`: the error of the array that a matmul reads after a norm or a gate.
       The operator's exact input and its output are stored as a flow stores them. This
       is the paper's figure 4a.
-    - `stream`: the error of the residual stream behind each layer, if this layer and
+    - `stream`: the error of the residual stream after each layer, if this layer and
       all layers before it follow a flow.
     """
     config = trained.config_as("bf16", jnp.float32)
@@ -101,25 +101,28 @@ def layer_rows(trained: Trained) -> list[Row]:
     @jax.jit
     def measure(params, x, streams):
         layer = nnx.merge(graph, params)
-        behind, read = layer_flow.run(layer, x)
-        found = {"arrays": _arrays(read), "operators": _operators(layer, read)}
+        output, activations = layer_flow.run(layer, x)
+        measured = {
+            "arrays": _arrays(activations),
+            "operators": _operators(layer, activations),
+        }
         streams = {
             name: layer_flow.run(layer, streams[name], flow)[0]
             for name, flow in FLOWS.items()
         }
-        found["stream"] = {
-            (name,): {"error_percent": percent(stream, behind)}
+        measured["stream"] = {
+            (name,): {"error_percent": percent(stream, output)}
             for name, stream in streams.items()
         }
-        return found, behind, streams
+        return measured, output, streams
 
     x = model.embedding[...][trained.batches[0][:, :-1]]
     streams, rows = dict.fromkeys(FLOWS, x), []
     with jax.default_matmul_precision("highest"):
         for layer in range(config.num_layers):
             params = jax.tree.map(lambda p, i=layer: p[i], stacked)
-            found, x, streams = measure(params, x, streams)
-            rows += _rows(layer, jax.device_get(found))
+            measured, x, streams = measure(params, x, streams)
+            rows += _rows(layer, jax.device_get(measured))
     return rows
 
 
@@ -131,35 +134,35 @@ _KEYS = {
 _Measured = dict[tuple[str, ...], dict[str, Array]]
 
 
-def _arrays(read: Mapping[str, Array]) -> _Measured:
+def _arrays(activations: Mapping[str, Array]) -> _Measured:
     return {
         (site, name): {
             "error_percent": percent(stored(x, granularity), x),
             "lost_percent": 100 * jnp.mean((stored(x, granularity) == 0) & (x != 0)),
             "peak_over_rms": jnp.max(jnp.abs(x)) / jnp.sqrt(jnp.mean(x * x)),
         }
-        for site, x in read.items()
+        for site, x in activations.items()
         for name, granularity in GRANULARITIES.items()
     }
 
 
-def _operators(layer, read: Mapping[str, Array]) -> _Measured:
+def _operators(layer, activations: Mapping[str, Array]) -> _Measured:
     apply: dict[str, Callable] = layer_flow.operators(layer)
-    found = {}
-    for name, (sites, behind) in OPERATORS.items():
+    errors = {}
+    for name, (sites, reader) in OPERATORS.items():
         for flow_name, flow in FLOWS.items():
-            inputs = [flow(site, read[site]) for site in sites]
-            error = percent(flow(behind, apply[name](*inputs)), read[behind])
-            found[name, flow_name] = {"error_percent": error}
-    return found
+            inputs = [flow(site, activations[site]) for site in sites]
+            error = percent(flow(reader, apply[name](*inputs)), activations[reader])
+            errors[name, flow_name] = {"error_percent": error}
+    return errors
 
 
-def _rows(layer: int, found: Mapping[str, _Measured]) -> list[Row]:
+def _rows(layer: int, studies: Mapping[str, _Measured]) -> list[Row]:
     return [
         {"study": study, "layer": layer}
         | dict(zip(_KEYS[study], names, strict=True))
         | {key: float(value) for key, value in values.items()}
-        for study, measured in found.items()
+        for study, measured in studies.items()
         for names, values in measured.items()
     ]
 
@@ -175,8 +178,8 @@ def mean_error(rows: list[Row], study: str, **names: str) -> float:
     Raises:
       ValueError: If there is no such row.
     """
-    wanted = {"study": study, **names}
-    errors = [r["error_percent"] for r in rows if wanted.items() <= r.items()]
+    names_of_rows = {"study": study, **names}
+    errors = [r["error_percent"] for r in rows if names_of_rows.items() <= r.items()]
     if not errors:
-        raise ValueError(f"no row is of {wanted}")
+        raise ValueError(f"no row is of {names_of_rows}")
     return float(np.sqrt(np.mean(np.square(errors))))

@@ -1,4 +1,4 @@
-"""A decoder layer, operator by operator, whose activations can be stored in any way.
+"""A decoder layer, operator by operator, with activations stored in any way.
 
 It computes the same as `coat_jax.layers.decoder.DecoderLayer`, in the dtype of its
 input. It also returns the activations in between, which the layer itself does not.
@@ -58,13 +58,13 @@ def run(
         reader sees it.
 
     Returns:
-      The residual stream behind the layer, and the activation read at each of `SITES`.
+      The residual stream after the layer, and the activation read at each of `SITES`.
     """
-    read: dict[str, Array] = {}
+    activations: dict[str, Array] = {}
 
     def at(site: str, value: Array) -> Array:
-        read[site] = store(site, value)
-        return read[site]
+        activations[site] = store(site, value)
+        return activations[site]
 
     op = operators(layer)
     qkv = _product(at("qkv", op["attention norm"](at("attention norm", x))), layer.qkv)
@@ -74,7 +74,7 @@ def run(
     normed = at("gate_up", op["mlp norm"](at("mlp norm", x)))
     gate_up = _product(normed, layer.gate_up)
     gate, up = at("gate", gate_up[..., 0, :]), at("up", gate_up[..., 1, :])
-    return x + _product(at("down", op["gate"](gate, up)), layer.down), read
+    return x + _product(at("down", op["gate"](gate, up)), layer.down), activations
 
 
 def operators(layer: DecoderLayer) -> dict[str, Callable]:

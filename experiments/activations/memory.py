@@ -1,4 +1,4 @@
-"""Counts a Llama layer's saved activations by operation, beside the paper's table 2.
+"""Counts a Llama layer's saved activations by operation, next to the paper's table 2.
 
     uv run python -m experiments.activations.memory
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = case_rows(reports, shape)
     console.print(operations.table(rows))
     operations.draw(rows).savefig(args.out.with_suffix(".png"))
-    given = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
-    write_results(args.out, rows=rows, bars=bars(rows), shape=given)
+    sizes = {k: v for k, v in vars(args).items() if k not in ("details", "out")}
+    write_results(args.out, rows=rows, bars=bars(rows), shape=sizes)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -135,12 +135,12 @@ def case_rows(reports: Mapping[str, ResidualReport], shape: Shape) -> list[Row]:
 def bars(rows: list[Row]) -> list[Bar]:
     """Returns bars for the activations saved by the FP8 flow and by `fp8_remat`."""
     units = {row["recipe"]: row["units"] for row in rows}
-    found = [
+    targets = [
         Bar.of(f"{case}, U", "<=", target, units[case])
         for case, target in TARGET_UNITS.items()
     ]
     ratio = units["bf16"] / units["bf16, fp8_remat"]
-    return [*found, Bar.of("bf16 / bf16, fp8_remat", ">=", 1.8, ratio)]
+    return [*targets, Bar.of("bf16 / bf16, fp8_remat", ">=", 1.8, ratio)]
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ TITLES: dict[Operation, str] = dict(zip(_NAMES, TABLE_2_COLUMNS, strict=False))
 _COLORS = ("#2a9d8f", "#d1495b", "#8338ec", "#edae49", "#33415c")
 
 
-# Functions whose saved operands count for a matmul.
+# Functions with saved operands that count for a matmul.
 _PRODUCTS = ("_plain_linear", "in PlainRecipe", "attention_out")
 # Group sizes of FP8 activations, and of FP8 activations that only matmuls read.
 _GROUP, _PRODUCT_GROUP = 16, 128
@@ -35,11 +35,11 @@ def split(report: ResidualReport, shape: Shape) -> dict[Operation, int]:
     Raises:
       ValueError: If there is an array that no operation of a layer saves.
     """
-    found: dict[Operation, int] = dict.fromkeys(TITLES, 0)
+    sizes: dict[Operation, int] = dict.fromkeys(TITLES, 0)
     for row in report.rows:
         if not row.is_argument:
-            found[operation(row, shape)] += row.nbytes
-    return found
+            sizes[operation(row, shape)] += row.nbytes
+    return sizes
 
 
 def operation(row: Residual, shape: Shape) -> Operation:
@@ -94,7 +94,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     The paper's figures stand below ours in brackets.
     """
     title = "Saved activations of a layer in U (paper's below)"
-    found = new_table(title, "", *TITLES.values(), "Total", "Ratio", "MiB")
+    result = new_table(title, "", *TITLES.values(), "Total", "Ratio", "MiB")
     for row in rows:
         paper = TABLE_2.get(row["recipe"])
         units = [row[f"{name}_units"] for name in TITLES] + [row["units"]]
@@ -103,8 +103,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
         if paper:
             printed = zip(cells, paper, strict=True)
             cells = [f"{cell}\n({value:g})" for cell, value in printed]
-        found.add_row(row["recipe"], *cells, f"{row['mib']:,.0f}")
-    return found
+        result.add_row(row["recipe"], *cells, f"{row['mib']:,.0f}")
+    return result
 
 
 def draw(rows: list[dict[str, Any]]) -> Figure:
@@ -112,14 +112,14 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]
-    for place, row in zip(places, rows, strict=True):
-        _bar(axes, place, [row[f"{name}_units"] for name in TITLES], height=0.45)
-        axes.text(row["units"] + 0.2, place, f"{row['units']:.2f}", va="center")
+    for height, row in zip(places, rows, strict=True):
+        _bar(axes, height, [row[f"{name}_units"] for name in TITLES], height=0.45)
+        axes.text(row["units"] + 0.2, height, f"{row['units']:.2f}", va="center")
         if paper := TABLE_2.get(row["recipe"]):
             *values, total, _ = paper
-            _bar(axes, place - 0.4, values, height=0.15, alpha=0.55)
+            _bar(axes, height - 0.4, values, height=0.15, alpha=0.55)
             label = f"paper: {total:g}"
-            at = (total + 0.2, place - 0.4)
+            at = (total + 0.2, height - 0.4)
             axes.text(*at, label, va="center", fontsize=7, color="0.4")
     axes.set_yticks(places, [row["recipe"] for row in rows])
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
@@ -130,7 +130,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _bar(axes, place: float, values: list[float], **style: Any) -> None:
+def _bar(axes, height: float, values: list[float], **style: Any) -> None:
     starts = np.cumsum([0.0, *values[:-1]])
     for start, value, color in zip(starts, values, _COLORS, strict=True):
-        axes.barh(place, value, left=start, color=color, **style)
+        axes.barh(height, value, left=start, color=color, **style)

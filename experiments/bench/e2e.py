@@ -58,9 +58,9 @@ _DEFAULT = ("bf16", "bf16, products saved", "te", "coat", "coat_max")
 _CASES = tuple(dict.fromkeys(("bf16", BY_HAND, *CASES)))
 _CASES += tuple(f"{case}{RELEASED}" for case in CASES)
 PLAIN_CASES = (*PLAIN, BY_HAND)
-# The results files of models on one to four GPUs, by kind, beside that of one model.
+# The results files of models on one to four GPUs, by kind, next to one model's.
 BY_KIND = {"H100": "bench_e2e_h100", "H200": "bench_e2e_h200"}
-# The cases whose memory `coat` is to halve.
+# The cases with memory that `coat` is to halve.
 _HALVED = ("bf16", "bf16, products saved")
 # The targets for tokens per second of each of several H200s.
 _OF_H200S = {
@@ -86,9 +86,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    given = {name: getattr(args, name) for name in _sizes()}
-    given = {name: size for name, size in given.items() if size is not None}
-    model = dataclasses.replace(Model.of(args.preset), **given)
+    sizes = {name: getattr(args, name) for name in _sizes()}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    model = dataclasses.replace(Model.of(args.preset), **sizes)
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
     take_memory(at_once=False)
@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows, gpu))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
-    for own in _by_model(rows).values():
-        console.print(table(own))
+    for rows_of_model in _by_model(rows).values():
+        console.print(table(rows_of_model))
     console.print(bars_table(bars(rows, gpu)))
 
 
@@ -161,14 +161,14 @@ def measured(
 @contextmanager
 def _environment(xla_flags: str) -> Iterator[None]:
     """Adds to XLA_FLAGS, which new processes inherit."""
-    before = os.environ.get("XLA_FLAGS")
-    os.environ["XLA_FLAGS"] = f"{before or ''} {xla_flags}".strip()
+    outer_flags = os.environ.get("XLA_FLAGS")
+    os.environ["XLA_FLAGS"] = f"{outer_flags or ''} {xla_flags}".strip()
     try:
         yield
     finally:
         del os.environ["XLA_FLAGS"]
-        if before is not None:
-            os.environ["XLA_FLAGS"] = before
+        if outer_flags is not None:
+            os.environ["XLA_FLAGS"] = outer_flags
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:
@@ -186,14 +186,14 @@ def _key(row: Row) -> tuple[Any, ...]:
 
 def _by_model(rows: list[Row]) -> dict[Model, list[Row]]:
     """Returns the rows of each model."""
-    found: dict[Model, list[Row]] = {}
+    by_model: dict[Model, list[Row]] = {}
     for row in rows:
-        found.setdefault(Model.of_row(row), []).append(row)
-    return found
+        by_model.setdefault(Model.of_row(row), []).append(row)
+    return by_model
 
 
 def with_ratios(rows: list[Row]) -> list[Row]:
-    """Adds the ratios of tokens per second to those of other rows of the same model.
+    """Adds ratios of tokens per second to other rows of the same model.
 
     `ratio_to_bf16` compares rows of the same batch size, flags and commit, because GPUs
     of one kind differ by 2%, and rows of one commit were measured on one GPU. A row
@@ -212,18 +212,18 @@ def with_ratios(rows: list[Row]) -> list[Row]:
         if _gpus(row) == 1:
             key = _identity(row | {"xla_flags": ""})
             alone[key] = max(alone.get(key, 0.0), _rate(row))
-    found = []
+    rows_with_ratios = []
     for row in rows:
-        others = {
+        references = {
             "ratio_to_best_bf16": best.get((Model.of_row(row), _gpus(row))),
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
             one = row | {"gpus": 1, "xla_flags": ""}
-            others["ratio_to_one_gpu"] = alone.get(_identity(one))
-        ratios = {k: _rate(row) / v for k, v in others.items() if v and _ran(row)}
-        found.append(row | ratios)
-    return found
+            references["ratio_to_one_gpu"] = alone.get(_identity(one))
+        ratios = {k: _rate(row) / v for k, v in references.items() if v and _ran(row)}
+        rows_with_ratios.append(row | ratios)
+    return rows_with_ratios
 
 
 def _gpus(row: Row) -> int:
@@ -249,41 +249,43 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
 
     `gpu` is the name of the GPUs, as some targets are of H200s.
     """
-    found = []
+    all_targets = []
     groups = _by_model(rows)
-    for model, own in groups.items():
-        targets = _bars_of_one(own) if model == Model() else []
-        targets += _bars_of_two(own)
-        targets += _best_of_two(own) if model == Model() else []
-        targets += _bars_of_more(own, _OF_H200S.get(model) if "H200" in gpu else None)
+    for model, rows_of_model in groups.items():
+        targets = _bars_of_one(rows_of_model) if model == Model() else []
+        targets += _bars_of_two(rows_of_model)
+        targets += _best_of_two(rows_of_model) if model == Model() else []
+        targets += _bars_of_more(
+            rows_of_model, _OF_H200S.get(model) if "H200" in gpu else None
+        )
         if len(groups) > 1:
             names = (f"{model.name}: {bar.name}" for bar in targets)
             targets = [b._replace(name=n) for b, n in zip(targets, names, strict=True)]
-        found += targets
-    return found
+        all_targets += targets
+    return all_targets
 
 
 def _bars_of_one(rows: list[Row]) -> list[Bar]:
     """Returns the targets of the 7B model on one GPU."""
-    found = []
+    targets = []
     rows = [row for row in rows if _gpus(row) == 1]
     at = {(row["case"], row["batch"]): row for row in rows if _ran(row)}
     if {("coat", 2), ("bf16", 2)} <= at.keys():
         coat, bf16 = at["coat", 2], at["bf16", 2]
         peak = coat["peak_gib"] / bf16["peak_gib"]
         speed = coat["tokens_per_s"] / bf16["tokens_per_s"]
-        found.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
-        found.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
+        targets.append(Bar.of("coat, batch 2: peak / BF16's", "<=", 0.5, peak))
+        targets.append(Bar.of("coat, batch 2: tokens/s / BF16's", ">=", 1.7, speed))
     best = max((at[k]["tokens_per_s"] for k in at if k[0] == "coat"), default=None)
     plain = max(
         (at[k]["tokens_per_s"] for k in at if k[0] in PLAIN_CASES), default=None
     )
     if best:
-        found.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
+        targets.append(Bar.of("coat, its best, tokens/s", ">=", 20_000, best))
     if best and plain:
         name = "coat, its best / BF16's best"
-        found.append(Bar.of(name, ">=", 1.65, best / plain))
-    return found
+        targets.append(Bar.of(name, ">=", 1.65, best / plain))
+    return targets
 
 
 def _bars_of_two(rows: list[Row]) -> list[Bar]:
@@ -292,32 +294,32 @@ def _bars_of_two(rows: list[Row]) -> list[Bar]:
     rows = [row for row in rows if _gpus(row) == 2 and _ran(row)]
     best = max((_rate(row) for row in rows if row["case"] in PLAIN_CASES), default=None)
     coat = [row for row in rows if row["case"] == "coat"]
-    found = _beside_one(coat, "two GPUs", 0.94)
+    targets = _beside_one(coat, "two GPUs", 0.94)
     if best and coat:
         name = "two GPUs, coat, its best / BF16's best"
-        found.append(Bar.of(name, ">=", 1.6, max(map(_rate, coat)) / best))
+        targets.append(Bar.of(name, ">=", 1.6, max(map(_rate, coat)) / best))
     for case in _HALVED:
         both = [row for row in coat if _key(row | {"case": case}) in plain]
         if both:
             row = max(both, key=lambda row: row["batch"])
             ratio = row["peak_gib"] / plain[_key(row | {"case": case})]["peak_gib"]
             name = f"two GPUs, coat, batch {row['batch']} a GPU: peak / that of {case}"
-            found.append(Bar.of(name, "<=", 0.5, ratio))
-    return found
+            targets.append(Bar.of(name, "<=", 0.5, ratio))
+    return targets
 
 
 def _beside_one(coat: list[Row], where: str, target: float) -> list[Bar]:
-    """Returns the target for the speed of a GPU beside one alone, at equal batch."""
-    beside = [row for row in coat if "ratio_to_one_gpu" in row]
-    if not beside:
+    """Returns the target for the speed of one of several GPUs, at equal batch."""
+    paired = [row for row in coat if "ratio_to_one_gpu" in row]
+    if not paired:
         return []
-    row = max(beside, key=lambda row: row["ratio_to_one_gpu"])
+    row = max(paired, key=lambda row: row["ratio_to_one_gpu"])
     name = f"{where}, coat, batch {row['batch']} a GPU: tokens/s a GPU / one's"
     return [Bar.of(name, ">=", target, row["ratio_to_one_gpu"])]
 
 
 def _best_of_two(rows: list[Row]) -> list[Bar]:
-    """Returns the target for the best batch on two GPUs beside that on one."""
+    """Returns the target for the best batch on two GPUs, relative to one GPU."""
     coat = [row for row in rows if row["case"] == "coat" and _ran(row)]
     best = [max((_rate(r) for r in coat if _gpus(r) == n), default=0) for n in (1, 2)]
     if not all(best):
@@ -335,11 +337,11 @@ def _bars_of_more(rows: list[Row], speed: int | None) -> list[Bar]:
     coat = [r for r in rows if _ran(r) and (r["case"], _gpus(r)) == ("coat", most)]
     if most <= 2 or not coat:
         return []
-    found = _beside_one(coat, f"{most} GPUs", 0.95)
+    targets = _beside_one(coat, f"{most} GPUs", 0.95)
     if speed:
         name = f"{most} GPUs, coat, its best, tokens/s a GPU"
-        found.append(Bar.of(name, ">=", speed, max(map(_rate, coat))))
-    return found
+        targets.append(Bar.of(name, ">=", speed, max(map(_rate, coat))))
+    return targets
 
 
 def table(rows: list[Row]) -> Table:

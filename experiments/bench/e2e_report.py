@@ -1,6 +1,6 @@
-"""Tables and the figure of whole training steps, beside the paper's.
+"""Tables and the figure of whole training steps, next to the paper's.
 
-The paper's are its table 7 and figure 1. Rows are those of `experiments.bench.e2e`, of
+The paper's are its table 7 and figure 1. Rows come from `experiments.bench.e2e`, of
 `experiments.estimate.measured` and of `experiments.estimate.table_7`.
 """
 
@@ -22,9 +22,9 @@ from experiments.common.tables import Column, new_table, table
 Row = dict[str, Any]
 _MODEL = "Llama-2-7B"
 _RECIPES = ("bf16", "te", "coat", "coat_max")
-# The batch that most cases were measured with, and that of the paper's 7B model.
+# The batch that most cases were measured with, and the batch of the paper's 7B model.
 _BATCH = 2
-# The number of GPUs of the paper's row that a single H200 with 141 GB stands beside.
+# The number of GPUs of the paper's row that a single H200 with 141 GB is compared to.
 _PAPER_GPUS = 4
 _MIB_PER_GIB = 1024
 # The panels of the figure of speeds.
@@ -59,7 +59,7 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
       measured: The rows of `bench_e2e`.
       predicted: The rows of `estimate`.
     """
-    found = new_table(
+    result = new_table(
         f"{_MODEL}, batch {_BATCH} a GPU, GiB; the paper's in GB",
         "",
         "optimizer",
@@ -76,7 +76,7 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
             continue
         sizes = (row["optimizer_gib"], row["activations_gib"], row["device_peak_gib"])
         prediction = peaks[row["case"], _BATCH]
-        found.add_row(
+        result.add_row(
             f"{row['case']}, one H200",
             *_parts(*sizes),
             f"{prediction['peak_gib']:.1f}",
@@ -84,8 +84,8 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
         )
         if row["case"] in paper:
             label = f"  paper, {_PAPER_GPUS} H100s"
-            found.add_row(label, *_parts(*paper[row["case"]][:3]), "", "")
-    return found
+            result.add_row(label, *_parts(*paper[row["case"]][:3]), "", "")
+    return result
 
 
 def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
@@ -127,8 +127,8 @@ def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> 
     rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
         model = Model.of_row(row)
-        whole = model.preset and model == Model.of(model.preset, model.seq)
-        if not whole or row.get("xla_flags"):
+        is_preset = model.preset and model == Model.of(model.preset, model.seq)
+        if not is_preset or row.get("xla_flags"):
             continue
         prediction = peaks[BY_KIND[kind], *_place(model.name, row)]
         names = {"model": MODELS[model.preset], "kind": kind}
@@ -168,9 +168,9 @@ def _place(model: str, row: Row) -> tuple[str, str, int, int]:
 def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
     """Draws the tokens per second of a GPU on one to eight GPUs.
 
-    There is a panel for each model and kind of GPU of `_SCALED`. Points are those of
-    the fastest batch that was measured, which is written there. The paper's, or those
-    that others have published, stand beside them.
+    There is a panel for each model and kind of GPU of `_SCALED`. Points show the
+    fastest batch that was measured, which is written there. Next to them are points of
+    the paper, or points that others have published.
 
     Args:
       measured: What `by_kind` returns.
@@ -185,9 +185,9 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
             rates = {gpus: _rate(row) for gpus, row in best.items()}
             axes.plot(*_line(rates), label=f"{recipe}, here", **look)
             for gpus, rate in rates.items():
-                place = {"xytext": (6, 6), "textcoords": "offset points"}
+                offset = {"xytext": (6, 6), "textcoords": "offset points"}
                 text = f"batch {best[gpus]['batch']}"
-                axes.annotate(text, (gpus, rate), fontsize=8, **place)
+                axes.annotate(text, (gpus, rate), fontsize=8, **offset)
             if model == Model():
                 look |= {"linestyle": ":", "markerfacecolor": "white"}
                 axes.plot(*_line(_papers(recipe)), label=f"{recipe}, paper", **look)
@@ -211,12 +211,12 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
 
 def _fastest(measured: Sequence[Row], model: Model, recipe: str) -> dict[int, Row]:
     """Returns the row of a recipe's fastest batch, by the number of GPUs."""
-    found: dict[int, Row] = {}
+    fastest: dict[int, Row] = {}
     for row in sorted(measured, key=_rate):
         of_it = Model.of_row(row) == model and _recipe(row["case"]) == recipe
         if of_it and "error" not in row:
-            found[row["gpus"]] = row
-    return found
+            fastest[row["gpus"]] = row
+    return fastest
 
 
 def _papers(recipe: str) -> dict[int, float]:
@@ -244,7 +244,7 @@ def _line(rates: dict[int, float]) -> tuple[list[int], list[float]]:
 
 def paper_speed() -> Table:
     """Returns the paper's tokens per second of a GPU at the largest batch."""
-    found = new_table(
+    result = new_table(
         "The paper's, on H100s of 80 GB",
         "",
         "GPUs",
@@ -262,8 +262,8 @@ def paper_speed() -> Table:
                 *_, batch, rate = values
                 ratio = f"{rate / bf16[-1]:.2f}" if bf16 else ""
                 cells = [str(batch), f"{rate:,}", ratio]
-            found.add_row(model, str(gpus), recipe, *cells)
-    return found
+            result.add_row(model, str(gpus), recipe, *cells)
+    return result
 
 
 def of_the_paper(predicted: Sequence[Row]) -> Table:
@@ -272,7 +272,7 @@ def of_the_paper(predicted: Sequence[Row]) -> Table:
     Args:
       predicted: The rows of `estimate_table_7`.
     """
-    found = new_table(
+    result = new_table(
         "Predicted, GiB a GPU; the paper's below, GB",
         "",
         "recipe",
@@ -290,12 +290,12 @@ def of_the_paper(predicted: Sequence[Row]) -> Table:
         for row in group:
             sizes = (row["optimizer_gib"], row["all_saved_gib"], row["peak_gib"])
             most = str(row["largest_batch"] // gpus or "none")
-            found.add_row(title, row["recipe"], *_parts(*sizes), most)
+            result.add_row(title, row["recipe"], *_parts(*sizes), most)
             title = ""
             if row["recipe"] in TABLE_7[key]:
-                found.add_row("  paper", "", *_printed(TABLE_7[key][row["recipe"]]))
-        found.add_section()
-    return found
+                result.add_row("  paper", "", *_printed(TABLE_7[key][row["recipe"]]))
+        result.add_section()
+    return result
 
 
 def _setting(row: Row) -> tuple[str, int, int]:
@@ -324,7 +324,7 @@ def of_gpus(predicted: Sequence[Row]) -> Table:
     rows = [row for row in predicted if row["study"] == "gpus"]
     memories = sorted({row["gpu_memory_gib"] for row in rows})
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    found = new_table(
+    result = new_table(
         "Predicted: the largest batch of a GPU that has "
         + " / ".join(f"{memory} GB" for memory in memories),
         "",
@@ -339,8 +339,8 @@ def of_gpus(predicted: Sequence[Row]) -> Table:
         cells[row["recipe"]].append(str(row["largest_batch"] // row["gpus"] or "none"))
     for (model, sequence, gpus), cells in most.items():
         batches = (" / ".join(cells[recipe]) for recipe in recipes)
-        found.add_row(model, f"{sequence:,}", str(gpus), *batches)
-    return found
+        result.add_row(model, f"{sequence:,}", str(gpus), *batches)
+    return result
 
 
 def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
@@ -376,14 +376,14 @@ def draw_shares(predicted: Sequence[Row], model: str = "Llama-2-13B") -> Figure:
 
 def _kinds(row: Row) -> dict[str, float]:
     """Returns the GiB of a prediction by the figure's kinds."""
-    found = {kind: row[f"{kind}_gib"] for kind in list(_KINDS)[:4]}
-    return found | {"rest": row["peak_gib"] - sum(found.values())}
+    sizes = {kind: row[f"{kind}_gib"] for kind in list(_KINDS)[:4]}
+    return sizes | {"rest": row["peak_gib"] - sum(sizes.values())}
 
 
 def _paper_kinds(optimizer: float, saved: float, peak: float) -> dict[str, float]:
     """Returns the paper's GB by the figure's kinds."""
-    rest = peak - optimizer - saved
-    return {"optimizer": optimizer, "saved": saved, "unprinted": rest}
+    unprinted = peak - optimizer - saved
+    return {"optimizer": optimizer, "saved": saved, "unprinted": unprinted}
 
 
 def live(rows: Sequence[Row]) -> Table:
@@ -409,7 +409,7 @@ def _mib(title: str, gib: Callable[[Row], float | None]) -> Column:
     """Returns a column of a size in MiB."""
 
     def size(row: Row) -> float | None:
-        found = gib(row)
-        return None if found is None else found * _MIB_PER_GIB
+        gib_of_row = gib(row)
+        return None if gib_of_row is None else gib_of_row * _MIB_PER_GIB
 
     return Column(title, size, "{:,.1f}", missing="")

@@ -4,8 +4,8 @@
 
 times layers of several kinds, forward and backward, in BF16: as they are, with
 `coat.fp8_remat`, with `dot_general=coat.fp8_dot_general`, with both, and converted by
-`coat.fp8`. Beside Llama layers stands this library's own layer. All cases of a layer
-are timed in turns. U is the size of the residual stream in BF16.
+`coat.fp8`. Llama layers are compared with this library's own layer, too. All cases of a
+layer are timed in turns. U is the size of the residual stream in BF16.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CASES: dict[str, tuple[Callable | None, Callable]] = {
     ),
     "fp8": (None, coat.fp8),
 }
-# The library's own layer, in its `coat` recipe, beside Llama layers of others.
+# The library's own layer, in its `coat` recipe, next to Llama layers of others.
 OWN = "own layer"
 # Targets on one Hopper GPU: speedups over BF16, the speed of the library's own layer, U
 # saved, and times smaller than BF16.
@@ -84,11 +84,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         head_dim=args.head_dim,
     )
     try:
-        known = known_rows(args.out)  # Raises ValueError for another kind of device.
+        earlier = known_rows(args.out)  # Raises ValueError for another kind of device.
     except ValueError as error:
         top.error(str(error))
     options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
-    rows = [row for row in known if row["layer"] not in args.layers]
+    rows = [row for row in earlier if row["layer"] not in args.layers]
     for name in tqdm(args.layers, unit="layer", disable=None):
         rows += layer_rows(name, shape, args.cases, **options)
         write_results(args.out, rows=rows, bars=bars(rows))
@@ -179,7 +179,7 @@ def forward_backward(
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns the targets of the measured cases; those of time are for GPUs."""
+    """Returns the targets of the measured cases. Targets of time are for GPUs."""
     results = []
     own_ms = {
         row["layer"]: row["forward_backward_ms"] for row in rows if row["case"] == OWN

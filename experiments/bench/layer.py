@@ -82,7 +82,7 @@ class Compiled(NamedTuple):
     known: Row
 
     def state(self, params: nnx.State) -> LayerState:
-        """Returns the state that the programs take beside their input."""
+        """Returns the state that the programs take in addition to their input."""
         return LayerState(params, first_histories(self.histories))
 
 
@@ -100,10 +100,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
         options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
-        own = shape_rows(shape, programs, **options)
+        new_rows = shape_rows(shape, programs, **options)
         own_parts = profile_rows(shape, programs) if args.profile else []
         rows, parts = known(args.out)  # Other processes may have written to it.
-        rows, parts = replaced(rows, own), replaced(parts, own_parts)
+        rows, parts = replaced(rows, new_rows), replaced(parts, own_parts)
         write(args.out, rows, parts)
     for table in layer_report.tables(rows):
         console.print(table)
@@ -156,14 +156,14 @@ def compile_cases(
 ) -> dict[Shape, dict[str, Compiled]]:
     """Compiles every case for every shape, several at a time."""
     both = [(case, shape) for shape in shapes for case in cases]
-    found: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
+    programs: dict[Shape, dict[str, Compiled]] = {shape: {} for shape in shapes}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         compiled = pool.map(compile_case, *zip(*both, strict=True))
         for (case, shape), program in zip(
             both, tqdm(compiled, "compiling", len(both), disable=None), strict=True
         ):
-            found[shape][case] = program
-    return found
+            programs[shape][case] = program
+    return programs
 
 
 def known(path: Path) -> tuple[list[Row], list[Row]]:
@@ -172,10 +172,12 @@ def known(path: Path) -> tuple[list[Row], list[Row]]:
     return rows, parts
 
 
-def replaced(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
-    """Returns `rows` with all rows of one shape replaced by `own`."""
-    others = [row for row in rows if not own or _sizes(row) != _sizes(own[0])]
-    return sorted([*others, *own], key=lambda row: (-row["hidden"], row["seq"]))
+def replaced(rows: Sequence[Row], new_rows: Sequence[Row]) -> list[Row]:
+    """Returns `rows` with all rows of one shape replaced by `new_rows`."""
+    remaining = [
+        row for row in rows if not new_rows or _sizes(row) != _sizes(new_rows[0])
+    ]
+    return sorted([*remaining, *new_rows], key=lambda row: (-row["hidden"], row["seq"]))
 
 
 def _sizes(row: Row) -> tuple[int, int]:
@@ -207,10 +209,10 @@ def shape_rows(
         | {"forward_backward_ms": ms[case]}
         | {"ratio_to_bf16": ms["bf16"] / ms[case] if "bf16" in ms else None}
         | {"ratio_to_fastest_bf16": min(plain) / ms[case] if plain else None}
-        | found.known
+        | result.known
         | layer_report.paper(case, shape)
         | {"commit": commit}
-        for (case, found), ahead in zip(compiled.items(), forward, strict=True)
+        for (case, result), ahead in zip(compiled.items(), forward, strict=True)
     ]
 
 
@@ -228,13 +230,13 @@ def compile_case(name: str, shape: Shape) -> Compiled:
     # The report does not count arguments. In a model the input is the output of another
     # layer, so `-x` makes it count if backward reads it.
     saved = coat.residual_report(lambda state, x: apply(state, -x), state, x).nbytes
-    known = {
+    sizes = {
         "saved_units": saved / shape.unit,
         "saved_mib": saved / MIB,
         "backward_temporaries_mib": _temporaries_mib(backward),
         "temporaries_mib": _temporaries_mib(both),
     }
-    return Compiled(compiled(apply, state, x), both, state.histories, known)
+    return Compiled(compiled(apply, state, x), both, state.histories, sizes)
 
 
 def _temporaries_mib(compiled: jax.stages.Compiled) -> float:
@@ -256,53 +258,53 @@ def profile_rows(shape: Shape, compiled: Mapping[str, Compiled]) -> list[Row]:
     cases.
     """
     params, *arrays = arguments(shape)
-    found = {}
+    by_case = {}
     for case in _PROFILED:
         if case in compiled:
             run, state = compiled[case].forward_backward, compiled[case].state(params)
-            found[case] = profiling.kernel_ms(partial(run, state, *arrays))
-    plain = found["bf16"]
+            by_case[case] = profiling.kernel_ms(partial(run, state, *arrays))
+    plain = by_case["bf16"]
     floor = {"products": plain["products"] / 2, "attention": plain["attention"]}
     return [
         {"case": case}
         | dataclasses.asdict(shape)
-        | {"part": part, "ms": ms, "floor_ms": floor.get(part, 0.0)}
-        for case, parts in found.items()
-        for part, ms in parts.items()
+        | {"part": kind, "ms": ms, "floor_ms": floor.get(kind, 0.0)}
+        for case, parts in by_case.items()
+        for kind, ms in parts.items()
     ]
 
 
 def bars(rows: list[Row]) -> list[Bar]:
     """Returns the targets of each shape for the cases that were measured."""
-    found = []
+    targets = []
     for (hidden, seq), group in itertools.groupby(rows, key=_sizes):
         at = {row["case"]: row for row in group}
-        found += [
+        targets += [
             bar._replace(name=f"{hidden}, {seq}: {bar.name}")
             for bar in (*_speed(at, SPEED_TARGETS.get((hidden, seq))), *_memory(at))
         ]
-    return found
+    return targets
 
 
 def _speed(at: dict[str, Row], target: float | None) -> list[Bar]:
     ms = {case: row["forward_backward_ms"] for case, row in at.items()}
-    found = []
+    targets = []
     if target and "coat" in at and at["coat"]["ratio_to_fastest_bf16"]:
         ratio = at["coat"]["ratio_to_fastest_bf16"]
-        found.append(Bar.of("coat, times the fastest BF16", ">=", target, ratio))
+        targets.append(Bar.of("coat, times the fastest BF16", ">=", target, ratio))
     if {"coat", "coat_max"} <= ms.keys():
         ratio = ms["coat"] / ms["coat_max"]
-        found.append(Bar.of("coat_max, times coat", ">=", 0.95, ratio))
+        targets.append(Bar.of("coat_max, times coat", ">=", 0.95, ratio))
     for name in _REMATS:
         if {"bf16", f"bf16, {name}"} <= ms.keys():
             ratio = ms[f"bf16, {name}"] / ms["bf16"]
-            found.append(Bar.of(f"{name}, time / bf16", "<=", 1.06, ratio))
-    return found
+            targets.append(Bar.of(f"{name}, time / bf16", "<=", 1.06, ratio))
+    return targets
 
 
 def _memory(at: dict[str, Row]) -> list[Bar]:
     units = {case: row["saved_units"] for case, row in at.items()}
-    found = [
+    targets = [
         Bar.of(f"{case}, U saved", "<=", target, units[case])
         for case, target in TARGET_UNITS.items()
         if case in at
@@ -310,17 +312,17 @@ def _memory(at: dict[str, Row]) -> list[Bar]:
     for name in _REMATS:
         if {"bf16", f"bf16, {name}"} <= at.keys():
             ratio = units["bf16"] / units[f"bf16, {name}"]
-            found.append(Bar.of(f"{name}, times smaller than bf16", ">=", 1.8, ratio))
+            targets.append(Bar.of(f"{name}, times smaller than bf16", ">=", 1.8, ratio))
     if "coat" in at:
         better = sum(dominates(at[c], at["coat"]) for c in PLAIN if c in at)
         name = "BF16 policies both smaller and faster than coat"
-        found.append(Bar.of(name, "<=", 0, better))
+        targets.append(Bar.of(name, "<=", 0, better))
     for case in ("coat", "coat_max"):
         if {case, "bf16"} <= at.keys():
             key = "backward_temporaries_mib"
             ratio = at[case][key] / at["bf16"][key]
-            found.append(Bar.of(f"{case}, temporaries / BF16's", "<=", 1.0, ratio))
-    return found
+            targets.append(Bar.of(f"{case}, temporaries / BF16's", "<=", 1.0, ratio))
+    return targets
 
 
 def dominates(row: Row, other: Row) -> bool:

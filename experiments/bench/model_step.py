@@ -4,8 +4,8 @@ On several GPUs jit splits the work by the shardings of parameters and batch. On
 case, `BY_HAND`, is BF16 as one writes it without jit's help: under `shard_map` each
 layer's weights are gathered in a loop, and their gradients scattered.
 
-`measure` should run in its own process. The device memory that it reports is then that
-of the step alone, and running out of memory affects nothing else.
+`measure` should run in its own process. The device memory that it reports then belongs
+to the step alone, and running out of memory affects nothing else.
 """
 
 import dataclasses
@@ -97,12 +97,12 @@ class Model:
         """The preset with these sizes, or the sizes, and what differs from it."""
         preset = self.preset
         if preset is None:
-            found = f"{self.layers} layers of {self.hidden}"
+            title = f"{self.layers} layers of {self.hidden}"
         elif self.layers == Model.of(preset).layers:
-            found = preset
+            title = preset
         else:
-            found = f"{preset}, {self.layers} layers"
-        return found if self.seq == Model.seq else f"{found}, sequence {self.seq:,}"
+            title = f"{preset}, {self.layers} layers"
+        return title if self.seq == Model.seq else f"{title}, sequence {self.seq:,}"
 
     def config(self, case: Case, mesh: Mesh | None = None) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16."""
@@ -146,8 +146,8 @@ def loss_function(
     graph, state = _abstract(model.config(CASES[case], mesh), CASES[case].wrap)
 
     def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
-        found = nnx.merge(graph, params, histories)
-        return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
+        merged = nnx.merge(graph, params, histories)
+        return llama.cross_entropy(merged, tokens[:, :-1], tokens[:, 1:])
 
     return loss, state
 
@@ -158,9 +158,9 @@ def _abstract(
     """Returns a model with wrapped layers, and its abstract state."""
 
     def build():
-        found = llama.Llama(config, rngs=nnx.Rngs(0))
-        found.layers = _Wrapped(found.layers, wrap)
-        return found
+        model = llama.Llama(config, rngs=nnx.Rngs(0))
+        model.layers = _Wrapped(model.layers, wrap)
+        return model
 
     graph, *state = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
     return graph, LayerState(*state)
@@ -201,10 +201,10 @@ def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState
 
     @partial(jax.shard_map, mesh=mesh, **placed, check_vma=False)
     def mean(params, tokens):
-        found = nnx.merge(graph, params, histories)
-        for weight in (found.embedding, found.head):
+        merged = nnx.merge(graph, params, histories)
+        for weight in (merged.embedding, merged.head):
             weight.set_value(whole(weight[...], 0))
-        loss = llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
+        loss = llama.cross_entropy(merged, tokens[:, :-1], tokens[:, 1:])
         return lax.pmean(loss, names)
 
     def loss(params, histories, tokens: Int32[Array, "b s+1"]) -> Float32[Array, ""]:
@@ -262,9 +262,9 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
 
     carry = (params, jax.eval_shape(tx.init, params)), histories
     *of_state, of_histories = meshes.state_shardings(tx, *carry[0], histories, mesh)
-    there = tuple(of_state), of_histories
+    placements = tuple(of_state), of_histories
     batch_there = meshes.whole(None) if mesh is None else meshes.batch_sharding(mesh)
-    abstract = jax.tree.map(_placed, carry, there)
+    abstract = jax.tree.map(_placed, carry, placements)
     shape = gpus * batch, model.seq + 1
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_there)
     (placed_params, _), placed_histories = abstract
@@ -276,14 +276,14 @@ def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> R
     }
     try:
         started = time.perf_counter()
-        placed = there, meshes.whole(mesh)
+        placed = placements, meshes.whole(mesh)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=placed)
         compiled = jitted.lower(abstract, tokens).compile(OPTIONS)
         row["compile_s"] = time.perf_counter() - started
         row["peak_gib"] = peak_bytes(compiled) / GIB
         params = random_params(abstract[0][0])
-        opt_state = jax.jit(tx.init, out_shardings=there[0][1])(params)
-        histories = jax.device_put(first_histories(histories), there[1])
+        opt_state = jax.jit(tx.init, out_shardings=placements[0][1])(params)
+        histories = jax.device_put(first_histories(histories), placements[1])
         tokens = jax.device_put(_random_tokens(model, gpus * batch), batch_there)
         row |= _timed(compiled, ((params, opt_state), histories), tokens, steps)
         row["tokens_per_s_per_gpu"] = row["tokens_per_s"] / gpus

@@ -151,7 +151,7 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
     wide, ragged = flat(32_768, f32, parameters), flat(5_000, bf16, parameters // 4)
     heads = flat(64, bf16, parameters // 4)
     trees = {"291 tensors": llama_7b(False), "stacked layers": llama_7b(True)}
-    found = [
+    all_cases = [
         ("matrix bfloat16", "optax.adamw", matrix, chain_step(optax_adamw())),
         ("matrix bfloat16", "fused_update", matrix, fused_step()),
         ("matrix bfloat16", "fused_update, stochastic", matrix, fused_step(True)),
@@ -164,17 +164,19 @@ def cases(parameters: int) -> list[tuple[str, str, Any, Any]]:
         ("last axis 64", "fused_update", heads, fused_step()),
     ]
     for name, tree in trees.items():
-        found.append((name, "fused_update", tree, fused_step()))
-    return found
+        all_cases.append((name, "fused_update", tree, fused_step()))
+    return all_cases
 
 
 def bars(rows: list[dict]) -> list[Bar]:
     """Returns the targets of a step."""
     at = {(row["what"], row["method"]): row for row in rows}
-    what = "matrix bfloat16"
-    fused = at[what, "fused_update"]
-    found = [
-        Bar.of(f"{name}, times optax", ">=", least, at[what, name]["ratio_to_optax"])
+    parameters = "matrix bfloat16"
+    fused = at[parameters, "fused_update"]
+    targets = [
+        Bar.of(
+            f"{name}, times optax", ">=", least, at[parameters, name]["ratio_to_optax"]
+        )
         for name, least in (
             ("fused_update", 1.8),
             ("fused_update, stochastic", 1.75),
@@ -182,13 +184,15 @@ def bars(rows: list[dict]) -> list[Bar]:
         )
     ]
     temporaries = fused["temporaries_mib"]
-    found.append(Bar.of("fused_update, temporaries, MiB", "<=", 32, temporaries))
-    for what in ("291 tensors", "stacked layers"):
-        row = at[what, "fused_update"]
+    targets.append(Bar.of("fused_update, temporaries, MiB", "<=", 32, temporaries))
+    for parameters in ("291 tensors", "stacked layers"):
+        row = at[parameters, "fused_update"]
         ratio = row["ms_per_1e9"] / fused["ms_per_1e9"]
-        found.append(Bar.of(f"{what}, a parameter's time", "<=", 1.1, ratio))
-        found.append(Bar.of(f"{what}, compilation, s", "<=", 20, row["compile_s"]))
-    return found
+        targets.append(Bar.of(f"{parameters}, a parameter's time", "<=", 1.1, ratio))
+        targets.append(
+            Bar.of(f"{parameters}, compilation, s", "<=", 20, row["compile_s"])
+        )
+    return targets
 
 
 def main() -> None:
@@ -209,23 +213,23 @@ def main() -> None:
     chosen = [
         c for c in cases(args.parameters) if not args.no_trees or c[0] not in trees
     ]
-    for what, method, abstract, (tx, step) in tqdm(chosen, unit="case"):
-        row = {"what": what, "method": method}
+    for parameters, method, abstract, (tx, step) in tqdm(chosen, unit="case"):
+        row = {"what": parameters, "method": method}
         row |= measure(tx, step, abstract, args.repeats)
         if method == "optax.adamw":
-            optax_ms[what] = row["ms_per_1e9"]
-        base = optax_ms.get(what, optax_ms["matrix bfloat16"])
+            optax_ms[parameters] = row["ms_per_1e9"]
+        base = optax_ms.get(parameters, optax_ms["matrix bfloat16"])
         row["ratio_to_optax"] = base / row["ms_per_1e9"]
         rows.append(row)
         numbers = ("ms_per_1e9", "gb_per_s", "ratio_to_optax", "temporaries_mib")
-        table.add_row(what, method, *(f"{row[k]:.2f}" for k in numbers))
+        table.add_row(parameters, method, *(f"{row[k]:.2f}" for k in numbers))
         write_results(args.out, rows=rows)
     Console().print(table)
-    found = [] if args.no_trees else bars(rows)
-    for bar in found:
+    targets = [] if args.no_trees else bars(rows)
+    for bar in targets:
         verdict = "holds" if bar.holds else "missed"
         print(f"{bar.name}: {bar.measured:.3g} ({bar.target}: {verdict})")
-    write_results(args.out, rows=rows, bars=found)
+    write_results(args.out, rows=rows, bars=targets)
 
 
 if __name__ == "__main__":

@@ -30,12 +30,14 @@ def right_answers(
       rows: Rows with "recipe", "seed" and "right", what `written` returns.
     """
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
-    found = {(row["recipe"], row["seed"]): row["right"] for row in rows}
-    own = [{seed for recipe, seed in found if recipe == name} for name in recipes]
-    seeds = sorted(set.intersection(*own)) if own else []
+    right_by_run = {(row["recipe"], row["seed"]): row["right"] for row in rows}
+    seeds_of_recipe = [
+        {seed for recipe, seed in right_by_run if recipe == name} for name in recipes
+    ]
+    seeds = sorted(set.intersection(*seeds_of_recipe)) if seeds_of_recipe else []
     if not seeds:
         return {}
     return {
-        name: np.array([[c == "1" for c in found[name, seed]] for seed in seeds])
+        name: np.array([[c == "1" for c in right_by_run[name, seed]] for seed in seeds])
         for name in recipes
     }

@@ -238,7 +238,7 @@ def model_products(
     tokens: Sequence[int] = TOKENS, models: Sequence[str] = tuple(MODELS)
 ) -> list[MatrixProduct]:
     """Lists forward, input gradient and weight gradient of all layers of `models`."""
-    found = []
+    products = []
     for model in models:
         h, f = TUNED[model]
         layers = {"qkv": (h, 3 * h), "out": (h, h), "gate_up": (h, 2 * f)}
@@ -251,13 +251,13 @@ def model_products(
                     "dx": ((t, i, o), (E5M2, E4M3)),
                     "dw": ((o, i, t), (E5M2, E4M3)),
                 }
-                found += [
+                products += [
                     MatrixProduct(
                         name=f"{name}, {each}", layer=layer, shape=shape, dtypes=dtypes
                     )
                     for each, (shape, dtypes) in passes.items()
                 ]
-    return found
+    return products
 
 
 PRODUCTS = {

@@ -27,7 +27,7 @@ _policies = jax.checkpoint_policies
 
 
 def _products(primitive, *_, **__) -> bool:
-    # The barrier behind a matmul is saved. In a loop a matmul that is saved itself
+    # The barrier after a matmul is saved. In a loop a matmul that is saved itself
     # would run twice; see `fp8.matmul.once`.
     return primitive.name == "optimization_barrier"
 
@@ -45,7 +45,7 @@ def _checkpoint(policy: Callable[..., bool]) -> Callable[[Apply, bool], Apply]:
 
 
 class LayerState(NamedTuple):
-    """The state of a layer, its second argument beside the input.
+    """The state of a layer, its second argument after the input.
 
     Attributes:
       params: The parameters.

@@ -36,4 +36,4 @@ def shard_shape(x: Any) -> tuple[int, ...]:
 def _largest(name: str) -> int | None:
     """Returns the largest of a statistic of this process's devices, if there is one."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max((found[name] for found in stats if name in found), default=None)
+    return max((counters[name] for counters in stats if name in counters), default=None)

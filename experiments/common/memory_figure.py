@@ -19,7 +19,7 @@ KINDS = {
     "gathered": "gathered weights",
     "logits": "logits",
 }
-# The smallest share whose number is written into the bar.
+# The smallest share with its number written into the bar.
 _LEAST = 0.04
 
 
@@ -86,14 +86,14 @@ def stack(
         color, hatch = looks[kind]
         style = {"color": color, "hatch": hatch, "label": names[kind]}
         axes.barh(places, values, 0.6, left=starts, edgecolor="white", **style)
-        for place, start, value, total in zip(
+        for height, start, value, total in zip(
             places, starts, values, sums, strict=True
         ):
             if value > _LEAST * max(sums):
-                _write_share(axes, start + value / 2, place, value / total)
+                _write_share(axes, start + value / 2, height, value / total)
         starts += values
-    for place, total in zip(places, sums, strict=True):
-        axes.text(total, place, f" {total:.1f}", va="center", fontsize=9)
+    for height, total in zip(places, sums, strict=True):
+        axes.text(total, height, f" {total:.1f}", va="center", fontsize=9)
     axes.set_yticks(places, labels)
     framed(axes, grid=None)
 

@@ -41,7 +41,7 @@ _REFUSED = {
     "stage": "pipelines of layers are not supported",
     "expert": "there are no experts",
 }
-# Stacked weights have the layer as their first axis, and gate_up two halves behind it.
+# Stacked weights have the layer as their first axis, and gate_up two halves after it.
 _SPECS = {
     "embedding": P(("fsdp", "tensor")),
     "head": P(("fsdp", "tensor")),
@@ -63,8 +63,8 @@ def parse(text: str) -> dict[str, int]:
       {'data': 2, 'fsdp': 4}
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, number = (word.strip() for word in part.partition("="))
+    for axis_text in text.split(","):
+        name, _, number = (word.strip() for word in axis_text.partition("="))
         if name in _REFUSED:
             raise ValueError(f"--mesh {text}: {_REFUSED[name]}; axes are {_names()}")
         if name not in AXES:
@@ -72,7 +72,9 @@ def parse(text: str) -> dict[str, int]:
         if name in sizes:
             raise ValueError(f"--mesh takes each axis once, got {text!r}")
         if not number.isdecimal() or int(number) < 1:
-            raise ValueError(f"--mesh takes {name}=N with N of 1 or more, got {part!r}")
+            raise ValueError(
+                f"--mesh takes {name}=N with N of 1 or more, got {axis_text!r}"
+            )
         sizes[name] = int(number)
     return sizes
 
@@ -161,7 +163,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
         name = name.removesuffix("/value")  # Parameters are Flax's variables.
         spec = P() if "norm" in name else _SPECS[name.split("/")[-1]]
         for axis, parts in enumerate(spec):
-            size = math.prod(mesh.shape[part] for part in _tuple(parts))
+            size = math.prod(mesh.shape[axis_name] for axis_name in _tuple(parts))
             if param.shape[axis] % size:
                 raise ValueError(
                     f"the mesh {name_of(mesh)} splits axis {axis} of {name} "
@@ -194,9 +196,9 @@ def state_shardings(
     if mesh is None:
         state = params, opt_state, histories
         return jax.tree.map(lambda _: whole(None), state)
-    there = param_shardings(params, mesh)
-    moments = coat.opt_state_sharding(tx, params, there)
-    return there, moments, jax.tree.map(lambda _: whole(mesh), histories)
+    placements = param_shardings(params, mesh)
+    moments = coat.opt_state_sharding(tx, params, placements)
+    return placements, moments, jax.tree.map(lambda _: whole(mesh), histories)
 
 
 def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
@@ -209,7 +211,7 @@ def own_rows(batch_size: int, mesh: Mesh | None) -> Int64[np.ndarray, " rows"]:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Returns the sharding of a batch, whose first axis is split."""
+    """Returns the sharding of a batch, which splits its first axis."""
     return NamedSharding(mesh, P(BATCH_AXES))
 
 

@@ -8,7 +8,7 @@ import coat_jax as coat
 from coat_jax.layers.recipes import RECIPES
 from coat_jax.layers.recipes import RecipeName as Recipe
 
-# The recipes whose optimizer is `coat.fp8_adamw`.
+# The recipes with `coat.fp8_adamw` as their optimizer.
 COAT_RECIPES: tuple[Recipe, ...] = tuple(
     name for name, recipe in RECIPES.items() if recipe.optimizer is coat.fp8_adamw
 )

@@ -27,7 +27,7 @@ TABLE_2 = {
 }
 LOSS_COLUMNS = ("train loss", "WikiText ppl", "C4 ppl", "Pile ppl", "average ppl")
 TASK_COLUMNS = ("COPA", "ARC easy", "SciQ", "HellaSwag", "average accuracy")
-# Rows have the columns of losses, then those of tasks.
+# Rows have the columns of losses, then the columns of tasks.
 TABLE_3 = {
     "bf16": (2.995, 30.499, 27.966, 17.405, 25.29, 0.6, 0.456, 0.673, 0.337, 0.516),
     "te": (3.001, 30.736, 28.064, 17.434, 25.411, 0.62, 0.454, 0.639, 0.338, 0.513),

@@ -57,7 +57,7 @@ def kernel_ms(
         kernels = list(_kernels(jax.profiler.ProfileData.from_file(str(trace))))
     if not kernels:
         raise ValueError(f"no kernel ran on a GPU, but on {jax.devices()[0]}")
-    return {part: ms / calls for part, ms in by_part(kernels).items()}
+    return {kind: ms / calls for kind, ms in by_part(kernels).items()}
 
 
 def _kernels(data: Any) -> Iterator[Kernel]:
@@ -73,14 +73,14 @@ def _kernels(data: Any) -> Iterator[Kernel]:
 
 def by_part(kernels: Iterable[Kernel]) -> dict[str, float]:
     """Sums milliseconds by kind of kernel, largest first, and the gaps between them."""
-    found = collections.Counter({"products": 0.0, "attention": 0.0})
+    totals = collections.Counter({"products": 0.0, "attention": 0.0})
     gaps, last = 0.0, None
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_ms):
-        found[_part(kernel.name)] += kernel.end_ms - kernel.start_ms
+        totals[_part(kernel.name)] += kernel.end_ms - kernel.start_ms
         last = kernel.start_ms if last is None else last
         gaps += max(kernel.start_ms - last, 0.0)
         last = max(kernel.end_ms, last)
-    return dict(found.most_common()) | {"gaps": gaps}
+    return dict(totals.most_common()) | {"gaps": gaps}
 
 
 def _part(kernel: str) -> str:

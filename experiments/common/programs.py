@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, without the usage."""
+    """A parser with errors of one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         """Prints the error and exits with code 2."""
@@ -13,7 +13,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser:
-    """Returns a parser without arguments, whose help is a module's docstring.
+    """Returns a parser without arguments, with a module's docstring as its help.
 
     Args:
       module: The program's module, as `python -m` takes it.

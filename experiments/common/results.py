@@ -58,8 +58,8 @@ def write_results(
       path: The path of the file; its folder is created.
       rows: Flat records of strings, numbers, booleans and None. Keys contain the units.
       bars: The targets of the experiment.
-      command: The command line that repeats the experiment; None means that of this
-        process.
+      command: The command line that repeats the experiment; None means the command line
+      of this process.
       **extra: Further top-level entries.
 
     Raises:
@@ -86,8 +86,8 @@ def write_results(
         "rows": [dict(row) for row in rows],
         "bars": [bar._asdict() for bar in bars],
     }
-    if taken := results.keys() & extra.keys():
-        raise ValueError(f"{sorted(taken)} are entries of the schema, not extra ones")
+    if clashes := results.keys() & extra.keys():
+        raise ValueError(f"{sorted(clashes)} are entries of the schema, not extra ones")
     results |= extra
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def origin(results: dict[str, Any]) -> str:
 
 
 def picture(experiment: str, name: str) -> Path:
-    """Returns the path of the committed picture beside a results file."""
+    """Returns the path of the committed picture next to a results file."""
     return _PROJECT / default_path(experiment, name).with_suffix(".png")
 
 
@@ -132,12 +132,12 @@ def known_rows(path: Path, of: str = "rows") -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    known, name = read_results(path), device()["name"]
-    if (theirs := known["device"]["name"]) != name:
+    contents, name = read_results(path), device()["name"]
+    if (theirs := contents["device"]["name"]) != name:
         raise ValueError(
             f"{path} is of {theirs:.100}, this is {name}; name another --out"
         )
-    rows = known.get(of, [])
+    rows = contents.get(of, [])
     if not _are_rows(rows):
         raise ValueError(f"{path} is no results file: its {of} are no rows")
     return rows
@@ -149,18 +149,18 @@ def read_results(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: If the file is no results file. The message names it.
     """
-    found = read_json(path)
-    if not isinstance(found, dict):
+    contents = read_json(path)
+    if not isinstance(contents, dict):
         raise ValueError(f"{path} is no results file: it is no object")
-    device = found.get("device")
+    device = contents.get("device")
     name = device.get("name") if isinstance(device, dict) else None
-    strings = {"command": found.get("command"), "date": found.get("date")}
-    for what, value in (strings | {"device's name": name}).items():
+    strings = {"command": contents.get("command"), "date": contents.get("date")}
+    for field, value in (strings | {"device's name": name}).items():
         if not isinstance(value, str):
-            raise ValueError(f"{path} is no results file: its {what} is no string")
-    if not _are_rows(found.get("rows")):
+            raise ValueError(f"{path} is no results file: its {field} is no string")
+    if not _are_rows(contents.get("rows")):
         raise ValueError(f"{path} is no results file: it has no rows")
-    return found
+    return contents
 
 
 def _are_rows(rows: Any) -> bool:
@@ -227,9 +227,9 @@ def device() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python and of packages, and this project's commit."""
-    found = {"python": platform.python_version()}
-    found |= {package: metadata.version(package) for package in _VERSIONED}
-    return found | {"commit": _commit()}
+    numbers = {"python": platform.python_version()}
+    numbers |= {package: metadata.version(package) for package in _VERSIONED}
+    return numbers | {"commit": _commit()}
 
 
 def _processor() -> str:

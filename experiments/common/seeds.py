@@ -23,16 +23,18 @@ def over_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Returns a row for each recipe, with losses, gaps and speeds as means over seeds.
 
     The rows have "recipe" and what a summary of `experiments.pretrain` has. Sizes in
-    bytes are those of the first seed, as they do not depend on it.
+    bytes come from the first seed, as they do not depend on it.
     """
-    found: dict[str, list[Mapping[str, Any]]] = {}
+    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row["recipe"], []).append(row)
+        by_recipe.setdefault(row["recipe"], []).append(row)
     return {
         recipe: {
-            **own[0],
-            "seeds": len(own),
-            **{key: fmean(row[key] for row in own) for key in _MEANS if key in own[0]},
+            **runs[0],
+            "seeds": len(runs),
+            **{
+                key: fmean(row[key] for row in runs) for key in _MEANS if key in runs[0]
+            },
         }
-        for recipe, own in found.items()
+        for recipe, runs in by_recipe.items()
     }

@@ -134,7 +134,7 @@ def compiled_on_mesh(
     out_shardings: Any = None,
     options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
-    """Compiles fn(*args) for abstract arrays whose shardings have a mesh of H200s."""
+    """Compiles fn(*args) for abstract arrays that are sharded over a mesh of H200s."""
     _put_assembler_first()
     jitted = jax.jit(fn, out_shardings=out_shardings)
     return jitted.trace(*args).lower(lowering_platforms=("cuda",)).compile(options)
@@ -212,7 +212,7 @@ def _numbers(pattern: str, text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _output() -> Iterator[list[str]]:
-    """Captures all output of this process, including that of native code.
+    """Captures all output of this process, including native code's.
 
     The list receives the output as one string when the context ends.
     """
@@ -220,14 +220,14 @@ def _output() -> Iterator[list[str]]:
     os.environ.update(dict.fromkeys(_REPORTS, "1"))
     with tempfile.TemporaryFile("w+") as file:
         # Native code writes to the file descriptors of stdout and stderr directly.
-        own = [os.dup(number) for number in (1, 2)]
+        originals = [os.dup(number) for number in (1, 2)]
         for number in (1, 2):
             os.dup2(file.fileno(), number)
         try:
             yield lines
         finally:
             sys.stdout.flush()
-            for number, copy in zip((1, 2), own, strict=True):
+            for number, copy in zip((1, 2), originals, strict=True):
                 os.dup2(copy, number)
                 os.close(copy)
             file.seek(0)

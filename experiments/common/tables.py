@@ -17,9 +17,8 @@ class Column(NamedTuple):
       key: The key of the value in a row, the keys of several values, or a function of
         the row.
       form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". Text in
-        place of a number stands as it is.
-      missing: The text of a cell whose value, or the first of several, is None or not
-        in the row.
+      place of a number stands as it is. missing: The text of a cell if its value, or
+      the first of several, is None or not in the row.
     """
 
     title: str
@@ -50,11 +49,11 @@ def table(
     caption: str | None = None,
 ) -> Table:
     """Returns a table of numbers for a terminal, with names in the first column."""
-    found = new_table(title, *(column.title for column in columns))
+    result = new_table(title, *(column.title for column in columns))
     for row in rows:
-        found.add_row(*(column.cell(row) for column in columns))
-    found.caption = caption
-    return found
+        result.add_row(*(column.cell(row) for column in columns))
+    result.caption = caption
+    return result
 
 
 def with_paper(title: str, key: str, spec: str, paper: str | None = None) -> Column:
@@ -83,32 +82,32 @@ def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:
 def by_column(
     rows: Iterable[Mapping[str, Any]], line: str, column: str
 ) -> dict[Any, dict[Any, Mapping[str, Any]]]:
-    """Returns rows by their values of `line`, and in a line by those of `column`.
+    """Returns rows by their value of `line`, then by their value of `column`.
 
     Both are in the order of the rows.
     """
-    found: dict[Any, dict[Any, Mapping[str, Any]]] = {}
+    lines: dict[Any, dict[Any, Mapping[str, Any]]] = {}
     for row in rows:
-        found.setdefault(row[line], {})[row[column]] = row
-    return found
+        lines.setdefault(row[line], {})[row[column]] = row
+    return lines
 
 
 def new_table(title: str, first: str, *columns: str) -> Table:
     """Returns an empty table of numbers, with names in the first column."""
-    found = Table(
+    result = Table(
         title=title,
         title_justify="left",
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
         pad_edge=False,
     )
-    found.add_column(first)
+    result.add_column(first)
     for column in columns:
-        found.add_column(column, justify="right")
-    return found
+        result.add_column(column, justify="right")
+    return result
 
 
-def bars(found: Iterable[Bar]) -> Table:
+def bars(targets: Iterable[Bar]) -> Table:
     """Returns a table of targets, measured values and whether the targets hold."""
     columns = (
         Column("", lambda bar: bar.name),
@@ -116,4 +115,4 @@ def bars(found: Iterable[Bar]) -> Table:
         Column("measured", lambda bar: bar.measured, "{:.3f}"),
         Column("holds", lambda bar: "yes" if bar.holds else "NO"),
     )
-    return table("What was expected", columns, found)
+    return table("What was expected", columns, targets)

@@ -31,10 +31,10 @@ def compile_all(functions: Sequence[Callable], draws: Sequence[tuple]) -> list[A
     """
 
     def compiled(function):
-        once = jax.jit(function)
+        jitted = jax.jit(function)
 
         def each(draws):
-            return [once(*arguments) for arguments in draws]
+            return [jitted(*arguments) for arguments in draws]
 
         try:
             return jax.jit(each).lower(draws).compile(OPTIONS)
@@ -89,5 +89,5 @@ def in_turns(
     if round_s:
         counts = [max(calls, math.ceil(round_s / mean(f, calls))) for f in functions]
     turns = list(zip(functions, counts, strict=True))
-    found = [[mean(*turn) for turn in turns] for _ in range(rounds)]
-    return [statistics.median(times) for times in zip(*found, strict=True)]
+    rounds_of_times = [[mean(*turn) for turn in turns] for _ in range(rounds)]
+    return [statistics.median(times) for times in zip(*rounds_of_times, strict=True)]

@@ -6,8 +6,8 @@
 
 The table has one column for each recipe, with the kinds of memory at the peak of the
 step. `--largest-batch` finds the most sequences of a step that fit into `--gpu-memory`
-GiB of each GPU. The bars in the figure show the share of each kind. A .json file beside
-it holds the same rows.
+GiB of each GPU. The bars in the figure show the share of each kind. A .json file next
+to it holds the same rows.
 """
 
 import argparse
@@ -81,8 +81,8 @@ def mesh_of(text: str) -> dict[str, int]:
       argparse.ArgumentTypeError: If the text is not of the form name=size,name=size.
     """
     sizes: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.partition("=")
+    for axis_text in text.split(","):
+        name, _, size = axis_text.partition("=")
         if not size.isdecimal() or not int(size) or name in sizes:
             raise argparse.ArgumentTypeError(
                 f"a mesh is written name=size,name=size, got {text!r}"
@@ -152,19 +152,19 @@ def title(row: Row) -> str:
 
 def table(rows: list[Row]) -> Table:
     """Returns a table with a column for each recipe."""
-    found = new_table("GiB a GPU at the peak", "", *(row["recipe"] for row in rows))
+    result = new_table("GiB a GPU at the peak", "", *(row["recipe"] for row in rows))
     for kind, name in KINDS.items():
-        found.add_row(name, *(f"{row[f'{kind}_gib']:.2f}" for row in rows))
-    found.add_section()
-    found.add_row("peak", *(f"{row['peak_gib']:.2f}" for row in rows))
-    found.add_row("in the", *(row["peak_phase"] for row in rows))
+        result.add_row(name, *(f"{row[f'{kind}_gib']:.2f}" for row in rows))
+    result.add_section()
+    result.add_row("peak", *(f"{row['peak_gib']:.2f}" for row in rows))
+    result.add_row("in the", *(row["peak_phase"] for row in rows))
     available = f"{rows[0]['available_gib']:.0f} GiB"
     fits = ("yes" if row["fits"] else "NO" for row in rows)
-    found.add_row(f"fits in {available}", *fits)
+    result.add_row(f"fits in {available}", *fits)
     if "largest_batch" in rows[0]:
         most = (str(row["largest_batch"] or "none") for row in rows)
-        found.add_row("largest batch", *most)
-    return found
+        result.add_row("largest batch", *most)
+    return result
 
 
 if __name__ == "__main__":

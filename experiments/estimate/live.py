@@ -1,7 +1,7 @@
 """Training steps of the largest Llama that fits on this GPU, or of a tiny one.
 
-The notebook 08_end_to_end calls it. Without a GPU the model is a tiny one that shows
-how a measurement goes and whose times mean nothing.
+The notebook 08_end_to_end calls it. Without a GPU the model is a tiny one. It shows how
+a measurement goes, and its times mean nothing.
 """
 
 from typing import Any
@@ -47,9 +47,9 @@ def predicted(case: str, model: Model) -> Row:
 
 
 def largest_model(limit: int) -> Model:
-    """Returns the largest model whose `coat` step of one sequence is predicted to fit.
+    """Returns the largest model with a `coat` step that is predicted to fit.
 
-    It is the tiny one if no preset fits.
+    The step is of one sequence. It is the tiny model if no preset fits.
 
     Args:
       limit: The bytes of a GPU that the step may take.

@@ -2,9 +2,10 @@
 
     uv run python -m experiments.estimate.measured
 
-The peaks are those of `experiments.bench.e2e` and `experiments.pretrain`, in their
-results files. A device's peak includes what the program did before its steps. Where it
-is missing, the peak of the compiled step takes its place. Nothing runs on a GPU here.
+The peaks come from the results files of `experiments.bench.e2e` and
+`experiments.pretrain`. A device's peak includes what the program did before its steps.
+Where it is missing, the peak of the compiled step takes its place. Nothing runs on a
+GPU here.
 """
 
 import dataclasses
@@ -59,12 +60,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def measured_steps() -> list[Row]:
     """Returns the rows of the results of `bench_e2e` with a measured peak."""
-    found = []
+    steps = []
     for name in ("bench_e2e", *BY_KIND.values()):
         for row in load("bench_e2e", name)["rows"]:
             if row["case"] in CASES and "peak_gib" in row:
-                found.append({"of": name} | row)
-    return found
+                steps.append({"of": name} | row)
+    return steps
 
 
 def end_to_end(row: Row) -> Row:
@@ -86,17 +87,17 @@ def estimate(case: str, model: Model, batch: int, gpus: int = 1) -> MemoryEstima
     """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
     loss, state = loss_function(case, model)
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
-    whole = None
+    replicated = None
     if gpus > 1:
         mesh = AbstractMesh((1, gpus, 1), meshes.AXES)
-        whole = state.params, meshes.param_shardings(state.params, mesh)
+        replicated = state.params, meshes.param_shardings(state.params, mesh)
     return estimate_step(
         loss,
         *state,
         tokens,
         optimizer=default_optimizer(CASES[case].recipe),
         logits=chunk_of_logits(batch * model.seq, model.vocab),
-        whole=whole,
+        whole=replicated,
         gpus=gpus,
     )
 
@@ -121,23 +122,23 @@ def pretraining(name: str) -> Iterator[Row]:
 
 
 def compared(
-    found: MemoryEstimate,
+    prediction: MemoryEstimate,
     *,
     step: float,
     device: float | None,
     saved: float,
     optimizer: float,
 ) -> Row:
-    """Returns a prediction beside the measured GiB, and its relative error.
+    """Returns a prediction next to the measured GiB, and its relative error.
 
     Args:
-      found: The prediction.
+      prediction: The prediction.
       step: The peak of the compiled step.
       device: The device's peak, if it was measured.
       saved: The saved activations, as the measured program counted them.
       optimizer: The optimizer's state in the measured program.
     """
-    predicted = record(found)
+    predicted = record(prediction)
     measured = step if device is None else device
     return predicted | {
         "step_peak_gib": step,
@@ -151,12 +152,12 @@ def compared(
 
 def bars(rows: list[Row]) -> list[Bar]:
     """Returns a target for the largest error of each experiment's rows."""
-    found = []
+    targets = []
     for name in dict.fromkeys(row["of"] for row in rows):
         errors = [abs(r["error_percent"]) / 100 for r in rows if r["of"] == name]
         title = f"{name}, largest error of a peak"
-        found.append(Bar.of(title, "<=", _TARGET, max(errors)))
-    return found
+        targets.append(Bar.of(title, "<=", _TARGET, max(errors)))
+    return targets
 
 
 def table(rows: list[Row]) -> Table:

@@ -3,10 +3,10 @@
     uv run python -m experiments.estimate.table_7
 
 The rows of the study "paper" have the paper's numbers of GPUs, batches and sequences,
-on GPUs of 80 GiB. Those of the study "gpus" have one to eight GPUs of 80 and of 141
+on GPUs of 80 GiB. Rows of the study "gpus" have one to eight GPUs of 80 and of 141
 GiB, one sequence on each, and longer sequences too. Parameters are BF16, and several
-GPUs split parameters, optimizer and batch (FSDP). Batches are those of all GPUs
-together.
+GPUs split parameters, optimizer and batch (FSDP). Batches count the sequences of all
+GPUs together.
 """
 
 import itertools
@@ -88,7 +88,7 @@ def prediction(
     }
     if gpus > 1:
         options["--mesh"] = f"fsdp={gpus}"
-    argv = [str(part) for option in options.items() for part in option]
+    argv = [str(word) for option in options.items() for word in option]
     row = row_of(parser().parse_args([*argv, "--largest-batch"]), recipe)
     return {"study": study, "model": model, "gpu_memory_gib": gpu_memory} | row
 

@@ -19,7 +19,7 @@ def load_base(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:
 
     Args:
       folder: The folder of a run of `experiments.pretrain`.
-      recipe: The recipe whose checkpoint is meant.
+      recipe: The recipe of the checkpoint.
       vocab_size: The number of tokens of the run's text.
 
     Raises:

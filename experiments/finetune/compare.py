@@ -3,7 +3,7 @@
     uv run python -m experiments.finetune.compare --base RUN --recipes bf16,te,coat
 
 Each seed is a run of `experiments.finetune` in a folder of its own. Flags that this
-program does not know are those of `experiments.finetune`. The same command goes on
+program does not know are passed to `experiments.finetune`. The same command goes on
 where an earlier one ended. All runs ask the same questions, so recipes are compared
 with the first one question by question.
 
@@ -40,7 +40,7 @@ class Hits(NamedTuple):
     """Exact answers of all runs.
 
     Attributes:
-      recipes: The recipes, behind "before".
+      recipes: The recipes, after "before".
       families: The family of each question.
       exact: Whether each answer is exact, by recipe, seed and question: 0.0 or 1.0.
     """
@@ -50,12 +50,14 @@ class Hits(NamedTuple):
     exact: Float[np.ndarray, "recipes seeds questions"]
 
     def of(self, family: str) -> "Hits":
-        """Returns those of a family, or of "all"."""
-        own = [family in ("all", name) for name in self.families]
+        """Returns the answers of a family, or of "all"."""
+        in_family = [family in ("all", name) for name in self.families]
         families = [
-            name for name, is_own in zip(self.families, own, strict=True) if is_own
+            name
+            for name, is_own in zip(self.families, in_family, strict=True)
+            if is_own
         ]
-        return Hits(self.recipes, families, self.exact[:, :, np.array(own)])
+        return Hits(self.recipes, families, self.exact[:, :, np.array(in_family)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,14 +80,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code := _run(folder, [*flags, "--seed", str(seed)]):
             return code
     try:
-        found = compared(folders)
+        results = compared(folders)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    write_results(args.out, **found)
-    compare_report.draw_exact_match(found).savefig(args.out.with_suffix(".png"))
-    shown = [compare_report.exact_match(found), compare_report.differences(found)]
-    Console().print(Group(*shown, bars_table(found["bars"])))
+    write_results(args.out, **results)
+    compare_report.draw_exact_match(results).savefig(args.out.with_suffix(".png"))
+    shown = [compare_report.exact_match(results), compare_report.differences(results)]
+    Console().print(Group(*shown, bars_table(results["bars"])))
     print(f"{args.out}, and a figure beside it")
     return 0
 
@@ -136,30 +138,32 @@ def _curves(folder: Path, seed: int) -> list[dict[str, Any]]:
     for row, _ in read_rows(folder / "metrics.jsonl"):
         losses.setdefault(row["recipe"], []).append(row["loss"])
     return [
-        {"recipe": recipe, "seed": seed} | curve(np.array(own))
-        for recipe, own in losses.items()
+        {"recipe": recipe, "seed": seed} | curve(np.array(losses_of_recipe))
+        for recipe, losses_of_recipe in losses.items()
     ]
 
 
 def _samples(folder: Path) -> list[dict[str, str]]:
     """Returns a run's answers to the first question of each family."""
-    known = [answer for own in _answers(folder).values() for answer in own]
-    first = {answer["family"]: answer["question"] for answer in known[::-1]}
+    records = [
+        record for of_recipe in _answers(folder).values() for record in of_recipe
+    ]
+    first = {record["family"]: record["question"] for record in records[::-1]}
     keys = ("recipe", "family", "question", "expected", "given")
     return [
-        {key: answer[key] for key in keys}
-        for answer in known
-        if answer["question"] == first[answer["family"]]
+        {key: record[key] for key in keys}
+        for record in records
+        if record["question"] == first[record["family"]]
     ]
 
 
 def _answers(folder: Path) -> dict[str, list[dict[str, Any]]]:
     """Returns the answers of a finished run by recipe."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_recipe: dict[str, list[dict[str, Any]]] = {}
     for line in (folder / "answers.jsonl").read_text().splitlines():
-        answer = json.loads(line)
-        found.setdefault(answer["recipe"], []).append(answer)
-    return found
+        record = json.loads(line)
+        by_recipe.setdefault(record["recipe"], []).append(record)
+    return by_recipe
 
 
 def read_hits(folders: Sequence[Path]) -> Hits:
@@ -168,17 +172,19 @@ def read_hits(folders: Sequence[Path]) -> Hits:
     Raises:
       ValueError: If the runs have other recipes or questions than the first.
     """
-    found = [_answers(folder) for folder in folders]
-    first = found[0]
-    asked = [(a["family"], a["question"]) for a in first["before"]]
-    for folder, own in zip(folders, found, strict=True):
-        if list(own) != list(first):
-            raise ValueError(f"{folder} has the recipes {', '.join(own)}")
-        for answers in own.values():
-            if [(a["family"], a["question"]) for a in answers] != asked:
+    runs = [_answers(folder) for folder in folders]
+    first = runs[0]
+    all_questions = [(a["family"], a["question"]) for a in first["before"]]
+    for folder, of_run in zip(folders, runs, strict=True):
+        if list(of_run) != list(first):
+            raise ValueError(f"{folder} has the recipes {', '.join(of_run)}")
+        for answers in of_run.values():
+            if [(a["family"], a["question"]) for a in answers] != all_questions:
                 raise ValueError(f"{folder} has other questions than {folders[0]}")
-    exact = [[[a["exact"] for a in own[name]] for own in found] for name in first]
-    return Hits(list(first), [family for family, _ in asked], np.array(exact, float))
+    exact = [[[a["exact"] for a in of_run[name]] for of_run in runs] for name in first]
+    return Hits(
+        list(first), [family for family, _ in all_questions], np.array(exact, float)
+    )
 
 
 def shares(hits: Hits) -> list[dict[str, Any]]:
@@ -208,8 +214,8 @@ def paired(hits: Hits) -> list[dict[str, Any]]:
     rows = []
     for family in _families(hits):
         exact = hits.of(family).exact[1:]  # The first entry is "before".
-        for recipe, own in zip(hits.recipes[2:], exact[1:], strict=True):
-            difference = own - exact[0]
+        for recipe, of_recipe in zip(hits.recipes[2:], exact[1:], strict=True):
+            difference = of_recipe - exact[0]
             mean, half = mean_and_half(100 * difference.mean(axis=0))
             wide = _half_over_seeds(100 * difference.mean(axis=1))
             rows.append(

@@ -22,45 +22,45 @@ _QUESTIONS, _SEEDS = 2000, 3
 # The distance from the first recipe that an interval may reach, in points.
 _MARGIN = 2.0
 # Recipes that have learned nothing do not differ. The first recipe must be better than
-# before by as many points, from the end of one interval to that of the other.
+# before by as many points, from the end of one interval to the end of the other.
 _GAIN = 10.0
 
 
 def bars(rows: Sequence[Row], differences: Sequence[Row]) -> list[Bar]:
     """Returns the bars of a comparison, if it has enough questions and seeds."""
-    before, first = [row for row in rows if row["family"] == "all"][:2]
+    untrained, first = [row for row in rows if row["family"] == "all"][:2]
     if first["questions"] < _QUESTIONS or first["seeds"] < _SEEDS:
         return []
-    apart = first["low_percent"] - before["high_percent"]
+    gain = first["low_percent"] - untrained["high_percent"]
     name = f"{first['recipe']} above before, from interval to interval, points"
-    found = [Bar.of(name, ">=", _GAIN, apart)]
+    targets = [Bar.of(name, ">=", _GAIN, gain)]
     for row in differences:
         if row["family"] == "all":
             name = f"{row['recipe']} - {row['beside']}, farthest end of the interval"
             farthest = max(abs(row["low_points"]), abs(row["high_points"]))
-            found.append(Bar.of(f"{name}, points", "<=", _MARGIN, farthest))
-    return found
+            targets.append(Bar.of(f"{name}, points", "<=", _MARGIN, farthest))
+    return targets
 
 
 def examples(problems: Sequence[Problem]) -> Table:
     """Returns a table of problems, with the benchmarks for which they stand."""
-    found = new_table("Generated problems", "family", "for", "question", "answer")
+    result = new_table("Generated problems", "family", "for", "question", "answer")
     for problem in problems:
         stands_for = BENCHMARKS[problem.family]
-        found.add_row(problem.family, stands_for, problem.question, problem.answer)
-    return _of_text(found)
+        result.add_row(problem.family, stands_for, problem.question, problem.answer)
+    return _of_text(result)
 
 
 def answers(results: Results) -> Table:
     """Returns a table of what each model wrote, for a question of each family."""
     samples = results["samples"]
     recipes = list(dict.fromkeys(row["recipe"] for row in samples))
-    found = new_table("Answers of seed 0", "question", "right", *recipes)
+    result = new_table("Answers of seed 0", "question", "right", *recipes)
     for question in dict.fromkeys(row["question"] for row in samples):
-        own = [row for row in samples if row["question"] == question]
-        given = (row["given"] for row in own)
-        found.add_row(question, own[0]["expected"], *given)
-    return _of_text(found)
+        rows = [row for row in samples if row["question"] == question]
+        texts = (row["given"] for row in rows)
+        result.add_row(question, rows[0]["expected"], *texts)
+    return _of_text(result)
 
 
 def _of_text(table: Table) -> Table:
@@ -72,37 +72,48 @@ def _of_text(table: Table) -> Table:
 def exact_match(results: Results) -> Table:
     """Returns a table of exact match by recipe and family, with the paper's below."""
     rows = results["rows"]
-    found = _by_family("Exact match, %", rows)
-    for recipe, own in _grouped(rows):
-        found.add_row(recipe, *(f"{row['exact_match_percent']:.1f}" for row in own))
-        ends = (f"{row['low_percent']:.1f} to {row['high_percent']:.1f}" for row in own)
-        found.add_row("  95% interval", *ends)
-        found.add_row("  the paper's", *_texts(_paper(recipe, own), ".1f"))
+    result = _by_family("Exact match, %", rows)
+    for recipe, rows_of_recipe in _grouped(rows):
+        result.add_row(
+            recipe, *(f"{row['exact_match_percent']:.1f}" for row in rows_of_recipe)
+        )
+        ends = (
+            f"{row['low_percent']:.1f} to {row['high_percent']:.1f}"
+            for row in rows_of_recipe
+        )
+        result.add_row("  95% interval", *ends)
+        result.add_row("  the paper's", *_texts(_paper(recipe, rows_of_recipe), ".1f"))
     seeds = rows[-1]["seeds"]
-    found.caption = (
+    result.caption = (
         f"{rows[-1]['questions']:,} questions, {seeds} seed{'s' * (seeds > 1)}"
     )
-    return found
+    return result
 
 
 def differences(results: Results) -> Table:
     """Returns a table of paired differences by family, with the paper's below."""
     rows = results["differences"]
-    beside = rows[0]["beside"] if rows else "the first recipe"
-    title = f"Points above {beside} on the same questions, and 95% intervals"
-    found = _by_family(title, results["rows"])
-    for recipe, own in _grouped(rows):
-        found.add_row(recipe, *(f"{row['difference_points']:+.1f}" for row in own))
+    reference = rows[0]["beside"] if rows else "the first recipe"
+    title = f"Points above {reference} on the same questions, and 95% intervals"
+    result = _by_family(title, results["rows"])
+    for recipe, rows_of_recipe in _grouped(rows):
+        result.add_row(
+            recipe, *(f"{row['difference_points']:+.1f}" for row in rows_of_recipe)
+        )
         for over, key in (("questions", ""), ("seeds", "_over_seeds")):
             ends = (
                 f"{row[f'low{key}_points']:+.1f} to {row[f'high{key}_points']:+.1f}"
-                for row in own
+                for row in rows_of_recipe
             )
-            found.add_row(f"  over {over}", *ends)
-        pairs = zip(_paper(recipe, own), _paper(beside, own), strict=True)
+            result.add_row(f"  over {over}", *ends)
+        pairs = zip(
+            _paper(recipe, rows_of_recipe),
+            _paper(reference, rows_of_recipe),
+            strict=True,
+        )
         printed = [None if None in pair else pair[0] - pair[1] for pair in pairs]
-        found.add_row("  the paper's", *_texts(printed, "+.1f"))
-    return found
+        result.add_row("  the paper's", *_texts(printed, "+.1f"))
+    return result
 
 
 def draw_losses(results: Results) -> Figure:
@@ -113,22 +124,24 @@ def draw_losses(results: Results) -> Figure:
 
 def draw_exact_match(results: Results) -> Figure:
     """Draws exact match by family, and differences with both of their intervals."""
-    found = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
-    share, apart = found.subplots(1, 2, width_ratios=(3, 2))
+    drawing = Figure(figsize=(11, 4.2), layout="constrained", dpi=150)
+    share, differences = drawing.subplots(1, 2, width_ratios=(3, 2))
     _draw_shares(share, results["rows"])
-    _draw_differences(apart, results["differences"])
-    for axes in (share, apart):
+    _draw_differences(differences, results["differences"])
+    for axes in (share, differences):
         framed(axes, grid=None)
-    return found
+    return drawing
 
 
 def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
     groups = _grouped(rows)
     families = [row["family"] for row in groups[0][1]]
     width = 0.8 / len(groups)
-    for number, (recipe, own) in enumerate(groups):
-        heights = np.array([row["exact_match_percent"] for row in own])
-        ends = np.array([[row["low_percent"], row["high_percent"]] for row in own])
+    for number, (recipe, rows_of_recipe) in enumerate(groups):
+        heights = np.array([row["exact_match_percent"] for row in rows_of_recipe])
+        ends = np.array(
+            [[row["low_percent"], row["high_percent"]] for row in rows_of_recipe]
+        )
         places = np.arange(len(families)) + (number - (len(groups) - 1) / 2) * width
         axes.bar(
             places,
@@ -150,28 +163,28 @@ def _draw_shares(axes: Axes, rows: Sequence[Row]) -> None:
 
 def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
     names = []
-    for recipe, own in _grouped(rows)[::-1]:
-        for row in own[::-1]:
-            mean, place = row["difference_points"], len(names)
+    for recipe, rows_of_recipe in _grouped(rows)[::-1]:
+        for row in rows_of_recipe[::-1]:
+            mean, height = row["difference_points"], len(names)
             style = {"color": RECIPE_COLORS[recipe], "fmt": "none"}
             for key, width, cap in (("", 2.0, 4), ("_over_seeds", 0.8, 0)):
                 half = row[f"high{key}_points"] - mean
                 if np.isfinite(half):
                     axes.errorbar(
-                        mean, place, xerr=half, linewidth=width, capsize=cap, **style
+                        mean, height, xerr=half, linewidth=width, capsize=cap, **style
                     )
-            axes.plot(mean, place, "o", color=RECIPE_COLORS[recipe])
+            axes.plot(mean, height, "o", color=RECIPE_COLORS[recipe])
             names.append(f"{recipe}, {row['family']}")
     axes.set_yticks(range(len(names)), names)
     axes.axvspan(-_MARGIN, _MARGIN, color="0.93", zorder=0)
     axes.axvline(0, color="0.6", linewidth=0.8)
-    # Few seeds have intervals so wide that no other could be seen beside them.
+    # Few seeds have intervals so wide that no other could be seen next to them.
     reach = [abs(row[f"{end}_points"]) for row in rows for end in ("low", "high")]
     reach = 1.5 * max([_MARGIN, *reach])
     axes.set_xlim(-reach, reach)
-    beside = rows[0]["beside"] if rows else "the first recipe"
+    reference = rows[0]["beside"] if rows else "the first recipe"
     axes.set_xlabel(
-        f"points above {beside}; 95% intervals over questions\n"
+        f"points above {reference}; 95% intervals over questions\n"
         "(thick) and over seeds (thin, may go on)\n"
         "bars ask for the grey part"
     )
@@ -196,14 +209,14 @@ def _grouped(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
 def _paper(recipe: str, rows: Sequence[Row]) -> list[float | None]:
     """Returns the figures of the paper's table 4 for rows, or None where it has none.
 
-    The paper's average is that of all its benchmarks.
+    The paper's average is over all its benchmarks.
     """
     columns = dict(BENCHMARKS)
     families = [row["family"] for row in rows]
     if set(BENCHMARKS) <= set(families):
         columns["all"] = "average"
-    known = dict(zip(TABLE_4_COLUMNS, TABLE_4.get(recipe, ()), strict=False))
-    return [known.get(columns.get(family, "")) for family in families]
+    printed = dict(zip(TABLE_4_COLUMNS, TABLE_4.get(recipe, ()), strict=False))
+    return [printed.get(columns.get(family, "")) for family in families]
 
 
 def _texts(values: Sequence[float | None], spec: str) -> Iterator[str]:

@@ -53,7 +53,7 @@ class Conversation:
 
     @property
     def answer(self) -> str:
-        """The last answer, of which only the part behind "####" counts, if any."""
+        """The last answer, of which only the part after "####" counts, if any."""
         return result_of(self.messages[-1][1])
 
 
@@ -70,7 +70,7 @@ class Example(NamedTuple):
 
 
 def result_of(answer: str) -> str:
-    """Returns the part of an answer that is compared: that behind the last "####"."""
+    """Returns the compared part of an answer: the text after the last "####"."""
     return answer.rpartition(_STEPS)[2].strip()
 
 
@@ -78,11 +78,11 @@ def encode(conversation: Conversation, codec: TextCodec) -> Example:
     """Returns a conversation as tokens."""
     tokens, answers = [], []
     for text, is_answer in _pieces(conversation.messages):
-        own = codec.encode(text)
+        piece = codec.encode(text)
         if is_answer:
-            own = np.append(own, codec.separator)
-        tokens.append(own)
-        answers.append(np.full(own.size, is_answer))
+            piece = np.append(piece, codec.separator)
+        tokens.append(piece)
+        answers.append(np.full(piece.size, is_answer))
     return Example(np.concatenate(tokens).astype(np.int32), np.concatenate(answers))
 
 
@@ -95,14 +95,14 @@ def encode_question(conversation: Conversation, codec: TextCodec) -> list[int]:
 
 def _pieces(messages: Messages) -> Iterator[tuple[str, bool]]:
     """Yields pieces of text, and whether each is an answer."""
-    asked = ""
+    prompt = ""
     for role, content in messages:
         if role == "assistant":
-            yield asked + _ASKED, False
+            yield prompt + _ASKED, False
             yield f" {content}", True
-            asked = ""
+            prompt = ""
         else:
-            asked += f"User: {content}\n" if role == "user" else f"{content}\n"
+            prompt += f"User: {content}\n" if role == "user" else f"{content}\n"
 
 
 def read_conversations(paths: Sequence[Path]) -> list[Conversation]:
@@ -116,12 +116,12 @@ def read_conversations(paths: Sequence[Path]) -> list[Conversation]:
       ValueError: If a file is no .jsonl, or a line is no conversation. The message
         names the file and the line.
     """
-    found = files.find_files(paths)
-    for path in found:
+    paths_of_files = files.find_files(paths)
+    for path in paths_of_files:
         if path.suffix.lower() != ".jsonl":
             raise ValueError(f"conversations must be .jsonl files, got {path}")
-    files.check_texts(found)
-    conversations = [each for path in found for each in _read(path)]
+    files.check_texts(paths_of_files)
+    conversations = [each for path in paths_of_files for each in _read(path)]
     if not conversations:
         raise ValueError(f"there is no conversation in {', '.join(map(str, paths))}")
     return conversations
@@ -132,17 +132,17 @@ def _read(path: Path) -> Iterator[Conversation]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             try:
-                yield _conversation(json.loads(line, parse_int=float), place)
+                yield _conversation(json.loads(line, parse_int=float), location)
             except (ValueError, RecursionError) as error:
                 raise ValueError(
-                    f"{place}: a line must be a question with its answer, or messages: "
-                    f"{error!s:.200}"
+                    f"{location}: a line must be a question with its answer, or "
+                    f"messages: {error!s:.200}"
                 ) from None
 
 
-def _conversation(record: Any, place: str) -> Conversation:
+def _conversation(record: Any, location: str) -> Conversation:
     """Returns the conversation in a JSON value; raises ValueError if there is none."""
     if not isinstance(record, dict):
         raise ValueError(f"it is no object, got {record!r:.60}")
@@ -160,7 +160,7 @@ def _conversation(record: Any, place: str) -> Conversation:
     if roles[-1] != "assistant":
         raise ValueError(f"the last message must be the assistant's, got {roles[-1]!r}")
     family = _string(record, "family") if "family" in record else "all"
-    return Conversation(messages=tuple(pairs), family=family, place=place)
+    return Conversation(messages=tuple(pairs), family=family, place=location)
 
 
 def _message(message: Any) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""Exact match: generated answers beside the right ones, with intervals."""
+"""Exact match: generated answers compared with the right ones, with intervals."""
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,13 +70,13 @@ class Exam:
           model: The model.
           name: The label of a progress bar; None means no bar.
         """
-        given: dict[int, str] = {}
+        texts: dict[int, str] = {}
         with tqdm(total=len(self._prompts), desc=name, disable=name is None) as bar:
             for batch in self._batches():
-                given |= self._generated(model, batch)
+                texts |= self._generated(model, batch)
                 bar.update(len(batch))
         return [
-            self._answer(conversation, given[n])
+            self._answer(conversation, texts[n])
             for n, conversation in enumerate(self._conversations)
         ]
 
@@ -91,48 +91,48 @@ class Exam:
         size = min(_BATCH, len(self._prompts))
         prompts += [prompts[-1]] * (size - len(prompts))  # All batches are one program.
         longest = max(map(len, prompts))
-        found = coat.generate(
+        output = coat.generate(
             model,
             prompts,
             max_new_tokens=self._room,
             stop_tokens=[self._codec.separator],
             prompt_length=-(-longest // _BUCKET) * _BUCKET,
         )
-        tokens, lengths = np.asarray(found.tokens), np.asarray(found.lengths)
+        tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         rows = zip(batch, tokens, lengths, strict=False)
         return {n: self._codec.decode(row[:end].tolist()) for n, row, end in rows}
 
-    def _answer(self, conversation: Conversation, given: str) -> Answer:
+    def _answer(self, conversation: Conversation, text: str) -> Answer:
         return Answer(
             family=conversation.family,
             question=_last_question(conversation),
             expected=conversation.answer,
-            given=given.strip(),
-            exact=result_of(given) == conversation.answer,
+            given=text.strip(),
+            exact=result_of(text) == conversation.answer,
         )
 
 
 def _last_question(conversation: Conversation) -> str:
-    asked = [text for role, text in conversation.messages if role == "user"]
-    return asked[-1] if asked else ""
+    questions = [text for role, text in conversation.messages if role == "user"]
+    return questions[-1] if questions else ""
 
 
 def percent(answers: Sequence[Answer]) -> float:
     """Returns the share of exact answers, in percent."""
-    return 100 * sum(answer.exact for answer in answers) / len(answers)
+    return 100 * sum(record.exact for record in answers) / len(answers)
 
 
 def rows(recipe: str, answers: Sequence[Answer]) -> Iterable[dict[str, Any]]:
     """Yields the exact match of each family and of all, with 95% intervals."""
-    families = list(dict.fromkeys(answer.family for answer in answers))
+    families = list(dict.fromkeys(record.family for record in answers))
     for family in [*families, "all"] if families != ["all"] else families:
-        own = [a for a in answers if family in ("all", a.family)]
-        low, high = wilson(sum(a.exact for a in own), len(own))
+        of_family = [a for a in answers if family in ("all", a.family)]
+        low, high = wilson(sum(a.exact for a in of_family), len(of_family))
         yield {
             "recipe": recipe,
             "family": family,
-            "questions": len(own),
-            "exact_match_percent": percent(own),
+            "questions": len(of_family),
+            "exact_match_percent": percent(of_family),
             "low_percent": 100 * low,
             "high_percent": 100 * high,
         }

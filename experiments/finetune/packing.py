@@ -40,9 +40,9 @@ class PackedWindows:
         end = 0
         for number, which in enumerate(self._windows[index], 1):
             tokens, answers = self._examples[which]
-            place = slice(end, end + tokens.size)
-            window[:, place] = tokens, np.full(tokens.size, number), answers
-            end = place.stop
+            span = slice(end, end + tokens.size)
+            window[:, span] = tokens, np.full(tokens.size, number), answers
+            end = span.stop
         return window
 
     @property
@@ -62,16 +62,16 @@ class PackedWindows:
 def _packed(sizes: Sequence[int], room: int) -> list[list[int]]:
     """Returns the numbers of the items in each window, first fit."""
     windows: list[list[int]] = []
-    left: list[int] = []
+    free: list[int] = []
     for which, size in enumerate(sizes):
         if size > room:
             raise ValueError(f"item {which} of {size} tokens does not fit into {room}")
         first = max(len(windows) - _OPEN, 0)
-        fits = (n for n in range(first, len(windows)) if left[n] >= size)
+        fits = (n for n in range(first, len(windows)) if free[n] >= size)
         if (at := next(fits, None)) is None:
             at = len(windows)
             windows.append([])
-            left.append(room)
+            free.append(room)
         windows[at].append(which)
-        left[at] -= size
+        free[at] -= size
     return windows

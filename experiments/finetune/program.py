@@ -118,17 +118,17 @@ def load_questions(
     """
     is_bpe = settings.tokenizer == "bpe"
     codec = text_codec(settings.vocab_size, tokenizer if is_bpe else None)
-    base, read = None, "random"
+    base, sources = None, "random"
     if settings.base:
         recipe = settings.base_recipe or "bf16"
         base = load_base(Path(settings.base), recipe, codec.vocab_size)
-        read = params_fingerprint(base)
+        sources = params_fingerprint(base)
     train, test = conversations(settings)
-    asked = test[: settings.test_questions]
-    windows, held_out = (packed(part, codec, settings) for part in (train, test))
-    exam = Exam(asked, codec)
-    for part in (windows.fingerprint(), held_out.fingerprint()):
-        read += f" {part}"
+    questions_asked = test[: settings.test_questions]
+    windows, held_out = (packed(split, codec, settings) for split in (train, test))
+    exam = Exam(questions_asked, codec)
+    for split in (windows.fingerprint(), held_out.fingerprint()):
+        sources += f" {split}"
     questions = Questions(
         windows=windows,
         validation=data.validation_batches(
@@ -140,7 +140,7 @@ def load_questions(
         exam=exam,
         short_exam=exam.first(settings.eval_questions),
     )
-    return questions, hashlib.blake2b(read.encode(), digest_size=16).hexdigest()
+    return questions, hashlib.blake2b(sources.encode(), digest_size=16).hexdigest()
 
 
 def conversations(
@@ -161,15 +161,15 @@ def conversations(
 
 
 def packed(
-    part: Sequence[Conversation], codec: TextCodec, settings: FinetuneSettings
+    conversations: Sequence[Conversation], codec: TextCodec, settings: FinetuneSettings
 ) -> PackedWindows:
     """Returns conversations as windows.
 
     Raises:
       ValueError: If a conversation is longer than a window. The message names it.
     """
-    examples = [encode(conversation, codec) for conversation in part]
-    for conversation, example in zip(part, examples, strict=True):
+    examples = [encode(conversation, codec) for conversation in conversations]
+    for conversation, example in zip(conversations, examples, strict=True):
         if example.tokens.size > settings.seq_len + 1:
             raise ValueError(
                 f"{conversation.place}: a conversation must fit into --seq-len "
@@ -180,17 +180,17 @@ def packed(
 
 def write_report(run: FinetuneRun, inputs: Questions) -> RenderableType:
     """Asks all test questions, and writes the results; returns tables of them."""
-    asked: dict[str, list[Answer]] = {}
+    by_recipe: dict[str, list[Answer]] = {}
     for recipe in run.settings.recipes:
         trainer = inputs.trainer(run.settings, recipe, run.steps or 1)
-        if not asked:
-            before = trainer.model(trainer.init().params)
-            asked["before"] = inputs.exam.ask(before, "before, test")
+        if not by_recipe:
+            untrained = trainer.model(trainer.init().params)
+            by_recipe["before"] = inputs.exam.ask(untrained, "before, test")
         with run.checkpoints(recipe) as checkpoints:
             state = checkpoints.state(trainer.abstract_state())
         model = trainer.model(state.params)
-        asked[recipe] = inputs.exam.ask(model, f"{recipe}, test")
-    summary = report.summarize(run, inputs.token, asked)
+        by_recipe[recipe] = inputs.exam.ask(model, f"{recipe}, test")
+    summary = report.summarize(run, inputs.token, by_recipe)
     plot_losses(run, inputs.token)
     plot_moments(run)
     report.plot_exact_match(run, summary)

@@ -19,27 +19,27 @@ from experiments.training import report as training_report
 
 
 def summarize(
-    run: FinetuneRun, token: str, asked: Mapping[str, Sequence[Answer]]
+    run: FinetuneRun, token: str, by_recipe: Mapping[str, Sequence[Answer]]
 ) -> dict[str, Any]:
     """Writes summary.json, a results file, and answers.jsonl; returns the summary.
 
     Args:
       run: A finished run.
       token: The unit of its tokens: "byte" or "token".
-      asked: The answers of each recipe, and those "before" the training.
+      by_recipe: The answers of each recipe, and those "before" the training.
     """
     lines = [
-        json.dumps({"recipe": recipe} | dataclasses.asdict(answer))
-        for recipe, answers in asked.items()
-        for answer in answers
+        json.dumps({"recipe": recipe} | dataclasses.asdict(record))
+        for recipe, answers in by_recipe.items()
+        for record in answers
     ]
     replace_file(
         run.folder / "answers.jsonl", "".join(f"{x}\n" for x in lines).encode()
     )
     rows = [
         row
-        for recipe, given in asked.items()
-        for row in exact_match.rows(recipe, given)
+        for recipe, records in by_recipe.items()
+        for row in exact_match.rows(recipe, records)
     ]
     return write_results(
         run.folder / "summary.json",
@@ -64,9 +64,9 @@ def exact_match_table(rows: Sequence[dict[str, Any]]) -> Table:
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     table = new_table("Exact match, % (95% interval)", "", "questions", *recipes)
     for family in dict.fromkeys(row["family"] for row in rows):
-        own = {row["recipe"]: row for row in rows if row["family"] == family}
-        count = f"{own[recipes[0]]['questions']:,}"
-        table.add_row(family, count, *(_cell(own[recipe]) for recipe in recipes))
+        by_recipe = {row["recipe"]: row for row in rows if row["family"] == family}
+        count = f"{by_recipe[recipes[0]]['questions']:,}"
+        table.add_row(family, count, *(_cell(by_recipe[recipe]) for recipe in recipes))
     return table
 
 
@@ -78,28 +78,28 @@ def _cell(row: dict[str, Any]) -> str:
 def plot_exact_match(run: FinetuneRun, summary: dict[str, Any]) -> Figure:
     """Draws exact_match.png in the run's folder.
 
-    Lines are the exact match of some questions during the training, points that of all
-    test questions, with 95% intervals.
+    Lines are the exact match of some questions during the training. Points are the
+    exact match of all test questions, with 95% intervals.
     """
     figure = Figure(figsize=(9, 4.5), layout="constrained", dpi=150)
     axes = figure.subplots()
-    known = [row for row in run.metrics() if "exact_match_percent" in row]
+    rows = [row for row in run.metrics() if "exact_match_percent" in row]
     last = [row for row in summary["rows"] if row["family"] == "all"]
-    before = next(row for row in last if row["recipe"] == "before")
+    untrained = next(row for row in last if row["recipe"] == "before")
     for number, recipe in enumerate(run.settings.recipes):
-        own = [row for row in known if row["recipe"] == recipe]
-        steps = [row["step"] for row in own]
-        shares = [row["exact_match_percent"] for row in own]
+        rows_of_recipe = [row for row in rows if row["recipe"] == recipe]
+        steps = [row["step"] for row in rows_of_recipe]
+        shares = [row["exact_match_percent"] for row in rows_of_recipe]
         color = RECIPE_COLORS[recipe]
         axes.plot(steps, shares, color=color, linewidth=1.6, label=recipe)
         end = next(row for row in last if row["recipe"] == recipe)
         # Points of one step stand side by side.
-        place = (run.steps or 1) * (1.02 + 0.015 * number)
-        _point(axes, place, end, color)
-    _point(axes, 0, before, "0.4", label="before")
+        step = (run.steps or 1) * (1.02 + 0.015 * number)
+        _point(axes, step, end, color)
+    _point(axes, 0, untrained, "0.4", label="before")
     axes.set_title(
         f"Exact match: {run.settings.eval_questions} questions during the training, "
-        f"{before['questions']:,} at the end",
+        f"{untrained['questions']:,} at the end",
         loc="left",
         fontsize=11,
     )

@@ -18,7 +18,7 @@ _DEFAULTS = {
     "steps": 1000,
 }
 _SHORTEST = 256  # Tokens of a sequence, in which every generated problem fits as bytes.
-_LR_OF_BASE = 0.1  # The peak learning rate, as a part of that of pretraining.
+_LR_OF_BASE = 0.1  # The peak learning rate, as a part of pretraining's.
 # Random parameters of the smallest preset learn these problems in minutes on a CPU.
 _PRESET = "tiny"
 _WITHOUT_BASE: dict[str, Any] = {
@@ -46,7 +46,7 @@ class FinetuneSettings(Settings):
       base: Folder of the run of `experiments.pretrain` to start from; empty means
         random parameters.
       base_recipe: Recipe of that run; None without a base.
-      test: Files of conversations whose last answers are generated; empty means a part
+      test: Files of conversations with last answers to generate; empty means a part
         of the generated problems.
       largest: Largest number in the questions of generated problems.
       problems: Number of generated problems to train on.
@@ -83,7 +83,7 @@ class FinetuneRun(Run):
     kind = FinetuneSettings
 
 
-def settings(given: dict[str, Any]) -> FinetuneSettings:
+def settings(overrides: dict[str, Any]) -> FinetuneSettings:
     """Returns the defaults, overridden by the given settings.
 
     A base decides the model's shape and its tokens.
@@ -92,37 +92,38 @@ def settings(given: dict[str, Any]) -> FinetuneSettings:
       ValueError: If the base has another preset than the given one, or has no recipe of
         the given name, or a setting is invalid.
     """
-    given = dict(given)
-    if base := given.get("base"):
-        given |= _of_base(Path(base), given)
-    elif "base_recipe" in given:
+    overrides = dict(overrides)
+    if base := overrides.get("base"):
+        overrides |= _of_base(Path(base), overrides)
+    elif "base_recipe" in overrides:
         raise ValueError("--base-recipe needs a --base")
-    preset = PRESETS[given.get("preset", _PRESET)].settings
+    preset = PRESETS[overrides.get("preset", _PRESET)].settings
     values = dataclasses.asdict(preset) | _DEFAULTS
     values["seq_len"] = max(preset.seq_len, _SHORTEST)
     if base:
         values["lr"] = _LR_OF_BASE * preset.lr
     elif preset.preset == _PRESET:
         values |= _WITHOUT_BASE
-    return FinetuneSettings(**values | given)
+    return FinetuneSettings(**values | overrides)
 
 
-def _of_base(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    own = read_settings(folder)
-    if given.get("preset", own.preset) != own.preset:
+def _of_base(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
+    base_settings = read_settings(folder)
+    if overrides.get("preset", base_settings.preset) != base_settings.preset:
         raise ValueError(
-            f"--preset is that of the base, {own.preset}, got {given['preset']}"
+            f"--preset must be the base's, {base_settings.preset}, "
+            f"got {overrides['preset']}"
         )
-    default = "bf16" if "bf16" in own.recipes else own.recipes[0]
-    recipe = given.get("base_recipe", default)
-    if recipe not in own.recipes:
-        names = ", ".join(own.recipes)
+    default = "bf16" if "bf16" in base_settings.recipes else base_settings.recipes[0]
+    recipe = overrides.get("base_recipe", default)
+    if recipe not in base_settings.recipes:
+        names = ", ".join(base_settings.recipes)
         raise ValueError(
             f"{folder} has the recipes {names}, got --base-recipe {recipe}"
         )
     return {
-        "preset": own.preset,
+        "preset": base_settings.preset,
         "base_recipe": recipe,
-        "tokenizer": own.tokenizer,
-        "vocab_size": own.text_vocab_size,
+        "tokenizer": base_settings.tokenizer,
+        "vocab_size": base_settings.text_vocab_size,
     }

@@ -28,16 +28,16 @@ def run() -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         search = filter(None, (str(_PROJECT), os.environ.get("PYTHONPATH")))
-        own = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(search)}
+        variables = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(search)}
         paths = ["--runs", "runs", "--out", f"{_NAME}.json"]
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-m", "experiments.finetune.compare", *FLAGS, *paths],
             cwd=folder,
-            env=os.environ | own,
+            env=os.environ | variables,
             capture_output=True,
             text=True,
             check=False,
         )
-        if done.returncode:
-            raise RuntimeError((done.stdout + done.stderr)[-2000:])
+        if process.returncode:
+            raise RuntimeError((process.stdout + process.stderr)[-2000:])
         return read_results(Path(folder) / f"{_NAME}.json")

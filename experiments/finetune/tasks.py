@@ -89,31 +89,31 @@ def _expression(draw: _Draw) -> tuple[Key, str, str]:
 
 
 def _story(draw: _Draw) -> tuple[Key, str, str]:
-    (name, other), (thing, more) = draw.some(2, _NAMES), draw.some(2, _THINGS)
+    (name, other), (noun, more) = draw.some(2, _NAMES), draw.some(2, _THINGS)
     kind = draw.some(1, ("gain", "loss", "compare", "groups"))[0]
     low, high = sorted((draw.number(), draw.number()))
     spare = draw.number()  # This number has no part in the answer.
     if kind == "gain":
-        text = f"{name} has {high} {thing} and {spare} {more}. {other} gives {name} "
-        text += f"{low} {thing}. How many {thing} does {name} have now?"
+        text = f"{name} has {high} {noun} and {spare} {more}. {other} gives {name} "
+        text += f"{low} {noun}. How many {noun} does {name} have now?"
         return (kind, low, high), text, str(low + high)
     if kind == "loss":
-        text = f"{name} had {high} {thing} and lost {low} of them. {other} has {spare} "
-        text += f"{more}. How many {thing} does {name} still have?"
+        text = f"{name} had {high} {noun} and lost {low} of them. {other} has {spare} "
+        text += f"{more}. How many {noun} does {name} still have?"
         return (kind, low, high), text, str(high - low)
     if kind == "compare":
-        text = f"{name} has {high} {thing}, {other} has {low} {thing} and {spare} "
-        text += f"{more}. How many more {thing} than {other} does {name} have?"
+        text = f"{name} has {high} {noun}, {other} has {low} {noun} and {spare} "
+        text += f"{more}. How many more {noun} than {other} does {name} have?"
         return (kind, low, high), text, str(high - low)
     a, b = draw.factor(), draw.factor()
-    text = f"{name} has {a} boxes with {b} {thing} in each, and {spare} {more}. How "
-    text += f"many {thing} does {name} have?"
+    text = f"{name} has {a} boxes with {b} {noun} in each, and {spare} {more}. How "
+    text += f"many {noun} does {name} have?"
     return (kind, min(a, b), max(a, b)), text, str(a * b)
 
 
 def _reading(draw: _Draw) -> tuple[Key, str, str]:
     name, other = draw.some(2, _NAMES)
-    thing = draw.some(1, _THINGS)[0]
+    noun = draw.some(1, _THINGS)[0]
     kind = draw.some(1, ("larger", "missing", "list"))[0]
     low, high = sorted((draw.number(), draw.number()))
     first, second = draw.some(2, (str(low), str(high)))
@@ -129,29 +129,29 @@ def _reading(draw: _Draw) -> tuple[Key, str, str]:
         return (kind, low, high), text, second
     middle = draw.number()
     numbers = ", ".join(draw.some(3, (str(low), str(middle), str(high))))
-    text = f"{name} counts {thing} on three days: {numbers}. How many in all?"
+    text = f"{name} counts {noun} on three days: {numbers}. How many in all?"
     return (kind, *sorted((low, middle, high))), text, str(low + middle + high)
 
 
 def _steps(draw: _Draw) -> tuple[Key, str, str]:
     name, other = draw.some(2, _NAMES)
-    thing = draw.some(1, _THINGS)[0]
+    noun = draw.some(1, _THINGS)[0]
     kind = draw.some(1, ("boxes", "shared", "twice"))[0]
     a, b, c = draw.factor(), draw.factor(), draw.number()
     if kind == "boxes":
-        text = f"{name} buys {a} boxes of {b} {thing} and gets {c} more. How many "
-        text += f"{thing} does {name} have?"
+        text = f"{name} buys {a} boxes of {b} {noun} and gets {c} more. How many "
+        text += f"{noun} does {name} have?"
         steps = f"{a} * {b} = {a * b}. {a * b} + {c} = {a * b + c}."
         return (kind, min(a, b), max(a, b), c), text, f"{steps} #### {a * b + c}"
     if kind == "shared":
         lost = draw.number(1, a * b - 1)
-        text = f"{name} has {a} bags of {b} {thing}. {lost} of the {thing} are lost. "
-        text += f"How many {thing} are left?"
+        text = f"{name} has {a} bags of {b} {noun}. {lost} of the {noun} are lost. "
+        text += f"How many {noun} are left?"
         steps = f"{a} * {b} = {a * b}. {a * b} - {lost} = {a * b - lost}."
         key = kind, min(a, b), max(a, b), lost
         return key, text, f"{steps} #### {a * b - lost}"
-    text = f"{name} has {c} {thing}. {other} has twice as many, and finds {a} more. "
-    text += f"How many {thing} do they have together?"
+    text = f"{name} has {c} {noun}. {other} has twice as many, and finds {a} more. "
+    text += f"How many {noun} do they have together?"
     steps = f"{c} * 2 = {2 * c}. {2 * c} + {a} = {2 * c + a}. "
     steps += f"{c} + {2 * c + a} = {3 * c + a}."
     return (kind, c, a), text, f"{steps} #### {3 * c + a}"
@@ -173,7 +173,7 @@ BENCHMARKS = {
 
 
 def problems(
-    part: Part,
+    split: Part,
     count: int,
     *,
     families: Sequence[str] = tuple(FAMILIES),
@@ -183,7 +183,7 @@ def problems(
     """Returns different problems of one part, of the families in turns.
 
     Args:
-      part: The part: "train" or "test". No problem of one is in the other.
+      split: The part: "train" or "test". No problem of one is in the other.
       count: The number of problems.
       families: The names of the families.
       largest: The largest number in a question, at least 4. Results may be larger.
@@ -197,22 +197,23 @@ def problems(
       >>> problem.question, problem.answer
       ('Calculate 75 - 51.', '24')
     """
-    _check(part, count, families, largest)
+    _check(split, count, families, largest)
     sources = [
-        (family, _Draw(np.random.default_rng([seed, part == "test", n]), largest))
+        (family, _Draw(np.random.default_rng([seed, split == "test", n]), largest))
         for n, family in enumerate(families)
     ]
-    found: dict[str, Problem] = {}
+    by_question: dict[str, Problem] = {}
     for number in range(count):
         family, draw = sources[number % len(sources)]
-        problem = _new(part, family, draw, found)
+        problem = _new(split, family, draw, by_question)
         if problem is None:
             raise ValueError(
-                f"there are not {count} different {part} problems of {family} with "
-                f"numbers up to {largest}, got {len(found)} of {', '.join(families)}"
+                f"there are not {count} different {split} problems of {family} with "
+                f"numbers up to {largest}, got {len(by_question)} of "
+                f"{', '.join(families)}"
             )
-        found[problem.question] = problem
-    return list(found.values())
+        by_question[problem.question] = problem
+    return list(by_question.values())
 
 
 def part_of(family: str, key: Key) -> Part:
@@ -222,19 +223,19 @@ def part_of(family: str, key: Key) -> Part:
 
 
 def _new(
-    part: Part, family: str, draw: _Draw, known: dict[str, Problem]
+    split: Part, family: str, draw: _Draw, earlier: dict[str, Problem]
 ) -> Problem | None:
-    """Returns a problem of `part` that is not known, or None after many draws."""
+    """Returns a problem of `split` that is not known, or None after many draws."""
     for _ in range(_FRUITLESS):
         key, question, answer = FAMILIES[family](draw)
-        if part_of(family, key) == part and question not in known:
+        if part_of(family, key) == split and question not in earlier:
             return Problem(family=family, question=question, answer=answer)
     return None
 
 
-def _check(part: str, count: int, families: Sequence[str], largest: int) -> None:
-    if part not in ("train", "test"):
-        raise ValueError(f"part must be 'train' or 'test', got {part!r}")
+def _check(split: str, count: int, families: Sequence[str], largest: int) -> None:
+    if split not in ("train", "test"):
+        raise ValueError(f"part must be 'train' or 'test', got {split!r}")
     if count < 1:
         raise ValueError(f"count must be positive, got {count}")
     if largest < 4:

@@ -1,4 +1,4 @@
-"""The training step of a fine-tuning, whose loss is that of answers alone."""
+"""The training step of a fine-tuning, with a loss of answers alone."""
 
 import dataclasses
 
@@ -83,11 +83,12 @@ class AnswerTrainer(Trainer):
     def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
     ) -> TrainState:
-        """Returns the state after an update, whose parameters are rounded at random."""
+        """Returns the state after an update, with parameters rounded at random."""
         if self._optimizer.fused or self._settings.rounding == "nearest":
             return super().updated(state, grads, histories)
         updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
-        # The count is that of steps done, so a resumed run has the same random bits.
+        # The count is the number of steps done, so a resumed run has the same random
+        # bits.
         count = optax.tree.get_all_with_path(opt_state, "count")[0][1]
         key = jax.random.fold_in(jax.random.key(state.seed), count)
         params = rounded_sum(state.params, updates, key)
@@ -100,9 +101,9 @@ def rounded_sum(params: nnx.State, updates: nnx.State, key: Array) -> nnx.State:
     keys = jax.random.split(key, len(leaves))
     summed = [
         stochastic_bfloat16(
-            param.astype(jnp.float32) + update, jax.random.bits(own, param.shape)
+            param.astype(jnp.float32) + update, jax.random.bits(param_key, param.shape)
         )
-        for param, update, own in zip(
+        for param, update, param_key in zip(
             leaves, jax.tree.leaves(updates), keys, strict=True
         )
     ]

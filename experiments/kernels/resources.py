@@ -99,7 +99,7 @@ def _adam() -> Iterator[Case]:
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
 ) -> Iterator[Case]:
-    """Yields the benchmark's cases of kernels whose names start with `beginnings`."""
+    """Yields the benchmark's cases of kernels that are named `beginnings` and so on."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))
@@ -219,9 +219,9 @@ def _products() -> Iterator[Case]:
     )
     yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
     yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
-    for name, added in ("rows, biased", None), ("rows, biased and added", sums):
-        biased = functools.partial(_biased, out_dtype=_BF16 if added is None else _F32)
-        yield Case(name, biased, (a, b, *rows, added, rows[1]))
+    for name, addend in ("rows, biased", None), ("rows, biased and added", sums):
+        biased = functools.partial(_biased, out_dtype=_BF16 if addend is None else _F32)
+        yield Case(name, biased, (a, b, *rows, addend, rows[1]))
 
 
 def _biased(*arrays, **options):
@@ -270,16 +270,16 @@ def hardest(family: str) -> list[Case]:
         for row in json.loads(RESULTS.read_text())["rows"]
         if row["family"] == family
     }
-    found, recorded = [], defaultdict(list)
+    all_cases, recorded = [], defaultdict(list)
     for case in FAMILIES[family]():
         if (names := tuple(case.names.values())) in registers:
             recorded[case.name].append((registers[names], case))
         else:
-            found.append(case)
+            all_cases.append(case)
     for cases in recorded.values():
         _, case = max(cases, key=lambda pair: pair[0])
-        found.append(case)
-    return found
+        all_cases.append(case)
+    return all_cases
 
 
 def rows(family: str, cases: Iterable[Case] | None = None) -> list[dict[str, Any]]:
@@ -297,23 +297,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--hardest", action="store_true", help="compile the case with most registers"
     )
-    given = parser.parse_args(arguments)
-    if unknown := set(given.families) - FAMILIES.keys():
+    options = parser.parse_args(arguments)
+    if unknown := set(options.families) - FAMILIES.keys():
         parser.error(f"no family: {', '.join(sorted(unknown))}")
-    if given.hardest and not given.families:
+    if options.hardest and not options.families:
         parser.error("--hardest needs families, and leaves the results file")
     if reason := sm90.missing():
         parser.error(reason)
-    found = [
+    records = [
         row
-        for name in given.families or FAMILIES
-        for row in rows(name, hardest(name) if given.hardest else None)
+        for name in options.families or FAMILIES
+        for row in rows(name, hardest(name) if options.hardest else None)
     ]
-    if given.families:
-        print(json.dumps(found))
+    if options.families:
+        print(json.dumps(records))
         return
     command = "uv run python -m experiments.kernels.resources"
-    write_results(RESULTS, rows=found, command=command, compiled_by=sm90.versions())
+    write_results(RESULTS, rows=records, command=command, compiled_by=sm90.versions())
 
 
 if __name__ == "__main__":

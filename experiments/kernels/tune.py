@@ -36,7 +36,7 @@ _alone: AbstractContextManager = nullcontext()
 _NEARLY = 1.08
 _SHORT_S = 0.01  # Seconds of a short turn.
 # XLA wins if it takes less than this factor of the time of the fastest tiles. The
-# second factor is for matmuls whose results a loop may stack.
+# second factor is for matmuls with results that a loop may stack.
 _XLA_WINS, _XLA_WINS_STACKED = 0.98, 0.97
 
 
@@ -53,8 +53,8 @@ def main() -> None:
     add("--workers", type=int, default=min(8, os.cpu_count() // 2 or 1))
     add("--out", type=Path, default=tuning.TABLE)
     args = parser.parse_args()
-    found = json.loads(args.out.read_text()) if args.out.exists() else {}
-    table = found.get("tuning", {})
+    contents = json.loads(args.out.read_text()) if args.out.exists() else {}
+    table = contents.get("tuning", {})
     todo = [
         (kernel, shape, *how)
         for kernel in args.kernels
@@ -84,7 +84,7 @@ def _take_turns(lock: AbstractContextManager) -> None:
 def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
     """Returns the shapes to measure, with the dtypes of a and b and XLA's factor.
 
-    If several matmuls have one shape, the dtypes are those of the last one. The factor
+    If several matmuls have one shape, the last one's dtypes are taken. The factor
     is `_XLA_WINS_STACKED` if a loop may stack the result of at least one of them, as it
     may for all matmuls but gradients of activations.
     """
@@ -93,13 +93,13 @@ def shapes(args: argparse.Namespace, kernel: str) -> dict[tuple[int, ...], Any]:
         return {tuple(map(int, s.split(","))): other for s in args.shapes}
     products = kernel_cases.model_products(args.tokens, args.models)
     cube = {} if kernel in kernel_cases.OF_LAYERS else {(8192,) * 3: other}
-    found = {}
+    by_shape = {}
     for p in products:
         if p.is_of(kernel):
             wins = _XLA_WINS if p.name.endswith("dx") else _XLA_WINS_STACKED
-            _, before = found.get(p.shape, (None, wins))
-            found[p.shape] = p.dtypes, min(wins, before)
-    return found | cube
+            _, earlier = by_shape.get(p.shape, (None, wins))
+            by_shape[p.shape] = p.dtypes, min(wins, earlier)
+    return by_shape | cube
 
 
 def key(kernel: str, shape: tuple[int, ...]) -> str:

@@ -54,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for steps in args.steps:
             if steps < _LOOKS:
                 raise ValueError(f"a run must have {_LOOKS} steps or more, got {steps}")
-        known = known_rows(args.out), known_rows(args.out, of="curves")
+        earlier = known_rows(args.out), known_rows(args.out, of="curves")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    rows, curves = study(args, *known, out=args.out)
+    rows, curves = study(args, *earlier, out=args.out)
     bars = check(rows)
     console = Console(width=104)
     for b2 in args.b2:
@@ -119,11 +119,11 @@ def study(
     rows, curves = list(rows), list(curves)
     simulation = Simulation(groups=args.groups)
     runs = [(b2, steps) for steps in sorted(args.steps) for b2 in args.b2]
-    done = {(row["b2"], row["steps"]) for row in rows}
+    simulated = {(row["b2"], row["steps"]) for row in rows}
     with tqdm(total=sum(steps for _, steps in runs), unit="step", disable=None) as bar:
         for b2, steps in runs:
             bar.set_description(f"b2 = {b2:g}, {steps:,} steps")
-            if (b2, steps) in done:
+            if (b2, steps) in simulated:
                 bar.update(steps)
                 continue
             looks = list(simulation.looks(b2, steps, bar))
@@ -170,9 +170,9 @@ class Simulation:
         carry, at = self._start(), np.linspace(0, steps - 1, _LOOKS + 1, dtype=int)
         for start, end in itertools.pairwise(at):
             carry = self._advance(carry, b2, start, end, steps)
-            found = jax.device_get(self._measure(carry, b2, end, steps))
+            by_method = jax.device_get(self._measure(carry, b2, end, steps))
             bar.update(end - start)
-            for method, errors in found.items():
+            for method, errors in by_method.items():
                 for j, story in enumerate(STORIES):
                     row = {"b2": b2, "steps": steps, "step": int(end)}
                     row |= {"method": method, "story": story.name}
@@ -192,11 +192,11 @@ class Simulation:
         blocks = jax.random.normal(time.key, (len(STORIES), *shape)) * sizes
         chi = jax.random.normal(jax.random.fold_in(time.key, 2), (3, *shape))
         heavy = lax.rsqrt(jnp.mean(jnp.square(chi), axis=0))
-        found = []
+        parts = []
         for x, story in zip(blocks, STORIES, strict=True):
             x = {"normal": x, "heavy": x * heavy, "positive": jnp.abs(x)}[story.kind]
-            found.append(x * story.factor(time, self.groups))
-        return jnp.concatenate(found)
+            parts.append(x * story.factor(time, self.groups))
+        return jnp.concatenate(parts)
 
     @partial(jax.jit, static_argnums=0)
     def _advance(self, carry: Carry, b2, start, end, steps) -> Carry:
@@ -222,11 +222,11 @@ class Simulation:
         last = jnp.where(grads == 0, carry.last, step)
         counted = self._counted(last, b2, time) & (exact[1] > 0)
         split = partial(jnp.reshape, shape=(len(STORIES), self.groups * GROUP))
-        found = {}
+        errors = {}
         for name, state in carry.states.items():
-            read = adam(*METHODS[name].read(state), grads, B1, b2)
-            found[name] = _errors(*map(split, (*exact, *read, counted)))
-        return found
+            update = adam(*METHODS[name].read(state), grads, B1, b2)
+            errors[name] = _errors(*map(split, (*exact, *update, counted)))
+        return errors
 
     def _counted(self, last: Array, b2, time: Time) -> Bool[Array, "groups 128"]:
         """Returns a mask of elements with a gradient in the last 1 / (1 - b2) steps.
@@ -269,7 +269,7 @@ def _errors(
     """
     below, read_below = jnp.sqrt(nu) + EPS, jnp.sqrt(read_nu) + EPS
     ratio = below / read_below
-    exact, read = mu / below, read_mu / read_below
+    exact, stored = mu / below, read_mu / read_below
     number = jnp.sum(counted, axis=1)
 
     def mean(x):
@@ -281,9 +281,9 @@ def _errors(
         "largest": jnp.max(jnp.where(counted, ratio, -jnp.inf), axis=1),
         "least": jnp.min(jnp.where(counted, ratio, jnp.inf), axis=1),
         "off_by_2_percent": 100 * mean((ratio > 2) | (ratio < 0.5)),
-        "update_ratio": mean(read * exact) / mean(exact * exact),
+        "update_ratio": mean(stored * exact) / mean(exact * exact),
         "update_rms": jnp.sqrt(
-            mean(jnp.square(read - exact)) / mean(jnp.square(exact))
+            mean(jnp.square(stored - exact)) / mean(jnp.square(exact))
         ),
         "counted_percent": 100 * number / counted.shape[1],
     }
@@ -297,17 +297,17 @@ def _number(x: Array) -> float | None:
 def means(looks: Sequence[Row]) -> list[Row]:
     """Averages the last fifth of the looks into one row per method and story."""
     last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
-    found: dict[tuple[str, str], list[Row]] = {}
+    by_case: dict[tuple[str, str], list[Row]] = {}
     for row in looks:
         if row["step"] in last:
-            found.setdefault((row["method"], row["story"]), []).append(row)
+            by_case.setdefault((row["method"], row["story"]), []).append(row)
     return [
         {
             key: _over(key, [row[key] for row in rows])
             for key in rows[0]
             if key != "step"
         }
-        for rows in found.values()
+        for rows in by_case.values()
     ]
 
 

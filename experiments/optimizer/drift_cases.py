@@ -76,8 +76,8 @@ def _factor_of(
     """
 
     def found(time, groups):
-        ones = jnp.ones((groups, GROUP))
-        return ones.at[:, elements].set(jnp.where(when(time), factor, 1.0))
+        factors = jnp.ones((groups, GROUP))
+        return factors.at[:, elements].set(jnp.where(when(time), factor, 1.0))
 
     return found
 
@@ -135,12 +135,12 @@ class Method(NamedTuple):
     read: Callable[[Any], tuple[Groups, Groups]]
 
 
-def _stored(store: Callable, read: Callable) -> Method:
-    """Returns float32 Adam whose moments are stored and read back at every step."""
+def _stored(store: Callable, load: Callable) -> Method:
+    """Returns float32 Adam with moments that are stored and read back at every step."""
     return Method(
         init=lambda zeros: store(zeros, zeros),
-        update=lambda grads, state, b2: store(*adam(*read(state), grads, B1, b2)),
-        read=read,
+        update=lambda grads, state, b2: store(*adam(*load(state), grads, B1, b2)),
+        read=load,
     )
 
 

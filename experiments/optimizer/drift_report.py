@@ -27,15 +27,15 @@ def table(rows: Sequence[Row], *, b2: float, steps: int) -> Table:
     """
     shown = [row for row in rows if (row["b2"], row["steps"]) == (b2, steps)]
     title = f"Updates over exact ones, b2 = {b2:g}, {steps:,} steps: mean and largest"
-    found = new_table(title, "", *(name.replace(" ", "\n") for name in METHODS))
-    for column in found.columns:
+    result = new_table(title, "", *(name.replace(" ", "\n") for name in METHODS))
+    for column in result.columns:
         column.no_wrap = True
     cells = {(row["story"], row["method"]): _cell(row) for row in shown}
     for story in STORIES:
-        found.add_row(
+        result.add_row(
             story.name, *(cells.get((story.name, method), "") for method in METHODS)
         )
-    return found
+    return result
 
 
 def _cell(row: Row) -> str:
@@ -66,8 +66,8 @@ def figure(curves: Sequence[Row]) -> Figure:
       curves: Curves of `drift.study`.
     """
     columns = 4
-    found = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)
-    panels = found.subplots(-(-len(STORIES) // columns), columns, sharey=True).flat
+    drawing = Figure(figsize=(13, 8.5), layout="constrained", dpi=150)
+    panels = drawing.subplots(-(-len(STORIES) // columns), columns, sharey=True).flat
     for story, axes in zip(STORIES, panels, strict=False):
         axes.set_title(story.name, loc="left", fontsize=10)
         axes.axhspan(0.95, 1.05, color="0.9", zorder=0, label="within 5%")
@@ -88,12 +88,12 @@ def figure(curves: Sequence[Row]) -> Figure:
         framed(axes)
     for axes in list(panels):
         axes.set_axis_off()
-    first = found.axes[0]
-    found.supylabel("updates over exact ones", fontsize=10)
-    found.supxlabel("step", fontsize=10)
+    first = drawing.axes[0]
+    drawing.supylabel("updates over exact ones", fontsize=10)
+    drawing.supxlabel("step", fontsize=10)
     legend = dict(frameon=False, loc="lower right", bbox_to_anchor=(0.99, 0.04))
-    found.legend(*first.get_legend_handles_labels(), **legend)
+    drawing.legend(*first.get_legend_handles_labels(), **legend)
     run = curves[0]
     title = f"b2 = {run['b2']:g}, {run['steps']:,} steps"
-    found.suptitle(title, x=0.01, ha="left", fontsize=11)
-    return found
+    drawing.suptitle(title, x=0.01, ha="left", fontsize=11)
+    return drawing

@@ -31,7 +31,7 @@ def pairs(
     Args:
       rows: Rows of `error_studies.pair_rows`, possibly among others.
       paper: The paper's `TABLE_1` or `TABLE_8`.
-      with_lost: Whether to count elements whose stored second moment became zero.
+      with_lost: Whether to count elements with a stored second moment of zero.
     """
     title = f"Table {'1' if paper is TABLE_1 else '8'}, "
     title += "lost v counted" if with_lost else "lost v aside"
@@ -61,12 +61,12 @@ def schemes(rows: list[Row]) -> Table:
         *("step", "bytes", *map(str, steps), "v lost,\nppm"),
     )
     for name in names:
-        found = [row for row in rows if row["scheme"] == name]
+        rows_of_scheme = [row for row in rows if row["scheme"] == name]
         table.add_row(
             name,
-            f"{found[0]['bytes_per_parameter']:.3f}",
-            *(_short(row["error"]) for row in found),
-            f"{1e4 * max(row['lost_percent'] for row in found):.0f}",
+            f"{rows_of_scheme[0]['bytes_per_parameter']:.3f}",
+            *(_short(row["error"]) for row in rows_of_scheme),
+            f"{1e4 * max(row['lost_percent'] for row in rows_of_scheme):.0f}",
         )
     return table
 
@@ -87,11 +87,11 @@ def replays(rows: list[Row]) -> Table:
         table.add_section()
         table.add_row(f"b2 = {b2:g}")
         for name in dict.fromkeys(row["scheme"] for row in rows):
-            found = [r for r in rows if (r["b2"], r["scheme"]) == (b2, name)]
-            errors = [r["update_error"] for r in found if r["step"] in shown]
-            errors.append(found[-1]["sum_error"])
+            rows_of_scheme = [r for r in rows if (r["b2"], r["scheme"]) == (b2, name)]
+            errors = [r["update_error"] for r in rows_of_scheme if r["step"] in shown]
+            errors.append(rows_of_scheme[-1]["sum_error"])
             cells = [_short(1e3 * error) for error in errors]
-            table.add_row(name, *cells, f"{found[-1]['nu_ratio']:.4f}")
+            table.add_row(name, *cells, f"{rows_of_scheme[-1]['nu_ratio']:.4f}")
     return table
 
 

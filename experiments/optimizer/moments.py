@@ -2,7 +2,7 @@
 
 Arrays here are groups, [groups, 128]: 128 neighbours on a parameter's last axis, as
 `coat.fp8_adamw` groups them. A short last group is padded with zeros. No study counts
-elements whose second moment is zero, which excludes the padding.
+elements with a second moment of zero, which excludes the padding.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ class Capture:
       gradients: Gradients of consecutive steps, as the optimizer saw them: clipped.
       b1: Decay rate of the first moment.
       parameters: Number of parameters from which the groups were drawn. These are the
-        parameters whose moments `coat.fp8_adamw` quantizes.
+      parameters with moments that `coat.fp8_adamw` quantizes.
     """
 
     moments: tuple[Moments, ...]
@@ -64,7 +64,7 @@ class Capture:
 class Sampler:
     """Draws the same random groups from any tree that is shaped like the parameters.
 
-    Only parameters whose moments `coat.fp8_adamw` quantizes are drawn from.
+    Only parameters with moments that `coat.fp8_adamw` quantizes are drawn from.
 
     Attributes:
       parameters: Number of parameters from which the groups are drawn.
@@ -85,7 +85,7 @@ class Sampler:
         self._draw = jax.jit(self._concatenated)
 
     def __call__(self, tree: Any) -> Float32[np.ndarray, "groups 128"]:
-        """Returns the sampled groups of `tree`, whose leaves have parameter shapes."""
+        """Returns the sampled groups of `tree`, which has the parameters' shapes."""
         leaves = zip(jax.tree.leaves(tree), self._quantized, strict=True)
         return np.asarray(self._draw([leaf for leaf, quantized in leaves if quantized]))
 
@@ -109,8 +109,8 @@ def _groups(x: Float32[Array, "..."]) -> Float32[Array, "groups 128"]:
     return jnp.pad(x, padding).reshape(-1, GROUP)
 
 
-def _choose(count: int, wanted: int) -> np.ndarray:
-    """Draws `wanted` of `count` indices, ascending; all if there are no more."""
-    if wanted >= count:
+def _choose(count: int, size: int) -> np.ndarray:
+    """Draws `size` of `count` indices, ascending; all if there are no more."""
+    if size >= count:
         return np.arange(count)
-    return np.sort(np.random.default_rng(0).choice(count, wanted, replace=False))
+    return np.sort(np.random.default_rng(0).choice(count, size, replace=False))

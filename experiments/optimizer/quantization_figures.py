@@ -38,9 +38,9 @@ def ranges(moments: Moments) -> Figure:
         k = studies.range_powers(x)
         with np.errstate(divide="ignore"):
             log = np.log2(x / x.max(axis=1, keepdims=True))
-        before, after = (y[np.isfinite(y)] for y in (log, log * k[:, None]))
+        unexpanded, after = (y[np.isfinite(y)] for y in (log, log * k[:, None]))
         shades = _shade(left)
-        _histogram(left, (before, after), np.arange(-25, 0.5, 0.5))
+        _histogram(left, (unexpanded, after), np.arange(-25, 0.5, 0.5))
         left.set_title(f"{_TITLES[name]}, step {moments.step}", loc="left", fontsize=11)
         widths = [
             -np.where(np.isfinite(y), y, 0).min(axis=1) for y in (log, log * k[:, None])
@@ -86,11 +86,11 @@ def schemes(rows: list[Row]) -> Figure:
     names = list(dict.fromkeys(row["scheme"] for row in rows))[::-1]
     figure = Figure(figsize=(9, 7), layout="constrained", dpi=150)
     axes = figure.subplots()
-    for place, name in enumerate(names):
+    for height, name in enumerate(names):
         errors = [row["error"] for row in rows if row["scheme"] == name]
         color = _OURS if name == DEFAULT.name else "#b8c0cc"
-        axes.barh(place, np.mean(errors), color=color, height=0.7)
-        axes.plot(errors, [place] * len(errors), ".", color=_BEFORE, markersize=4)
+        axes.barh(height, np.mean(errors), color=color, height=0.7)
+        axes.plot(errors, [height] * len(errors), ".", color=_BEFORE, markersize=4)
     for value in (REFERENCE_ERROR, REFERENCE_ERROR / 2):
         axes.axvline(value, color=_AFTER, linestyle=":", linewidth=1)
     axes.set_yticks(range(len(names)), names, fontsize=8)
@@ -129,7 +129,7 @@ def replays(trajectories: studies.Trajectories) -> Figure:
 
 
 def _codes(x: Array, expand: bool | float) -> Float[np.ndarray, "groups 128"]:
-    """Returns the E4M3 codes of |x|, whose order is the order of the magnitudes."""
+    """Returns the E4M3 codes of |x|, in the order of the magnitudes."""
     q = coat.quantize(x, granularity=coat.PerGroup(GROUP), expand=expand)
     return np.asarray(jax.lax.bitcast_convert_type(q.codes, jnp.uint8)) & 0x7F
 

@@ -126,19 +126,19 @@ class Scheme:
         root = lax.rsqrt(jnp.maximum(nu, _TINY))
         counted = (nu >= _TINY).astype(jnp.float32)
         of_mu, of_nu = root * counted, 0.5 * update * root * root
-        kept = update if self.normalized else mu
+        first = update if self.normalized else mu
         of_kept = counted if self.normalized else of_mu
         key_mu, key_nu = jax.random.split(key)
         return Stored(
-            self.mu.store(kept, of_kept, key_mu) if self.mu else kept,
+            self.mu.store(first, of_kept, key_mu) if self.mu else first,
             self.nu.store(nu, of_nu, key_nu) if self.nu else nu,
         )
 
     def read(self, stored: Stored) -> tuple[Groups, Groups]:
         """Returns the moments m and v that the next update reads."""
         mu, nu = (
-            part.dequantize() if isinstance(part, coat.QuantizedArray) else part
-            for part in stored
+            moment.dequantize() if isinstance(moment, coat.QuantizedArray) else moment
+            for moment in stored
         )
         return mu * jnp.sqrt(nu) if self.normalized else mu, nu
 
@@ -162,12 +162,12 @@ def read_update(mu: Groups, nu: Groups) -> Groups:
 
 
 class UpdateError(NamedTuple):
-    """The error of m / sqrt(v), over elements whose exact v is not zero.
+    """The error of m / sqrt(v), over elements with an exact v other than zero.
 
     Attributes:
-      mse: Mean squared error over elements whose stored v is not zero either.
+      mse: Mean squared error over elements with a stored v other than zero, too.
       mse_with_lost: Mean squared error over all these elements.
-      lost: Share of elements whose stored v is zero.
+      lost: Share of elements with a stored v of zero.
     """
 
     mse: Float32[Array, ""]
@@ -182,9 +182,9 @@ def update_error(mu: Groups, nu: Groups, read_mu: Groups, read_nu: Groups):
     error = read_update(read_mu, read_nu) - exact_update(mu, nu)
     squares = jnp.where(counted, error * error, 0.0)
     number = jnp.maximum(jnp.sum(counted), 1)
-    kept = jnp.maximum(jnp.sum(counted & ~lost), 1)
+    count = jnp.maximum(jnp.sum(counted & ~lost), 1)
     return UpdateError(
-        mse=jnp.sum(jnp.where(lost, 0.0, squares)) / kept,
+        mse=jnp.sum(jnp.where(lost, 0.0, squares)) / count,
         mse_with_lost=jnp.sum(squares) / number,
         lost=jnp.sum(lost) / number,
     )
@@ -230,8 +230,8 @@ def best_power(
         error = (quantize_by(x, steps, format).dequantize() - x) * sensitivity
         error = jnp.sum(error * error, axis=1, keepdims=True)
         better = error < best[0]
-        found = jnp.where(better, error, best[0]), jnp.where(better, steps, best[1])
-        return found, None
+        improved = jnp.where(better, error, best[0]), jnp.where(better, steps, best[1])
+        return improved, None
 
     start = jnp.full((len(x), 1), jnp.inf), jnp.full((len(x), 1), jnp.uint8(16))
     return lax.scan(attempt, start, jnp.asarray(_CANDIDATES))[0][1]
@@ -330,12 +330,12 @@ def replay(
         sums = sums[0] + updates[0], sums[1] + updates[1]
         ratio = jnp.where(counted, moments[1] / exact[1], jnp.nan)
         # A median is slow to compute, and a sixteenth of the elements is enough for it.
-        found = Trajectory(
+        trajectory = Trajectory(
             update_error=_relative_error(*updates),
             sum_error=_relative_error(*sums),
             nu_ratio=jnp.nanmedian(ratio[:, ::16]),
         )
-        return (exact, moments, sums), found
+        return (exact, moments, sums), trajectory
 
     zeros = jnp.zeros_like(mu)
     carry = (mu, nu), (mu, nu), (zeros, zeros)
@@ -351,5 +351,5 @@ def adam(
     return b1 * mu + (1 - b1) * gradient, nu
 
 
-def _relative_error(exact: Groups, found: Groups) -> Float32[Array, ""]:
-    return jnp.mean(jnp.square(found - exact)) / jnp.mean(jnp.square(exact))
+def _relative_error(exact: Groups, approximate: Groups) -> Float32[Array, ""]:
+    return jnp.mean(jnp.square(approximate - exact)) / jnp.mean(jnp.square(exact))

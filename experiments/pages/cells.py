@@ -1,4 +1,4 @@
-"""Tables whose cells are measured here, printed in the paper, or not run and why."""
+"""Tables of cells that are measured here, printed in the paper, or not run and why."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -54,7 +54,7 @@ class Section:
     Attributes:
       title: The title, with the paper's number.
       text: What is compared, and why ours differs.
-      columns: The heads of the columns, without that of the labels.
+      columns: The heads of the columns, without the column of labels.
       rows: The rows: a label, and a cell for each column.
       source: The command and device of the measurements; empty if there are none.
     """

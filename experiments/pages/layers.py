@@ -14,14 +14,14 @@ _MS = "forward_backward_ms"
 
 def versions() -> str:
     """Returns the section on one Llama layer with the oldest and the newest JAX."""
-    found = [load("bench_layer", f"bench_layer_h100_jax_{v}") for v in _VERSIONS]
-    old, new = ({row["case"]: row for row in f["rows"]} for f in found)
+    results = [load("bench_layer", f"bench_layer_h100_jax_{v}") for v in _VERSIONS]
+    old, new = ({row["case"]: row for row in f["rows"]} for f in results)
     shape = next(iter(new.values()))
     text = (
         "**One Llama layer with the oldest and the newest JAX** (`bench_layer`): the "
         f"layer of Llama-3-8B (hidden {shape['hidden']:,}, {shape['intermediate']:,}, "
         f"{shape['kv_heads']} key heads, batch {shape['batch']}, sequence "
-        f"{shape['seq']:,}), both on the same {found[0]['device']['name']}: "
+        f"{shape['seq']:,}), both on the same {results[0]['device']['name']}: "
         "milliseconds of forward, of backward and of both, and times "
         "`bf16`."
     )
@@ -42,16 +42,16 @@ def _times(row: dict[str, Any]) -> str:
 
 def table_6() -> str:
     """Returns the section on the layers of the paper's table 6 with both versions."""
-    found = [load("bench_layer", f"bench_layer_table_6_jax_{v}") for v in _VERSIONS]
-    old, new = ({_case_of(row): row for row in f["rows"]} for f in found)
+    results = [load("bench_layer", f"bench_layer_table_6_jax_{v}") for v in _VERSIONS]
+    old, new = ({_case_of(row): row for row in f["rows"]} for f in results)
     shapes = list(dict.fromkeys((hidden, seq) for _, hidden, seq in new))
     times = (old[key][_MS] / row[_MS] for key, row in new.items())
     furthest = max(abs(ratio - 1) for ratio in times)
     text = (
-        f"The layers of the paper's table 6 on one {found[0]['device']['name']} "
-        f"(batch {found[0]['rows'][0]['batch']}): milliseconds of forward and backward "
-        f"with JAX {_VERSIONS[0]} and {_VERSIONS[1]}, and times `bf16` with each. The "
-        f"versions differ by {furthest:.1%} at most."
+        f"The layers of the paper's table 6 on one {results[0]['device']['name']} "
+        f"(batch {results[0]['rows'][0]['batch']}): milliseconds of forward and "
+        f"backward with JAX {_VERSIONS[0]} and {_VERSIONS[1]}, and times `bf16` with "
+        f"each. The versions differ by {furthest:.1%} at most."
     )
 
     def pair(case: str, shape: tuple[int, int]) -> tuple[float, ...]:
@@ -83,8 +83,8 @@ def foreign() -> str:
         "`fp8` is the layer converted by `coat.fp8`. `own layer` is this library's "
         "layer in its `coat` recipe."
     )
-    others = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
-    return section(text, *_foreign(others), *_foreign(newest))
+    oldest = load("bench_foreign", f"bench_foreign_jax_{_VERSIONS[0]}")
+    return section(text, *_foreign(oldest), *_foreign(newest))
 
 
 def _foreign(results: dict[str, Any]) -> tuple[str, str]:

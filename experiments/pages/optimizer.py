@@ -42,12 +42,12 @@ def drift() -> str:
         "smallest to the largest. In the figure b2 is optax's default, 0.999. `coat "
         "nearest` is a form that this library had before."
     )
-    found: dict[tuple[str, int], dict[float, list[float]]] = {}
+    by_case: dict[tuple[str, int], dict[float, list[float]]] = {}
     for row in rows:
-        of_method = found.setdefault((row["method"], row["steps"]), {})
+        of_method = by_case.setdefault((row["method"], row["steps"]), {})
         of_method.setdefault(row["b2"], []).append(row["ratio"])
-    lines = {name: found[name, usual] for name in METHODS}
-    lines[f"{OURS}, {longest:,} steps"] = found[OURS, longest]
+    lines = {name: by_case[name, usual] for name in METHODS}
+    lines[f"{OURS}, {longest:,} steps"] = by_case[OURS, longest]
     columns = [Column("moments", lambda line: line[0])]
     for b2 in b2s:
         columns.append(Column(f"b2 = {b2:g}", lambda line, b2=b2: _range(line[1][b2])))

@@ -1,4 +1,4 @@
-"""The paper's tables, each beside what was measured here."""
+"""The paper's tables, each next to what was measured here."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean

@@ -26,8 +26,8 @@ def draw_memory(rows: Sequence[Mapping[str, Any]]) -> Figure:
     saved = [row["activations_gib"] for row in rows]
     optimizer = [row["optimizer_gib"] for row in rows]
     peaks = [row["peak_gib"] for row in rows]
-    rest = [p - o - s for p, o, s in zip(peaks, optimizer, saved, strict=True)]
-    parts = {"optimizer": optimizer, "saved": saved, "rest": rest}
+    remaining = [p - o - s for p, o, s in zip(peaks, optimizer, saved, strict=True)]
+    parts = {"optimizer": optimizer, "saved": saved, "rest": remaining}
     stack(axes, list(map(_label, rows)), parts, names=_KINDS, looks=_LOOKS)
     axes.set_title("memory at the peak of a step, GiB", loc="left", fontsize=10)
     axes.set_xlim(right=1.1 * max(peaks))
@@ -39,13 +39,13 @@ def draw_speed(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draws the tokens per second, a bar for each row of `bench_e2e`."""
     figure = Figure(figsize=_SIZE, layout="constrained", dpi=150)
     axes = figure.subplots()
-    for place, row in enumerate(rows):
+    for position, row in enumerate(rows):
         recipe = row["case"].split(",")[0]
         style = {"color": RECIPE_COLORS[recipe], "hatch": RECIPE_HATCHES[recipe]}
         rate = row["tokens_per_s"]
-        axes.barh(-place, rate, 0.6, edgecolor="white", **style)
-        axes.text(rate, -place, f" {rate:,.0f}", va="center", fontsize=9)
-    axes.set_yticks([-place for place in range(len(rows))], map(_label, rows))
+        axes.barh(-position, rate, 0.6, edgecolor="white", **style)
+        axes.text(rate, -position, f" {rate:,.0f}", va="center", fontsize=9)
+    axes.set_yticks([-position for position in range(len(rows))], map(_label, rows))
     axes.set_xlim(right=1.15 * max(row["tokens_per_s"] for row in rows))
     axes.set_axisbelow(True)
     axes.set_title("tokens/s", loc="left", fontsize=10)

@@ -31,11 +31,11 @@ installed packages.
 
 def readme(text: str) -> str:
     """Returns README.md's text with new results between the markers of each."""
-    for name, found in {"headline": _headline(), "losses": training.losses()}.items():
+    for name, content in {"headline": _headline(), "losses": training.losses()}.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-        before, _, rest = text.partition(begin)
-        _, _, after = rest.partition(end)
-        text = before + begin + found + end + after
+        head, _, tail = text.partition(begin)
+        _, _, after = tail.partition(end)
+        text = head + begin + content + end + after
     return text
 
 

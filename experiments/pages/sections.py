@@ -9,6 +9,6 @@ def section(*parts: str) -> str:
 
 
 def markdown_image(text: str, experiment: str, name: str) -> str:
-    """Returns the picture beside a results file, with its alternative text."""
+    """Returns the picture next to a results file, with its alternative text."""
     path = default_path(experiment, name).with_suffix(".png")
     return f"![{text}]({path.relative_to('experiments')})"

@@ -20,7 +20,7 @@ _RATIOS = (
 )
 _OPTIMIZER = Column("optimizer", "optimizer_gib", "{:.1f} GiB")
 _PEAK = Column("peak", "peak_gib", "{:.1f} GiB")
-# Rows of gates that are shorter or longer than those of most models.
+# Rows of gates that are shorter or longer than in most models.
 _ROWS = (
     *("16384 x 768", "16384 x 1408"),
     *("8192 x 17920", "8192 x 26624", "8192 x 28672"),
@@ -100,11 +100,11 @@ def _case(row: dict[str, Any]) -> str:
 
 def _visible() -> str:
     """Returns a sentence on one GPU where others are visible too."""
-    found = [load("bench_e2e", f"bench_e2e_visible_{count}") for count in (1, 2)]
-    (row,), (beside,) = (results["rows"] for results in found)
-    alone, ours = (r["tokens_per_s"] for r in (row, beside))
+    files = [load("bench_e2e", f"bench_e2e_visible_{count}") for count in (1, 2)]
+    (row,), (one_of_two,) = (results["rows"] for results in files)
+    alone, ours = (r["tokens_per_s"] for r in (row, one_of_two))
     return (
-        f"A training on one {found[0]['device']['name']} has the same speed where the "
+        f"A training on one {files[0]['device']['name']} has the same speed where the "
         f"process sees a second one (`bench_e2e_visible_1`, `bench_e2e_visible_2`): "
         f"`coat` trains {row['layers']} layers of Llama-2-7B at batch {row['batch']} "
         f"with {alone:,.0f} tokens/s alone and {ours:,.0f} beside another "
@@ -262,18 +262,18 @@ def _more_kernels() -> list[str]:
     newest = load("bench_kernels", f"bench_kernels_h100_jax_{NEWEST_JAX}")
     shape = "16384 x 8192"
     lone = [row for row in results["rows"] if row["shape"] == shape]
-    others = [
+    elementwise = [
         row | {"kernel": f"{row['kernel']}, {row['shape']}"}
         for row in results["rows"]
         if row["kernel"].endswith("to rows") and row["shape"] in _ROWS
     ]
-    others.sort(key=lambda row: int(row["shape"].split(" x ")[1]))
+    elementwise.sort(key=lambda row: int(row["shape"].split(" x ")[1]))
     return [
         f"Activations without a product, {shape} on one {results['device']['name']} "
         "(`bench_kernels_h100`):",
         markdown(_ELEMENTWISE, lone),
         "Gates with a scale for each token, of short and of long rows on such GPUs:",
-        markdown(_ELEMENTWISE, others),
+        markdown(_ELEMENTWISE, elementwise),
         _on_both_versions(results, newest),
     ]
 
@@ -287,7 +287,7 @@ def _on_both_versions(oldest: dict[str, Any], newest: dict[str, Any]) -> str:
         longer = min(row["ms"], other["ms"]) >= _LONG_MS
         ratios[longer].append(row["ms"] / other["ms"])
     short, long = ratios.values()
-    new, old = (found["versions"]["jax"] for found in (newest, oldest))
+    new, old = (results["versions"]["jax"] for results in (newest, oldest))
     return (
         f"With JAX {new} on the GPU of the short rows (`bench_kernels_h100_jax_{new}`) "
         f"{len(long)} kernels that take at least {_LONG_MS:g} ms take {min(long):.2f} "
@@ -315,11 +315,11 @@ def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, An
 
     The last part is the pass of a layer's matmul, or the cube of 8192^3.
     """
-    found: dict[str, list[dict[str, Any]]] = {}
+    by_kernel: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if "tflop_per_s" not in row:
             continue
         of = row["name"].rsplit(", ", 1)[-1]
         of = "8192^3" if of == "cube" else of
-        found.setdefault(f"{row['kernel']}, {of}", []).append(row)
-    return found
+        by_kernel.setdefault(f"{row['kernel']}, {of}", []).append(row)
+    return by_kernel

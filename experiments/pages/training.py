@@ -44,12 +44,12 @@ def all_gaps() -> dict[str, list[float]]:
 
     A gap is to the `bf16` of the same seed and data.
     """
-    found: dict[str, list[float]] = {}
+    by_recipe: dict[str, list[float]] = {}
     for name in _TRAININGS:
         rows = load("pretrain", name)["rows"]
         for recipe, each in comparison.gaps(rows, "val_loss").items():
-            found.setdefault(recipe, []).extend(each)
-    return found
+            by_recipe.setdefault(recipe, []).extend(each)
+    return by_recipe
 
 
 def pretraining() -> str:
@@ -87,11 +87,12 @@ def _scales_of_blocks() -> tuple[str, str]:
     name = "pretrain_124m_coat_block"
     results = load("pretrain", name)
     answers = {row["recipe"]: row for row in results["tasks"] if row["text"] == ALL}
-    own = answers["coat_block"]
+    of_blocks = answers["coat_block"]
     return (
         f"`coat_block` at the smaller size (`{name}`), one seed, beside a `bf16` "
-        f"of the same machine. It has {own['difference_points']:+.1f} ± "
-        f"{own['half_points']:.1f} points of {own['questions']:,} questions:",
+        f"of the same machine. It has {of_blocks['difference_points']:+.1f} ± "
+        f"{of_blocks['half_points']:.1f} points of {of_blocks['questions']:,} "
+        "questions:",
         _losses_and_costs(results),
     )
 
@@ -136,9 +137,9 @@ def _gib(title: str, key: str) -> Column:
 
 def meshes() -> str:
     """Returns the section on training on meshes."""
-    found = load("pretrain", "mesh_losses")
+    results = load("pretrain", "mesh_losses")
     text = (
-        f"**Training on meshes** (`mesh_losses`): the tiny preset, {found['steps']} "
+        f"**Training on meshes** (`mesh_losses`): the tiny preset, {results['steps']} "
         "steps on eight virtual devices, with one initialization and one order of the "
         "data. `bf16` is computed in float32. Differences are those of a step's loss "
         f"to one device's: the largest of {EARLY} steps and of all."
@@ -153,7 +154,7 @@ def meshes() -> str:
     in_percent = ("largest_early_difference", "largest_difference")
     rows = [
         row | {key: 100 * row[key] for key in in_percent}
-        for row in found["rows"]
+        for row in results["rows"]
         if row["mesh"] != ALONE
     ]
     image = markdown_image("Loss curves on meshes", "pretrain", "mesh_losses")
@@ -236,6 +237,6 @@ def vision_language() -> str:
     losses: dict[str, list[float]] = {}
     for row in results["rows"]:
         losses.setdefault(row["recipe"], []).append(row["test_loss"])
-    means = {recipe: fmean(own) for recipe, own in losses.items()}
+    means = {recipe: fmean(values) for recipe, values in losses.items()}
     image = markdown_image("Loss while training", "vlm", f"{name}_losses")
     return section(text, _answers(shares, points, means), image)

@@ -2,8 +2,8 @@
 
 A question is a context and four pieces of the document that it is from. One of them
 follows the context, the others stand elsewhere in the document. The answer is the piece
-that a model finds likeliest behind the context. They stand for the paper's tasks, whose
-questions would be downloads.
+that a model finds likeliest after the context. They stand for the paper's tasks, which
+would have to be downloaded.
 """
 
 from collections.abc import Sequence
@@ -59,19 +59,19 @@ def ask(documents: Sequence[Int[np.ndarray, " _"]], count: int) -> Questions:
     long = [each for each in documents if each.size >= least]
     if not long:
         raise ValueError(f"questions need a document of at least {least} tokens")
-    rng, found = np.random.default_rng(0), []
+    rng, questions = np.random.default_rng(0), []
     for _ in range(_TRIES * count):
         document = long[rng.integers(len(long))]
         pieces = _pieces(rng, document)
         if len({piece[-PIECE:].tobytes() for piece in pieces}) == CHOICES:
             order = rng.permutation(CHOICES)
-            found.append((pieces[order], order.argmin()))
-        if len(found) == count:
-            tokens, right = zip(*found, strict=True)
+            questions.append((pieces[order], order.argmin()))
+        if len(questions) == count:
+            tokens, right = zip(*questions, strict=True)
             return Questions(np.stack(tokens).astype(np.int32), np.array(right))
     raise ValueError(
-        f"{_TRIES * count} draws of {CHOICES} pieces have {len(found)} whose pieces "
-        f"differ, and {count} are needed"
+        f"{_TRIES * count} draws of {CHOICES} pieces have {len(questions)} with "
+        f"different pieces, and {count} are needed"
     )
 
 
@@ -83,18 +83,18 @@ def _pieces(
     end = start + CONTEXT
     places = [end]
     while len(places) < CHOICES:
-        place = rng.integers(document.size - PIECE + 1)
-        if place + PIECE <= start or place >= end + PIECE:
-            places.append(place)
+        start_of_piece = rng.integers(document.size - PIECE + 1)
+        if start_of_piece + PIECE <= start or start_of_piece >= end + PIECE:
+            places.append(start_of_piece)
     context = document[start:end]
     return np.stack([np.append(context, document[p : p + PIECE]) for p in places])
 
 
 def answered(questions: Questions, model: Model) -> Bool[np.ndarray, " n"]:
     """Returns whether the likeliest piece of each question is the right one."""
-    found = []
+    right = []
     for first in range(0, len(questions.right), _BATCH):
         tokens = questions.tokens[first : first + _BATCH]
         likely = model(tokens.reshape(-1, tokens.shape[-1])).reshape(-1, CHOICES)
-        found.append(likely.argmax(axis=1))
-    return np.concatenate(found) == questions.right
+        right.append(likely.argmax(axis=1))
+    return np.concatenate(right) == questions.right

@@ -58,7 +58,7 @@ class _Exam(NamedTuple):
     """The texts and questions of a run, by kind of text.
 
     Attributes:
-      batches: Batches whose loss is measured.
+      batches: Batches to measure the loss of.
       questions: The questions.
     """
 
@@ -75,20 +75,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args = top.parse_args(argv)
     try:
-        found = compared(args.runs)
+        comparison_of_runs = compared(args.runs)
     except (OSError, ValueError) as error:
         print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
-    out = args.out or default_path("pretrain", f"pretrain_{found['preset']}_compared")
-    written = write_results(out, **found)
+    out = args.out or default_path(
+        "pretrain", f"pretrain_{comparison_of_runs['preset']}_compared"
+    )
+    written = write_results(out, **comparison_of_runs)
     figure = draw_curves(
-        found["curves"], "Training loss", f"nats a {found['nats_per']}"
+        comparison_of_runs["curves"],
+        "Training loss",
+        f"nats a {comparison_of_runs['nats_per']}",
     )
     figure.savefig(out.with_suffix(".png"))
     console = Console()
-    console.print(comparison.texts(found["texts"]))
-    if found["tasks"]:  # Recipes may have no seed in common.
-        console.print(comparison.answers(found["tasks"]))
+    console.print(comparison.texts(comparison_of_runs["texts"]))
+    if comparison_of_runs["tasks"]:  # Recipes may have no seed in common.
+        console.print(comparison.answers(comparison_of_runs["tasks"]))
     if written["bars"]:
         console.print(bars_table([Bar(**bar) for bar in written["bars"]]))
     print(f"{out}, and a figure beside it")
@@ -107,26 +111,29 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
     """
     if twice := [x for n, x in enumerate(folders) if x in folders[:n]]:
         raise ValueError(f"{twice[0]} is given twice")
-    rows, texts, right, curves, seen = [], [], [], [], {}
+    rows, texts, right, curves, common = [], [], [], [], {}
     for folder in folders:
         summary, run, measured = _measured(folder)
         shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
         shared["data"] = run.record["data"]
-        if seen.setdefault("shared", shared) != shared:
+        if common.setdefault("shared", shared) != shared:
             raise ValueError(
-                f"{folder} has {shared}, and {folders[0]} {seen['shared']}"
+                f"{folder} has {shared}, and {folders[0]} {common['shared']}"
             )
         for row in summary["rows"]:
             names = {"recipe": row["recipe"], "seed": run.settings.seed}
             if any(names.items() <= other.items() for other in rows):
                 raise ValueError(f"{folder} trains {names}, as another run does")
             rows.append(names | row | {"commit": summary["versions"]["commit"]})
-            own = measured[row["recipe"]]
+            of_recipe = measured[row["recipe"]]
             texts += [
-                names | {"text": k, "loss": x, "loss_in_bf16": own["losses_in_bf16"][k]}
-                for k, x in own["losses"].items()
+                names
+                | {"text": k, "loss": x, "loss_in_bf16": of_recipe["losses_in_bf16"][k]}
+                for k, x in of_recipe["losses"].items()
             ]
-            right += [names | {"text": k, "right": x} for k, x in own["right"].items()]
+            right += [
+                names | {"text": k, "right": x} for k, x in of_recipe["right"].items()
+            ]
             losses = [m["loss"] for m in run.metrics() if m["recipe"] == row["recipe"]]
             curves.append(names | curve(np.array(losses)))
     plain = {row["seed"]: row["val_loss"] for row in rows if row["recipe"] == "bf16"}
@@ -137,11 +144,11 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
             row["val_gap_percent"] = 100 * (row["val_loss"] / loss - 1)
     return {
         "rows": rows,
-        "bars": bars(seen["shared"]["preset"], rows, texts),
+        "bars": bars(common["shared"]["preset"], rows, texts),
         "texts": texts,
         "tasks": tasks(right),
         "curves": curves,
-        **{k: v for k, v in seen["shared"].items() if k != "data"},
+        **{k: v for k, v in common["shared"].items() if k != "data"},
     }
 
 
@@ -153,37 +160,37 @@ def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
     if summary["nats_per"] != "byte":
         raise ValueError(f"runs on bytes can be compared, {folder} has tokens of a BPE")
     path = folder / _MEASURED
-    found = read_json(path) if path.exists() else {"steps": run.steps, "recipes": {}}
-    if found["steps"] != run.steps:  # The run has gone on since.
-        found = {"steps": run.steps, "recipes": {}}
-    missing = [r for r in run.settings.recipes if r not in found["recipes"]]
+    examined = read_json(path) if path.exists() else {"steps": run.steps, "recipes": {}}
+    if examined["steps"] != run.steps:  # The run has gone on since.
+        examined = {"steps": run.steps, "recipes": {}}
+    missing = [r for r in run.settings.recipes if r not in examined["recipes"]]
     if missing:
         corpus = program.load_corpus(run.settings, folder)
         run.check_data(corpus.fingerprint())
         inputs = program.select_inputs(corpus, run.settings)
         exam = _exam(run, corpus, inputs)
         for recipe in tqdm(missing, f"{folder}", unit="recipe", disable=None):
-            found["recipes"][recipe] = _examined(run, recipe, inputs, exam)
-            write_json(path, found)
-    return summary, run, found["recipes"]
+            examined["recipes"][recipe] = _examined(run, recipe, inputs, exam)
+            write_json(path, examined)
+    return summary, run, examined["recipes"]
 
 
 def _exam(run: Run, corpus: data.Corpus, inputs: Inputs) -> _Exam:
     """Returns the texts and questions of a run, without those that it has read."""
-    unread, read = (
-        [piece for tokens in part for piece in text.split_bytes(tokens)]
-        for part in (corpus.validation, corpus.train)
+    unread, trained_on = (
+        [piece for tokens in split for piece in text.split_bytes(tokens)]
+        for split in (corpus.validation, corpus.train)
     )
-    found = held_out.documents(map(text.decode_bytes, read))
-    for kind in [kind for kind, documents in found.items() if not documents]:
+    by_kind = held_out.documents(map(text.decode_bytes, trained_on))
+    for kind in [kind for kind, documents in by_kind.items() if not documents]:
         print(f"{run.folder}: no {kind}, it has read them all")
-        del found[kind]
+        del by_kind[kind]
     encoded = {UNREAD: unread} | {
         kind: [text.encode_bytes([each]) for each in documents]
-        for kind, documents in found.items()
+        for kind, documents in by_kind.items()
     }
     return _Exam(
-        {UNREAD: inputs.validation} | held_out.batches(found, run.settings),
+        {UNREAD: inputs.validation} | held_out.batches(by_kind, run.settings),
         {kind: choices.ask(arrays, _QUESTIONS) for kind, arrays in encoded.items()},
     )
 
@@ -213,7 +220,7 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     """Returns accuracies by recipe and kind of text, with differences to `bf16`.
 
     An answer counts as the mean over the seeds that all recipes have. Intervals are 95%
-    over questions; those of differences are about the same questions.
+    over questions. Differences are between answers to the same questions.
 
     Args:
       rows: Rows with "recipe", "seed", "text" and "right", a string of 0 and 1.
@@ -221,7 +228,7 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     by_kind: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         by_kind.setdefault(row["text"], []).append(row)
-    answers = {kind: right_answers(own) for kind, own in by_kind.items()}
+    answers = {kind: right_answers(shares) for kind, shares in by_kind.items()}
     first, *_ = answers.values()
     answers[ALL] = {
         recipe: np.concatenate([right[recipe] for right in answers.values()], axis=1)
@@ -230,14 +237,14 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     result = []
     for kind, by_recipe in answers.items():
         for recipe, right in by_recipe.items():
-            own = right.mean(axis=0)
-            low, high = wilson(float(own.sum()), own.size)
-            row = {"recipe": recipe, "text": kind, "questions": own.size}
-            row |= {"seeds": len(right), "accuracy_percent": 100 * float(own.mean())}
+            shares = right.mean(axis=0)
+            low, high = wilson(float(shares.sum()), shares.size)
+            row = {"recipe": recipe, "text": kind, "questions": shares.size}
+            row |= {"seeds": len(right), "accuracy_percent": 100 * float(shares.mean())}
             row |= {"low_percent": 100 * low, "high_percent": 100 * high}
             if recipe != "bf16" and "bf16" in by_recipe:
                 plain = by_recipe["bf16"].mean(axis=0)
-                mean, half = mean_and_half(100 * (own - plain))
+                mean, half = mean_and_half(100 * (shares - plain))
                 row |= {"difference_points": mean, "half_points": half}
             result.append(row)
     return result
@@ -259,16 +266,18 @@ def bars(
         ("validation loss", rows, "val_loss"),
         ("the same weights in BF16", unread, "loss_in_bf16"),
     )
-    found = []
-    for name, own, key in measured:
-        gaps = comparison.gaps((row for row in own if row["seed"] in plain), key)
+    targets = []
+    for name, rows_of_name, key in measured:
+        gaps = comparison.gaps(
+            (row for row in rows_of_name if row["seed"] in plain), key
+        )
         for recipe, most in _TARGETS.get(preset, {}).items():
             if recipe in gaps:
                 mean = float(np.mean(gaps[recipe]))
-                found.append(
+                targets.append(
                     Bar.of(f"{recipe}, {name} above bf16's, %", "<=", most, mean)
                 )
-    return found
+    return targets
 
 
 if __name__ == "__main__":

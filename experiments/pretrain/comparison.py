@@ -1,4 +1,4 @@
-"""Tables and a figure of trainings, with the paper's table 3 and poster beside them."""
+"""Tables and a figure of trainings, next to the paper's table 3 and poster."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,16 +34,16 @@ class _Final(NamedTuple):
 
     def cells(self, bf16: "_Final") -> list[str]:
         """Returns both and the training's perplexity, each with its gap to `bf16`."""
-        own, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
+        here, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
         return [
             cell
-            for x, reference in zip(own, theirs, strict=True)
+            for x, reference in zip(here, theirs, strict=True)
             for cell in (f"{x:#.5g}", f"{100 * (x / reference - 1):+.2f}")
         ]
 
 
 def table_3(results: Mapping[str, Any]) -> Table:
-    """Returns a table of losses and perplexities beside the paper's, by recipe.
+    """Returns a table of losses and perplexities next to the paper's, by recipe.
 
     Args:
       results: A results file of `experiments.pretrain` or of its `compare`, with a row
@@ -109,24 +109,24 @@ def gaps(rows: Iterable[Row], key: str) -> dict[str, list[float]]:
     """
     rows = list(rows)
     plain = {row["seed"]: row[key] for row in rows if row["recipe"] == "bf16"}
-    found: dict[str, list[float]] = {}
+    by_recipe: dict[str, list[float]] = {}
     for row in rows:
         if row["recipe"] != "bf16":
-            own = found.setdefault(row["recipe"], [])
-            own.append(100 * (row[key] / plain[row["seed"]] - 1))
-    return found
+            gaps_of_recipe = by_recipe.setdefault(row["recipe"], [])
+            gaps_of_recipe.append(100 * (row[key] / plain[row["seed"]] - 1))
+    return by_recipe
 
 
 def seeds(rows: Sequence[Row]) -> Table:
     """Returns a table of gaps to `bf16` of the same seed, with 95% intervals."""
     losses = {"training loss": "train_loss", "validation loss": "val_loss"}
-    found = {name: gaps(rows, key) for name, key in losses.items()}
+    by_loss = {name: gaps(rows, key) for name, key in losses.items()}
     title = "Loss above bf16's of the same seed, percent, and 95% intervals"
     heads = [head for name in losses for head in (name, "each seed")]
     table = new_table(title, "", "seeds", *heads)
-    for recipe, first in found["training loss"].items():
+    for recipe, first in by_loss["training loss"].items():
         cells = []
-        for by_recipe in found.values():
+        for by_recipe in by_loss.values():
             each = by_recipe[recipe]
             cells += [interval(each), " ".join(f"{gap:+.2f}" for gap in each)]
         table.add_row(recipe, str(len(first)), *cells)
@@ -153,9 +153,9 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
     """
     drawn = Figure(figsize=(8, 3.4), layout="constrained", dpi=150)
     axes = drawn.subplots()
-    found = gaps(rows, "train_loss")
-    places = {recipe: -place for place, recipe in enumerate(found)}
-    for recipe, values in found.items():
+    by_recipe = gaps(rows, "train_loss")
+    places = {recipe: -row for row, recipe in enumerate(by_recipe)}
+    for recipe, values in by_recipe.items():
         mean, half = _mean_and_half(values)
         if half is not None:
             axes.errorbar(mean, places[recipe], xerr=half, fmt="|k", capsize=4, ms=14)
@@ -163,9 +163,9 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
     here.set_label("one seed, here")
     for (model, values), marker in zip(_PAPER.items(), "sD", strict=True):
         bf16 = values["bf16"][_TRAIN]
-        own = [recipe for recipe in values if recipe in places]
-        percent = [100 * (values[recipe][_TRAIN] / bf16 - 1) for recipe in own]
-        heights = [places[recipe] - 0.28 for recipe in own]
+        recipes = [recipe for recipe in values if recipe in places]
+        percent = [100 * (values[recipe][_TRAIN] / bf16 - 1) for recipe in recipes]
+        heights = [places[recipe] - 0.28 for recipe in recipes]
         style = {"marker": marker, "facecolor": "white", "edgecolor": "black"}
         axes.scatter(percent, heights, **style, label=model)
     axes.axvline(0, color="0.6", linewidth=0.8)
@@ -179,7 +179,7 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
 
 
 def texts(rows: Sequence[Row]) -> Table:
-    """Returns a table of perplexities by kind of text, beside the paper's.
+    """Returns a table of perplexities by kind of text, next to the paper's.
 
     Gaps are to `bf16` with the same seed, with 95% intervals over seeds: of a recipe's
     own forward pass, and of the same weights where all matmuls are BF16.
@@ -199,22 +199,22 @@ def texts(rows: Sequence[Row]) -> Table:
         if recipe == "bf16":
             continue
         for kind in kinds:
-            found = [
-                (losses["bf16", seed, kind][0], *own)
-                for (name, seed, text), own in losses.items()
+            pairs = [
+                (losses["bf16", seed, kind][0], *quantized)
+                for (name, seed, text), quantized in losses.items()
                 if (name, text) == (recipe, kind) and ("bf16", seed, kind) in losses
             ]
-            if not found:
+            if not pairs:
                 continue
-            plain, own, in_bf16 = np.array(found).T
-            cells = [f"{math.exp(x.mean()):.3f}" for x in (plain, own)]
-            cells += [interval(100 * np.expm1(x - plain)) for x in (own, in_bf16)]
+            plain, quantized, in_bf16 = np.array(pairs).T
+            cells = [f"{math.exp(x.mean()):.3f}" for x in (plain, quantized)]
+            cells += [interval(100 * np.expm1(x - plain)) for x in (quantized, in_bf16)]
             table.add_row(recipe, f"{kind}, here", *cells)
         for model, values in _PAPER.items():
             for name, at in _SETS.items() if recipe in values else ():
-                plain, own = values["bf16"][at], values[recipe][at]
-                gap = f"{100 * (own / plain - 1):+.2f}"
-                cells = str(plain), str(own), gap, ""
+                plain, quantized = values["bf16"][at], values[recipe][at]
+                gap = f"{100 * (quantized / plain - 1):+.2f}"
+                cells = str(plain), str(quantized), gap, ""
                 table.add_row(recipe, f"{name}, {model}", *cells)
     return table
 
@@ -235,18 +235,18 @@ def answers(rows: Sequence[Row]) -> Table:
     title = "Right answers to multiple-choice questions, percent"
     papers = [f"{model}, 4 tasks" for model in _PAPER]
     table = new_table(title, "", *kinds, *papers)
-    for recipe, own in by_recipe.items():
+    for recipe, by_kind in by_recipe.items():
         shares = (
             f"{row['accuracy_percent']:.1f}\n"
             f"{row['low_percent']:.1f} to {row['high_percent']:.1f}"
-            for row in (own[kind] for kind in kinds)
+            for row in (by_kind[kind] for kind in kinds)
         )
         averages = (_average(model, recipe) for model in _PAPER)
         table.add_row(recipe, *shares, *averages)
-        if all("difference_points" in own[kind] for kind in kinds):
+        if all("difference_points" in by_kind[kind] for kind in kinds):
             points = (
                 f"{row['difference_points']:+z.1f} ± {row['half_points']:.1f}"
-                for row in (own[kind] for kind in kinds)
+                for row in (by_kind[kind] for kind in kinds)
             )
             table.add_row("  points above bf16", *points)
     first = rows[0]

@@ -24,8 +24,8 @@ def source_of_jax() -> Iterator[bytes]:
 
 def descriptions() -> Iterator[bytes]:
     """Yields the descriptions of all installed packages: English prose, with markup."""
-    found = {each.metadata.json.get("description") for each in metadata.distributions()}
-    for description in sorted(filter(None, found)):
+    texts = {each.metadata.json.get("description") for each in metadata.distributions()}
+    for description in sorted(filter(None, texts)):
         yield str(description).encode()
 
 
@@ -42,22 +42,22 @@ KINDS: dict[str, Callable[[], Iterator[bytes]]] = {
 }
 
 
-def documents(read: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
+def documents(trained_on: Iterable[bytes] = ()) -> dict[str, list[bytes]]:
     """Returns the documents of each kind that are not among those that were read."""
-    known = set(read)
+    excluded = set(trained_on)
     return {
-        kind: [each for each in texts() if each not in known]
+        kind: [each for each in texts() if each not in excluded]
         for kind, texts in KINDS.items()
     }
 
 
 def batches(
-    found: Mapping[str, Sequence[bytes]], settings: Settings
+    by_kind: Mapping[str, Sequence[bytes]], settings: Settings
 ) -> dict[str, list[Int32[np.ndarray, "batch length+1"]]]:
     """Returns batches of each kind of text, as many as settings say, or fewer.
 
     Args:
-      found: What `documents` returns.
+      by_kind: What `documents` returns.
       settings: The settings of a training on bytes.
     """
     return {
@@ -66,5 +66,5 @@ def batches(
             batch_size=settings.batch_size,
             count=settings.eval_batches,
         )
-        for kind, texts in found.items()
+        for kind, texts in by_kind.items()
     }

@@ -1,4 +1,4 @@
-"""Compares the losses of meshes of eight devices with those of one device.
+"""Compares the losses of meshes of eight devices with the losses of one device.
 
     export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8
     uv run python -m experiments.pretrain.mesh_losses
@@ -44,7 +44,7 @@ class Curve(typing.NamedTuple):
 
     Attributes:
       losses: The loss of each step.
-      val_loss: The validation loss behind the last step.
+      val_loss: The validation loss after the last step.
     """
 
     losses: Float[np.ndarray, " steps"]
@@ -78,8 +78,8 @@ def train_all(settings: Settings, recipe: Recipe) -> dict[str, Curve]:
     halves = dataclasses.replace(settings, accumulate=2)
     cases = {ALONE: settings, _HALVES: halves, **dict.fromkeys(MESHES, settings)}
     return {
-        name: train(own, recipe, corpus, name if name in MESHES else None)
-        for name, own in cases.items()
+        name: train(case_settings, recipe, corpus, name if name in MESHES else None)
+        for name, case_settings in cases.items()
     }
 
 
@@ -95,8 +95,8 @@ def train(
     state, batches = trainer.init(), train_batches(inputs, settings)
     losses = []
     for _ in tqdm(range(settings.steps), f"{recipe}, {mesh or ALONE}", unit="step"):
-        state, found = trainer.step(state, next(batches))
-        losses.append(float(found.loss))
+        state, metrics = trainer.step(state, next(batches))
+        losses.append(float(metrics.loss))
     return Curve(np.array(losses), trainer.evaluate(state, inputs.validation))
 
 
@@ -121,26 +121,26 @@ def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
     """Returns what was asked of float32, and of FP8."""
-    found = []
+    targets = []
     for row in (row for row in rows if row["mesh"] in MESHES):
         name = f"{row['recipe']} on {row['mesh']}, "
         if row["recipe"] == "bf16":
             name += f"largest difference of {EARLY} steps"
             value = row["largest_early_difference"]
-            found.append(Bar.of(name, "<=", 1e-4, value))
+            targets.append(Bar.of(name, "<=", 1e-4, value))
         else:
             name += "validation gap, %, either sign"
-            found.append(Bar.of(name, "<=", 1.0, abs(row["val_gap_percent"])))
-    return found
+            targets.append(Bar.of(name, "<=", 1.0, abs(row["val_gap_percent"])))
+    return targets
 
 
 def plot(curves: dict[Recipe, dict[str, Curve]], path: Path) -> None:
     """Draws the curves over one another, and their differences to one device."""
     figure = Figure(figsize=(9, 5.5), layout="constrained", dpi=150)
     axes = figure.subplots(2, len(curves), sharex=True, sharey="row", squeeze=False)
-    for (recipe, own), (losses, gaps) in zip(curves.items(), axes.T, strict=True):
-        alone = own[ALONE].losses
-        for name, curve in own.items():
+    for (recipe, by_mesh), (losses, gaps) in zip(curves.items(), axes.T, strict=True):
+        alone = by_mesh[ALONE].losses
+        for name, curve in by_mesh.items():
             steps = np.arange(1, alone.size + 1)
             losses.plot(steps, curve.losses, linewidth=0.8, label=name)
             gaps.plot(steps, 100 * np.abs(curve.losses / alone - 1), linewidth=0.8)

@@ -5,7 +5,7 @@ the paper has one scale of a tensor, and rounds moments stochastically, the firs
 divided by the root of the second, which is UE4M4. This recipe has what the paper has
 (sections 4 and 5): matmuls of tensors with one scale, E4M3 forward and E5M2 for
 gradients; inputs of norms and gates saved in E4M3, in groups of 16; and both moments in
-E4M3 behind the range expansion, in groups of 128, rounded to nearest. Codes are
+E4M3 after the range expansion, in groups of 128, rounded to nearest. Codes are
 multiplied in float32, so that it is slow, and for comparisons.
 """
 

@@ -34,10 +34,10 @@ class Trainings(NamedTuple):
     """Measurements of trainings with several recipes and seeds.
 
     Attributes:
-      settings: The settings, whose seed is not used.
+      settings: The settings. Their seed is not used.
       metrics: A row for each recipe, seed and step.
-      texts: The last loss by recipe, seed and kind of text, in nats a byte, and that
-        of the same weights in BF16.
+      texts: The last loss by recipe, seed and kind of text, in nats a byte, and the
+      loss of the same weights in BF16.
     """
 
     settings: Settings
@@ -62,27 +62,27 @@ def train(
     texts = {VALIDATION: inputs.validation} | held_out.batches(
         held_out.documents(), settings
     )
-    found = Trainings(settings, [], [])
+    trainings = Trainings(settings, [], [])
     with paper_flow.known() as paper:
         for recipe in (*settings.recipes, *[paper] * with_paper_flow):
             trainer = inputs.trainer(settings, recipe, settings.steps)
             for seed in range(seeds):
                 names = {"recipe": recipe, "seed": seed}
                 state, rows = _trained(trainer, inputs, settings, seed)
-                found.metrics.extend(names | row for row in rows)
+                trainings.metrics.extend(names | row for row in rows)
                 for kind, batches in texts.items():
                     row = {"text": kind, "loss": trainer.evaluate(state, batches)}
                     row["loss_in_bf16"] = trainer.evaluate_in_bf16(state, batches)
-                    found.texts.append(names | row)
-    return found
+                    trainings.texts.append(names | row)
+    return trainings
 
 
 def _trained(
     trainer: Trainer, inputs: Inputs, settings: Settings, seed: int
 ) -> tuple[TrainState, list[Row]]:
     """Trains once; returns the last state, and a row for each step."""
-    own = dataclasses.replace(settings, seed=seed)
-    state, batches = trainer.init(seed), train_batches(inputs, own)
+    seeded = dataclasses.replace(settings, seed=seed)
+    state, batches = trainer.init(seed), train_batches(inputs, seeded)
     rows = []
     name = f"{trainer.config.recipe}, seed {seed}"
     for step in tqdm(range(1, settings.steps + 1), name, unit="step", disable=None):

@@ -1,1 +1,1 @@
-"""Random programs under `fp8_remat`, beside the same programs with exact matmuls."""
+"""Random programs under `fp8_remat`, and the same programs with exact matmuls."""

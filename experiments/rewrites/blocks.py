@@ -184,7 +184,7 @@ STREAMS = {
 
 def block(draw: Draw) -> Step:
     """Draws a norm, matmuls, and the sum of their result and the stream."""
-    before = norm(draw) if draw.chance(0.7) else point(draw)
+    pre_norm = norm(draw) if draw.chance(0.7) else point(draw)
     inner = draw.one_of(INNER)
     name = draw.random.choice(list(STREAMS))
     if draw.chance(0.4):
@@ -193,7 +193,7 @@ def block(draw: Draw) -> Step:
     after = point(draw)
 
     def step(env, h):
-        n = before(env, h)
+        n = pre_norm(env, h)
         return after(env, STREAMS[name](h, n, inner(env, n)).astype(env.dtype))
 
     return step
@@ -215,9 +215,9 @@ def _called_twice(draw: Draw) -> Step:
 
 
 def _scanned(draw: Draw) -> Step:
-    known = len(draw.shapes)
+    count = len(draw.shapes)
     inner = block(draw)
-    names = list(draw.shapes)[known:]
+    names = list(draw.shapes)[count:]
     draw.shapes |= {name: (2, *draw.shapes[name]) for name in names}
 
     def step(env, h):

@@ -37,7 +37,7 @@ class Env:
         return dataclasses.replace(self, params={**self.params, **params})
 
 
-# An operation on an array, whose last axis is that of the result.
+# An operation on an array, which shares its last axis with the result.
 Step = Callable[[Env, jax.Array], jax.Array]
 Maker = Callable[["Draw"], Step]
 

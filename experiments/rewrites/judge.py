@@ -24,11 +24,11 @@ from experiments.rewrites.programs import Program
 
 Verdict = Literal["within the bound", "ill-conditioned", "beyond the bound", "error"]
 _IS_WIDE = jnp.dtype(jnp.float8_e4m3fn).itemsize > 1
-# The largest error beside an array's norm, and the errors of single codes.
+# The largest error relative to an array's norm, and the errors of single codes.
 _BOUND, _CODE_ERROR = (0.02, 1e-3) if _IS_WIDE else (0.25, 0.04)
 _FACTOR = 6  # Errors up to this times the oracle's own are its condition.
 # Gradients that are zero in exact arithmetic have a norm of rounding errors. Errors are
-# beside this much for each element at least; a gradient of the result is 1.
+# relative to this much for each element at least; a gradient of the result is 1.
 _FLOOR = 0.05
 
 
@@ -38,9 +38,9 @@ class Judged:
 
     Attributes:
       verdict: The verdict.
-      error: The largest error of a result or gradient, beside its norm.
+      error: The largest error of a result or gradient, relative to its norm.
       own: The error of the oracle itself, with errors in its matmuls.
-      saved: The bytes that are saved, and those of the program without marks.
+      saved: The bytes that are saved, with and without marks in the program.
       said: The message of an exception.
     """
 
@@ -69,24 +69,24 @@ def judged(program: Program) -> Judged:
     worst = max(errors)
     if worst <= _BOUND:
         return Judged("within the bound", worst, saved=saved)
-    own = [0.0] * len(errors)
+    conditions = [0.0] * len(errors)
     for seed in range(3):
         noisy = program.function(
             partial(_noisy, seed, itertools.count()),
             jnp.float32,
             softmax=_softmax_of_copies(seed),
         )
-        _, found = _errors(_run(noisy, program, jnp.float32), expected)
-        own = list(map(max, own, found))
+        _, noisy_errors = _errors(_run(noisy, program, jnp.float32), expected)
+        conditions = list(map(max, conditions, noisy_errors))
     beyond = {
         name: (error, condition)
-        for name, error, condition in zip(names, errors, own, strict=True)
+        for name, error, condition in zip(names, errors, conditions, strict=True)
         if error > max(_BOUND, _FACTOR * condition)
     }
     if not beyond:
-        return Judged("ill-conditioned", worst, max(own), saved)
-    said = ", ".join(f"{n} {e:.3g} ({c:.2g})" for n, (e, c) in beyond.items())
-    return Judged("beyond the bound", worst, max(own), saved, said)
+        return Judged("ill-conditioned", worst, max(conditions), saved)
+    message = ", ".join(f"{n} {e:.3g} ({c:.2g})" for n, (e, c) in beyond.items())
+    return Judged("beyond the bound", worst, max(conditions), saved, message)
 
 
 def light(program: Program, *, marked: bool = True) -> Callable:
@@ -145,7 +145,7 @@ def _softmax_of_copies(seed: int) -> Callable[[jax.Array], jax.Array]:
     """Returns a softmax that reads probabilities with relative errors in backward.
 
     Copies of probabilities do not add up to 1, which is a known limit of plain
-    attention: gradients of queries have an error beside the keys' mean.
+    attention: gradients of queries have an error relative to the keys' mean.
     """
 
     @jax.custom_vjp
@@ -176,7 +176,7 @@ def _run(fn: Callable, program: Program, dtype: Any) -> Any:
 
 
 def _errors(actual: Any, expected: Any) -> tuple[list[str], list[float]]:
-    """Returns the paths of all arrays, and the error of each beside its norm."""
+    """Returns the paths of all arrays, and the error of each relative to its norm."""
     paths, errors = [], []
     for (path, b), a in zip(
         jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True

@@ -73,12 +73,12 @@ def norm(draw: Draw) -> Step:
     draw.elements.append(name)
     standard, eps = STANDARDS[name], draw.random.choice([1e-6, 1e-5, 0.1, 1.0])
     wide, early = draw.chance(0.8), draw.chance(0.3)
-    before, between, after = point(draw, 0.15), point(draw, 0.1), point(draw, 0.15)
+    on_input, between, after = point(draw, 0.15), point(draw, 0.1), point(draw, 0.15)
     affine = _affine(draw)
     through_jit = draw.chance(0.2)
 
     def step(env, x):
-        x = before(env, x)
+        x = on_input(env, x)
         dtype = jnp.float32 if wide else x.dtype
         fn = jax.jit(standard, static_argnums=1) if through_jit else standard
         y = fn(x.astype(dtype), eps)
@@ -113,13 +113,13 @@ def _flax_norm(draw: Draw) -> Step:
     scale, bias = (draw.parameter(draw.width, kind=kind) for kind in ("scale", "bias"))
     layer = draw.chance(0.5)
     draw.elements.append("flax LayerNorm" if layer else "flax RMSNorm")
-    before = point(draw)
+    on_input = point(draw)
 
     def step(env, x):
         params = {"scale": env.params[scale]}
         params |= {"bias": env.params[bias]} if layer else {}
         module = (nn.LayerNorm if layer else nn.RMSNorm)(dtype=env.dtype)
-        return module.apply({"params": params}, before(env, x))
+        return module.apply({"params": params}, on_input(env, x))
 
     return step
 
@@ -164,8 +164,8 @@ def activation(draw: Draw) -> Step:
     """Draws an activation with what stands before and after it."""
     name = draw.random.choice(list(ACTIVATIONS))
     draw.elements.append(name)
-    fn, before, after = ACTIVATIONS[name], point(draw, 0.15), point(draw, 0.15)
-    return lambda env, x: after(env, fn(before(env, x)))
+    fn, on_input, after = ACTIVATIONS[name], point(draw, 0.15), point(draw, 0.15)
+    return lambda env, x: after(env, fn(on_input(env, x)))
 
 
 GATES = {

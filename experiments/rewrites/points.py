@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.rewrites.grammar import Draw, Maker, Step, fixed, pure
 
-_FAR = 30.0  # A constant that is large beside activations.
+_FAR = 30.0  # A constant that is large compared with activations.
 
 
 @jax.custom_vjp

@@ -30,23 +30,23 @@ def run(seeds: range) -> list[tuple["Program", "Judged"]]:
     from experiments.rewrites.judge import judged
     from experiments.rewrites.programs import random_program
 
-    found = []
+    verdicts = []
     for count, seed in enumerate(tqdm(seeds, unit="program", disable=None)):
         program = random_program(seed)
         verdict = judged(program)
-        found.append((program, verdict))
+        verdicts.append((program, verdict))
         if verdict.is_wrong:
             elements = ", ".join(program.elements)
             tqdm.write(f"{seed}: {verdict.verdict}: {verdict.said} ({elements})")
         if count % _KEPT == _KEPT - 1:
             jax.clear_caches()
-    return found
+    return verdicts
 
 
-def rows_of(found: list[tuple["Program", "Judged"]]) -> list[dict[str, Any]]:
+def rows_of(judged_programs: list[tuple["Program", "Judged"]]) -> list[dict[str, Any]]:
     """Returns a row for each element of the grammar, and one for all programs."""
-    elements = {"all": [verdict for _, verdict in found]}
-    for program, verdict in found:
+    elements = {"all": [verdict for _, verdict in judged_programs]}
+    for program, verdict in judged_programs:
         for element in program.elements:
             elements.setdefault(element, []).append(verdict)
     return [
@@ -94,12 +94,12 @@ def main() -> int:
     first = arguments.first_seed
     seeds = range(first, first + arguments.programs)
     widen()
-    found = run(seeds)
-    rows = rows_of(found)
+    verdicts = run(seeds)
+    rows = rows_of(verdicts)
     bars = bars_of(rows)
     wrong = [
         {"seed": program.seed, "verdict": verdict.verdict, "said": verdict.said}
-        for program, verdict in found
+        for program, verdict in verdicts
         if verdict.is_wrong
     ]
     spans = {"first_seed": first, "programs": arguments.programs}

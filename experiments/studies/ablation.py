@@ -7,8 +7,8 @@ The command trains one model with FP8 in a part of the training at a time: in Ad
 moments alone, in the operands of matmuls alone (`te`), in both and in saved activations
 (`coat`), and in `coat` without its moments. For each of several seeds, all trainings
 start from one initialization and read the data in one order, and losses are compared
-with those of `bf16`. Results are written after every training. Call the command again
-after an interruption, or with more seeds, and it runs only the missing trainings.
+with the losses of `bf16`. Results are written after every training. Call the command
+again after an interruption, or with more seeds, and it runs only the missing trainings.
 """
 
 import sys

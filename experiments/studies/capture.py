@@ -38,20 +38,20 @@ def capture(
     trained = train(settings)
     params = next(trained)[0].params
     every, few = Sampler(params, groups), Sampler(params, sample)
-    found, means = [], []
+    samples, means = [], []
     last = max(*at, first + window)
     steps = itertools.islice(trained, last)
     bar = tqdm(steps, "bf16", total=last, unit="step", disable=None)
     for step, (state, loss) in enumerate(bar, start=1):
         if step in at:
-            found.append(every.moments(state.opt_state, step, loss))
+            samples.append(every.moments(state.opt_state, step, loss))
         if step == first:
             start = few.moments(state.opt_state, step, loss)
         if first <= step <= first + window:
             means.append(few(optax.tree.get(state.opt_state, "mu")))
     gradients = [_gradient(*pair, settings.b1) for pair in itertools.pairwise(means)]
     return Capture(
-        moments=tuple(found),
+        moments=tuple(samples),
         start=start,
         gradients=np.stack(gradients),
         b1=settings.b1,
@@ -78,7 +78,7 @@ def window_start(steps: int, at: Sequence[int], window: int) -> int:
 
 
 def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
-    """Trains with the `bf16` recipe; yields the initial state, then that of each step.
+    """Trains with the `bf16` recipe; yields the initial state, then each step's.
 
     Yields:
       A state and the loss of the step that led to it, NaN for the initial state. Asking
@@ -94,11 +94,11 @@ def train(settings: Settings) -> Iterator[tuple[TrainState, float]]:
     yield state, loss
 
 
-def _gradient(before: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
+def _gradient(previous: np.ndarray, after: np.ndarray, b1: float) -> np.ndarray:
     """Computes g = (after - b1 before) / (1 - b1) from two consecutive first moments.
 
     This is the gradient that the optimizer saw, after clipping, up to the rounding of
     the moments.
     """
-    gradient = (after.astype(np.float64) - b1 * before.astype(np.float64)) / (1 - b1)
+    gradient = (after.astype(np.float64) - b1 * previous.astype(np.float64)) / (1 - b1)
     return gradient.astype(np.float32)

@@ -3,7 +3,7 @@
 The rows come from `experiments.studies.curves`. Each optimizer is compared with the
 optimizer that its rows name as `beside`, or with the first one if they name none. A
 difference is taken between two trainings with the same seed, which share the
-initialization, the batches and the validation. The standard error is that of the mean
+initialization, the batches and the validation. The standard error belongs to the mean
 difference over seeds.
 """
 
@@ -32,9 +32,11 @@ _MOST_PERCENT = 0.5
 def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed step"]]:
     """Returns validation losses by optimizer, for the seeds that all of them have."""
     names = list(dict.fromkeys(row["optimizer"] for row in rows))
-    own = [{row["seed"] for row in rows if row["optimizer"] == name} for name in names]
-    seeds = set.intersection(*own)
-    found = {
+    seeds_of = [
+        {row["seed"] for row in rows if row["optimizer"] == name} for name in names
+    ]
+    seeds = set.intersection(*seeds_of)
+    by_run = {
         (name, seed): [
             row["val_loss"]
             for row in rows
@@ -44,7 +46,7 @@ def losses(rows: Sequence[dict[str, Any]]) -> dict[str, Float[np.ndarray, "seed 
         for seed in seeds
     }
     return {
-        name: np.array([found[name, seed] for seed in sorted(seeds)]) for name in names
+        name: np.array([by_run[name, seed] for seed in sorted(seeds)]) for name in names
     }
 
 
@@ -61,14 +63,14 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     the upper end of its 95% interval by Student's t distribution, or None for a single
     seed.
     """
-    found, beside, summary = losses(rows), compared_with(rows), []
-    for name, curves in found.items():
-        last, reference = curves[:, -1], found[beside[name]][:, -1]
+    by_optimizer, reference_of, summary = losses(rows), compared_with(rows), []
+    for name, curves in by_optimizer.items():
+        last, reference = curves[:, -1], by_optimizer[reference_of[name]][:, -1]
         mean, error = mean_and_error(last - reference)
         unit = 100 / reference.mean()
         row = {
             "optimizer": name,
-            "beside": beside[name],
+            "beside": reference_of[name],
             "seeds": len(last),
             "val_loss": float(last.mean()),
             "difference": float(mean),
@@ -89,16 +91,16 @@ def bars(summary: Sequence[dict[str, Any]]) -> list[Bar]:
 
     Rounding BF16 parameters to nearest is expected to cost loss, so it has no bar.
     """
-    found = []
+    targets = []
     for row in summary:
-        name, beside = row["optimizer"], row["beside"]
-        if name != beside and "nearest" not in name:
+        name, reference_name = row["optimizer"], row["beside"]
+        if name != reference_name and "nearest" not in name:
             most = row["most_percent"]
             end = "" if most is None else ", upper end of 95%"
             measured = row["percent"] if most is None else most
-            name = f"{name}, % of loss above {beside}{end}"
-            found.append(Bar.of(name, "<=", _MOST_PERCENT, measured))
-    return found
+            name = f"{name}, % of loss above {reference_name}{end}"
+            targets.append(Bar.of(name, "<=", _MOST_PERCENT, measured))
+    return targets
 
 
 def table(summary: Sequence[dict[str, Any]], title: str) -> Table:
@@ -120,23 +122,28 @@ def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
     Lines are means over seeds. Bands reach one standard error to either side. If the
     optimizers have several counterparts, each is dashed, in its counterpart's colour.
     """
-    found, beside = losses(rows), compared_with(rows)
+    by_optimizer, reference_of = losses(rows), compared_with(rows)
     steps = sorted({row["step"] for row in rows})
     drawn = Figure(figsize=(9, 7.5), layout="constrained", dpi=150)
     above, below = drawn.subplots(2, sharex=True, height_ratios=(5, 4))
-    gaps = {name: curves - found[beside[name]] for name, curves in found.items()}
-    others = list(dict.fromkeys(beside.values()))
-    in_pairs = len(others) > 1
-    colors = dict(zip(others if in_pairs else found, itertools.cycle(_COLORS)))
-    for name, curves in found.items():
-        dashed = name not in others if in_pairs else "BF16" in name
-        color = colors[beside[name] if in_pairs else name]
+    gaps = {
+        name: curves - by_optimizer[reference_of[name]]
+        for name, curves in by_optimizer.items()
+    }
+    references = list(dict.fromkeys(reference_of.values()))
+    in_pairs = len(references) > 1
+    colors = dict(
+        zip(references if in_pairs else by_optimizer, itertools.cycle(_COLORS))
+    )
+    for name, curves in by_optimizer.items():
+        dashed = name not in references if in_pairs else "BF16" in name
+        color = colors[reference_of[name] if in_pairs else name]
         style = dict(color=color, linestyle="--" if dashed else "-")
         _line(above, steps, curves, **style, label=name)
-        if name not in others:
+        if name not in references:
             _line(below, steps, gaps[name], **style)
     below.axhline(0, color="0.4", linewidth=0.8)
-    _limit(above, np.stack(list(found.values())))
+    _limit(above, np.stack(list(by_optimizer.values())))
     _limit(below, np.stack(list(gaps.values())))
     above.set_title(title, loc="left", fontsize=11)
     above.set_ylabel("validation loss, nats")
@@ -146,7 +153,7 @@ def figure(rows: Sequence[dict[str, Any]], title: str) -> Figure:
         labels.append("one standard error")
     where = dict(loc="outside lower center", ncols=4, fontsize=9)
     drawn.legend(handles, labels, frameon=False, **where)
-    name = "its counterpart" if in_pairs else others[0]
+    name = "its counterpart" if in_pairs else references[0]
     below.set_ylabel(f"difference to {name}, nats")
     below.set_xlabel("step")
     for axes in (above, below):

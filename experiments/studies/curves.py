@@ -92,14 +92,14 @@ _COAT = Optimizer(
 
 
 def _earlier(learning_rate, *, b1, b2, weight_decay, mask):
-    """Returns AdamW whose moments are rounded after each step as `EARLIER` does it."""
+    """Returns AdamW with moments that are rounded after each step as in `EARLIER`."""
     adam, key = optax.scale_by_adam(b1, b2), jax.random.key(0)
 
     def stored(mu, nu):
         pad = -mu.size % GROUP
         groups = [jnp.pad(x.ravel(), (0, pad)).reshape(-1, GROUP) for x in (mu, nu)]
-        found = EARLIER.read(EARLIER.store(*groups, key))
-        return [x.ravel()[: mu.size].reshape(mu.shape) for x in found]
+        rounded = EARLIER.read(EARLIER.store(*groups, key))
+        return [x.ravel()[: mu.size].reshape(mu.shape) for x in rounded]
 
     def update(updates, state, params=None):
         updates, state = adam.update(updates, state, params)
@@ -154,12 +154,12 @@ def compare(
       name: Name of the results, without the preset's name.
       doc: The program's description, which `--help` prints.
     """
-    given = arguments.read(parser(program, doc), argv)
-    seeds, out = given.pop("seeds", 4), given.pop("out", None)
-    names = given.pop("optimizers", None)
+    flags = arguments.read(parser(program, doc), argv)
+    seeds, out = flags.pop("seeds", 4), flags.pop("out", None)
+    names = flags.pop("optimizers", None)
     try:
         variants = chosen(names, variants)
-        settings = arguments.settings(given)
+        settings = arguments.settings(flags)
         if out is None:
             out = default_path(name, f"{name}_{settings.preset}")
             out.parent.mkdir(exist_ok=True)
@@ -187,12 +187,14 @@ def chosen(names: str | None, variants: Sequence[Variant]) -> tuple[Variant, ...
     Raises:
       ValueError: If no variant has one of the names.
     """
-    known = {variant.name: variant for variant in variants}
-    wanted = list(known) if names is None else names.split(";")
-    for name in wanted:
-        if name not in known:
-            raise ValueError(f"--optimizers are some of {';'.join(known)}, got {name}")
-    return tuple(known[name] for name in wanted)
+    by_name = {variant.name: variant for variant in variants}
+    requested = list(by_name) if names is None else names.split(";")
+    for name in requested:
+        if name not in by_name:
+            raise ValueError(
+                f"--optimizers are some of {';'.join(by_name)}, got {name}"
+            )
+    return tuple(by_name[name] for name in requested)
 
 
 def parser(program: str, doc: str) -> argparse.ArgumentParser:
@@ -260,13 +262,13 @@ class Curves:
         shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
         curves._shared = {"settings": shared, "data": corpus.fingerprint()}
         if out.exists():
-            found = read_results(out)
-            if isinstance(theirs := found.get("settings", {}), dict):
-                found["settings"] = _DEFAULTS | theirs
-            for name, own in curves._shared.items():
-                if found.get(name) != own:
+            contents = read_results(out)
+            if isinstance(theirs := contents.get("settings", {}), dict):
+                contents["settings"] = _DEFAULTS | theirs
+            for name, value in curves._shared.items():
+                if contents.get(name) != value:
                     raise ValueError(f"{out} has curves of other {name}; give an --out")
-            curves.rows = found["rows"]
+            curves.rows = contents["rows"]
         return curves
 
     def train(self) -> None:
@@ -300,11 +302,11 @@ class Curves:
         )
 
     def _missing(self) -> Iterator[tuple[Variant, int]]:
-        done = {(row["optimizer"], row["seed"]) for row in self.rows}
+        finished = {(row["optimizer"], row["seed"]) for row in self.rows}
         first = self._settings.seed
         for seed in range(first, first + self._seeds):
             for variant in self._variants:
-                if (variant.name, seed) not in done:
+                if (variant.name, seed) not in finished:
                     yield variant, seed
 
     def _trainer(self, variant: Variant) -> Trainer:

@@ -49,18 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
     top = trained.parser("studies.gradient_error", __doc__)
     top.add_argument("--batches", type=int, help="gradients to compare (4)")
-    given = arguments.read(top, argv)
+    flags = arguments.read(top, argv)
     try:
-        batches = given.pop("batches", 4)
-        out = trained.results_file("gradient_error", given)
-        model = trained.train_as(given)
+        batches = flags.pop("batches", 4)
+        out = trained.results_file("gradient_error", flags)
+        model = trained.train_as(flags)
         rows = error_rows(model, batches)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     Console(width=110).print(table(rows))
     draw(rows).savefig(out.with_suffix(".png"))
-    about = {"preset": given.get("preset", "cpu"), "recipe": model.config.recipe}
+    about = {"preset": flags.get("preset", "cpu"), "recipe": model.config.recipe}
     write_results(out, rows=rows, batches=batches, val_loss=model.loss, **about)
     print(f"{out}, and a figure beside it")
     return 0
@@ -71,7 +71,7 @@ def error_rows(model: Trained, batches: int) -> list[Row]:
 
     Args:
       model: The trained model.
-      batches: Number of validation batches whose gradients are compared.
+      batches: Number of validation batches to compare gradients of.
 
     Raises:
       ValueError: If `batches` is below 2 or above the number of batches of `model`.
@@ -104,13 +104,13 @@ def _gradients(model: Trained, recipe: Recipe, dtype: DTypeLike) -> Callable:
     graph = structure(model.config_as(recipe, dtype))
 
     def loss(params, batch):
-        whole = nnx.merge(graph, params)
-        return llama.cross_entropy(whole, batch[:, :-1], batch[:, 1:])
+        merged = nnx.merge(graph, params)
+        return llama.cross_entropy(merged, batch[:, :-1], batch[:, 1:])
 
     def gradients(params, batch) -> _Gradient:
-        found = nnx.to_pure_dict(jax.grad(loss)(params, batch))
-        layers = found.pop("layers")
-        return layers | {name: g[None] for name, g in found.items()}
+        by_name = nnx.to_pure_dict(jax.grad(loss)(params, batch))
+        layers = by_name.pop("layers")
+        return layers | {name: g[None] for name, g in by_name.items()}
 
     return jax.jit(gradients, compiler_options=timing.OPTIONS)
 
@@ -125,9 +125,9 @@ class _Sums:
     def __init__(self) -> None:
         self.values: dict[str, Float[np.ndarray, "4 layers"]] = {}
 
-    def add(self, found: _Gradient, exact: _Gradient) -> None:
+    def add(self, gradient: _Gradient, exact: _Gradient) -> None:
         """Adds the sums of one batch."""
-        for name, values in jax.device_get(_compare(found, exact)).items():
+        for name, values in jax.device_get(_compare(gradient, exact)).items():
             self.values[name] = self.values.get(name, 0) + np.asarray(
                 values, np.float64
             )
@@ -135,8 +135,8 @@ class _Sums:
     def rows(self, recipe: str) -> list[Row]:
         """Returns one row per layer and parameter, one per layer, and one for all."""
         rows = []
-        for layer, kind, (lost, product, found, exact) in _entries(self.values):
-            cosine = product / np.sqrt(found * exact)
+        for layer, kind, (lost, product, norm, exact) in _entries(self.values):
+            cosine = product / np.sqrt(norm * exact)
             row = {"recipe": recipe, "layer": layer, "kind": kind}
             error = 100 * np.sqrt(lost / exact)
             rows.append(row | {"error_percent": float(error), "cosine": float(cosine)})
@@ -144,13 +144,13 @@ class _Sums:
 
 
 @jax.jit
-def _compare(found: _Gradient, exact: _Gradient) -> _Gradient:
+def _compare(gradient: _Gradient, exact: _Gradient) -> _Gradient:
     def sums(g, r):
         pairs = ((g - r, g - r), (g, r), (g, g), (r, r))
         axes = tuple(range(1, r.ndim))
         return jnp.stack([jnp.sum(a * b, axis=axes) for a, b in pairs])
 
-    return jax.tree.map(sums, found, exact)
+    return jax.tree.map(sums, gradient, exact)
 
 
 def _noise_rows(sums: _Sums, mean: _Gradient, batches: int) -> list[Row]:
@@ -191,8 +191,8 @@ def _entries(values: dict[str, np.ndarray]):
     for name in values:
         for layer, one in enumerate(values[name].T):
             yield (None if name in OUTSIDE else layer), name, one
-    whole = sum(values[name] for name in layers)
-    for layer, one in enumerate(whole.T):
+    sums = sum(values[name] for name in layers)
+    for layer, one in enumerate(sums.T):
         yield layer, "all", one
     yield None, "all", sum(v.sum(axis=1) for v in values.values())
 
@@ -204,7 +204,7 @@ def table(rows: list[Row]) -> Table:
     """
     names = list(dict.fromkeys(row["recipe"] for row in rows))
     title = "Error of gradients, % of float32's (worst layer's)"
-    found = new_table(title, "", *names)
+    result = new_table(title, "", *names)
     for kind in dict.fromkeys(row["kind"] for row in rows):
         cells = []
         for name in names:
@@ -216,8 +216,8 @@ def table(rows: list[Row]) -> Table:
             ]
             worst = f" ({max(errors):.1f})" if len(errors) > 1 else ""
             cells.append(f"{np.median(errors):.1f}{worst}")
-        found.add_row(kind, *cells)
-    return found
+        result.add_row(kind, *cells)
+    return result
 
 
 def draw(rows: list[Row]) -> Figure:
@@ -228,9 +228,11 @@ def draw(rows: list[Row]) -> Figure:
     panels = figure.subplots(2, -(-len(kinds) // 2), sharex=True, sharey=True)
     for axes, kind in zip(panels.flat, kinds, strict=False):
         for name in dict.fromkeys(row["recipe"] for row in rows):
-            found = [r for r in of_layers if (r["recipe"], r["kind"]) == (name, kind)]
-            layers = [row["layer"] for row in found]
-            errors = [row["error_percent"] for row in found]
+            selected = [
+                r for r in of_layers if (r["recipe"], r["kind"]) == (name, kind)
+            ]
+            layers = [row["layer"] for row in selected]
+            errors = [row["error_percent"] for row in selected]
             style = dict(color=_COLORS[name], marker=".", linewidth=1.4)
             axes.plot(layers, errors, **style, label=name)
         axes.set_title(kind, loc="left", fontsize=11)

@@ -25,19 +25,19 @@ from experiments.common.results import Bar, write_results
 from experiments.studies import trained
 from experiments.training import arguments
 
-# Tokens and features of the timed arrays. They are small on other devices, whose times
-# say nothing about a GPU.
+# Tokens and features of the timed arrays. They are small on other devices, because
+# times there say nothing about a GPU.
 _SHAPES = {"gpu": ((8192, 4096), (8192, 11_008))}
 _SMALL = ((1024, 512),)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    given = arguments.read(parser(), argv)
-    shapes = given.pop("shapes", default_shapes())
+    flags = arguments.read(parser(), argv)
+    shapes = flags.pop("shapes", default_shapes())
     try:
-        out = trained.results_file("mixed_granularity", given)
-        model = trained.train_as(given)
+        out = trained.results_file("mixed_granularity", flags)
+        model = trained.train_as(flags)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("flows", "times"):
         figure = getattr(granularity_report, f"draw_{name}")(rows)
         figure.savefig(out.with_name(f"{out.stem}_{name}.png"))
-    about = {"preset": given.get("preset", "cpu"), "recipe": model.config.recipe}
+    about = {"preset": flags.get("preset", "cpu"), "recipe": model.config.recipe}
     write_results(out, rows=rows, bars=check(rows), val_loss=model.loss, **about)
     print(f"{out}, and two figures beside it")
     return 0

@@ -5,7 +5,7 @@
 The command trains the main job's model with float32 moments and captures them after
 several steps. It then measures the mean squared error of m / sqrt(v) after both moments
 were stored in 8 bits: first for every pair of E4M3, E5M2 and DE8, with and without
-range expansion, beside the paper's figures; then for other schemes. At the end it
+range expansion, next to the paper's figures; then for other schemes. At the end it
 replays captured gradients through Adam with stored moments. Errors are scaled such that
 COAT's scheme, E4M3 with expansion for both moments, has the paper's 12.31, because the
 paper's own unit is arbitrary.
@@ -99,10 +99,10 @@ def capture_by(args: argparse.Namespace) -> Capture:
     Raises:
       ValueError: If a setting, a step or the window is invalid.
     """
-    given = {name: getattr(args, name) for name in ("steps", "batch_size", "seed")}
-    given["data"] = tuple(args.data) if args.data else None
-    given = {name: value for name, value in given.items() if value is not None}
-    settings = dataclasses.replace(PRESETS[args.preset].settings, **given)
+    overrides = {name: getattr(args, name) for name in ("steps", "batch_size", "seed")}
+    overrides["data"] = tuple(args.data) if args.data else None
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    settings = dataclasses.replace(PRESETS[args.preset].settings, **overrides)
     window = args.window
     return capture(
         settings,
@@ -183,9 +183,9 @@ def order_bars(
         ("table 8, v", (REFERENCE, "DE8", "DE8+Expand"), tuple(TABLE_8), steps),
     )
     bars = []
-    for name, order, others, at in orders:
+    for name, order, expected_order, at in orders:
         ratios = []
-        for step, other in itertools.product(at, others):
+        for step, other in itertools.product(at, expected_order):
             both = ((x, other) if name[-1] == "m" else (other, x) for x in order)
             errors = [pairs[step, mu, nu] for mu, nu in both]
             ratios += [high / low for low, high in itertools.pairwise(errors)]

@@ -61,20 +61,20 @@ def parser(name: str, description: str) -> argparse.ArgumentParser:
     return top
 
 
-def train_as(given: dict[str, Any]) -> Trained:
-    """Trains as the flags say; removes `recipe` from `given`."""
-    recipe = given.pop("recipe", "bf16")
-    return train(arguments.settings(given), recipe)
+def train_as(flags: dict[str, Any]) -> Trained:
+    """Trains as the flags say; removes `recipe` from `flags`."""
+    recipe = flags.pop("recipe", "bf16")
+    return train(arguments.settings(flags), recipe)
 
 
-def results_file(name: str, given: dict[str, Any]) -> Path:
-    """Returns the path of the results file; removes `out` from `given`.
+def results_file(name: str, flags: dict[str, Any]) -> Path:
+    """Returns the path of the results file; removes `out` from `flags`.
 
     Raises:
       ValueError: If the file's folder does not exist.
     """
-    out = given.pop("out", None)
-    out = out or default_path(name, f"{name}_{given.get('preset', 'cpu')}")
+    out = flags.pop("out", None)
+    out = out or default_path(name, f"{name}_{flags.get('preset', 'cpu')}")
     if not out.parent.is_dir():
         raise ValueError(f"no folder {out.parent} to write {out.name} to")
     return out

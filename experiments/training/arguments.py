@@ -60,10 +60,10 @@ class Arguments:
         return settings(self.given)
 
 
-def settings(given: dict[str, Any]) -> Settings:
+def settings(overrides: dict[str, Any]) -> Settings:
     """Returns the preset's settings, overridden by the given ones."""
-    preset = PRESETS[given.get("preset", "cpu")].settings
-    return dataclasses.replace(preset, **given)
+    preset = PRESETS[overrides.get("preset", "cpu")].settings
+    return dataclasses.replace(preset, **overrides)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -207,7 +207,7 @@ def add_training(top: argparse.ArgumentParser) -> None:
 
 
 def add_batches(add: Callable[..., Any]) -> None:
-    """Adds the flags of a batch's size, to the group whose `add_argument` is `add`."""
+    """Adds the flags of a batch's size, with the `add_argument` of their group."""
     add("--batch-size", type=int, help="sequences a step")
     add("--seq-len", type=int, help="tokens a sequence")
 
@@ -221,23 +221,23 @@ def parse_as[A: Arguments](
     kind: type[A], top: argparse.ArgumentParser, argv: Sequence[str] | None, runs: Path
 ) -> A:
     """Parses a command line that starts or resumes a run, by default in `runs`."""
-    given = read(top, argv)
-    resume = "resume" in given
-    out, resumed = given.pop("out", None), given.pop("resume", None)
+    flags = read(top, argv)
+    resume = "resume" in flags
+    out, resumed = flags.pop("out", None), flags.pop("resume", None)
     where = [
-        given.pop(name, None) for name in ("processes", "process_id", "coordinator")
+        flags.pop(name, None) for name in ("processes", "process_id", "coordinator")
     ]
-    mesh, profile = given.pop("mesh", None), given.pop("profile", False)
+    mesh, profile = flags.pop("mesh", None), flags.pop("profile", False)
     try:
         if resume:
             folder = _only(out, resumed) or latest(runs)
         else:
             time = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-            folder = out or runs / f"{given.get('preset', 'cpu')}-{time}"
+            folder = out or runs / f"{flags.get('preset', 'cpu')}-{time}"
         return kind(
             folder=folder,
             resume=resume,
-            given=given,
+            given=flags,
             mesh=None if mesh is None else meshes.parse(mesh),
             cluster=Cluster.of(*where),
             profile=profile,
@@ -251,8 +251,8 @@ def read(top: argparse.ArgumentParser, argv: Sequence[str] | None) -> dict[str, 
 
     The values have the types that `Settings` has: `data` is a tuple of strings.
     """
-    given = vars(top.parse_args(argv))
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in given.items()}
+    flags = vars(top.parse_args(argv))
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in flags.items()}
 
 
 def _only(out: Path | None, resumed: Path | None) -> Path | None:

@@ -22,7 +22,7 @@ def recent_losses(rows: Iterable[Mapping[str, Any]]) -> deque[float]:
     """Returns the losses that a next one is compared with, oldest first.
 
     Args:
-      rows: Rows of one recipe. Those of skipped steps do not count.
+      rows: Rows of one recipe. Rows of skipped steps do not count.
     """
     return deque((r["loss"] for r in rows if not r.get("skipped")), maxlen=LOSSES)
 
@@ -38,9 +38,10 @@ def loss_limit(losses: Sequence[float], spike: float | None) -> float:
 
 
 def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
-    """Returns a step's loss, and the parameters whose gradients are to blame for it.
+    """Returns a step's loss, and the parameters with the gradients to blame for it.
 
-    They are those whose gradient is not finite, or else the one with the largest.
+    These are the parameters with gradients that are not finite, or else the one with
+    the largest gradient.
 
     Args:
       measured: The step's metrics.
@@ -48,12 +49,12 @@ def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
       limit: The limit of the step's loss.
     """
     loss, norms = float(measured.loss), np.asarray(measured.grad_norms)
-    found = f"loss {loss:.4g}"
+    text = f"loss {loss:.4g}"
     if loss > limit:
-        found += f" is above {limit:.4g}"
+        text += f" is above {limit:.4g}"
     wrong = [name for name, n in zip(names, norms, strict=True) if not np.isfinite(n)]
     if not wrong:
-        return f"{found}, the largest gradient is that of {names[norms.argmax()]}"
+        return f"{text}, the largest gradient is that of {names[norms.argmax()]}"
     more = len(wrong) - _NAMED
-    found += f", the gradient is not finite in {', '.join(wrong[:_NAMED])}"
-    return found + (f" and {more} more" if more > 0 else "")
+    text += f", the gradient is not finite in {', '.join(wrong[:_NAMED])}"
+    return text + (f" and {more} more" if more > 0 else "")

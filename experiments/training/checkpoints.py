@@ -1,4 +1,4 @@
-"""Checkpoints of a recipe, with checksums, and what is saved beside the state."""
+"""Checkpoints of a recipe, with checksums, and what is saved next to the state."""
 
 import atexit
 import contextlib
@@ -78,22 +78,22 @@ class Progress:
             return None
         return settings.tokens_per_step * self.timed_steps / self.seconds
 
-    def note_peak(self, before: int | None, now: int | None) -> None:
+    def note_peak(self, earlier: int | None, now: int | None) -> None:
         """Records the process's peak if it rose while this recipe ran.
 
         Args:
-          before: The process's peak before this recipe, in bytes.
+          earlier: The process's peak before this recipe, in bytes.
           now: The process's peak now, in bytes.
         """
-        if now is not None and now > (before or 0):
+        if now is not None and now > (earlier or 0):
             self.device_peak_bytes = max(now, self.device_peak_bytes or 0)
 
 
 class _Heard:
     """A stream for errors that passes on what the main thread writes.
 
-    What other threads write is kept. Where a disk is full, those of orbax print tens of
-    errors beside the one that is raised.
+    What other threads write is kept. Where a disk is full, orbax's threads print tens
+    of errors besides the one that is raised.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -133,9 +133,9 @@ class Checkpoints:
     call, waits for the thread and raises its errors.
 
     A new checkpoint replaces the oldest one only when it is complete, and never the one
-    that its `Progress.origin` names. Beside every checkpoint there is a list of its
-    files' checksums. A checkpoint whose files differ from the list is moved to a folder
-    of damaged ones, and an older one is used.
+    that its `Progress.origin` names. Next to every checkpoint there is a list of its
+    files' checksums. A checkpoint that differs from its list is moved to a folder of
+    damaged ones, and an older one is used.
 
     Each process writes the shards that its devices hold, and reads those that they
     need, whatever mesh and number of processes saved them. All processes take part in
@@ -170,8 +170,8 @@ class Checkpoints:
 
     def _steps(self) -> list[Path]:
         """Returns the folders of all checkpoints, in the order of their steps."""
-        found = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
-        return sorted(found, key=lambda path: int(path.name))
+        folders = [p for p in self._folder.glob("[0-9]*") if p.name.isdigit()]
+        return sorted(folders, key=lambda path: int(path.name))
 
     def _set_damaged_aside(self) -> None:
         steps = self._steps()
@@ -253,7 +253,7 @@ class Checkpoints:
         self._delete(step for step in older if step != saving.origin)
 
     def roll_back(self, step: int) -> None:
-        """Deletes the checkpoints after `step`, whose own is then the latest.
+        """Deletes the checkpoints after `step`, so that this step's is the latest.
 
         Raises:
           OSError: If the checkpoint of `step` is damaged or missing.
@@ -266,8 +266,8 @@ class Checkpoints:
                 raise OSError(damage)
 
         processes.on_main(check)
-        found = sorted(self._opened().all_steps(), reverse=True)
-        self._delete(later for later in found if later > step)
+        steps = sorted(self._opened().all_steps(), reverse=True)
+        self._delete(later for later in steps if later > step)
 
     def _delete(self, steps: Iterable[int]) -> None:
         """Deletes checkpoints; a kill leaves either all or nothing of each."""
@@ -311,25 +311,25 @@ def _errors_of_disk(path: Path) -> Iterator[None]:
 
     orbax prints them as well. Only if another error is raised, this is shown.
     """
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(output):
             yield
     except Exception as error:
         code = re.search(r"\[os_error_code='(\d+)'\]", str(error))
         if not code and not isinstance(error, OSError):
-            sys.stderr.write(said.getvalue())
+            sys.stderr.write(output.getvalue())
             raise
         _forget_tasks(error)
         if not code:
             raise
         number = int(code[1])
         raise OSError(number, os.strerror(number), str(path)) from None
-    sys.stderr.write(said.getvalue())
+    sys.stderr.write(output.getvalue())
 
 
 def _forget_tasks(error: BaseException) -> None:
-    """Frees orbax's tasks that an error has left behind, without their own errors.
+    """Frees orbax's tasks that an error has left running, without their own errors.
 
     They could not be freed at exit, when modules that they need are gone.
     """
@@ -357,7 +357,7 @@ def _list_of(checkpoint: Path) -> Path:
 
 
 def _write_list(checkpoint: Path) -> None:
-    """Writes the list of a checkpoint's checksums, beside it."""
+    """Writes the list of a checkpoint's checksums, next to it."""
     listed, files = _list_of(checkpoint), _checksums(checkpoint)
     for needed in (listed.parent.parent, listed.parent):
         needed.mkdir(exist_ok=True)
@@ -395,9 +395,9 @@ def _damage(checkpoint: Path) -> str | None:
     expected = _listed_checksums(_list_of(checkpoint))
     if expected is None:
         return f"{_list_of(checkpoint)} is damaged"
-    found = _checksums(checkpoint)
-    for name in sorted(expected.keys() | found.keys()):
-        if found.get(name) != expected.get(name):
+    actual = _checksums(checkpoint)
+    for name in sorted(expected.keys() | actual.keys()):
+        if actual.get(name) != expected.get(name):
             return f"{checkpoint / name} is damaged"
     return None
 
@@ -414,8 +414,8 @@ def _listed_checksums(path: Path) -> dict[str, int] | None:
     if not isinstance(listed, dict):
         return None
     if listed.keys() == {"files", "checksum"}:
-        whole = listed["checksum"] == value_checksum(listed["files"])
-        return listed["files"] if whole else None
+        intact = listed["checksum"] == value_checksum(listed["files"])
+        return listed["files"] if intact else None
     return listed if all(isinstance(x, int) for x in listed.values()) else None
 
 

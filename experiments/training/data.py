@@ -89,18 +89,18 @@ def load_corpus(
       >>> corpus.vocab_size, corpus.train[0].dtype
       (257, dtype('uint16'))
     """
-    found = files.find_files(paths)
+    paths_of_files = files.find_files(paths)
     source = _name(paths)
-    if any(map(files.is_tokens, found)):
+    if any(map(files.is_tokens, paths_of_files)):
         if tokenizer != "bytes":
             raise ValueError(
                 f"tokenizer={tokenizer!r} takes text, got token files: {source}"
             )
-        return _token_corpus(found, token_dtype, source)
-    files.check_texts(found)
+        return _token_corpus(paths_of_files, token_dtype, source)
+    files.check_texts(paths_of_files)
     documents = (
-        text.read_documents(found, utf_8=tokenizer == "bpe")
-        if found
+        text.read_documents(paths_of_files, utf_8=tokenizer == "bpe")
+        if paths_of_files
         else text.standard_library()
     )
     train, validation = text.split_documents(documents)
@@ -157,23 +157,23 @@ class Windows:
     def __getitem__(self, index: int) -> Int32[np.ndarray, " length+1"]:
         """Returns window `index` as int32."""
         which = int(np.searchsorted(self._ends, index, side="right"))
-        before = int(self._ends[which - 1]) if which else 0
-        start = (index - before) * self._length
+        preceding = int(self._ends[which - 1]) if which else 0
+        start = (index - preceding) * self._length
         window = self._arrays[which][start : start + self._length + 1]
         return window.astype(np.int32)
 
 
 def check_tokens(corpus: Corpus, vocab_size: int) -> None:
     """Raises ValueError, naming the file, if a token is outside the vocabulary."""
-    for part in ("training", "validation"):
-        for array in corpus.train if part == "training" else corpus.validation:
+    for split in ("training", "validation"):
+        for array in corpus.train if split == "training" else corpus.validation:
             for start in range(0, array.size, _SCANNED):
                 scanned = array[start : start + _SCANNED]
                 if (wrong := _outside(scanned, vocab_size)) is not None:
                     raise ValueError(
                         "tokens must be at least 0 and below the vocabulary's size "
                         f"{vocab_size}, got {scanned[wrong]} at "
-                        f"{start + wrong} of the {part} part of "
+                        f"{start + wrong} of the {split} part of "
                         f"{getattr(array, 'filename', corpus.source)}; --vocab-size "
                         "sets the size"
                     )
@@ -295,7 +295,7 @@ def _check_width(array: np.memmap, path: Path) -> None:
 
 
 def _with_header(path: Path) -> np.memmap:
-    """Memory-maps an .npy file whose header may be anything."""
+    """Memory-maps an .npy file with a header that may be anything."""
     with path.open("rb") as file:
         start = file.read(12)
     size = int.from_bytes(start[8 : 10 if start[6:7] == b"\1" else 12], "little")

@@ -56,14 +56,14 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no file or folder at {path}")
-        found = sorted(filter(_known, _walk(path))) if path.is_dir() else [path]
-        if not found or not all(map(_known, found)):
+        files_of_path = sorted(filter(_known, _walk(path))) if path.is_dir() else [path]
+        if not files_of_path or not all(map(_known, files_of_path)):
             hint = _HINTS.get(path.suffix.lower())
             raise ValueError(
                 f"data must be {', '.join((*TEXT_SUFFIXES, *TOKEN_SUFFIXES))} files, "
                 f"got {path}" + (f"; {hint}" if hint else "")
             )
-        files += found
+        files += files_of_path
     for path in files:
         if not path.is_file():
             raise ValueError(f"data must be regular files, but {path} is not one")
@@ -77,7 +77,7 @@ def find_files(paths: Sequence[Path]) -> list[Path]:
 
 
 def is_tokens(path: Path) -> bool:
-    """Returns whether a file's name is that of a token array."""
+    """Returns whether a file has the name of a token array."""
     return path.suffix.lower() in TOKEN_SUFFIXES
 
 
@@ -127,11 +127,11 @@ def _known(path: Path) -> bool:
 def _walk(folder: Path) -> Iterator[Path]:
     visited = set()
     for parent, subfolders, names in os.walk(folder, onerror=_raise, followlinks=True):
-        found = os.stat(parent)
-        if (found.st_dev, found.st_ino) in visited:
+        status = os.stat(parent)
+        if (status.st_dev, status.st_ino) in visited:
             subfolders.clear()
             continue
-        visited.add((found.st_dev, found.st_ino))
+        visited.add((status.st_dev, status.st_ino))
         subfolders.sort()
         yield from (Path(parent, name) for name in names)
 
@@ -150,8 +150,8 @@ def _ends(path: Path) -> tuple[bytes, bytes]:
 
 def _signature(head: bytes, tail: bytes) -> str | None:
     for start, end, kind in _SIGNATURES:
-        found = re.match(start, head)
-        if found and tail.endswith(end) and len(head) >= found.end() + len(end):
+        match = re.match(start, head)
+        if match and tail.endswith(end) and len(head) >= match.end() + len(end):
             return kind
     return None
 

@@ -1,8 +1,8 @@
 """Reports of amax, saturation and underflow during a run.
 
 A step that reports returns statistics of the parameters, the gradients, the FP8 moments
-and the activations of its batch. Activations are those of the layers in plain
-functions, in the dtype of the computation. They take a forward pass more.
+and the activations of its batch. Activations come from the layers in plain functions,
+in the dtype of the computation. They take a forward pass more.
 """
 
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ def reports(
       opt_state: The optimizer's state before the step.
     """
     params = nnx.state(model, nnx.Param)
-    found: Reports = {
+    by_kind: Reports = {
         "parameters": coat.health_report(params, stacked="layers"),
         "gradients": coat.health_report(grads, role="gradient", stacked="layers"),
         "activations": _activations(model, tokens),
@@ -50,15 +50,15 @@ def reports(
         if _is_quantized(leaf)
     }
     if moments:
-        found["moments"] = coat.health_report(moments)
-    return found
+        by_kind["moments"] = coat.health_report(moments)
+    return by_kind
 
 
-def rows(found: Reports) -> Iterator[dict[str, Any]]:
+def rows(by_kind: Reports) -> Iterator[dict[str, Any]]:
     """Yields the flat records of a step's reports."""
-    for kind, report in found.items():
-        for part in report if isinstance(report, tuple) else (report,):
-            yield from ({"of": kind} | row for row in part.rows())
+    for kind, report in by_kind.items():
+        for layer_report in report if isinstance(report, tuple) else (report,):
+            yield from ({"of": kind} | row for row in layer_report.rows())
 
 
 def _is_quantized(leaf: Any) -> bool:
@@ -72,8 +72,8 @@ def _activations(model: llama.Llama, tokens: Int[Array, "b s"]) -> tuple[Any, An
 
     def layer(x, params):
         x, operands, saved = _tapped(nnx.merge(graph, params), x)
-        found = coat.health_report(operands)
-        return x, (found, coat.health_report(saved, role="saved"))
+        of_operands = coat.health_report(operands)
+        return x, (of_operands, coat.health_report(saved, role="saved"))
 
     x = model.embedding[...][tokens].astype(config.dtype)
     return lax.scan(layer, x, stacked)[1]

@@ -25,14 +25,14 @@ def plot_health(run: Run) -> Figure | None:
     the middle row the share of elements that underflow, and the bottom row a map of the
     activations' amax by step and layer.
     """
-    found = run.health()
-    recipes = list(dict.fromkeys(row["recipe"] for row in found))
+    rows = run.health()
+    recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     if not recipes:
         return None
     figure = Figure(figsize=(1 + 5 * len(recipes), 8), layout="constrained", dpi=150)
     panels = figure.subplots(3, len(recipes), sharey="row", squeeze=False)
     for recipe, (amax, shares, layers) in zip(recipes, panels.T, strict=True):
-        of_recipe = [row for row in found if row["recipe"] == recipe]
+        of_recipe = [row for row in rows if row["recipe"] == recipe]
         amax.set_title(recipe, loc="left", fontsize=11)
         layers.set_xlabel("step")
         for kind, color in _COLORS.items():
@@ -57,29 +57,29 @@ def plot_health(run: Run) -> Figure | None:
 
 
 def _by_step(
-    found: list[dict[str, Any]], statistic: Callable[[list], float]
+    rows: list[dict[str, Any]], statistic: Callable[[list], float]
 ) -> tuple[list[int], list[float]]:
     """Returns the steps, and a statistic of the rows of each."""
-    steps = sorted({row["step"] for row in found})
-    return steps, [statistic([r for r in found if r["step"] == s]) for s in steps]
+    steps = sorted({row["step"] for row in rows})
+    return steps, [statistic([r for r in rows if r["step"] == s]) for s in steps]
 
 
-def _largest(found: list[dict[str, Any]]) -> float:
-    return float(np.max([row["amax"] for row in found]))
+def _largest(rows: list[dict[str, Any]]) -> float:
+    return float(np.max([row["amax"] for row in rows]))
 
 
-def _underflow(found: list[dict[str, Any]]) -> float:
-    shares = [100 * row["underflow_share"] for row in found]
-    return float(np.average(shares, weights=[row["size"] for row in found]))
+def _underflow(rows: list[dict[str, Any]]) -> float:
+    shares = [100 * row["underflow_share"] for row in rows]
+    return float(np.average(shares, weights=[row["size"] for row in rows]))
 
 
-def _map(axes: Axes, found: list[dict[str, Any]]) -> None:
+def _map(axes: Axes, rows: list[dict[str, Any]]) -> None:
     """Draws the base-2 logarithm of the activations' amax by step and layer."""
-    steps = sorted({row["step"] for row in found})
-    count = 1 + max(row["layer"] for row in found)
+    steps = sorted({row["step"] for row in rows})
+    count = 1 + max(row["layer"] for row in rows)
     values = [
         [
-            _largest([r for r in found if (r["step"], r["layer"]) == (step, layer)])
+            _largest([r for r in rows if (r["step"], r["layer"]) == (step, layer)])
             for step in steps
         ]
         for layer in range(count)

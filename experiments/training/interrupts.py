@@ -146,23 +146,23 @@ class Interrupts:
         counts: Counter[bool] = Counter()
         deadline = None
         while True:
-            left = deadline and max(0.0, deadline - time.monotonic())
-            if not select.select([self._reader], [], [], left)[0]:
+            seconds = deadline and max(0.0, deadline - time.monotonic())
+            if not select.select([self._reader], [], [], seconds)[0]:
                 self._end()
             (byte,) = os.read(self._reader, 1)
             if byte == _CLOSE:
                 return
             if byte not in (*_SIGNALS, _HANDLED):
                 continue
-            before = max(counts.values(), default=0)
+            most = max(counts.values(), default=0)
             counts[byte == _HANDLED] += 1
-            if max(counts.values()) == before:
+            if max(counts.values()) == most:
                 continue  # One signal arrives on both ways.
-            if before:
+            if most:
                 self._end()
-            answer = self._answer()
-            _say(answer)
-            if answer is _NOW:
+            reaction = self._answer()
+            _say(reaction)
+            if reaction is _NOW:
                 deadline = time.monotonic() + (0.0 if self._is_abrupt else _GRACE)
 
     def _end(self) -> None:

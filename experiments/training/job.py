@@ -165,8 +165,10 @@ def _train(
             metrics = stack.enter_context(run.append_metrics(recipe))
             moments = stack.enter_context(run.append_moments(recipe))
             health = stack.enter_context(run.append_health(recipe))
-        found = processes.on_main(lambda: dataclasses.asdict(checkpoints.progress()))
-        progress = Progress(**found)
+        progress_fields = processes.on_main(
+            lambda: dataclasses.asdict(checkpoints.progress())
+        )
+        progress = Progress(**progress_fields)
         if progress.step == run.steps:
             return
         peak_before = device_peak_bytes()
@@ -190,11 +192,13 @@ def _train(
         loop.finish(stop)
 
 
-def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trainer:
+def compile_trainer(
+    run: Run, recipe: Recipe, inputs: Inputs, first_step: int
+) -> Trainer:
     """Returns the recipe's compiled trainer; the first recipe settles the steps.
 
     It says what is compiled, how long it took, and about how long the steps after the
-    first `done` ones will take.
+    first `first_step` ones will take.
     """
     settings, trainer = run.settings, _trainer(run, recipe, inputs)
     where = jax.devices()[0].device_kind
@@ -215,11 +219,11 @@ def compile_trainer(run: Run, recipe: Recipe, inputs: Inputs, done: int) -> Trai
             # The schedule, and so the compiled step, depends on the number of steps.
             trainer = _trainer(run, recipe, inputs)
             compile_seconds += trainer.compiled[1]
-    left = run.steps - done
-    about = left * seconds
+    steps = run.steps - first_step
+    about = steps * seconds
     time_left = f"{about:.0f} s" if about < 100 else f"{about / 60:.1f} min"
     print(
-        f"{recipe}: compiled in {compile_seconds:.1f} s; {left:,} steps take about "
+        f"{recipe}: compiled in {compile_seconds:.1f} s; {steps:,} steps take about "
         f"{time_left}",
         flush=True,
     )
@@ -241,13 +245,13 @@ def first_state(
 ) -> tuple[TrainState, data.Batches]:
     """Returns the state and the batches to start from: a checkpoint's or new ones."""
     batches = train_batches(inputs, run.settings)
-    own = report.measured(trainer, run.settings)
+    current = report.measured(trainer, run.settings)
     # Runs had one device before there were meshes.
-    known = {"mesh": meshes.name_of(None), "microbatches": 1} | progress.measured
-    if any(own[name] != known[name] for name in ("mesh", "microbatches")):
+    recorded = {"mesh": meshes.name_of(None), "microbatches": 1} | progress.measured
+    if any(current[name] != recorded[name] for name in ("mesh", "microbatches")):
         # Speeds of several meshes have no common mean.
-        progress.seconds, progress.timed_steps, known = 0.0, 0, {}
-    progress.measured = own | known
+        progress.seconds, progress.timed_steps, recorded = 0.0, 0, {}
+    progress.measured = current | recorded
     if progress.step:
         batches.set_state(progress.batches)
         return checkpoints.state(trainer.abstract_state()), batches

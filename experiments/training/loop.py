@@ -129,47 +129,47 @@ class Loop:
         # The first use of `reporting_step` compiles it, which is not timed.
         run_step = self.trainer.reporting_step if reporting else self.trainer.step
         started = time.perf_counter()
-        self.state, found = run_step(self.state, next(self.batches), limit)
+        self.state, measured = run_step(self.state, next(self.batches), limit)
         row = {"recipe": self.recipe, "step": step}
         row["lr"] = self.trainer.learning_rate(step - self.progress.skipped)
-        row |= {"loss": float(found.loss), "grad_norm": float(found.grad_norm)}
+        row |= {"loss": float(measured.loss), "grad_norm": float(measured.grad_norm)}
         if self._done:
             self.progress.seconds += time.perf_counter() - started
             self.progress.timed_steps += 1
         self._done += 1
-        if found.ok:
+        if measured.ok:
             self._losses.append(row["loss"])
         else:
-            line = description(found, self.trainer.parameter_names, limit)
+            line = description(measured, self.trainer.parameter_names, limit)
             if self._answer(step, line, "skipped") == "rollback":
                 self._roll_back()
                 return None
             self.progress.skipped += 1
             row["skipped"] = True
-        for report in health.rows(found.reports):
+        for report in health.rows(measured.reports):
             self.health.write({"recipe": self.recipe, "step": step} | report)
         self.progress.step = step
         return row
 
-    def _answer(self, step: int, found: str, skip: str) -> str:
+    def _answer(self, step: int, problem: str, skip: str) -> str:
         """Says what is done about a bad step and returns it: "skip" or "rollback".
 
         Args:
           step: The step.
-          found: A description of what is bad about it.
+          problem: A description of what is bad about it.
           skip: What is done to skip it.
 
         Raises:
           BadStep: If the answer is to stop.
         """
-        answer, origin = self.run.settings.bad_step, self.progress.origin
-        line = f"{self.recipe}, step {step}: {found}"
-        is_last = answer == "rollback" and self.progress.rollbacks == MOST_ROLLBACKS
-        if answer == "stop" or is_last:
+        reaction, origin = self.run.settings.bad_step, self.progress.origin
+        line = f"{self.recipe}, step {step}: {problem}"
+        is_last = reaction == "rollback" and self.progress.rollbacks == MOST_ROLLBACKS
+        if reaction == "stop" or is_last:
             raise BadStep(line)
-        going_on = f"back to step {origin}" if answer == "rollback" else skip
+        going_on = f"back to step {origin}" if reaction == "rollback" else skip
         tqdm.write(f"{line}; {going_on}")
-        return answer
+        return reaction
 
     def _roll_back(self) -> None:
         """Returns to the checkpoint of `progress.origin`, and keeps the batches.
@@ -191,8 +191,8 @@ class Loop:
     def _recent_losses(self) -> deque[float]:
         def read() -> list[float]:
             rows = self.run.metrics()
-            own = (row for row in rows if row["recipe"] == self.recipe)
-            return list(recent_losses(own))
+            rows_of_recipe = (row for row in rows if row["recipe"] == self.recipe)
+            return list(recent_losses(rows_of_recipe))
 
         return deque(processes.on_main(read), maxlen=LOSSES)
 
@@ -201,14 +201,16 @@ class Loop:
 
         Training can go on for long with parameters that only some inputs send to NaN.
         """
-        found, answer = self.measure(self.trainer, self.state), None
-        if bad := [f"{k} {v:.4g}" for k, v in found.items() if not math.isfinite(v)]:
-            answer = self._answer(row["step"], ", ".join(bad), "the training goes on")
-        row |= found
-        if answer != "rollback":
-            for own in self.trainer.moment_rows(self.state):
-                self.moments.write({"recipe": self.recipe, "step": row["step"]} | own)
-        return answer
+        results, reaction = self.measure(self.trainer, self.state), None
+        if bad := [f"{k} {v:.4g}" for k, v in results.items() if not math.isfinite(v)]:
+            reaction = self._answer(row["step"], ", ".join(bad), "the training goes on")
+        row |= results
+        if reaction != "rollback":
+            for moment_row in self.trainer.moment_rows(self.state):
+                self.moments.write(
+                    {"recipe": self.recipe, "step": row["step"]} | moment_row
+                )
+        return reaction
 
     def _save(self) -> None:
         logs = self.metrics, self.moments, self.health

@@ -34,8 +34,10 @@ def plot_moments(run: Run) -> Figure | None:
         powers.set_title(recipe, loc="left", fontsize=11)
         errors.set_xlabel("step")
         for moment in _NAMES:
-            found = [r for r in rows if (r["recipe"], r["moment"]) == (recipe, moment)]
-            history = History.of(found)
+            rows_of_moment = [
+                r for r in rows if (r["recipe"], r["moment"]) == (recipe, moment)
+            ]
+            history = History.of(rows_of_moment)
             _draw_powers(powers, history, moment)
             _draw_lines(shares, errors, history, moment)
     _explain(panels)
@@ -112,8 +114,10 @@ def _draw_powers(axes: Axes, history: History, moment: str) -> None:
         )
         axes.legend(frameon=False, loc="upper right")
         return
-    before = np.concatenate([[0], history.steps])
-    edges = np.concatenate([[0.0], (before[1:-1] + before[2:]) / 2, before[-1:]])
+    step_edges = np.concatenate([[0], history.steps])
+    edges = np.concatenate(
+        [[0.0], (step_edges[1:-1] + step_edges[2:]) / 2, step_edges[-1:]]
+    )
     shown = np.where(history.powers > 0, history.powers, np.nan)
     mesh = axes.pcolormesh(
         edges, np.arange(_BINS + 1), shown.T, cmap="Reds", vmin=0, vmax=1

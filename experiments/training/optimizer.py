@@ -58,7 +58,7 @@ class Optimizer(NamedTuple):
     Attributes:
       adamw: `optax.adamw`, `coat.fp8_adamw` with any options of its own, or another
         function with the same arguments.
-      fused: Whether it is `coat.fp8_adamw`, whose steps run in `coat.fused_update`.
+      fused: Whether it is `coat.fp8_adamw`, with steps that run in `coat.fused_update`.
     """
 
     adamw: Callable[..., optax.GradientTransformation]

@@ -71,9 +71,9 @@ def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, 
 
     A NaN is left out; the mean of nothing else is NaN.
     """
-    known = np.isfinite(x)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, x, 0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
+    finite = np.isfinite(x)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, x, 0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
     ends = np.arange(1, x.size + 1)
     starts = np.maximum(ends - window, 0)
     number = counts[ends] - counts[starts]
@@ -104,9 +104,9 @@ def draw_curves(curves: Sequence[Mapping[str, Any]], title: str, unit: str) -> F
     reference = None
     recipes = list(dict.fromkeys(row["recipe"] for row in curves))
     for recipe in recipes:
-        own = [row for row in curves if row["recipe"] == recipe]
-        steps = np.array(own[0]["steps"])
-        values = np.mean([row["losses"] for row in own], axis=0)
+        runs = [row for row in curves if row["recipe"] == recipe]
+        steps = np.array(runs[0]["steps"])
+        values = np.mean([row["losses"] for row in runs], axis=0)
         smooth = trailing_mean(values, max(1, len(values) // 25))
         reference = smooth if reference is None else reference
         style = {"color": RECIPE_COLORS[recipe], "linestyle": RECIPE_LINES[recipe]}

@@ -112,7 +112,7 @@ def on_main[T](work: Callable[[], T]) -> T:
     """Runs `work` in the main process and returns its result in all of them.
 
     Args:
-      work: A function whose result is a JSON value.
+      work: A function that returns a JSON value.
 
     Raises:
       OSError: If `work` raised it.
@@ -132,16 +132,16 @@ def together() -> Iterator[None]:
     if jax.process_count() == 1:
         yield
         return
-    own = None
+    failure = None
     try:
         yield
     except (OSError, ValueError) as error:
-        own = error
-    kind = OSError if isinstance(own, OSError) else ValueError
-    found = _gathered(None if own is None else [kind is OSError, str(own)])
-    if own is not None:
-        raise own
-    for is_os_error, message in filter(None, found):
+        failure = error
+    kind = OSError if isinstance(failure, OSError) else ValueError
+    failures = _gathered(None if failure is None else [kind is OSError, str(failure)])
+    if failure is not None:
+        raise failure
+    for is_os_error, message in filter(None, failures):
         raise (OSError if is_os_error else ValueError)(message)
 
 
@@ -158,10 +158,10 @@ def _gathered(value: Any) -> list[Any]:
     everyone = set(range(jax.process_count()))
     name = f"experiments.pretrain {next(_waits)}"
     multihost.sync_global_processes(name, timeout=_WORK_S, processes=everyone)
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array(own.size))
+    encoded = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array(encoded.size))
     padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: own.size] = own
+    padded[: encoded.size] = encoded
     rows = multihost_utils.process_allgather(padded)
     return [
         json.loads(bytes(row[:size])) for row, size in zip(rows, sizes, strict=True)

@@ -117,7 +117,7 @@ def table(summary: dict[str, Any]) -> Table:
     title = (
         f"{summary['preset']}, {summary['steps']} steps, {summary['device']['name']}"
     )
-    found = new_table(title, "", *summary["recipes"])
+    result = new_table(title, "", *summary["recipes"])
     first = next(iter(summary["recipes"]))
     nats = f"nats a {summary['nats_per']}"
     for label, key, unit, spec in (
@@ -134,8 +134,8 @@ def table(summary: dict[str, Any]) -> Table:
     ):
         values = [row[key] for row in summary["recipes"].values()]
         if any(value is not None for value in values):
-            found.add_row(label, *(_number(value, unit, spec) for value in values))
-    return found
+            result.add_row(label, *(_number(value, unit, spec) for value in values))
+    return result
 
 
 def _number(value: float | None, unit: int, spec: str) -> str:

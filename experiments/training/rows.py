@@ -43,12 +43,12 @@ class RowLog:
     def drop_after(self, step: int) -> None:
         """Drops the rows of the recipe's later steps, all or none."""
         self._file.close()
-        kept = [
+        remaining = [
             line
             for row, line in read_rows(self._path)
             if row["recipe"] != self._recipe or row["step"] <= step
         ]
-        replace_file(self._path, b"".join(kept))
+        replace_file(self._path, b"".join(remaining))
         self._open()
 
     def sync(self) -> int:
@@ -95,10 +95,10 @@ def read_rows(path: Path) -> Iterable[tuple[dict[str, Any], bytes]]:
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             row = json.loads(line)
-            whole = isinstance(row["recipe"], str) and row["step"] > 0
+            complete = isinstance(row["recipe"], str) and row["step"] > 0
         except (ValueError, LookupError, TypeError, RecursionError):
-            whole = False
-        if not whole:
+            complete = False
+        if not complete:
             raise ValueError(f"{path} is damaged: line {number} is no row")
         # A number that is not finite is null in JSON.
         row = {k: math.nan if v is None else v for k, v in row.items()}

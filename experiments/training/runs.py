@@ -9,11 +9,11 @@ tokenizer.json   the BPE of a run with one
 checkpoints/     one folder per recipe with the latest states, and their checksums
 lock             locked by the process that writes to the folder
 
-A resumed run notices changed files by CRC-32 checksums. run.json holds its own and that
-of tokenizer.json. Each checkpoint has a list of its files' checksums beside it, and its
-progress holds those of the recipe's rows so far, since rows are on disk before the
-checkpoint is. A checkpoint that is damaged gives way to an older one; other damages are
-refused. Files of before there were checksums are taken as they are.
+A resumed run notices changed files by CRC-32 checksums. run.json holds its own and the
+one of tokenizer.json. Each checkpoint has a list of its files' checksums next to it,
+and its progress holds the checksums of the recipe's rows so far, since rows are on disk
+before the checkpoint is. A checkpoint that is damaged gives way to an older one; other
+damages are refused. Files of before there were checksums are taken as they are.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ class Run:
     processes that train together the main one has such an object, and the others have
     followers of it, which write nothing.
 
-    Subclasses are runs of other programs, whose settings have another type.
+    Subclasses are runs of other programs, with settings of another type.
 
     Attributes:
       folder: The path of the folder.
@@ -125,27 +125,27 @@ class Run:
         return cls(folder, record, lock)
 
     @classmethod
-    def resume(cls, folder: Path, given: Mapping[str, Any]) -> Self:
+    def resume(cls, folder: Path, overrides: Mapping[str, Any]) -> Self:
         """Opens a run to continue it from its latest checkpoints.
 
-        Rows behind these are dropped. `record_changes` stores what `given` changes of
-        the run. Arguments and errors are those of `open`.
+        Rows after these are dropped. `record_changes` stores what `overrides` changes
+        of the run. Arguments and errors are the same as for `open`.
 
         Raises:
           ValueError: Also if rows say that there were checkpoints, and none is left.
         """
-        run = cls.open(folder, given)
+        run = cls.open(folder, overrides)
         run._drop_unsaved_rows()
         return run
 
     @classmethod
-    def open(cls, folder: Path, given: Mapping[str, Any]) -> Self:
+    def open(cls, folder: Path, overrides: Mapping[str, Any]) -> Self:
         """Opens a run that no other process writes to; nothing of it is changed.
 
         Args:
           folder: The run's folder.
-          given: Settings of the command line. They must equal the run's own, except for
-            more steps and for what touches no step that is done.
+          overrides: Settings of the command line. They must equal the run's own, except
+          for more steps and for what affects no step that is done.
 
         Raises:
           ValueError: If there is no run in `folder`, its files are damaged, or it has
@@ -158,36 +158,38 @@ class Run:
         record = _read_record(folder, cls.kind)
         lock = _locked(folder)
         run = cls(folder, record, lock)
-        run._change(given)
+        run._change(overrides)
         for name, checksum in record.get("files", {}).items():
             path = folder / name
             if not path.exists() or file_checksum(path) != checksum:
                 raise ValueError(f"{path} is damaged")
         return run
 
-    def _change(self, given: Mapping[str, Any]) -> None:
+    def _change(self, overrides: Mapping[str, Any]) -> None:
         """Takes over the settings that a resumed run may change."""
-        for name, value in given.items():
-            own = getattr(self.settings, name)
-            if value != own and name not in _CHANGEABLE | {"steps"}:
+        for name, value in overrides.items():
+            current = getattr(self.settings, name)
+            if value != current and name not in _CHANGEABLE | {"steps"}:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "
-                    f"and {self.folder} has {own!r}"
+                    f"and {self.folder} has {current!r}"
                 )
         # The command that a run was started with changes nothing, even if its budget
         # has lowered the number of steps.
-        repeated = "minutes" in given and given.get("steps") == self.settings.steps
-        if "steps" in given and not repeated:
-            self._extend(given["steps"])
-        self.settings = dataclasses.replace(self.settings, **given)
+        repeated = (
+            "minutes" in overrides and overrides.get("steps") == self.settings.steps
+        )
+        if "steps" in overrides and not repeated:
+            self._extend(overrides["steps"])
+        self.settings = dataclasses.replace(self.settings, **overrides)
 
     def _extend(self, steps: int) -> None:
-        own = self.steps or self.settings.steps
-        if steps < own:
+        current = self.steps or self.settings.steps
+        if steps < current:
             raise ValueError(
                 f"a resumed run may only get more steps, but --steps {steps} was given "
-                f"and {self.folder} has {own}"
+                f"and {self.folder} has {current}"
             )
         if self.steps is not None:
             self.steps = steps
@@ -271,23 +273,23 @@ class Run:
         for path in (self.folder / name for name in (_METRICS, _MOMENTS, _HEALTH)):
             if path.name != _HEALTH:
                 path.touch()
-            found = list(read_rows(path))
-            kept = [
+            rows = list(read_rows(path))
+            rows_to_keep = [
                 (row, line)
-                for row, line in found
+                for row, line in rows
                 if row["step"] <= last.get(row["recipe"], 0)
             ]
             if path.name == _METRICS:
-                self._check_checkpoints([row for row, _ in found], last)
-                self._check_rows([row for row, _ in kept], last)
+                self._check_checkpoints([row for row, _ in rows], last)
+                self._check_rows([row for row, _ in rows_to_keep], last)
             for recipe, progress in saved.items():
-                checksum = rows_checksum(kept, recipe)
+                checksum = rows_checksum(rows_to_keep, recipe)
                 if progress.rows.get(path.name, checksum) != checksum:
                     raise ValueError(
                         f"{path} is damaged: {recipe}'s rows up to step {last[recipe]} "
                         "are not those that were written"
                     )
-            lines = b"".join(line for _, line in kept)
+            lines = b"".join(line for _, line in rows_to_keep)
             if path.exists() and lines != path.read_bytes():
                 replace_file(path, lines)
 
@@ -349,11 +351,11 @@ def _locked(folder: Path) -> int:
 
 
 def latest(parent: Path) -> Path:
-    """Returns the folder in `parent` whose run.json was written last."""
-    found = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
-    if not found:
+    """Returns the folder in `parent` with the newest run.json."""
+    run_files = sorted(parent.glob(f"*/{_RUN}"), key=lambda path: path.stat().st_mtime)
+    if not run_files:
         raise ValueError(f"--resume found no run in {parent}/")
-    return found[-1].parent
+    return run_files[-1].parent
 
 
 def _write_record(folder: Path, record: dict[str, Any]) -> None:

@@ -29,7 +29,7 @@ _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 class Settings(OptimizerSettings):
     """All settings that decide what a run computes; one JSON object in its folder.
 
-    Those of the optimizer are `OptimizerSettings`.
+    Settings of the optimizer are `OptimizerSettings`.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
@@ -49,15 +49,15 @@ class Settings(OptimizerSettings):
       minutes: Time budget of the first recipe, which may lower `steps`; None means no
         budget.
       seq_len: Tokens per sequence.
-      accumulate: Microbatches of a step, whose gradients are summed.
+      accumulate: Microbatches of a step. Their gradients are summed.
       eval_every: Steps between validations; the last step always has one.
       eval_batches: Batches per validation.
       save_every: Steps between checkpoints; the last step always has one.
       keep: Number of checkpoints kept. A resumed run falls back to an older one if the
         newest is damaged.
-      bad_step: Answer to a step whose loss is NaN or a spike, or whose gradient is not
-        finite: "stop", "skip" its update, or "rollback" to the latest checkpoint and go
-        on with the batches that follow.
+      bad_step: Answer to a step with a loss that is NaN or a spike, or with a gradient
+        that is not finite: "stop", "skip" its update, or "rollback" to the latest
+        checkpoint and go on with the batches that follow.
       spike: A loss is a spike above this multiple of the median of the recipe's last 50
         losses; None means that no finite loss is one.
       health_every: Steps between reports of amax, saturation and underflow; None means
@@ -161,17 +161,17 @@ class Settings(OptimizerSettings):
         if not isinstance(values, dict):
             raise ValueError(f"settings must be an object, got {values!r:.100}")
         lists = {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
-        given, types = values | lists, typing.get_type_hints(cls)
-        for name, value in given.items():
+        arguments, types = values | lists, typing.get_type_hints(cls)
+        for name, value in arguments.items():
             if name not in types or not _is_of(value, types[name]):
                 raise ValueError(f"there is no setting {name:.100}={value!r:.100}")
         fields = dataclasses.fields(cls)
         needed = {f.name for f in fields if f.default is dataclasses.MISSING}
-        if missing := sorted(needed - given.keys()):
+        if missing := sorted(needed - arguments.keys()):
             raise ValueError(f"settings must have {', '.join(missing)}")
-        if given["preset"] not in PRESETS:
-            raise ValueError(f"there is no preset {given['preset']!r:.100}")
-        return cls(**given)
+        if arguments["preset"] not in PRESETS:
+            raise ValueError(f"there is no preset {arguments['preset']!r:.100}")
+        return cls(**arguments)
 
 
 def _is_of(value: Any, kind: Any) -> bool:

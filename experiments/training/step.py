@@ -5,7 +5,7 @@ All recipes train the same model on the same data. They differ in precision:
 | recipe       | linear layers | saved for backward      | Adam's moments |
 |--------------|---------------|-------------------------|----------------|
 | `bf16`       | BF16          | as autodiff saves them  | float32        |
-| `te`         | FP8           | FP8 beside BF16         | float32        |
+| `te`         | FP8           | FP8 and BF16         | float32        |
 | `coat`       | FP8           | FP8, BF16 in attention  | FP8, expanded  |
 | `coat_max`   | FP8           | FP8                     | FP8, expanded  |
 | `coat_block` | FP8, blocks   | FP8, BF16 in attention  | FP8, expanded  |
@@ -174,7 +174,9 @@ class ModelTrainer(abc.ABC):
     def abstract_state(self) -> TrainState:
         """Returns the shapes, dtypes and placement of a state."""
         return jax.tree.map(
-            lambda x, there: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there),
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding
+            ),
             jax.eval_shape(self._init, 0),
             self._shardings,
         )
@@ -210,7 +212,7 @@ class ModelTrainer(abc.ABC):
 
     @cached_property
     def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
-        """A `step` whose metrics have reports of amax, saturation and underflow.
+        """A `step` with reports of amax, saturation and underflow in its metrics.
 
         It is a program of its own, so that other steps cost what they cost without
         reports.
@@ -235,7 +237,7 @@ class ModelTrainer(abc.ABC):
     def saved_activation_bytes(self) -> int:
         """Returns the bytes that forward saves for backward, on all devices together.
 
-        They are those of one microbatch.
+        They belong to one microbatch.
         """
         state = self.abstract_state()
         parts = self._settings.accumulate

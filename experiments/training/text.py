@@ -56,9 +56,9 @@ def read_documents(files: Iterable[Path], *, utf_8: bool) -> Iterator[bytes]:
     """
     for path in files:
         lines = path.suffix.lower() == ".jsonl"
-        for place, document in _json_lines(path) if lines else _whole(path):
+        for location, document in _json_lines(path) if lines else _whole(path):
             if utf_8:
-                _check_utf_8(document, place)
+                _check_utf_8(document, location)
             yield document
 
 
@@ -185,10 +185,10 @@ def text_codec(vocab_size: int | None = None, cache: Path | None = None) -> Text
 
     tokenizer = _read_bpe(tokenizers, cache, vocab_size)
     tokenizer.encode_special_tokens = True
-    known = tokenizer.get_vocab_size()
+    count = tokenizer.get_vocab_size()
     return TextCodec(
         encode=lambda string: np.array(tokenizer.encode(string).ids, np.int32),
-        decode=lambda tokens: tokenizer.decode([t for t in tokens if t < known]),
+        decode=lambda tokens: tokenizer.decode([t for t in tokens if t < count]),
         separator=tokenizer.token_to_id(_SEPARATOR),
         vocab_size=vocab_size,
     )
@@ -251,14 +251,14 @@ def _json_lines(path: Path) -> Iterator[tuple[str, bytes]]:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
-            place = f"{path}, line {number}"
+            location = f"{path}, line {number}"
             text = _json_text(line)
             if text is None:
                 raise ValueError(
-                    f"{place}: a line of .jsonl must be an object with a string "
+                    f"{location}: a line of .jsonl must be an object with a string "
                     f'"text", got {line[:60]!r}'
                 )
-            yield place, text.encode("utf-8", "surrogatepass")
+            yield location, text.encode("utf-8", "surrogatepass")
 
 
 def _json_text(line: bytes) -> str | None:
@@ -271,13 +271,13 @@ def _json_text(line: bytes) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def _check_utf_8(document: bytes, place: str) -> None:
+def _check_utf_8(document: bytes, location: str) -> None:
     try:
         document.decode()
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{place}: a BPE is of UTF-8 text, got {document[error.start]:#x} at byte "
-            f"{error.start}; convert it, or read its bytes without --tokenizer bpe"
+            f"{location}: a BPE is of UTF-8 text, got {document[error.start]:#x} at "
+            f"byte {error.start}; convert it, or read its bytes without --tokenizer bpe"
         ) from None
 
 

@@ -133,8 +133,8 @@ class Trainer(ModelTrainer):
         Those before are given.
         """
         placed = self.placed(tokens, len(tokens))
-        found = self._likelihoods(state.params, state.histories, placed, last)
-        return np.asarray(found)
+        likelihoods = self._likelihoods(state.params, state.histories, placed, last)
+        return np.asarray(likelihoods)
 
     def _log_likelihoods(
         self,

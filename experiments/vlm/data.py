@@ -39,9 +39,9 @@ class Vocabulary:
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the words of tokens up to the first end."""
-        kept = list(map(int, tokens))
-        kept = kept[: kept.index(END)] if END in kept else kept
-        return " ".join(self.words[token] for token in kept)
+        numbers = list(map(int, tokens))
+        numbers = numbers[: numbers.index(END)] if END in numbers else numbers
+        return " ".join(self.words[token] for token in numbers)
 
 
 class Batch(NamedTuple):
@@ -132,8 +132,8 @@ def make_test(settings: Settings) -> Examples:
 
 def _source(settings: Settings) -> _Source:
     pools = pictures.load(settings.picture_size, settings.names_per_category)
-    known = [*pools[0].drawings, *map(str, range(10))]
-    return _Source(*pools, known, Vocabulary(questions.words(settings.grid, known)))
+    names = [*pools[0].drawings, *map(str, range(10))]
+    return _Source(*pools, names, Vocabulary(questions.words(settings.grid, names)))
 
 
 def _test(settings: Settings, source: _Source) -> Examples:
@@ -147,17 +147,17 @@ def _examples(
     pool: pictures.Pictures,
     numbered: Iterator["_Numbered"],
 ) -> Examples:
-    found = list(numbered)
+    items = list(numbered)
     rng = np.random.default_rng((settings.data_seed, int(pool.is_test)))
-    drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in found)
+    drawn: dict[int, Scene] = dict((index, scene) for index, scene, _ in items)
     images = [scenes.render(rng, drawn[i], pool) for i in range(len(drawn))]
-    asked = [question for _, _, question in found]
-    tokens, is_answer = _sequences(asked, source.vocabulary, settings)
+    questions_asked = [question for _, _, question in items]
+    tokens, is_answer = _sequences(questions_asked, source.vocabulary, settings)
     return Examples(
         scenes=[drawn[i] for i in range(len(drawn))],
         images=np.stack(images),
-        questions=asked,
-        which=np.array([index for index, _, _ in found]),
+        questions=questions_asked,
+        which=np.array([index for index, _, _ in items]),
         tokens=tokens,
         is_answer=is_answer,
     )
@@ -182,19 +182,19 @@ _Numbered = tuple[int, Scene, Question]
 
 
 def _all_kinds(
-    settings: Settings, pool: pictures.Pictures, known: list[str]
+    settings: Settings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
     """Yields questions of all kinds about each scene, with the scene's number."""
     rng = np.random.default_rng((settings.data_seed, 3))
     for index in range(settings.train_scenes):
         scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
         for kind in KINDS:
-            if question := questions.ask(rng, scene, kind, known):
+            if question := questions.ask(rng, scene, kind, names):
                 yield index, scene, question
 
 
 def _kinds_in_turn(
-    settings: Settings, pool: pictures.Pictures, known: list[str]
+    settings: Settings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
     """Yields one question about each scene, with the scene's number."""
     rng = np.random.default_rng((settings.data_seed, 4))
@@ -202,16 +202,16 @@ def _kinds_in_turn(
         question = None
         while question is None:
             scene = scenes.draw_scene(rng, pool, settings.grid, settings.most_things)
-            question = questions.ask(rng, scene, KINDS[index % len(KINDS)], known)
+            question = questions.ask(rng, scene, KINDS[index % len(KINDS)], names)
         yield index, scene, question
 
 
 def _sequences(
-    asked: Sequence[Question], vocabulary: Vocabulary, settings: Settings
+    questions_asked: Sequence[Question], vocabulary: Vocabulary, settings: Settings
 ) -> tuple[Int32[np.ndarray, "m length"], Bool[np.ndarray, "m length"]]:
-    shape = len(asked), settings.length
+    shape = len(questions_asked), settings.length
     tokens, is_answer = np.full(shape, PAD, np.int32), np.zeros(shape, bool)
-    for row, (_, question, answer) in enumerate(asked):
+    for row, (_, question, answer) in enumerate(questions_asked):
         prompt = [IMAGE] * settings.tokens_per_image + vocabulary.encode(question)
         full = [*prompt, *vocabulary.encode(answer), END]
         tokens[row, : len(full)] = full

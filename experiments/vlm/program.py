@@ -54,10 +54,10 @@ _NOT_SHARED = ("recipes", "seeds")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line `argv`, this process's by default; returns an exit code."""
-    given = vars(parser().parse_args(argv))
-    out = given.pop("out")
+    flags = vars(parser().parse_args(argv))
+    out = flags.pop("out")
     try:
-        settings = read_settings(given)
+        settings = read_settings(flags)
         if out is None:
             out = default_path("vlm", f"vlm_{settings.preset}")
             out.parent.mkdir(exist_ok=True)
@@ -92,12 +92,12 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def read_settings(given: dict[str, Any]) -> Settings:
+def read_settings(flags: dict[str, Any]) -> Settings:
     """Returns the preset's settings, overridden by those given that are not None."""
-    given = {k: v for k, v in given.items() if v is not None}
-    if "recipes" in given:
-        given["recipes"] = tuple(given["recipes"].split(","))
-    return dataclasses.replace(PRESETS[given["preset"]], **given)
+    flags = {k: v for k, v in flags.items() if v is not None}
+    if "recipes" in flags:
+        flags["recipes"] = tuple(flags["recipes"].split(","))
+    return dataclasses.replace(PRESETS[flags["preset"]], **flags)
 
 
 class Study:
@@ -118,9 +118,9 @@ class Study:
         self._trainers: dict[str, Trainer] = {}
         shared = dataclasses.asdict(settings)
         self._shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
-        known = (lambda of: known_rows(out, of)) if out else (lambda of: [])
-        self._rows, self._curves = known("rows"), known("curves")
-        self._captions, theirs = known("captions"), known("settings_rows")
+        earlier = (lambda of: known_rows(out, of)) if out else (lambda of: [])
+        self._rows, self._curves = earlier("rows"), earlier("curves")
+        self._captions, theirs = earlier("captions"), earlier("settings_rows")
         if theirs and theirs != [self._shared]:
             raise ValueError(
                 f"{out} has trainings of other settings; name another --out"
@@ -142,12 +142,12 @@ class Study:
 
     def missing(self) -> list[tuple[Recipe, int]]:
         """Returns the trainings that there is no row of, seed by seed."""
-        done = {(row["recipe"], row["seed"]) for row in self._rows}
+        finished = {(row["recipe"], row["seed"]) for row in self._rows}
         return [
             (recipe, seed)
             for seed in range(self._settings.seeds)
             for recipe in self._settings.recipes
-            if (recipe, seed) not in done
+            if (recipe, seed) not in finished
         ]
 
     def train(self, recipe: Recipe, seed: int, bar: tqdm) -> None:
@@ -186,9 +186,9 @@ class Study:
         recipes = self._settings.recipes
 
         def chosen(rows: list[Row]) -> list[Row]:
-            own = [row for row in rows if row["recipe"] in recipes]
-            own = [r for r in own if r.get("seed", 0) < self._settings.seeds]
-            return sorted(own, key=lambda row: recipes.index(row["recipe"]))
+            selected = [row for row in rows if row["recipe"] in recipes]
+            selected = [r for r in selected if r.get("seed", 0) < self._settings.seeds]
+            return sorted(selected, key=lambda row: recipes.index(row["recipe"]))
 
         rows = chosen(self._rows)
         summary = summarize(rows)
@@ -217,7 +217,7 @@ class Study:
 
 
 def show(study: Study, out: Path) -> None:
-    """Prints tables, and draws figures beside the results file."""
+    """Prints tables, and draws figures next to the results file."""
     results = study.results()
     figures = {
         "losses": report.draw_losses(results),
@@ -235,11 +235,11 @@ def show(study: Study, out: Path) -> None:
 
 
 def _fit(
-    trainer: Trainer, settings: Settings, found: Data, seed: int, bar: tqdm
+    trainer: Trainer, settings: Settings, dataset: Data, seed: int, bar: tqdm
 ) -> tuple[TrainState, np.ndarray, float]:
     """Trains one model; returns it, the loss of each step, and the seconds taken."""
     state, losses = trainer.init(seed), []
-    stream = data.batches(found, settings, seed)
+    stream = data.batches(dataset, settings, seed)
     _ = trainer.compiled  # Compiling is not training.
     started = time.perf_counter()
     for _ in range(settings.steps):
@@ -251,12 +251,12 @@ def _fit(
 
 
 def _captions(
-    trainer: Trainer, state: TrainState, found: Data, recipe: Recipe
+    trainer: Trainer, state: TrainState, dataset: Data, recipe: Recipe
 ) -> list[Row]:
     """Returns the captions of the first scenes that the test asks captions of."""
     step, offset = len(KINDS), KINDS.index("caption")
-    chosen = np.arange(offset, len(found.test.questions), step)[:_CAPTIONS]
-    batch: Batch = found.test.batch(chosen)
+    chosen = np.arange(offset, len(dataset.test.questions), step)[:_CAPTIONS]
+    batch: Batch = dataset.test.batch(chosen)
     prompts = data.prompt_length(batch.is_answer)
     room = batch.tokens.shape[1] - int(prompts.max())
     written = trainer.answers(state, batch, prompts, room)
@@ -264,7 +264,7 @@ def _captions(
         {
             "recipe": recipe,
             "question": int(question),
-            "caption": found.vocabulary.decode(tokens),
+            "caption": dataset.vocabulary.decode(tokens),
         }
         for question, tokens in zip(chosen, written, strict=True)
     ]

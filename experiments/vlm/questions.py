@@ -38,7 +38,7 @@ def caption(scene: Scene) -> str:
 
 
 def ask(
-    rng: np.random.Generator, scene: Scene, kind: Kind, known: list[str]
+    rng: np.random.Generator, scene: Scene, kind: Kind, all_names: list[str]
 ) -> Question | None:
     """Returns a question of a kind, or None if the scene allows none.
 
@@ -48,7 +48,7 @@ def ask(
       rng: The source of randomness.
       scene: The scene.
       kind: The kind of question.
-      known: The names of all drawings and digits.
+      all_names: The names of all drawings and digits.
     """
     thing = scene.things[rng.integers(len(scene.things))]
     match kind:
@@ -56,7 +56,7 @@ def ask(
             return Question(kind, "describe the picture", caption(scene))
         case "presence":
             present = {thing.name for thing in scene.things}
-            absent = [name for name in known if name not in present]
+            absent = [name for name in all_names if name not in present]
             yes = rng.random() < 0.5
             name = thing.name if yes else str(rng.choice(absent))
             return Question(kind, f"is there {name}", "yes" if yes else "no")
@@ -71,8 +71,8 @@ def ask(
             cell = int(rng.integers(scene.grid**2))
             if rng.random() < 0.7:
                 cell = thing.cell
-            place = places(scene.grid)[cell]
-            return Question(kind, f"what is at {place}", names.get(cell, _NOTHING))
+            location = places(scene.grid)[cell]
+            return Question(kind, f"what is at {location}", names.get(cell, _NOTHING))
         case "color":
             return Question(kind, f"which color is behind {thing.name}", thing.color)
         case "sum":
@@ -81,7 +81,7 @@ def ask(
             return Question(kind, "what is the sum of digits", str(sum(scene.digits)))
 
 
-def words(grid: int, known: list[str]) -> list[str]:
+def words(grid: int, names_of_things: list[str]) -> list[str]:
     """Returns all words of questions and answers about scenes, each once."""
     texts = (
         "describe the picture , : is there yes no how many things what is at which",
@@ -89,7 +89,7 @@ def words(grid: int, known: list[str]) -> list[str]:
         *CATEGORIES,
         *places(grid),
         *COLORS,
-        *known,
+        *names_of_things,
         *map(str, range(_LARGEST_SUM + 1)),
     )
     return list(dict.fromkeys(" ".join(texts).split()))

@@ -1,4 +1,4 @@
-"""Tables and figures of `experiments.vlm`, with the paper's beside them."""
+"""Tables and figures of `experiments.vlm`, next to the paper's."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -28,17 +28,17 @@ _MOST_POINTS = 2.0
 def paper() -> Table:
     """Returns the paper's table 5."""
     title = "The paper's table 5: VILA1.5-7B, percent"
-    found = new_table(title, "", *TABLE_5_COLUMNS)
+    result = new_table(title, "", *TABLE_5_COLUMNS)
     for recipe, values in TABLE_5.items():
-        found.add_row(recipe, *map(str, values))
-    return found
+        result.add_row(recipe, *map(str, values))
+    return result
 
 
 def accuracies(results: Results) -> Table:
     """Returns a table of accuracies by recipe and kind, with 95% intervals."""
     first = results["summary"][0]
     title = "Right answers, percent, and 95% intervals; the paper's average last"
-    found = new_table(title, "", *KINDS, ALL, "table 5")
+    result = new_table(title, "", *KINDS, ALL, "table 5")
     for recipe, cells in _by_recipe(results).items():
         texts = []
         for kind in (*KINDS, ALL):
@@ -46,19 +46,19 @@ def accuracies(results: Results) -> Table:
             low, high = row["accuracy_low_percent"], row["accuracy_high_percent"]
             texts.append(f"{row['accuracy_percent']:.1f}\n{low:.0f} to {high:.0f}")
         average = TABLE_5[recipe][-1] if recipe in TABLE_5 else "-"
-        found.add_row(recipe, *texts, str(average))
+        result.add_row(recipe, *texts, str(average))
     seeds = "seed" if first["seeds"] == 1 else "seeds"
-    found.caption = (
+    result.caption = (
         f"{_by_recipe(results)['bf16'][ALL]['questions']:,} questions, "
         f"{first['seeds']} {seeds}"
     )
-    return found
+    return result
 
 
 def differences(results: Results) -> Table:
     """Returns a table of paired differences to `bf16`, with 95% intervals."""
     title = "Points above bf16 on the same questions, and 95% intervals"
-    found = new_table(title, "", *KINDS, ALL, "seeds", "table 5")
+    result = new_table(title, "", *KINDS, ALL, "seeds", "table 5")
     for recipe, cells in _by_recipe(results).items():
         if recipe == "bf16":
             continue
@@ -73,8 +73,8 @@ def differences(results: Results) -> Table:
         printed = "-"
         if recipe in TABLE_5:
             printed = f"{TABLE_5[recipe][-1] - TABLE_5['bf16'][-1]:+.2f}"
-        found.add_row(recipe, *texts, f"{least:+.1f},\n{most:+.1f}", printed)
-    return found
+        result.add_row(recipe, *texts, f"{least:+.1f},\n{most:+.1f}", printed)
+    return result
 
 
 def costs(results: Results) -> Table:
@@ -102,19 +102,19 @@ def _saved_mib(row: Mapping[str, Any]) -> float:
 
 
 def bars(summary: Sequence[Mapping[str, Any]]) -> list[Bar]:
-    """Returns a bar for each recipe beside `bf16`, if questions and seeds suffice.
+    """Returns a target for each recipe except `bf16`, if questions and seeds suffice.
 
     The measured value is the end of the paired difference's 95% interval that is
     farther from zero.
     """
-    found = []
+    targets = []
     for row in summary:
         enough = row["questions"] >= _QUESTIONS and row["seeds"] >= _SEEDS
         if row["kind"] == ALL and row["recipe"] != "bf16" and enough:
             ends = row["difference_low_points"], row["difference_high_points"]
             name = f"{row['recipe']}, points from bf16, farther end of 95%"
-            found.append(Bar.of(name, "<=", _MOST_POINTS, max(map(abs, ends))))
-    return found
+            targets.append(Bar.of(name, "<=", _MOST_POINTS, max(map(abs, ends))))
+    return targets
 
 
 def draw_losses(results: Results) -> Figure:
@@ -190,7 +190,7 @@ def _draw_scenes(
 
 
 def _by_recipe(results: Results) -> dict[str, dict[str, Mapping[str, Any]]]:
-    found: dict[str, dict[str, Mapping[str, Any]]] = {}
+    by_recipe: dict[str, dict[str, Mapping[str, Any]]] = {}
     for row in results["summary"]:
-        found.setdefault(row["recipe"], {})[row["kind"]] = row
-    return found
+        by_recipe.setdefault(row["recipe"], {})[row["kind"]] = row
+    return by_recipe

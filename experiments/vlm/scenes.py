@@ -46,7 +46,7 @@ class Thing:
     Attributes:
       name: The drawing's name, or the digit.
       category: The drawing's category, or "digit".
-      color: The color of the tile behind it.
+      color: The color of its tile.
       cell: The cell of the grid, counted row by row.
     """
 
@@ -126,7 +126,7 @@ def _any_scene(
 def render(
     rng: np.random.Generator, scene: Scene, pictures: Pictures
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Renders a scene: each thing anew in size and place, each digit by another hand.
+    """Renders a scene with random sizes, positions and handwriting of digits.
 
     The image has cells of `pictures.size + MARGIN` pixels.
     """
@@ -145,9 +145,9 @@ def _background(
     photo = pictures.photographs[rng.integers(len(pictures.photographs))]
     side = int(rng.integers(min(photo.shape[:2]) // 3, min(photo.shape[:2])))
     top, left = (int(rng.integers(n - side + 1)) for n in photo.shape[:2])
-    part = Image.fromarray(photo[top : top + side, left : left + side])
-    part = np.asarray(part.resize((size, size), reducing_gap=2.0), np.float32) / 255
-    return 1 - _PHOTO_STRENGTH * (1 - part)
+    crop = Image.fromarray(photo[top : top + side, left : left + side])
+    crop = np.asarray(crop.resize((size, size), reducing_gap=2.0), np.float32) / 255
+    return 1 - _PHOTO_STRENGTH * (1 - crop)
 
 
 def _put(

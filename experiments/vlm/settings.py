@@ -63,7 +63,7 @@ SHAPES: dict[str, Shape] = {
 class Settings(OptimizerSettings):
     """All settings that decide what a run computes.
 
-    Those of the optimizer are `OptimizerSettings`; sequences are questions.
+    Settings of the optimizer are `OptimizerSettings`; sequences are questions.
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
@@ -136,7 +136,7 @@ class Settings(OptimizerSettings):
 
     @property
     def length(self) -> int:
-        """The number of tokens of a sequence and the target behind it.
+        """The number of tokens of a sequence and of the target after it.
 
         The number of input tokens is a multiple of four.
         """

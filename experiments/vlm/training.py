@@ -13,7 +13,7 @@ from experiments.training.step import EMPTY, ModelTrainer, TrainState
 from experiments.vlm.data import END, IMAGE, PAD, Batch
 from experiments.vlm.settings import Settings, model_config
 
-# The number of sequences of a batch whose answers are computed together.
+# The number of sequences of a batch with answers that are computed together.
 _ANSWERED = 240
 
 
@@ -79,15 +79,15 @@ class Trainer(ModelTrainer):
         """Returns the mean loss of the answers, and which of them are right.
 
         An answer is right if greedy decoding would write it, which is the case if each
-        of its tokens is the likeliest behind those before it.
+        of its tokens is the likeliest one after the tokens before it.
         """
         losses, right, sizes = [], [], []
         for start in range(0, len(batch.tokens), _ANSWERED):
-            part = Batch(*(x[start : start + _ANSWERED] for x in batch))
-            loss, is_right = self._compiled_evaluate(state.params, part)
+            chunk = Batch(*(x[start : start + _ANSWERED] for x in batch))
+            loss, is_right = self._compiled_evaluate(state.params, chunk)
             losses.append(float(loss))
             right.append(np.asarray(is_right))
-            sizes.append(part.is_answer.sum())
+            sizes.append(chunk.is_answer.sum())
         return float(np.average(losses, weights=sizes)), np.concatenate(right)
 
     def answers(
@@ -129,11 +129,11 @@ class Trainer(ModelTrainer):
         self, params: nnx.State, images: Array, tokens: Array, prompts: Array, count
     ) -> Int32[Array, "b count"]:
         model = self.merged(params)
-        seen = model.encode(normalized(images))
+        image_tokens = model.encode(normalized(images))
         places = jnp.arange(tokens.shape[1])
 
         def write(i, tokens):
-            hidden = model.hidden(seen, tokens)
+            hidden = model.hidden(image_tokens, tokens)
             last = (prompts + i - 1)[:, None, None]
             logits = model.logits(jnp.take_along_axis(hidden, last, axis=1)[:, 0])
             new = self._likeliest(logits)
@@ -141,8 +141,8 @@ class Trainer(ModelTrainer):
 
         prompt = jnp.where(places < prompts[:, None], tokens, PAD)
         written = jax.lax.fori_loop(0, count, write, prompt)
-        answer = prompts[:, None] + jnp.arange(count)
-        return jnp.take_along_axis(written, answer, axis=1)
+        positions = prompts[:, None] + jnp.arange(count)
+        return jnp.take_along_axis(written, positions, axis=1)
 
     def _likeliest(self, logits: Float[Array, "*b vocab"]) -> Int32[Array, "*b"]:
         """Returns the likeliest tokens among words and the end of an answer."""

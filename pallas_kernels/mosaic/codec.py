@@ -80,7 +80,7 @@ def _saturates() -> bool:
 
 
 def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:
-    """Quantizes groups, whose elements are on the last axis.
+    """Quantizes groups along the last axis.
 
     Returns the codes of x / scale, and the bfloat16 scales.
     """

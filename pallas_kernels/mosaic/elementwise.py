@@ -95,11 +95,11 @@ def run(
     if more is not None:  # The parts use tiles if the additional value does.
         encoding = dataclasses.replace(encoding, tiles=encoding.tiles or more.tiles)
     walk = Walk.of((rows, parts, n // group, group), encoding, tuning)
-    wanted = [(encoding, 1)] * parts if apart else [(encoding, parts)]
-    scales = [scale] * len(wanted)
+    requests = [(encoding, 1)] * parts if apart else [(encoding, parts)]
+    scales = [scale] * len(requests)
     if more is not None:
-        wanted, scales = [*wanted, (more, 1)], [*scales, more_scale]
-    out_type = [outputs(each, walk, count) for each, count in wanted]
+        requests, scales = [*requests, (more, 1)], [*scales, more_scale]
+    out_type = [outputs(each, walk, count) for each, count in requests]
     staged = encoding.tiles
 
     def view(x):
@@ -112,7 +112,7 @@ def run(
         cta = lax.axis_index("cta")
         places = walk.indices(cta)
         sinks = [
-            Sink(to, tiles[j], wanted[j][0], None if scale is None else scale[0])
+            Sink(to, tiles[j], requests[j][0], None if scale is None else scale[0])
             for j, (to, scale) in enumerate(zip(out, scales, strict=True))
         ]
         if staged:
@@ -120,20 +120,22 @@ def run(
         else:
             # All strips are loaded before the first one is computed, so that their
             # latencies overlap.
-            load = [functools.partial(_loaded, operands, place) for place in places]
+            load = [
+                functools.partial(_loaded, operands, index_of) for index_of in places
+            ]
             ahead = walk.strips
         loaded = [list(strips()) for strips in load[:ahead]]
-        for j, place in enumerate(places):
+        for j, index_of in enumerate(places):
             loaded += [list(strips()) for strips in load[j + ahead :][:1]]
             values = iter(fn(*loaded.pop(0)))
-            for sink, (_, count) in zip(sinks, wanted, strict=True):
-                sink.put(itertools.islice(values, count), place)
+            for sink, (_, count) in zip(sinks, requests, strict=True):
+                sink.put(itertools.islice(values, count), index_of)
         for sink in sinks:
             sink.finish(walk, cta)
 
     @jax.custom_batching.sequential_vmap
     def launch(operands, scales, after):
-        scratch = {"tiles": [scratch_of(each, walk, count) for each, count in wanted]}
+        scratch = {"tiles": [scratch_of(each, walk, count) for each, count in requests]}
         if staged:
             scratch["stages"] = Stages.of(operands, walk)
         (out,) = mosaic.kernel(
@@ -257,15 +259,12 @@ class Stages(NamedTuple):
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
         elements = [jax.tree.leaves(operand)[0] for operand in operands]
         for x, tiles in zip(elements, self.tiles, strict=True):
-            for part, tile in enumerate(tiles):
-                place = (rows, part, columns)
-                plgpu.copy_gmem_to_smem(x.at[place], tile, self.barrier)
+            for i, tile in enumerate(tiles):
+                index = (rows, i, columns)
+                plgpu.copy_gmem_to_smem(x.at[index], tile, self.barrier)
         # The scales are loaded while the copies are in flight.
         scales = [
-            [
-                _scales(x.scale.at[rows, part], group, walk)
-                for part in range(x.codes.shape[1])
-            ]
+            [_scales(x.scale.at[rows, i], group, walk) for i in range(x.codes.shape[1])]
             if isinstance(x, Scaled)
             else []
             for x in operands
@@ -277,9 +276,9 @@ class Stages(NamedTuple):
             for x, of_parts, of_groups in zip(elements, loads, scales, strict=True):
                 if not of_parts:
                     yield x[0]
-                for part, load in enumerate(of_parts):
+                for i, load in enumerate(of_parts):
                     strip = load[j]()
-                    yield Scaled(strip, of_groups[part][j]) if of_groups else strip
+                    yield Scaled(strip, of_groups[i][j]) if of_groups else strip
 
         return [functools.partial(strips, j) for j in range(walk.strips)]
 
@@ -317,14 +316,14 @@ def strips_of(tile: Any) -> list[Callable[[], Array]]:
     return [functools.partial(strip, j) for j in starts]
 
 
-def _loaded(operands: Any, place: Callable) -> list[Array | Scaled]:
+def _loaded(operands: Any, index_of: Callable) -> list[Array | Scaled]:
     """Loads a strip of each part of all operands from global memory."""
 
-    def load(ref, part, shape):
+    def load(ref, i, shape):
         layout = strip_layout(shape)
         if len(ref.shape) < 4:  # The ref holds one scale per group.
             layout = layout.reduce(len(shape) - 1)
-        return plgpu.load(ref.at[place(part)], layout=layout, optimized=False)
+        return plgpu.load(ref.at[index_of(i)], layout=layout, optimized=False)
 
     strips = []
     for operand in operands:
@@ -332,10 +331,10 @@ def _loaded(operands: Any, place: Callable) -> list[Array | Scaled]:
         if len(codes.shape) == 1:
             strips.append(codes[0])
             continue
-        for part in range(codes.shape[1]):
-            shape = codes.at[place(part)].shape
+        for i in range(codes.shape[1]):
+            shape = codes.at[index_of(i)].shape
             strips.append(
-                jax.tree.map(lambda ref, p=part, s=shape: load(ref, p, s), operand)
+                jax.tree.map(lambda ref, p=i, s=shape: load(ref, p, s), operand)
             )
     return strips
 
@@ -351,12 +350,12 @@ class Sink:
         self._tiles = {}  # A tile's strips by (part, name), until it is complete.
         self._largest = None
 
-    def put(self, values: Iterable[Array], place: Callable) -> None:
+    def put(self, values: Iterable[Array], index_of: Callable) -> None:
         """Writes a strip of every part."""
-        for part, value in enumerate(values):
-            self._put(value, part, place(part))
+        for i, value in enumerate(values):
+            self._put(value, i, index_of(i))
 
-    def _put(self, value, part, index):
+    def _put(self, value, i, index):
         out, encoding = self._out, self._encoding
         if encoding.maxima:
             largest = jnp.abs(value)
@@ -368,7 +367,7 @@ class Sink:
             mosaic.store(out.groups.codes.at[index], codes)
             mosaic.store(out.groups.scale.at[index], scale)
         if out.wide is not None:
-            self._write("wide", value.astype(encoding.wide), part, index)
+            self._write("wide", value.astype(encoding.wide), i, index)
         dtype = encoding.row if encoding.transposed is None else encoding.transposed
         if dtype is None:
             return
@@ -377,18 +376,18 @@ class Sink:
             codes = value if encoding.denormals else normal(value)
             codes = encode(codes, self._scale, dtype)
         if out.row is not None:
-            self._write("row", codes, part, index)
+            self._write("row", codes, i, index)
         if out.transposed is not None:
-            self._transpose(codes, part)
+            self._transpose(codes, i)
 
-    def _write(self, name, strip, part, index):
+    def _write(self, name, strip, i, index):
         if not self._encoding.tiles:
             mosaic.store(getattr(self._out, name).at[index], strip)
             return
-        strips = self._tiles.setdefault((part, name), [])
+        strips = self._tiles.setdefault((i, name), [])
         if strip.dtype.itemsize == 1:
             columns = pl.ds(len(strips) * GROUP, GROUP)
-            mosaic.store(self._scratch[part].row.at[:, columns], strip)
+            mosaic.store(self._scratch[i].row.at[:, columns], strip)
             strip = None
         else:
             # Each lane stores vectors of 16 bytes, which swizzling does not split.
@@ -396,13 +395,13 @@ class Sink:
             strip = plgpu.layout_cast(strip, plgpu.Layout.TCGEN05_TMEM_NATIVE(vector))
         strips.append(strip)
 
-    def _transpose(self, codes, part):
-        done = self._tiles.setdefault((part, "transposed"), [])
-        to = self._scratch[part].transposed.at[pl.ds(len(done) * GROUP, GROUP)]
+    def _transpose(self, codes, i):
+        written = self._tiles.setdefault((i, "transposed"), [])
+        to = self._scratch[i].transposed.at[pl.ds(len(written) * GROUP, GROUP)]
         # A lane holds 16 codes of one row and stores them as a column, byte by byte.
         bytes_of_lane = plgpu.layout_cast(codes, plgpu.Layout.TCGEN05_TMEM_NATIVE(1))
         mosaic.store(to.transpose((1, 0)), bytes_of_lane)
-        done.append(None)
+        written.append(None)
 
     def finish(self, walk: Walk, cta: Array, first_part: Array | int = 0) -> None:
         """Writes the amax and the tiles of a thread block.
@@ -414,17 +413,17 @@ class Sink:
             self._out.maxima[lax.axis_index("cta")] = largest
         if not self._tiles:
             return
-        for (part, name), strips in self._tiles.items():
+        for (i, name), strips in self._tiles.items():
             if strips[0] is not None:
-                tile = getattr(self._scratch[part], name)
+                tile = getattr(self._scratch[i], name)
                 tile[...] = jnp.concatenate(strips, axis=1)
         plgpu.commit_smem()
         row, group = walk.start(cta)
         rows = pl.ds(row, walk.strip_rows)
         columns = pl.ds(group * walk.group, walk.columns * walk.group)
-        for part, name in self._tiles:
-            at = first_part + part
-            place = (at, columns, rows) if name == "transposed" else (rows, at, columns)
-            to = getattr(self._out, name).at[place]
-            plgpu.copy_smem_to_gmem(getattr(self._scratch[part], name), to)
+        for i, name in self._tiles:
+            at = first_part + i
+            index = (at, columns, rows) if name == "transposed" else (rows, at, columns)
+            to = getattr(self._out, name).at[index]
+            plgpu.copy_smem_to_gmem(getattr(self._scratch[i], name), to)
         plgpu.wait_smem_to_gmem(0)

@@ -82,9 +82,9 @@ class Row:
     @functools.cached_property
     def _vectors(self) -> list[int]:
         """The vector length of each tile: 8, or less at the end of the row."""
-        whole, rest = divmod(self.n // LANES, 8)
-        vector = math.gcd(rest, 8)
-        return [8] * whole + [vector] * (rest // vector)
+        full, remainder = divmod(self.n // LANES, 8)
+        vector = math.gcd(remainder, 8)
+        return [8] * full + [vector] * (remainder // vector)
 
     def shape(self, tile: int) -> tuple[int, int]:
         """Returns the shape of a tile, [groups, 16]."""
@@ -95,7 +95,7 @@ class Row:
         return sum(self.shape(tile)[0] for tile in tiles)
 
     def tile(self, ref: Any, tile: int, first: int = 0) -> Any:
-        """Returns a tile of a row's `ref`, whose first tile is `first`."""
+        """Returns a tile of a row's `ref`, counted from the tile `first`."""
         start = self.groups(range(first, tile))
         return ref.at[pl.ds(start, self.shape(tile)[0])]
 
@@ -232,8 +232,8 @@ class Share:
         # Copies overlap with computation only if there are two stages. So two stages
         # come before more thread blocks.
         for ctas in range(tuning.ctas, 0, -1):
-            own = _SHARED // ctas - _RESERVED - other_bytes
-            stages = min(tuning.stages, own // step_bytes)
+            available = _SHARED // ctas - _RESERVED - other_bytes
+            stages = min(tuning.stages, available // step_bytes)
             if stages > 1:
                 break
         return cls(
@@ -295,8 +295,8 @@ class Share:
 
         `refs` are the refs of the row in `rows`; `index` is its index among all rows.
         """
-        part, cta = self._cta
-        first, stride = part * self.steps + cta, self.ctas_of_part
+        i, cta = self._cta
+        first, stride = i * self.steps + cta, self.ctas_of_part
         refs, tree = jax.tree.flatten(rows)
         block = self.rows * self.groups
 
@@ -320,11 +320,11 @@ class Share:
             (carry,) = arguments[len(refs) :] or (None,)
             start = (first + indices[0] * stride) * self.rows
             for j in range(self.rows):
-                own = [
+                refs_of_part = [
                     self.row(ref, j if staged(ref) else start + j)
                     for ref in staged_refs
                 ]
-                carry = row(jax.tree.unflatten(tree, own), start + j, carry)
+                carry = row(jax.tree.unflatten(tree, refs_of_part), start + j, carry)
             # The next copy overwrites these rows, so all warps must have read them.
             plgpu.commit_smem()
             return carry

@@ -135,8 +135,8 @@ class Walk:
         """Returns one function per strip, from a part to the strip's array index."""
         row, first = self.start(cta)
 
-        def place(part, group):
-            return _span(row, self.strip_rows), part, _span(group, self.strip_groups)
+        def place(i, group):
+            return _span(row, self.strip_rows), i, _span(group, self.strip_groups)
 
         starts = [first + j * self.strip_groups for j in range(self.strips)]
         return [functools.partial(place, group=group) for group in starts]

@@ -206,7 +206,7 @@ def test_exact_match_counts_right_results(monkeypatch):
             ["--base", "BASE", "--base-recipe", "coat"],
             "has the recipes bf16, got --base-recipe coat",
         ),
-        (["--base", "BASE", "--preset", "cpu"], "--preset is that of the base, tiny"),
+        (["--base", "BASE", "--preset", "cpu"], "--preset must be the base's, tiny"),
         (["--data", "x.jsonl"], "--data needs --test"),
         (["--test", "x.jsonl"], "--test needs --data"),
         (["--eval-questions", "0"], "eval_questions must be positive, got 0"),
