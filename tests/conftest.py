@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]):
     for cases in tests.values():
         if sampled := cases[0].get_closest_marker("sampled"):
             (n,) = sampled.args
-            kept = {round(i * (len(cases) - 1) / max(n - 1, 1)) for i in range(n)}
+            saved = {round(i * (len(cases) - 1) / max(n - 1, 1)) for i in range(n)}
             for i, case in enumerate(cases):
-                if i not in kept:
+                if i not in saved:
                     case.add_marker("slow")
 
 

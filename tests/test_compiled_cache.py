@@ -1,4 +1,4 @@
-"""Tests that tests with a compilation cache of their own leave that of the others."""
+"""Tests that tests with a compilation cache of their own leave the common one."""
 
 import jax
 import jax.numpy as jnp

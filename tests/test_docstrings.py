@@ -14,8 +14,8 @@ import pallas_kernels
 def modules() -> list[str]:
     names = []
     for package in (coat_jax, pallas_kernels):
-        found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-        names += [package.__name__, *(module.name for module in found)]
+        actual = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+        names += [package.__name__, *(module.name for module in actual)]
     return names
 
 

@@ -74,7 +74,7 @@ _TRAINERS = {"finetune", "pretrain", "studies", "training", "vlm"}
 
 def _experiments_imports():
     """Returns the folders of experiments that each folder's modules import."""
-    found = {name: set() for floor in _FLOORS for name in floor}
+    actual = {name: set() for floor in _FLOORS for name in floor}
     for path in sorted((_ROOT / "experiments").glob("*/**/*.py")):
         folder = path.relative_to(_ROOT / "experiments").parts[0]
         for node in ast.walk(ast.parse(path.read_text())):
@@ -85,8 +85,8 @@ def _experiments_imports():
                 assert node.level == 0, f"{path} has a relative import"
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
             parts = (name.split(".") for name in names)
-            found[folder] |= {part[1] for part in parts if part[0] == "experiments"}
-    return found
+            actual[folder] |= {piece[1] for piece in parts if piece[0] == "experiments"}
+    return actual
 
 
 def test_folders_of_experiments_import_lower_floors_alone():

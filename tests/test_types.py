@@ -1,4 +1,4 @@
-"""Tests of types: those of public names, and a user's program that checkers accept."""
+"""Tests of types: of public names, and of a user's program that checkers accept."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _PROGRAM = _ROOT / "tests" / "helpers" / "typed_program.py"
 
 def _run(*arguments):
     command = [sys.executable, "-m", *map(str, arguments)]
-    # Pyright looks for packages beside the first Python of PATH.
+    # Pyright looks for packages next to the first Python of PATH.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | {"PATH": path}
     return subprocess.run(
@@ -29,12 +29,12 @@ def _run(*arguments):
 @pytest.mark.parametrize("package", [coat_jax, pallas_kernels])
 def test_types_of_public_names_are_known(package):
     name = package.__name__
-    found = _run("pyright", "--outputjson", "--verifytypes", name, "--ignoreexternal")
-    symbols = json.loads(found.stdout)["typeCompleteness"]["symbols"]
-    known = {symbol["name"]: symbol["isTypeKnown"] for symbol in symbols}
+    actual = _run("pyright", "--outputjson", "--verifytypes", name, "--ignoreexternal")
+    symbols = json.loads(actual.stdout)["typeCompleteness"]["symbols"]
+    recorded = {symbol["name"]: symbol["isTypeKnown"] for symbol in symbols}
     public = [f"{name}.{public}" for public in package.__all__]
-    assert [public for public in public if not known.get(public, True)] == []
-    assert len(known.keys() & set(public)) > len(public) / 2
+    assert [public for public in public if not recorded.get(public, True)] == []
+    assert len(recorded.keys() & set(public)) > len(public) / 2
 
 
 _STRICT = ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/null")
@@ -46,10 +46,10 @@ _STRICT = ("mypy", "--strict", "--ignore-missing-imports", "--cache-dir", "/dev/
     ids=lambda checker: checker[0],
 )
 def test_checkers_accept_a_users_program(checker):
-    found = _run(*checker, _PROGRAM)
-    assert found.returncode == 0, found.stdout
+    actual = _run(*checker, _PROGRAM)
+    assert actual.returncode == 0, actual.stdout
 
 
 def test_a_users_program_runs():
-    found = subprocess.run([sys.executable, _PROGRAM], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
+    actual = subprocess.run([sys.executable, _PROGRAM], capture_output=True, text=True)
+    assert actual.returncode == 0, actual.stderr

@@ -112,14 +112,14 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     figure = Figure(figsize=(9, 5), layout="constrained", dpi=150)
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]
-    for height, row in zip(places, rows, strict=True):
-        _bar(axes, height, [row[f"{name}_units"] for name in TITLES], height=0.45)
-        axes.text(row["units"] + 0.2, height, f"{row['units']:.2f}", va="center")
+    for position, row in zip(places, rows, strict=True):
+        _bar(axes, position, [row[f"{name}_units"] for name in TITLES], position=0.45)
+        axes.text(row["units"] + 0.2, position, f"{row['units']:.2f}", va="center")
         if paper := TABLE_2.get(row["recipe"]):
             *values, total, _ = paper
-            _bar(axes, height - 0.4, values, height=0.15, alpha=0.55)
+            _bar(axes, position - 0.4, values, position=0.15, alpha=0.55)
             label = f"paper: {total:g}"
-            at = (total + 0.2, height - 0.4)
+            at = (total + 0.2, position - 0.4)
             axes.text(*at, label, va="center", fontsize=7, color="0.4")
     axes.set_yticks(places, [row["recipe"] for row in rows])
     axes.set_xlabel("saved, U = batch x sequence x hidden x 2 bytes")
@@ -130,7 +130,7 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     return figure
 
 
-def _bar(axes, height: float, values: list[float], **style: Any) -> None:
+def _bar(axes, position: float, values: list[float], **style: Any) -> None:
     starts = np.cumsum([0.0, *values[:-1]])
     for start, value, color in zip(starts, values, _COLORS, strict=True):
-        axes.barh(height, value, left=start, color=color, **style)
+        axes.barh(position, value, left=start, color=color, **style)

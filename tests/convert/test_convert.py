@@ -92,30 +92,30 @@ def fp8_parameters(fn, params) -> set[str]:
         return jax.vjp(lambda *x: fn(jax.tree.unflatten(tree, x)), *leaves)[0]
 
     jaxpr = jax.make_jaxpr(forward)(*leaves).jaxpr
-    found = set()
-    _follow(jaxpr, dict(zip(jaxpr.invars, shapes_of(params), strict=True)), found)
-    return found
+    actual = set()
+    _follow(jaxpr, dict(zip(jaxpr.invars, shapes_of(params), strict=True)), actual)
+    return actual
 
 
-def _follow(jaxpr, names, found):
+def _follow(jaxpr, names, actual):
     """Follows arrays of a parameter's size to their casts."""
     for eqn in jaxpr.eqns:
-        given = {i: v for i, v in enumerate(eqn.invars) if not hasattr(v, "val")}
-        given = {i: names[v] for i, v in given.items() if v in names}
+        arguments = {i: v for i, v in enumerate(eqn.invars) if not hasattr(v, "val")}
+        arguments = {i: names[v] for i, v in arguments.items() if v in names}
         for body in core.jaxprs_in_params(eqn.params):
-            inner = {body.invars[i]: name for i, name in given.items()}
-            _follow(body, inner, found)
+            inner = {body.invars[i]: name for i, name in arguments.items()}
+            _follow(body, inner, actual)
             results = zip(eqn.outvars, body.outvars, strict=False)
             names |= {out: inner[v] for out, v in results if v in inner}
-        if len({*given.values()}) != 1 or eqn.primitive.name == "dot_general":
+        if len({*arguments.values()}) != 1 or eqn.primitive.name == "dot_general":
             continue
-        size = max(eqn.invars[i].aval.size for i in given)
-        (name,) = {*given.values()}
+        size = max(eqn.invars[i].aval.size for i in arguments)
+        (name,) = {*arguments.values()}
         for out in eqn.outvars:
             if out.aval.size == size:
                 names[out] = name
                 if out.aval.dtype == jnp.float8_e4m3fn:
-                    found.add(name)
+                    actual.add(name)
 
 
 def loss(logits):
@@ -141,8 +141,8 @@ def test_nnx_model_shares_variables_and_nearly_its_gradients():
 def test_matmuls_of_blocks_run_in_fp8_except_small_ones():
     model = coat.fp8(Model(nnx.Rngs(0)))
     graph, params = nnx.split(model)
-    found = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
-    assert found == {
+    actual = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
+    assert actual == {
         f"layers/{i}/{name}"
         for i in (0, 1)
         for name in ("up/kernel", "gate/kernel", "down")
@@ -167,8 +167,8 @@ def test_converted_blocks_save_less_than_either_line_alone():
             def run(params, x):
                 return coat.fp8(nnx.merge(graph, params)).layers[0](x)
 
-        found = saved(run, params, jnp.ones((4, 64, WIDTH)), params=len(params))
-        sizes[name] = saved_bytes(found)
+        actual = saved(run, params, jnp.ones((4, 64, WIDTH)), params=len(params))
+        sizes[name] = saved_bytes(actual)
     assert sizes["fp8"] <= 1.02 * sizes["fp8_remat"]
     assert sizes["fp8"] < sizes["plain"] / 3.5
 
@@ -180,10 +180,12 @@ def test_converted_blocks_save_less_than_either_line_alone():
 def test_rules_choose_matmuls_by_path(rule):
     model = coat.fp8(Model(nnx.Rngs(0)), blocks="layers/1", matmuls=rule)
     graph, params = nnx.split(model)
-    found = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
+    actual = fp8_parameters(lambda p: nnx.merge(graph, p)(tokens()), params)
     expected = {"layers/1/gate/kernel", "layers/1/up/kernel"}
     # A rule that is given decides for small matmuls, too.
-    assert found == expected | ({"layers/1/router/kernel"} if callable(rule) else set())
+    assert actual == expected | (
+        {"layers/1/router/kernel"} if callable(rule) else set()
+    )
 
 
 @pytest.mark.internals
@@ -229,12 +231,12 @@ def test_linen_model_keeps_paths_and_nearly_its_gradients(method):
 
     plain, fp8 = gradient(model), gradient(light)
     assert 0 < np.linalg.norm(plain - fp8) < 0.15 * np.linalg.norm(plain)
-    found = fp8_parameters(lambda p: light.apply(p, tokens()), params)
-    assert {path.split("/")[1] for path in found} == {
+    actual = fp8_parameters(lambda p: light.apply(p, tokens()), params)
+    assert {path.split("/")[1] for path in actual} == {
         "encoderblock_0",
         "encoderblock_1",
     }
-    assert len(found) == 12
+    assert len(actual) == 12
 
 
 def test_scanned_blocks_are_named():
@@ -254,8 +256,8 @@ def test_scanned_blocks_are_named():
     with pytest.raises(ValueError, match=r"name them with blocks=.*below layers"):
         coat.fp8(model).apply(params, x)
     light = coat.fp8(model, blocks="layers")
-    found = saved(light.apply, params, x)
-    assert saved_bytes(found) < saved_bytes(saved(model.apply, params, x)) / 3
+    actual = saved(light.apply, params, x)
+    assert saved_bytes(actual) < saved_bytes(saved(model.apply, params, x)) / 3
     y, expected = (compiled(m.apply, params, x) for m in (light, model))
     assert_close(y, expected, 0.1)
 
@@ -320,8 +322,8 @@ def test_jitted_functions_are_converted_and_loops_are_warned_of():
     params = {"a": jnp.eye(WIDTH), "b": jnp.stack([jnp.eye(WIDTH)] * 2)}
     x = jnp.ones((16, WIDTH))
     with pytest.warns(UserWarning, match="within scan .* do not become FP8 matmuls: b"):
-        found = fp8_parameters(lambda p: coat.fp8(looped)(p, x), params)
-    assert found == {"a"}
+        actual = fp8_parameters(lambda p: coat.fp8(looped)(p, x), params)
+    assert actual == {"a"}
     coat.fp8(looped, matmuls="a")(params, x)  # Nothing is missing here.
 
 
@@ -356,8 +358,8 @@ def test_numbered_siblings_are_blocks():
         "Dense_1": flat_dense,
         "Block_0": deep,
     }
-    found = chosen_blocks(shapes_of(tree), [], None)
-    assert sorted(found) == ["encoder/layer_0", "encoder/layer_1", "h/0", "h/1"]
+    actual = chosen_blocks(shapes_of(tree), [], None)
+    assert sorted(actual) == ["encoder/layer_0", "encoder/layer_1", "h/0", "h/1"]
     modules = ["encoder", "encoder/layer_0", "h"]
     assert chosen_blocks(shapes_of(tree), modules, "encoder.*") == ["encoder"]
 

@@ -170,8 +170,8 @@ def test_report_of_all_reasons():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         report = coat.fp8_report(coat.fp8(fn), params, X)
-    found = [(row.parameter, row.reason) for row in report.rows]
-    assert found == [
+    actual = [(row.parameter, row.reason) for row in report.rows]
+    assert actual == [
         ("a", ""),
         ("", "both operands are activations"),
         ("", "both operands are activations"),

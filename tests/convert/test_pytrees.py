@@ -154,9 +154,9 @@ def test_a_module_keeps_its_leaves_and_nearly_its_gradients(make, wrap):
     difference = np.linalg.norm(actual - expected)
     assert 0 < difference < 0.15 * np.linalg.norm(expected)
     report = coat.residual_report(*of_arrays(light))
-    before = coat.residual_report(*of_arrays(plain))
+    initial = coat.residual_report(*of_arrays(plain))
     assert "float8" in str(report)
-    assert report.nbytes < before.nbytes / 2
+    assert report.nbytes < initial.nbytes / 2
 
 
 @KINDS

@@ -51,11 +51,11 @@ def test_values_and_types_are_those_of_dot_general(case, jit):
     with jax.set_mesh(mesh):
         arrays = _arrays(x_spec, w_spec)
         wrap = jax.jit if jit else (lambda fn: fn)
-        found, expected = (
+        actual, expected = (
             wrap(lambda x, w, dot=dot: _results(dot, out, x, w))(*arrays)
             for dot in (coat.fp8_dot_general, jax.lax.dot_general)
         )
-        for a, b, c in zip(found, expected, alone, strict=True):
+        for a, b, c in zip(actual, expected, alone, strict=True):
             assert jax.typeof(a) == jax.typeof(b)
             np.testing.assert_allclose(
                 np.asarray(a), np.asarray(c), rtol=1e-5, atol=1e-5

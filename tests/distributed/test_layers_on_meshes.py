@@ -68,9 +68,9 @@ def fully_sharded(param) -> P:
 
 def on(mesh, params, x, dy, spec=lambda param: P()):
     """Places a layer's arguments on a mesh, with the batch split over all devices."""
-    there = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
+    placements = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
     batch = NamedSharding(mesh, BATCH)
-    return jax.device_put((params, x, dy), (there, batch, batch))
+    return jax.device_put((params, x, dy), (placements, batch, batch))
 
 
 def ran(fn, *args) -> set[tuple[str, str]]:
@@ -78,8 +78,8 @@ def ran(fn, *args) -> set[tuple[str, str]]:
 
     Scales from maxima that are spread are XLA's on a mesh: they are left out.
     """
-    found = {(c.operation, c.implementation) for c in explain(fn, *args).choices}
-    return {call for call in found if call[0] != "tensor_scales"}
+    actual = {(c.operation, c.implementation) for c in explain(fn, *args).choices}
+    return {call for call in actual if call[0] != "tensor_scales"}
 
 
 @pytest.fixture
@@ -122,9 +122,9 @@ def test_kernels_run_within_shard_map_over_all_axes_and_say_if_axes_are_left(che
 
     assert ran(mapped({"data", "fsdp"}), *args) == ran(gradients(graph), *args)
     with pytest.warns(UserWarning, match="shard_map leaves the axes fsdp of the mesh"):
-        found = explain(jax.jit(mapped({"data"})), *on(mesh, *args))
-    assert {choice.implementation for choice in found.choices} == {"reference"}
-    assert "leaves the axes fsdp" in found.choices[0].reason
+        actual = explain(jax.jit(mapped({"data"})), *on(mesh, *args))
+    assert {choice.implementation for choice in actual.choices} == {"reference"}
+    assert "leaves the axes fsdp" in actual.choices[0].reason
 
 
 @functools.cache
@@ -142,13 +142,13 @@ def in_float32():
 def without_histories(results):
     """Returns the results of `gradients` without amax histories, and these."""
     y, dparams, dx = results
-    kept = nnx.State({name: x for name, x in dparams.items() if name != "amax"})
-    return (y, kept, dx), jax.tree.leaves(dparams.get("amax", {}))
+    saved = nnx.State({name: x for name, x in dparams.items() if name != "amax"})
+    return (y, saved, dx), jax.tree.leaves(dparams.get("amax", {}))
 
 
-def distances(found, expected) -> list[float]:
+def distances(actual, expected) -> list[float]:
     """Returns the distance of each array, relative to the size of the expected one."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wide = [(np.asarray(x, np.float64), np.asarray(y, np.float64)) for x, y in pairs]
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
@@ -164,18 +164,20 @@ def test_a_mesh_computes_what_one_device_does(monkeypatch, recipe, scaling, axis
     as_kernels(monkeypatch)
     graph, params = layer(recipe, scaling)
     args = on(mesh_of(axis_type), params, *rows(), fully_sharded)
-    found = jax.device_get(jax.jit(gradients(graph))(*args))
+    actual = jax.device_get(jax.jit(gradients(graph))(*args))
     jax.clear_caches()
-    found, histories = without_histories(found)
+    actual, histories = without_histories(actual)
     alone, expected = without_histories(alone)
     # Histories hold the largest gradients of all devices.
     for history, same in zip(histories, expected, strict=True):
         np.testing.assert_allclose(history, same, rtol=0.02)
-    assert distances(found[0], alone[0])[0] < 1e-3
+    assert distances(actual[0], alone[0])[0] < 1e-3
     exact = in_float32()
     # Sums are in another order, so gradients are rounded to other codes here and there.
-    # They are as near to those of float32 as one device's.
-    for mesh, one in zip(distances(found, exact), distances(alone, exact), strict=True):
+    # They are as near to float32's as one device's.
+    for mesh, one in zip(
+        distances(actual, exact), distances(alone, exact), strict=True
+    ):
         assert mesh < 1.05 * one + 1e-3
 
 
@@ -185,15 +187,15 @@ def test_fsdp_gathers_codes_and_scatters_gradients(monkeypatch, axis_type):
     as_kernels(monkeypatch)
     graph, params = layer("coat")
     args = on(mesh_of(axis_type), params, *rows(), fully_sharded)
-    there = jax.tree.map(lambda x: x.sharding, args)
-    batch = there[1]
+    placements = jax.tree.map(lambda x: x.sharding, args)
+    batch = placements[1]
 
-    step = jax.jit(gradients(graph), out_shardings=(batch, there[0], batch))
+    step = jax.jit(gradients(graph), out_shardings=(batch, placements[0], batch))
     program = step.lower(*args).compile().as_text()
     jax.clear_caches()
-    found = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})\(", program)
+    actual = re.findall(rf"= \(?(\w+)\[([\d,]*)\].*? ({COLLECTIVES})\(", program)
     sizes = {"gathered": Counter(), "all-reduce": Counter(), "reduce-scatter": 0}
-    for dtype, shape, name in found:
+    for dtype, shape, name in actual:
         size = np.prod([int(n) for n in shape.split(",") if n], dtype=int)
         if name == "reduce-scatter":
             sizes[name] += 1
@@ -230,8 +232,8 @@ def model(batch_axes=None):
 
 def loss_and_gradients(graph):
     def loss(params, tokens):
-        found = nnx.merge(graph, params)
-        return llama.cross_entropy(found, tokens[:, :-1], tokens[:, 1:])
+        net = nnx.merge(graph, params)
+        return llama.cross_entropy(net, tokens[:, :-1], tokens[:, 1:])
 
     return jax.value_and_grad(loss)
 
@@ -249,11 +251,11 @@ def test_models_train_fully_sharded(monkeypatch, axis_type):
     def spec(param):
         return P(*[None] * (param.ndim - 2), "fsdp") if param.ndim > 2 else P()
 
-    there = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
-    params = jax.device_put(params, there)
+    placements = jax.tree.map(lambda p: NamedSharding(mesh, spec(p)), params)
+    params = jax.device_put(params, placements)
     tokens = jax.device_put(tokens, NamedSharding(mesh, BATCH))
-    whole = NamedSharding(mesh, P())
-    step = jax.jit(loss_and_gradients(graph), out_shardings=(whole, there))
+    complete = NamedSharding(mesh, P())
+    step = jax.jit(loss_and_gradients(graph), out_shardings=(complete, placements))
     compiled = step.lower(params, tokens).compile()
     loss, grads = jax.device_get(compiled(params, tokens))
     jax.clear_caches()
@@ -276,17 +278,19 @@ def test_shards_of_the_batch_are_quantized_like_microbatches(monkeypatch, axis_t
     weights[0] = 1
     graph, params = model()
     step = jax.jit(loss_and_gradients(graph))
-    parts = [jax.device_get(step(params, part)) for part in np.split(tokens, 8)]
+    parts = [jax.device_get(step(params, piece)) for piece in np.split(tokens, 8)]
     each = zip(*(jax.tree.leaves(grads) for _, grads in parts), strict=True)
     shares = weights[:, 0].astype(np.float64) / weights[:, 0].sum()
-    expected = [np.tensordot(shares, np.asarray(own, np.float64), 1) for own in each]
+    expected = [
+        np.tensordot(shares, np.asarray(operands, np.float64), 1) for operands in each
+    ]
     as_kernels(monkeypatch)
     mesh = mesh_of(axis_type)
     graph, _ = model(("data", "fsdp") if axis_type == AUTO else None)
 
     def loss(params, tokens, weights):
-        found, own = nnx.merge(graph, params), (tokens[:, :-1], tokens[:, 1:])
-        return llama.cross_entropy(found, *own, weights=weights)
+        net, operands = nnx.merge(graph, params), (tokens[:, :-1], tokens[:, 1:])
+        return llama.cross_entropy(net, *operands, weights=weights)
 
     params = jax.device_put(params, NamedSharding(mesh, P()))
     batch = jax.device_put((tokens, weights), NamedSharding(mesh, BATCH))

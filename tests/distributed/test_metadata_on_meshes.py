@@ -132,8 +132,8 @@ def test_scales_keep_the_spec_where_devices_hold_whole_groups():
         )
         state = coat.fp8_adamw(1e-3).init(nnx.state(model, nnx.Param))
     moment = state[0].nu["kernel"]
-    for part in (moment.scale, moment.exponent):
-        assert part[...].sharding.spec == P(None, "x")
+    for piece in (moment.scale, moment.exponent):
+        assert piece[...].sharding.spec == P(None, "x")
 
 
 @pytest.mark.parametrize("stored", ["to_optax_state", "report"])

@@ -40,15 +40,15 @@ def test_a_step_by_hand_has_the_losses_of_jit():
 def test_gradients_by_hand_are_those_of_jit():
     mesh = meshes.make({"fsdp": 2}, devices=2)
     tokens = model_step._random_tokens(MODEL, 4)
-    found = []
+    actual = []
     for case in ("bf16", model_step.BY_HAND):
         loss, (params, histories) = model_step.loss_function(case, MODEL, mesh)
         params = model_step.random_params(params)
-        there = meshes.param_shardings(params, mesh)
-        params = jax.device_put(params, there)
+        placements = meshes.param_shardings(params, mesh)
+        params = jax.device_put(params, placements)
         grads = jax.jit(jax.grad(loss))(params, histories, tokens)
-        found.append(jax.tree.leaves(jax.device_get(grads)))
-    for a, b in zip(*found, strict=True):
+        actual.append(jax.tree.leaves(jax.device_get(grads)))
+    for a, b in zip(*actual, strict=True):
         a, b = a.astype(float), b.astype(float)
         np.testing.assert_allclose(b, a, atol=2.0**-6 * np.max(np.abs(a)))
 

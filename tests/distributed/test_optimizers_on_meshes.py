@@ -39,7 +39,7 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 
 @pytest.fixture
 def as_kernel(monkeypatch):
-    """Runs the reference behind custom_partitioning, as several GPUs do the kernel."""
+    """Runs the reference in custom_partitioning, as several GPUs do the kernel."""
     monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
     as_kernels(monkeypatch)
 
@@ -188,8 +188,8 @@ def test_inside_of_shard_map(manual):
     for i in range(rows):
         for j in range(columns):
             cut = functools.partial(shard, i=i, j=j)
-            own = jax.jit(step)(*jax.tree.map(cut, (grads, state, params)))
-            assert_same_bits(jax.tree.map(cut, after), jax.device_get(own))
+            of_shard = jax.jit(step)(*jax.tree.map(cut, (grads, state, params)))
+            assert_same_bits(jax.tree.map(cut, after), jax.device_get(of_shard))
 
 
 @pytest.mark.usefixtures("as_kernel")
@@ -222,8 +222,13 @@ def test_moments_made_outside_of_jit_lie_with_their_parameters(axis_type):
     params = jax.device_put(random_tree(0, layout), where)
     state, expected = tx.init(params), coat.opt_state_sharding(tx, params, where)
     for field in ("mu", "nu"):
-        moments, there = getattr(state[0], field), getattr(expected[0], field)
-        for x, s in zip(jax.tree.leaves(moments), jax.tree.leaves(there), strict=True):
+        moments, expected_moments = (
+            getattr(state[0], field),
+            getattr(expected[0], field),
+        )
+        for x, s in zip(
+            jax.tree.leaves(moments), jax.tree.leaves(expected_moments), strict=True
+        ):
             assert x.sharding.is_equivalent_to(s, x.ndim)
     abstract = jax.tree.map(
         lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=p.sharding), params
@@ -253,12 +258,12 @@ def test_the_state_of_any_optimizer_has_shardings(make):
     tx, where = make(), shardings(mesh_of(4, 2))
     params = random_tree(0)
     abstract = jax.eval_shape(lambda: params)
-    found = coat.opt_state_sharding(tx, abstract, where)
+    actual = coat.opt_state_sharding(tx, abstract, where)
     state = jax.eval_shape(tx.init, abstract)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert jax.tree.structure(actual) == jax.tree.structure(state)
     flat = zip(
         jax.tree_util.tree_leaves_with_path(state, is_leaf=is_quantized),
-        jax.tree.leaves(found, is_leaf=is_quantized),
+        jax.tree.leaves(actual, is_leaf=is_quantized),
         strict=True,
     )
     moments = 0
@@ -268,7 +273,7 @@ def test_the_state_of_any_optimizer_has_shardings(make):
         moments += bool(name)
         assert {s.spec for s in jax.tree.leaves(sharding)} == {spec}
     assert moments >= 2 * len(LAYOUT)
-    jax.jit(tx.init, out_shardings=found).lower(abstract)
+    jax.jit(tx.init, out_shardings=actual).lower(abstract)
 
 
 def test_nnx_states_and_prefixes():
@@ -279,14 +284,14 @@ def test_nnx_states_and_prefixes():
     tree = jax.tree.map(lambda p: NamedSharding(mesh, P("data")), params)
     tx = coat.fp8_adamw(1e-3)
     assert coat.opt_state_sharding(tx, params, where)[0].count == where
-    found = coat.opt_state_sharding(tx, params, tree)
-    state = jax.jit(tx.init, out_shardings=found)(params)
+    actual = coat.opt_state_sharding(tx, params, tree)
+    state = jax.jit(tx.init, out_shardings=actual)(params)
     for leaf in jax.tree.leaves((state[0].mu, state[0].nu)):
         assert leaf.sharding.spec == P("data")
 
 
 def test_an_array_by_itself():
     tx, where = coat.fp8_adamw(1e-3), NamedSharding(mesh_of(4, 2), P("data", "model"))
-    found = coat.opt_state_sharding(tx, jnp.zeros((16, 1024)), where)
-    assert found[0].mu.scale.spec == found[0].nu.exponent.spec == P("data", "model")
-    assert found[0].count.spec == P()
+    actual = coat.opt_state_sharding(tx, jnp.zeros((16, 1024)), where)
+    assert actual[0].mu.scale.spec == actual[0].nu.exponent.spec == P("data", "model")
+    assert actual[0].count.spec == P()

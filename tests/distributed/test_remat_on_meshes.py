@@ -19,7 +19,7 @@ from coat_jax.remat.api import fp8_remat
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-# An MLP whose hidden columns are sharded along "model", and its rows along "data".
+# An MLP with hidden columns sharded along "model", and rows along "data".
 SPECS = {"up": P(None, "model"), "down": P("model", None), "x": P("data", None)}
 
 
@@ -56,9 +56,9 @@ def numbers(hidden: int):
 
 def arguments(mesh, hidden: int = 256):
     params, x = numbers(hidden)
-    there = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    params = {name: jax.device_put(p, there[name]) for name, p in params.items()}
-    return params, jax.device_put(x, there["x"])
+    placements = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
+    params = {name: jax.device_put(p, placements[name]) for name, p in params.items()}
+    return params, jax.device_put(x, placements["x"])
 
 
 def gradients(fn):
@@ -84,10 +84,10 @@ def of_one_device(policy=None, hidden: int = 256):
 
 def collectives(program: str) -> Counter:
     """Counts the arrays that go through each kind of collective."""
-    found = Counter()
+    actual = Counter()
     for arrays, name in re.findall(rf"= (.*?) ({COLLECTIVES})(?:-start)?\(", program):
-        found[name] += arrays.count("[")
-    return found
+        actual[name] += arrays.count("[")
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -122,15 +122,15 @@ def test_residuals_lie_as_what_they_are_of(axis_type):
     assert not collectives(program.as_text())
     hidden = NamedSharding(mesh, P("data", "model"))
     rows = NamedSharding(mesh, P("data", None))
-    found = Counter()
+    actual = Counter()
     for leaf in leaves:
         if leaf.dtype in FP8 or leaf.dtype == jnp.uint16:
             expected = rows if leaf.dtype in FP8 and leaf.shape[-1] == 64 else hidden
             if leaf.shape[-1] == 1:
                 expected = rows
             assert leaf.sharding.is_equivalent_to(expected, leaf.ndim)
-            found[leaf.dtype.name] += 1
-    assert found["float8_e4m3fn"] == found["uint16"] >= 4
+            actual[leaf.dtype.name] += 1
+    assert actual["float8_e4m3fn"] == actual["uint16"] >= 4
 
 
 @pytest.mark.usefixtures("either")
@@ -159,8 +159,8 @@ def test_inside_of_shard_map(manual):
             axis_names=manual,
         )
 
-    there = gradients(everywhere(fp8_remat(mlp)))(*numbers(256))
-    assert_close(jax.device_get(there), of_one_device(), 1e-4)
+    results = gradients(everywhere(fp8_remat(mlp)))(*numbers(256))
+    assert_close(jax.device_get(results), of_one_device(), 1e-4)
 
 
 @pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])

@@ -1,7 +1,7 @@
 """Tests that layers and matmuls run within `shard_map` with its default arguments.
 
 There types say over which devices an array's values differ, and gradients of arrays
-whose values do not differ are added up.
+with equal values are added up.
 """
 
 import functools
@@ -47,23 +47,23 @@ def shards(x):
 def by_shards(fn, params, x, dy):
     """Returns what `fn` returns for the shards, with gradients of `params` added up."""
     one = jax.jit(fn)
-    found = [one(params, *rows) for rows in zip(shards(x), shards(dy), strict=True)]
-    ys, dparams, dxs = zip(*jax.device_get(found), strict=True)
+    actual = [one(params, *rows) for rows in zip(shards(x), shards(dy), strict=True)]
+    ys, dparams, dxs = zip(*jax.device_get(actual), strict=True)
     total = jax.tree.map(lambda *g: sum(x.astype(np.float32) for x in g), *dparams)
     return np.concatenate(ys), total, np.concatenate(dxs)
 
 
 def assert_those_of_shards(apply, params, x, dy):
-    """Compares outputs and gradients with those of each shard on one device."""
+    """Compares outputs and gradients with each shard's on one device."""
 
     def run(params, x, dy):
         y, vjp = jax.vjp(apply, params, x)
         return y, *vjp(dy)
 
     specs = P(), P("data"), P("data")
-    found = shard_map(run, specs, (P("data"), P(), P("data")))(params, x, dy)
+    actual = shard_map(run, specs, (P("data"), P(), P("data")))(params, x, dy)
     expected = by_shards(run, params, x, dy)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         # Sums over devices have the dtype of the parameters, bfloat16.
         a, b = (np.asarray(x, np.float32) for x in (a, b))
         np.testing.assert_allclose(a, b, atol=2.0**-7 * np.max(np.abs(b)))
@@ -105,12 +105,12 @@ def test_next_histories_are_the_largest_of_all_devices():
         return jax.vjp(apply, histories)[1](dy)[0]
 
     specs = P(), P("data"), P("data")
-    found = shard_map(run, specs, P())(histories, x, dy)
+    actual = shard_map(run, specs, P())(histories, x, dy)
     rows = zip(shards(x), shards(dy), strict=True)
-    each = [jax.device_get(jax.jit(run)(histories, *own)) for own in rows]
-    for a, *b in zip(*map(jax.tree.leaves, (found, *each)), strict=True):
+    each = [jax.device_get(jax.jit(run)(histories, *operands)) for operands in rows]
+    for a, *b in zip(*map(jax.tree.leaves, (actual, *each)), strict=True):
         np.testing.assert_array_equal(a, np.max(b, axis=0))
-        assert len({own[0] for own in b}) > 1
+        assert len({operands[0] for operands in b}) > 1
 
 
 def dots(w, x):
@@ -158,8 +158,8 @@ def test_a_models_loss_is_the_mean_over_devices(recipe):
 
     run = shard_map(jax.value_and_grad(mean), (P(), P("data")), P())
     value, grads = run(params, tokens)
-    found = [jax.jit(jax.value_and_grad(loss))(params, t) for t in shards(tokens)]
-    values, expected = zip(*jax.device_get(found), strict=True)
+    actual = [jax.jit(jax.value_and_grad(loss))(params, t) for t in shards(tokens)]
+    values, expected = zip(*jax.device_get(actual), strict=True)
     assert value == pytest.approx(np.mean(values), rel=1e-6)
     expected = jax.tree.map(lambda *g: sum(g) / DEVICES, *expected)
     for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(expected), strict=True):

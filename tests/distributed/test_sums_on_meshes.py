@@ -30,17 +30,17 @@ def on(mesh, x, *spec):
 def test_the_accumulator_is_added_once(result, monkeypatch):
     as_kernels(monkeypatch)
     a, b = (normal(i, n, K).astype(jnp.float8_e4m3fn) for i, n in enumerate((M, N)))
-    added = normal(2, M, N)
-    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T + added
+    addend = normal(2, M, N)
+    exact = np.asarray(a, np.float64) @ np.asarray(b, np.float64).T + addend
     where = mesh()
     arrays = on(where, a, "data", "tensor"), on(where, b, None, "tensor")
     run = jax.jit(
-        lambda a, b, added: pk.matmul(a, b, 1.0, 1.0, added, out_dtype=jnp.float32),
+        lambda a, b, addend: pk.matmul(a, b, 1.0, 1.0, addend, out_dtype=jnp.float32),
         out_shardings=NamedSharding(where, result),
     )
-    compiled = run.lower(*arrays, on(where, added, "data")).compile()
-    found = compiled(*arrays, on(where, added, "data"))
-    np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-3)
+    compiled = run.lower(*arrays, on(where, addend, "data")).compile()
+    actual = compiled(*arrays, on(where, addend, "data"))
+    np.testing.assert_allclose(actual, exact, rtol=1e-5, atol=1e-3)
     assert "all-gather" not in compiled.as_text()
 
 
@@ -63,5 +63,5 @@ def test_a_blocks_last_matmul_stays_split(monkeypatch):
     compiled = fn.lower(split, on(where, x, "data")).compile()
     products = 3 * 2 * M * K * f / where.size
     assert products < compiled.cost_analysis()["flops"] < 1.5 * products
-    found, alone = compiled(split, on(where, x, "data")), fn(params, x)
-    assert_near(found, np.asarray(alone, np.float64))
+    actual, alone = compiled(split, on(where, x, "data")), fn(params, x)
+    assert_near(actual, np.asarray(alone, np.float64))

@@ -51,19 +51,19 @@ def _batches(count=STEPS):
 
 
 def _advance(trainer, state, batches):
-    found = []
+    actual = []
     for batch in batches:
         state, metrics = trainer.step(state, batch)
-        found.append([metrics.loss, metrics.grad_norm])
-    return state, np.asarray(found, np.float64)
+        actual.append([metrics.loss, metrics.grad_norm])
+    return state, np.asarray(actual, np.float64)
 
 
 @functools.cache
 def _rows(*args, **changes):
-    """Returns losses and norms of a few steps, and a loss of validation behind them."""
+    """Returns losses and norms of a few steps, and a loss of validation after them."""
     trainer = _trainer(*args, **changes)
-    state, found = _advance(trainer, trainer.init(), _batches())
-    return np.append(found, trainer.evaluate(state, [*_batches(1)]))
+    state, actual = _advance(trainer, trainer.init(), _batches())
+    return np.append(actual, trainer.evaluate(state, [*_batches(1)]))
 
 
 def _bits(tree):
@@ -94,14 +94,14 @@ def test_each_device_has_its_shards_alone_and_they_are_donated(mesh):
     trainer = _trainer(mesh)
     state = trainer.init()
     over = 8 if mesh == "fsdp=8" else 4
-    held = 0
+    total = 0
     for x in jax.tree.leaves(state):
         shard = x.addressable_shards[0].data
-        held += shard.nbytes
+        total += shard.nbytes
         if x.size >= 4096:
             assert shard.size * over == x.size
     compiled, _ = trainer.compiled
-    assert compiled.memory_analysis().alias_size_in_bytes == held
+    assert compiled.memory_analysis().alias_size_in_bytes == total
     after, _ = trainer.step(state, _batches(1)[0])
     for x, like in zip(
         jax.tree.leaves(after), jax.tree.leaves(trainer.abstract_state()), strict=True
@@ -122,9 +122,9 @@ def test_a_checkpoint_has_the_same_bits_on_any_mesh(tmp_path):
         assert _bits(restored) == expected
         if mesh == "fsdp=8":
             resumed, rows = _advance(trainer, restored, _batches()[2:])
-            undisturbed, others = _advance(trainer, state, _batches()[2:])
+            undisturbed, remaining = _advance(trainer, state, _batches()[2:])
             assert _bits(resumed) == _bits(undisturbed)
-            np.testing.assert_array_equal(rows, others)
+            np.testing.assert_array_equal(rows, remaining)
 
 
 def test_what_a_mesh_does_not_divide_is_refused():
@@ -217,10 +217,10 @@ def test_two_processes_train_as_one_and_stop_together(text, tmp_path, on_devices
             running[1].send_signal(signal.SIGINT)
             break
         time.sleep(0.05)
-    said = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [STOPPED] * 2, said
-    assert f"--resume {out}" in said[0][0]
-    assert "compil" not in said[1][0]
+    output = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [STOPPED] * 2, output
+    assert f"--resume {out}" in output[0][0]
+    assert "compil" not in output[1][0]
     assert on_devices(4, *argv, "--out", alone) == 0
     few = len(_logged(out))
     assert 5 <= few < 60

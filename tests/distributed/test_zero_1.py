@@ -31,18 +31,18 @@ def _random(seed):
 def _with_data(mesh, x):
     """Returns a sharding over the data axis, along the first axis that it divides."""
     size = mesh.shape["data"]
-    whole = [None] * len(x.shape)
+    complete = [None] * len(x.shape)
     for axis, length in enumerate(x.shape):
         if length and length % size == 0:
-            return NamedSharding(mesh, P(*whole[:axis], "data"))
+            return NamedSharding(mesh, P(*complete[:axis], "data"))
     return NamedSharding(mesh, P())
 
 
-def _shardings(tx, params, mesh, way):
+def _shardings(tx, params, mesh, variant):
     """Returns the shardings of the state and, found by path, of the parameters."""
-    if way == "from parameters":
-        wanted = jax.tree.map(lambda p: _with_data(mesh, p), params)
-        state = coat.opt_state_sharding(tx, params, wanted)
+    if variant == "from parameters":
+        requested = jax.tree.map(lambda p: _with_data(mesh, p), params)
+        state = coat.opt_state_sharding(tx, params, requested)
     else:
         abstract = jax.eval_shape(tx.init, params)
         state = jax.tree.map(lambda x: _with_data(mesh, x), abstract)
@@ -69,12 +69,12 @@ def test_steps_are_those_of_one_device(way, fused):
     expected, state = params, tx.init(params)
     for _ in range(2):
         expected, state = jax.jit(step)(grads, state, expected)
-    found = jax.device_put(params, everywhere)
-    state = jax.jit(tx.init, out_shardings=shardings)(found)
+    actual = jax.device_put(params, everywhere)
+    state = jax.jit(tx.init, out_shardings=shardings)(actual)
     sharded = jax.jit(step, out_shardings=(everywhere, shardings))
     for _ in range(2):
-        found, state = sharded(grads, state, found)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        actual, state = sharded(grads, state, actual)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), atol=1e-5)
     moment = optax.tree.get(state, "mu")["w"]
     assert is_quantized(moment)

@@ -32,8 +32,8 @@ def written(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(written):
-    found = json.loads(written[0].read_text())["rows"]
-    return {row["recipe"]: row for row in found}
+    actual = json.loads(written[0].read_text())["rows"]
+    return {row["recipe"]: row for row in actual}
 
 
 def test_operations_add_up_to_what_is_saved(rows):
@@ -109,9 +109,9 @@ def test_heads_divide_the_hidden_size():
 
 def test_command_line(written):
     out, printed = written
-    found = json.loads(out.read_text())
-    assert found["shape"]["seq"] == 128
-    targets = [(bar["name"], bar["target"]) for bar in found["bars"]]
+    actual = json.loads(out.read_text())
+    assert actual["shape"]["seq"] == 128
+    targets = [(bar["name"], bar["target"]) for bar in actual["bars"]]
     assert targets == [
         ("coat, U", "<= 8.3"),
         ("coat_max, U", "<= 6.5"),

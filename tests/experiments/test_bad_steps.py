@@ -89,7 +89,7 @@ def corpus(text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rolled_back(corpus, tmp_path_factory):
-    """The folder of a run whose seventh batch led to a rollback, and its corpus."""
+    """The folder of a run with a rollback at its seventh batch, and its corpus."""
     out, path = tmp_path_factory.mktemp("runs") / "run", corpus(_NAN, 7)
     assert _train(path, out, "--bad-step", "rollback") == 0
     return out, path
@@ -142,10 +142,10 @@ def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
     trainer = _trainer(recipe, bad_step)
     state, losses = trainer.init(), []
     numbered = enumerate(_batches(path), 1)
-    kept = (batch for number, batch in numbered if number not in left_out)
-    for batch in itertools.islice(kept, count):
-        state, found = trainer.step(state, batch)
-        losses.append(float(found.loss))
+    saved = (batch for number, batch in numbered if number not in left_out)
+    for batch in itertools.islice(saved, count):
+        state, actual = trainer.step(state, batch)
+        losses.append(float(actual.loss))
     return losses, _bits(state)
 
 
@@ -192,8 +192,8 @@ def test_a_skipped_step_changes_nothing(recipe, corpus, tmp_path):
     assert rows[5]["val_loss"] > 0
     assert _final_bits(out, recipe) == bits
     schedule = optimizer.learning_rate(_settings(), _STEPS)
-    taken = [*range(6), *range(5, _STEPS - 1)]  # Steps that the optimizer has counted.
-    expected = [float(schedule(count)) for count in taken]
+    counts = [*range(6), *range(5, _STEPS - 1)]  # Steps that the optimizer has counted.
+    expected = [float(schedule(count)) for count in counts]
     assert [row["lr"] for row in rows] == pytest.approx(expected, rel=1e-5)
     assert (out / "loss.png").exists()
 
@@ -228,9 +228,9 @@ def test_a_rollback_leaves_the_batches_out(recipe, bad, left_out, corpus, tmp_pa
 def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsys):
     out, path = tmp_path / "run", corpus(_NAN, 5, 6, 7, 8)
     assert _train(path, out, "--bad-step", "rollback") == 1
-    said = capsys.readouterr().out
-    assert said.count("back to step 4") == 3
-    assert "error: bf16, step 5: loss nan" in said
+    output = capsys.readouterr().out
+    assert output.count("back to step 4") == 3
+    assert "error: bf16, step 5: loss nan" in output
     assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4]
     assert _resume(out, "--bad-step", "skip") == 0
     assert [r["step"] for r in _rows(out) if "skipped" in r] == [5, 6, 7, 8]
@@ -254,8 +254,8 @@ def test_a_nan_in_validation_stops(bad_validation, tmp_path, capsys):
     assert "error: bf16, step 6: val_loss nan; to leave it" in capsys.readouterr().out
     assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4, 5]
     assert _resume(out, "--bad-step", "skip") == 0
-    said = capsys.readouterr().out
-    assert "bf16, step 6: val_loss nan; the training goes on" in said
+    output = capsys.readouterr().out
+    assert "bf16, step 6: val_loss nan; the training goes on" in output
     rows = _rows(out)
     assert [row["step"] for row in rows if row.get("val_loss", 0) is None] == [6, 12]
     assert not any("skipped" in row for row in rows)
@@ -265,9 +265,9 @@ def test_a_nan_in_validation_stops(bad_validation, tmp_path, capsys):
 def test_a_nan_in_validation_rolls_back(bad_validation, tmp_path, capsys):
     out = tmp_path / "run"
     assert _train(bad_validation, out, "--bad-step", "rollback") == 1
-    said = capsys.readouterr().out
-    assert said.count("bf16, step 6: val_loss nan; back to step 4") == 3
-    assert "error: bf16, step 6: val_loss nan" in said
+    output = capsys.readouterr().out
+    assert output.count("bf16, step 6: val_loss nan; back to step 4") == 3
+    assert "error: bf16, step 6: val_loss nan" in output
     # Each return goes on with the next two batches.
     losses, _ = _trained(bad_validation, {5, 6, 7, 8, 9, 10}, count=5)
     rows = _rows(out)
@@ -322,8 +322,8 @@ def test_rollbacks_before_and_after_a_stop_count_together(
         on_call(patch, training.Trainer, "step", 8, _interrupt)
         assert _train(path, out, "--bad-step", "rollback", "--keep", "1") == 130
     with runs.Run.resume(out, {}).checkpoints("bf16") as checkpoints:
-        found = checkpoints.progress()
-    assert (found.step, found.origin, found.rollbacks) == (5, 4, 2)
+        actual = checkpoints.progress()
+    assert (actual.step, actual.origin, actual.rollbacks) == (5, 4, 2)
     names = {path.name for path in (out / "checkpoints" / "bf16").iterdir()}
     assert names == {"4", "5"}
     assert _resume(out) == 1
@@ -333,21 +333,23 @@ def test_rollbacks_before_and_after_a_stop_count_together(
 def test_a_spike_is_bad_if_it_is_asked_for(recipe, corpus, tmp_path, capsys):
     path, flags = corpus(_SPIKE, 7), ["--bad-step", "skip"]
     assert _train(path, tmp_path / "off", *flags, recipe=recipe) == 0
-    found = _rows(tmp_path / "off")
-    assert not any("skipped" in row for row in found)
-    assert found[6]["loss"] > 50 * found[5]["loss"]
+    actual = _rows(tmp_path / "off")
+    assert not any("skipped" in row for row in actual)
+    assert actual[6]["loss"] > 50 * actual[5]["loss"]
     out = tmp_path / "on"
     assert _train(path, out, *flags, "--spike", "3", recipe=recipe) == 0
     rows = _rows(out)
     assert [row["step"] for row in rows if "skipped" in row] == [7]
-    assert rows[:6] == found[:6]
+    assert rows[:6] == actual[:6]
     losses, bits = _trained(path, {7}, recipe, _STEPS - 1, bad_step="skip")
     assert [r["loss"] for r in rows if "skipped" not in r] == losses
     assert _final_bits(out, recipe) == bits
     limit = 3 * np.median(losses[:6])
-    said = capsys.readouterr().out
-    assert f"{recipe}, step 7: loss {rows[6]['loss']:.4g} is above {limit:.4g}" in said
-    assert "the largest gradient is that of " in said
+    output = capsys.readouterr().out
+    assert (
+        f"{recipe}, step 7: loss {rows[6]['loss']:.4g} is above {limit:.4g}" in output
+    )
+    assert "the largest gradient is that of " in output
 
 
 @pytest.mark.slow
@@ -373,9 +375,9 @@ def test_a_resumed_run_has_the_same_limits(corpus, tmp_path, monkeypatch):
 
 def test_without_a_bad_step_the_answer_changes_nothing(corpus, tmp_path):
     path = corpus(_NAN)
-    for answer in ("stop", "rollback"):
-        flags = ["--bad-step", answer, "--spike", "9"]
-        assert _train(path, tmp_path / answer, *flags) == 0
+    for reply in ("stop", "rollback"):
+        flags = ["--bad-step", reply, "--spike", "9"]
+        assert _train(path, tmp_path / reply, *flags) == 0
     assert _rows(tmp_path / "stop") == _rows(tmp_path / "rollback")
     losses, bits = _trained(path, set())
     assert [row["loss"] for row in _rows(tmp_path / "stop")] == losses
@@ -411,8 +413,8 @@ def test_only_skipping_changes_the_compiled_update(answer, recipe):
     arguments = trainer.abstract_state(), batch, limit
     traced, shapes = jax.make_jaxpr(trainer._step, return_shape=True)(*arguments)
     state = len(jax.tree.leaves(shapes[0]))
-    wanted = [place < state for place in range(len(traced.jaxpr.outvars))]
-    update, used = partial_eval.dce_jaxpr(traced.jaxpr, wanted)
+    requested = [position < state for position in range(len(traced.jaxpr.outvars))]
+    update, used = partial_eval.dce_jaxpr(traced.jaxpr, requested)
     conditional = [e for e in update.eqns if e.primitive.name == "cond"]
     assert used[-1] == len(conditional) == (answer == "skip")
 
@@ -426,12 +428,12 @@ def test_norms_of_gradients_are_those_of_the_named_parameters():
         "/".join(map(str, path)): np.linalg.norm(np.asarray(leaf[...]).ravel())
         for path, leaf in nnx.to_flat_state(grads)
     }
-    _, found = trainer.step(state, batch.astype(np.int32))
+    _, actual = trainer.step(state, batch.astype(np.int32))
     assert dict(
-        zip(trainer.parameter_names, map(float, found.grad_norms), strict=True)
+        zip(trainer.parameter_names, map(float, actual.grad_norms), strict=True)
     ) == pytest.approx(expected, rel=1e-3)
     total = np.linalg.norm(list(expected.values()))
-    assert float(found.grad_norm) == pytest.approx(total, rel=1e-3)
+    assert float(actual.grad_norm) == pytest.approx(total, rel=1e-3)
 
 
 def test_the_limit_is_of_the_last_fifty_losses(rng):

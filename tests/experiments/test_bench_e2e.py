@@ -73,8 +73,8 @@ def test_a_process_gives_way_or_takes_memory(monkeypatch):
 
 def test_presets_are_the_benchmarks_models():
     assert model_step.Model.of("llama2-7b") == model_step.Model()
-    found = model_step.Model.of("llama2-13b")
-    sizes = (found.hidden, found.intermediate, found.layers, found.heads)
+    actual = model_step.Model.of("llama2-13b")
+    sizes = (actual.hidden, actual.intermediate, actual.layers, actual.heads)
     assert sizes == (5120, 13_824, 40, 40)
 
 
@@ -109,10 +109,10 @@ def test_rows_join_and_bars_compare_them():
     coat = rows[-2]
     assert (coat["ratio_to_bf16"], coat["ratio_to_best_bf16"]) == (1.8, 1.5)
     assert "ratio_to_bf16" not in rows[-1]
-    found = {
+    actual = {
         bar.name: (round(bar.measured, 3), bar.holds) for bar in bench_e2e.bars(rows)
     }
-    assert found == {
+    assert actual == {
         "coat, batch 2: peak / BF16's": (0.476, True),
         "coat, batch 2: tokens/s / BF16's": (1.8, True),
         "coat, its best, tokens/s": (21_000, True),
@@ -162,9 +162,9 @@ def test_bars_of_four_gpus_depend_on_the_kind():
         ("NVIDIA H100 80GB HBM3", {share: 0.95}),
         ("NVIDIA H200", {share: 0.95, speed: 16_500}),
     ):
-        found = bench_e2e.bars(rows, gpu)
-        assert {bar.name: bar.measured for bar in found} == expected
-        assert all(bar.holds for bar in found)
+        actual = bench_e2e.bars(rows, gpu)
+        assert {bar.name: bar.measured for bar in actual} == expected
+        assert all(bar.holds for bar in actual)
 
 
 def test_rows_of_other_flags_and_models_stand_beside_each_other():
@@ -230,7 +230,7 @@ def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
     out = tmp_path / "e2e.json"
     sizes = "--hidden 64 --intermediate 96 --layers 1 --heads 2 --kv-heads 2 --seq 16"
     argv = [*sizes.split(), "--steps", "2", "--out", str(out), "--batch", "1"]
-    before = os.environ["XLA_FLAGS"]
+    initial = os.environ["XLA_FLAGS"]
     bench_e2e.main([*argv, "--cases", "bf16, products saved", "--vocab", "128"])
     (row,) = json.loads(out.read_text())["rows"]
     _check_step(row, dataclasses.replace(_MODEL, layers=1, kv_heads=2), 8)
@@ -243,4 +243,4 @@ def test_each_case_has_a_process_and_joins_the_file(tmp_path, monkeypatch):
     assert flags.endswith(second["xla_flags"])
     assert "tokens_per_s" in second
     assert "ratio_to_best_bf16" not in second
-    assert os.environ["XLA_FLAGS"] == before
+    assert os.environ["XLA_FLAGS"] == initial

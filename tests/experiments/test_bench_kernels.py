@@ -18,12 +18,12 @@ def test_every_case_can_be_called():
     for case in kernel_cases.elementwise((128, 256)):
         arguments = jax.eval_shape(case.draw, jax.random.key(0))
         call = functools.partial(case.call, implementation="reference")
-        read = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
+        inputs = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arguments))
         result = jax.tree.leaves(jax.eval_shape(call, *arguments))
         written = sum(x.size * x.dtype.itemsize for x in result)
         # A case counts all bytes that are read and written, except for weights and
         # amax.
-        assert case.size == pytest.approx(read + written, rel=0.05), case.kernel
+        assert case.size == pytest.approx(inputs + written, rel=0.05), case.kernel
         names.add(case.kernel)
     assert len(names) == 56
 
@@ -95,11 +95,11 @@ def test_bars_and_table():
         row |= {"rested_tflop_per_s": 1300.0} if name == "cube" else {}
         rows.append(row)
     rows.append({"kernel": "broken", "shape": "1 x 1", "error": "no"})
-    found = {
+    actual = {
         bar.name: (round(bar.measured, 3), bar.holds)
         for bar in bench_kernels.bars(rows)
     }
-    assert found == {
+    assert actual == {
         "elementwise, least share of a copy's rate": (0.75, False),
         "elementwise, least ratio to XLA": (2.0, True),
         "elementwise, mean ratio to XLA": (2.0, True),
@@ -126,10 +126,10 @@ def test_the_table_gets_the_fastest_tiles_unless_xla_is_clearly_faster():
 
 def test_products_that_loops_may_stack_are_xlas_only_where_it_wins_by_more():
     args = argparse.Namespace(shapes=None, tokens=[64], models=["7B"])
-    found = tune.shapes(args, "product")
+    actual = tune.shapes(args, "product")
     h, f = kernel_cases.TUNED["7B"]
-    gradient, forward = found[64, h, 2 * f], found[64, 2 * f, h]
+    gradient, forward = actual[64, h, 2 * f], actual[64, 2 * f, h]
     assert gradient[0] == (jax.numpy.float8_e5m2, jax.numpy.float8_e4m3fn)
-    assert gradient[1] > forward[1] == found[h, f, 64][1]
+    assert gradient[1] > forward[1] == actual[h, f, 64][1]
     # The forward matmul has the same shape.
-    assert found[64, h, h][1] == forward[1]
+    assert actual[64, h, h][1] == forward[1]

@@ -28,9 +28,9 @@ def test_llamas_have_this_inside():
 
 def test_shapes_are_the_papers():
     args = bench_layer.parser().parse_args([])
-    (shape, *others) = bench_layer.shapes(args)
+    (shape, *remaining) = bench_layer.shapes(args)
     assert (shape.hidden, shape.seq, shape.kv_heads) == (4096, 2048, 32)
-    assert [(s.hidden, s.seq) for s in others] == [
+    assert [(s.hidden, s.seq) for s in remaining] == [
         (4096, 4096),
         (2048, 2048),
         (2048, 4096),
@@ -51,33 +51,33 @@ def run(tmp_path_factory):
 def test_rows_of_other_shapes_are_kept():
     def rows(hidden, seq, *cases):
         sizes = {"batch": 4, "intermediate": 8, "kv_heads": 1, "head_dim": 8}
-        own = {"hidden": hidden, "seq": seq} | sizes
-        return [own | {"case": case} for case in cases]
+        new_rows = {"hidden": hidden, "seq": seq} | sizes
+        return [new_rows | {"case": case} for case in cases]
 
     before = rows(4096, 2048, "bf16", "te") + rows(2048, 2048, "bf16")
-    own = rows(4096, 2048, "coat")
-    assert bench_layer.replaced(before, own) == own + before[2:]
+    new_rows = rows(4096, 2048, "coat")
+    assert bench_layer.replaced(before, new_rows) == new_rows + before[2:]
     other = rows(4096, 4096, "bf16", "coat")
     after = bench_layer.replaced(before, other)
     assert after == [*before[:2], *other, *before[2:]]
 
 
 def test_turns_are_as_long_as_asked():
-    made = collections.Counter()
+    calls = collections.Counter()
 
     def sleeping(name, seconds):
         def call():
-            made[name] += 1
+            calls[name] += 1
             time.sleep(seconds)
 
         return call
 
     short, long = sleeping("short", 0.002), sleeping("long", 0.02)
-    found = timing.in_turns([short, long], calls=2, rounds=3, round_s=0.02)
-    assert 0.002 <= found[0] < found[1]
+    actual = timing.in_turns([short, long], calls=2, rounds=3, round_s=0.02)
+    assert 0.002 <= actual[0] < actual[1]
     # Calls: one to begin with, two to measure the time of a call, and three rounds.
-    assert made["short"] > 3 + 3 * 2
-    assert made["long"] == 3 + 3 * 2
+    assert calls["short"] > 3 + 3 * 2
+    assert calls["long"] == 3 + 3 * 2
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ def test_a_layer_is_timed_and_measured(run):
     assert measured["128, 32: coat, U saved"] == rows["coat"]["saved_units"]
 
 
-def _row(case, ms, units, **rest):
+def _row(case, ms, units, **remaining):
     row = {"case": case, "hidden": 4096, "seq": 2048, "batch": 4}
     row |= {"forward_backward_ms": ms, "saved_units": units}
     row |= {"backward_temporaries_mib": 500.0}
-    return row | {"ratio_to_fastest_bf16": 17 / ms} | rest
+    return row | {"ratio_to_fastest_bf16": 17 / ms} | remaining
 
 
 def test_bars_of_a_layer():
@@ -127,11 +127,11 @@ def test_bars_of_a_layer():
         _row("coat", 10.0, 8.27, backward_temporaries_mib=400.0),
         _row("coat_max", 11.0, 6.6, backward_temporaries_mib=600.0),
     ]
-    found = {
+    actual = {
         bar.name.removeprefix("4096, 2048: "): (round(bar.measured, 3), bar.holds)
         for bar in bench_layer.bars(rows)
     }
-    assert found == {
+    assert actual == {
         "coat, times the fastest BF16": (1.7, False),
         "coat_max, times coat": (0.909, False),
         "fp8_remat, time / bf16": (1.057, True),
@@ -192,13 +192,13 @@ def test_there_is_nothing_to_profile_without_a_gpu():
 
 @pytest.mark.slow
 def test_profiles_stand_beside_floors(monkeypatch):
-    found = iter(
+    actual = iter(
         [
             {"products": 15.0, "attention": 1.2, "XLA": 0.5, "gaps": 0.1},
             {"products": 6.5, "attention": 1.3, "Pallas: norm": 0.25, "gaps": 0.95},
         ]
     )
-    monkeypatch.setattr(profiling, "kernel_ms", lambda call: (call(), next(found))[1])
+    monkeypatch.setattr(profiling, "kernel_ms", lambda call: (call(), next(actual))[1])
     (shape,) = bench_layer.shapes(bench_layer.parser().parse_args(_TINY.split()))
     cases = ["bf16", "bf16, nothing saved", "coat"]
     compiled = bench_layer.compile_cases([shape], cases)[shape]
@@ -224,15 +224,15 @@ def test_profiles_need_what_they_compare(capsys):
 @pytest.mark.parametrize("bench", [bench_kernels, bench_layer, bench_e2e])
 def test_files_of_other_devices_are_left_alone(bench, tmp_path, monkeypatch, capsys):
     out = tmp_path / "results.json"
-    known = {"command": "uv run x", "date": "2026-01-01", "versions": {}, "bars": []}
-    known |= {"device": {"name": "NVIDIA Z9"}, "rows": [{"ms": 1.0}]}
-    known = json.dumps(known)
-    out.write_text(known)
+    recorded = {"command": "uv run x", "date": "2026-01-01", "versions": {}, "bars": []}
+    recorded |= {"device": {"name": "NVIDIA Z9"}, "rows": [{"ms": 1.0}]}
+    recorded = json.dumps(recorded)
+    out.write_text(recorded)
     monkeypatch.setattr(sys, "argv", ["bench", "--out", str(out)])
     with pytest.raises(SystemExit):
         bench.main()
     assert "results.json is of NVIDIA Z9, this is" in capsys.readouterr().err
-    assert out.read_text() == known
+    assert out.read_text() == recorded
 
 
 def test_shapes_name_their_heads():

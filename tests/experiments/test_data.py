@@ -155,20 +155,20 @@ def test_batches_visit_every_window_each_epoch_in_new_order():
 def test_rows_of_batches_are_read_alone():
     class Counted(data.Windows):
         def __getitem__(self, index):
-            read.append(index)
+            inputs.append(index)
             return super().__getitem__(index)
 
-    read = []
+    inputs = []
     # Batches are read ahead by threads, but not to the end of this first epoch.
     windows = Counted([np.arange(16_001, dtype=np.uint16)], 4)
-    whole = data.train_batches(_windows([windows._arrays[0]]), batch_size=5, seed=3)
+    complete = data.train_batches(_windows([windows._arrays[0]]), batch_size=5, seed=3)
     some = data.train_batches(windows, batch_size=5, seed=3, rows=np.array([1, 2]))
     for _ in range(4):
-        batch = next(whole)
+        batch = next(complete)
         np.testing.assert_array_equal(next(some), batch[1:3])
-        assert some.get_state() == whole.get_state()
+        assert some.get_state() == complete.get_state()
         numbers = (batch[:, 0] // 4).tolist()
-        assert set(numbers) & set(read) == set(numbers[1:3])
+        assert set(numbers) & set(inputs) == set(numbers[1:3])
 
 
 def test_batches_continue_from_a_saved_state():

@@ -45,10 +45,10 @@ def test_every_story_is_told_to_every_method(finished):
 @pytest.mark.slow
 def test_what_is_finished_is_not_done_again(finished, monkeypatch):
     argv, out = finished
-    before = json.loads(out.read_text())["rows"]
+    initial = json.loads(out.read_text())["rows"]
     monkeypatch.setattr(drift.Simulation, "looks", None)
     assert drift.main(argv) == 0
-    assert json.loads(out.read_text())["rows"] == before
+    assert json.loads(out.read_text())["rows"] == initial
 
 
 @pytest.mark.parametrize(
@@ -70,22 +70,22 @@ def test_errors_are_those_of_numpy(rng):
     nu, read_nu = rng.uniform(0.1, 2, (2, *shape))
     counted = rng.random(shape) < 0.5
     arrays = (jnp.asarray(x, jnp.float32) for x in (mu, nu, read_mu, read_nu))
-    found = drift._errors(*arrays, jnp.asarray(counted))
+    actual = drift._errors(*arrays, jnp.asarray(counted))
     for j, these in enumerate(counted):
         ratio = np.sqrt(nu / read_nu)[j, these]
-        exact, read = (mu / np.sqrt(nu))[j, these], (read_mu / np.sqrt(read_nu))[j]
-        read = read[these]
+        exact, inputs = (mu / np.sqrt(nu))[j, these], (read_mu / np.sqrt(read_nu))[j]
+        inputs = inputs[these]
         expected = {
             "ratio": ratio.mean(),
             "rms": np.sqrt(np.mean((ratio - 1) ** 2)),
             "largest": ratio.max(),
             "least": ratio.min(),
             "off_by_2_percent": 100 * np.mean((ratio > 2) | (ratio < 0.5)),
-            "update_ratio": np.mean(read * exact) / np.mean(exact**2),
-            "update_rms": np.sqrt(np.mean((read - exact) ** 2) / np.mean(exact**2)),
+            "update_ratio": np.mean(inputs * exact) / np.mean(exact**2),
+            "update_rms": np.sqrt(np.mean((inputs - exact) ** 2) / np.mean(exact**2)),
             "counted_percent": 100 * these.mean(),
         }
-        assert {k: v[j] for k, v in found.items()} == pytest.approx(expected, rel=1e-4)
+        assert {k: v[j] for k, v in actual.items()} == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize(("b2", "steps"), [(0.95, 1000), (0.999, 1000)])
@@ -100,13 +100,13 @@ def test_elements_count_while_their_gradients_are_remembered(b2, steps):
         last = np.full((len(STORIES), 128), step)
         last[row, frozen] = np.where(start <= step < end, start - 1, step)
         time = drift._time(jnp.int32(step), jnp.int32(steps))
-        found = np.asarray(simulation._counted(jnp.asarray(last), b2, time))
+        actual = np.asarray(simulation._counted(jnp.asarray(last), b2, time))
         long = end - start > memory
         settled = step < start or step >= end + memory
-        assert found[row, ~frozen].all()
-        assert found[row, frozen].all() == (not long or settled)
-        assert found[row, frozen].any() == found[row, frozen].all()
-        assert np.delete(found, [row, rows["all frozen"]], axis=0).all()
+        assert actual[row, ~frozen].all()
+        assert actual[row, frozen].all() == (not long or settled)
+        assert actual[row, frozen].any() == actual[row, frozen].all()
+        assert np.delete(actual, [row, rows["all frozen"]], axis=0).all()
 
 
 def test_the_unsigned_code_of_8_bit_adam_has_256_numbers():

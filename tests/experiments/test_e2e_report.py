@@ -1,4 +1,4 @@
-"""Tests of live training steps, and of the tables and the figure beside the paper's."""
+"""Tests of live training steps, and of tables and the figure next to the paper's."""
 
 import numpy as np
 import pytest
@@ -95,14 +95,14 @@ def test_ratios_of_the_papers_speeds_are_those_that_it_prints():
         ("Llama-2-13B", "4"): {"te": 1.21, "coat": 2.25},
         ("Llama-2-13B", "8"): {"te": 1.43, "coat": 1.44},
     }
-    found: dict[tuple[str, str], dict[str, float]] = {}
+    actual: dict[tuple[str, str], dict[str, float]] = {}
     for model, gpus, recipe, _, _, ratio in cells_of(e2e_report.paper_speed()):
         if ratio and recipe != "bf16":
-            found.setdefault((model, gpus), {})[recipe] = float(ratio)
-    assert found.keys() == printed.keys()
+            actual.setdefault((model, gpus), {})[recipe] = float(ratio)
+    assert actual.keys() == printed.keys()
     for key, ratios in printed.items():
         # The paper cuts digits off.
-        assert found[key] == pytest.approx(ratios, abs=0.011)
+        assert actual[key] == pytest.approx(ratios, abs=0.011)
 
 
 def test_each_row_of_the_paper_stands_below_its_prediction(predicted):
@@ -207,8 +207,8 @@ def test_speeds_stand_beside_the_papers_and_published_ones():
     assert {"batch 2", "batch 12"} <= texts
     assert lines[1]["FP8 on H100s, NeMo"] == [[8, 16_934]]
     assert lines[2]["FP8 on H100s, Megatron Bridge"] == [[8, 14_451]]
-    assert not any("paper" in label for own in lines[1:] for label in own)
+    assert not any("paper" in label for points in lines[1:] for label in points)
     titles = [axes.get_title(loc="left") for axes in panels]
     assert "Llama-3-8B, 8,192 tokens a sequence" in titles
-    for own in lines[1:]:
-        assert [gpus for gpus, _ in own["coat, here"]] == [1, 4]
+    for points in lines[1:]:
+        assert [gpus for gpus, _ in points["coat, here"]] == [1, 4]

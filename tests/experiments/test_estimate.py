@@ -99,8 +99,8 @@ def test_the_figure_has_a_bar_for_each_recipe_and_kind():
         "parameters",
         "saved activations",
     ]
-    found, whole = legend.get_window_extent(), figure.bbox
-    assert whole.y0 <= found.y0 < found.y1 < axes.get_tightbbox().y0
+    actual, complete = legend.get_window_extent(), figure.bbox
+    assert complete.y0 <= actual.y0 < actual.y1 < axes.get_tightbbox().y0
 
 
 @pytest.mark.parametrize(

@@ -73,12 +73,12 @@ def test_a_run_leaves_its_exact_match(finished):
     assert rows.keys() == {(r, f) for r in ("before", "bf16") for f in families}
     answers = _lines(finished / "answers.jsonl")
     for recipe in ("before", "bf16"):
-        own = [answer for answer in answers if answer["recipe"] == recipe]
-        asked = [(answer["question"], answer["expected"]) for answer in own]
+        of_recipe = [record for record in answers if record["recipe"] == recipe]
+        pairs = [(record["question"], record["expected"]) for record in of_recipe]
         test = problems("test", 6, families=["expressions"], largest=50)
-        assert asked == [(problem.question, problem.answer) for problem in test]
+        assert pairs == [(problem.question, problem.answer) for problem in test]
         row = rows[recipe, "all"]
-        share = 100 * np.mean([answer["exact"] for answer in own])
+        share = 100 * np.mean([record["exact"] for record in of_recipe])
         assert row["questions"] == 6
         assert row["exact_match_percent"] == pytest.approx(share)
     metrics = _lines(finished / "metrics.jsonl")
@@ -92,11 +92,11 @@ def test_a_run_starts_from_its_base_in_bfloat16(finished, base):
     trainer, state = _state(finished)
     run = pretrain.Run.resume(base, {})
     recipe = "bf16"
-    own = pretrain.Trainer(
+    pretrainer = pretrain.Trainer(
         model_config(run.settings, recipe, BYTES_VOCAB_SIZE), run.settings, steps=2
     )
     with run.checkpoints(recipe) as checkpoints:
-        expected = checkpoints.state(own.abstract_state()).params
+        expected = checkpoints.state(pretrainer.abstract_state()).params
     start = trainer.init().params
     assert _bits(start) == _bits(
         jax.tree.map(lambda p: p.astype(jnp.bfloat16), expected)
@@ -120,20 +120,20 @@ def test_a_resumed_run_ends_with_the_same_bits(finished, tmp_path):
 
 
 def test_loss_is_that_of_the_answers_alone():
-    given = {
+    arguments = {
         "preset": "tiny",
         "seq_len": 100,
         "batch_size": 2,
         "param_dtype": "float32",
     }
-    own = settings.settings(given | {"rounding": "nearest"})
-    config = model_config(own, "bf16", BYTES_VOCAB_SIZE)
-    trainer = AnswerTrainer(config, own, steps=1, base=None)
+    of_run = settings.settings(arguments | {"rounding": "nearest"})
+    config = model_config(of_run, "bf16", BYTES_VOCAB_SIZE)
+    trainer = AnswerTrainer(config, of_run, steps=1, base=None)
     params = trainer.init().params
     codec = text_codec()
-    told = map(Conversation.of, problems("train", 4, families=["expressions"]))
-    examples = [encode(each, codec) for each in told]
-    windows = PackedWindows(examples, own.seq_len)
+    conversations = map(Conversation.of, problems("train", 4, families=["expressions"]))
+    examples = [encode(each, codec) for each in conversations]
+    windows = PackedWindows(examples, of_run.seq_len)
     batch = np.stack([windows[0], windows[1]])
     assert len(windows) == 2
 
@@ -141,12 +141,12 @@ def test_loss_is_that_of_the_answers_alone():
     model = trainer.model(params)
     forward = jax.jit(lambda state, t: nnx.merge(nnx.graphdef(model), state)(t))
     for tokens, answers in examples:
-        padded = np.zeros((1, own.seq_len), np.int32)
+        padded = np.zeros((1, of_run.seq_len), np.int32)
         padded[0, : tokens.size] = tokens
         logits = np.asarray(forward(nnx.state(model), padded), np.float64)[0]
         likely = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         places = np.flatnonzero(answers)
-        losses += [-likely[place - 1, tokens[place]] for place in places]
+        losses += [-likely[position - 1, tokens[position]] for position in places]
     loss = trainer.evaluate(trainer.init(), [batch])
     assert loss == pytest.approx(np.mean(losses), rel=0.01)
 
@@ -163,8 +163,8 @@ def test_rounding_keeps_the_mean_of_small_updates():
 class _Oracle:
     """A stand-in for `coat.generate` that knows some answers."""
 
-    def __init__(self, known: dict[str, str]) -> None:
-        self._codec, self._known = text_codec(), known
+    def __init__(self, recorded: dict[str, str]) -> None:
+        self._codec, self._known = text_codec(), recorded
         self.calls = 0
 
     def __call__(self, model, prompts, *, max_new_tokens, stop_tokens, prompt_length):
@@ -174,24 +174,24 @@ class _Oracle:
         for row, prompt in zip(tokens, prompts, strict=True):
             assert len(prompt) <= prompt_length
             question = self._codec.decode(prompt).split("\n")[0].removeprefix("User: ")
-            given = self._codec.encode(" " + self._known.get(question, "no idea"))
-            row[: given.size] = given
-            lengths.append(given.size)
+            arguments = self._codec.encode(" " + self._known.get(question, "no idea"))
+            row[: arguments.size] = arguments
+            lengths.append(arguments.size)
         return program.exact_match.coat.Generated(tokens, np.array(lengths))
 
 
 def test_exact_match_counts_right_results(monkeypatch):
-    told = [
+    conversations = [
         *map(Conversation.of, problems("test", 140, families=["steps", "stories"])),
     ]
-    known = {c.messages[0][1]: c.messages[1][1] for c in told}
-    wrong = [question for question in known][::5]
-    oracle = _Oracle(known | {question: "1 #### -1" for question in wrong})
+    recorded = {c.messages[0][1]: c.messages[1][1] for c in conversations}
+    wrong = [question for question in recorded][::5]
+    oracle = _Oracle(recorded | {question: "1 #### -1" for question in wrong})
     monkeypatch.setattr("coat_jax.generate", oracle)
-    answers = Exam(told, text_codec()).ask(None)
+    answers = Exam(conversations, text_codec()).ask(None)
     assert oracle.calls == 2
-    assert [answer.question for answer in answers] == list(known)
-    assert [answer.exact for answer in answers] == [q not in wrong for q in known]
+    assert [record.question for record in answers] == list(recorded)
+    assert [record.exact for record in answers] == [q not in wrong for q in recorded]
     rows = {row["family"]: row for row in program.exact_match.rows("bf16", answers)}
     assert rows["all"]["exact_match_percent"] == pytest.approx(80)
     assert rows["steps"]["questions"] == rows["stories"]["questions"] == 70
@@ -217,11 +217,11 @@ def test_exact_match_counts_right_results(monkeypatch):
 def test_bad_input_is_one_line(base, tmp_path, capsys, flags, message):
     flags = [str(base) if flag == "BASE" else flag for flag in flags]
     code = program.main([*flags, "--out", str(tmp_path / "run")])
-    said = capsys.readouterr().err.strip()
+    output = capsys.readouterr().err.strip()
     assert code == 2
-    assert said.startswith("error: ")
-    assert len(said.splitlines()) == 1
-    assert re.search(message, said)
+    assert output.startswith("error: ")
+    assert len(output.splitlines()) == 1
+    assert re.search(message, output)
     assert not (tmp_path / "run").exists()
 
 

@@ -41,8 +41,8 @@ def runs(tmp_path, rng):
     exact = rng.random((3, 3, 40)) < np.array([0.1, 0.6, 0.5])[:, None]
     families = ["sums", "words"] * 20
     folders = [tmp_path / f"seed-{seed}" for seed in range(3)]
-    for seed, (folder, own) in enumerate(zip(folders, exact, strict=True)):
-        _write(folder, own, families)
+    for seed, (folder, answers) in enumerate(zip(folders, exact, strict=True)):
+        _write(folder, answers, families)
         rows = [
             {"recipe": recipe, "step": step, "loss": 2.0 + seed + step / 10}
             for recipe in _RECIPES[1:]
@@ -61,25 +61,27 @@ def test_differences_are_of_the_same_questions(runs):
     hits = compare.read_hits(folders)
     rows = {(row["recipe"], row["family"]): row for row in compare.shares(hits)}
     assert rows.keys() == {(r, f) for r in _RECIPES for f in ("sums", "words", "all")}
-    found = {row["family"]: row for row in compare.paired(hits)}
-    for family, own in (
+    actual = {row["family"]: row for row in compare.paired(hits)}
+    for family, of_family in (
         ("sums", exact[:, :, ::2]),
         ("words", exact[:, :, 1::2]),
         ("all", exact),
     ):
         for n, recipe in enumerate(_RECIPES):
             row = rows[recipe, family]
-            assert row["exact_match_percent"] == pytest.approx(100 * own[:, n].mean())
-            assert (row["seeds"], row["questions"]) == (3, own.shape[2])
-            ends = wilson(own[:, n].sum() / 3, own.shape[2])
+            assert row["exact_match_percent"] == pytest.approx(
+                100 * of_family[:, n].mean()
+            )
+            assert (row["seeds"], row["questions"]) == (3, of_family.shape[2])
+            ends = wilson(of_family[:, n].sum() / 3, of_family.shape[2])
             percents = row["low_percent"], row["high_percent"]
             assert percents == pytest.approx([100 * end for end in ends])
-        row = found[family]
+        row = actual[family]
         assert (row["recipe"], row["beside"]) == ("coat", "bf16")
-        each = 100 * (own[:, 2] - own[:, 1])
+        each = 100 * (of_family[:, 2] - of_family[:, 1])
         mean = each.mean()
         assert row["difference_points"] == pytest.approx(mean)
-        # The variance of a mean is that of its independent terms over their number.
+        # The variance of a mean is its independent terms' variance over their number.
         for values, quantile, name in (
             (each.mean(0), 1.96, ""),
             (each.mean(1), 4.303, "_over_seeds"),
@@ -103,21 +105,23 @@ def test_runs_of_other_questions_are_refused(runs):
 def test_the_program_goes_through_seeds_and_writes_results(runs, monkeypatch, capsys):
     folders, _ = runs
     out = folders[0].parent / "found.json"
-    asked = []
-    monkeypatch.setattr(compare.program, "main", lambda argv: asked.append(argv) or 0)
+    commands = []
+    monkeypatch.setattr(
+        compare.program, "main", lambda argv: commands.append(argv) or 0
+    )
     (folders[1] / "run.json").write_text("{}")  # This run has not ended.
     flags = ["--runs", str(out.parent), "--out", str(out), "--base", "b"]
     assert compare.main(flags) == 0
-    given = ["--base", "b", "--seed"]
-    assert asked == [
-        [*given, "0", "--out", str(folders[0])],
-        [*given, "1", "--resume", str(folders[1])],
-        [*given, "2", "--out", str(folders[2])],
+    arguments = ["--base", "b", "--seed"]
+    assert commands == [
+        [*arguments, "0", "--out", str(folders[0])],
+        [*arguments, "1", "--resume", str(folders[1])],
+        [*arguments, "2", "--out", str(folders[2])],
     ]
-    found = read_results(out)
-    assert len(found["rows"]) == 9
-    assert not found["bars"]  # 40 questions are few.
-    assert found["training"]["parameters"] == 7
+    actual = read_results(out)
+    assert len(actual["rows"]) == 9
+    assert not actual["bars"]  # 40 questions are few.
+    assert actual["training"]["parameters"] == 7
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "Points above bf16 on the same questions" in capsys.readouterr().out
 
@@ -134,40 +138,40 @@ def test_the_program_goes_through_seeds_and_writes_results(runs, monkeypatch, ca
 
 def test_results_hold_curves_and_samples(runs):
     folders, exact = runs
-    found = compare.compared(folders)
-    assert [(row["recipe"], row["seed"]) for row in found["curves"]] == [
+    actual = compare.compared(folders)
+    assert [(row["recipe"], row["seed"]) for row in actual["curves"]] == [
         (recipe, seed) for seed in range(3) for recipe in _RECIPES[1:]
     ]
-    assert found["curves"][3]["losses"] == pytest.approx([3.1, 3.2, 3.3])
-    samples = [(row["question"], row["recipe"]) for row in found["samples"]]
+    assert actual["curves"][3]["losses"] == pytest.approx([3.1, 3.2, 3.3])
+    samples = [(row["question"], row["recipe"]) for row in actual["samples"]]
     assert samples == [(q, r) for r in _RECIPES for q in ("q0", "q1")]
-    given = [row["given"] for row in found["samples"]]
-    assert given == [str(int(hit)) for hit in exact[0, :, :2].ravel()]
+    arguments = [row["given"] for row in actual["samples"]]
+    assert arguments == [str(int(hit)) for hit in exact[0, :, :2].ravel()]
 
 
 def test_one_seed_has_no_interval_over_seeds(runs):
     folders, exact = runs
-    found = compare.compared(folders[:1])
-    row = found["differences"][-1]
+    actual = compare.compared(folders[:1])
+    row = actual["differences"][-1]
     difference = 100 * (exact[0, 2] - exact[0, 1]).mean()
     assert row["difference_points"] == pytest.approx(difference)
     assert row["high_over_seeds_points"] == math.inf
     assert math.isfinite(row["high_points"])
-    assert len(compare_report.draw_exact_match(found).axes) == 2
+    assert len(compare_report.draw_exact_match(actual).axes) == 2
 
 
 def test_bars_need_questions_seeds_and_something_learned():
     first = {"recipe": "bf16", "family": "all", "questions": 2000, "seeds": 3}
-    before = first | {"recipe": "before", "high_percent": 5.0}
+    initial = first | {"recipe": "before", "high_percent": 5.0}
     row = {"recipe": "coat", "beside": "bf16", "family": "all"}
     row |= {"low_points": -2.5, "high_points": 0.5}
     for low, holds in ((15.0, True), (14.0, False)):
-        rows = [before, first | {"low_percent": low}]
-        gain, apart = compare_report.bars(rows, [row, row | {"family": "steps"}])
+        rows = [initial, first | {"low_percent": low}]
+        gain, distance = compare_report.bars(rows, [row, row | {"family": "steps"}])
         assert (gain.measured, gain.holds) == (low - 5, holds)
-        assert (apart.measured, apart.holds) == (2.5, False)
-    assert not compare_report.bars([before, first | {"seeds": 2}], [row])
-    assert not compare_report.bars([before, first | {"questions": 1999}], [row])
+        assert (distance.measured, distance.holds) == (2.5, False)
+    assert not compare_report.bars([initial, first | {"seeds": 2}], [row])
+    assert not compare_report.bars([initial, first | {"questions": 1999}], [row])
 
 
 def _cells(table, label):
@@ -180,27 +184,27 @@ def test_tables_have_the_paper_below(tmp_path, rng):
     families = [*BENCHMARKS] * 5
     _write(tmp_path / "run", rng.random((3, 20)) < 0.5, families)
     hits = compare.read_hits([tmp_path / "run"])
-    found = {"rows": compare.shares(hits), "differences": compare.paired(hits)}
-    share, _, printed = _cells(compare_report.exact_match(found), "coat")
+    actual = {"rows": compare.shares(hits), "differences": compare.paired(hits)}
+    share, _, printed = _cells(compare_report.exact_match(actual), "coat")
     assert len(share) == 5
-    # The figures are those of the paper's table 4.
+    # The figures are printed in the paper's table 4.
     assert printed == ["(47.8)", "(64.4)", "(53.3)", "(56.6)", "(55.5)"]
-    printed = _cells(compare_report.differences(found), "coat")[-1]
+    printed = _cells(compare_report.differences(actual), "coat")[-1]
     assert printed == ["(+1.5)", "(+0.2)", "(-1.5)", "(-1.1)", "(-0.2)"]
 
 
 def test_other_questions_have_no_figures_of_the_paper(runs):
-    found = compare.compared(runs[0])
-    assert _cells(compare_report.exact_match(found), "coat")[2] == ["-"] * 3
-    assert _cells(compare_report.differences(found), "coat")[-1] == ["-"] * 3
-    assert compare_report.answers(found).row_count == 2
-    assert len(compare_report.draw_losses(found).axes) == 2
+    actual = compare.compared(runs[0])
+    assert _cells(compare_report.exact_match(actual), "coat")[2] == ["-"] * 3
+    assert _cells(compare_report.differences(actual), "coat")[-1] == ["-"] * 3
+    assert compare_report.answers(actual).row_count == 2
+    assert len(compare_report.draw_losses(actual).axes) == 2
 
 
 def test_examples_name_their_benchmarks():
-    asked = problems("test", 4)
-    table = compare_report.examples(asked)
-    for n, problem in enumerate(asked):
+    examples = problems("test", 4)
+    table = compare_report.examples(examples)
+    for n, problem in enumerate(examples):
         cells = [list(column.cells)[n] for column in table.columns]
         benchmark = BENCHMARKS[problem.family]
         assert cells == [problem.family, benchmark, problem.question, problem.answer]

@@ -86,25 +86,25 @@ def _told_apart(problem: tasks.Problem) -> tuple:
 
 def test_parts_share_no_numbers_and_no_question():
     test = {"test": 300, "train": 2000}
-    found = {
-        part: [
+    actual = {
+        piece: [
             problem
             for seed in (0, 1)
-            for problem in tasks.problems(part, count, largest=50, seed=seed)
+            for problem in tasks.problems(piece, count, largest=50, seed=seed)
         ]
-        for part, count in test.items()
+        for piece, count in test.items()
     }
-    told = {part: set(map(_told_apart, each)) for part, each in found.items()}
-    assert not told["train"] & told["test"]
-    for part, count in test.items():
-        questions = [problem.question for problem in found[part][:count]]
+    keys = {piece: set(map(_told_apart, each)) for piece, each in actual.items()}
+    assert not keys["train"] & keys["test"]
+    for piece, count in test.items():
+        questions = [problem.question for problem in actual[piece][:count]]
         assert len(set(questions)) == count
-    families = [problem.family for problem in found["test"][:300]]
+    families = [problem.family for problem in actual["test"][:300]]
     assert {f: families.count(f) for f in tasks.FAMILIES} == dict.fromkeys(
         tasks.FAMILIES, 75
     )
     again = tasks.problems("test", 300, largest=50)
-    assert again == found["test"][:300] != found["test"][300:]
+    assert again == actual["test"][:300] != actual["test"][300:]
     assert tasks.BENCHMARKS.keys() == tasks.FAMILIES.keys()
 
 
@@ -123,9 +123,9 @@ def test_parts_share_no_numbers_and_no_question():
     ],
 )
 def test_problems_that_cannot_be_are_named(options, message):
-    given = {"part": "test", "count": 1} | options
+    arguments = {"part": "test", "count": 1} | options
     with pytest.raises(ValueError, match=message):
-        tasks.problems(given.pop("part"), given.pop("count"), **given)
+        tasks.problems(arguments.pop("part"), arguments.pop("count"), **arguments)
 
 
 @pytest.fixture(params=["bytes", "bpe"])
@@ -147,14 +147,14 @@ def test_conversations_are_text_with_separators(codec):
         "User: And 3 more?\nAssistant: 4 + 3 = 7. #### 7|"
     )
     parts = np.split(tokens, np.flatnonzero(np.diff(answers)) + 1)
-    assert [codec.decode(part.tolist()).rstrip("\0") for part in parts[1::2]] == [
+    assert [codec.decode(piece.tolist()).rstrip("\0") for piece in parts[1::2]] == [
         " 4",
         " 4 + 3 = 7. #### 7",
     ]
-    assert [int(part[-1]) for part in parts[1::2]] == 2 * [codec.separator]
-    asked = encode_question(_CHAT, codec)
-    assert asked == tokens[: len(asked)].tolist()
-    assert codec.decode(asked).endswith("3 more?\nAssistant:")
+    assert [int(piece[-1]) for piece in parts[1::2]] == 2 * [codec.separator]
+    prompt = encode_question(_CHAT, codec)
+    assert prompt == tokens[: len(prompt)].tolist()
+    assert codec.decode(prompt).endswith("3 more?\nAssistant:")
     assert _CHAT.answer == "7"
 
 
@@ -224,7 +224,7 @@ def test_windows_hold_each_conversation_once_and_whole(rng):
         Example(rng.integers(1, 99, n, np.int32), rng.random(n) < 0.5) for n in sizes
     ]
     windows = PackedWindows(examples, 40)
-    found = []
+    actual = []
     for index in range(len(windows)):
         tokens, segments, answers = windows[index]
         assert tokens.shape == (41,)
@@ -234,14 +234,14 @@ def test_windows_hold_each_conversation_once_and_whole(rng):
         assert np.array_equal(segments > 0, np.arange(41) < (segments > 0).sum())
         assert (np.diff(segments[segments > 0]) >= 0).all()
         for segment in range(1, count + 1):
-            own = segments == segment
-            found.append((tokens[own].tolist(), answers[own].tolist()))
+            in_segment = segments == segment
+            actual.append((tokens[in_segment].tolist(), answers[in_segment].tolist()))
         assert not tokens[segments == 0].any()
         assert not answers[segments == 0].any()
-    given = [
+    arguments = [
         (tokens.tolist(), answers.astype(int).tolist()) for tokens, answers in examples
     ]
-    assert sorted(found) == sorted(given)
+    assert sorted(actual) == sorted(arguments)
     assert windows.filled == sizes.sum() / (41 * len(windows)) > 0.9
     other = PackedWindows(examples[::-1], 40)
     assert windows.fingerprint() == PackedWindows(examples, 40).fingerprint()

@@ -27,8 +27,8 @@ def model():
 def rows(model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_error, "RECIPES", _RECIPES)
-        found = gradient_error.error_rows(model, _BATCHES)
-    return {(row["recipe"], row["layer"], row["kind"]): row for row in found}
+        actual = gradient_error.error_rows(model, _BATCHES)
+    return {(row["recipe"], row["layer"], row["kind"]): row for row in actual}
 
 
 def _gradients(model, recipe, dtype):
@@ -42,11 +42,11 @@ def _gradients(model, recipe, dtype):
     @jax.jit
     @jax.grad
     def gradient(params, batch):
-        whole = nnx.merge(graph, params)
-        return llama.cross_entropy(whole, batch[:, :-1], batch[:, 1:])
+        complete = nnx.merge(graph, params)
+        return llama.cross_entropy(complete, batch[:, :-1], batch[:, 1:])
 
-    found = [nnx.to_pure_dict(gradient(model.params, b)) for b in model.batches]
-    return jax.tree.map(lambda *g: np.stack(g).astype(np.float64), *found)
+    actual = [nnx.to_pure_dict(gradient(model.params, b)) for b in model.batches]
+    return jax.tree.map(lambda *g: np.stack(g).astype(np.float64), *actual)
 
 
 @pytest.fixture(scope="module")
@@ -54,24 +54,24 @@ def exact(model):
     return _gradients(model, "bf16", jnp.float32)
 
 
-def _percent(found, exact):
-    return 100 * np.linalg.norm(found - exact) / np.linalg.norm(exact)
+def _percent(actual, exact):
+    return 100 * np.linalg.norm(actual - exact) / np.linalg.norm(exact)
 
 
 @pytest.mark.slow
 def test_errors_are_those_of_all_batches_together(model, rows, exact):
-    found = _gradients(model, "coat", jnp.bfloat16)
-    qkv, expected = (tree["layers"]["qkv"][:, 1] for tree in (found, exact))
+    actual = _gradients(model, "coat", jnp.bfloat16)
+    qkv, expected = (tree["layers"]["qkv"][:, 1] for tree in (actual, exact))
     row = rows["coat", 1, "qkv"]
     assert row["error_percent"] == pytest.approx(_percent(qkv, expected), rel=0.02)
     cosine = np.vdot(qkv, expected) / np.linalg.norm(qkv) / np.linalg.norm(expected)
     assert row["cosine"] == pytest.approx(cosine, rel=1e-4)
     every, expected = (
         np.concatenate([g.ravel() for g in jax.tree.leaves(tree)])
-        for tree in (found, exact)
+        for tree in (actual, exact)
     )
-    whole = rows["coat", None, "all"]["error_percent"]
-    assert whole == pytest.approx(_percent(every, expected), rel=0.02)
+    complete = rows["coat", None, "all"]["error_percent"]
+    assert complete == pytest.approx(_percent(every, expected), rel=0.02)
 
 
 @pytest.mark.slow
@@ -79,9 +79,9 @@ def test_noise_is_the_deviation_of_batches_from_their_mean(rows, exact):
     g = exact["layers"]["down"][:, 0]
     variance = np.sum(np.var(g, axis=0, ddof=1))
     expected = 100 * np.sqrt(variance / np.mean(np.sum(g * g, axis=(1, 2))))
-    found = rows[NOISE, 0, "down"]
-    assert found["error_percent"] == pytest.approx(expected, rel=1e-3)
-    assert found["cosine"] is None
+    actual = rows[NOISE, 0, "down"]
+    assert actual["error_percent"] == pytest.approx(expected, rel=1e-3)
+    assert actual["cosine"] is None
 
 
 @pytest.mark.slow
@@ -122,10 +122,10 @@ def test_command_line(model, rows, tmp_path, monkeypatch, capsys):
     assert gradient_error.main([*argv, "--batches", "2", "--out", str(out)]) == 0
     ((model, batches),) = trained
     assert (model.config.recipe, batches, len(model.batches)) == ("bf16", 2, 2)
-    found = json.loads(out.read_text())
-    assert found["rows"] == list(rows.values())
-    assert found["val_loss"] == pytest.approx(model.loss)
-    assert 4 < found["val_loss"] < 6
+    actual = json.loads(out.read_text())
+    assert actual["rows"] == list(rows.values())
+    assert actual["val_loss"] == pytest.approx(model.loss)
+    assert 4 < actual["val_loss"] < 6
     assert out.with_suffix(".png").stat().st_size
     printed = capsys.readouterr().out
     worst = max(rows["coat", layer, "qkv"]["error_percent"] for layer in range(2))

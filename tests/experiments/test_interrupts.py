@@ -44,8 +44,8 @@ class Process:
 
     def said(self, beginning: str) -> float | None:
         """Returns when it printed a line that begins so, or None."""
-        found = [at for at, line in self._lines if line.startswith(beginning)]
-        return found[0] if found else None
+        actual = [at for at, line in self._lines if line.startswith(beginning)]
+        return actual[0] if actual else None
 
     def catches_signals(self) -> bool:
         """Returns whether it has a handler for SIGTERM."""
@@ -61,12 +61,12 @@ class Process:
             assert time.monotonic() < end
             time.sleep(0.005)
 
-    def signal(self, number: int, answer: str) -> float:
+    def signal(self, number: int, reply: str) -> float:
         """Sends a signal and returns the seconds until the answer is read."""
         started = time.monotonic()
         self._process.send_signal(number)
-        self.wait_for_line(answer)
-        return self.said(answer) - started
+        self.wait_for_line(reply)
+        return self.said(reply) - started
 
     def wait_for_line(self, line: str) -> None:
         """Waits for a line, which an ended process may have printed before."""
@@ -76,7 +76,7 @@ class Process:
         assert self.said(line) is not None
 
     def end(self) -> float:
-        """Returns the seconds until its end; the exit code is that of Ctrl-C."""
+        """Returns the seconds until its end; the exit code means Ctrl-C."""
         started = time.monotonic()
         assert self._process.wait(_PATIENCE) == interrupts.STOPPED, self.errors()
         seconds = time.monotonic() - started
@@ -174,14 +174,14 @@ def test_what_an_interruption_raises_is_its_exit_code():
     def work(stop):
         try:
             with stop.temporary_folder() as folder:
-                found.append(folder)
+                actual.append(folder)
                 os.kill(os.getpid(), signal.SIGINT)
         except KeyboardInterrupt:
             raise ImportError("compiled code was interrupted") from None
 
-    found = []
+    actual = []
     assert interrupts.run(work) == interrupts.STOPPED
-    assert not found[0].exists()
+    assert not actual[0].exists()
 
 
 def test_other_errors_and_exit_codes_pass():
@@ -199,9 +199,9 @@ def test_handlers_are_restored_and_a_block_may_finish(capsys):
         with stop.deferred():
             os.kill(os.getpid(), signal.SIGINT)
             assert stop.made
-        while not (said := capsys.readouterr().out):
+        while not (output := capsys.readouterr().out):
             time.sleep(0.001)
-    assert said == _LATER
+    assert output == _LATER
     assert signal.set_wakeup_fd(-1) == -1
     after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert after == before

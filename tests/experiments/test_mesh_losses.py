@@ -16,10 +16,10 @@ def _curves(factor, val_factor):
 
 
 def test_differences_are_those_to_one_device():
-    alone, *others = mesh_losses.summarize("bf16", _curves(1e-3, 1.02))
+    alone, *remaining = mesh_losses.summarize("bf16", _curves(1e-3, 1.02))
     assert (alone["mesh"], alone["largest_difference"]) == (ALONE, 0)
-    assert [row["mesh"] for row in others] == list(MESHES)
-    for row in others:
+    assert [row["mesh"] for row in remaining] == list(MESHES)
+    for row in remaining:
         assert row["dtype"] == "float32"
         assert row["largest_early_difference"] == pytest.approx(1e-3)
         assert row["largest_difference"] == pytest.approx(1e-2)
@@ -37,8 +37,8 @@ def test_differences_are_those_to_one_device():
 )
 def test_bars_are_of_early_steps_or_of_validation(recipe, factor, val_factor, holds):
     rows = mesh_losses.summarize(recipe, _curves(factor, val_factor))
-    found = mesh_losses.bars(rows)
-    assert [bar.holds for bar in found] == [holds] * len(MESHES)
+    actual = mesh_losses.bars(rows)
+    assert [bar.holds for bar in actual] == [holds] * len(MESHES)
 
 
 def test_curves_are_drawn(tmp_path):

@@ -43,9 +43,9 @@ def test_axes_are_read():
 def test_wrong_axes_are_named(given, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         pretrain.main(["--mesh", given])
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert message in output
+    assert output.count("\n") == 1
 
 
 def test_a_cpu_has_one_device_unless_a_mesh_is_named(capsys, tmp_path):
@@ -53,8 +53,8 @@ def test_a_cpu_has_one_device_unless_a_mesh_is_named(capsys, tmp_path):
     devices = len(jax.devices())
     argv = ["--mesh", f"fsdp={devices + 1}", "--out", str(tmp_path / "run")]
     assert pretrain.main(argv) == 2
-    said = capsys.readouterr().err
-    assert f"--mesh fsdp={devices + 1} needs {devices + 1} devices, got" in said
+    output = capsys.readouterr().err
+    assert f"--mesh fsdp={devices + 1} needs {devices + 1} devices, got" in output
     assert not (tmp_path / "run").exists()
 
 
@@ -77,8 +77,8 @@ def test_wrong_processes_are_named(given, message):
 def test_processes_are_read():
     assert processes.Cluster.of(None, None, None) is None
     assert processes.Cluster.of("auto", None, None) == processes.Cluster()
-    found = processes.Cluster.of("2", 1, "host:80")
-    assert found == processes.Cluster(count=2, index=1, coordinator="host:80")
+    actual = processes.Cluster.of("2", 1, "host:80")
+    assert actual == processes.Cluster(count=2, index=1, coordinator="host:80")
 
 
 def test_a_process_alone_decides_by_itself():
@@ -101,7 +101,7 @@ def test_microbatches_sum_to_the_batch():
     """The model and its gradients are float32."""
     shape = 3, 4, _settings().seq_len + 1
     batches = np.random.default_rng(0).integers(0, 257, shape, np.int32)
-    found = []
+    actual = []
     for count in (1, 4):
         settings = _settings(accumulate=count)
         config = dataclasses.replace(
@@ -111,8 +111,8 @@ def test_microbatches_sum_to_the_batch():
         state = trainer.init()
         for batch in batches:
             state, metrics = trainer.step(state, batch)
-        found.append([*jax.tree.leaves(state.params), metrics.loss, metrics.grad_norm])
-    for one, other in zip(*found, strict=True):
+        actual.append([*jax.tree.leaves(state.params), metrics.loss, metrics.grad_norm])
+    for one, other in zip(*actual, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 

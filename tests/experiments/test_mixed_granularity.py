@@ -50,7 +50,7 @@ def rows(model):
 
 @pytest.fixture(scope="module")
 def exact(model):
-    """The residual stream behind the second layer, and the activations it reads."""
+    """The residual stream after the second layer, and the activations it reads."""
     x = jax.tree.leaves(model.params["embedding"])[0][model.batches[0][:, :-1]]
     x, _ = _run(small_models.layer_of(model, 0), x)
     return _run(small_models.layer_of(model, 1), x)
@@ -65,32 +65,32 @@ def test_operators_make_the_layer(changes):
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
 
     def both(x):
-        found, read = flow.run(layer, x)
-        assert list(read) == list(flow.SITES)
-        return found, read, layer(x)
+        actual, inputs = flow.run(layer, x)
+        assert list(inputs) == list(flow.SITES)
+        return actual, inputs, layer(x)
 
-    found, read, expected = compiled(both, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(read["attention norm"], x)
+    actual, inputs, expected = compiled(both, x)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(inputs["attention norm"], x)
 
 
 def test_what_a_store_returns_is_what_is_read(model):
     layer = small_models.layer_of(model, 0)
     x = jax.random.normal(jax.random.key(0), (2, 8, 32))
     zeros = {"out", "down"}
-    found, read = _run(layer, x, lambda s, x: 0 * x if s in zeros else x)
-    np.testing.assert_array_equal(found, x)
-    assert {site for site, x in read.items() if not np.any(x)} == zeros
+    actual, inputs = _run(layer, x, lambda s, x: 0 * x if s in zeros else x)
+    np.testing.assert_array_equal(actual, x)
+    assert {site for site, x in inputs.items() if not np.any(x)} == zeros
 
 
 def test_errors_of_activations_are_the_oracles(rows, exact):
-    found = {
+    actual = {
         (row["site"], row["granularity"]): row
         for row in rows
         if row["study"] == "arrays" and row["layer"] == 1
     }
-    assert found.keys() == {(s, g) for s in flow.SITES for g in GRANULARITIES}
-    for (site, granularity), row in found.items():
+    assert actual.keys() == {(s, g) for s in flow.SITES for g in GRANULARITIES}
+    for (site, granularity), row in actual.items():
         x = np.asarray(exact[1][site])
         stored = _stored(x, granularity)
         expected = _percent(stored, x)
@@ -117,16 +117,16 @@ def test_flows_store_around_operators(name, inputs, outputs, rows, exact):
     def stored(x, granularity):
         return x if granularity is None else _stored(x, granularity)
 
-    read = {site: np.asarray(x, np.float64) for site, x in exact[1].items()}
-    gate, up = (stored(read[site], inputs) for site in ("gate", "up"))
+    decoded = {site: np.asarray(x, np.float64) for site, x in exact[1].items()}
+    gate, up = (stored(decoded[site], inputs) for site in ("gate", "up"))
     product = stored(gate / (1 + np.exp(-gate)) * up, outputs)
-    found = granularity_studies.mean_error(
+    actual = granularity_studies.mean_error(
         [row for row in rows if row.get("layer") == 1],
         "operators",
         operator="gate",
         flow=name,
     )
-    assert found == pytest.approx(_percent(product, read["down"]), rel=1e-2)
+    assert actual == pytest.approx(_percent(product, decoded["down"]), rel=1e-2)
 
 
 def test_errors_add_up_along_the_stream(model, rows):
@@ -135,12 +135,12 @@ def test_errors_add_up_along_the_stream(model, rows):
         layer = small_models.layer_of(model, index)
         x, _ = _run(layer, x, FLOWS["mixed"])
         exact, _ = _run(layer, exact)
-    (found,) = (
+    (actual,) = (
         row["error_percent"]
         for row in rows
         if (row["study"], row["layer"], row.get("flow")) == ("stream", 1, "mixed")
     )
-    assert found == pytest.approx(_percent(x, exact), rel=1e-2)
+    assert actual == pytest.approx(_percent(x, exact), rel=1e-2)
 
 
 def test_mean_errors_need_rows(rows):
@@ -148,9 +148,9 @@ def test_mean_errors_need_rows(rows):
         granularity_studies.mean_error(rows, "stream", flow="2x2")
 
 
-def _read_back(method, found):
+def _read_back(method, actual):
     """Decodes the codes of a timed method."""
-    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), found)
+    wide = jax.tree.map(lambda x: np.asarray(x, np.float32), actual)
     if method == "BF16":
         return wide
     if method == "per tensor, delayed":
@@ -171,9 +171,9 @@ def test_timed_methods_quantize_the_output(name):
     x = granularity_times._draw(name, (32, 64), jax.random.key(0))
     exact = None
     for method, run in methods.items():
-        found = _read_back(method, compiled(functools.partial(run, operator), x))
-        exact = found if exact is None else exact
-        assert _percent(found, exact) < (1e-6 if method == "BF16" else 4), method
+        actual = _read_back(method, compiled(functools.partial(run, operator), x))
+        exact = actual if exact is None else exact
+        assert _percent(actual, exact) < (1e-6 if method == "BF16" else 4), method
 
 
 @pytest.mark.slow
@@ -197,13 +197,13 @@ def test_command_line(model, tmp_path, monkeypatch, capsys):
     out = tmp_path / "mixed.json"
     argv = ["--preset", "tiny", "--shapes", "1,1", "--out", str(out)]
     assert mixed_granularity.main(argv) == 0
-    found = json.loads(out.read_text())
-    assert (found["preset"], found["recipe"]) == ("tiny", "bf16")
-    assert [row for row in found["rows"] if row["study"] == "times"] == times
-    assert {row["study"] for row in found["rows"]} == {
+    actual = json.loads(out.read_text())
+    assert (actual["preset"], actual["recipe"]) == ("tiny", "bf16")
+    assert [row for row in actual["rows"] if row["study"] == "times"] == times
+    assert {row["study"] for row in actual["rows"]} == {
         *("arrays", "operators", "stream", "times")
     }
-    assert len(found["bars"]) == 6
+    assert len(actual["bars"]) == 6
     for name in ("flows", "times"):
         assert (tmp_path / f"mixed_{name}.png").stat().st_size
     assert "What is lost behind an operator" in capsys.readouterr().out

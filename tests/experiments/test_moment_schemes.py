@@ -19,19 +19,19 @@ _KEY = jax.random.key(0)
 
 
 def _random_moments(rng, groups=72, spread=1.0):
-    """Moments of gradients whose size varies within a group and between groups."""
+    """Moments of gradients of sizes that vary within a group and between groups."""
     size = rng.lognormal(-8, 2, (groups, 1)) * rng.lognormal(0, spread, (groups, 128))
     gradients = (size * rng.standard_normal((30, groups, 128))).astype(np.float32)
     mu, nu = oracle.adam(np.zeros_like(size), np.zeros_like(size), gradients)[-1]
     nu[0], mu[0] = 0, 0
     nu[1, 5:], mu[1, 5:] = 0, 0
-    found = {"mu": mu.astype(np.float32), "nu": nu.astype(np.float32)}
-    return moments.Moments(step=30, loss=1.0, **found), gradients
+    actual = {"mu": mu.astype(np.float32), "nu": nu.astype(np.float32)}
+    return moments.Moments(step=30, loss=1.0, **actual), gradients
 
 
-def _capture(found, gradients):
+def _capture(actual, gradients):
     return moments.Capture(
-        moments=(found,), start=found, gradients=gradients, b1=0.9, parameters=1
+        moments=(actual,), start=actual, gradients=gradients, b1=0.9, parameters=1
     )
 
 
@@ -64,19 +64,19 @@ def _oracle_read(x, name):
 
 @pytest.mark.parametrize("spread", [0.5, 2.5])
 def test_pairs_agree_with_numpy(rng, spread):
-    found, gradients = _random_moments(rng, spread=spread)
-    rows = studies.pair_rows(_capture(found, gradients))
+    actual, gradients = _random_moments(rng, spread=spread)
+    rows = studies.pair_rows(_capture(actual, gradients))
     assert [(r["mu"], r["nu"]) for r in rows] == list(
         itertools.product(studies.CODES, studies.CODES)
     )
-    mu, nu = found.mu.astype(np.float64), found.nu.astype(np.float64)
+    mu, nu = actual.mu.astype(np.float64), actual.nu.astype(np.float64)
     counted = nu > 0
     exact = mu[counted] / np.sqrt(nu[counted])
 
     def squares(a, b):
-        read_nu = _oracle_read(found.nu, b)[counted]
+        read_nu = _oracle_read(actual.nu, b)[counted]
         root = np.where(read_nu == 0, 1e-8, np.sqrt(read_nu))
-        return (_oracle_read(found.mu, a)[counted] / root - exact) ** 2, read_nu == 0
+        return (_oracle_read(actual.mu, a)[counted] / root - exact) ** 2, read_nu == 0
 
     unit = 12.31 / squares("E4M3+Expand", "E4M3+Expand")[0].mean()
     for row in rows:
@@ -91,20 +91,20 @@ def test_pairs_agree_with_numpy(rng, spread):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_schemes_are_those_of_the_library(rng, normalize):
-    found, _ = _random_moments(rng)
+    actual, _ = _random_moments(rng)
     like = coat.scale_by_fp8_adam(
         normalize_mu=normalize, rounding="nearest", nu_format=coat.E4M3
-    ).init(jnp.asarray(found.mu))
+    ).init(jnp.asarray(actual.mu))
     state = optax.ScaleByAdamState(
-        jnp.int32(1), jnp.asarray(found.mu), jnp.asarray(found.nu)
+        jnp.int32(1), jnp.asarray(actual.mu), jnp.asarray(actual.nu)
     )
     expected = coat.to_optax_state(coat.from_optax_state(state, like))
     scheme = studies.DEFAULT if normalize else studies.COAT
-    read = schemes.read_back(scheme, found.mu, found.nu, _KEY)
-    np.testing.assert_array_equal(read[0], expected.mu)
-    np.testing.assert_array_equal(read[1], expected.nu)
-    stored = scheme.store(found.mu, found.nu, _KEY)
-    nbytes = sum(part.nbytes for part in stored) / found.mu.size
+    inputs = schemes.read_back(scheme, actual.mu, actual.nu, _KEY)
+    np.testing.assert_array_equal(inputs[0], expected.mu)
+    np.testing.assert_array_equal(inputs[1], expected.nu)
+    stored = scheme.store(actual.mu, actual.nu, _KEY)
+    nbytes = sum(piece.nbytes for piece in stored) / actual.mu.size
     assert scheme.bytes_per_parameter == nbytes
 
 
@@ -121,9 +121,9 @@ def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     def draw(key):
         return schemes.round_stochastically(x, q, key).dequantize()
 
-    found = np.asarray(draw(jax.random.split(_KEY, 2000)), np.float64)
-    low, high = found.min(axis=0), found.max(axis=0)
-    assert ((found == low) | (found == high)).all()
+    actual = np.asarray(draw(jax.random.split(_KEY, 2000)), np.float64)
+    low, high = actual.min(axis=0), actual.max(axis=0)
+    assert ((actual == low) | (actual == high)).all()
     x = np.asarray(x, np.float64)
     top = np.asarray(q.scale, np.float64) * format.max
     x = np.sign(x) * np.minimum(np.abs(x), top)
@@ -131,10 +131,10 @@ def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
     gap = high - low
     assert (low <= x + slack)[gap > 0].all()
     assert (high >= x - slack)[gap > 0].all()
-    deviation = np.sqrt(np.abs((x - low) * (high - x)) / len(found))
+    deviation = np.sqrt(np.abs((x - low) * (high - x)) / len(actual))
     often = np.minimum(x - low, high - x) > 0.01 * gap
     assert often.mean() > 0.9
-    score = (found.mean(axis=0) - x)[often] / deviation[often]
+    score = (actual.mean(axis=0) - x)[often] / deviation[often]
     assert np.abs(score).max() < 5
     assert score.std() == pytest.approx(1, abs=0.15)
 
@@ -142,29 +142,29 @@ def test_stochastic_rounding_has_the_right_mean(rng, format, expand):
 def test_given_powers_are_stored_as_the_library_stores_its_own(rng):
     x = jnp.asarray(rng.lognormal(0, 2, (8, 128)), jnp.float32)
     expected = coat.quantize(x, expand=True)
-    found = schemes.quantize_by(x, expected.exponent, coat.E4M3)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    actual = schemes.quantize_by(x, expected.exponent, coat.E4M3)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 def test_best_power_is_the_best_of_all(rng):
     x = rng.standard_normal((5, 128)).astype(np.float32) ** 3
     weight = rng.lognormal(0, 1, x.shape)
-    found = schemes.best_power(jnp.asarray(x), jnp.asarray(weight), coat.E4M3)
+    actual = schemes.best_power(jnp.asarray(x), jnp.asarray(weight), coat.E4M3)
 
     def errors(steps):
         total = np.zeros(len(x))
         for i, group in enumerate(x):
             scale = oracle.scale_of(group, oracle.E4M3, _BLOCK)
             values, _ = oracle.expanded_bounds(group, scale, steps, oracle.E4M3)
-            read = oracle.dequantize(
+            inputs = oracle.dequantize(
                 values, {(0,): scale}, _BLOCK, {(0,): steps}, oracle.E4M3
             )
-            total[i] = np.sum(((read - group) * weight[i]) ** 2)
+            total[i] = np.sum(((inputs - group) * weight[i]) ** 2)
         return total
 
     every = np.array([errors(steps) for steps in range(1, 161)])
-    steps = np.asarray(found)[:, 0].astype(int)
+    steps = np.asarray(actual)[:, 0].astype(int)
     chosen = every[steps - 1, np.arange(len(x))]
     np.testing.assert_allclose(chosen, every.min(axis=0), rtol=1e-3)
     assert (every[15] > 2 * chosen).all()
@@ -175,13 +175,13 @@ def test_peak_over_rms(rng):
     peak, rms = np.abs(x).max(axis=1), np.sqrt((x**2).mean(axis=1))
     expected = np.floor(16 * 4 / np.log2(peak / rms))
     x[3], expected[3] = 1.0, 96
-    found = schemes.PeakOverRms(4.0)(jnp.asarray(x), None, coat.E4M3)
-    np.testing.assert_array_equal(found[:, 0], expected)
+    actual = schemes.PeakOverRms(4.0)(jnp.asarray(x), None, coat.E4M3)
+    np.testing.assert_array_equal(actual[:, 0], expected)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_replays_are_those_of_the_library(rng, normalize):
-    found, gradients = _random_moments(rng)
+    actual, gradients = _random_moments(rng)
     gradients = gradients[:12]
     tx = coat.scale_by_fp8_adam(
         b1=0.9,
@@ -193,14 +193,14 @@ def test_replays_are_those_of_the_library(rng, normalize):
     )
     # After this many steps the bias correction is 1.
     start = optax.ScaleByAdamState(
-        jnp.int32(10**6), jnp.asarray(found.mu), jnp.asarray(found.nu)
+        jnp.int32(10**6), jnp.asarray(actual.mu), jnp.asarray(actual.nu)
     )
-    state = coat.from_optax_state(start, tx.init(jnp.asarray(found.mu)))
-    exact = oracle.adam(found.mu, found.nu, gradients, b2=0.99)
+    state = coat.from_optax_state(start, tx.init(jnp.asarray(actual.mu)))
+    exact = oracle.adam(actual.mu, actual.nu, gradients, b2=0.99)
     scheme = studies.DEFAULT if normalize else studies.COAT
     how = {"key": _KEY, "b1": 0.9, "b2": 0.99}
-    replay = schemes.replay(scheme, found.mu, found.nu, gradients, **how)
-    sums = np.zeros((2, *found.mu.shape))
+    replay = schemes.replay(scheme, actual.mu, actual.nu, gradients, **how)
+    sums = np.zeros((2, *actual.mu.shape))
     for step, (gradient, (mu, nu)) in enumerate(zip(gradients, exact, strict=True)):
         update, state = tx.update(jnp.asarray(gradient), state)
         both = [mu / np.sqrt(nu), np.asarray(update, np.float64)]

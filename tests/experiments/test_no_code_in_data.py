@@ -8,7 +8,7 @@ import pytest
 
 _ROOT = Path(__file__).parents[2]
 _FOLDERS = ("coat_jax", "pallas_kernels", "experiments")
-# Modules and functions whose readers can run code that is in a file.
+# Modules and functions with readers that can run code that is in a file.
 _MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch"}
 _MODULES |= {"yaml", "runpy", "importlib.machinery"}
 _CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "allow_pickle"}
@@ -16,21 +16,21 @@ _CALLS = {"eval", "exec", "compile", "__import__", "read_pickle", "allow_pickle"
 
 def dangers(source: str) -> set[str]:
     """Returns what in a program's source can run code that is in a file."""
-    found = set()
+    actual = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & _MODULES
+            actual |= {alias.name for alias in node.names} & _MODULES
         elif isinstance(node, ast.ImportFrom):
-            found |= {node.module} & _MODULES
+            actual |= {node.module} & _MODULES
         elif isinstance(node, ast.Call):
             if isinstance(node.func, ast.Name):
-                found |= {node.func.id} & _CALLS
+                actual |= {node.func.id} & _CALLS
             for keyword in node.keywords:
                 safe = isinstance(keyword.value, ast.Constant) and (
                     keyword.value.value is False
                 )
-                found |= ({keyword.arg} & _CALLS) if not safe else set()
-    return found
+                actual |= ({keyword.arg} & _CALLS) if not safe else set()
+    return actual
 
 
 def sources():
@@ -46,9 +46,9 @@ def sources():
 
 
 def test_no_program_reads_pickles_or_evaluates():
-    found = {name: dangers(source) for name, source in sources()}
-    assert len(found) > 100
-    assert not {name for name, what in found.items() if what}
+    actual = {name: dangers(source) for name, source in sources()}
+    assert len(actual) > 100
+    assert not {name for name, names in actual.items() if names}
 
 
 @pytest.mark.parametrize(

@@ -42,29 +42,29 @@ def _rows(out):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_and_seeds_can_be_added(command, monkeypatch, capsys):
     argv, out = command
-    whole, trained = optimizer_curves.Curves._curve, []
+    complete, trained = optimizer_curves.Curves._curve, []
 
     def interrupted(self, trainer, variant, seed, bar):
         if len(trained) == 1:
             raise KeyboardInterrupt
         trained.append((variant.name, seed))
-        return whole(self, trainer, variant, seed, bar)
+        return complete(self, trainer, variant, seed, bar)
 
     monkeypatch.setattr(optimizer_curves.Curves, "_curve", interrupted)
     assert optimizer_curves.main([*argv, "--seeds", "1"]) == 130
-    kept = _rows(out)
-    assert [(row["optimizer"], row["step"]) for row in kept] == [
+    selected = _rows(out)
+    assert [(row["optimizer"], row["step"]) for row in selected] == [
         ("optax.adamw", 4),
         ("optax.adamw", 6),
     ]
 
-    monkeypatch.setattr(optimizer_curves.Curves, "_curve", whole)
+    monkeypatch.setattr(optimizer_curves.Curves, "_curve", complete)
     assert optimizer_curves.main([*argv, "--seeds", "2"]) == 0
     rows = _rows(out)
-    assert rows[:2] == kept
+    assert rows[:2] == selected
     names = [variant.name for variant in _CHOSEN]
-    found = [(row["seed"], row["optimizer"], row["step"]) for row in rows]
-    assert found == [(s, n, step) for s in (0, 1) for n in names for step in (4, 6)]
+    actual = [(row["seed"], row["optimizer"], row["step"]) for row in rows]
+    assert actual == [(s, n, step) for s in (0, 1) for n in names for step in (4, 6)]
     start = np.log(257)
     assert all(0.5 * start < row["train_loss"] < 1.2 * start for row in rows)
     by_seed = [[r["val_loss"] for r in rows if r["seed"] == s] for s in (0, 1)]
@@ -88,9 +88,9 @@ def test_parts_of_coat_train_with_their_recipes(text, tmp_path):
     chosen = ["--optimizers", "bf16;te", "--seed", "3", "--seeds", "1"]
     argv = [*_FEW, *chosen, "--data", str(text), "--out", str(out)]
     assert ablation.main(argv) == 0
-    found = {(row["optimizer"], row["step"]): row for row in _rows(out)}
-    assert {row["seed"] for row in found.values()} == {3}
-    plain, fp8 = (found[name, 6]["val_loss"] for name in ("bf16", "te"))
+    actual = {(row["optimizer"], row["step"]): row for row in _rows(out)}
+    assert {row["seed"] for row in actual.values()} == {3}
+    plain, fp8 = (actual[name, 6]["val_loss"] for name in ("bf16", "te"))
     assert plain != fp8  # Operands were rounded.
     assert fp8 == pytest.approx(plain, rel=0.01)
 
@@ -106,9 +106,9 @@ def test_parts_of_coat_train_with_their_recipes(text, tmp_path):
 def test_mistakes_are_named_and_change_nothing(command, more, message, capsys):
     argv, out = command
     if "--lr" in more:
-        found = {"settings": {}, "data": "", "rows": []}
-        found |= {"command": "", "date": "", "device": {"name": "another"}}
-        out.write_text(json.dumps(found))
+        actual = {"settings": {}, "data": "", "rows": []}
+        actual |= {"command": "", "date": "", "device": {"name": "another"}}
+        out.write_text(json.dumps(actual))
     before = sorted(out.parent.iterdir()), out.exists() and out.read_bytes()
     assert optimizer_curves.main([*argv, *more]) == 2
     assert message in capsys.readouterr().err
@@ -233,5 +233,5 @@ def test_the_earlier_form_is_that_of_drift(rng):
         padded = jnp.pad(grads.ravel(), (0, 84)).reshape(3, 128)
         groups = method.update(padded, groups, settings.b2)
     for name, expected in zip(("mu", "nu"), method.read(groups), strict=True):
-        found = optax.tree.get(state, name)["w"].ravel()
-        np.testing.assert_allclose(found, expected.ravel()[:300], rtol=1e-5)
+        actual = optax.tree.get(state, name)["w"].ravel()
+        np.testing.assert_allclose(actual, expected.ravel()[:300], rtol=1e-5)

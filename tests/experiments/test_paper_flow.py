@@ -69,11 +69,11 @@ def test_small_trainings_have_it_beside_the_recipes():
     settings = dataclasses.replace(
         PRESETS["tiny"].settings, steps=3, eval_every=3, recipes=("bf16",)
     )
-    found = small.train(settings, seeds=1)
-    assert {row["recipe"] for row in found.texts} == {"bf16", paper_flow.NAME}
+    actual = small.train(settings, seeds=1)
+    assert {row["recipe"] for row in actual.texts} == {"bf16", paper_flow.NAME}
     losses = {
         row["recipe"]: row["loss"]
-        for row in found.texts
+        for row in actual.texts
         if row["text"] == small.VALIDATION
     }
     assert losses[paper_flow.NAME] != losses["bf16"]

@@ -105,11 +105,11 @@ def test_a_run_leaves_metrics_summary_and_plot(finished):
     summary = json.loads((finished / "summary.json").read_text())
     assert {"command", "date", "device", "versions", "rows", "bars"} < summary.keys()
     assert summary["recipes"].keys() == {"bf16", "coat"}
-    for recipe, found in summary["recipes"].items():
+    for recipe, actual in summary["recipes"].items():
         losses = [row["loss"] for row in rows if row["recipe"] == recipe]
         assert losses[0] == pytest.approx(np.log(384), rel=0.05)
-        assert found["train_loss"] == losses[-1] < losses[0] - 1
-        assert found["tokens_per_s"] > 0
+        assert actual["train_loss"] == losses[-1] < losses[0] - 1
+        assert actual["tokens_per_s"] > 0
     coat_, plain = summary["recipes"]["coat"], summary["recipes"]["bf16"]
     assert coat_["val_loss"] == pytest.approx(plain["val_loss"], rel=0.01)
     assert plain["optimizer_bytes_per_param"] == pytest.approx(8, abs=1e-3)
@@ -169,9 +169,9 @@ def test_interruptions_change_no_bit(
 
     command = [*_TINY, "--data", str(text), "--out", str(folder)]
     if stops:
-        said, code = interrupt(command, "bf16", 4, signal.SIGINT)
+        output, code = interrupt(command, "bf16", 4, signal.SIGINT)
         assert code == STOPPED
-        assert f"--resume {folder}" in said.replace("\n", "")
+        assert f"--resume {folder}" in output.replace("\n", "")
         saved = [*(folder / "checkpoints" / "bf16").iterdir()]
         assert [int(path.name) >= 4 for path in saved] == [True]
         command = ["--resume", str(folder)]
@@ -271,8 +271,8 @@ def test_flags_replace_the_presets_settings(tmp_path):
 
 def test_recipes_start_from_the_same_bits():
     states = [_trainer(recipe).init() for recipe in ("bf16", "coat", "coat_max")]
-    first, *others = [_bits(state.params) for state in states]
-    assert all(other == first for other in others)
+    first, *remaining = [_bits(state.params) for state in states]
+    assert all(other == first for other in remaining)
     assert _bits(_trainer("bf16", seed=1).init().params) != first
 
 
@@ -349,14 +349,14 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
 
 def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
     """Fifty steps fit in the budget that compiling leaves; timing costs no more."""
-    asked = []
+    timings = []
     monkeypatch.setattr(training.Trainer, "compiled", (None, 10.0))
-    monkeypatch.setattr(job, "seconds_per_step", lambda *_: asked.append(1) or 1.0)
+    monkeypatch.setattr(job, "seconds_per_step", lambda *_: timings.append(1) or 1.0)
     settings = _tiny(minutes=1.0, steps=1000)
     run = runs.Run.create(tmp_path, settings, "data")
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
     trainer = compile_trainer(run, "bf16", inputs, 0)
-    assert len(asked) == 1
+    assert len(timings) == 1
     assert run.steps == run.schedule_steps == 50
     assert trainer.learning_rate(51) == pytest.approx(0.1 * settings.lr)
     assert "50 steps take about 50 s" in capsys.readouterr().out
@@ -387,31 +387,31 @@ def test_results_files_have_one_schema(tmp_path):
     bar = results.Bar("speed", ">= 1.5", 1.7, True)
     rows = [{"shape": "8x8", "ms": 0.5, "ok": True, "peak_mib": None}]
     results.write_results(path, rows=rows, bars=[bar], command="uv run x", extra=[1])
-    found = json.loads(path.read_text())
-    assert found["command"] == "uv run x"
-    assert found["rows"] == rows
-    assert found["bars"] == [
+    actual = json.loads(path.read_text())
+    assert actual["command"] == "uv run x"
+    assert actual["rows"] == rows
+    assert actual["bars"] == [
         {"name": "speed", "target": ">= 1.5", "measured": 1.7, "holds": True}
     ]
-    assert found["device"].keys() == {"name", "count", "driver"}
+    assert actual["device"].keys() == {"name", "count", "driver"}
     expected = {"python", "jax", "jaxlib", "flax", "optax", "commit"}
-    assert found["versions"].keys() == expected
-    assert found["extra"] == [1]
+    assert actual["versions"].keys() == expected
+    assert actual["extra"] == [1]
     assert [file.name for file in tmp_path.iterdir()] == ["results.json"]
     with pytest.raises(ValueError, match=r"a row holds .* got 'ms': \[1\]"):
         results.write_results(path, rows=[{"ms": [1]}])
     with pytest.raises(ValueError, match=r"\['date'\] are entries of the schema"):
         results.write_results(path, rows=[], date="today")
-    assert json.loads(path.read_text()) == found
+    assert json.loads(path.read_text()) == actual
     assert results.known_rows(path) == rows
 
 
 def test_curves_have_at_most_200_points(rng):
     losses = rng.random(901)  # Five steps a point, and one step more.
-    found = plots.curve(losses)
-    assert found["steps"] == [*range(5, 901, 5)]
-    expected = [losses[end - 5 : end].mean() for end in found["steps"]]
-    np.testing.assert_allclose(found["losses"], expected, atol=1e-5)
+    actual = plots.curve(losses)
+    assert actual["steps"] == [*range(5, 901, 5)]
+    expected = [losses[end - 5 : end].mean() for end in actual["steps"]]
+    np.testing.assert_allclose(actual["losses"], expected, atol=1e-5)
 
 
 def test_trailing_mean(rng):
@@ -425,5 +425,5 @@ def _refusal(argv, capsys) -> str:
     with pytest.raises(SystemExit) as exit_:
         sys.exit(pretrain.main(argv))
     assert exit_.value.code == 2
-    said = capsys.readouterr()
-    return " ".join((said.out + said.err).split())
+    output = capsys.readouterr()
+    return " ".join((output.out + output.err).split())

@@ -67,13 +67,15 @@ def test_the_right_piece_goes_on_and_the_others_are_elsewhere():
         assert np.all(np.diff(context) == 1)
         for n, piece in enumerate(pieces):
             assert np.array_equal(piece[: choices.CONTEXT], context)
-            behind = piece[choices.CONTEXT :]
-            assert np.all(np.diff(behind) == 1)
-            assert behind[0] in document
-            is_next = behind[0] == context[-1] + 1
+            following = piece[choices.CONTEXT :]
+            assert np.all(np.diff(following) == 1)
+            assert following[0] in document
+            is_next = following[0] == context[-1] + 1
             assert is_next == (n == right)
             # No piece is a part of the context or of the right one.
-            assert is_next or not set(behind) & set(range(context[0], context[-1] + 33))
+            assert is_next or not set(following) & set(
+                range(context[0], context[-1] + 33)
+            )
 
 
 def test_questions_are_the_same_each_time():
@@ -85,7 +87,9 @@ def test_questions_are_the_same_each_time():
 def test_documents_without_questions_are_refused():
     with pytest.raises(ValueError, match="a document of at least 481 tokens"):
         choices.ask([np.arange(480)], 1)
-    with pytest.raises(ValueError, match="40 draws of 4 pieces have 0 whose pieces"):
+    with pytest.raises(
+        ValueError, match="40 draws of 4 pieces have 0 with different pieces"
+    ):
         choices.ask([np.zeros(600, int)], 2)
 
 
@@ -107,20 +111,22 @@ def test_log_likelihoods_are_those_of_the_logits():
     trainer = Trainer(config, settings, steps=4)
     state = trainer.init()
     tokens = np.random.default_rng(0).integers(0, 257, (3, 21)).astype(np.int32)
-    found = trainer.log_likelihoods(state, tokens, 5)
+    actual = trainer.log_likelihoods(state, tokens, 5)
     model = llama.nnx.merge(trainer._graphdef, state.params, state.histories)
     logits = np.asarray(model(tokens[:, :-1]), np.float64)
     shares = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
     each = np.take_along_axis(shares, tokens[:, 1:, None], axis=-1)[..., 0]
-    np.testing.assert_allclose(found, each[:, -5:].sum(axis=1), rtol=1e-5)
+    np.testing.assert_allclose(actual, each[:, -5:].sum(axis=1), rtol=1e-5)
 
 
 def test_what_was_read_is_no_unread_text():
     every = held_out.documents()
     assert every.keys() == held_out.KINDS.keys()
-    read = [*every["prose of packages"][::2], b"another"]
-    left = held_out.documents(read)
-    assert set(left["prose of packages"]) == set(every["prose of packages"]) - set(read)
+    inputs = [*every["prose of packages"][::2], b"another"]
+    left = held_out.documents(inputs)
+    assert set(left["prose of packages"]) == set(every["prose of packages"]) - set(
+        inputs
+    )
     assert left["C headers of NumPy"] == every["C headers of NumPy"]
     assert b"".join(every["C headers of NumPy"]).count(b"#include") > 10
 
@@ -128,8 +134,8 @@ def test_what_was_read_is_no_unread_text():
 @pytest.mark.slow
 def test_kinds_that_were_read_are_left_out(runs, monkeypatch, capsys):
     every = held_out.documents()
-    known = every | {"prose of packages": []}
-    monkeypatch.setattr(held_out, "documents", lambda read: known)
+    recorded = every | {"prose of packages": []}
+    monkeypatch.setattr(held_out, "documents", lambda inputs: recorded)
     monkeypatch.setattr(compare, "_QUESTIONS", 2)
     run = Run.resume(runs[0], {})
     corpus = pretrain.load_corpus(run.settings, run.folder)
@@ -152,17 +158,17 @@ def test_answers_are_compared_question_by_question():
         {"recipe": recipe, "seed": seed, "text": "prose", "right": x}
         for (recipe, seed), x in right.items()
     ]
-    found = {(row["recipe"], row["text"]): row for row in compare.tasks(rows)}
-    assert found.keys() == {(r, t) for r in ("bf16", "coat") for t in ("prose", "all")}
-    plain, coat = found["bf16", "prose"], found["coat", "prose"]
+    actual = {(row["recipe"], row["text"]): row for row in compare.tasks(rows)}
+    assert actual.keys() == {(r, t) for r in ("bf16", "coat") for t in ("prose", "all")}
+    plain, coat = actual["bf16", "prose"], actual["coat", "prose"]
     assert (plain["seeds"], plain["questions"]) == (2, 4)
     assert plain["accuracy_percent"] == 37.5
     assert coat["accuracy_percent"] == 62.5
     assert "difference_points" not in plain
-    # The differences of the questions are 0, 0, 1 and 0, whose deviation is 1/2.
+    # The differences of the questions are 0, 0, 1 and 0, with a deviation of 1/2.
     assert coat["difference_points"] == 25
     assert coat["half_points"] == pytest.approx(100 * 1.959964 / 4)
-    table = comparison.answers(list(found.values()))
+    table = comparison.answers(list(actual.values()))
     assert [list(column.cells)[2] for column in table.columns[:2]] == [
         "  points above bf16",
         "+25.0 ± 49.0",
@@ -175,37 +181,37 @@ def test_runs_are_compared_and_measured_once(runs, tmp_path, monkeypatch, capsys
     out = tmp_path / "compared.json"
     argv = [*map(str, runs), "--out", str(out)]
     assert compare.main(argv) == 0
-    found = read_results(out)
-    assert [row["recipe"] for row in found["rows"]] == ["bf16", "coat"]
+    actual = read_results(out)
+    assert [row["recipe"] for row in actual["rows"]] == ["bf16", "coat"]
     kinds = [compare.UNREAD, *held_out.KINDS]
-    assert [row["text"] for row in found["texts"]] == 2 * kinds
-    for row in found["rows"]:
+    assert [row["text"] for row in actual["texts"]] == 2 * kinds
+    for row in actual["rows"]:
         [loss] = (
             other["loss"]
-            for other in found["texts"]
+            for other in actual["texts"]
             if (other["recipe"], other["text"]) == (row["recipe"], compare.UNREAD)
         )
         assert loss == row["val_loss"]
-    for row in found["texts"]:
+    for row in actual["texts"]:
         assert math.isfinite(row["loss"])
         assert (row["loss_in_bf16"] == row["loss"]) == (row["recipe"] == "bf16")
-    plain, coat = (row["val_loss"] for row in found["rows"])
-    gaps = [row["val_gap_percent"] for row in found["rows"]]
+    plain, coat = (row["val_loss"] for row in actual["rows"])
+    gaps = [row["val_gap_percent"] for row in actual["rows"]]
     assert gaps == [0, pytest.approx(100 * (coat / plain - 1))]
-    assert [len(row["losses"]) for row in found["curves"]] == [4, 4]
+    assert [len(row["losses"]) for row in actual["curves"]] == [4, 4]
     assert out.with_suffix(".png").exists()
     assert "Right answers to multiple-choice questions" in capsys.readouterr().out
 
     metrics = [(folder / "metrics.jsonl").read_bytes() for folder in runs]
     shutil.rmtree(runs[0] / "checkpoints")  # Nothing is to be measured any more.
     assert compare.main(argv) == 0
-    assert read_results(out)["tasks"] == found["tasks"]
+    assert read_results(out)["tasks"] == actual["tasks"]
     assert metrics == [(folder / "metrics.jsonl").read_bytes() for folder in runs]
 
     (runs[0] / "compared.json").unlink()
     assert compare.main(argv) == 2
-    said = capsys.readouterr().err
-    assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 4" in said
+    output = capsys.readouterr().err
+    assert f"latest checkpoint of bf16 in {runs[0]} is of step 0, not of 4" in output
 
 
 @pytest.mark.slow
@@ -264,9 +270,9 @@ def test_bars_are_about_the_mean_gap(gap, holds):
         for r, x in losses.items()
         for kind, factor in ((compare.UNREAD, 2), ("prose", 1))
     ]
-    own, in_bf16 = compare.bars("300m", rows, texts)
-    assert own.holds == holds
-    assert own.measured == pytest.approx(gap)
+    in_recipe, in_bf16 = compare.bars("300m", rows, texts)
+    assert in_recipe.holds == holds
+    assert in_recipe.measured == pytest.approx(gap)
     assert in_bf16.measured == pytest.approx(gap / 2)
     assert not compare.bars("tiny", rows, texts)
     assert not compare.bars("300m", rows[1:], texts)

@@ -1,4 +1,4 @@
-"""Tests of the tables beside the paper's table 3, and of small trainings."""
+"""Tests of the tables next to the paper's table 3, and of small trainings."""
 
 import dataclasses
 
@@ -25,11 +25,11 @@ _SHORT = dataclasses.replace(
 
 def cells(table):
     """Returns the cells of a table's rows, by the row's first and second cells."""
-    return {(first, second): rest for first, second, *rest in cells_of(table)}
+    return {(first, second): remaining for first, second, *remaining in cells_of(table)}
 
 
 def seed_rows():
-    """Rows of three seeds, whose losses differ by 1, 2 and 3% and are 4% with te."""
+    """Rows of three seeds. Their losses differ by 1, 2 and 3% and are 4% with te."""
     rows = []
     for seed, percent in enumerate((1, 2, 3)):
         plain = 2.0 + seed
@@ -69,8 +69,8 @@ def test_losses_and_speeds_are_means_over_seeds_and_sizes_those_of_the_first():
         {"recipe": "coat", "seed": 0, "val_loss": 3.0, "tokens_per_s": 10.0},
         {"recipe": "bf16", "seed": 1, "val_loss": 2.5, "step_bytes": 6},
     ]
-    found = over_seeds(rows)
-    assert found == {
+    actual = over_seeds(rows)
+    assert actual == {
         "bf16": rows[0] | {"seeds": 2, "val_loss": 2.25},
         "coat": rows[1] | {"seeds": 1},
     }
@@ -91,7 +91,7 @@ def test_each_row_is_beside_the_papers_and_compared_with_its_own_bf16():
     # The numbers are e^1.01 and e^2.03, and e^0.01 - 1 and e^0.03 - 1 in percent.
     expected = ["1.0100", "+1.00", "2.7456", "+1.01", "7.6141", "+3.05"]
     assert table["coat", "7M Llama, here"] == expected
-    # The paper prints 3.008 beside 2.995, and 25.391 beside 25.29.
+    # The paper prints 3.008 next to 2.995, and 25.391 next to 25.29.
     expected = ["3.0080", "+0.43", "20.247", "+1.31", "25.391", "+0.40"]
     assert table["coat", "OLMo-1B, paper"] == expected
 
@@ -116,8 +116,8 @@ def test_days_are_those_of_a_recipes_fastest_batch():
 
 
 def test_gaps_are_to_bf16_of_the_same_seed():
-    found = comparison.gaps(seed_rows(), "train_loss")
-    assert found == {
+    actual = comparison.gaps(seed_rows(), "train_loss")
+    assert actual == {
         "coat": pytest.approx([1, 2, 3]),
         "te": pytest.approx([4]),
     }
@@ -205,11 +205,11 @@ def test_curves_are_means_over_seeds(short):
 def test_held_out_batches_are_text_of_their_kind(kind):
     batches = held_out.batches(held_out.documents(), _SHORT)[kind]
     assert len(batches) == _SHORT.eval_batches
-    whole = b"\0".join(held_out.KINDS[kind]())
+    complete = b"\0".join(held_out.KINDS[kind]())
     for batch in batches:
         assert batch.shape == (_SHORT.batch_size, _SHORT.seq_len + 1)
         for row in batch:
-            assert bytes(0 if t == 256 else int(t) for t in row) in whole
+            assert bytes(0 if t == 256 else int(t) for t in row) in complete
 
 
 def test_the_kinds_of_text_are_what_their_names_say():

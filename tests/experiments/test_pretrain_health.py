@@ -43,13 +43,13 @@ def reported():
 
 @pytest.mark.slow
 def test_parameters_are_reported_by_layer(reported):
-    before, _, rows = reported
+    initial, _, rows = reported
     for name in ("qkv", "down", "mlp_norm"):
-        for layer, weight in enumerate(before["layers"][name]):
+        for layer, weight in enumerate(initial["layers"][name]):
             row = rows["parameters", f"layers/{name}", layer]
             assert row["amax"] == np.abs(weight).max()
             assert row["size"] == weight.size
-    assert rows["parameters", "embedding", None]["size"] == before["embedding"].size
+    assert rows["parameters", "embedding", None]["size"] == initial["embedding"].size
 
 
 @pytest.mark.slow
@@ -70,10 +70,10 @@ def test_all_kinds_of_arrays_are_reported(reported):
 
 @pytest.mark.slow
 def test_activations_are_those_of_the_layers(reported):
-    before, batch, rows = reported
-    stream = before["embedding"][batch[:, :-1]].astype(np.float64)
+    initial, batch, rows = reported
+    stream = initial["embedding"][batch[:, :-1]].astype(np.float64)
     norm = np.sqrt(np.mean(stream**2, axis=-1, keepdims=True) + 1e-5)
-    inputs = stream / norm * before["layers"]["attention_norm"][0]
+    inputs = stream / norm * initial["layers"]["attention_norm"][0]
     for name, expected in (("stream", stream), ("input of qkv", inputs)):
         row = rows["activations", name, 0]
         assert row["amax"] == pytest.approx(np.abs(expected).max(), rel=0.01)

@@ -75,9 +75,9 @@ def test_captured_gradients_lead_from_moments_to_moments(captured, states, setti
         [_all_groups(optax.tree.get(state.opt_state, name)) for name in ("mu", "nu")]
         for state in states
     )
-    (found,) = captured.moments
-    assert (found.step, len(captured.gradients)) == (_START, _WINDOW)
-    for moment in (found, captured.start):
+    (actual,) = captured.moments
+    assert (actual.step, len(captured.gradients)) == (_START, _WINDOW)
+    for moment in (actual, captured.start):
         np.testing.assert_array_equal(moment.mu, mu)
         np.testing.assert_array_equal(moment.nu, nu)
     replayed = oracle.adam(mu, nu, captured.gradients, settings.b1, settings.b2)[-1]
@@ -102,10 +102,10 @@ def test_captured_gradients_are_those_of_the_loss(captured, states, settings):
         model = nnx.merge(graph, params)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
 
-    found = gradient(states[0].params)
-    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(found)))
+    actual = gradient(states[0].params)
+    norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(actual)))
     assert norm > settings.clip_norm
-    expected = _all_groups(found) * (settings.clip_norm / norm)
+    expected = _all_groups(actual) * (settings.clip_norm / norm)
     error = np.linalg.norm(captured.gradients[0] - expected)
     assert error < 0.02 * np.linalg.norm(expected)
 
@@ -128,13 +128,13 @@ def test_samples_hold_the_same_groups_of_both_moments(captured, states):
 def test_a_replay_in_float32_is_exact(captured):
     start, how = captured.start, {"key": _KEY, "b1": 0.9, "b2": 0.999}
     exact = schemes.Scheme(name="float32")
-    found = schemes.replay(exact, start.mu, start.nu, captured.gradients, **how)
-    assert max(*found.update_error, *found.sum_error) < 1e-13
-    assert set(found.nu_ratio.tolist()) == {1.0}
+    actual = schemes.replay(exact, start.mu, start.nu, captured.gradients, **how)
+    assert max(*actual.update_error, *actual.sum_error) < 1e-13
+    assert set(actual.nu_ratio.tolist()) == {1.0}
 
 
-# Presets, and the largest error of this library's default over that of COAT. That of a
-# tiny model is about 0.6: 0.59 with the oldest JAX, and 0.61 with the newest.
+# Presets, and the largest error of this library's default over COAT's. A tiny model's
+# is about 0.6: 0.59 with the oldest JAX, and 0.61 with the newest.
 @pytest.fixture(
     scope="module",
     params=[("tiny", 0.7), ("cpu", 0.5)],

@@ -18,11 +18,11 @@ def bars(axes):
 def test_memory_is_that_of_the_headline():
     rows = pages.headline_rows()
     [axes] = pictures.draw_memory(rows).axes
-    optimizer, saved, rest = bars(axes)
+    optimizer, saved, remaining = bars(axes)
     assert optimizer == pytest.approx([row["optimizer_gib"] for row in rows])
     both = [row["optimizer_gib"] + row["activations_gib"] for row in rows]
     assert saved == pytest.approx(both)
-    assert rest == pytest.approx([row["peak_gib"] for row in rows])
+    assert remaining == pytest.approx([row["peak_gib"] for row in rows])
     labels = [text.get_text() for text in axes.get_yticklabels()]
     assert labels[0] == "bf16\nbatch 2"
     assert labels[1] == "bf16,\nproducts and attention saved\nbatch 8"

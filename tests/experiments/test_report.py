@@ -21,7 +21,7 @@ def rows_of(title: str) -> dict[str, list[str]]:
     _, _, text = page.PAGE.read_text().partition(f"## {title}")
     lines = [s for s in text.partition("\n## ")[0].splitlines() if s.startswith("|")]
     cells = [[c.strip() for c in line.strip("|").split("|")] for line in lines]
-    return {label: rest for label, *rest in cells}
+    return {label: remaining for label, *remaining in cells}
 
 
 def test_the_committed_page_is_that_of_the_results():
@@ -41,20 +41,20 @@ def test_every_table_and_figure_has_its_place():
 
 
 def test_cells_are_those_of_results_files():
-    found = json.loads(
+    actual = json.loads(
         (_RESULTS / "quantization_error/quantization_error_124m.json").read_text()
     )
     errors = [
         row["error"]
-        for row in found["rows"]
+        for row in actual["rows"]
         if row.get("mu") == "DE8" and row.get("nu") == "E5M2"
     ]
     assert rows_of("Table 8")["DE8, here"][2] == f"**{fmean(errors):.2f}**"
     layers = "bench_layer/bench_layer.json"
-    found = json.loads((_RESULTS / layers).read_text())
+    actual = json.loads((_RESULTS / layers).read_text())
     (row,) = (
         row
-        for row in found["rows"]
+        for row in actual["rows"]
         if (row["case"], row["hidden"], row["seq"]) == ("coat", 2048, 4096)
     )
     cells = rows_of("Table 6")["2,048, 4,096, coat, here"]

@@ -95,7 +95,7 @@ def _final_bits(folder, recipe):
 
 @pytest.mark.slow
 def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
-    before = (finished / "metrics.jsonl").read_text()
+    initial = (finished / "metrics.jsonl").read_text()
     killed = shutil.copytree(finished, tmp_path / "killed")
     assert _resume(copied, "--steps", str(_MORE)) == 0
     with monkeypatch.context() as patch:
@@ -105,8 +105,8 @@ def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
         with pytest.raises(Killed):
             _resume(killed, "--steps", str(_MORE))
     assert _resume(killed) == 0
-    found = (copied / "metrics.jsonl").read_text()
-    assert found.startswith(before)
+    actual = (copied / "metrics.jsonl").read_text()
+    assert actual.startswith(initial)
     for name in ("metrics.jsonl", "moments.jsonl"):
         assert (killed / name).read_bytes() == (copied / name).read_bytes()
     for recipe in ("bf16", "coat"):
@@ -150,18 +150,18 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
 
 
 def test_steps_only_grow(copied_in_bf16, capsys):
-    before = (copied_in_bf16 / "run.json").read_bytes()
+    initial = (copied_in_bf16 / "run.json").read_bytes()
     assert _resume(copied_in_bf16, "--steps", "5") == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert "--steps 5 was given" in said
-    assert f"has {_STEPS}" in said
-    assert (copied_in_bf16 / "run.json").read_bytes() == before
+    output = capsys.readouterr().err
+    assert output.count("\n") == 1
+    assert "--steps 5 was given" in output
+    assert f"has {_STEPS}" in output
+    assert (copied_in_bf16 / "run.json").read_bytes() == initial
 
 
 def test_a_refused_resume_records_nothing(copied_in_bf16, capsys):
-    before = (copied_in_bf16 / "run.json").read_bytes()
-    record = json.loads(before)
+    initial = (copied_in_bf16 / "run.json").read_bytes()
+    record = json.loads(initial)
     (copied_in_bf16 / "run.json").write_text(json.dumps(record | {"data": "other"}))
     other = (copied_in_bf16 / "run.json").read_bytes()
     assert _resume(copied_in_bf16, "--steps", str(_MORE)) == 2
@@ -204,8 +204,8 @@ def test_a_budget_and_a_repeated_command(tmp_path):
     """Fifty of a hundred steps fit in the budget, and the schedule is theirs."""
     run = runs.Run.create(tmp_path, _settings(minutes=1.0), "data")
 
-    def resumed(**given):
-        run = runs.Run.resume(tmp_path, given)
+    def resumed(**arguments):
+        run = runs.Run.resume(tmp_path, arguments)
         run.record_changes()
         return run.settings.steps, run.steps, run.schedule_steps
 
@@ -231,9 +231,9 @@ def test_a_run_that_lost_its_checkpoints_keeps_its_rows(copied_in_bf16, capsys):
     shutil.rmtree(copied_in_bf16 / "checkpoints" / "bf16")
     metrics = (copied_in_bf16 / "metrics.jsonl").read_bytes()
     assert _resume(copied_in_bf16) == 2
-    said = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert (
         f"{copied_in_bf16} has no checkpoint of bf16, whose training went to step 9"
-        in said
+        in output
     )
     assert (copied_in_bf16 / "metrics.jsonl").read_bytes() == metrics

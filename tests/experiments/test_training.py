@@ -70,13 +70,13 @@ def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
     nearest = _trainer(lr=1e-5, **_BF16)
     settings = _settings(lr=1e-5)
     exact = training.Trainer(model_config(settings, "bf16", 257), settings, steps=10)
-    before = _flat(stochastic.init())
+    initial = _flat(stochastic.init())
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), stochastic.init().params)
     state, _ = exact.step(exact.init()._replace(params=wide), batches[0])
-    update = _flat(state) - before
+    update = _flat(state) - initial
 
     def share(trainer):
-        moved = _flat(trainer.step(trainer.init(), batches[0])[0]) - before
+        moved = _flat(trainer.step(trainer.init(), batches[0])[0]) - initial
         return np.sum(moved * np.sign(update)) / np.sum(np.abs(update))
 
     assert share(stochastic) == pytest.approx(1, abs=0.1)
@@ -95,8 +95,8 @@ def test_stochastic_rounding_depends_on_the_seed_and_the_step(stochastic, batche
 
 
 def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_path):
-    def advance(state, part):
-        for batch in part:
+    def advance(state, piece):
+        for batch in piece:
             state, _ = stochastic.step(state, batch)
         return state
 
@@ -170,8 +170,8 @@ def test_histories_are_kept_in_checkpoints(batches, tmp_path):
     assert model_config(settings, "te", 257).scaling == "just_in_time"
     trainer = training.Trainer(config, settings, steps=10)
 
-    def advance(state, part):
-        for batch in part:
+    def advance(state, piece):
+        for batch in piece:
             state, _ = trainer.step(state, batch)
         return state
 

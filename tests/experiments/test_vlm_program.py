@@ -55,8 +55,8 @@ def test_handwriting_and_photographs_are_divided():
     train, test = (pictures.load(8, 1)[i] for i in (0, 1))
     assert len(train.digits) + len(test.digits) == 1797
     assert {*train.labels} == {*test.labels} == {*range(10)}
-    own = {digit.tobytes() for digit in train.digits}
-    assert sum(digit.tobytes() in own for digit in test.digits) == 0
+    of_case = {digit.tobytes() for digit in train.digits}
+    assert sum(digit.tobytes() in of_case for digit in test.digits) == 0
     pairs = zip(train.photographs, test.photographs, strict=True)
     assert [a.shape[1] + b.shape[1] for a, b in pairs] == [640, 640]
 
@@ -82,8 +82,8 @@ def test_scenes_keep_their_rules():
 
 
 def test_an_image_shows_its_scene():
-    pool, found = drawn(False)
-    for scene in found[:20]:
+    pool, actual = drawn(False)
+    for scene in actual[:20]:
         image = scenes.render(np.random.default_rng(1), scene, pool)
         assert image.shape == (48, 48, 3)
         for thing in scene.things:
@@ -100,21 +100,21 @@ def test_an_image_shows_its_scene():
 
 def test_answers_follow_from_captions():
     """A caption names everything, so each other answer can be read off it."""
-    pool, found = drawn(True)
-    known = [*pool.drawings, *map(str, range(10))]
+    pool, actual = drawn(True)
+    recorded = [*pool.drawings, *map(str, range(10))]
     rng = np.random.default_rng(2)
-    words = set(questions.words(3, known))
-    seen = []
-    for scene in found:
+    words = set(questions.words(3, recorded))
+    visited = []
+    for scene in actual:
         parts = questions.caption(scene).split(" , ")
         things = [
-            re.fullmatch(r"(.+) : (.+) on (\w+)", part).groups() for part in parts
+            re.fullmatch(r"(.+) : (.+) on (\w+)", piece).groups() for piece in parts
         ]
-        places = {place: name for place, name, _ in things}
+        places = {position: name for position, name, _ in things}
         colors = {name: color for _, name, color in things}
         digits = [int(name) for name in colors if name.isdigit()]
         for kind in questions.KINDS:
-            question = questions.ask(rng, scene, kind, known)
+            question = questions.ask(rng, scene, kind, recorded)
             if question is None:
                 assert kind == "sum"
                 assert not digits
@@ -137,23 +137,23 @@ def test_answers_follow_from_captions():
                 case _:
                     expected = " , ".join(parts)
             assert question.answer == expected
-            seen.append((kind, expected))
+            visited.append((kind, expected))
     for answers in ({"yes", "no"}, {"nothing"}, {"0", "1", "2"}):
-        assert answers <= {answer for _, answer in seen}
+        assert answers <= {reply for _, reply in visited}
 
 
 def test_sequences_hold_image_question_and_answer():
-    found = tiny_data().test
+    actual = tiny_data().test
     image = TINY.tokens_per_image
-    assert found.tokens.shape[1] == TINY.length
-    for asked, tokens, is_answer in zip(
-        found.questions, found.tokens, found.is_answer, strict=True
+    assert actual.tokens.shape[1] == TINY.length
+    for questions_asked, tokens, is_answer in zip(
+        actual.questions, actual.tokens, actual.is_answer, strict=True
     ):
         start, end = np.flatnonzero(is_answer)[[0, -1]]
         decode = tiny_data().vocabulary.decode
         assert set(tokens[:image]) == {data.IMAGE}
-        assert decode(tokens[image:start]) == asked.question
-        assert decode(tokens[start : end + 1]) == asked.answer
+        assert decode(tokens[image:start]) == questions_asked.question
+        assert decode(tokens[start : end + 1]) == questions_asked.answer
         assert tokens[end] == data.END
         assert set(tokens[end + 1 :]) <= {data.PAD}
         assert is_answer.sum() == end - start + 1
@@ -188,9 +188,9 @@ def test_unknown_words_are_refused():
 
 @functools.cache
 def trained():
-    found, settings = tiny_data(), dataclasses.replace(TINY, steps=100, lr=1e-2)
-    trainer = new_trainer(settings, "bf16", len(found.vocabulary.words))
-    state, stream = trainer.init(0), data.batches(found, settings, 0)
+    actual, settings = tiny_data(), dataclasses.replace(TINY, steps=100, lr=1e-2)
+    trainer = new_trainer(settings, "bf16", len(actual.vocabulary.words))
+    state, stream = trainer.init(0), data.batches(actual, settings, 0)
     losses = []
     for _ in range(settings.steps):
         state, metrics = trainer.step(state, next(stream))
@@ -221,8 +221,8 @@ def test_an_answer_is_right_if_greedy_decoding_writes_it():
 
 
 def test_images_lie_between_minus_one_and_one():
-    found = normalized(np.array([0, 255], np.uint8).reshape(1, 1, 2, 1))
-    np.testing.assert_array_equal(np.ravel(found), [-1, 1])
+    actual = normalized(np.array([0, 255], np.uint8).reshape(1, 1, 2, 1))
+    np.testing.assert_array_equal(np.ravel(actual), [-1, 1])
 
 
 # Intervals.
@@ -236,24 +236,24 @@ def test_intervals_of_shares(right, count):
 
 def test_intervals_of_paired_differences():
     rng = np.random.default_rng(0)
-    own, other = rng.integers(0, 2, (2, 400)).astype(float)
-    error = stats.sem(own - other)
-    expected = stats.norm.interval(0.95, np.mean(own) - np.mean(other), error)
-    assert intervals.paired(own, other)[1:] == pytest.approx(expected)
+    of_case, other = rng.integers(0, 2, (2, 400)).astype(float)
+    error = stats.sem(of_case - other)
+    expected = stats.norm.interval(0.95, np.mean(of_case) - np.mean(other), error)
+    assert intervals.paired(of_case, other)[1:] == pytest.approx(expected)
 
 
 def test_summary_compares_question_by_question():
     rights = {("bf16", 0): "111100", ("bf16", 1): "101100", ("coat", 0): "110110"}
     rights["coat", 1] = "100111"
     rows = [{"recipe": r, "seed": s, "right": x} for (r, s), x in rights.items()]
-    found = {(row["recipe"], row["kind"]): row for row in intervals.summarize(rows)}
-    row = found["coat", "all"]
+    actual = {(row["recipe"], row["kind"]): row for row in intervals.summarize(rows)}
+    row = actual["coat", "all"]
     assert row["accuracy_percent"] == pytest.approx(100 * 8 / 12)
     assert row["difference_points"] == pytest.approx(100 * 1 / 12)
     assert row["difference_least_seed_points"] == pytest.approx(0)
     assert row["difference_most_seed_points"] == pytest.approx(100 / 6)
-    assert found["coat", "count"]["difference_points"] == -100
-    assert found["coat", "color"]["accuracy_percent"] == 100
+    assert actual["coat", "count"]["difference_points"] == -100
+    assert actual["coat", "color"]["accuracy_percent"] == 100
 
 
 # The program.
@@ -268,32 +268,32 @@ def finished(tmp_path_factory):
 
 @pytest.mark.slow
 def test_results_hold_all_recipes(finished):
-    found = json.loads(finished.read_text())
-    assert [(row["recipe"], row["seed"]) for row in found["rows"]] == [
+    actual = json.loads(finished.read_text())
+    assert [(row["recipe"], row["seed"]) for row in actual["rows"]] == [
         ("bf16", 0),
         ("coat", 0),
     ]
-    plain, coat = found["rows"]
+    plain, coat = actual["rows"]
     assert plain["saved_activation_bytes"] > coat["saved_activation_bytes"]
     assert len(plain["right"]) == TINY.test_questions
-    assert len(found["summary"]) == 2 * (len(questions.KINDS) + 1)
-    assert {row["recipe"] for row in found["captions"]} == {"bf16", "coat"}
-    assert {row["commit"] for row in found["rows"]} == {found["versions"]["commit"]}
-    assert not found["bars"]  # Twelve questions say nothing.
+    assert len(actual["summary"]) == 2 * (len(questions.KINDS) + 1)
+    assert {row["recipe"] for row in actual["captions"]} == {"bf16", "coat"}
+    assert {row["commit"] for row in actual["rows"]} == {actual["versions"]["commit"]}
+    assert not actual["bars"]  # Twelve questions say nothing.
     for name in ("losses", "kinds", "captions"):
         assert finished.with_name(f"vlm_tiny_{name}.png").stat().st_size > 1000
 
 
 @pytest.mark.slow
 def test_the_same_command_trains_what_is_missing(finished, monkeypatch):
-    before = json.loads(finished.read_text())
+    initial = json.loads(finished.read_text())
     trained = []
     monkeypatch.setattr(
         program.Study, "train", lambda self, *which: trained.append(which[:2])
     )
     assert program.main([*ARGUMENTS, str(finished), "--seeds", "2"]) == 0
     assert trained == [("bf16", 1), ("coat", 1)]
-    assert json.loads(finished.read_text())["rows"] == before["rows"]
+    assert json.loads(finished.read_text())["rows"] == initial["rows"]
 
 
 @pytest.mark.slow
@@ -304,22 +304,22 @@ def test_trainings_of_other_settings_are_not_mixed(finished, capsys):
 
 @pytest.mark.slow
 def test_figures_and_tables_of_results(finished):
-    found = json.loads(finished.read_text())
-    assert len(report.draw_captions(tiny_data().test, found).axes) == 2
+    actual = json.loads(finished.read_text())
+    assert len(report.draw_captions(tiny_data().test, actual).axes) == 2
     assert len(report.draw_questions(tiny_data().test, 4).axes) == 6
     for table in (report.accuracies, report.differences, report.costs):
-        assert table(found).row_count == (1 if table is report.differences else 2)
+        assert table(actual).row_count == (1 if table is report.differences else 2)
     assert report.paper().row_count == 3
 
 
 @pytest.mark.slow
 def test_the_page_of_results_shows_what_a_gpu_has_measured(finished, monkeypatch):
-    found = json.loads(finished.read_text())
-    monkeypatch.setattr(sections, "load", lambda *names: found)
+    actual = json.loads(finished.read_text())
+    monkeypatch.setattr(sections, "load", lambda *names: actual)
     header, _, *rows = sections.vision_language().splitlines()[2:6]
     assert header.count("|") == len(questions.KINDS) + 5
     assert [row.split("|")[1].strip() for row in rows] == ["`bf16`", "`coat`"]
-    for row, recipe in zip(rows, found["rows"], strict=True):
+    for row, recipe in zip(rows, actual["rows"], strict=True):
         share = 100 * recipe["right"].count("1") / TINY.test_questions
         cells = [cell.strip() for cell in row.split("|")]
         assert cells[2] == f"{recipe['test_loss']:.4f}"

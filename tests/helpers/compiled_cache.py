@@ -20,12 +20,12 @@ def own_settings(**settings: object) -> Iterator[None]:
 
     JAX reads them once, at its first compilation, hence the resets.
     """
-    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    initial = {name: getattr(jax.config, name) for name in _SETTINGS}
     try:
         _use(settings)
         yield
     finally:
-        _use(before)
+        _use(initial)
 
 
 def _use(settings: dict[str, object]) -> None:

@@ -34,18 +34,18 @@ def damaged(draw: st.DrawFn, content: bytes, first: int | None = None) -> bytes:
         at = draw(st.integers(0, min(end, len(content))))
         until = draw(st.integers(at, min(at + 64, len(content))))
         edit = draw(st.sampled_from(["flip", "cut", "lose", "repeat", "zero", "write"]))
-        before, part, after = content[:at], content[at:until], content[until:]
-        if edit == "flip" and part:
-            flipped = part[0] ^ (1 << draw(st.integers(0, 7)))
-            content = before + bytes([flipped]) + part[1:] + after
+        before, piece, after = content[:at], content[at:until], content[until:]
+        if edit == "flip" and piece:
+            flipped = piece[0] ^ (1 << draw(st.integers(0, 7)))
+            content = before + bytes([flipped]) + piece[1:] + after
         elif edit == "cut":
             content = before
         elif edit == "lose":
             content = before + after
         elif edit == "repeat":
-            content = before + part * draw(st.integers(2, 40)) + after
+            content = before + piece * draw(st.integers(2, 40)) + after
         elif edit == "zero":
-            content = before + bytes(len(part)) + after
+            content = before + bytes(len(piece)) + after
         elif edit == "write":
             content = before + draw(st.binary(max_size=16)) + after
     return content

@@ -64,7 +64,7 @@ def rows(x):
 
 
 def assert_near(actual, expected, tolerance=1e-2):
-    """Asserts an error that is small beside the norm and beside that of one rounding.
+    """Asserts an error that is small compared with the norm and with one rounding's.
 
     Where sums in another order round to another code, single results differ more.
     """

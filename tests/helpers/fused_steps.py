@@ -32,8 +32,8 @@ def tree(seed: int, dtype=F32):
     rng = np.random.default_rng(seed)
 
     def values(path, shape):
-        own = F32 if path[0].key == "wide" else dtype
-        return jnp.asarray(gradients(rng.integers(1 << 30), shape), own)
+        of_case = F32 if path[0].key == "wide" else dtype
+        return jnp.asarray(gradients(rng.integers(1 << 30), shape), of_case)
 
     return jax.tree_util.tree_map_with_path(values, SHAPES, is_leaf=is_shape)
 

@@ -111,10 +111,10 @@ def saved(fn, *args, params: int | None = None) -> list[Saved]:
     for eqn in jaxpr.eqns:
         if any(v in active for v in eqn.invars if not hasattr(v, "val")):
             active.update(eqn.outvars)
-    found = dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val"))
+    actual = dict.fromkeys(v for v in jaxpr.outvars if not hasattr(v, "val"))
     invars = {v: i for i, v in enumerate(jaxpr.invars)}
     return [
-        Saved(v.aval.shape, v.aval.dtype, invars.get(v), v in active) for v in found
+        Saved(v.aval.shape, v.aval.dtype, invars.get(v), v in active) for v in actual
     ]
 
 

@@ -95,7 +95,7 @@ def encoded_groups(x, dtype, group) -> tuple[np.ndarray, np.ndarray]:
 
 
 def assert_identical(actual, expected):
-    """Asserts the same bits, except those of NaNs."""
+    """Asserts the same bits, except in NaNs."""
     actual, expected = jax.tree.leaves(actual), jax.tree.leaves(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):

@@ -35,7 +35,7 @@ def rotate(x, angles):
 def split_heads(y, angles, num_kv_heads: int):
     """Splits [b, s, columns] into queries, keys and values, and applies RoPE.
 
-    The columns of a key head are those of its queries, its key and its value.
+    A key head has the columns of its queries, its key and its value.
     """
     b, s, _ = y.shape
     dim = 2 * angles.shape[1]

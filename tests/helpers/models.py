@@ -39,7 +39,7 @@ class Vit(nnx.Module):
 
 
 class VitLayer(nnx.Module):
-    """Attention and an MLP, each behind a LayerNorm."""
+    """Attention and an MLP, each after a LayerNorm."""
 
     def __init__(self, width: int, *, rngs: nnx.Rngs):
         self.norms = nnx.List([nnx.LayerNorm(width, rngs=rngs) for _ in range(2)])

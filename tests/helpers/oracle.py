@@ -237,8 +237,8 @@ def dequantize(values: np.ndarray, scales: dict, block, powers: dict | None, for
 
 def adam(mu, nu, gradients, b1=0.9, b2=0.95):
     """Returns Adam's moments after each gradient, in float64."""
-    found, mu, nu = [], mu.astype(np.float64), nu.astype(np.float64)
+    actual, mu, nu = [], mu.astype(np.float64), nu.astype(np.float64)
     for g in gradients.astype(np.float64):
         mu, nu = b1 * mu + (1 - b1) * g, b2 * nu + (1 - b2) * g * g
-        found.append((mu, nu))
-    return found
+        actual.append((mu, nu))
+    return actual

@@ -91,13 +91,15 @@ def check_steps(tx, step, mesh, layout, **options) -> str:
     compiled = jitted.lower(*arrays, key).compile()
     alone = jax.jit(step, compiler_options=options)
     grads, state, params = jax.device_get(arrays)
-    there = jax.tree.map(lambda x: x.sharding, (arrays[2], arrays[1]))
+    placements = jax.tree.map(lambda x: x.sharding, (arrays[2], arrays[1]))
     for _ in range(2):
         after = compiled(*arrays, key)
         arrays = (arrays[0], after[1], after[0])
         params, state = alone(grads, state, params, key)
     assert_same_bits(jax.device_get(after), jax.device_get((params, state)))
-    for x, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(there), strict=True):
+    for x, sharding in zip(
+        jax.tree.leaves(after), jax.tree.leaves(placements), strict=True
+    ):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
     local = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(after))
     assert compiled.memory_analysis().alias_size_in_bytes == local

@@ -15,8 +15,8 @@ from helpers.models import parameters
 def config(**changes) -> llama.LlamaConfig:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_layers": 2}
     heads = {"num_heads": 4, "num_kv_heads": 2}
-    rest = {"vocab_size": 128, "tie_embeddings": True, "recipe": "bf16"}
-    return llama.LlamaConfig(**{**shape, **heads, **rest, **changes})
+    remaining = {"vocab_size": 128, "tie_embeddings": True, "recipe": "bf16"}
+    return llama.LlamaConfig(**{**shape, **heads, **remaining, **changes})
 
 
 @functools.cache

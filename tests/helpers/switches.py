@@ -1,4 +1,4 @@
-"""The library's functions under JAX's switches and transformations, beside plain ones.
+"""The library's and plain functions under JAX's switches and transformations.
 
     cd tests && uv run python -m helpers.switches
 
@@ -102,9 +102,9 @@ def _plain_layer() -> tuple[Callable, Any]:
 @functools.cache
 def cases() -> dict[str, Case]:
     """Returns the functions by name."""
-    ones = functools.partial(np.full, dtype=np.float32)
-    matrix = {"w": ones((_WIDTH, _WIDTH), 0.1), "b": ones((1, 1, _WIDTH), 0.1)}
-    mlp = {"up": ones((_WIDTH, _WIDTH), 0.1), "down": ones((_WIDTH, _WIDTH), 0.1)}
+    units = functools.partial(np.full, dtype=np.float32)
+    matrix = {"w": units((_WIDTH, _WIDTH), 0.1), "b": units((1, 1, _WIDTH), 0.1)}
+    mlp = {"up": units((_WIDTH, _WIDTH), 0.1), "down": units((_WIDTH, _WIDTH), 0.1)}
     adamw = _training(optax.adamw(1e-3))
     dots = jax.checkpoint_policies.dots_saveable
     plain_mlp = jax.checkpoint(_mlp)
@@ -135,7 +135,7 @@ def cases() -> dict[str, Case]:
     def copied(params, x, key):
         return jax.tree.map(jnp.copy, optax.adamw(1e-3).init(params))
 
-    found = {
+    actual = {
         "fp8_adamw": step(coat.fp8_adamw(1e-3)),
         "fused_update": step(coat.fp8_adamw(1e-3), fused=True),
         "with_quantized_state": step(
@@ -154,12 +154,12 @@ def cases() -> dict[str, Case]:
         "to_optax_state": Case(converted, copied, matrix, differentiable=False),
     }
     (ours, params), (plain, theirs) = _layer("coat"), _plain_layer()
-    found["DecoderLayer, coat"] = Case(
-        lambda both, *rest: ours(both[0], *rest),
-        lambda both, *rest: plain(both[1], *rest),
+    actual["DecoderLayer, coat"] = Case(
+        lambda both, *remaining: ours(both[0], *remaining),
+        lambda both, *remaining: plain(both[1], *remaining),
         (params, theirs),
     )
-    return found
+    return actual
 
 
 def _sum(fn: Callable) -> Callable:
@@ -304,7 +304,7 @@ def failures(function: str, switch: str, plain: bool = False) -> dict[str, Excep
         return [each(*args) for each in every.values()]
 
     # One program has them all, and they are tried one by one only if it fails.
-    found = {}
+    actual = {}
     try:
         SWITCHES[switch](together, case)
     except Exception:
@@ -312,8 +312,8 @@ def failures(function: str, switch: str, plain: bool = False) -> dict[str, Excep
             try:
                 SWITCHES[switch](each, case)
             except Exception as error:
-                found[name] = error
-    return found
+                actual[name] = error
+    return actual
 
 
 def cell(function: str, switch: str) -> tuple[str, dict[str, Exception]]:

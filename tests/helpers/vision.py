@@ -40,7 +40,7 @@ def projected(config, params, features):
 def _block(config, params, x):
     y = _linear(params["qkv"], _norm(config, params["attention_norm"], x))
     shape = (*x.shape[:2], config.num_heads, -1)
-    q, k, v = (part.reshape(shape) for part in np.split(y, 3, axis=-1))
+    q, k, v = (piece.reshape(shape) for piece in np.split(y, 3, axis=-1))
     attended = layers.attention(q, k, v, causal=False).reshape(x.shape)
     x = x + _linear(params["out"], attended)
     y = _linear(params["up"], _norm(config, params["mlp_norm"], x))

@@ -173,17 +173,17 @@ def test_a_layer_has_gradients_of_a_layer():
 def test_a_part_of_an_array_rounds_as_in_the_whole(implementation, width):
     """A part cut along the middle axis has rows with uneven strides in the whole."""
     arrays = random_state((4, 24, width), BF16)
-    whole = run("reference", SCALARS, *arrays, jnp.uint32(77))
+    complete = run("reference", SCALARS, *arrays, jnp.uint32(77))
     groups = -(-width // 128)
     strides = (24 * groups, groups, 1)
-    part = (slice(1, 3), slice(8, 24), slice(None))
+    piece = (slice(1, 3), slice(8, 24), slice(None))
     first = jnp.uint32(1 * strides[0] + 8 * strides[1])
-    arrays = jax.tree.map(lambda x: x[part], arrays)
+    arrays = jax.tree.map(lambda x: x[piece], arrays)
     seeds = SEEDS[0], SEEDS[1] + first
     actual = run(
         implementation, SCALARS, *arrays, jnp.uint32(77), seeds=seeds, strides=strides
     )
-    expected = jax.tree.map(lambda x: x[part], whole)
+    expected = jax.tree.map(lambda x: x[piece], complete)
     assert_close(actual, expected)
     assert np.mean(np.asarray(actual[0] != expected[0])) < 5e-3
 

@@ -35,7 +35,7 @@ _HOW = "python -m experiments.kernels.resources records what they take"
 
 
 def compiled(*arguments):
-    """Returns the rows of families, compiled by a process whose output is read."""
+    """Returns the rows of families, compiled and printed by another process."""
     command = [sys.executable, "-m", "experiments.kernels.resources", *arguments]
     # The process must not look for a GPU.
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
@@ -63,12 +63,12 @@ def assert_no_more_than_recorded(rows, families):
     assert not [row for row in rows if row["spill_bytes"] or row["losses"]]
     if sm90.versions() != _RECORDED["compiled_by"]:
         return  # Other compilers assign registers differently.
-    before = recorded(*families)
+    initial = recorded(*families)
     grown = [
-        (row, before[case])
+        (row, initial[case])
         for case, row in by_case(rows).items()
         for resource in ("kernels", "registers", "shared_bytes")
-        if row[resource] > before[case][resource]
+        if row[resource] > initial[case][resource]
     ]
     assert not grown, _HOW
 
@@ -174,13 +174,13 @@ def test_a_foreign_gate_saves_kernels_and_memory(monkeypatch):
         step = functools.partial(foreign.forward_backward, light)
         return sm90.compiled(step, params, x, x, options=OPTIONS)
 
-    merged, apart = compiled(), compiled(where=lambda residual: True)
+    merged, separate = compiled(), compiled(where=lambda residual: True)
     named = r'custom-call\(.*op_name="[^"]*/(\w+)/kernel"'
-    kernels = [Counter(re.findall(named, p.as_text())) for p in (merged, apart)]
+    kernels = [Counter(re.findall(named, p.as_text())) for p in (merged, separate)]
     assert kernels[0]["gated"] == kernels[0]["gated_grad"] == 1
     assert not kernels[1]["gated"]
     assert kernels[0].total() < kernels[1].total()
-    memory = [p.memory_analysis().temp_size_in_bytes for p in (merged, apart)]
+    memory = [p.memory_analysis().temp_size_in_bytes for p in (merged, separate)]
     assert 0 < memory[0] < memory[1]
 
 
@@ -210,18 +210,18 @@ def test_two_gpus_run_kernels_on_shards_and_gather_codes():
 
     state = jax.tree.map(lambda p: placed(p, _fully_sharded(p.shape)), state)
     x = placed(shape.input(), P("fsdp"))
-    there = jax.tree.map(lambda x: x.sharding, (x, state, x))
+    placements = jax.tree.map(lambda x: x.sharding, (x, state, x))
     program = sm90.compiled_on_mesh(
-        gradients, state, x, x, out_shardings=there, options=OPTIONS
+        gradients, state, x, x, out_shardings=placements, options=OPTIONS
     ).as_text()
     # The other operations of a layer are XLA's: matmuls that are small, and scales.
     assert program.count("mosaic_gpu") > 30
 
     def moved(collective):
         """Yields the types and sizes of the arrays that a collective returns."""
-        for found in re.findall(rf" = (.*?) {collective}(?:-start)?\(", program):
-            whole = found.rsplit("), ", 1)[-1]  # A start returns its operands, too.
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", whole):
+        for actual in re.findall(rf" = (.*?) {collective}(?:-start)?\(", program):
+            complete = actual.rsplit("), ", 1)[-1]  # A start returns its operands, too.
+            for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", complete):
                 yield dtype, math.prod(map(int, dims.split(",")))
 
     weights = sum(p.size for p in jax.tree.leaves(state) if p.ndim > 1)

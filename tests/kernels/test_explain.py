@@ -72,8 +72,8 @@ def test_a_warning_says_once_that_a_kernel_does_not_take_large_arrays(hopper, to
         "norm of bfloat16[8192,1000] runs in XLA and not in a kernel: rows must be "
         "multiples of 128 up to 12288 long, got 1000"
     )
-    found = [str(warning.message) for warning in caught]
-    assert found == ([expected] if tokens == 8192 else [])
+    actual = [str(warning.message) for warning in caught]
+    assert actual == ([expected] if tokens == 8192 else [])
 
 
 def test_what_was_traced_before_is_explained_again_and_not_compiled_again():

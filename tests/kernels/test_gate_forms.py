@@ -1,4 +1,4 @@
-"""Tests gates whose inputs are two arrays, and activations without a gate."""
+"""Tests gates of two arrays, and activations without a gate."""
 
 import functools
 
@@ -52,10 +52,10 @@ def test_gate_and_up_as_two_arrays(implementation, activation, shape):
     assert_identical(rows.values, out.values)
     grads, sizes = exact(groups, activation, dy)
     for j in range(2):
-        own = out._replace(values=out.values[j], transposed=out.transposed[j])
-        assert own.values.shape == dy.shape
-        assert_rounded(own.values, grads[..., j, :], sizes[..., j, :], SCALE)
-        assert_transposed(own)
+        of_array = out._replace(values=out.values[j], transposed=out.transposed[j])
+        assert of_array.values.shape == dy.shape
+        assert_rounded(of_array.values, grads[..., j, :], sizes[..., j, :], SCALE)
+        assert_transposed(of_array)
     y, size = (x.reshape(-1, shape[-1]).T for x in (y, size))
     assert_rounded(out.product, y, size, 0.25)
     assert_identical(rows.product, out.product)
@@ -83,12 +83,12 @@ def alone(gate_up):
 @every_activation
 def test_an_activation_without_up(implementation, activation, shape):
     groups, dy = inputs(shape)
-    gate, ones = alone(groups)
-    y, size = exact(ones, activation)
+    gate, with_ones = alone(groups)
+    y, size = exact(with_ones, activation)
     out = run(implementation, functools.partial(pk.gated, activation=activation), gate)
     assert_rounded(out.values, y, size)
     assert np.max(out.largest) == np.abs(np.asarray(out.values, np.float32)).max()
-    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
+    grads, sizes = (x[..., 0, :] for x in exact(with_ones, activation, dy))
     grad = functools.partial(pk.gated_grad, activation=activation)
     out = run(implementation, grad, gate, dy)
     (values,) = out.values
@@ -100,18 +100,18 @@ def test_an_activation_without_up(implementation, activation, shape):
 @every_activation_in_tiles
 def test_gradients_of_an_activation_with_its_output(implementation, activation, shape):
     groups, dy = inputs(shape)
-    gate, ones = alone(groups)
-    grads, sizes = (x[..., 0, :] for x in exact(ones, activation, dy))
-    y, size = (x.reshape(-1, shape[-1]).T for x in exact(ones, activation))
+    gate, with_ones = alone(groups)
+    grads, sizes = (x[..., 0, :] for x in exact(with_ones, activation, dy))
+    y, size = (x.reshape(-1, shape[-1]).T for x in exact(with_ones, activation))
     options = {"activation": activation, "product_scale": jnp.float32(0.25)}
     wide = run(implementation, functools.partial(pk.gated_grad, **options), gate, dy)
     assert_rounded(wide.values[0], grads, sizes)
     assert_rounded(wide.product, y, size, 0.25)
     grad = functools.partial(pk.gated_grad, copies="both", **options)
     out = run(implementation, with_scale(grad), gate, dy, jnp.float32(SCALE))
-    own = out._replace(values=out.values[0], transposed=out.transposed[0])
-    assert_rounded(own.values, grads, sizes, SCALE)
-    assert_transposed(own)
+    of_array = out._replace(values=out.values[0], transposed=out.transposed[0])
+    assert_rounded(of_array.values, grads, sizes, SCALE)
+    assert_transposed(of_array)
     assert_identical(out.product, wide.product)
 
 
@@ -146,8 +146,8 @@ def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
     # Gate and up may differ in their dtypes.
     pair = wide[..., 0, :], wide[..., 1, :].astype(F32)
     out = run(implementation, gated, pair)
-    ones = np.ones((*shape[:-1], shape[-1] // 16))
-    y, size = exact(pk.Scaled(np.asarray(wide, np.float64), ones), "silu")
+    scales = np.ones((*shape[:-1], shape[-1] // 16))
+    y, size = exact(pk.Scaled(np.asarray(wide, np.float64), scales), "silu")
     np.testing.assert_allclose(out.scale, np.abs(y).max(-1) / 448, rtol=ERROR)
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
     codes, scale = encoded_groups(wide, E4M3, 16)

@@ -49,8 +49,8 @@ def test_backend_is_a_gpu():
 @pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
 def test_recipe_gradients_and_fp8_products(recipe):
     exact, _ = gradient("bf16")
-    got, program = gradient(recipe)
-    cosine = got @ exact / np.linalg.norm(got) / np.linalg.norm(exact)
+    actual, program = gradient(recipe)
+    cosine = actual @ exact / np.linalg.norm(actual) / np.linalg.norm(exact)
     assert cosine > 0.99
     # Three matmuls are forward (the last one's result is not needed) and eight are
     # backward. Nothing of the forward pass runs twice.
@@ -69,12 +69,12 @@ def test_attention_in_backward_fits_its_statistics(rerun):
     )
     inputs = 3 * q, k, v
     light = coat.fp8_remat(causal_attention, params_argnums=(), rerun_attention=rerun)
-    found = jax.jit(lambda *args: jax.vjp(light, *args)[1](do))(*inputs)
+    actual = jax.jit(lambda *args: jax.vjp(light, *args)[1](do))(*inputs)
     groups = coat.PerGroup(16)
     copies = [coat.quantize(x, granularity=groups).dequantize() for x in inputs]
-    read = copies if rerun else inputs
-    expected = jax.jit(lambda *args: jax.vjp(causal_attention, *args)[1](do))(*read)
-    for a, b in zip(found, expected, strict=True):
+    decoded = copies if rerun else inputs
+    expected = jax.jit(lambda *args: jax.vjp(causal_attention, *args)[1](do))(*decoded)
+    for a, b in zip(actual, expected, strict=True):
         a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
         # The kernel adds up in any order.
         np.testing.assert_allclose(a, b, rtol=0, atol=2**-6 * np.abs(b).max())

@@ -97,14 +97,14 @@ _CASES = {
 @pytest.mark.parametrize("case", _CASES)
 def test_custom_calls_are_those_of_pallas(case, in_jaxs_way, lowered):
     fn, arrays = _CASES[case]
-    once = text(fn, *arrays)
+    module = text(fn, *arrays)
     assert lowered
     in_jaxs_way()
     ordinary = text(fn, *arrays)
-    calls = list(custom_calls(once))
+    calls = list(custom_calls(module))
     assert calls == list(custom_calls(ordinary))
     assert len(calls) == 1 + ("two" in case)
-    assert hashes(once) != hashes(ordinary)
+    assert hashes(module) != hashes(ordinary)
     if "in place" in case:
         assert all("output_operand_alias" in call for call in calls)
 

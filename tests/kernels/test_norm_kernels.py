@@ -199,9 +199,9 @@ def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):
         return pk.norm_grad(x, dy, weight, bias, y_scale=scale, **options, **how)
 
     dx, dweight, dbias = expected_grad(values, wide(dy), weight, kind, parts)
-    for added in (None, add):
-        out = run(implementation, grad, x, dy, weight, bias, added)
-        expected = dx if added is None else dx + wide(added)
+    for addend in (None, add):
+        out = run(implementation, grad, x, dy, weight, bias, addend)
+        expected = dx if addend is None else dx + wide(addend)
         assert_rounded(out.dx, expected, BF16)
         assert np.max(out.largest) == np.abs(wide(out.dx)).max()
         pairs = (weight, out.dweight, dweight), (bias, out.dbias, dbias)

@@ -23,9 +23,9 @@ SIZES = {"data": 2, "fsdp": 4}
 
 
 def call(operation, *arrays):
-    found, out = placement._Call.of(operation, arrays)
+    actual, out = placement._Call.of(operation, arrays)
     shapes = [x.shape for x in jax.tree.leaves((arrays, out))]
-    return found, shapes
+    return actual, shapes
 
 
 def product(a, b, *scales, accumulator=None, **options):
@@ -79,9 +79,9 @@ def test_merged_axes_have_several_names():
     ],
 )
 def test_operands_decide_how_a_matmul_is_split(specs, split, result):
-    found, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
-    assert found.split(SIZES, shapes, [*specs, P(), P()]) == split
-    assert found.specs(found.results, split) == [result]
+    actual, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    assert actual.split(SIZES, shapes, [*specs, P(), P()]) == split
+    assert actual.specs(actual.results, split) == [result]
 
 
 @pytest.mark.parametrize(
@@ -95,68 +95,69 @@ def test_operands_decide_how_a_matmul_is_split(specs, split, result):
             ("data", "fsdp"),
             ("fsdp",),
         ),
-        # The axes that split b along k begin with those of a's tokens: XLA gathers b.
+        # The axes that split b along k begin with the axes of a's tokens: XLA gathers
+        # b.
         (P("fsdp"), P(None, None, None, ("fsdp", "data")), ("data",), ()),
         # Only k is split.
         (P(), P(None, None, None, "data"), ("data",), ()),
     ],
 )
 def test_what_splits_k_further_is_gathered_in_parts(of_a, of_b, taken, gathered):
-    found, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    actual, shapes = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
     specs = [of_a, of_b, P(), P()]
-    split = found.split(SIZES, shapes, specs)
-    (_, b, *_) = found.specs(found.operands, split, specs)
+    split = actual.split(SIZES, shapes, specs)
+    (_, b, *_) = actual.specs(actual.operands, split, specs)
     assert b == P(None, split.get("n") or None, None, taken)
-    assert placement._further(found.operands[1], split, b) == gathered
+    assert placement._further(actual.operands[1], split, b) == gathered
 
 
 def test_a_sum_is_sent_where_it_is_wanted():
-    found, _ = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
+    actual, _ = product(jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3))
     split = {"k": ("data", "fsdp")}
-    assert found.specs(found.results, split, [P("fsdp")]) == [P(("fsdp",), None)]
-    assert found.specs(found.results, split, [P("other")]) == [P(None, None)]
+    assert actual.specs(actual.results, split, [P("fsdp")]) == [P(("fsdp",), None)]
+    assert actual.specs(actual.results, split, [P("other")]) == [P(None, None)]
 
 
 def test_an_accumulator_is_split_like_the_result():
     accumulator = jnp.ones((16, 12), jnp.bfloat16)
-    found, shapes = product(
+    actual, shapes = product(
         jnp.ones((16, 8), E4M3),
         jnp.ones((12, 8), E4M3),
         accumulator=accumulator,
         accumulate=True,
     )
     specs = [P("fsdp", "data"), P(None, None, None, "data"), P(), P(), P()]
-    split = found.split(SIZES, shapes, specs)
+    split = actual.split(SIZES, shapes, specs)
     assert split == {"t0": ("fsdp",), "k": ("data",)}
-    *_, added = found.specs(found.operands, split)
-    assert added == P(("fsdp",), None)
+    *_, addend = actual.specs(actual.operands, split)
+    assert addend == P(("fsdp",), None)
 
 
 def test_sums_with_an_amax_are_not_split():
     a, b = jnp.ones((16, 8), E4M3), jnp.ones((12, 8), E4M3)
-    found, shapes = product(a, b, maxima=True)
+    actual, shapes = product(a, b, maxima=True)
     specs = [P(None, "data"), P(None, None, None, "data"), P(), P()]
-    assert found.split(SIZES, shapes, specs) == {}
+    assert actual.split(SIZES, shapes, specs) == {}
 
 
 def test_the_rule_names_axes_in_order_and_those_that_stay_whole():
     x = jnp.ones((4, 6, 32))
-    found, _ = call(_QuantizeGroups(dtype=E4M3, group=16, tuning=None), x)
-    rule, options = found.rule()
+    actual, _ = call(_QuantizeGroups(dtype=E4M3, group=16, tuning=None), x)
+    rule, options = actual.rule()
     assert rule == "t0 t1 (g e) -> t0 t1 (g e), t0 t1 g"
     assert options == {"need_replication_factors": ("e",), "e": 16}
     tensor = quantize_tensor(row=False, keep_maxima=True)
     after = jnp.ones((5, 3))
-    found, shapes = call(tensor, x, jnp.ones(()), after)
-    rule, options = found.rule()
+    actual, shapes = call(tensor, x, jnp.ones(()), after)
+    rule, options = actual.rule()
     assert rule == "t0 t1 n, , own0 own1 -> n (t0 t1), , u5"
     assert options == {"need_replication_factors": ("t1", "u5")}
     # An array that is not read stays as it is.
     specs = [P("data"), P(), P(None, "fsdp")]
-    split = found.split(SIZES, shapes, specs)
+    split = actual.split(SIZES, shapes, specs)
     assert split == {"t0": ("data",)}
-    assert found.specs(found.operands, split, specs)[2] == P(None, "fsdp")
-    assert found.specs(found.results, split)[0] == P(None, ("data",))
+    assert actual.specs(actual.operands, split, specs)[2] == P(None, "fsdp")
+    assert actual.specs(actual.results, split)[0] == P(None, ("data",))
 
 
 def test_arrays_of_one_device_are_on_no_mesh():
@@ -170,7 +171,7 @@ def test_arrays_of_one_device_are_on_no_mesh():
 
 @dataclasses.dataclass(frozen=True)
 class Told(dispatch.Operation):
-    """An operation whose result tells whether the kernel ran."""
+    """An operation with a result that tells whether the kernel ran."""
 
     name = "told"
 
@@ -199,15 +200,15 @@ def test_kernels_run_on_a_mesh_of_one_device(monkeypatch, kind):
 def test_vmap_maps_over_an_axis_that_devices_may_split():
     tensor = quantize_tensor(row=True, keep_maxima=True)
     x, scale = jnp.ones((8, 4, 6, 32)), jnp.ones(())
-    found, shapes = call(placement._Mapped(tensor, (True, False)), x, scale, None)
-    rule, options = found.rule()
+    actual, shapes = call(placement._Mapped(tensor, (True, False)), x, scale, None)
+    rule, options = actual.rule()
     assert rule == (
         "vmap1 t0 t1 n,  -> vmap1 t0 t1 n, vmap1 n (t0 t1), vmap1, vmap1 u4"
     )
     assert options == {"need_replication_factors": ("t1", "u4")}
-    split = found.split(SIZES, shapes, [P(("data", "fsdp")), P()])
+    split = actual.split(SIZES, shapes, [P(("data", "fsdp")), P()])
     assert split == {"vmap1": ("data", "fsdp")}
-    *_, largest = found.specs(found.results, split)
+    *_, largest = actual.specs(actual.results, split)
     # Each device keeps the amax of its own elements of the axis.
     assert largest == P(("data", "fsdp"), None)
 
@@ -222,8 +223,8 @@ def test_amaxes_are_those_of_each_named_element():
 
 def test_merged_axes_have_no_factors_of_length_one():
     tensor = quantize_tensor(row=False, keep_maxima=False)
-    found, _ = call(tensor, jnp.ones((1, 6, 32)), jnp.ones(()), None)
-    assert found.rule()[0] == "t0 t1 n,  -> n t1, "
+    actual, _ = call(tensor, jnp.ones((1, 6, 32)), jnp.ones(()), None)
+    assert actual.rule()[0] == "t0 t1 n,  -> n t1, "
 
 
 def test_equal_operations_are_partitioned_by_one_function():
@@ -237,9 +238,9 @@ def test_equal_operations_are_partitioned_by_one_function():
     def part(*spec):
         x, scale = array((64, 128), jnp.bfloat16, *spec), array((), jnp.float32)
         operation = quantize_tensor(row=True, keep_maxima=False)
-        found, out = placement._Call.of(operation, (x, scale, None))
+        actual, out = placement._Call.of(operation, (x, scale, None))
         out = jax.tree.map(lambda x: array(x.shape, x.dtype), out)
-        return placement._partition(found, mesh, ((x, scale, None),), out)[1]
+        return placement._partition(actual, mesh, ((x, scale, None),), out)[1]
 
     assert part("fsdp") is part("fsdp")
     assert part("fsdp") is not part(None, "fsdp")

@@ -73,9 +73,9 @@ def in_parts(b, parts, groups):
 
     The first is [parts, n, groups, c], and the second [n, groups, parts * c].
     """
-    whole = b.reshape(len(b), groups, -1)
-    pieces = jnp.split(whole, parts, axis=2)
-    return jnp.stack(pieces), whole
+    complete = b.reshape(len(b), groups, -1)
+    pieces = jnp.split(complete, parts, axis=2)
+    return jnp.stack(pieces), complete
 
 
 def error(actual, expected):
@@ -154,13 +154,13 @@ def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     # Tiles of 160 columns overlap, so some columns are computed twice.
     shape = (128, 256, 256)
     a, b, wide_a, wide_b = operands(shape)
-    before = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
+    initial = np.random.default_rng(2).standard_normal(shape[:2]).astype(dtype) * 16
     y = run(
-        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0, jnp.asarray(before),
+        pallas_kernels.matmul, implementation, a, b, 0.5, 1.0, jnp.asarray(initial),
         tuning=tuning,
     )  # fmt: skip
     assert y.dtype == dtype
-    expected = 0.5 * wide_a @ wide_b.T + before.astype(np.float64)
+    expected = 0.5 * wide_a @ wide_b.T + initial.astype(np.float64)
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
 
 
@@ -179,15 +179,15 @@ def test_a_bias_is_added_to_columns(
     a_scale, b_scale, by_a, by_b = scales(kind, shape)
     rng = np.random.default_rng(4)
     bias = jnp.asarray(rng.standard_normal(n) * 16, jnp.bfloat16)
-    added = jnp.asarray(rng.standard_normal((m, n)) * 16, dtype)
+    addend = jnp.asarray(rng.standard_normal((m, n)) * 16, dtype)
     y = run(
         pallas_kernels.matmul, implementation, a, b, a_scale, b_scale,
-        added if with_accumulator else None, bias=bias, out_dtype=dtype, tuning=tuning,
+        addend if with_accumulator else None, bias=bias, out_dtype=dtype, tuning=tuning,
     )  # fmt: skip
     assert y.dtype == dtype
     expected = (wide_a * by_a) @ (wide_b * by_b).T + np.asarray(bias, np.float64)
     if with_accumulator:
-        expected += np.asarray(added, np.float64)
+        expected += np.asarray(addend, np.float64)
     assert error(y, expected) < (2.0**-8 if dtype == BF16 else 2e-3)
 
 
@@ -230,17 +230,17 @@ def test_products_are_turned_heads(implementation, heads, size, kind, dtype, tun
     angles = np.random.default_rng(3).uniform(0, 6, (64, size // 2))
     if kind == "rows":
         a_scale = a_scale.reshape(4, 64)
-    got = run(
+    actual = run(
         pallas_kernels.matmul_heads, implementation, a.reshape(4, 64, 256), b,
         a_scale, b_scale, *(jnp.asarray(f(angles), F32) for f in (np.cos, np.sin)),
         num_kv_heads=m, out_dtype=dtype, copies=2, tuning=tuning,
     )  # fmt: skip
-    assert_identical(got[:3], got[3:])
+    assert_identical(actual[:3], actual[3:])
     y = ((wide_a * by_a) @ (wide_b * by_b).T).reshape(4, 64, -1)
     within = 2.0**-9 if dtype == BF16 else 2.0**-20
     if jax.default_backend() == "gpu":
         within += 2e-3
-    for x, expected in zip(got[:3], layers.split_heads(y, angles, m), strict=True):
+    for x, expected in zip(actual[:3], layers.split_heads(y, angles, m), strict=True):
         assert (x.shape, x.dtype) == (expected.shape, dtype)
         assert error(x, expected) < within
 
@@ -292,16 +292,18 @@ def test_the_kernel_has_no_races(tuning):
 def test_the_right_operand_is_read_in_parts(implementation, parts, groups, k, tuning):
     m, n = 256, 512
     a, b, wide_a, wide_b = operands((m, n, k), E5M2, seed=parts)
-    split, whole = in_parts(b, parts, groups)
+    split, complete = in_parts(b, parts, groups)
     operation = _Matmul(product=Product(out_dtype=BF16), tuning=tuning)
 
-    def multiply(a, split, whole, *, implementation):
+    def multiply(a, split, complete, *, implementation):
         one, named = jnp.ones((), F32), implementation
         y, _ = operation(a, split, one, one, None, None, implementation=named)
-        whole = pallas_kernels.matmul(a, whole, tuning=tuning, implementation=named)
-        return y, whole
+        complete = pallas_kernels.matmul(
+            a, complete, tuning=tuning, implementation=named
+        )
+        return y, complete
 
-    for y in kernels.run(implementation, multiply, a, split, whole):
+    for y in kernels.run(implementation, multiply, a, split, complete):
         assert error(y, wide_a @ wide_b.T) < 3e-3
 
 

@@ -106,12 +106,12 @@ def test_long_rows_on_a_gpu(shape):
 @pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
 def test_maxima_keep_nan(implementation, dtype, shape):
     x = adversarial(shape, dtype)
-    for part, expected in (
+    for piece, expected in (
         (x, np.nan),
         (finite(x), np.abs(np.asarray(finite(x), np.float32)).max()),
         (jnp.zeros((40, 64), dtype), 0.0),
     ):
-        actual = run(implementation, pk.maxima, part)
+        actual = run(implementation, pk.maxima, piece)
         assert actual.ndim == 1
         np.testing.assert_array_equal(np.max(actual), np.float32(expected))
 

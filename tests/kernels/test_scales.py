@@ -82,8 +82,8 @@ def test_edges(implementation, dtype):
     bounds = [pk.Bound((jnp.asarray(x),)) for x in arrays]
     # Numbers with a larger power-of-two scale would not fit bfloat16.
     largest = 2.0 ** np.floor(np.log2(float(jnp.finfo(jnp.bfloat16).max) / top))
-    found = scales(*bounds, implementation=implementation, dtype=dtype)
-    for actual, bound, value in zip(found, bounds, odd, strict=True):
+    results = scales(*bounds, implementation=implementation, dtype=dtype)
+    for actual, bound, value in zip(results, bounds, odd, strict=True):
         tiny = not value > 2.0**-126 * top  # Scales are normal numbers.
         limited = 2.0**-126 if tiny else min(expected(bound, dtype), largest)
         if np.isnan(expected(bound, dtype)):

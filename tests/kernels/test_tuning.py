@@ -41,25 +41,25 @@ def test_the_table_says_what_runs(monkeypatch):
         wants_more = dataclasses.replace(product, **more)
         assert tuning.choose(wants_more, 256, 512, 384) == Tuning(stages=3)
     # Matmuls that add to an accumulator are measured separately.
-    added = dataclasses.replace(product, accumulate=True)
-    assert tuning.choose(added, 256, 256, 384) == tuning.heuristic(added, 256, 256)
+    addend = dataclasses.replace(product, accumulate=True)
+    assert tuning.choose(addend, 256, 256, 384) == tuning.heuristic(addend, 256, 256)
     odd = Tuning(tile_n=160, stages=2, together=False)
     entry = {"tiles": dataclasses.asdict(odd), "xla": False}
-    table[tuning.key(added, 256, 256, 384)] = entry
-    assert tuning.choose(added, 256, 256, 384) == odd
+    table[tuning.key(addend, 256, 256, 384)] = entry
+    assert tuning.choose(addend, 256, 256, 384) == odd
 
 
 def test_the_table_holds_tiles_that_fit():
     table = json.loads(tuning.TABLE.read_text())
     assert table["device"]["name"]
     products = list(kernel_cases.PRODUCTS.values())
-    for key, found in table["tuning"].items():
+    for key, actual in table["tuning"].items():
         m, n, k = map(int, key.split(",")[0].split(" x "))
         (product,) = (p for p in products if tuning.key(p, m, n, k) == key)
-        tiles = Tuning(**found["tiles"])
+        tiles = Tuning(**actual["tiles"])
         assert tuning.obstacle(product, tiles, m, n) is None
         assert tiles.stages >= tiles.held(product)
-        assert found["xla"] in (True, False)
+        assert actual["xla"] in (True, False)
 
 
 @pytest.mark.parametrize("kind", kernel_cases.PRODUCTS)
@@ -80,7 +80,7 @@ def test_tiles_that_do_not_do_for_another_product_of_the_shape(monkeypatch):
     table = {tuning.key(product, *shape): {"tiles": {"transposed": True}, "xla": False}}
     monkeypatch.setattr(tuning, "_table", lambda: table)
     for maxima in (False, True):
-        wanted = dataclasses.replace(product, maxima=maxima)
-        assert tuning.choose(wanted, *shape) == transposed
+        requested = dataclasses.replace(product, maxima=maxima)
+        assert tuning.choose(requested, *shape) == transposed
     of_rows = dataclasses.replace(product, scaling="rows")
     assert tuning.choose(of_rows, *shape) == tuning.heuristic(of_rows, 256, 512)

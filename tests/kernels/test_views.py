@@ -68,9 +68,9 @@ def test_results_are_the_same(fn):
     x = jax.random.normal(jax.random.key(0), (4, 6))
     expected, out = fn(x), views.without_reshapes(fn)(x)
     assert jax.tree.structure(out) == jax.tree.structure(expected)
-    for got, wanted in zip(*map(jax.tree.leaves, (out, expected)), strict=True):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_array_equal(got, wanted)
+    for actual, requested in zip(*map(jax.tree.leaves, (out, expected)), strict=True):
+        assert actual.dtype == requested.dtype
+        np.testing.assert_array_equal(actual, requested)
 
 
 def test_kernels_read_and_write_arrays_as_they_are():
@@ -129,10 +129,10 @@ def test_what_is_overwritten_has_the_type_of_the_result(rows, calls):
     exponent = array((rows, 8), jnp.uint8)
     arrays = grads, grads, codes, scale, exponent, array((), jnp.uint32)
     text = lowered(views.without_reshapes(adam), *arrays)
-    found = re.findall(r"stablehlo.custom_call @mosaic_gpu_v2.*", text)
-    assert len(found) == calls
+    actual = re.findall(r"stablehlo.custom_call @mosaic_gpu_v2.*", text)
+    assert len(actual) == calls
     aliases = r"output_tuple_indices = \[(\d+)\], operand_index = (\d+)"
-    for call in found:
+    for call in actual:
         takes, returns = re.search(r" : \((.*)\) -> \((.*)\)", call).groups()
         pairs = re.findall(aliases, call)
         assert pairs

@@ -24,8 +24,8 @@ def visits(rows, columns, width):
 def test_visits_go_to_and_fro_in_stripes(grid, width):
     numbers = jnp.arange(grid[0] * grid[1], dtype=jnp.int32)
     rows, columns = jax.vmap(lambda number: snake(number, grid, width))(numbers)
-    found = zip(np.asarray(rows).tolist(), np.asarray(columns).tolist(), strict=True)
-    assert list(found) == list(visits(*grid, width))
+    actual = zip(np.asarray(rows).tolist(), np.asarray(columns).tolist(), strict=True)
+    assert list(actual) == list(visits(*grid, width))
 
 
 @pytest.mark.parametrize("width", [3, 7, 13, 15])
@@ -33,6 +33,6 @@ def test_shares_of_the_last_stripe_are_whole_numbers(width):
     """The division in float32 is exact for more tiles than a matmul has."""
     columns = 60_000
     numbers = jnp.arange(width * columns, dtype=jnp.int32)
-    rows, found = jax.vmap(lambda n: snake(n, (width, columns), 16))(numbers)
-    np.testing.assert_array_equal(found, np.arange(width * columns) // width)
+    rows, actual = jax.vmap(lambda n: snake(n, (width, columns), 16))(numbers)
+    np.testing.assert_array_equal(actual, np.arange(width * columns) // width)
     np.testing.assert_array_equal(rows, np.arange(width * columns) % width)

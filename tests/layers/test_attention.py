@@ -36,15 +36,15 @@ def _arrays():
 @pytest.mark.parametrize("copies", [False, True])
 def test_backward_gets_empty_residuals_that_are_not_saved(copies):
     q, k, v, do = _arrays()
-    kept = (q + 1, k, v) if copies else ()
+    saved = (q + 1, k, v) if copies else ()
 
     def run(q, k, v):
-        return attention._saving(flash, q, k, v, kept, None)
+        return attention._saving(flash, q, k, v, saved, None)
 
     _, vjp = jax.vjp(run, q, k, v)
     assert all(x.size for x in jax.tree.leaves(vjp))
     dq, dk, dv = map(np.asarray, vjp(do))
-    q, k, do = (np.asarray(x, np.float64) for x in (kept[0] if copies else q, k, do))
+    q, k, do = (np.asarray(x, np.float64) for x in (saved[0] if copies else q, k, do))
     np.testing.assert_allclose(dq, do * k.sum(), rtol=1e-5)
     np.testing.assert_allclose(dk, np.full_like(k, (do * q).sum()), rtol=1e-5)
     np.testing.assert_array_equal(dv, do)

@@ -134,7 +134,11 @@ def test_copies_are_saved_in_place_of_what_attention_reads():
     q, k, v = (normal(i, 2, 12, n, 8) for i, n in enumerate((4, 2, 2)))
     copies = tuple(map(jnp.copy, (q, k, v)))
     residuals = saved(
-        lambda *given: causal_attention(*given[:3], given[3:]), q, k, v, *copies
+        lambda *arguments: causal_attention(*arguments[:3], arguments[3:]),
+        q,
+        k,
+        v,
+        *copies,
     )
     assert sorted(r.argument for r in residuals if r.nbytes > 8) == [3, 4, 5]
     dy = normal(4, *q.shape)
@@ -168,10 +172,10 @@ def test_recipes_share_initialization_and_structure():
     def made(recipe):
         return llama.Llama(small(recipe=recipe), rngs=nnx.Rngs(0))
 
-    first, *others = [
+    first, *remaining = [
         initialization(functools.partial(made, recipe)) for recipe in RECIPES
     ]
-    assert all(other == first for other in others)
+    assert all(other == first for other in remaining)
 
 
 @functools.cache
@@ -243,13 +247,13 @@ def test_scanned_layers_equal_a_loop():
 
 def test_cross_entropy_in_any_number_of_chunks(monkeypatch):
     graph, params = split(small(recipe="bf16", dtype=jnp.float32))
-    read, targets = tokens(61)[:, :-1], tokens(61)[:, 1:]
+    inputs, targets = tokens(61)[:, :-1], tokens(61)[:, 1:]
 
     def loss(params):
-        return llama.cross_entropy(nnx.merge(graph, params), read, targets)
+        return llama.cross_entropy(nnx.merge(graph, params), inputs, targets)
 
     def plain(params):
-        logits = nnx.merge(graph, params)(read)
+        logits = nnx.merge(graph, params)(inputs)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
         return losses.mean()
 
@@ -289,8 +293,8 @@ def test_options_that_do_not_fit_are_named():
         DecoderLayer(64, 96, 4, 2, 16, recipe="fp4", rngs=rngs)
     with pytest.raises(ValueError, match="norm must be one of rms, layer, got 'batch'"):
         DecoderLayer(64, 96, 4, 2, 16, norm="batch", rngs=rngs)
-    known = "silu, gelu, gelu_exact"
-    with pytest.raises(ValueError, match=f"gate must be one of {known}, got 'relu'"):
+    recorded = "silu, gelu, gelu_exact"
+    with pytest.raises(ValueError, match=f"gate must be one of {recorded}, got 'relu'"):
         DecoderLayer(64, 96, 4, 2, 16, gate="relu", rngs=rngs)
     for sizes, message in (
         ((64, 0, 4, 2, 16), "intermediate_size must be positive, got 0"),
@@ -323,12 +327,12 @@ def test_weights_quantized_before_give_the_same(recipe):
     @jax.jit
     @jax.value_and_grad
     def loss(params, codes):
-        model = nnx.merge(kept, params, codes)
+        model = nnx.merge(saved, params, codes)
         return llama.cross_entropy(model, tokens()[:, :-1], tokens()[:, 1:])
 
     model = nnx.merge(graph, params)
     nnx.jit(llama.Llama.quantize_weights)(model)
-    kept, same, codes = nnx.split(model, nnx.Param, ...)
+    saved, same, codes = nnx.split(model, nnx.Param, ...)
     jax.tree.map(np.testing.assert_array_equal, same, params)
     layer = sum(p[0].size for p in jax.tree.leaves(params["layers"]) if p.ndim > 2)
     nbytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(codes))

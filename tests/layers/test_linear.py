@@ -75,14 +75,14 @@ def test_saves_codes_of_x_and_w_by_reference(dtype):
         _, vjp = jax.vjp(fn, x, w)
         leaves = jax.tree.leaves(vjp)
         assert any(leaf is w for leaf in leaves)
-        others = [leaf for leaf in leaves if leaf is not w]
-        assert sorted((leaf.size, leaf.dtype.itemsize) for leaf in others) == [
+        remaining = [leaf for leaf in leaves if leaf is not w]
+        assert sorted((leaf.size, leaf.dtype.itemsize) for leaf in remaining) == [
             (0, x.dtype.itemsize),
             (1, 4),
             (1, 4),
             (x.size, 1),
         ]
-        assert any(leaf.dtype in FP8 for leaf in others)
+        assert any(leaf.dtype in FP8 for leaf in remaining)
     assert saved_bytes(saved(linear, x, w)) == x.size + 8
 
 

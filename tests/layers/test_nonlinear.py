@@ -97,9 +97,9 @@ def test_gradients_are_the_slopes_of_the_reference(name):
 
 def test_optional_parameters_default_to_none():
     x = normal(1, 4, 64)
-    ones, zeros = np.ones(64), np.zeros(64)
-    assert_close(nonlinear.rms_norm(x), rms_norm(*wide(x), ones), 1e-6)
-    assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), ones, zeros), 1e-6)
+    weight, zeros = np.ones(64), np.zeros(64)
+    assert_close(nonlinear.rms_norm(x), rms_norm(*wide(x), weight), 1e-6)
+    assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), weight, zeros), 1e-6)
 
 
 @pytest.mark.sampled(2)

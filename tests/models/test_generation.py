@@ -31,19 +31,19 @@ def _forward(graph, state, tokens):
     return nnx.merge(graph, state)(tokens)
 
 
-def last_logits(own: llama.Llama, tokens: list[int], length: int = 16) -> np.ndarray:
-    """Computes the logits behind `tokens` by a whole pass, without any padding before.
+def last_logits(net: llama.Llama, tokens: list[int], length: int = 16) -> np.ndarray:
+    """Computes the logits after `tokens` by a whole pass, without any padding before.
 
-    Tokens behind them, which change nothing, make all calls one program.
+    Tokens after them, which change nothing, make all calls one program.
     """
     padded = jnp.array([tokens + [0] * (length - len(tokens))])
-    return np.asarray(_forward(*nnx.split(own), padded)[0, len(tokens) - 1])
+    return np.asarray(_forward(*nnx.split(net), padded)[0, len(tokens) - 1])
 
 
-def naive(own: llama.Llama, prompt: list[int], count: int) -> list[int]:
+def naive(net: llama.Llama, prompt: list[int], count: int) -> list[int]:
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(int(last_logits(own, tokens).argmax()))
+        tokens.append(int(last_logits(net, tokens).argmax()))
     return tokens[len(prompt) :]
 
 
@@ -57,76 +57,80 @@ def naive(own: llama.Llama, prompt: list[int], count: int) -> list[int]:
     ],
 )
 def test_logits_of_the_cache_are_those_of_a_whole_pass(dtype, options, tolerance):
-    own = model(dtype=dtype, **options)
+    net = model(dtype=dtype, **options)
     further = [[17, 3], [90, 6], [40, 41]]
-    tokens, starts = generation._padded(PROMPTS, 9, own)
-    graph, state = nnx.split(own)
+    tokens, starts = generation._padded(PROMPTS, 9, net)
+    graph, state = nnx.split(net)
 
     def logits(state, tokens, starts):
-        own = nnx.merge(graph, state)
-        found, cache = generation._prefill(own, tokens, starts, 3)
-        logits = [found]
-        for place, new in enumerate(jnp.array(further).T):
-            found, cache = generation._decode(own, new, 9 + place, starts, cache)
-            logits.append(found)
+        net = nnx.merge(graph, state)
+        step_logits, cache = generation._prefill(net, tokens, starts, 3)
+        logits = [step_logits]
+        for position, new in enumerate(jnp.array(further).T):
+            step_logits, cache = generation._decode(
+                net, new, 9 + position, starts, cache
+            )
+            logits.append(step_logits)
         return jnp.stack(logits, 1)
 
     actual = compiled(logits, state, tokens, starts)
     for row, prompt, new in zip(actual, PROMPTS, further, strict=True):
-        for count, found in enumerate(np.asarray(row)):
-            expected = last_logits(own, prompt + new[:count])
+        for count, step_logits in enumerate(np.asarray(row)):
+            expected = last_logits(net, prompt + new[:count])
             scale = np.abs(expected).max()
-            np.testing.assert_allclose(found / scale, expected / scale, atol=tolerance)
+            np.testing.assert_allclose(
+                step_logits / scale, expected / scale, atol=tolerance
+            )
 
 
 def test_greedy_tokens_are_those_of_a_loop_that_computes_all_again():
-    own = model(dtype=jnp.float32)
-    found = coat.generate(own, PROMPTS, max_new_tokens=6, prompt_length=8)
-    for prompt, tokens, length in zip(PROMPTS, *found, strict=True):
-        assert tokens.tolist() == naive(own, prompt, 6)
+    net = model(dtype=jnp.float32)
+    actual = coat.generate(net, PROMPTS, max_new_tokens=6, prompt_length=8)
+    for prompt, tokens, length in zip(PROMPTS, *actual, strict=True):
+        assert tokens.tolist() == naive(net, prompt, 6)
         assert length == 6
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
 def test_every_recipe_generates_as_bf16_does(recipe):
-    own = model(recipe, dtype=jnp.float32)
+    net = model(recipe, dtype=jnp.float32)
     expected = coat.generate(model(dtype=jnp.float32), PROMPTS, max_new_tokens=4)
-    found = coat.generate(own, PROMPTS, max_new_tokens=4)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    actual = coat.generate(net, PROMPTS, max_new_tokens=4)
+    np.testing.assert_array_equal(actual.tokens, expected.tokens)
 
 
 def test_weights_quantized_beforehand_are_not_used():
-    own = model("coat", dtype=jnp.float32)
-    expected = coat.generate(own, PROMPTS, max_new_tokens=3)
-    own = nnx.merge(*nnx.split(own))
-    own.quantize_weights()
-    found = coat.generate(own, PROMPTS, max_new_tokens=3)
-    np.testing.assert_array_equal(found.tokens, expected.tokens)
+    net = model("coat", dtype=jnp.float32)
+    expected = coat.generate(net, PROMPTS, max_new_tokens=3)
+    net = nnx.merge(*nnx.split(net))
+    net.quantize_weights()
+    actual = coat.generate(net, PROMPTS, max_new_tokens=3)
+    np.testing.assert_array_equal(actual.tokens, expected.tokens)
 
 
 def test_a_stop_token_ends_its_prompt_alone():
-    own = model(dtype=jnp.float32)
-    free = coat.generate(own, PROMPTS, max_new_tokens=6).tokens.tolist()
+    net = model(dtype=jnp.float32)
+    free = coat.generate(net, PROMPTS, max_new_tokens=6).tokens.tolist()
     stop = free[0][2]
-    found = coat.generate(own, PROMPTS, max_new_tokens=6, stop_tokens=[stop])
-    for tokens, length, all_tokens in zip(*found, free, strict=True):
+    actual = coat.generate(net, PROMPTS, max_new_tokens=6, stop_tokens=[stop])
+    for tokens, length, all_tokens in zip(*actual, free, strict=True):
         end = all_tokens.index(stop) if stop in all_tokens else 6
         assert length == end
         assert tokens.tolist() == (all_tokens[: end + 1] + 6 * [0])[:6]
 
 
 def test_arrays_of_prompts_in_a_compiled_function():
-    own = model(dtype=jnp.float32)
-    graph, state = nnx.split(own)
+    net = model(dtype=jnp.float32)
+    graph, state = nnx.split(net)
     prompts = jnp.array([[3, 1, 4], [1, 5, 9]])
 
     def tokens(state, prompts):
-        own = nnx.merge(graph, state)
-        return coat.generate(own, prompts, max_new_tokens=3, prompt_length=5).tokens
+        net = nnx.merge(graph, state)
+        return coat.generate(net, prompts, max_new_tokens=3, prompt_length=5).tokens
 
-    found = compiled(tokens, state, prompts)
-    assert found.tolist() == [naive(own, row, 3) for row in prompts.tolist()]
+    actual = compiled(tokens, state, prompts)
+    assert actual.tolist() == [naive(net, row, 3) for row in prompts.tolist()]
 
 
 def test_sampling_keeps_the_most_likely_tokens():
@@ -135,16 +139,16 @@ def test_sampling_keeps_the_most_likely_tokens():
 
     def kept(**options):
         masked = Sampling(temperature=1.0, **options).masked(scores)
-        found = np.isfinite(masked)
-        np.testing.assert_array_equal(np.asarray(masked)[found], scores[found])
-        return [np.flatnonzero(row).tolist() for row in found]
+        actual = np.isfinite(masked)
+        np.testing.assert_array_equal(np.asarray(masked)[actual], scores[actual])
+        return [np.flatnonzero(row).tolist() for row in actual]
 
     assert kept() == [[0, 1, 2, 3, 4]] * 2
     assert kept(top_k=2) == [[1, 3], [0, 1]]
     assert kept(top_k=9) == [[0, 1, 2, 3, 4]] * 2
     assert kept(top_p=0.5) == [[1, 3], [0, 1, 2]]
     assert kept(top_p=1e-9) == [[1], [0]]
-    # Behind top_k the shares 0.4, 0.25 and 0.2 are 0.47, 0.29 and 0.24.
+    # After top_k the shares 0.4, 0.25 and 0.2 are 0.47, 0.29 and 0.24.
     assert kept(top_k=3, top_p=0.7) == [[1, 3], [0, 1, 2]]
 
 
@@ -153,19 +157,21 @@ def test_sampled_tokens_have_the_probabilities_of_the_logits():
     scores = jnp.broadcast_to(jnp.log(jnp.array(shares)), (20_000, 3))
     for options, power in (({}, 1.0), ({"top_k": 2}, 1.0), ({"top_p": 0.8}, 2.0)):
         sampling = Sampling(temperature=1 / power, **options)
-        found = np.bincount(sampling.choose(scores, jax.random.key(1)), minlength=3)
+        actual = np.bincount(sampling.choose(scores, jax.random.key(1)), minlength=3)
         expected = shares**power * ([1, 1, 1] if not options else [0, 1, 1])
-        np.testing.assert_allclose(found / 20_000, expected / expected.sum(), atol=0.02)
+        np.testing.assert_allclose(
+            actual / 20_000, expected / expected.sum(), atol=0.02
+        )
 
 
 def test_a_key_decides_the_sampled_tokens():
-    own = model(dtype=jnp.float32)
+    net = model(dtype=jnp.float32)
     options = {"max_new_tokens": 8, "temperature": 3.0}
-    found = [
-        coat.generate(own, PROMPTS, key=jax.random.key(seed), **options).tokens.tolist()
+    actual = [
+        coat.generate(net, PROMPTS, key=jax.random.key(seed), **options).tokens.tolist()
         for seed in (0, 0, 1)
     ]
-    assert found[0] == found[1] != found[2]
+    assert actual[0] == actual[1] != actual[2]
 
 
 @pytest.mark.parametrize(
@@ -186,6 +192,6 @@ def test_a_key_decides_the_sampled_tokens():
     ],
 )
 def test_bad_input_is_named(options, message):
-    given = {"prompts": PROMPTS, "max_new_tokens": 1} | options
+    arguments = {"prompts": PROMPTS, "max_new_tokens": 1} | options
     with pytest.raises(ValueError, match=message):
-        coat.generate(model(), **given)
+        coat.generate(model(), **arguments)

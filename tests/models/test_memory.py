@@ -41,29 +41,29 @@ def mesh(**sizes) -> AbstractMesh:
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
 def test_parameters_gradients_and_float32_moments_follow_from_the_sizes(recipe):
-    found = estimate(recipe=recipe)
+    actual = estimate(recipe=recipe)
     count = MATRICES + NORMS
-    assert found.update.parameters == found.update.gradients == 2 * count
+    assert actual.update.parameters == actual.update.gradients == 2 * count
     if recipe == "bf16":
-        assert found.update.optimizer == 8 * count + 4
+        assert actual.update.optimizer == 8 * count + 4
     else:  # Codes, and scales of groups of 128 elements.
-        assert 2.03 * count < found.update.optimizer < 2.4 * count
-    assert found.update.total == found.peak_bytes or found.peak_phase != "update"
-    for kinds in found.phases.values():
+        assert 2.03 * count < actual.update.optimizer < 2.4 * count
+    assert actual.update.total == actual.peak_bytes or actual.peak_phase != "update"
+    for kinds in actual.phases.values():
         assert kinds.total == sum(dataclasses.asdict(kinds).values())
         assert all(value >= 0 for value in dataclasses.asdict(kinds).values())
 
 
 def test_the_loss_holds_logits_and_the_whole_saved():
-    found = estimate(recipe="coat")
+    actual = estimate(recipe="coat")
     tokens = 2 * S
-    assert found.loss.logits >= tokens * V * (4 + 2)
-    assert found.loss.saved <= found.saved_bytes
+    assert actual.loss.logits >= tokens * V * (4 + 2)
+    assert actual.loss.saved <= actual.saved_bytes
     # The stream in groups of 16 twice a layer, gate and up, and four BF16 arrays.
     grouped = 1 + 2 / 16
     layer = 2 * H * grouped + 2 * F * grouped + 2 * (2 * H + 2 * KV * H // HEADS)
-    assert found.saved_bytes >= L * tokens * layer
-    assert found.saved_bytes <= 1.2 * (L * tokens * layer + 2 * tokens * H + 2 * V * H)
+    assert actual.saved_bytes >= L * tokens * layer
+    assert actual.saved_bytes <= 1.2 * (L * tokens * layer + 2 * tokens * H + 2 * V * H)
 
 
 def test_saved_activations_and_workspace_grow_with_the_batch():
@@ -103,11 +103,11 @@ def test_tensor_parallel_divides_layers_and_data_parallel_the_batch_alone():
 
 
 def test_given_shardings_and_optimizers_count():
-    found = mesh(fsdp=2)
+    actual = mesh(fsdp=2)
     model = nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0)))
     params = nnx.state(model, nnx.Param)
-    whole = jax.tree.map(lambda p: NamedSharding(found, P()), params)
-    sgd = estimate(batch=2, mesh=found, shardings=whole, optimizer=optax.sgd(1e-3))
+    complete = jax.tree.map(lambda p: NamedSharding(actual, P()), params)
+    sgd = estimate(batch=2, mesh=actual, shardings=complete, optimizer=optax.sgd(1e-3))
     assert sgd.update.parameters == 2 * (MATRICES + NORMS)
     assert sgd.update.optimizer == 0
     assert sgd.loss.gathered == 0

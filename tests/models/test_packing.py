@@ -29,15 +29,15 @@ def tokens(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(1, 128, (1, _LENGTH), np.int32)
 
 
-def log_likelihoods(graph, params, read, targets, *segments):
-    logits = nnx.merge(graph, params)(read, *segments)
+def log_likelihoods(graph, params, inputs, targets, *segments):
+    logits = nnx.merge(graph, params)(inputs, *segments)
     return jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], -1)
 
 
-def packed_loss(graph, params, read, targets, weights):
+def packed_loss(graph, params, inputs, targets, weights):
     return llama.cross_entropy(
         nnx.merge(graph, params),
-        read,
+        inputs,
         targets,
         weights=weights,
         segment_ids=jnp.array(_SEGMENTS),
@@ -53,16 +53,16 @@ def packed_loss_and_gradients():
 
 def test_each_document_has_the_logits_that_it_has_alone():
     graph, params = split("bf16")
-    read = tokens()
+    inputs = tokens()
     packed = compiled(
-        lambda p, t, s: nnx.merge(graph, p)(t, s), params, read, jnp.array(_SEGMENTS)
+        lambda p, t, s: nnx.merge(graph, p)(t, s), params, inputs, jnp.array(_SEGMENTS)
     )
     alone = jax.jit(lambda p, t: nnx.merge(graph, p)(t))
     ends = np.cumsum(_SIZES)
     for start, end in zip(ends - _SIZES, ends, strict=True):
         # Tokens that come later change nothing, and all calls are one program.
-        one = np.zeros_like(read)
-        one[:, : end - start] = read[:, start:end]
+        one = np.zeros_like(inputs)
+        one[:, : end - start] = inputs[:, start:end]
         expected = alone(params, one)[:, : end - start]
         np.testing.assert_allclose(packed[:, start:end], expected, atol=2e-4)
     assert np.isfinite(packed).all()
@@ -70,13 +70,13 @@ def test_each_document_has_the_logits_that_it_has_alone():
 
 def test_loss_is_the_weighted_mean_of_the_documents():
     graph, params = split("bf16")
-    read, targets = tokens(), tokens(1)
-    weights = np.random.default_rng(2).integers(0, 3, read.shape)
+    inputs, targets = tokens(), tokens(1)
+    weights = np.random.default_rng(2).integers(0, 3, inputs.shape)
     weights[_SEGMENTS == 0] = 0
     # Each document is a sequence of its own, in which padding has no weight.
     alone = [
         np.concatenate([np.where(n == _SEGMENTS, x, 0)[:, at:], x[:, :at] * 0], axis=1)
-        for x in (read, targets, weights)
+        for x in (inputs, targets, weights)
         for n, at in zip((1, 2, 3), np.cumsum(_SIZES) - _SIZES, strict=True)
     ]
     own_read, own_targets, own_weights = np.split(np.concatenate(alone), 3)
@@ -86,8 +86,8 @@ def test_loss_is_the_weighted_mean_of_the_documents():
         return -jnp.sum(own_weights * likely) / weights.sum()
 
     expected = compiled(jax.value_and_grad(documents), params)
-    for own in (jnp.array(weights), jnp.array(weights, jnp.bfloat16)):
-        actual = packed_loss_and_gradients()(params, read, targets, own)
+    for shares in (jnp.array(weights), jnp.array(weights, jnp.bfloat16)):
+        actual = packed_loss_and_gradients()(params, inputs, targets, shares)
         assert_close(actual, expected, 1e-4)
 
 
@@ -95,9 +95,9 @@ def test_loss_is_the_weighted_mean_of_the_documents():
 def gradients(recipe: str):
     """Returns a packed sequence's loss and gradients in bfloat16."""
     graph, params = split(recipe, jnp.bfloat16)
-    read, targets, weights = tokens(), tokens(1), jnp.array(_SEGMENTS > 0)
+    inputs, targets, weights = tokens(), tokens(1), jnp.array(_SEGMENTS > 0)
     return compiled(
-        jax.value_and_grad(lambda p: packed_loss(graph, p, read, targets, weights)),
+        jax.value_and_grad(lambda p: packed_loss(graph, p, inputs, targets, weights)),
         params,
     )
 
@@ -113,11 +113,11 @@ def test_gradients_of_packed_sequences_by_recipe(recipe):
 def test_segments_are_saved_once_for_all_layers():
     def saved(*segments):
         graph, params = split("coat", jnp.bfloat16)
-        read = jnp.array(tokens())
+        inputs = jnp.array(tokens())
         return coat.residual_report(
             lambda p, t, *s: nnx.merge(graph, p).hidden(t, *s).sum(),
             params,
-            read,
+            inputs,
             *segments,
         ).nbytes
 

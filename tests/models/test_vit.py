@@ -1,4 +1,4 @@
-"""Tests the image encoder beside NumPy in float64, and its recipes beside BF16."""
+"""Compares the image encoder with NumPy in float64, and its recipes with BF16."""
 
 import dataclasses
 import functools
@@ -62,13 +62,13 @@ def images(size: int = 32, channels: int = 3):
     ids=["four by four", "larger patches", "one channel"],
 )
 def test_features(changes):
-    own = config(dtype=jnp.float32, **changes)
-    graph, params = split(own)
-    given = images(own.image_size, own.num_channels)
-    features = compiled(lambda p, x: nnx.merge(graph, p)(x), params, given)
-    assert features.shape == (2, own.grid_size**2, own.hidden_size)
+    settings = config(dtype=jnp.float32, **changes)
+    graph, params = split(settings)
+    arguments = images(settings.image_size, settings.num_channels)
+    features = compiled(lambda p, x: nnx.merge(graph, p)(x), params, arguments)
+    assert features.shape == (2, settings.grid_size**2, settings.hidden_size)
     plain = jax.tree.map(lambda p: np.float64(p), nnx.to_pure_dict(params))
-    assert_close(features, vision.encoded(own, plain, given), 1e-5)
+    assert_close(features, vision.encoded(settings, plain, arguments), 1e-5)
 
 
 @functools.cache
@@ -99,19 +99,19 @@ def test_recipes_share_initialization_and_structure():
     def made(recipe):
         return vit.Vit(config(recipe=recipe), rngs=nnx.Rngs(0))
 
-    first, *others = [
+    first, *remaining = [
         initialization(functools.partial(made, recipe)) for recipe in RECIPES
     ]
-    assert all(other == first for other in others)
+    assert all(other == first for other in remaining)
 
 
 @pytest.mark.slow
 def test_fp8_recipes_compute_nearly_the_same_features():
     """Within `fp8_remat` matmuls have a scale for each token, so recipes differ."""
-    plain, *others = (computed(recipe)[0] for recipe in RECIPES)
-    for features in others:
+    plain, *remaining = (computed(recipe)[0] for recipe in RECIPES)
+    for features in remaining:
         assert 0.99 < cosine(features, plain) < 1 - 1e-5
-        assert cosine(features, others[0]) > 0.99
+        assert cosine(features, remaining[0]) > 0.99
 
 
 @pytest.mark.parametrize("recipe", [slow("te"), slow("coat"), "coat_max"])
@@ -121,14 +121,14 @@ def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe):
 
 
 def test_recipes_save_what_they_say():
-    found = {recipe: residuals(recipe) for recipe in RECIPES}
-    sizes = [saved_bytes(found[recipe]) for recipe in RECIPES]
+    actual = {recipe: residuals(recipe) for recipe in RECIPES}
+    sizes = [saved_bytes(actual[recipe]) for recipe in RECIPES]
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[2] < sizes[0] / 2
     heads = (2, 2, 64, 4, 16)  # Layers, images, patches, heads, size of a head.
     dtypes = {
         recipe: {r.dtype for r in arrays if r.shape == heads}
-        for recipe, arrays in found.items()
+        for recipe, arrays in actual.items()
     }
     assert dtypes["coat"] == {jnp.dtype(jnp.bfloat16)}
     assert dtypes["coat_max"] == {jnp.dtype(FP8[0])}

@@ -39,8 +39,8 @@ def make(config: vlm.VlmConfig) -> vlm.VisionLanguageModel:
 @functools.cache
 def moved(merge_size: int):
     """Returns parameters of which none is 0 or 1."""
-    own = config(dtype=jnp.float32, merge_size=merge_size)
-    _, params = parameters(lambda: make(own))
+    settings = config(dtype=jnp.float32, merge_size=merge_size)
+    _, params = parameters(lambda: make(settings))
     rng = np.random.default_rng(1)
     return jax.tree.map(
         lambda p: p + np.float32(0.05) * rng.standard_normal(p.shape, np.float32),
@@ -52,9 +52,9 @@ def moved(merge_size: int):
 def split(config: vlm.VlmConfig):
     """Returns a model's structure, and parameters, which do not depend on recipes."""
     graph, params = nnx.split(nnx.eval_shape(lambda: make(config)))
-    found = moved(config.merge_size)
-    assert jax.tree.structure(found) == jax.tree.structure(params)
-    return graph, found
+    actual = moved(config.merge_size)
+    assert jax.tree.structure(actual) == jax.tree.structure(params)
+    return graph, actual
 
 
 def images(count: int = 1):
@@ -64,39 +64,39 @@ def images(count: int = 1):
 def tokens(images: int = 1):
     """Returns text with four image tokens for each image, in front and within."""
     rng = np.random.default_rng(3)
-    found = rng.integers(0, IMAGE, (2, 20), np.int32)
-    found[:, :4] = IMAGE
+    actual = rng.integers(0, IMAGE, (2, 20), np.int32)
+    actual[:, :4] = IMAGE
     if images == 2:
-        found[0, 9:13] = found[1, 5:9] = IMAGE
-    return found
+        actual[0, 9:13] = actual[1, 5:9] = IMAGE
+    return actual
 
 
 @pytest.mark.parametrize("merge_size", [slow(1), 2])
 def test_image_embeddings(merge_size):
-    own, count = config(dtype=jnp.float32, merge_size=merge_size), 2
-    graph, params = split(own)
-    given = images(count)
-    found = compiled(lambda p, x: nnx.merge(graph, p).encode(x), params, given)
+    settings, count = config(dtype=jnp.float32, merge_size=merge_size), 2
+    graph, params = split(settings)
+    arguments = images(count)
+    actual = compiled(lambda p, x: nnx.merge(graph, p).encode(x), params, arguments)
     plain = jax.tree.map(lambda p: np.float64(p), nnx.to_pure_dict(params))
-    features = [vision.encoded(own.vision, plain["vision"], x) for x in given]
-    expected = [vision.projected(own, plain["projector"], x) for x in features]
-    assert found.shape == (2, count * own.tokens_per_image, 64)
-    assert_close(found, np.stack(expected).reshape(found.shape), 1e-5)
+    features = [vision.encoded(settings.vision, plain["vision"], x) for x in arguments]
+    expected = [vision.projected(settings, plain["projector"], x) for x in features]
+    assert actual.shape == (2, count * settings.tokens_per_image, 64)
+    assert_close(actual, np.stack(expected).reshape(actual.shape), 1e-5)
 
 
 def test_images_are_read_in_place_of_image_tokens():
     """Each image embedding becomes a word of its own in a Llama with more words."""
-    own, count = config(dtype=jnp.float32), 2
-    graph, params = split(own)
+    settings, count = config(dtype=jnp.float32), 2
+    graph, params = split(settings)
     embeddings = normal(4, 2, 4 * count, 64)
-    given = tokens(count)
+    arguments = tokens(count)
     logits = compiled(
-        lambda p, e: (m := nnx.merge(graph, p)).logits(m.hidden(e, given)),
+        lambda p, e: (m := nnx.merge(graph, p)).logits(m.hidden(e, arguments)),
         params,
         embeddings,
     )
-    words = given.copy()
-    words[given == IMAGE] = np.arange(8 * count) + 128
+    words = arguments.copy()
+    words[arguments == IMAGE] = np.arange(8 * count) + 128
     larger = small_models.config(
         hidden_size=64,
         intermediate_size=96,
@@ -114,31 +114,31 @@ def test_images_are_read_in_place_of_image_tokens():
 
 def test_loss_is_that_of_answers():
     graph, params = split(config(dtype=jnp.float32))
-    given, targets = tokens()[:, :-1], tokens()[:, 1:]
+    arguments, targets = tokens()[:, :-1], tokens()[:, 1:]
     is_answer = np.zeros(targets.shape, bool)
     is_answer[0, 8:11] = is_answer[1, 12:18] = True
 
     logits, loss = compiled(
         lambda p: (
-            (m := nnx.merge(graph, p))(images(), given),
-            vlm.cross_entropy(m, images(), given, targets, is_answer),
+            (m := nnx.merge(graph, p))(images(), arguments),
+            vlm.cross_entropy(m, images(), arguments, targets, is_answer),
         ),
         params,
     )
     logits = np.float64(logits)
-    own = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
-    losses = np.log(np.exp(logits).sum(-1)) - own
+    chosen = np.take_along_axis(logits, targets[..., None], -1)[..., 0]
+    losses = np.log(np.exp(logits).sum(-1)) - chosen
     assert float(loss) == pytest.approx(losses[is_answer].mean(), rel=1e-5)
 
 
 def test_loss_without_answers_is_zero():
     graph, params = split(config(dtype=jnp.float32))
-    given, targets = tokens()[:, :-1], tokens()[:, 1:]
+    arguments, targets = tokens()[:, :-1], tokens()[:, 1:]
     nothing = np.zeros(targets.shape, bool)
 
     def loss(params):
         model = nnx.merge(graph, params)
-        return vlm.cross_entropy(model, images(), given, targets, nothing)
+        return vlm.cross_entropy(model, images(), arguments, targets, nothing)
 
     value, grads = compiled(jax.value_and_grad(loss), params)
     assert value == 0
@@ -148,11 +148,11 @@ def test_loss_without_answers_is_zero():
 @functools.cache
 def loss_and_gradients(recipe: str):
     graph, params = split(config(recipe))
-    given, targets = tokens(2)[:, :-1], tokens(2)[:, 1:]
+    arguments, targets = tokens(2)[:, :-1], tokens(2)[:, 1:]
 
     def loss(params):
         model = nnx.merge(graph, params)
-        return vlm.cross_entropy(model, images(2), given, targets, targets != IMAGE)
+        return vlm.cross_entropy(model, images(2), arguments, targets, targets != IMAGE)
 
     return compiled(jax.value_and_grad(loss), params)
 
@@ -169,22 +169,22 @@ def test_gradient_of_each_recipe_is_near_that_of_bf16(recipe, part):
 
 def test_a_sequence_with_more_image_tokens_than_embeddings_is_nan():
     graph, params = split(config(dtype=jnp.float32))
-    given = np.stack([tokens(1)[0], tokens(2)[0]])
+    arguments = np.stack([tokens(1)[0], tokens(2)[0]])
     hidden = compiled(
-        lambda p: nnx.merge(graph, p).hidden(normal(4, 2, 4, 64), given), params
+        lambda p: nnx.merge(graph, p).hidden(normal(4, 2, 4, 64), arguments), params
     )
     assert np.all(np.isfinite(hidden[0]))
     assert np.all(np.isnan(hidden[1, 9:]))
 
 
 def test_image_tokens_are_counted():
-    own = config()
-    vlm.check_tokens(own, tokens(), 1)
-    vlm.check_tokens(own, tokens(2), 2)
-    given = tokens(2)
-    given[1, 5] = 0
+    settings = config()
+    vlm.check_tokens(settings, tokens(), 1)
+    vlm.check_tokens(settings, tokens(2), 2)
+    arguments = tokens(2)
+    arguments[1, 5] = 0
     with pytest.raises(ValueError, match="needs 8 image tokens, sequence 1 has 7"):
-        vlm.check_tokens(own, given, 2)
+        vlm.check_tokens(settings, arguments, 2)
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_configurations_that_do_not_fit_are_refused(changes, message):
 
 @pytest.mark.parametrize("name", ["targets", "is_answer"])
 def test_shapes_that_do_not_fit_are_refused(name):
-    given = {"tokens": tokens(), "targets": tokens(), "is_answer": tokens() > 0}
-    given[name] = given[name][:, 1:]
+    arguments = {"tokens": tokens(), "targets": tokens(), "is_answer": tokens() > 0}
+    arguments[name] = arguments[name][:, 1:]
     model = nnx.eval_shape(lambda: vlm.VisionLanguageModel(config(), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=rf"{name} must have .*\(2, 20\) of tokens"):
-        vlm.cross_entropy(model, images(), **given)
+        vlm.cross_entropy(model, images(), **arguments)
 
 
 def test_images_need_the_axis_of_sequences():

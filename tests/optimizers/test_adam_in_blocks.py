@@ -59,11 +59,11 @@ PLAIN, FUSED = (jnp.float32, False), (jnp.bfloat16, True)
 )
 def test_blocks_have_the_bits_of_the_whole(shape, dtype, fused, monkeypatch):
     arguments = shape, dtype, jax.random.key(3)
-    whole = _trained(*arguments, 2**30, monkeypatch, fused)
+    complete = _trained(*arguments, 2**30, monkeypatch, fused)
     assert not blocks.has_blocks(shape)
     parts = _trained(*arguments, 4096, monkeypatch, fused)
     assert blocks.has_blocks(shape)
-    assert_same_bits(parts, whole)
+    assert_same_bits(parts, complete)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -74,9 +74,9 @@ def test_a_large_leaf_takes_less_memory_than_optaxs(fused):
         params = jax.ShapeDtypeStruct((2**13, 2**13), jnp.float32)
         state = jax.eval_shape(tx.init, params)
         jitted = jax.jit(step(tx), donate_argnums=(1, 2))
-        found = jitted.lower(params, state, params).compile().memory_analysis()
-        sizes = found.argument_size_in_bytes + found.output_size_in_bytes
-        return sizes + found.temp_size_in_bytes - found.alias_size_in_bytes
+        actual = jitted.lower(params, state, params).compile().memory_analysis()
+        sizes = actual.argument_size_in_bytes + actual.output_size_in_bytes
+        return sizes + actual.temp_size_in_bytes - actual.alias_size_in_bytes
 
     ours = peak(_fused if fused else _plain, coat.fp8_adamw(1e-3))
     assert ours <= (0.6 if fused else 0.75) * peak(_plain, optax.adamw(1e-3))

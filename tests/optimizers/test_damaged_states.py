@@ -46,8 +46,8 @@ def written(state):
     return serialization.msgpack_restore(serialization.to_bytes(state))
 
 
-def _at(record, place):
-    for key in place:
+def _at(record, position):
+    for key in position:
         record = record[key]
     return record
 
@@ -58,14 +58,14 @@ NU = ("0", "inner_state", "nu", "w")
 GONE = object()
 
 
-def _changed(record, place, value):
-    """Returns a record in which the entry at `place` is replaced, added or gone."""
+def _changed(record, position, value):
+    """Returns a record in which the entry at `position` is replaced, added or gone."""
     record = copy.deepcopy(record)
-    parent = _at(record, place[:-1])
+    parent = _at(record, position[:-1])
     if value is GONE:
-        del parent[place[-1]]
+        del parent[position[-1]]
     else:
-        parent[place[-1]] = value(parent[place[-1]]) if callable(value) else value
+        parent[position[-1]] = value(parent[position[-1]]) if callable(value) else value
     return record
 
 
@@ -197,12 +197,12 @@ TABLE = {
 
 @pytest.mark.parametrize("label", TABLE)
 def test_a_damaged_state_is_refused_by_name(label, state, like):
-    place, value, message = TABLE[label]
+    position, value, message = TABLE[label]
     record = written(state)
-    if place[-1] in ("more", "extra"):
-        _at(record, place[:-1])[place[-1]] = 0
+    if position[-1] in ("more", "extra"):
+        _at(record, position[:-1])[position[-1]] = 0
     else:
-        record = _changed(record, place, value)
+        record = _changed(record, position, value)
     with pytest.raises(ValueError, match=message):
         restored(like, record)
 
@@ -325,10 +325,10 @@ def test_altered_records_are_refused_or_can_go_on(data, state, like):
         (*MU, "codes"),
         (*NU, "scale"),
     ]
-    place = data.draw(st.sampled_from(paths))
+    position = data.draw(st.sampled_from(paths))
     try:
-        parent = _at(record, place[:-1])
-        parent[place[-1]] = data.draw(json_values | arrays)
+        parent = _at(record, position[:-1])
+        parent[position[-1]] = data.draw(json_values | arrays)
     except (KeyError, TypeError, IndexError):
         pass  # An earlier change has removed the place.
     go_on(like, record)
@@ -336,9 +336,9 @@ def test_altered_records_are_refused_or_can_go_on(data, state, like):
 
 @given(data=st.data())
 def test_damaged_bytes_are_refused_or_can_go_on(data, state, like):
-    whole = serialization.to_bytes(state)
+    complete = serialization.to_bytes(state)
     try:
-        record = serialization.msgpack_restore(data.draw(damaged(whole, 400)))
+        record = serialization.msgpack_restore(data.draw(damaged(complete, 400)))
     except Exception:  # Reading msgpack is flax's matter.
         return
     go_on(like, record)

@@ -29,11 +29,11 @@ LOUD = {
 def ratios(story, b2, steps, **options):
     """Returns mean, RMS error and maximum of FP8 Adam's updates over exact ones.
 
-    The ratios are those of the last fifth of the steps.
+    The ratios are taken over the last fifth of the steps.
     """
     run = _program(b2, steps, tuple(options.items()))
-    found = np.asarray(run(list(LOUD).index(story)))[-steps // 5 :]
-    return found[:, 0].mean(), np.sqrt(found[:, 1].mean()), found[:, 2].max()
+    actual = np.asarray(run(list(LOUD).index(story)))[-steps // 5 :]
+    return actual[:, 0].mean(), np.sqrt(actual[:, 1].mean()), actual[:, 2].max()
 
 
 @functools.cache
@@ -57,8 +57,8 @@ def _program(b2, steps, options):
         _, theirs = exact.update(g, states[1])
         ratio = jnp.sqrt(theirs.nu / coat.to_optax_state(mine).nu)
         ratio = jnp.where(counted, ratio, 1.0)
-        found = jnp.mean(ratio), jnp.mean((ratio - 1) ** 2), jnp.max(ratio)
-        return (mine, theirs), jnp.stack(found)
+        actual = jnp.mean(ratio), jnp.mean((ratio - 1) ** 2), jnp.max(ratio)
+        return (mine, theirs), jnp.stack(actual)
 
     @functools.partial(jax.jit, compiler_options=OPTIMIZED)
     def run(story):
@@ -101,7 +101,7 @@ def test_nothing_adds_up_over_many_steps(steps):
     ],
 )
 def test_first_moments_follow_as_well(b1, make):
-    """Small steady gradients do not suffer beside large ones that change their sign."""
+    """Small steady gradients do not suffer next to large ones of changing sign."""
     steps, shape = (3000 if b1 == 0.999 else 1000), (64, 128)
     steady = jnp.arange(shape[1]) % 2 == 0
     if make is optax.trace:
@@ -123,11 +123,11 @@ def test_first_moments_follow_as_well(b1, make):
         compiler_options=OPTIMIZED,
     )
     mine, theirs = run((tx.init(zeros), exact.init(zeros)))
-    found = np.asarray(getattr(coat.to_optax_state(mine), field), np.float64)
+    actual = np.asarray(getattr(coat.to_optax_state(mine), field), np.float64)
     expected = np.asarray(getattr(theirs, field), np.float64)
-    loud = found[:, 1::2].ravel(), expected[:, 1::2].ravel()
+    loud = actual[:, 1::2].ravel(), expected[:, 1::2].ravel()
     assert loud[0] @ loud[1] / (loud[1] @ loud[1]) == pytest.approx(1, abs=0.05)
-    quiet = found[:, ::2].mean() / expected[:, ::2].mean()
+    quiet = actual[:, ::2].mean() / expected[:, ::2].mean()
     assert quiet == pytest.approx(1, abs=0.1)
 
 

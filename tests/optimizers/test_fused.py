@@ -186,7 +186,7 @@ def test_masked_and_partition_leave_the_rest_to_others():
     names = {"w": "fp8", "wide": "sgd", "nested": "fp8"}
     parts = {"fp8": ADAMW, "sgd": optax.sgd(0.5)}
     by_partition, state = fused(optax.partition(parts, names), params, [grads])
-    masks = [{k: v == part for k, v in names.items()} for part in parts]
+    masks = [{k: v == piece for k, v in names.items()} for piece in parts]
     masked = optax.chain(*map(optax.masked, parts.values(), masks))
     by_masks, _ = fused(masked, params, [grads])
     assert_close_states(by_partition, by_masks)

@@ -60,8 +60,8 @@ def test_optimization(make, problem):
         return jax.lax.scan(step, (params, state), length=2000)[0]
 
     params, state = train(params, tx.init(params))
-    for found, expected in zip(params, problem(params)[1], strict=True):
-        np.testing.assert_allclose(found, expected, rtol=3e-2, atol=3e-2)
+    for actual, expected in zip(params, problem(params)[1], strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=3e-2, atol=3e-2)
     assert is_quantized(state[0].mu[0])
 
 

@@ -167,10 +167,10 @@ def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
     # An infinite second moment is stored as a large one. The first moment carries the
     # NaN.
     for moment in ("nu", "mu") if np.isnan(poison) else ("mu",):
-        found = getattr(state[0], moment)["w"].dequantize()
+        actual = getattr(state[0], moment)["w"].dequantize()
         expected = getattr(clean_state[0], moment)["w"].dequantize()
-        np.testing.assert_array_equal(np.isnan(found), group)
-    np.testing.assert_array_equal(found[~group], expected[~group])
+        np.testing.assert_array_equal(np.isnan(actual), group)
+    np.testing.assert_array_equal(actual[~group], expected[~group])
     for name, lost in (("w", group), ("b", np.zeros(8, bool))):
         np.testing.assert_array_equal(later[name][~lost], clean[name][~lost])
 
@@ -253,10 +253,10 @@ def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
         step(model, optimizer)
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    found = nnx.as_pure(optimizer.opt_state)
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    assert isinstance(found[1][0].mu["kernel"], coat.QuantizedArray)
-    pairs = (found, state), (nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    results = nnx.as_pure(optimizer.opt_state)
+    assert jax.tree.structure(results) == jax.tree.structure(state)
+    assert isinstance(results[1][0].mu["kernel"], coat.QuantizedArray)
+    pairs = (results, state), (nnx.as_pure(nnx.state(model, nnx.Param)), params)
     for actual, expected in pairs:
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
     names = {row["parameter"] for row in coat.moment_report(optimizer.opt_state).rows()}
@@ -272,12 +272,12 @@ def test_states_of_variables_have_the_arrays_of_states_of_values():
     for _ in range(2):
         params, state = coat.fused_update(tx, params, state, params, key=key)
         values, expected = coat.fused_update(tx, values, expected, values, key=key)
-    for actual, wanted in ((params, values), (state, expected)):
-        jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(actual), wanted)
+    for actual, requested in ((params, values), (state, expected)):
+        jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(actual), requested)
     wide = coat.to_optax_state(state)
     assert isinstance(wide[0].nu["kernel"], nnx.Param)
-    wanted = coat.to_optax_state(expected)
-    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(wide), wanted)
+    requested = coat.to_optax_state(expected)
+    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(wide), requested)
     again = coat.from_optax_state(wide, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
 

@@ -40,8 +40,8 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_shardings_are_those_of_the_own_parameter(name):
     shardings = Encoder(FIRST, Head(SECOND), Head(WHOLE))
-    found = coat.opt_state_sharding(OPTIMIZERS[name], PARAMS, shardings)
-    for moments in _moments(found):
+    actual = coat.opt_state_sharding(OPTIMIZERS[name], PARAMS, shardings)
+    for moments in _moments(actual):
         assert moments.w.codes == FIRST
         assert moments.mu.w.codes == SECOND
         assert moments.nu.w == WHOLE

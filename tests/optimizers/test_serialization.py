@@ -101,8 +101,8 @@ def test_other_formats_come_back(way, tmp_path):
 def test_quantized_arrays_by_themselves(rng, expand):
     x = jnp.asarray(rng.standard_normal((8, 200)), jnp.bfloat16)
     q = coat.quantize(x, expand=expand, granularity=coat.PerBlock(2, 64))
-    for way in (through_pickle, through_msgpack, through_a_state_dict):
-        restored = way({"x": [q]}, {"x": [q]})["x"][0]
+    for variant in (through_pickle, through_msgpack, through_a_state_dict):
+        restored = variant({"x": [q]}, {"x": [q]})["x"][0]
         assert_same_bits(restored, q)
         assert_same_bits(restored.dequantize(), q.dequantize())
 

@@ -39,5 +39,5 @@ def test_a_tree_without_parameters_has_no_mesh():
 
 def test_an_axis_of_one_device_cuts_nothing():
     tx, where = coat.fp8_adamw(1e-3), NamedSharding(REPLICATED.mesh, P(None, "data"))
-    found = coat.opt_state_sharding(tx, jnp.zeros((64, 200)), where)
-    assert found[0].mu.codes == found[0].mu.scale == where
+    actual = coat.opt_state_sharding(tx, jnp.zeros((64, 200)), where)
+    assert actual[0].mu.codes == actual[0].mu.scale == where

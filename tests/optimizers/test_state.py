@@ -140,8 +140,8 @@ def test_bf16_first_moments_of_optax_are_taken():
     _, _, state = run(theirs, PARAMS, GRADS[:2], jit=True)
     like = jax.eval_shape(coat.fp8_adamw(1e-2).init, PARAMS)
     assert jax.eval_shape(coat.from_optax_state, state, like) == like
-    found = coat.to_optax_state(coat.from_optax_state(state, like))
-    assert_trees_equal(found[0].mu["b"], state[0].mu["b"].astype(jnp.float32))
+    actual = coat.to_optax_state(coat.from_optax_state(state, like))
+    assert_trees_equal(actual[0].mu["b"], state[0].mu["b"].astype(jnp.float32))
 
 
 def mismatches():

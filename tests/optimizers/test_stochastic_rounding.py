@@ -44,7 +44,7 @@ def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average(quantize_
     assert expected.std() > 0.1
     deviation = np.sqrt(np.sum(expected * (1 - expected)) / draws)
     assert abs(np.sum(up / draws - expected)) < 4 * deviation
-    # Elements whose exact results are nearer to one neighbour take it more often.
+    # Elements with exact results nearer to one neighbour take it more often.
     slope = np.sum((expected - expected.mean()) * up / draws) / np.sum(
         (expected - expected.mean()) ** 2
     )

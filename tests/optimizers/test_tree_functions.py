@@ -1,4 +1,4 @@
-"""Tests of optax's and JAX's tree functions on states, beside states of optax.adamw."""
+"""Compares tree functions of optax and JAX on states with states of optax.adamw."""
 
 import functools
 
@@ -28,21 +28,21 @@ WHOLE = jax.NamedSharding(jax.make_mesh((1,), ("d",)), jax.P())
 @functools.cache
 def _pair(wrapper):
     """Returns optax.adamw and fp8_adamw, each with its state after two steps."""
-    found = []
+    actual = []
     for make in (optax.adamw, coat.fp8_adamw):
         tx = WRAPPERS[wrapper](make)
         state = tx.init(PARAMS)
         for _ in range(2):
             _, state = jax.jit(tx.update)(GRADS, state, PARAMS)
-        found.append((tx, state))
-    return found
+        actual.append((tx, state))
+    return actual
 
 
-def _places(found):
+def _places(actual):
     """Returns the names around a value, without the level that fp8_adamw adds."""
     return [
         [str(key) for key in path if getattr(key, "name", "") != "inner_state"]
-        for path, _ in found
+        for path, _ in actual
     ]
 
 
@@ -51,14 +51,14 @@ def _places(found):
 @pytest.mark.parametrize("name", ["mu", "nu", "count"])
 def test_names_are_found_at_the_same_places(wrapper, name):
     (_, theirs), (_, ours) = _pair(wrapper)
-    found = [optax.tree.get_all_with_path(state, name) for state in (ours, theirs)]
-    assert _places(found[0]) == _places(found[1])
-    assert found[0]
+    actual = [optax.tree.get_all_with_path(state, name) for state in (ours, theirs)]
+    assert _places(actual[0]) == _places(actual[1])
+    assert actual[0]
     if name == "count":
-        values = [[int(value) for _, value in each] for each in found]
+        values = [[int(value) for _, value in each] for each in actual]
         assert values[0] == values[1]
         return
-    [(_, moment)], [(_, exact)] = found
+    [(_, moment)], [(_, exact)] = actual
     assert is_quantized(moment["w"])
     np.testing.assert_allclose(moment["b"], exact["b"], rtol=1e-6)
 
@@ -67,20 +67,20 @@ def test_names_are_found_at_the_same_places(wrapper, name):
 def test_map_params_takes_a_tree_beside(wrapper):
     """Without `is_leaf` JAX refuses, since a moment is a node of several arrays."""
     (plain, theirs), (tx, ours) = _pair(wrapper)
-    beside = {"w": "W", "b": "B"}
+    reference = {"w": "W", "b": "B"}
 
     def names(moment, name):
         return jax.tree.map(lambda _: name, moment)
 
-    expected = optax.tree.map_params(plain, names, theirs, beside)
-    found = optax.tree.map_params(tx, names, ours, beside, is_leaf=is_quantized)
+    expected = optax.tree.map_params(plain, names, theirs, reference)
+    actual = optax.tree.map_params(tx, names, ours, reference, is_leaf=is_quantized)
     for field in ("mu", "nu"):
-        [(_, mine)] = optax.tree.get_all_with_path(found, field)
+        [(_, mine)] = optax.tree.get_all_with_path(actual, field)
         [(_, exact)] = optax.tree.get_all_with_path(expected, field)
         assert mine["b"] == exact["b"] == "B"
         assert mine["w"].codes == mine["w"].scale == exact["w"] == "W"
     with pytest.raises(ValueError, match="QuantizedArray"):
-        optax.tree.map_params(tx, names, ours, beside)
+        optax.tree.map_params(tx, names, ours, reference)
 
 
 @every_wrapper
@@ -88,27 +88,27 @@ def test_norms_are_those_of_the_converted_state(wrapper):
     (_, theirs), (_, ours) = _pair(wrapper)
     with pytest.raises(ValueError, match="float8_e4m3fn"):
         optax.tree.norm(ours)
-    found = optax.tree.norm(coat.to_optax_state(ours))
-    np.testing.assert_allclose(found, optax.tree.norm(theirs), rtol=1e-2)
+    actual = optax.tree.norm(coat.to_optax_state(ours))
+    np.testing.assert_allclose(actual, optax.tree.norm(theirs), rtol=1e-2)
 
 
 @every_wrapper
 def test_moments_and_counts_are_set_by_name(wrapper):
     (_, theirs), (tx, ours) = _pair(wrapper)
     zero = jax.tree.map(jnp.zeros_like, optax.tree.get(ours, "mu"))
-    known = optax.tree.set(ours, mu=zero)
-    assert jax.tree.structure(known) == jax.tree.structure(ours)
-    assert_same_bits(optax.tree.get(known, "mu"), zero)
-    assert_same_bits(optax.tree.get(known, "nu"), optax.tree.get(ours, "nu"))
-    jax.jit(tx.update)(GRADS, known, PARAMS)
+    recorded = optax.tree.set(ours, mu=zero)
+    assert jax.tree.structure(recorded) == jax.tree.structure(ours)
+    assert_same_bits(optax.tree.get(recorded, "mu"), zero)
+    assert_same_bits(optax.tree.get(recorded, "nu"), optax.tree.get(ours, "nu"))
+    jax.jit(tx.update)(GRADS, recorded, PARAMS)
 
     def of_adam(path, _):
         return "ScaleByAdamState" in str(path)
 
     def counts(state):
-        known = optax.tree.set(state, of_adam, count=jnp.int32(7))
-        found = optax.tree.get_all_with_path(known, "count")
-        return [int(value) for path, value in found if of_adam(path, value)]
+        recorded = optax.tree.set(state, of_adam, count=jnp.int32(7))
+        actual = optax.tree.get_all_with_path(recorded, "count")
+        return [int(value) for path, value in actual if of_adam(path, value)]
 
     # optax.tree.set looks no deeper than a field of the name, excluded or not.
     assert counts(ours) == counts(theirs) == [2 if wrapper == "injected" else 7]
@@ -125,10 +125,10 @@ def test_a_moment_may_be_set_to_an_array(wrapper):
         updates, after = tx.update(GRADS, halved, PARAMS)
         assert optax.tree.get(after, name)["w"].dtype == jnp.float32
         assert all(jnp.isfinite(u).all() for u in jax.tree.leaves(updates))
-    found, _ = tx.update(GRADS, replaced, PARAMS)
+    actual, _ = tx.update(GRADS, replaced, PARAMS)
     expected, _ = plain.update(GRADS, theirs, PARAMS)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), actual, expected
     )
 
 
@@ -148,21 +148,21 @@ SAME = {
 @pytest.mark.parametrize("function", SAME)
 def test_what_keeps_a_state_keeps_its_bits_and_steps(wrapper, function):
     _, (tx, state) = _pair(wrapper)
-    kept = SAME[function](state)
-    assert_same_bits(kept, state)
-    found, expected = (tx.update(GRADS, s, PARAMS)[0] for s in (kept, state))
-    assert_same_bits(found, expected)
+    saved = SAME[function](state)
+    assert_same_bits(saved, state)
+    actual, expected = (tx.update(GRADS, s, PARAMS)[0] for s in (saved, state))
+    assert_same_bits(actual, expected)
 
 
 @every_wrapper
 def test_a_state_of_zeros_is_a_new_one(wrapper):
-    """The scales are zero too, as those of `tx.init` are not."""
+    """The scales are zero too, unlike the scales of `tx.init`."""
     (plain, theirs), (tx, ours) = _pair(wrapper)
     zeros = [jax.tree.map(jnp.zeros_like, state) for state in (theirs, ours)]
     expected, _ = plain.update(GRADS, zeros[0], PARAMS)
-    found, _ = tx.update(GRADS, zeros[1], PARAMS)
+    actual, _ = tx.update(GRADS, zeros[1], PARAMS)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3), actual, expected
     )
 
 

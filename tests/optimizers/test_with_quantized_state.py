@@ -79,7 +79,7 @@ def test_the_first_step_is_the_plain_ones(make, averages):
     for q in moments:
         size = sum(x.nbytes for x in jax.tree.leaves(q))
         assert size <= 1.04 * SIZE
-    # Fields that are no averages, and those of the small parameter, are not changed.
+    # Fields that are no averages, and the small parameter's, are not changed.
     wide = coat.to_optax_state(state)
     assert jax.tree.structure(wide) == jax.tree.structure(exact)
     for a, b in zip(jax.tree.leaves(wide), jax.tree.leaves(exact), strict=True):
@@ -151,10 +151,10 @@ def own(start=0.0):
 
 
 def test_fields_of_other_transformations_are_named():
-    kept = {"speed": coat.Moment(format=coat.E5M2, power=2.0), "anchor": None}
+    saved = {"speed": coat.Moment(format=coat.E5M2, power=2.0), "anchor": None}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        updates, state = stepped(coat.with_quantized_state(own(), moments=kept), 3)
+        updates, state = stepped(coat.with_quantized_state(own(), moments=saved), 3)
     (speed,) = quantized_leaves(state)
     assert (speed.format, speed.power) == (coat.E5M2, 2.0)
     assert state.speed["w"] is state.inner_state.speed["w"]
@@ -192,9 +192,9 @@ def test_options_that_are_none_are_named(options, message):
 
 
 def test_an_average_that_does_not_start_at_zero_is_refused():
-    kept = {"speed": coat.Moment(), "anchor": None}
+    saved = {"speed": coat.Moment(), "anchor": None}
     with pytest.raises(ValueError, match=r"\.speed.*does not start at zero"):
-        coat.with_quantized_state(own(start=1.0), moments=kept).init(PARAMS)
+        coat.with_quantized_state(own(start=1.0), moments=saved).init(PARAMS)
 
 
 def test_moments_that_are_none_are_named():
@@ -220,10 +220,10 @@ def test_gradients_that_do_not_fit_are_named():
 def test_rounding_to_nearest_needs_no_random_bits():
     tx = coat.with_quantized_state(optax.ema(0.999, debias=False), rounding="nearest")
     state = tx.init(PARAMS)
-    ones = {"w": jnp.full(SHAPE, 1.0), "b": jnp.ones(8)}
-    _, state = tx.update(ones, state)
+    gradients = {"w": jnp.full(SHAPE, 1.0), "b": jnp.ones(8)}
+    _, state = tx.update(gradients, state)
     later = state._replace(rounding_step=jnp.int32(7))
-    small = jax.tree.map(lambda x: 1.01 * x, ones)
+    small = jax.tree.map(lambda x: 1.01 * x, gradients)
     for a, b in zip(
         *(jax.tree.leaves(tx.update(small, s)[1].ema) for s in (state, later)),
         strict=True,

@@ -59,13 +59,13 @@ def check_powers(q, x, places, scales) -> tuple[dict, int]:
     """Returns each group's k by its index, and how many lay at a rounding boundary."""
     assert q.exponent.shape == q.scale.shape
     assert q.exponent.dtype == np.uint8
-    found, loose = {}, 0
+    actual, loose = {}, 0
     for index, where in places:
         least, most = oracle.power_bounds(x[where], scales[index], reference(q.format))
-        found[index] = int(np.asarray(q.exponent)[index])
-        assert least <= found[index] <= most
+        actual[index] = int(np.asarray(q.exponent)[index])
+        assert least <= actual[index] <= most
         loose += least != most
-    return found, loose
+    return actual, loose
 
 
 # Every pair of values of format, granularity and power occurs; power is per group or
@@ -130,10 +130,10 @@ def test_other_powers_are_refused(power):
 def test_a_fixed_power_gives_the_same_codes_twice(rng, format, power):
     """A fixed power depends on no value of a group but its amax."""
     x = rng.standard_normal((64, 200)).astype(np.float32)
-    once = quantized(x, format=format, expand=power)
-    again = quantized(dequantized(once), format=format, expand=power)
-    assert_same(code_values(again), code_values(once))
-    np.testing.assert_array_equal(again.scale, once.scale)
+    first = quantized(x, format=format, expand=power)
+    again = quantized(dequantized(first), format=format, expand=power)
+    assert_same(code_values(again), code_values(first))
+    np.testing.assert_array_equal(again.scale, first.scale)
 
 
 @every_format

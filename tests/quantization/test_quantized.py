@@ -78,19 +78,19 @@ def test_de8_is_the_dynamic_map():
 def test_quantizing_twice_gives_the_same_codes(rng, format, dtype, granularity):
     for octaves in (0, 4, 12):
         x = spread(rng, (64, 200), octaves).astype(dtype)
-        once = quantized(x, format=format, granularity=granularity[0])
-        again = quantized(dequantized(once), format=format, granularity=granularity[0])
-        assert_same(code_values(again), code_values(once))
+        first = quantized(x, format=format, granularity=granularity[0])
+        again = quantized(dequantized(first), format=format, granularity=granularity[0])
+        assert_same(code_values(again), code_values(first))
 
 
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
 @given(x=inputs())
 def test_quantizing_twice_gives_the_same_codes_for_any_values(format, x):
-    once = quantized(x, format=format, granularity=coat.PerGroup(16))
-    back = np.asarray(dequantized(once))
+    first = quantized(x, format=format, granularity=coat.PerGroup(16))
+    back = np.asarray(dequantized(first))
     again = quantized(back, format=format, granularity=coat.PerGroup(16))
     normal = np.abs(back.astype(np.float32)) >= oracle.TINY
-    assert_same(code_values(again)[normal], code_values(once)[normal])
+    assert_same(code_values(again)[normal], code_values(first)[normal])
     assert_same(np.asarray(dequantized(again))[normal], back[normal])
 
 
@@ -100,9 +100,9 @@ def test_quantizing_de8_twice_gives_the_same_codes_per_tensor(rng):
     A group's bfloat16 scale could move DE8's largest code, which is 0.7% from the next.
     """
     x = spread(rng, (64, 200))
-    once = quantized(x, format=coat.DE8, granularity=coat.PerTensor())
-    again = quantized(dequantized(once), format=coat.DE8, granularity=coat.PerTensor())
-    np.testing.assert_array_equal(again.codes, once.codes)
+    first = quantized(x, format=coat.DE8, granularity=coat.PerTensor())
+    again = quantized(dequantized(first), format=coat.DE8, granularity=coat.PerTensor())
+    np.testing.assert_array_equal(again.codes, first.codes)
 
 
 @either
@@ -127,12 +127,12 @@ def test_linear_error_is_half_a_step(format, granularity, data):
     q = quantized(x, format=format, granularity=granularity[0])
     for index, where in oracle.groups(x.shape, granularity[1]):
         scale = float(np.asarray(q.scale)[index])
-        wanted = x[where].astype(np.float64)
+        requested = x[where].astype(np.float64)
         if scale == oracle.largest_scale(of, granularity[1]):
-            wanted = np.clip(wanted, -scale * of.max, scale * of.max)
-        size = np.maximum(np.abs(wanted), of.smallest_normal * scale)
+            requested = np.clip(requested, -scale * of.max, scale * of.max)
+        size = np.maximum(np.abs(requested), of.smallest_normal * scale)
         bound = 2.0 ** -(of.mantissa_bits + 1) * size * (1 + 1e-6) + oracle.TINY
-        assert np.all(np.abs(np.asarray(dequantized(q))[where] - wanted) <= bound)
+        assert np.all(np.abs(np.asarray(dequantized(q))[where] - requested) <= bound)
 
 
 @pytest.mark.sampled(2)

@@ -102,7 +102,7 @@ def maxima(segment):
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_maxima_of_what_was_quantized_are_recorded(segment):
     *_, dy = segments()[segment]
-    found = maxima(segment)
+    actual = maxima(segment)
 
     def largest(*arrays):
         return max(np.abs(np.asarray(x, np.float32)).max() for x in arrays)
@@ -111,15 +111,15 @@ def test_maxima_of_what_was_quantized_are_recorded(segment):
         lengths = [
             np.hypot(*np.split(np.asarray(x, np.float32), 2, axis=-1)) for x in dy[:2]
         ]
-        assert largest(dy[2]) <= found["qkv_grad"] <= largest(*lengths, dy[2])
+        assert largest(dy[2]) <= actual["qkv_grad"] <= largest(*lengths, dy[2])
     elif segment == "attention_out":
-        assert found["out_grad"] == largest(dy)
+        assert actual["out_grad"] == largest(dy)
     else:
-        assert found["down_grad"] == largest(dy)
+        assert actual["down_grad"] == largest(dy)
         _, (grads, _) = run(segment)
         # The gradient of the weight is the sum over 48 tokens of these gradients times
         # the normed input.
-        assert 0 < found["gate_up_grad"] < largest(grads["gate_up"]) * 10
+        assert 0 < actual["gate_up_grad"] < largest(grads["gate_up"]) * 10
 
 
 @pytest.mark.parametrize("segment", SEGMENTS)
@@ -143,8 +143,8 @@ def test_with_the_maxima_of_this_step_it_is_scaling_just_in_time(segment):
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_what_outgrows_its_history_saturates_and_settles(segment):
     small = {k: new_history(v / 64) for k, v in maxima(segment).items()}
-    _, (grads, *rest) = run(segment, small)
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves((grads, rest)))
+    _, (grads, *remaining) = run(segment, small)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves((grads, remaining)))
     again = grads
     # Gradients computed from saturated gradients are too small themselves.
     for _ in range(2):
@@ -182,8 +182,8 @@ def test_histories():
     history = recorded(history, jnp.float32(0.5))
     np.testing.assert_array_equal(history, [0.5] + [0] * (LENGTH - 1))
     for largest in (0.0, np.inf, np.nan):
-        told = recorded(history, jnp.float32(largest))
-        np.testing.assert_array_equal(told[:2], [0.5, 0.5])
+        longer = recorded(history, jnp.float32(largest))
+        np.testing.assert_array_equal(longer[:2], [0.5, 0.5])
     np.testing.assert_array_equal(recorded(history, None), history)
     for step in range(LENGTH):
         assert float(history.max()) == 0.5
@@ -231,12 +231,12 @@ def test_training_follows_scaling_just_in_time(recipe):
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), histories, state, value
 
-        state, found = tx.init(params), []
+        state, actual = tx.init(params), []
         # In later steps the smallest differences grow into large ones.
         for _ in range(15):
             params, histories, state, value = step(params, histories, state)
-            found.append(float(value))
-        return np.array(found)
+            actual.append(float(value))
+        return np.array(actual)
 
     delayed, just_in_time = losses("delayed"), losses("just_in_time")
     assert just_in_time[-1] < 0.8 * just_in_time[0]
@@ -246,8 +246,8 @@ def test_training_follows_scaling_just_in_time(recipe):
 def test_histories_go_on_where_weights_were_quantized_before():
     model = small_llama(scaling="delayed")
     nnx.jit(llama.Llama.quantize_weights)(model)
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-    histories, codes = nnx.split_state(rest, coat.OverwriteWithGradient, ...)
+    graph, params, remaining = nnx.split(model, nnx.Param, ...)
+    histories, codes = nnx.split_state(remaining, coat.OverwriteWithGradient, ...)
 
     def loss(histories):
         model = nnx.merge(graph, params, histories, codes)

@@ -204,10 +204,10 @@ def test_edge_shapes(tokens, f):
 
 def test_saved_is_the_activations_argument():
     weights, x, _ = given()
-    found = saved(fp8_remat(mlp(nn.gelu)), weights, x, params=3)
+    actual = saved(fp8_remat(mlp(nn.gelu)), weights, x, params=3)
     scales = 2 * 4  # Each array of codes has a scale of the whole, too.
     copies = fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
-    assert saved_bytes(found) == copies + scales
+    assert saved_bytes(actual) == copies + scales
 
 
 def test_flax_modules():

@@ -1,4 +1,4 @@
-"""Tests that kernels add the biases that `fp8_remat` finds behind FP8 matmuls."""
+"""Tests that kernels add the biases that `fp8_remat` finds after FP8 matmuls."""
 
 import re
 
@@ -20,7 +20,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def two(params, x):
-    """Two matmuls of one array, with biases of both, and one behind."""
+    """Two matmuls of one array, with biases of both, and one matmul after them."""
     first, second = (linear(x, params[k]) + params[f"{k} bias"] for k in "ab")
     return linear(jnp.tanh(first) * second, params["c"]) + params["c bias"]
 
@@ -46,15 +46,15 @@ def given(dtype=BF16):
 
 
 def biases(fn, *args) -> set[int]:
-    """Returns the numbers of columns of forward matmuls whose kernels add a bias."""
-    found = set()
+    """Returns the columns of the forward matmuls that have a bias added by kernels."""
+    actual = set()
     for choice in pk.explain(lambda *args: jax.vjp(fn, *args)[0], *args).choices:
         if choice.operation == "matmul":
             call = " ".join(choice.arrays)
             pattern = r"\S+ \S+\[1,(\d+),\S+ float32\[96\] float32\[\1\].*"
             if match := re.fullmatch(pattern, call):
-                found.add(int(match[1]))
-    return found
+                actual.add(int(match[1]))
+    return actual
 
 
 @pytest.mark.sampled(2)
@@ -64,10 +64,12 @@ def biases(fn, *args) -> set[int]:
 def test_biases_and_their_gradients_are_those_that_are_written(fn, columns):
     params, x, dy = given()
     assert biases(fp8_remat(fn), params, x) == columns
-    apart = fp8_remat(fn, where=lambda _: True)  # This asks for other copies.
-    found, expected = (value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), apart))
-    assert_close(found, expected, 0.1)
-    _, (dparams, _) = found
+    unfused = fp8_remat(fn, where=lambda _: True)  # This asks for other copies.
+    actual, expected = (
+        value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), unfused)
+    )
+    assert_close(actual, expected, 0.1)
+    _, (dparams, _) = actual
     exact = np.asarray(dy, np.float64).sum((0, 1))
     assert_near(dparams["c bias"], exact)
 
@@ -156,5 +158,5 @@ def test_flax_layers():
     )
     assert biases(fp8_remat(layer), x) == {F}
     grads = nnx.jit(nnx.grad(lambda m: jnp.sum(m(x).astype(F32) ** 2)))
-    found, expected = (nnx.state(grads(m)) for m in (fp8_remat(layer), layer))
-    assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 0.1)
+    actual, expected = (nnx.state(grads(m)) for m in (fp8_remat(layer), layer))
+    assert_close(jax.tree.leaves(actual), jax.tree.leaves(expected), 0.1)

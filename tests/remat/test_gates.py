@@ -219,24 +219,26 @@ def test_gradients_are_as_close_to_exact_ones_as_without_gates():
 
     wide = [w.astype(BF16).astype(F32) for w in weights]
     _, (expected, _) = value_and_vjp(exact, dy.astype(F32), wide, x)
-    found = {
+    actual = {
         name: value_and_vjp(fp8_remat(mlp(silu), **options), dy, weights, x)[1][0]
         for name, options in (("gates", {}), ("apart", {"where": lambda _: True}))
     }
-    for own, apart, right in zip(found["gates"], found["apart"], expected, strict=True):
-        errors = [np.linalg.norm(flat(g) - flat(right)) for g in (own, apart)]
+    for fused, unfused, right in zip(
+        actual["gates"], actual["apart"], expected, strict=True
+    ):
+        errors = [np.linalg.norm(flat(g) - flat(right)) for g in (fused, unfused)]
         assert 0 < errors[0] <= 1.05 * errors[1] < 0.2 * np.linalg.norm(flat(right))
 
 
 def test_saved_are_codes_and_scales_of_gate_up_and_x():
     weights, x, _ = given()
-    found = saved(fp8_remat(mlp(silu)), weights, x, params=3)
+    actual = saved(fp8_remat(mlp(silu)), weights, x, params=3)
     statistics = 4 * TOKENS + 2 * 4  # The largest scales of tokens; two scales.
     copies = 2 * fp8_bytes((TOKENS, F)) + fp8_bytes((TOKENS, K))
-    assert saved_bytes(found) == copies + statistics
+    assert saved_bytes(actual) == copies + statistics
     report = coat.residual_report(fp8_remat(mlp(silu)), weights, x)
-    kept = [row.kept for row in report.rows if row.shape == (TOKENS, F)]
-    assert kept == 2 * ["E4M3, groups of 16"]
+    selected = [row.kept for row in report.rows if row.shape == (TOKENS, F)]
+    assert selected == 2 * ["E4M3, groups of 16"]
 
 
 def test_nested_and_transformed():

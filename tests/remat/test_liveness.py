@@ -1,4 +1,4 @@
-"""Tests the model of memory on programs whose arrays can be counted by hand."""
+"""Tests the model of memory on programs with arrays that can be counted by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ X = jax.ShapeDtypeStruct((N, N), jnp.float32)
 
 def peaks(fn, *args) -> list[int]:
     """Returns the bytes at the peaks of both passes, in units of a matrix."""
-    found = liveness(fn, *args)
-    moments = found.forward, found.backward
+    actual = liveness(fn, *args)
+    moments = actual.forward, actual.backward
     return [total_bytes(peak(m)) / SIZE for m in moments]
 
 
@@ -37,10 +37,10 @@ def test_matmuls_write_their_results_and_read_arguments_for_nothing():
 def test_fused_operations_write_nothing_until_an_array_is_needed():
     forward, _ = peaks(lambda x: jnp.sum(jnp.exp(x) * 2), X)
     assert forward == pytest.approx(1, abs=0.01)  # exp(x) is saved.
-    found = liveness(lambda x: jnp.tanh(x * 3 + 1) @ x, X)
+    actual = liveness(lambda x: jnp.tanh(x * 3 + 1) @ x, X)
     # The operand, what tanh saves, and the result.
-    assert total_bytes(peak(found.forward)) == 3 * SIZE
-    assert total_bytes(found.saved) == 2 * SIZE
+    assert total_bytes(peak(actual.forward)) == 3 * SIZE
+    assert total_bytes(actual.saved) == 2 * SIZE
 
 
 def test_stacks_of_a_loop_exist_from_its_start():
@@ -50,18 +50,18 @@ def test_stacks_of_a_loop_exist_from_its_start():
         return lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0]
 
     stack = jax.ShapeDtypeStruct((layers, N, N), jnp.float32)
-    found = liveness(loop, stack, X)
+    actual = liveness(loop, stack, X)
     # Each layer saves its input and what tanh needs of the output.
-    assert total_bytes(found.saved) == 2 * layers * SIZE
-    held = peak(found.backward)
-    outputs = sum(h.nbytes for h in held if h.role == "output")
-    saved = sum(h.nbytes for h in held if h.role == "saved")
+    assert total_bytes(actual.saved) == 2 * layers * SIZE
+    total = peak(actual.backward)
+    outputs = sum(h.nbytes for h in total if h.role == "output")
+    saved = sum(h.nbytes for h in total if h.role == "saved")
     # The gradients of all weights, and of x.
     assert (outputs, saved) == ((layers + 1) * SIZE, 2 * layers * SIZE)
     # A slice of the weights is copied for the matmul with the gradient.
-    copies = [h.shape for h in held if h.role == "copy"]
+    copies = [h.shape for h in total if h.role == "copy"]
     assert copies in ([], [(N, N)])
-    assert total_bytes(held) <= (3 * layers + 5) * SIZE
+    assert total_bytes(total) <= (3 * layers + 5) * SIZE
 
 
 def test_casts_of_weights_are_copies_of_them():
@@ -69,9 +69,9 @@ def test_casts_of_weights_are_copies_of_them():
     def half(w, x):
         return jnp.sum(x.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16))
 
-    held = peak(liveness(half, X, X).forward)
-    found = [(h.role, h.nbytes) for h in held if h.dtype == jnp.bfloat16]
-    matrices = [pair for pair in found if pair[1] == SIZE // 2]
+    total = peak(liveness(half, X, X).forward)
+    actual = [(h.role, h.nbytes) for h in total if h.dtype == jnp.bfloat16]
+    matrices = [pair for pair in actual if pair[1] == SIZE // 2]
     # The cast of w, the cast of x and the product.
     assert sorted(matrices) == [("copy", SIZE // 2)] + 2 * [("temporary", SIZE // 2)]
 
@@ -102,6 +102,6 @@ def test_kernels_are_stand_ins_of_the_right_types_and_leave_no_trace(rng):
 def test_flash_attention_saves_its_arguments_its_result_and_statistics():
     q = jax.ShapeDtypeStruct((2, 8, 4, 16), jnp.bfloat16)
     kv = jax.ShapeDtypeStruct((2, 8, 2, 16), jnp.bfloat16)
-    found = liveness(lambda q, k, v: stand_ins.attention(q, k, v), q, kv, kv)
-    shapes = {h.shape: h.dtype for h in found.saved}
+    actual = liveness(lambda q, k, v: stand_ins.attention(q, k, v), q, kv, kv)
+    shapes = {h.shape: h.dtype for h in actual.saved}
     assert shapes == {(2, 8, 4, 16): jnp.bfloat16, (2, 4, 8): jnp.float32}

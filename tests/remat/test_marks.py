@@ -1,7 +1,7 @@
 """Tests of marks on the arrays that kernels compute: constraints, names and barriers.
 
 Trainers that shard or name activations mark the outputs of norms and gates. The marks
-change no value, so bytes and kernels are those of the unmarked function.
+change no value, so bytes and kernels are the same as without them.
 """
 
 import functools

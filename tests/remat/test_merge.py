@@ -60,11 +60,11 @@ def test_matmuls_and_gradients_follow_their_formulas():
 def test_one_copy_is_saved_for_all_matmuls():
     weights, x = weights_and_tokens()
     groups = TOKENS * K + 2 * TOKENS * K // 16
-    found = saved(fp8_remat(three), weights, x, params=3)
+    actual = saved(fp8_remat(three), weights, x, params=3)
     # The scale of x in backward, and an empty array with the dtype of x.
-    assert saved_bytes(found) == groups + 4
-    apart = saved(three, weights, x, params=3)
-    assert saved_bytes(apart) > 3 * TOKENS * K
+    assert saved_bytes(actual) == groups + 4
+    unmerged = saved(three, weights, x, params=3)
+    assert saved_bytes(unmerged) > 3 * TOKENS * K
 
 
 @pytest.mark.internals
@@ -203,10 +203,10 @@ def test_batch_dimensions():
         alone = value_and_vjp(
             fp8_remat(lambda weights, x: [linear(x, w) for w in weights]), dy, *one
         )
-        own = jax.tree.map(lambda a, e=expert: a[e], merged)
-        assert_close(own, alone, 1e-5)
-    found = saved(fp8_remat(fn), weights, x, params=2)
-    assert saved_bytes(found) < 1.2 * x.size
+        of_expert = jax.tree.map(lambda a, e=expert: a[e], merged)
+        assert_close(of_expert, alone, 1e-5)
+    actual = saved(fp8_remat(fn), weights, x, params=2)
+    assert saved_bytes(actual) < 1.2 * x.size
 
 
 def test_flax_modules():
@@ -221,8 +221,8 @@ def test_flax_modules():
 
     module, x = Attention(), normal(1, 4, 64, 64)
     params = module.init(jax.random.key(0), x)
-    found = saved(fp8_remat(module).apply, params, x, params=6)
-    tokens = [r for r in found if r.shape == (256, 64)]
+    actual = saved(fp8_remat(module).apply, params, x, params=6)
+    tokens = [r for r in actual if r.shape == (256, 64)]
     # x once, in one form, though three matmuls read it.
     assert sum(r.dtype.itemsize == 1 for r in tokens) == 1
     assert not any(r.dtype.itemsize > 1 and r.argument is None for r in tokens)

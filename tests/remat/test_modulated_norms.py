@@ -92,7 +92,7 @@ def norms(fn, *args):
 
 
 def assert_near(light, plain):
-    """Asserts an error that is small beside the norm of each array."""
+    """Asserts an error that is small compared with the norm of each array."""
     for a, b in zip(*map(jax.tree.leaves, (light, plain)), strict=True):
         a, b = (np.asarray(x, float) for x in (a, b))
         assert np.linalg.norm(a - b) <= 0.15 * np.linalg.norm(b)

@@ -267,9 +267,9 @@ def test_a_stream_in_float32_is_cast_before_the_norm():
 
 def test_one_copy_of_the_input_is_saved():
     params, x, _ = given()
-    found = saved(fp8_remat(after(rms)), params, x)
+    actual = saved(fp8_remat(after(rms)), params, x)
     one_scale = 4  # The norm's output has one in backward.
-    assert saved_bytes(found) == fp8_bytes((TOKENS, K), 16) + one_scale
+    assert saved_bytes(actual) == fp8_bytes((TOKENS, K), 16) + one_scale
 
 
 def test_a_gated_mlp_reads_the_norm():

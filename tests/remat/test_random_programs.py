@@ -1,4 +1,4 @@
-"""Tests of `fp8_remat` on random programs, beside the same programs without FP8.
+"""Tests of `fp8_remat` on random programs, against the same programs without FP8.
 
 They run in a process of their own, because codes are float16 there.
 """

@@ -193,8 +193,8 @@ def test_saved_bytes_are_those_of_the_formats(make):
     # Scales are bfloat16, saved as their bits.
     assert all(light[i + 1].dtype == jnp.uint16 for i in codes)
     predicted = sum(fp8_bytes(shape, group) for shape, group in COPIES[make])
-    rest = [r for r in plain if r not in floating and r.argument is None]
-    exact = [r for r in rest if r.from_activations or r.dtype == bool]
+    remaining = [r for r in plain if r not in floating and r.argument is None]
+    exact = [r for r in remaining if r.from_activations or r.dtype == bool]
     assert saved_bytes(light) == predicted + saved_bytes(exact)
 
 
@@ -231,8 +231,10 @@ def test_parameters_stay_references_and_bytes_are_exact(wrapped):
     )
     _, vjp = jax.vjp(wrapped, params, x)
     assert references(vjp, params) == 2
-    kept = [r for r in jax.tree.leaves(vjp) if r.shape not in ((64, 128), (48, 128))]
-    assert sum(r.nbytes for r in kept) == predicted
+    selected = [
+        r for r in jax.tree.leaves(vjp) if r.shape not in ((64, 128), (48, 128))
+    ]
+    assert sum(r.nbytes for r in selected) == predicted
     assert saved_bytes(saved(wrapped, params, x)) == predicted
 
 
@@ -242,8 +244,8 @@ def test_parameters_stay_references_under_scan(outer):
     params = jax.tree.map(lambda a: jnp.stack([a, a, a]), params)
     _, vjp = jax.vjp(outer(scanned(fp8_remat(two_products))), params, x)
     assert references(vjp, params) == 2
-    others = [r for r in jax.tree.leaves(vjp) if r.dtype == jnp.float32]
-    assert all(r.size < 4096 or any(r is p for p in params.values()) for r in others)
+    remaining = [r for r in jax.tree.leaves(vjp) if r.dtype == jnp.float32]
+    assert all(r.size < 4096 or any(r is p for p in params.values()) for r in remaining)
 
 
 def test_params_argnums():
@@ -343,8 +345,8 @@ def test_masks_integers_and_statistics_stay_exact():
     """No large floating-point array is saved, so the gradient equals autodiff's."""
 
     def fn(w, x, index):
-        kept = jnp.where(x * w > 0, jnp.max(x, axis=-1, keepdims=True) * w, 0.0)
-        return kept[index]
+        selected = jnp.where(x * w > 0, jnp.max(x, axis=-1, keepdims=True) * w, 0.0)
+        return selected[index]
 
     w, x = normal(1, 128), normal(2, 64, 128)
     index = jax.random.randint(jax.random.key(0), (32,), 0, 64)
@@ -353,9 +355,9 @@ def test_masks_integers_and_statistics_stay_exact():
         return jax.jit(jax.grad(lambda w: jnp.sum(fn(w, x, index) ** 2)))(w)
 
     exact = fp8_remat(lambda w, x, index: fn(w, jax.lax.stop_gradient(x), index))
-    kept = saved(lambda w: exact(w, x, index), w)
-    assert {r.dtype.name for r in kept if r.argument is None} >= {"bool", "float32"}
-    assert not any(r.dtype in FP8 for r in kept)
+    selected = saved(lambda w: exact(w, x, index), w)
+    assert {r.dtype.name for r in selected if r.argument is None} >= {"bool", "float32"}
+    assert not any(r.dtype in FP8 for r in selected)
     # XLA may add in another order.
     np.testing.assert_allclose(gradient(exact), gradient(fn), rtol=1e-6)
 
@@ -367,8 +369,8 @@ def test_constants_are_neither_differentiated_nor_quantized(make):
     light = fp8_remat(lambda x: (x * table) @ w)
     y, (dx,) = value_and_vjp(light, jnp.ones((96, 128)), x)
     # Backward reads only the constants, unquantized.
-    kept = saved(light, x)
-    assert not any(r.from_activations or r.dtype in FP8 for r in kept)
+    selected = saved(light, x)
+    assert not any(r.from_activations or r.dtype in FP8 for r in selected)
     np.testing.assert_allclose(y, (x * table) @ w, rtol=1e-4, atol=1e-4)
     expected = np.asarray(table) * np.asarray(w).sum(axis=1)
     np.testing.assert_allclose(dx, expected, rtol=1e-4, atol=1e-4)

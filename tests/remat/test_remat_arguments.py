@@ -80,11 +80,11 @@ def test_equal_static_arguments_of_other_places_differ():
         return x @ w * (2.0 if first == "twice" else 1.0)
 
     light = coat.fp8_remat(fn)
-    twice, once = light(W, X, "twice", "once"), light(W, X, "once", "twice")
-    np.testing.assert_allclose(twice, 2 * once, rtol=1e-5)
-    given = coat.fp8_remat(lambda w, x, y: x @ w if y is None else x @ w + y)
-    assert given(W, X, None).shape == given(W, X, X).shape
-    assert not np.array_equal(given(W, X, None), given(W, X, X))
+    twice, single = light(W, X, "twice", "once"), light(W, X, "once", "twice")
+    np.testing.assert_allclose(twice, 2 * single, rtol=1e-5)
+    arguments = coat.fp8_remat(lambda w, x, y: x @ w if y is None else x @ w + y)
+    assert arguments(W, X, None).shape == arguments(W, X, X).shape
+    assert not np.array_equal(arguments(W, X, None), arguments(W, X, X))
 
 
 class Counter(nnx.Module):
@@ -132,8 +132,8 @@ def test_bound_methods_of_nnx_change_their_object(way, transform):
 
 
 def test_a_bound_method_saves_what_the_unbound_one_does():
-    def saved(way):
-        return coat.residual_report(lambda m, x: m(WAYS[way], x), Counter(), X)
+    def saved(variant):
+        return coat.residual_report(lambda m, x: m(WAYS[variant], x), Counter(), X)
 
     assert "float8" in str(saved("method"))
     assert saved("method").nbytes == saved("unbound").nbytes

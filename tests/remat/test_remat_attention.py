@@ -1,4 +1,4 @@
-"""Tests of `fp8_remat` around flash attention, whose backward reads its statistics."""
+"""Tests of `fp8_remat` around flash attention, which reads statistics in backward."""
 
 import functools
 
@@ -34,8 +34,8 @@ def kernel(function, results):
     """Makes a kernel of a function of whole arrays."""
 
     def body(*refs):
-        given, out = refs[: len(refs) - len(results)], refs[-len(results) :]
-        for ref, x in zip(out, function(*(ref[...] for ref in given)), strict=True):
+        arguments, out = refs[: len(refs) - len(results)], refs[-len(results) :]
+        for ref, x in zip(out, function(*(ref[...] for ref in arguments)), strict=True):
             ref[...] = x.astype(ref.dtype)
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
@@ -70,7 +70,7 @@ def backward(saved, do):
 
 @jax.custom_vjp
 def flash(q, k, v):
-    """Computes attention with kernels that save what those of cuDNN save."""
+    """Computes attention with kernels that save what cuDNN's save."""
     return forward(q, k, v)[0]
 
 
@@ -80,9 +80,9 @@ flash.defvjp(forward, backward)
 @pytest.fixture
 def arrays(rng):
     """Queries, keys, values and a cotangent, with sharp probabilities."""
-    made = [jnp.asarray(rng.normal(size=SHAPE), jnp.bfloat16) for _ in range(4)]
-    q, *others = made
-    return 3 * q, *others
+    normal = [jnp.asarray(rng.normal(size=SHAPE), jnp.bfloat16) for _ in range(4)]
+    q, *remaining = normal
+    return 3 * q, *remaining
 
 
 def copied(x):
@@ -95,8 +95,8 @@ def test_backward_is_exact_by_default(arrays):
     out, vjp = jax.vjp(saving(flash), *inputs)
     exact_out, exact_vjp = jax.vjp(flash, *inputs)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(exact_out))
-    for found, expected in zip(vjp(do), exact_vjp(do), strict=True):
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
+    for actual, expected in zip(vjp(do), exact_vjp(do), strict=True):
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
 
 
 def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
@@ -108,9 +108,9 @@ def test_default_quantizes_what_the_kernel_does_not_read(arrays, rng):
         return jnp.sin(flash(q, k, v))
 
     rows = coat.residual_report(coat.fp8_remat(block), w, x).rows
-    kept = sorted(row.kept for row in rows if row.shape == SHAPE)
+    saved = sorted(row.kept for row in rows if row.shape == SHAPE)
     # The copy is of the matmuls' input. Backward of the sine reads the output.
-    assert kept == ["E4M3, groups of 128", *[BESIDE_STATISTICS] * 4]
+    assert saved == ["E4M3, groups of 128", *[BESIDE_STATISTICS] * 4]
 
 
 def test_an_output_that_is_read_in_another_shape_is_saved_once(arrays, rng):
@@ -121,8 +121,10 @@ def test_an_output_that_is_read_in_another_shape_is_saved_once(arrays, rng):
         return flash(*inputs).reshape(-1, len(w)) @ w
 
     rows = coat.residual_report(coat.fp8_remat(block), w, *inputs).rows
-    kept = [row.kept for row in rows if not row.is_argument]
-    assert kept.count(BESIDE_STATISTICS) == 1  # Queries, keys and values are arguments.
+    saved = [row.kept for row in rows if not row.is_argument]
+    assert (
+        saved.count(BESIDE_STATISTICS) == 1
+    )  # Queries, keys and values are arguments.
     assert not any(row.shape == (SHAPE[0] * SHAPE[1], len(w)) for row in rows)
 
 
@@ -136,7 +138,7 @@ def amax_kernel(x):
 
 @jax.custom_vjp
 def scaled(x):
-    """Computes with a kernel's statistic of `x`, whose backward does not read `x`."""
+    """Computes with a kernel's statistic of `x`. Its backward does not read `x`."""
     return x / amax_kernel(x)
 
 
@@ -165,9 +167,9 @@ def test_statistics_whose_operands_backward_does_not_read_change_nothing(
 
     light = coat.fp8_remat(function, rerun_attention=option)
     args = jnp.eye(SHAPE[-1], dtype=x.dtype), x
-    kept = [row.kept for row in coat.residual_report(light, *args).rows]
-    assert any(each.startswith("E4M3") for each in kept)
-    assert BESIDE_STATISTICS not in kept
+    saved = [row.kept for row in coat.residual_report(light, *args).rows]
+    assert any(each.startswith("E4M3") for each in saved)
+    assert BESIDE_STATISTICS not in saved
     y, backward = jax.vjp(light, *args)
     forward, backward = (
         jax.jit(fn).lower(*xs).compile().as_text()
@@ -182,11 +184,11 @@ def test_backward_is_that_of_attention_to_the_copies(arrays):
     *inputs, do = arrays
     out, vjp = jax.vjp(rerunning(flash), *inputs)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(flash(*inputs)))
-    read = [copied(x).astype(jnp.float32) for x in inputs]
-    exact = jax.vjp(attention, *read)[1](do.astype(jnp.float32))
-    for found, expected in zip(vjp(do), exact, strict=True):
+    decoded = [copied(x).astype(jnp.float32) for x in inputs]
+    exact = jax.vjp(attention, *decoded)[1](do.astype(jnp.float32))
+    for actual, expected in zip(vjp(do), exact, strict=True):
         close = 2**-7 * np.abs(expected).max()  # Results are rounded to bfloat16.
-        np.testing.assert_allclose(np.float32(found), expected, rtol=0, atol=close)
+        np.testing.assert_allclose(np.float32(actual), expected, rtol=0, atol=close)
 
 
 def test_neither_output_nor_statistics_are_saved(arrays):
@@ -207,16 +209,16 @@ def test_what_follows_from_the_output_follows_from_the_copies(arrays, rng):
     light = coat.fp8_remat(block, rerun_attention=True)
     rows = coat.residual_report(light, w, *inputs).rows
     assert sum(row.dtype == jnp.float8_e4m3fn for row in rows) == 3
-    found = jax.grad(lambda w: jnp.sum(light(w, *inputs)))(w)
+    actual = jax.grad(lambda w: jnp.sum(light(w, *inputs)))(w)
     o = np.float64(attention(*map(copied, inputs))).reshape(-1, len(w))
     expected = np.broadcast_to(o.sum(0)[:, None], w.shape)
     close = 2**-7 * np.abs(o).sum(0).max()  # The output is rounded to bfloat16.
-    np.testing.assert_allclose(found, expected, rtol=0, atol=close)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=close)
 
 
 @pytest.fixture
 def block(arrays, rng):
-    """A function of weights and x, with attention behind matmuls; and an x."""
+    """A function of weights and x, with attention after matmuls; and an x."""
     x = arrays[1].reshape(*SHAPE[:2], -1)
     w = jnp.asarray(rng.normal(size=(3, *2 * x.shape[-1:])) / 6, jnp.bfloat16)
 

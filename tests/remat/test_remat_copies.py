@@ -1,4 +1,4 @@
-"""Tests that fp8_remat's copies equal those of `coat.quantize`."""
+"""Tests that fp8_remat's copies equal `coat.quantize`'s."""
 
 import functools
 
@@ -170,9 +170,9 @@ def test_what_was_widened_is_read_narrow():
     choices = pallas_kernels.explain(lambda w: jax.vjp(light, w, x), w).choices
     arrays = [c.arrays for c in choices if c.operation == "quantize_groups"]
     assert sorted(arrays) == [("bfloat16[64,128]",), ("float32[64,128]",)]
-    found = jax.tree.leaves(jax.vjp(light, w, x)[1])
+    actual = jax.tree.leaves(jax.vjp(light, w, x)[1])
     expected = encoded_groups(x.T, jnp.float8_e4m3fn, 16)
-    codes = [leaf for leaf in found if leaf.dtype == jnp.float8_e4m3fn]
+    codes = [leaf for leaf in actual if leaf.dtype == jnp.float8_e4m3fn]
     assert any(np.array_equal(c, expected[0]) for c in codes)
     (dw,) = jax.vjp(lambda w: light(w, x)[1], w)[1](jnp.ones((64, 128)))
     wide = x.T.astype(jnp.float32)
@@ -200,14 +200,16 @@ def test_xla_decodes_where_it_cuts(cut, decoded_by, kernels):
     gradient = jax.grad(lambda w, x: jnp.sum(jnp.sin(light(w, x))))
     chosen = pallas_kernels.explain(gradient, w, x).choices
     of_product = [c for c in chosen if "float8_e4m3fn[96,128]" in c.arrays]
-    found = {c.implementation for c in of_product if c.operation == "dequantize_groups"}
-    assert found == {decoded_by}
+    actual = {
+        c.implementation for c in of_product if c.operation == "dequantize_groups"
+    }
+    assert actual == {decoded_by}
 
 
 def copies(fn, w, x):
-    """Returns the shapes of the saved FP8 copies except that of x."""
-    found = saved(fp8_remat(fn), w, x)
-    shapes = sorted(r.shape for r in found if r.dtype == jnp.float8_e4m3fn)
+    """Returns the shapes of the saved FP8 copies except x's."""
+    actual = saved(fp8_remat(fn), w, x)
+    shapes = sorted(r.shape for r in actual if r.dtype == jnp.float8_e4m3fn)
     shapes.remove(x.shape)
     return shapes
 
@@ -263,13 +265,13 @@ def test_short_rows_are_merged_with_the_axes_before(shape, key):
     """Groups run over the last axes, but for the first, as if these were one axis."""
     x, dy = normal(1, *shape), normal(2, *shape)
     light = fp8_remat(lambda p, x: p * jnp.square(x), key=key)
-    (found,) = (r for r in saved(light, 1.0, x) if r.dtype == jnp.float8_e4m3fn)
-    assert found.shape[-1] >= 16
-    assert found.shape[0] == shape[0]
-    assert int(np.prod(found.shape)) == x.size
+    (actual,) = (r for r in saved(light, 1.0, x) if r.dtype == jnp.float8_e4m3fn)
+    assert actual.shape[-1] >= 16
+    assert actual.shape[0] == shape[0]
+    assert int(np.prod(actual.shape)) == x.size
     _, (_, dx) = value_and_vjp(light, dy, 1.0, x)
     if key is None:
-        rows = np.asarray(x).reshape(found.shape)
+        rows = np.asarray(x).reshape(actual.shape)
         assert_close(dx, 2 * fake(rows, 16).reshape(shape) * np.asarray(dy), 1e-6)
     else:
         assert_close(dx, 2 * x * dy, 2**-3)
@@ -296,5 +298,5 @@ def test_rows_are_not_merged_over_an_axis_that_types_split():
     for spec, wide in ((P(None, "a"), True), (P("a"), False)):
         with jax.set_mesh(mesh):
             placed = jax.device_put(x, jax.NamedSharding(mesh, spec))
-            found = saved(fp8_remat(lambda p, x: p * jnp.square(x)), 1.0, placed)
-        assert wide != any(r.dtype == jnp.float8_e4m3fn for r in found)
+            actual = saved(fp8_remat(lambda p, x: p * jnp.square(x)), 1.0, placed)
+        assert wide != any(r.dtype == jnp.float8_e4m3fn for r in actual)

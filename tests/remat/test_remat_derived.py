@@ -54,9 +54,9 @@ def by_hand(params, x, dy, h, slopes):
     return (x.T @ da, h.T @ dy), da @ w1.T
 
 
-def from_inputs(pointwise, params, x, dy, kept):
-    """Returns gradients if `pointwise` is recomputed from `kept`."""
-    h, vjp = jax.vjp(pointwise, jnp.asarray(kept))
+def from_inputs(pointwise, params, x, dy, saved):
+    """Returns gradients if `pointwise` is recomputed from `saved`."""
+    h, vjp = jax.vjp(pointwise, jnp.asarray(saved))
     return by_hand(params, fake(x, ROW), dy, h, lambda dh: vjp(dh)[0])
 
 
@@ -96,9 +96,9 @@ def test_one_copy_of_what_goes_in_is_kept(name):
     # If the result and the derivative depend on the same part of the input, this part
     # is saved.
     shift = jnp.linspace(-1, 1, 128) if name == "bias" else 0.0
-    kept = {"bias": a + shift, "squared relu": nn.relu(a)}.get(name, a)
+    saved = {"bias": a + shift, "squared relu": nn.relu(a)}.get(name, a)
     _, actual = value_and_vjp(light, dy, params, x)
-    expected = from_inputs(pointwise, params, x, dy, fake(kept, GROUP) - shift)
+    expected = from_inputs(pointwise, params, x, dy, fake(saved, GROUP) - shift)
     assert_close(actual, expected, 2e-5)
 
 
@@ -141,8 +141,8 @@ def test_exact_gelu_keeps_its_input():
     light = fp8_remat(between(exact_gelu))
     assert copies(light, params, x) == [(96, 64), (96, 128)]
     _, actual = value_and_vjp(light, dy, params, x)
-    kept = fake(x @ params[0], GROUP).astype(jnp.bfloat16)
-    expected = from_inputs(exact_gelu, params, x, dy, kept)
+    saved = fake(x @ params[0], GROUP).astype(jnp.bfloat16)
+    expected = from_inputs(exact_gelu, params, x, dy, saved)
     assert cosine(actual, expected) > 0.999
 
 
@@ -351,7 +351,7 @@ def test_sums_that_cannot_cancel_are_computed_from_the_copy(fn):
 
 
 def test_a_norms_bias_is_added_to_the_copy_again():
-    """The error is small beside the unit variance of normalized numbers."""
+    """The error is small compared with the unit variance of normalized numbers."""
 
     def fn(params, x):
         scale, bias, w = params
@@ -417,8 +417,8 @@ def test_many_operations_are_not_repeated():
         return a
 
     params, x, _ = arguments(pointwise)
-    found = copies(fp8_remat(between(pointwise)), params, x)
-    assert 5 <= len(found) <= 12  # There are some 80 residuals.
+    actual = copies(fp8_remat(between(pointwise)), params, x)
+    assert 5 <= len(actual) <= 12  # There are some 80 residuals.
 
 
 def test_one_copy_serves_what_is_rounded_stochastically():
@@ -464,11 +464,11 @@ def test_masks_are_made_of_integers_again(rng):
     assert [row.shape for row in rows if row.is_argument] == [ids.shape]
     (codes,) = (row for row in rows if row.dtype == jnp.float8_e4m3fn)
     assert codes.shape == x.shape
-    found, exact = (
+    actual, exact = (
         np.asarray(jax.grad(lambda x, fn=fn: jnp.sum(fn(x, ids)))(x))
         for fn in (light, masked)
     )
     same = np.asarray(ids)[:, :, None] == np.asarray(ids)[:, None, :]
     # The copy of cos(x) has errors, and the mask is exact.
     close = 2**-4 * np.where(same, 0.5, 0.1)
-    assert np.all(np.abs(found - exact) <= close)
+    assert np.all(np.abs(actual - exact) <= close)

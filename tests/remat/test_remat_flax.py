@@ -39,8 +39,8 @@ class InstancesInSetup(nn.Module):
 
     def __call__(self, x, train: bool = True):
         x = self.first(x, train=train)
-        for part in self.others:
-            x = part(x)
+        for piece in self.others:
+            x = piece(x)
         return x
 
 
@@ -198,14 +198,14 @@ def test_nnx(make, gradient):
     x = normal(1, 64, 64)
     assert isinstance(light, Stateful)
     assert type(light).__name__ == "Stateful"
-    before = state(plain)
-    same(state(light), before)
+    initial = state(plain)
+    same(state(light), initial)
     same(light(x), plain(x))
     same(light(x, train=False), plain(x, train=False))
     actual, expected = (nnx.to_pure_dict(gradient(m, x)) for m in (light, plain))
     assert 0.999 < cosine(actual, expected) < 1 - 1e-6
     same(state(light), state(plain))
-    assert not np.array_equal(flat(state(plain)), flat(before))
+    assert not np.array_equal(flat(state(plain)), flat(initial))
 
 
 def test_nnx_instance_shares_variables():
@@ -244,7 +244,7 @@ def test_nnx_layers_stacked_and_scanned():
 
 
 class Noisy(nnx.Module):
-    """A module whose statistics and random numbers change with every call."""
+    """A module with statistics and random numbers that change with every call."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(64, 64, rngs=rngs)

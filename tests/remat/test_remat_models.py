@@ -90,10 +90,10 @@ class Experts(nnx.Module):
         gates = gates / gates.sum(axis=-1, keepdims=True)
         picked = jax.nn.one_hot(chosen, 8)  # Axes are tokens, choices, experts.
         rows = picked.reshape(-1, 8).astype(jnp.int32)
-        place = ((jnp.cumsum(rows, axis=0) - 1) * rows).sum(axis=-1)
-        place = jax.nn.one_hot(place.reshape(chosen.shape), 64)
-        dispatch = jnp.einsum("tke,tkc->tec", picked, place)
-        combine = jnp.einsum("tk,tke,tkc->tec", gates, picked, place)
+        position = ((jnp.cumsum(rows, axis=0) - 1) * rows).sum(axis=-1)
+        position = jax.nn.one_hot(position.reshape(chosen.shape), 64)
+        dispatch = jnp.einsum("tke,tkc->tec", picked, position)
+        combine = jnp.einsum("tk,tke,tkc->tec", gates, picked, position)
         h = jnp.einsum("tec,td->ecd", dispatch, x)
         h = nnx.silu(jnp.einsum("ecd,edf->ecf", h, self.up[...]))
         return jnp.einsum(
@@ -144,9 +144,9 @@ def linen_case(module: nn.Module, *inputs) -> Case:
 
     def function(module):
         def apply(params, *inputs):
-            given = {**variables, "params": params}
+            arguments = {**variables, "params": params}
             rngs = {"dropout": jax.random.key(2)}
-            return module.apply(given, *inputs, rngs=rngs, mutable=["batch_stats"])
+            return module.apply(arguments, *inputs, rngs=rngs, mutable=["batch_stats"])
 
         return apply
 
@@ -205,10 +205,10 @@ BOUNDS = {
 def behaviour(make: Callable[[], Case]) -> list:
     """Returns outputs and gradients, for `plain` and for `light`.
 
-    Gradients are those of parameters and floating-point inputs.
+    Gradients belong to parameters and floating-point inputs.
     """
     case = make()
-    found = []
+    actual = []
     for fn in (case.plain, case.light):
         floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in case.inputs]
         which = tuple(i + 1 for i, f in enumerate(floating) if f)
@@ -220,8 +220,8 @@ def behaviour(make: Callable[[], Case]) -> list:
             return jnp.sum(y * weight) + jnp.sum(y * y), out
 
         gradient = jax.grad(loss, argnums=(0, *which), has_aux=True)
-        found.append(compiled(gradient, case.params, *case.inputs))
-    return found
+        actual.append(compiled(gradient, case.params, *case.inputs))
+    return actual
 
 
 @pytest.mark.sampled(1)

@@ -19,7 +19,7 @@ X = jax.random.normal(jax.random.key(0), (64, 64))
 
 
 class Recorder(nnx.Module):
-    """A module whose call changes everything that a call can change."""
+    """A module that changes everything in a call that a call can change."""
 
     def __init__(self, rngs):
         self.linear = nnx.Linear(64, 64, rngs=rngs)
@@ -76,11 +76,11 @@ def test_what_a_call_changes_of_a_module_is_as_without(call, wrap_class):
     for _ in range(2):
         call(plain, X)
         call(light, X)
-    expected, found = _changed(plain), _changed(light)
-    assert found.pop("calls") == expected.pop("calls") == 2
-    assert found.pop("scratch") is expected.pop("scratch") is None
+    expected, actual = _changed(plain), _changed(light)
+    assert actual.pop("calls") == expected.pop("calls") == 2
+    assert actual.pop("scratch") is expected.pop("scratch") is None
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *(
-        found, expected))  # fmt: skip
+        actual, expected))  # fmt: skip
     assert isinstance(light.extra, nnx.Param)
 
 
@@ -127,9 +127,9 @@ def test_a_shared_module_is_one_module():
         grads = nnx.grad(lambda m: jnp.sum(m(X) ** 2))(module)
         return jax.tree.leaves(nnx.state(grads, nnx.Param))
 
-    expected, found = gradient(plain), gradient(light)
-    assert len(found) == len(expected) == 2
-    for a, b in zip(found, expected, strict=True):
+    expected, actual = gradient(plain), gradient(light)
+    assert len(actual) == len(expected) == 2
+    for a, b in zip(actual, expected, strict=True):
         assert_close(a, b, 0.05)
     assert light.first is light.second
 
@@ -196,8 +196,8 @@ class Decorated(nn.Module):
 def test_a_method_of_linen_is_wrapped(how):
     plain, light = Block("plain"), Block(how)
     variables = plain.init(jax.random.key(0), X)
-    found = light.init(jax.random.key(0), X)
-    jax.tree.map(np.testing.assert_array_equal, found["params"], variables["params"])
+    actual = light.init(jax.random.key(0), X)
+    jax.tree.map(np.testing.assert_array_equal, actual["params"], variables["params"])
     params = {"params": variables["params"]}
     y, sown = light.apply(params, X, mutable=["intermediates"])
     expected, sown_plain = plain.apply(params, X, mutable=["intermediates"])
@@ -250,8 +250,8 @@ def test_mutable_parameters_in_training_keep_the_copies(mutable):
         return jnp.sum((out[0] if mutable else out) ** 2)
 
     plain = coat.residual_report(lambda v: loss(v, False), variables)
-    found = coat.residual_report(lambda v: loss(v, mutable), variables)
-    assert found.nbytes <= 1.1 * plain.nbytes
+    actual = coat.residual_report(lambda v: loss(v, mutable), variables)
+    assert actual.nbytes <= 1.1 * plain.nbytes
     _, after = model.apply(variables, X, mutable=mutable)
     assert set(after) <= {"params"}
     jax.tree.map(
@@ -263,17 +263,17 @@ def test_mutable_parameters_in_training_keep_the_copies(mutable):
 def test_cotangents_are_python_numbers():
     fn = coat.fp8_remat(lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2))
     w = jnp.ones((64, 64)) / 64
-    (found, _), (expected, _) = (
+    (actual, _), (expected, _) = (
         jax.vjp(fn, w, X)[1](one) for one in (1.0, jnp.ones(()))
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(actual, expected)
 
 
 @pytest.mark.parametrize("key", [jax.random.key(1), jax.random.PRNGKey(1)])
 def test_keys_and_numbers_are_arguments_and_results(key):
     def fn(w, x, key, rate):
-        kept = jax.random.bernoulli(key, rate, x.shape)
-        return jnp.where(kept, jnp.tanh(x @ w), 0.0), key, rate
+        saved = jax.random.bernoulli(key, rate, x.shape)
+        return jnp.where(saved, jnp.tanh(x @ w), 0.0), key, rate
 
     w = jnp.ones((64, 64)) / 64
     y, same, rate = coat.fp8_remat(fn)(w, X, key, 0.5)
@@ -300,6 +300,6 @@ def test_a_module_that_changes_nothing_is_called_from_any_transformation(transfo
             return nnx.gelu(self.norm(self.linear(x)))
 
     plain, light = Mlp(nnx.Rngs(0)), coat.fp8_remat(Mlp(nnx.Rngs(0)))
-    found = transform(lambda x: light(x[None])[0])(X)
-    np.testing.assert_allclose(found, plain(X[None])[0], rtol=1e-4, atol=1e-5)
+    actual = transform(lambda x: light(x[None])[0])(X)
+    np.testing.assert_allclose(actual, plain(X[None])[0], rtol=1e-4, atol=1e-5)
     assert coat.residual_report(light, X).rows

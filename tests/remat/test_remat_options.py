@@ -49,10 +49,10 @@ def codes(fn, *args) -> list[tuple[int, ...]]:
 
 def test_where_chooses_among_what_can_be_quantized():
     params, x = two_product_arguments()
-    asked = []
+    residuals = []
 
     def where(residual):
-        asked.append(residual)
+        residuals.append(residual)
         return residual.shape == (96, 128) and "dot_general" not in residual.asked_by
 
     light = fp8_remat(two_products, where=where)
@@ -60,10 +60,12 @@ def test_where_chooses_among_what_can_be_quantized():
     assert codes(light, params, x) == [(96, 128)]
     expected = fp8_bytes((96, 128)) + 96 * 128 * 4
     assert saved_bytes(saved(light, params, x)) == expected
-    assert {r.shape for r in asked} == {(96, 64), (96, 128)}
-    assert {r.dtype.name for r in asked} == {"float32"}
-    assert {r.nbytes for r in asked} == {96 * 64 * 4, 96 * 128 * 4}
-    assert [r.is_argument for r in asked] == [r.shape == (96, 64) for r in asked]
+    assert {r.shape for r in residuals} == {(96, 64), (96, 128)}
+    assert {r.dtype.name for r in residuals} == {"float32"}
+    assert {r.nbytes for r in residuals} == {96 * 64 * 4, 96 * 128 * 4}
+    assert [r.is_argument for r in residuals] == [
+        r.shape == (96, 64) for r in residuals
+    ]
 
 
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -71,15 +73,15 @@ def test_where_knows_the_names_of_checkpoint_name(outer):
     """The policy saves the tagged array itself and nothing else."""
     w, x = tagged_arguments()
     names = jax.checkpoint_policies.save_only_these_names("first", "second")
-    found = {}
+    actual = {}
 
     def where(residual):
-        found[residual.name] = residual.is_argument
+        actual[residual.name] = residual.is_argument
         return residual.name == "second"
 
     light = fp8_remat(outer(tagged), policy=names, where=where)
     assert codes(light, w, x) == [(96, 64)]
-    assert found == {None: True, "first": False, "second": False}
+    assert actual == {None: True, "first": False, "second": False}
 
 
 def test_where_that_is_never_true_leaves_autodiff():
@@ -131,12 +133,12 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     # x is also saved, but it is an argument.
     assert [r.shape for r in wide] == [(96, 64)]
     assert codes(light, w, x) == [(96, 64)] * 2
-    kept = fp8_bytes(x.shape, ROW) + fp8_bytes((96, 64))
-    assert saved_bytes(saved(light, w, x)) == kept
+    selected = fp8_bytes(x.shape, ROW) + fp8_bytes((96, 64))
+    assert saved_bytes(saved(light, w, x)) == selected
 
     dy = normal(3, 96, 64)
     actual = compiled(lambda w, x: jax.vjp(light, w, x)[1](dy), w, x)
-    # The expected gradient computes values behind `first` from its FP8 copy, and those
+    # The expected gradient computes values after `first` from its FP8 copy, and values
     # before it from x's copy.
     w64, dy64 = np.asarray(w, np.float64), np.asarray(dy, np.float64)
     first = fake(np.asarray(x @ w), 16).astype(np.float64)
@@ -154,9 +156,9 @@ def test_what_a_policy_offloads_stays_wide():
     light = fp8_remat(two_products, policy=offload("device", "pinned_host"))
     params, x = two_product_arguments()
     rows = coat.residual_report(light, params, x).rows
-    kept = {row.shape: row.kept for row in rows if not row.is_argument}
-    assert kept[96, 128] == "wide, offloaded by the policy"
-    assert kept[96, 64] == "E4M3, groups of 128"
+    saved = {row.shape: row.kept for row in rows if not row.is_argument}
+    assert saved[96, 128] == "wide, offloaded by the policy"
+    assert saved[96, 64] == "E4M3, groups of 128"
 
     def gradient(fn):
         return flat(jax.jit(jax.grad(lambda p: jnp.sum(fn(p, x) ** 2)))(params))
@@ -241,8 +243,8 @@ def test_products_saveable_knows_convolutions_and_kernels():
     residuals = saved(light, params, x, key)
     shapes = [r.shape for r in residuals if r.dtype in FP8]
     assert sorted(shapes) == [(2, 8, 32, 24), (2, 16, 32, 24), (2, 48, 256)]
-    rest = [r for r in residuals if r.argument is None and r.shape not in shapes]
-    assert all(r.dtype == jnp.uint16 for r in rest)
+    remaining = [r for r in residuals if r.argument is None and r.shape not in shapes]
+    assert all(r.dtype == jnp.uint16 for r in remaining)
     actual, expected = (
         compiled(jax.grad(lambda p, f=f: jnp.sum(jnp.sin(f(p, x, key)))), params)
         for f in (light, fn)
@@ -358,11 +360,11 @@ def test_the_report_sees_into_scans_and_nested_wrappers():
         rows = coat.residual_report(fn, params, x).rows
         return sorted(row.kept for row in rows if row.dtype in FP8)
 
-    single = notes(fp8_remat(two_products), params)
-    assert single == ["E4M3, groups of 128"] * 2 + ["E4M3, groups of 16"]
-    assert notes(layers(fp8_remat(two_products)), stacked) == single
-    assert notes(fp8_remat(fp8_remat(two_products)), params) == single
-    assert notes(fp8_remat(layers(fp8_remat(two_products))), stacked) == single
+    of_one_layer = notes(fp8_remat(two_products), params)
+    assert of_one_layer == ["E4M3, groups of 128"] * 2 + ["E4M3, groups of 16"]
+    assert notes(layers(fp8_remat(two_products)), stacked) == of_one_layer
+    assert notes(fp8_remat(fp8_remat(two_products)), params) == of_one_layer
+    assert notes(fp8_remat(layers(fp8_remat(two_products))), stacked) == of_one_layer
     assert notes(two_products, params) == []
 
 
@@ -391,8 +393,8 @@ def test_what_is_small_beside_its_group_has_finite_gradients(fn):
     def loss(w, x):
         return jnp.mean(fn(x @ w))
 
-    kept = [row.kept for row in coat.residual_report(fp8_remat(loss), w, x).rows]
-    assert any("backward divides by it" in how for how in kept)
+    saved = [row.kept for row in coat.residual_report(fp8_remat(loss), w, x).rows]
+    assert any("backward divides by it" in how for how in saved)
     for policy in (None, jax.checkpoint_policies.dots_saveable):
         gradient = jax.grad(fp8_remat(loss, policy=policy))(w, x)
         assert np.isfinite(gradient).all()

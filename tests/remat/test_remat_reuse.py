@@ -75,9 +75,9 @@ def test_equal_layers_are_traced_once():
     layers = [Layer(i) for i in range(4)]
     expected = gradients(layers)
     Traced.count = 0
-    found = gradients([coat.fp8_remat(layer) for layer in layers])
+    actual = gradients([coat.fp8_remat(layer) for layer in layers])
     assert Traced.count == 1
-    assert_near(found, expected)
+    assert_near(actual, expected)
 
 
 def test_a_function_is_traced_once_for_equal_layers():
@@ -92,9 +92,9 @@ def test_a_function_is_traced_once_for_equal_layers():
     expected = jax.grad(functools.partial(loss, function))(weights)
     Traced.count = 0
     light = coat.fp8_remat(function)
-    found = jax.jit(jax.grad(functools.partial(loss, light)))(weights)
+    actual = jax.jit(jax.grad(functools.partial(loss, light)))(weights)
     assert Traced.count == 1
-    assert_near(found, expected)
+    assert_near(actual, expected)
 
 
 def test_layers_of_other_static_attributes_differ():
@@ -119,9 +119,9 @@ def test_equal_numbers_of_another_type_or_sign_differ(factors):
     x = jnp.ones(4, jnp.int32)
     for factor in factors:
         light = coat.fp8_remat(lambda x, n=factor: x * n)
-        found, expected = jax.jit(light)(x), x * factor
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(jnp.signbit(found), jnp.signbit(expected))
+        actual, expected = jax.jit(light)(x), x * factor
+        assert actual.dtype == expected.dtype
+        np.testing.assert_array_equal(jnp.signbit(actual), jnp.signbit(expected))
 
 
 def test_an_attribute_that_changes_between_calls_is_read_again():
@@ -134,7 +134,7 @@ def test_an_attribute_that_changes_between_calls_is_read_again():
 
 
 class Counting(Layer):
-    """A layer whose call counts, sums, and makes a variable."""
+    """A layer that counts its calls, sums, and makes a variable."""
 
     def __init__(self, seed):
         super().__init__(seed)
@@ -160,11 +160,11 @@ def test_changes_of_equal_layers_reach_each_of_them(jit):
         return run(nnx.List(layers), X), *map(nnx.state, layers), layers[1].calls
 
     expected = changed([Counting(i) for i in range(3)])
-    found = changed([coat.fp8_remat(Counting(i)) for i in range(3)])
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+    actual = changed([coat.fp8_remat(Counting(i)) for i in range(3)])
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-    assert found[-1] == 2
+    assert actual[-1] == 2
 
 
 @dataclasses.dataclass
@@ -175,7 +175,7 @@ class Settings:
 
 
 class Opaque:
-    """An object of whose attributes nothing is known."""
+    """An object with attributes of which nothing is known."""
 
     factor = 1.0
 
@@ -276,21 +276,21 @@ def test_options_differ():
 
 
 def test_layers_with_effects_have_all_of_them():
-    seen = []
+    totals = []
 
     class Loud(Layer):
         def __call__(self, x):
-            jax.debug.callback(lambda total: seen.append(float(total)), jnp.sum(x))
+            jax.debug.callback(lambda total: totals.append(float(total)), jnp.sum(x))
             return super().__call__(x)
 
     layers = [Loud(i, factor=0.5) for i in range(3)]
     gradients(layers)
     jax.effects_barrier()
-    expected = sorted(seen)
-    seen.clear()
+    expected = sorted(totals)
+    totals.clear()
     gradients([coat.fp8_remat(layer) for layer in layers])
     jax.effects_barrier()
-    np.testing.assert_allclose(sorted(seen), expected, rtol=1e-6)
+    np.testing.assert_allclose(sorted(totals), expected, rtol=1e-6)
     assert len(expected) == 3
 
 
@@ -303,9 +303,9 @@ def test_arrays_are_not_kept():
         jax.grad(lambda w: jnp.sum(outer(w, light(w, X))))(w)
         return weakref.ref(w), weakref.ref(closed)
 
-    found = refs()
+    actual = refs()
     gc.collect()
-    assert [ref() for ref in found] == [None, None]
+    assert [ref() for ref in actual] == [None, None]
 
 
 def test_no_tracer_leaks():
@@ -323,11 +323,11 @@ def test_no_tracer_leaks():
 
 
 def test_threads_trace_their_own_calls():
-    found = {}
+    actual = {}
 
     def run(n):
         light = coat.fp8_remat(Layer(0, factor=float(n)))
-        found[n] = gradients([light])[0]
+        actual[n] = gradients([light])[0]
 
     threads = [threading.Thread(target=run, args=(n,)) for n in (1, 2, 3)]
     for thread in threads:
@@ -336,15 +336,15 @@ def test_threads_trace_their_own_calls():
         thread.join()
     for n in (1, 2, 3):
         alone = gradients([coat.fp8_remat(Layer(0, factor=float(n)))])[0]
-        np.testing.assert_array_equal(found[n], alone)
-        assert_near([found[n]], gradients([Layer(0, factor=float(n))]))
+        np.testing.assert_array_equal(actual[n], alone)
+        assert_near([actual[n]], gradients([Layer(0, factor=float(n))]))
 
 
 def test_explain_counts_every_layer():
     layers = [coat.fp8_remat(Layer(i)) for i in range(3)]
-    once = explain(gradients, layers[:1]).choices
-    assert len(once) > 0
-    assert len(explain(gradients, layers).choices) >= 3 * len(once)
+    of_one_layer = explain(gradients, layers[:1]).choices
+    assert len(of_one_layer) > 0
+    assert len(explain(gradients, layers).choices) >= 3 * len(of_one_layer)
 
 
 def test_an_outlined_function_returns_arguments_as_they_are():

@@ -62,9 +62,9 @@ def test_the_least_and_the_most_noise_take_the_codes_below_and_above():
     scale = np.repeat(np.asarray(down.scale, np.float64), 16, axis=-1)
     below, above = neighbours(np.abs(np.asarray(x, np.float64)) / scale, coat.E4M3)
     np.testing.assert_array_equal(np.abs(np.asarray(down.codes, np.float64)), below)
-    got = np.abs(np.asarray(up.codes, np.float64))
-    assert (got != above).mean() < 1e-3  # The most noise is not quite one.
-    assert ((got == above) | (got == below)).all()
+    actual = np.abs(np.asarray(up.codes, np.float64))
+    assert (actual != above).mean() < 1e-3  # The most noise is not quite one.
+    assert ((actual == above) | (actual == below)).all()
     np.testing.assert_array_equal(np.signbit(np.asarray(down.dequantize())), x < 0)
 
 

@@ -56,8 +56,8 @@ def units(recipe: str, num_layers: int | None = None, light: bool = False) -> fl
     count = len(jax.tree.leaves(params))
     residuals = saved(fn, params, x)
     # The input of the layer is an argument here, but in a model it is saved.
-    kept = [r for r in residuals if r.argument is None or r.argument >= count]
-    return sum(r.nbytes for r in kept) / U / (num_layers or 1)
+    selected = [r for r in residuals if r.argument is None or r.argument >= count]
+    return sum(r.nbytes for r in selected) / U / (num_layers or 1)
 
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
@@ -133,10 +133,10 @@ def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
     x, w = jnp.ones((128, 64), jnp.bfloat16), jnp.ones((64, 32), jnp.bfloat16)
     rows = coat.residual_report(wrap(fn), x, w).rows
     line = inspect.getsourcelines(_user_layer)[1] + 1
-    place = f"in _user_layer ({os.path.basename(__file__)}:{line})"
+    position = f"in _user_layer ({os.path.basename(__file__)}:{line})"
     places = {row.asked_by for row in rows} - {"the output"}
-    # The others are for `tanh`, whose line is above.
-    assert sum(place in asked_by for asked_by in places) >= 2, places
+    # The others are for `tanh`, on the line above.
+    assert sum(position in asked_by for asked_by in places) >= 2, places
     assert all(os.path.basename(__file__) in asked_by for asked_by in places), places
 
 

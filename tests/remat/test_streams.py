@@ -1,7 +1,7 @@
 """Tests that kernels add the residual stream where `fp8_remat` finds that it is added.
 
-The stream is `x + branch(x)`. Its gradient is that of the branch plus that of the sum,
-and the branch alone is tested elsewhere.
+The stream is `x + branch(x)`. Its gradient is the branch's plus the sum's, and the
+branch alone is tested elsewhere.
 """
 
 import functools
@@ -30,7 +30,7 @@ def rms(x, scale):
 
 
 def attention(params, x):
-    """Two matmuls of the norm, whose results meet before the last matmul."""
+    """Two matmuls of the norm, with results that meet before the last matmul."""
     h = rms(x, params["norm"])
     mixed = jnp.tanh(linear(h, params["a"])) * linear(h, params["b"])
     return linear(mixed, params["c"])
@@ -85,15 +85,15 @@ def stream(branch, params, x):
     return x + branch(params, x)
 
 
-def assert_is_sum(found, alone, x, dy):
-    """Asserts that results are those of a branch, with the stream added exactly.
+def assert_is_sum(results, alone, x, dy):
+    """Asserts that results equal a branch's, with the stream added exactly.
 
     Both round to bfloat16: the branch's result before the sum, and each sum once.
     """
-    (y, (dparams, dx)), (branch, (dbranch, dnorm)) = found, alone
+    (y, (dparams, dx)), (branch, (dbranch, dnorm)) = results, alone
     jax.tree.map(np.testing.assert_array_equal, dparams, dbranch)
     for actual, parts in ((y, (x, branch)), (dx, (dy, dnorm))):
-        parts = [np.asarray(part, np.float64) for part in parts]
+        parts = [np.asarray(piece, np.float64) for piece in parts]
         bound = 2**-8 * (np.abs(parts[1]) + np.abs(sum(parts)))
         assert np.all(np.abs(np.asarray(actual, np.float64) - sum(parts)) <= bound)
 
@@ -104,8 +104,8 @@ def assert_is_sum(found, alone, x, dy):
 def test_the_stream_and_its_gradient_are_added(branch):
     params, x, dy = given()
     fn = functools.partial(stream, branch)
-    found, alone = (value_and_vjp(fp8_remat(f), dy, params, x) for f in (fn, branch))
-    assert_is_sum(found, alone, x, dy)
+    actual, alone = (value_and_vjp(fp8_remat(f), dy, params, x) for f in (fn, branch))
+    assert_is_sum(actual, alone, x, dy)
     # The gradient of a norm cannot add one that its own matmul passes through.
     assert added(fp8_remat(fn), params, x) == (True, branch is not one)
 
@@ -135,12 +135,12 @@ def test_blocks_follow_one_another():
         fp8_remat(functools.partial(stream, gated)), dy, second, middle
     )
     dmiddle = last[1][1]
-    before = value_and_vjp(
+    initial = value_and_vjp(
         fp8_remat(functools.partial(stream, attention)), dmiddle, first, x
     )
     jax.tree.map(np.testing.assert_array_equal, y, last[0])
-    jax.tree.map(np.testing.assert_array_equal, dparams, [before[1][0], last[1][0]])
-    np.testing.assert_array_equal(dx, before[1][1])
+    jax.tree.map(np.testing.assert_array_equal, dparams, [initial[1][0], last[1][0]])
+    np.testing.assert_array_equal(dx, initial[1][1])
     assert added(fp8_remat(fn), params, x) == (True, True)
 
 
@@ -235,5 +235,5 @@ def test_parallel_branches_add_one_after_the_other():
     y, (_, dx) = value_and_vjp(fp8_remat(fn), dy, params, x)
     branch, (_, dnorm) = value_and_vjp(fp8_remat(alone), dy.astype(F32), params, x)
     for actual, parts in ((y, (x, branch)), (dx, (dy, dnorm))):
-        assert_near(actual, sum(np.asarray(part, np.float64) for part in parts))
+        assert_near(actual, sum(np.asarray(piece, np.float64) for piece in parts))
     assert added(fp8_remat(fn), params, x) == (True, True)

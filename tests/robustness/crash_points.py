@@ -47,8 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rows += save_points(saves, kind, args.count, folder / "points")
         rows += run_points(library, folder, args.resumes)
     for kind in dict.fromkeys(row["in"] for row in rows):
-        own = [row["holds"] for row in rows if row["in"] == kind]
-        counts[f"killed in the {kind}"] = sum(own), len(own)
+        of_kind = [row["holds"] for row in rows if row["in"] == kind]
+        counts[f"killed in the {kind}"] = sum(of_kind), len(of_kind)
     return trials.conclude(rows, counts, args.out, "Resumed with the same bits")
 
 
@@ -104,27 +104,27 @@ def save_points(
     saves: Saver, kind: str, count: int | None, folder: Path
 ) -> Iterator[Row]:
     """Kills a save at `count` points and yields a row for each."""
-    *before, step = _STEPS[kind]
-    whole, disturbed = folder / f"{kind}-whole", folder / f"{kind}-disturbed"
+    *initial, step = _STEPS[kind]
+    complete, disturbed = folder / f"{kind}-whole", folder / f"{kind}-disturbed"
     checkpoints = Path("checkpoints") / "bf16"
-    whole.mkdir(parents=True)
-    for known in before:
-        saves.save(whole / checkpoints, known)
-    shutil.copytree(whole, disturbed)
+    complete.mkdir(parents=True)
+    for recorded in initial:
+        saves.save(complete / checkpoints, recorded)
+    shutil.copytree(complete, disturbed)
     _, calls = saves.save(disturbed / checkpoints, step)
     points = spread(len(calls), count)
     for call in tqdm(points, desc=f"the {kind} save", unit="point"):
         shutil.rmtree(disturbed)
-        shutil.copytree(whole, disturbed)
-        died, found = saves.save(disturbed / checkpoints, step, call)
+        shutil.copytree(complete, disturbed)
+        died, actual = saves.save(disturbed / checkpoints, step, call)
         loaded, same = load(disturbed / checkpoints)
         yield {
             "in": f"{kind} save",
             "call": call,
             "of": len(calls),
-            "name": found[call] if died else None,
+            "name": actual[call] if died else None,
             "loaded_step": loaded,
-            "holds": same and loaded in (step, max(before, default=0)),
+            "holds": same and loaded in (step, max(initial, default=0)),
         }
 
 
@@ -141,8 +141,8 @@ def load(folder: Path) -> tuple[int, bool]:
     )
 
     def same(checkpoints: Checkpoints, step: int) -> bool:
-        found = checkpoints.state(abstract)
-        return trials.bits(found) == trials.bits(saver.state(step))
+        actual = checkpoints.state(abstract)
+        return trials.bits(actual) == trials.bits(saver.state(step))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(trials.captured())
@@ -159,27 +159,33 @@ def run_points(library: Path, folder: Path, count: int) -> Iterator[Row]:
     """Kills a whole run at `count` points, resumes it, and yields a row for each."""
     if not count:
         return
-    given = (*trials.SMALL, "--recipes", "coat", "--data", trials.write_corpus(folder))
-    log, whole = folder / "run-calls", folder / "whole"
-    logging = faults.environment(library, whole, log=log)
-    ended = trials.wait(trials.start(*given, "--out", whole, **logging))
+    arguments = (
+        *trials.SMALL,
+        "--recipes",
+        "coat",
+        "--data",
+        trials.write_corpus(folder),
+    )
+    log, complete = folder / "run-calls", folder / "whole"
+    logging = faults.environment(library, complete, log=log)
+    ended = trials.wait(trials.start(*arguments, "--out", complete, **logging))
     if ended.code:
         raise RuntimeError(ended.said)
     calls = faults.logged(log)
-    expected = trials.outcome(whole)
+    expected = trials.outcome(complete)
     for call in tqdm(spread(len(calls), count), desc="a run", unit="point"):
         run = folder / f"killed-{call}"
         dying = faults.environment(library, run, kill=call)
-        died = trials.wait(trials.start(*given, "--out", run, **dying))
-        ended = trials.call(*trials.go_on(run, given))
-        found = None if ended.code else trials.outcome(run).difference(expected)
+        died = trials.wait(trials.start(*arguments, "--out", run, **dying))
+        ended = trials.call(*trials.go_on(run, arguments))
+        actual = None if ended.code else trials.outcome(run).difference(expected)
         yield {
             "in": "run",
             "call": call,
             "of": len(calls),
             "name": calls[call][0] if died.code else None,
             "loaded_step": None,
-            "holds": ended.code == 0 and found is None,
+            "holds": ended.code == 0 and actual is None,
         }
         shutil.rmtree(run)
 

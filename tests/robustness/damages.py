@@ -79,13 +79,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = top.parse_args(argv)
     with trials.scratch() as folder:
         rows = list(damage(folder, args.count, random.Random(args.seed)))
-    found = collections.Counter(row["found"] for row in rows)
-    noticed = sum(found[name] for name in _NOTICED)
-    harmless = found["no effect"]
+    actual = collections.Counter(row["found"] for row in rows)
+    noticed = sum(actual[name] for name in _NOTICED)
+    harmless = actual["no effect"]
     counts = {
         "noticed, or without effect": (noticed + harmless, len(rows)),
         "noticed in one line that names the file": (noticed, len(rows) - harmless),
-        "without a traceback": (len(rows) - found["traceback"], len(rows)),
+        "without a traceback": (len(rows) - actual["traceback"], len(rows)),
     }
     return trials.conclude(rows, counts, args.out, "Damages of a finished run")
 
@@ -106,8 +106,8 @@ def damage(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
             (copy / _LIST.format(12)).unlink()
         drawn = Damage.draw(copy, files, rng)
         drawn.do(copy)
-        found, why = consequence(finished, copy, drawn, expected)
-        yield {"of": group, **dataclasses.asdict(drawn), "found": found, "why": why}
+        actual, why = consequence(finished, copy, drawn, expected)
+        yield {"of": group, **dataclasses.asdict(drawn), "found": actual, "why": why}
         shutil.rmtree(copy)
 
 
@@ -122,19 +122,19 @@ def file_groups(folder: Path) -> dict[str, list[str]]:
     only = [f for f in files if f.startswith(_OLDEST)]
     groups["the only checkpoint"] = [*only, _LIST.format(9)]
     groups["the newest list"] = [_LIST.format(12)]
-    known = {file for group in groups.values() for file in group}
-    groups["the rest"] = [file for file in files if file not in known]
+    recorded = {file for group in groups.values() for file in group}
+    groups["the rest"] = [file for file in files if file not in recorded]
     return groups
 
 
 def consequence(
-    whole: Path, damaged: Path, drawn: Damage, expected: trials.Outcome
+    complete: Path, damaged: Path, drawn: Damage, expected: trials.Outcome
 ) -> tuple[str, str | None]:
     """Resumes a damaged run; returns how the damage was found and why, or what failed.
 
     The first is "refused", "older checkpoint", "no effect", "silent" or "traceback".
     """
-    same_value = _same_json(whole / drawn.file, damaged / drawn.file)
+    same_value = _same_json(complete / drawn.file, damaged / drawn.file)
     try:
         ended = trials.call("--resume", damaged)
     except Exception:

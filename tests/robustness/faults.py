@@ -27,15 +27,17 @@ def environment(
 
     Args:
       library: The compiled library.
-      root: The folder whose calls are counted and fail.
+      root: The folder in which calls are counted and fail.
       kill: Number of the call in which the process dies.
       bytes_: Number of bytes after which the disk is full.
       switch: A path; while a file is there the folder is read-only.
       log: A path of a file with one line per call.
     """
-    given = {"KILL": kill, "BYTES": bytes_, "SWITCH": switch, "LOG": log}
-    found = {"LD_PRELOAD": str(library), "FAULTS_ROOT": str(root.resolve())}
-    return found | {f"FAULTS_{k}": str(v) for k, v in given.items() if v is not None}
+    arguments = {"KILL": kill, "BYTES": bytes_, "SWITCH": switch, "LOG": log}
+    actual = {"LD_PRELOAD": str(library), "FAULTS_ROOT": str(root.resolve())}
+    return actual | {
+        f"FAULTS_{k}": str(v) for k, v in arguments.items() if v is not None
+    }
 
 
 def logged(path: Path) -> dict[int, tuple[str, int]]:
@@ -44,5 +46,5 @@ def logged(path: Path) -> dict[int, tuple[str, int]]:
     If the process was killed, calls that its other threads began just then are missing.
     """
     lines = [line.split() for line in path.read_text().splitlines()]
-    found = {int(number): (name, int(size)) for number, name, size in lines}
-    return dict(sorted(found.items()))
+    actual = {int(number): (name, int(size)) for number, name, size in lines}
+    return dict(sorted(actual.items()))

@@ -53,22 +53,22 @@ class Setup:
     def of(cls, folder: Path) -> "Setup":
         """Makes the undisturbed run."""
         library, log, run = faults.build(folder), folder / "calls", folder / "whole"
-        given = (*_GIVEN, "--data", trials.write_corpus(folder))
+        arguments = (*_GIVEN, "--data", trials.write_corpus(folder))
         noting = faults.environment(library, run, log=log)
-        ended = trials.wait(trials.start(*given, "--out", run, **noting))
+        ended = trials.wait(trials.start(*arguments, "--out", run, **noting))
         if ended.code:
             raise RuntimeError(ended.said)
         writes = [size for _, size in faults.logged(log).values() if size]
-        return cls(folder, library, given, trials.outcome(run), writes)
+        return cls(folder, library, arguments, trials.outcome(run), writes)
 
     def budgets(self, count: int) -> list[int]:
         """Returns numbers of bytes that end within writes, spread over all of them.
 
         They leave out the last hundredth, because runs differ by some bytes.
         """
-        before = np.cumsum([0, *self.writes])
-        middles = (before[:-1] + before[1:]) // 2
-        middles = middles[middles < 0.99 * before[-1]]
+        initial = np.cumsum([0, *self.writes])
+        middles = (initial[:-1] + initial[1:]) // 2
+        middles = middles[middles < 0.99 * initial[-1]]
         chosen = np.linspace(0, len(middles) - 1, count, dtype=int)
         return middles[chosen].tolist()
 
@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = [trial(setup, *each) for each in tqdm(trials_, unit="trial")]
     counts = {}
     for kind in dict.fromkeys(row["of"] for row in rows):
-        own = [row["wrong"] is None for row in rows if row["of"] == kind]
-        counts[kind] = sum(own), len(own)
+        of_kind = [row["wrong"] is None for row in rows if row["of"] == kind]
+        counts[kind] = sum(of_kind), len(of_kind)
     return trials.conclude(rows, counts, args.out, "Ended in one line, then resumed")
 
 
@@ -101,16 +101,16 @@ def trial(setup: Setup, kind: str, at: int) -> Row:
     """
     run = setup.folder / "run"
     if kind.startswith("two"):
-        said, wrong = _both(setup, run, resume=kind == "two resumes")
+        output, wrong = _both(setup, run, resume=kind == "two resumes")
     else:
-        said, wrong = _alone(setup, run, kind, at)
+        output, wrong = _alone(setup, run, kind, at)
     shutil.rmtree(run, ignore_errors=True)
 
     def anywhere(text: str | None) -> str | None:
         named = text and text.replace(str(run), "RUN")
         return named and named.replace(tempfile.gettempdir(), "TMP")
 
-    return {"of": kind, "at": at, "said": anywhere(said), "wrong": anywhere(wrong)}
+    return {"of": kind, "at": at, "said": anywhere(output), "wrong": anywhere(wrong)}
 
 
 def _alone(setup: Setup, run: Path, kind: str, at: int) -> tuple[str, str | None]:
@@ -141,14 +141,14 @@ def _alone(setup: Setup, run: Path, kind: str, at: int) -> tuple[str, str | None
 
 def _both(setup: Setup, run: Path, resume: bool) -> tuple[str, str | None]:
     """Starts two processes on a run; returns what one says, and what was wrong."""
-    given = (*setup.given, "--out", run)
+    arguments = (*setup.given, "--out", run)
     if resume:
-        process = trials.start(*given)
+        process = trials.start(*arguments)
         _wait_for_step(process, run, 4)
         process.kill()
         trials.wait(process)
-        given = ("--resume", run)
-    processes = [trials.start(*given) for _ in range(2)]
+        arguments = ("--resume", run)
+    processes = [trials.start(*arguments) for _ in range(2)]
     ended = sorted(map(trials.wait, processes), key=lambda e: e.code)
     codes = [e.code for e in ended]
     wrong = None if codes == [0, 2] and ended[1].in_one_line() else f"codes {codes}"

@@ -3,8 +3,8 @@
     uv run python -m tests.robustness.hostile_data
 
 Every input of `tests.robustness.hostile_inputs` must be refused in one line that
-names the file and the rule, with nothing left behind, or be read as just what is in it.
-Nothing is trained. The command prints the inputs for which that does not hold.
+names the file and the rule, with nothing left on disk, or be read as just what is in
+it. Nothing is trained. The command prints the inputs for which that does not hold.
 """
 
 import contextlib
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=out)
     args = parser.parse_args(argv)
     rows = []
-    for label, given in INPUTS.items():
+    for label, flags in INPUTS.items():
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            fault = find_fault(given, Path(folder))
+            fault = find_fault(flags, Path(folder))
         rows.append(
             {
                 "input": label,
-                "expected": "refused" if isinstance(given.expected, str) else "read",
+                "expected": "refused" if isinstance(flags.expected, str) else "read",
                 "holds": fault is None,
                 "seconds": round(time.perf_counter() - started, 3),
             }
@@ -57,55 +57,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if right == len(rows) else 1
 
 
-def find_fault(given: Input, folder: Path) -> str | None:
+def find_fault(flags: Input, folder: Path) -> str | None:
     """Returns what is wrong with the outcome of an input, or None.
 
     Args:
-      given: The input.
+      flags: The input.
       folder: An empty folder to work in.
     """
     data = folder / "data"
     data.mkdir()
     with contextlib.chdir(data):  # A name's leading dash is then an argument's.
-        write(data / given.file, given.content)
-        argv = [*_FLAGS, f"--data={given.file}", *given.flags]
-        if isinstance(given.expected, str):
-            return _find_fault_of_refusal(given, argv, folder / "run")
-        return _find_fault_of_reading(given, argv)
+        write(data / flags.file, flags.content)
+        argv = [*_FLAGS, f"--data={flags.file}", *flags.flags]
+        if isinstance(flags.expected, str):
+            return _find_fault_of_refusal(flags, argv, folder / "run")
+        return _find_fault_of_reading(flags, argv)
 
 
-def _find_fault_of_refusal(given: Input, argv: list[str], out: Path) -> str | None:
-    said = io.StringIO()
+def _find_fault_of_refusal(flags: Input, argv: list[str], out: Path) -> str | None:
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said), _time_limit():
+        with contextlib.redirect_stderr(output), _time_limit():
             code = pretrain.main([*argv, "--out", str(out)])
     except SystemExit as stop:
         code = stop.code
     except Exception as error:
         return f"it must be refused, got {error!r:.300}"
-    line, name = said.getvalue(), given.named or given.file
-    wanted = {
+    line, name = output.getvalue(), flags.named or flags.file
+    requested = {
         "the exit code 2": code == 2,
         "one line": line.count("\n") == 1 and line[:-1].isprintable(),
         f"at most 1,000 characters and {name!r:.300}": len(line) - len(name) <= 1000,
         f"the file's name {name!r}": name in line,
-        f"the rule {given.expected!r}": given.expected in line,
+        f"the rule {flags.expected!r}": flags.expected in line,
         "no folder left": not out.exists(),
     }
-    missed = [wish for wish, holds in wanted.items() if not holds]
+    missed = [wish for wish, holds in requested.items() if not holds]
     return f"it must have {missed[0]}, got {code} and {line!r:.500}" if missed else None
 
 
-def _find_fault_of_reading(given: Input, argv: list[str]) -> str | None:
+def _find_fault_of_reading(flags: Input, argv: list[str]) -> str | None:
     try:
         with tempfile.TemporaryDirectory() as scratch, _time_limit():
-            found = _read(argv, Path(scratch))
+            actual = _read(argv, Path(scratch))
     except (Exception, SystemExit) as error:
         return f"it must be read, got {error!r:.300}"
-    if isinstance(given.expected, bytes) != isinstance(found, bytes):
-        return f"it must be read as text if it is text, got {type(found)}"
-    if len(found) != len(given.expected) or not np.all(given.expected == found):
-        return f"it must be read as {given.expected!r:.200}, got {found!r:.200}"
+    if isinstance(flags.expected, bytes) != isinstance(actual, bytes):
+        return f"it must be read as text if it is text, got {type(actual)}"
+    if len(actual) != len(flags.expected) or not np.all(flags.expected == actual):
+        return f"it must be read as {flags.expected!r:.200}, got {actual!r:.200}"
     return None
 
 
@@ -135,13 +135,13 @@ def _time_limit() -> Iterator[None]:
     def stop(*_: Any) -> None:
         raise TimeoutError(f"it takes more than {_SECONDS} seconds")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    initial = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, _SECONDS)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, initial)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def _png() -> bytes:
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-# Files whose content is not what the name says.
+# Files with content that is not what the name says.
 _FOREIGN = {
     "gzip": gzip.compress(_BYTES),
     "zip": _zip("tokens.npy", _npy(_TOKENS)),
@@ -354,11 +354,11 @@ def _link(target: str) -> Callable[[Path], None]:
 
 def _socket(path: Path) -> None:
     """Makes a socket; its address must be short, so it is relative."""
-    before = Path.cwd()
+    initial = Path.cwd()
     os.chdir(path.parent)
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)
-    os.chdir(before)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(initial)
 
 
 def _sparse(path: Path) -> None:

@@ -4,8 +4,8 @@
 
 Runs differ in recipe, dtype and rounding of the parameters, scaling and tokenizer. Each
 is started, killed once to three times by SIGKILL, SIGTERM or SIGINT, at its start,
-while it compiles, in a step or in a save, and resumed until it ends. Its rows must be
-those of an undisturbed run, and its last state must have the same bits.
+while it compiles, in a step or in a save, and resumed until it ends. Its rows must
+equal an undisturbed run's, and its last state must have the same bits.
 """
 
 import dataclasses
@@ -55,11 +55,11 @@ class Case:
 
     def arguments(self) -> tuple[str, ...]:
         """Returns the settings as arguments of the program."""
-        given = ["--recipes", self.recipe, "--param-dtype", self.param_dtype]
-        given += ["--rounding", self.rounding, "--scaling", self.scaling]
-        given += ["--tokenizer", self.tokenizer]
-        given += ["--vocab-size", "300"] if self.tokenizer == "bpe" else []
-        return *trials.SMALL, *given
+        arguments = ["--recipes", self.recipe, "--param-dtype", self.param_dtype]
+        arguments += ["--rounding", self.rounding, "--scaling", self.scaling]
+        arguments += ["--tokenizer", self.tokenizer]
+        arguments += ["--vocab-size", "300"] if self.tokenizer == "bpe" else []
+        return *trials.SMALL, *arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,14 +90,14 @@ def cases() -> list[Case]:
     A program with a BPE has other shapes, but the same steps, so one of each recipe is
     enough.
     """
-    found = []
+    actual = []
     for recipe, (dtype, rounding) in itertools.product(RECIPES, _DTYPES):
         if rounding == "stochastic" and recipe not in COAT_RECIPES:
             continue
         for scaling in RECIPES[recipe].scalings:
-            found.append(Case(recipe, dtype, rounding, scaling, "bytes"))
+            actual.append(Case(recipe, dtype, rounding, scaling, "bytes"))
     bpe = [Case(name, "bfloat16", "nearest", "just_in_time", "bpe") for name in RECIPES]
-    return found + bpe
+    return actual + bpe
 
 
 def disturb(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
@@ -108,11 +108,11 @@ def disturb(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
     expected: dict[Case, trials.Outcome] = {}
     for number in tqdm(range(count), unit="run"):
         case = order[number % len(order)]
-        given = (*case.arguments(), *data)
+        arguments = (*case.arguments(), *data)
         if case not in expected:
-            expected[case] = undisturbed(scratch / "undisturbed", given)
+            expected[case] = undisturbed(scratch / "undisturbed", arguments)
         started, folder = time.perf_counter(), scratch / "disturbed"
-        kills, ended = kill_until_it_ends(folder, given, case.recipe, rng)
+        kills, ended = kill_until_it_ends(folder, arguments, case.recipe, rng)
         wrong = f"exit code {ended.code}" if ended.code else None
         wrong = wrong or trials.outcome(folder).difference(expected[case])
         yield dataclasses.asdict(case) | {
@@ -124,18 +124,18 @@ def disturb(scratch: Path, count: int, rng: random.Random) -> Iterator[Row]:
         shutil.rmtree(folder)
 
 
-def undisturbed(folder: Path, given: tuple[object, ...]) -> trials.Outcome:
+def undisturbed(folder: Path, arguments: tuple[object, ...]) -> trials.Outcome:
     """Returns what a run that nothing interrupts ends with."""
-    ended = trials.call(*given, "--out", folder)
+    ended = trials.call(*arguments, "--out", folder)
     if ended.code:
         raise RuntimeError(ended.said)
-    found = trials.outcome(folder)
+    actual = trials.outcome(folder)
     shutil.rmtree(folder)
-    return found
+    return actual
 
 
 def kill_until_it_ends(
-    folder: Path, given: tuple[object, ...], recipe: str, rng: random.Random
+    folder: Path, arguments: tuple[object, ...], recipe: str, rng: random.Random
 ) -> tuple[list[str], trials.Ended]:
     """Starts a run, and kills and resumes it.
 
@@ -145,7 +145,7 @@ def kill_until_it_ends(
     kills = []
     for _ in range(rng.randint(1, _MOST_KILLS)):
         number, moment = rng.choice(_SIGNALS), rng.choice(_MOMENTS)
-        process = trials.start(*trials.go_on(folder, given))
+        process = trials.start(*trials.go_on(folder, arguments))
         if wait_for(moment, process, folder, recipe, rng):
             process.send_signal(number)
             step = last_step(folder)
@@ -153,7 +153,7 @@ def kill_until_it_ends(
         ended = trials.wait(process)
         if ended.code == 0:
             break
-    return kills, trials.wait(trials.start(*trials.go_on(folder, given)))
+    return kills, trials.wait(trials.start(*trials.go_on(folder, arguments)))
 
 
 def wait_for(

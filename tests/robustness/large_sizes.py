@@ -72,9 +72,9 @@ def methods(**options: Any) -> dict[str, tuple[optax.GradientTransformation, Ste
 def long_run(b2: float, steps: int) -> list[Row]:
     """Trains a noisy quadratic bowl with both optimizers on the same noise.
 
-    The curvatures span two orders of magnitude. `distance` is that of the parameters
-    to those of `optax.adamw`, over the distance of these to the minimum, both as root
-    mean squares after the last step.
+    The curvatures span two orders of magnitude. `distance` is between the parameters
+    and `optax.adamw`'s, over the distance from `optax.adamw`'s to the minimum, both as
+    root mean squares after the last step.
     """
     shape = (64, 128)
     curvature = jnp.logspace(-1, 1, shape[1])
@@ -98,17 +98,17 @@ def long_run(b2: float, steps: int) -> list[Row]:
         (params, state), losses = jax.lax.scan(some, (params, tx.init(params)), counts)
         return params, state, losses
 
-    rows, beside = [], None
+    rows, reference = [], None
     for name, (tx, step) in methods(b2=b2, weight_decay=0.0).items():
         params, state, losses = jax.jit(lambda tx=tx, step=step: train(tx, step))()
         finite = all(
             bool(jnp.isfinite(x.astype(jnp.float32)).all())
             for x in jax.tree.leaves((params, state, losses))
         )
-        beside = params if beside is None else beside
+        reference = params if reference is None else reference
         last = float(jnp.mean(losses[-max(1, len(losses) // 10) :]))
-        distance = jnp.sqrt(jnp.mean((params - beside) ** 2))
-        distance /= jnp.sqrt(jnp.mean((beside - goal) ** 2))
+        distance = jnp.sqrt(jnp.mean((params - reference) ** 2))
+        distance /= jnp.sqrt(jnp.mean((reference - goal) ** 2))
         rows.append(
             {"part": "steps", "case": f"{name}, b2 = {b2:g}", "b2": b2, "steps": steps}
             | {"finite": finite, "first_loss": float(losses[0]), "last_loss": last}
@@ -135,12 +135,12 @@ def many_leaves(count: int, repeats: int, shape: tuple[int, ...]) -> list[Row]:
 
     seconds = _in_turns({k: compiling(*case) for k, case in cases.items()}, repeats)
     rows = []
-    for name, found in seconds.items():
+    for name, actual in seconds.items():
         # An update is compared with an update, and a first state with a first state.
         base = seconds["optax.adamw, init" if "init" in name else "optax.adamw, update"]
         rows.append(
             {"part": "leaves", "case": name, "leaves": count, "shape": str(list(shape))}
-            | {"seconds": found, "ratio": found / base}
+            | {"seconds": actual, "ratio": actual / base}
         )
     return rows
 
@@ -152,12 +152,12 @@ def large_leaf(size: int, measured: bool) -> list[Row]:
     for name, (tx, step) in methods().items():
         state = jax.eval_shape(tx.init, params)
         jitted = jax.jit(step, donate_argnums=(1, 2))
-        found = jitted.lower(params, state, params).compile().memory_analysis()
-        peak = found.argument_size_in_bytes + found.output_size_in_bytes
-        peak += found.temp_size_in_bytes - found.alias_size_in_bytes
+        actual = jitted.lower(params, state, params).compile().memory_analysis()
+        peak = actual.argument_size_in_bytes + actual.output_size_in_bytes
+        peak += actual.temp_size_in_bytes - actual.alias_size_in_bytes
         row = {"part": "leaf", "case": name, "elements": size}
         row |= {"compiled_gib": peak / 2**30}
-        row |= {"temporaries_gib": found.temp_size_in_bytes / 2**30}
+        row |= {"temporaries_gib": actual.temp_size_in_bytes / 2**30}
         if measured:
             row["resident_gib"] = _resident(name, size)
         rows.append(row)
@@ -175,20 +175,20 @@ def _resident(name: str, size: int) -> float:
 def _print_resident(name: str, size: int) -> None:
     """Makes two steps and prints how much this process grew at most, in GiB."""
     tx, step = methods()[name]
-    before = _peak_kib()
+    initial = _peak_kib()
     params = {"w": jnp.ones((size // 10_000, 10_000))}
     grads = {"w": jnp.full((size // 10_000, 10_000), 0.1)}
     state = jax.jit(tx.init)(params)
     jitted = jax.jit(step, donate_argnums=(1, 2))
     for _ in range(2):
         params, state = jax.block_until_ready(jitted(grads, state, params))
-    print((_peak_kib() - before) / 2**20)
+    print((_peak_kib() - initial) / 2**20)
 
 
 def _peak_kib() -> int:
     """Returns the largest resident memory of this program so far (Linux).
 
-    `getrusage` would give that of the process that started it, where that was larger.
+    `getrusage` would count the process that started it, where that was larger.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
@@ -253,45 +253,45 @@ def unrolled_layers(layers: int, repeats: int) -> list[Row]:
     }
     seconds = _in_turns(cases, repeats)
     rows = []
-    for name, found in seconds.items():
+    for name, actual in seconds.items():
         base = "nnx.remat" if name in ("nnx.remat", of_modules) else "jax.checkpoint"
         rows.append(
             {"part": "layers", "case": name, "layers": layers}
-            | {"seconds": found, "ratio": found / seconds[base]}
+            | {"seconds": actual, "ratio": actual / seconds[base]}
         )
     return rows
 
 
 def _in_turns(cases: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
     """Returns the median seconds of each case, without anything that JAX has cached."""
-    found: dict[str, list[float]] = {name: [] for name in cases}
+    actual: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(repeats):
         for name, case in cases.items():
             jax.clear_caches()
             started = time.perf_counter()
             case()
-            found[name].append(time.perf_counter() - started)
-    return {name: statistics.median(times) for name, times in found.items()}
+            actual[name].append(time.perf_counter() - started)
+    return {name: statistics.median(times) for name, times in actual.items()}
 
 
 def bars_of(rows: Iterable[Row]) -> list[Bar]:
     """Returns what was asked for of each part."""
     limits = {"leaves": 4.0, "leaf": 1.0, "layers": 2.0}
-    units = {"leaves": "compile time", "leaf": "memory", "layers": "trace time"}
-    found = []
+    measures = {"leaves": "compile time", "leaf": "memory", "layers": "trace time"}
+    actual = []
     for row in rows:
-        part, case = row["part"], row["case"]
+        piece, case = row["part"], row["case"]
         if not case.startswith("coat"):
             continue
-        if part == "steps":
+        if piece == "steps":
             finite = row["finite"]
-            found.append(Bar(f"{case}: all finite", "yes", finite, finite))
+            actual.append(Bar(f"{case}: all finite", "yes", finite, finite))
             away = abs(row["ratio"] - 1)
-            found.append(Bar.of(f"{case}: loss / adamw's, from 1", "<=", 0.02, away))
+            actual.append(Bar.of(f"{case}: loss / adamw's, from 1", "<=", 0.02, away))
         else:
-            name = f"{case}: {units[part]} / plain"
-            found.append(Bar.of(name, "<=", limits[part], row["ratio"]))
-    return found
+            name = f"{case}: {measures[piece]} / plain"
+            actual.append(Bar.of(name, "<=", limits[piece], row["ratio"]))
+    return actual
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -325,18 +325,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = [f"--{k} {n}" for k, n in chosen.items() if n != sizes[k]]
     command = " ".join([f"uv run python -m {_NAME}", *chosen])
     parts, console = args.parts.split(","), Console()
-    for part in parts:
-        if part not in runs:
-            parser.error(f"parts are {', '.join(runs)}, got {part!r}")
-    for part in parts:
-        rows = [row for row in known_rows(args.out) if row["part"] != part]
-        rows += runs[part]()
+    for piece in parts:
+        if piece not in runs:
+            parser.error(f"parts are {', '.join(runs)}, got {piece!r}")
+    for piece in parts:
+        rows = [row for row in known_rows(args.out) if row["part"] != piece]
+        rows += runs[piece]()
         rows.sort(key=lambda row: list(runs).index(row["part"]))
-        found = bars_of(rows)
-        write_results(args.out, rows=rows, bars=found, command=command)
-        _print(console, [row for row in rows if row["part"] == part])
-    console.print(tables.bars(found))
-    return 0 if all(bar.holds for bar in found) else 1
+        actual = bars_of(rows)
+        write_results(args.out, rows=rows, bars=actual, command=command)
+        _print(console, [row for row in rows if row["part"] == piece])
+    console.print(tables.bars(actual))
+    return 0 if all(bar.holds for bar in actual) else 1
 
 
 def _print(console: Console, rows: Sequence[Row]) -> None:

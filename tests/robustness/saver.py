@@ -4,7 +4,7 @@ A request is a line of JSON: [folder, step, kill]. A forked process opens the fo
 `Checkpoints` and saves the state of that step, and dies in the file-system call number
 `kill` (0: in none). The answer is a line of JSON: [wait status, calls]. The imports
 take seconds, which forking saves. The process that forks never starts JAX's backend,
-whose threads a fork would lose. `faults.so` has to be preloaded.
+because a fork would lose its threads. `faults.so` has to be preloaded.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ KEEP = 2
 
 
 def state(step: int) -> TrainState:
-    """Returns a small state that differs from that of any other step."""
+    """Returns a small state that differs from any other step's."""
     rng = np.random.default_rng(step)
     codes = rng.integers(0, 127, (64, 48)).astype(np.uint8)
     return TrainState(

@@ -76,8 +76,8 @@ def test_text_is_read_byte_for_byte(suffix, folder, content):
     if tokens is None:
         assert b"\0" in content or not content.isascii() or content[0] in b"%P"
     else:
-        read = tokens[tokens != 256].astype(np.uint8).tobytes()
-        assert read == content.removeprefix(b"\xef\xbb\xbf")
+        inputs = tokens[tokens != 256].astype(np.uint8).tobytes()
+        assert inputs == content.removeprefix(b"\xef\xbb\xbf")
 
 
 @given(content=st.binary(max_size=300) | damaged(TEXT))
@@ -96,9 +96,9 @@ def test_a_bpe_reads_utf_8_without_a_loss(folder, content):
     import tokenizers
 
     bpe = tokenizers.Tokenizer.from_file(str(cache / "tokenizer.json"))
-    whole = bpe.decode(tokens.tolist(), skip_special_tokens=True)
+    complete = bpe.decode(tokens.tolist(), skip_special_tokens=True)
     # A document of few bytes may be cut within a letter.
-    assert whole.replace("\ufffd", "") in expected or whole == expected
+    assert complete.replace("\ufffd", "") in expected or complete == expected
 
 
 json_lines = st.lists(
@@ -139,9 +139,9 @@ def test_arrays_end_with_their_tokens(folder, npy, content):
 def test_headers_with_anything_in_them(folder, descr, shape, more, version):
     path = folder / "b.npy"
     header = {"descr": descr, "fortran_order": False, "shape": shape} | more
-    told = repr(header).encode("utf-8", "replace")
-    size = len(told).to_bytes(2 if version == 1 else 4, "little")
-    content = b"\x93NUMPY" + bytes([version, 0]) + size + told + TOKENS.tobytes()
+    text = repr(header).encode("utf-8", "replace")
+    size = len(text).to_bytes(2 if version == 1 else 4, "little")
+    content = b"\x93NUMPY" + bytes([version, 0]) + size + text + TOKENS.tobytes()
     path.write_bytes(content)
     tokens = loaded(path)
     if tokens is not None:
@@ -172,8 +172,8 @@ def test_settings_are_read_or_refused(values):
         settings = Settings.from_json(values)
     except ValueError:
         return
-    read = json.loads(json.dumps(dataclasses.asdict(settings)))
-    assert read == read | values
+    inputs = json.loads(json.dumps(dataclasses.asdict(settings)))
+    assert inputs == inputs | values
     assert isinstance(settings.steps, int)
     assert settings.preset in PRESETS
 
@@ -218,9 +218,9 @@ def test_rows_are_read_or_refused(name, run, content):
     (run / "run.json").write_text(json.dumps(RECORD))
     path = run / f"{name}.jsonl"
     path.unlink(missing_ok=True)
-    whole = Run.resume(run, {})
+    complete = Run.resume(run, {})
     path.write_bytes(content)
-    rows = tried(lambda _: getattr(whole, name)(), path)
+    rows = tried(lambda _: getattr(complete, name)(), path)
     path.unlink()
     assert rows is None or all(row["step"] > 0 for row in rows)
 
@@ -323,16 +323,16 @@ def test_only_a_tokenizers_vocabulary_and_merges_are_read(more, folder, tokenize
 
 def test_memory_stays_near_the_files_size(folder):
     peaks = {}
-    for number, (label, found) in enumerate(INPUTS.items()):
-        if not isinstance(found.content, bytes) or len(found.content) > 2**20:
+    for number, (label, actual) in enumerate(INPUTS.items()):
+        if not isinstance(actual.content, bytes) or len(actual.content) > 2**20:
             continue
-        path = folder / f"{number}.{found.file.rpartition('.')[-1]}"
-        path.write_bytes(found.content)
+        path = folder / f"{number}.{actual.file.rpartition('.')[-1]}"
+        path.write_bytes(actual.content)
         tracemalloc.start()
         try:
             tried(lambda p: data.load_corpus([p]), path)
         finally:
-            peaks[label] = tracemalloc.get_traced_memory()[1], len(found.content)
+            peaks[label] = tracemalloc.get_traced_memory()[1], len(actual.content)
             tracemalloc.stop()
     assert len(peaks) > 150
     large = {k: v for k, v in peaks.items() if v[0] > 2**22 + 20 * v[1]}

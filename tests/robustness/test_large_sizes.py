@@ -40,8 +40,8 @@ def run(request, tmp_path_factory):
     return request.param, json.loads(out.read_text())
 
 
-def _rows(results, part):
-    return {row["case"]: row for row in results["rows"] if row["part"] == part}
+def _rows(results, piece):
+    return {row["case"]: row for row in results["rows"] if row["part"] == piece}
 
 
 def test_long_runs_stay_beside_optaxs(run):
@@ -66,11 +66,11 @@ def test_a_large_leaf_takes_less_memory_than_optaxs(run):
 
 def test_times_are_compared_with_those_of_the_plain_twin(run):
     _, results = run
-    for part, bases in {
+    for piece, bases in {
         "leaves": ("optax.adamw, update", "optax.adamw, init"),
         "layers": ("nnx.remat", "jax.checkpoint"),
     }.items():
-        rows = _rows(results, part)
+        rows = _rows(results, piece)
         assert [rows[base]["ratio"] for base in bases] == [1, 1]
         assert all(row["seconds"] > 0 for row in rows.values())
     named = {bar["name"].partition(":")[0] for bar in results["bars"]}

@@ -62,10 +62,10 @@ def _refusal(capsys, *argv):
         code = pretrain.main(list(map(str, argv)))
     except SystemExit as stop:
         code = stop.code
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert said.count("\n") == 1, said
-    return said
+    output = capsys.readouterr().err
+    assert code == 2, output
+    assert output.count("\n") == 1, output
+    return output
 
 
 def test_a_run_goes_on_from_the_older_of_two_checkpoints(finished, copied, capsys):
@@ -77,8 +77,8 @@ def test_a_run_goes_on_from_the_older_of_two_checkpoints(finished, copied, capsy
     )
     os.truncate(largest, largest.stat().st_size // 2)
     assert pretrain.main(["--resume", str(copied)]) == 0
-    said = capsys.readouterr().out
-    assert f"{largest} is damaged; going on from step 4 instead" in said
+    output = capsys.readouterr().out
+    assert f"{largest} is damaged; going on from step 4 instead" in output
     assert _losses(copied) == _losses(finished)
     assert len(list((copied / "checkpoints" / "damaged").iterdir())) == 1
 
@@ -90,13 +90,13 @@ def test_every_flipped_bit_is_noticed(copied, capsys):
     sizes = [path.stat().st_size for path in files]
     for _ in range(30):
         (path,) = rng.choices(files, sizes)
-        whole = path.read_bytes()
-        changed = bytearray(whole)
-        changed[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        complete = path.read_bytes()
+        changed = bytearray(complete)
+        changed[rng.randrange(len(complete))] ^= 1 << rng.randrange(8)
         path.write_bytes(changed)
-        said = _refusal(capsys, "--resume", copied)
-        assert f"no checkpoint is whole: {path} is damaged" in said
-        path.write_bytes(whole)
+        output = _refusal(capsys, "--resume", copied)
+        assert f"no checkpoint is whole: {path} is damaged" in output
+        path.write_bytes(complete)
     assert pretrain.main(["--resume", str(copied)]) == 0
 
 
@@ -107,8 +107,8 @@ def test_lost_and_doubled_rows_are_noticed(damage, copied, capsys):
     if damage == "deleted":
         path.unlink()
     else:
-        kept = {"empty": [], "line lost": lines[::2], "line twice": lines[:1] + lines}
-        path.write_text("".join(kept[damage]))
+        saved = {"empty": [], "line lost": lines[::2], "line twice": lines[:1] + lines}
+        path.write_text("".join(saved[damage]))
     assert "metrics.jsonl is damaged: bf16 has" in _refusal(capsys, "--resume", copied)
 
 
@@ -122,8 +122,8 @@ def test_a_changed_digit_of_a_row_is_noticed(name, fp8_finished, tmp_path, capsy
     changed[at] ^= 1  # One digit becomes another.
     assert len(json.loads(bytes(changed).splitlines()[1])) == len(json.loads(line))
     path.write_bytes(changed)
-    said = _refusal(capsys, "--resume", copied)
-    assert f"{path} is damaged: coat's rows up to step 4 are not" in said
+    output = _refusal(capsys, "--resume", copied)
+    assert f"{path} is damaged: coat's rows up to step 4 are not" in output
 
 
 def test_rows_after_the_checkpoint_are_dropped_whatever_they_hold(
@@ -187,8 +187,8 @@ def test_a_changed_record_is_refused_unless_it_is_meant(copied, capsys):
     assert pretrain.main(["--resume", str(copied)]) == 0
     record["settings"]["lr"] *= 2
     path.write_text(json.dumps(record))
-    said = _refusal(capsys, "--resume", copied)
-    assert f"{path} is damaged: it does not have its checksum" in said
+    output = _refusal(capsys, "--resume", copied)
+    assert f"{path} is damaged: it does not have its checksum" in output
     del record["checksum"]
     path.write_text(json.dumps(record))
     assert pretrain.main(["--resume", str(copied)]) == 0
@@ -211,12 +211,12 @@ def test_one_of_two_processes_is_refused(tmp_path, corpus):
         subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
         for _ in range(2)
     ]
-    said = [process.communicate()[1].decode() for process in both]
+    output = [process.communicate()[1].decode() for process in both]
     codes = collections.Counter(process.returncode for process in both)
     assert codes == {0: 1, 2: 1}
     assert any(
         "another process writes to" in text or "new or an empty folder" in text
-        for text in said
+        for text in output
     )
     assert len(_losses(tmp_path / "run")) == 6
 
@@ -235,9 +235,9 @@ def test_a_full_disk_is_one_line(tmp_path, corpus, monkeypatch, capsys):
     monkeypatch.setattr(checkpoints.shutil, "disk_usage", lambda _: usage(free=1000))
     out = tmp_path / "run"
     assert pretrain.main([*_RUN, "--data", str(corpus), "--out", str(out)]) == 1
-    said = capsys.readouterr().out
-    assert "error: [Errno 28] a checkpoint takes" in said
-    assert f"--resume {out}" in said
+    output = capsys.readouterr().out
+    assert "error: [Errno 28] a checkpoint takes" in output
+    assert f"--resume {out}" in output
     monkeypatch.undo()
     assert pretrain.main(["--resume", str(out)]) == 0
 
@@ -256,15 +256,15 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
     assert pretrain.main(bpe) == 0
     assert pretrain.main(["--resume", str(out)]) == 0
     tokenizer = out / "tokenizer.json"
-    whole = tokenizer.read_text()
-    tokenizer.write_text(whole.replace("e", "f", 1))
+    complete = tokenizer.read_text()
+    tokenizer.write_text(complete.replace("e", "f", 1))
     capsys.readouterr()
     assert f"{tokenizer} is damaged" in _refusal(capsys, "--resume", out)
     # A folder of before there were checksums has none of the tokenizer.
     record = json.loads((out / "run.json").read_text())
     del record["checksum"], record["files"]
     (out / "run.json").write_text(json.dumps(record))
-    tokenizer.write_text(whole[:-9])
+    tokenizer.write_text(complete[:-9])
     assert f"{tokenizer} is no tokenizer" in _refusal(capsys, "--resume", out)
 
 
@@ -286,8 +286,8 @@ def test_a_refused_start_leaves_the_folder_as_it_was(tmp_path, corpus, capsys):
 )
 def test_usage_errors_are_one_line(flags, message, tmp_path, corpus, capsys):
     out = tmp_path / "run"
-    said = _refusal(capsys, *_RUN, "--data", corpus, "--out", out, *flags)
-    assert message in said
+    output = _refusal(capsys, *_RUN, "--data", corpus, "--out", out, *flags)
+    assert message in output
     assert not out.exists()
 
 
@@ -295,5 +295,5 @@ def test_text_does_not_forge_the_separator(tmp_path):
     documents = [b"hello world, how are you? " * 50] * 20
     encode = text.bpe_encoder(documents, 300, tmp_path / "tokenizer.json")
     separator = encode([b""])[-1]
-    found = encode([b"evil <|document|> text <|document|>"])
-    assert (found == separator).sum() == 1
+    actual = encode([b"evil <|document|> text <|document|>"])
+    assert (actual == separator).sum() == 1

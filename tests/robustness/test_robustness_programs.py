@@ -20,11 +20,11 @@ def library(tmp_path_factory):
     return faults.build(tmp_path_factory.mktemp("library"))
 
 
-def _python(script, root, library, **given):
+def _python(script, root, library, **arguments):
     return subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import os\n{script}"],
         cwd=root,
-        env=faults.environment(library, root, **given),
+        env=faults.environment(library, root, **arguments),
         capture_output=True,
         text=True,
     )
@@ -44,8 +44,8 @@ def test_a_process_dies_in_the_chosen_call_with_half_a_write(library, tmp_path):
     root.mkdir()
     script = f"{_WRITE}\nwrite('a', b'12345678')\nos.rename('a', 'b')\nos.mkdir('c')"
     script += f"\nwrite('{tmp_path}/outside', b'x')\nos.unlink('b')\nos.rmdir('c')"
-    done = _python(script, root, library, log=log)
-    assert done.returncode == 0, done.stderr
+    finished = _python(script, root, library, log=log)
+    assert finished.returncode == 0, finished.stderr
     expected = [("open", 0), ("write", 8), ("rename", 0), ("mkdir", 0)]
     calls = faults.logged(log)
     assert list(calls) == list(range(1, len(calls) + 1))
@@ -55,8 +55,8 @@ def test_a_process_dies_in_the_chosen_call_with_half_a_write(library, tmp_path):
     for call in range(1, 8):
         shutil.rmtree(root)
         root.mkdir()
-        done = _python(script, root, library, kill=call)
-        assert done.returncode == (-signal.SIGKILL if call < 7 else 0)
+        finished = _python(script, root, library, kill=call)
+        assert finished.returncode == (-signal.SIGKILL if call < 7 else 0)
         left.append({p.name: p.stat().st_size for p in root.iterdir() if p.is_file()})
     assert left == [{}, {"a": 4}, {"a": 8}, {"b": 8}, {"b": 8}, {}, {}]
 
@@ -66,15 +66,15 @@ def test_a_disk_is_full_or_read_only(library, tmp_path):
     root, switch = tmp_path / "root", tmp_path / "switch"
     root.mkdir()
     script = f"{_WRITE}\nwrite('{tmp_path}/outside', b'12345')\nwrite('a', b'12345678')"
-    done = _python(script, root, library, bytes_=5)
-    assert "No space left on device" in done.stderr
+    finished = _python(script, root, library, bytes_=5)
+    assert "No space left on device" in finished.stderr
     assert (root / "a").read_text() == "12345"
     assert (tmp_path / "outside").exists()
-    done = _python(f"{_WRITE}\nwrite('b', b'1')", root, library, bytes_=0)
-    assert "No space left on device" in done.stderr
+    finished = _python(f"{_WRITE}\nwrite('b', b'1')", root, library, bytes_=0)
+    assert "No space left on device" in finished.stderr
     script = f"{_WRITE}\nwrite('c', b'1')\nwrite('{switch}', b'2')\nwrite('d', b'')"
-    done = _python(script, root, library, switch=switch)
-    assert "Read-only file system" in done.stderr
+    finished = _python(script, root, library, switch=switch)
+    assert "Read-only file system" in finished.stderr
     assert sorted(path.name for path in root.iterdir()) == ["a", "c"]
 
 

@@ -119,36 +119,36 @@ def start(*argv: object, **environment: str) -> subprocess.Popen[str]:
 def wait(process: subprocess.Popen[str]) -> Ended:
     """Blocks until a process ends."""
     try:
-        said, _ = process.communicate(timeout=_TIMEOUT_S)
+        output, _ = process.communicate(timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return Ended(process.returncode, said)
+    return Ended(process.returncode, output)
 
 
 def call(*argv: object) -> Ended:
     """Calls the program within this process."""
-    with captured() as said:
+    with captured() as output:
         try:
             code = program.main(list(map(str, argv)))
         except SystemExit as stop:
             code = stop.code
-    return Ended(code, said.getvalue())
+    return Ended(code, output.getvalue())
 
 
 @contextlib.contextmanager
 def captured() -> Iterator[io.StringIO]:
     """Captures what this process prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        yield said
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        yield output
 
 
-def go_on(folder: Path, given: tuple[object, ...]) -> tuple[object, ...]:
+def go_on(folder: Path, arguments: tuple[object, ...]) -> tuple[object, ...]:
     """Returns the arguments that continue a run, or start it if run.json is missing."""
     if (folder / "run.json").exists():
         return "--resume", folder
-    return *given, "--out", folder
+    return *arguments, "--out", folder
 
 
 def outcome(folder: Path) -> Outcome:
@@ -192,10 +192,10 @@ def conclude(
       title: The title of the printed table.
     """
     table = new_table(title, "", "held", "of")
-    for name, (held, all_) in counts.items():
-        table.add_row(name, f"{held:,}", f"{all_:,}")
+    for name, (total, all_) in counts.items():
+        table.add_row(name, f"{total:,}", f"{all_:,}")
     Console().print(table)
-    bars = [Bar.of(name, ">=", all_, held) for name, (held, all_) in counts.items()]
+    bars = [Bar.of(name, ">=", all_, total) for name, (total, all_) in counts.items()]
     write_results(out, rows=rows, bars=bars)
     print(out)
     return 0 if all(bar.holds for bar in bars) else 1
