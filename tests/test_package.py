@@ -123,25 +123,40 @@ def test_the_api_reference_is_complete():
 
 
 def _blocks():
-    """Yields the Python code of the README and of each guide, by page and number.
-
-    The default run has the first of each page, and a training on a mesh.
-    """
+    """Yields the Python code of the README and of each guide, each block once."""
+    blocks = {}
     for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
         code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
         for number, block in enumerate(code):
-            name = f"{page.stem}-{number}"
-            marks = [pytest.mark.slow] if number and name != "gpus-1" else []
-            yield pytest.param(block, id=name, marks=marks)
+            blocks.setdefault(block, f"{page.stem}-{number}")
+    for block, name in blocks.items():
+        yield pytest.param(block, id=name)
+
+
+def _printed_figures(text):
+    """Returns the words and the numbers of a text; compilers may change the latter."""
+    number = r"\d[\d,]*\.?\d*"
+    values = [float(x.replace(",", "")) for x in re.findall(number, text)]
+    return re.sub(number, "0", text).split(), values
 
 
 @pytest.mark.parametrize("block", list(_blocks()))
-def test_examples_of_readme_and_guides_run(block):
+def test_examples_of_readme_and_guides_run(block, capsys):
+    """Comments at a block's end are what it prints."""
     exec(block, {"__name__": "example"})
+    comments = re.search(r"\n((?:# .*\n)+)\Z", block)
+    if comments:
+        printed = re.sub("^# ", "", comments[1], flags=re.M)
+        words, values = _printed_figures(capsys.readouterr().out)
+        expected_words, expected = _printed_figures(printed)
+        assert words == expected_words
+        assert values == pytest.approx(expected, rel=0.02)
 
 
 def test_results_on_pages_are_those_of_the_results_files():
     assert pages.readme(_README) == _README
+    home = pages.HOME.read_text()
+    assert pages.home(home, _README) == home
     results = (_ROOT / "experiments" / "README.md").read_text()
     assert pages.results() == results
 

@@ -3,25 +3,32 @@
 Where the plain twin of optax, JAX or Flax works, the library's function must work.
 """
 
+import itertools
+
 import pytest
 from helpers import switches
-from helpers.marks import slow
+
+# Every function with one switch and every switch with one function at least.
+_SOME = list(zip(itertools.cycle(switches.cases()), switches.SWITCHES, strict=False))
 
 
-def _cells():
-    """Yields each function with each switch, of which all but a third are slow."""
-    for i, function in enumerate(switches.cases()):
-        for j, switch in enumerate(switches.SWITCHES):
-            cell = function, switch
-            yield slow(*cell) if (i + j) % 3 else cell
-
-
-@pytest.mark.sampled(6)
-@pytest.mark.parametrize(("function", "switch"), list(_cells()))
-def test_functions_work_where_their_plain_twins_do(function, switch):
+def _checked(function: str, switch: str) -> None:
     text, wrong = switches.cell(function, switch)
     assert not wrong
     assert text == switches.read_page()[function, switch]
+
+
+@pytest.mark.parametrize(("function", "switch"), _SOME)
+def test_functions_work_where_their_plain_twins_do(function, switch):
+    _checked(function, switch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", switches.cases())
+def test_all_functions_work_with_all_switches(function):
+    for switch in switches.SWITCHES:
+        if (function, switch) not in _SOME:
+            _checked(function, switch)
 
 
 def test_the_page_is_rendered_from_these_cells():

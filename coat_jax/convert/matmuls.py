@@ -44,7 +44,7 @@ class Conversion:
       depth: The number of keys in the path of an argument of the function that are not
         part of a parameter's path.
       chosen: The paths of the parameters that FP8 matmuls may read. None means all
-      parameters with matmuls that are large enough.
+        parameters with matmuls that are large enough.
       model: What is known of the model that the function is a block of.
       where: The path of the module, for warnings.
       log: What takes the list of matmuls, for a report.

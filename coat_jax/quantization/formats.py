@@ -30,7 +30,7 @@ class Format:
       power: The exponent k of range expansion that is best for normally distributed
         numbers.
       table: The 256 values of the codes in ascending order. None for a floating dtype,
-      in which codes are values.
+        in which codes are values.
       signed: Whether the format has negative numbers. UE4M4 has none: its codes are
         E4M3 codes in which the sign bit is a fourth bit of the mantissa.
     """

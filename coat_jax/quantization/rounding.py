@@ -27,7 +27,7 @@ def stochastic_round(
         E5M2).
       dtype: The dtype of the codes, such as `float8_e4m3fn`.
       power: The k of range expansion, if `x` holds magnitudes to the power k. The mean
-      of x ** (1 / k) is then right instead of the mean of x.
+        of x ** (1 / k) is then right instead of the mean of x.
 
     Returns:
       Numbers that codes stand for, float32.

@@ -113,11 +113,11 @@ def draw(rows: list[dict[str, Any]]) -> Figure:
     axes = figure.subplots()
     places = np.arange(len(rows))[::-1]
     for position, row in zip(places, rows, strict=True):
-        _bar(axes, position, [row[f"{name}_units"] for name in TITLES], position=0.45)
+        _bar(axes, position, [row[f"{name}_units"] for name in TITLES], height=0.45)
         axes.text(row["units"] + 0.2, position, f"{row['units']:.2f}", va="center")
         if paper := TABLE_2.get(row["recipe"]):
             *values, total, _ = paper
-            _bar(axes, position - 0.4, values, position=0.15, alpha=0.55)
+            _bar(axes, position - 0.4, values, height=0.15, alpha=0.55)
             label = f"paper: {total:g}"
             at = (total + 0.2, position - 0.4)
             axes.text(*at, label, va="center", fontsize=7, color="0.4")

@@ -59,7 +59,7 @@ def write_results(
       rows: Flat records of strings, numbers, booleans and None. Keys contain the units.
       bars: The targets of the experiment.
       command: The command line that repeats the experiment; None means the command line
-      of this process.
+        of this process.
       **extra: Further top-level entries.
 
     Raises:

@@ -51,7 +51,7 @@ class Capture:
       gradients: Gradients of consecutive steps, as the optimizer saw them: clipped.
       b1: Decay rate of the first moment.
       parameters: Number of parameters from which the groups were drawn. These are the
-      parameters with moments that `coat.fp8_adamw` quantizes.
+        parameters with moments that `coat.fp8_adamw` quantizes.
     """
 
     moments: tuple[Moments, ...]

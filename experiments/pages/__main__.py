@@ -1,7 +1,7 @@
 """Renders the pages with results, from the files in experiments/results/.
 
-These are the results and pictures of README.md, experiments/README.md, and
-docs/pages/paper.md with all tables and figures of the paper.
+These are the results and pictures of README.md and of the docs' home page,
+experiments/README.md, and docs/pages/paper.md with all tables and figures of the paper.
 
 uv run python -m experiments.pages
 """
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from experiments.common.programs import new_parser
 from experiments.common.results import picture
 from experiments.pages import paper, pictures
-from experiments.pages.readme import PROJECT, headline_rows, readme, results
+from experiments.pages.readme import HOME, PROJECT, headline_rows, home, readme, results
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -20,8 +20,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     page = PROJECT / "README.md"
     page.write_text(readme(page.read_text()))
     rows = headline_rows()
-    pictures.draw_memory(rows).savefig(picture("bench_e2e", "bench_e2e_memory"))
-    pictures.draw_speed(rows).savefig(picture("bench_e2e", "bench_e2e_speed"))
+    memory, speed = pictures.draw_memory(rows), pictures.draw_speed(rows)
+    memory.savefig(picture("bench_e2e", "bench_e2e_memory"))
+    speed.savefig(picture("bench_e2e", "bench_e2e_speed"))
+    HOME.write_text(home(HOME.read_text(), page.read_text()))
+    memory.savefig(HOME.parent / "images" / "memory.png")
+    speed.savefig(HOME.parent / "images" / "speed.png")
     (PROJECT / "experiments" / "README.md").write_text(results())
     paper.PAGE.write_text(paper.page())
 

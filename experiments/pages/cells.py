@@ -1,9 +1,11 @@
 """Tables of cells that are measured here, printed in the paper, or not run and why."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _LETTERS = "abcdefghij"
+# Columns that a window of 1,280 pixels shows next to the site's contents.
+_MOST_COLUMNS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,23 +76,51 @@ class Section:
                 )
 
     def render(self) -> str:
-        """Returns the section in Markdown."""
-        reasons = dict.fromkeys(
-            c.reason for _, cells in self.rows for c in cells if isinstance(c, NotRun)
-        )
-        letters = dict(zip(reasons, _LETTERS, strict=False))
-        lines = [f"## {self.title}", "", self.text, ""]
-        lines.append(f"| | {' | '.join(self.columns)} |")
-        lines.append("| --- |" + " --- |" * len(self.columns))
-        for label, cells in self.rows:
-            shown = [
-                f"({letters[c.reason]})" if isinstance(c, NotRun) else str(c)
-                for c in cells
-            ]
-            lines.append(f"| {label} | {' | '.join(shown)} |")
+        """Returns the section in Markdown.
+
+        A table of more columns than fit on a page has its columns as lines. A row of
+        nothing that was run is left out, and the note below says why.
+        """
+        letters = dict(zip(self._reasons(), _LETTERS, strict=False))
+        rows = [
+            (label, [_shown(cell, letters) for cell in cells])
+            for label, cells in self.rows
+            if not all(isinstance(cell, NotRun) for cell in cells)
+        ]
+        labels, cells = zip(*rows, strict=True)
+        if len(self.columns) > _MOST_COLUMNS:
+            lines = _table(
+                labels, zip(self.columns, zip(*cells, strict=True), strict=True)
+            )
+        else:
+            lines = _table(self.columns, rows)
+        lines = [f"## {self.title}", "", self.text, "", *lines]
         if letters:
-            notes = (f"({letter}) not run: {why}" for why, letter in letters.items())
+            text = "\n".join(lines)
+            notes = (
+                f"({letter}) not run: {why}"
+                if f"({letter})" in text
+                else f"Not run here: {why}"
+                for why, letter in letters.items()
+            )
             lines += ["", "; ".join(notes) + "."]
         if self.source:
             lines += ["", f"Measured {self.source}."]
         return "\n".join([*lines, ""])
+
+    def _reasons(self) -> list[str]:
+        """Returns why cells were not run, each reason once."""
+        cells = (cell for _, row in self.rows for cell in row)
+        return list(dict.fromkeys(c.reason for c in cells if isinstance(c, NotRun)))
+
+
+def _shown(cell: Cell, letters: Mapping[str, str]) -> str:
+    return f"({letters[cell.reason]})" if isinstance(cell, NotRun) else str(cell)
+
+
+def _table(
+    columns: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]]
+) -> list[str]:
+    """Returns the lines of a table with labels in its first column."""
+    head = [f"| | {' | '.join(columns)} |", "| --- |" + " --- |" * len(columns)]
+    return head + [f"| {label} | {' | '.join(cells)} |" for label, cells in rows]

@@ -37,7 +37,7 @@ def drift() -> str:
     stories = {row["story"] for row in rows}
     text = (
         f"**Moments over {usual:,} steps** (`drift`): how many times too large updates "
-        f"are, beside float32 moments; the means in {len(stories)} stories that "
+        f"are, relative to float32 moments; the means in {len(stories)} stories that "
         "gradients tell (stationary, falling, spiking, rare, frozen, ...), from the "
         "smallest to the largest. In the figure b2 is optax's default, 0.999. `coat "
         "nearest` is a form that this library had before."

@@ -9,12 +9,12 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "pages" / "paper.md"
 # The picture or notebook that corresponds to a figure of the paper, and a remark.
 _RESULTS = "experiments/results"
 _OURS = {
-    1: ("", "predicted for 13B, beside the paper's, in notebook 08_end_to_end"),
+    1: ("", "predicted for 13B, next to the paper's, in notebook 08_end_to_end"),
     2: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
     3: (f"{_RESULTS}/quantization_error/quantization_error_124m_codes.png", ""),
     4: (
         f"{_RESULTS}/mixed_granularity/mixed_granularity_124m_flows.png",
-        "times: mixed_granularity_124m_times.png beside it",
+        "times: mixed_granularity_124m_times.png next to it",
     ),
     5: (
         f"{_RESULTS}/pretrain/pretrain_300m_compared.png",
@@ -29,10 +29,14 @@ _OURS = {
     9: (f"{_RESULTS}/quantization_error/quantization_error_124m_ranges.png", ""),
 }
 _HEAD = """\
+---
+hide: [toc]
+---
+
 # The paper's tables and figures
 
 Every table and figure of COAT (arXiv 2410.19313) and of its poster, with this project's
-own beside it. **Bold** numbers were measured here and come from the files in
+own next to it. **Bold** numbers were measured here and come from the files in
 `experiments/results/`, the others are printed in the paper. Letters say why a number
 does not exist here. `uv run python -m experiments.pages` renders this page.
 """

@@ -71,7 +71,7 @@ def _moments(title: str, paper: dict[str, tuple[float, ...]]) -> Section:
         title=f"{title}: error of Adam's update by the formats of both moments",
         text="Rows are formats of the first moment, columns of the second. Ours are of "
         "a 124M Llama, scaled so that two moments of E4M3+Expand have the paper's "
-        "error. Elements whose second moment became zero are left out.",
+        "error. Elements with a second moment of zero are left out.",
         columns=columns,
         rows=rows,
         source=origin(results),

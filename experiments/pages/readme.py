@@ -1,4 +1,4 @@
-"""The results in README.md, and experiments/README.md."""
+"""README.md, the home page of the docs and experiments/README.md, with results."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from experiments.common.tables import Column, markdown
 from experiments.pages import layers, optimizer, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
+HOME = PROJECT / "docs" / "pages" / "index.md"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
     ("bf16", 2),
@@ -31,12 +32,34 @@ installed packages.
 
 def readme(text: str) -> str:
     """Returns README.md's text with new results between the markers of each."""
-    for name, content in {"headline": _headline(), "losses": training.losses()}.items():
-        begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
-        head, _, tail = text.partition(begin)
-        _, _, after = tail.partition(end)
-        text = head + begin + content + end + after
-    return text
+    text = _with(text, "headline", _headline())
+    return _with(text, "losses", training.losses())
+
+
+def home(text: str, readme_text: str) -> str:
+    """Returns the home page's text, with the headline and the pieces of README.md.
+
+    Args:
+      text: The text of docs/pages/index.md.
+      readme_text: The text of README.md, which names guides by their paths.
+    """
+    text = _with(text, "headline", _headline())
+    pieces = _split(readme_text, "pieces")[1]
+    return _with(text, "pieces", pieces.replace("](docs/pages/", "]("))
+
+
+def _split(text: str, name: str) -> tuple[str, str, str]:
+    """Returns what stands before, between and after the markers of a name."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    head, _, tail = text.partition(begin)
+    content, _, tail = tail.partition(end)
+    return head + begin, content, end + tail
+
+
+def _with(text: str, name: str, content: str) -> str:
+    """Returns a text with new content between the markers of a name."""
+    head, _, tail = _split(text, name)
+    return head + content + tail
 
 
 def results() -> str:

@@ -107,7 +107,7 @@ def _visible() -> str:
         f"A training on one {files[0]['device']['name']} has the same speed where the "
         f"process sees a second one (`bench_e2e_visible_1`, `bench_e2e_visible_2`): "
         f"`coat` trains {row['layers']} layers of Llama-2-7B at batch {row['batch']} "
-        f"with {alone:,.0f} tokens/s alone and {ours:,.0f} beside another "
+        f"with {alone:,.0f} tokens/s alone and {ours:,.0f} next to another "
         f"({ours / alone - 1:+.1%})."
     )
 
@@ -118,7 +118,7 @@ def estimates() -> str:
     text = (
         "**Predicted memory** (`estimate`): `python -m experiments.estimate` predicts "
         "the GiB of a training step by kind, and the largest batch that fits, without "
-        "a GPU. Predictions stand here beside measured peaks: the device's, or else "
+        "a GPU. Predictions stand here next to measured peaks: the device's, or else "
         f"the compiled step's. {_grown(results['rows'])}"
     )
     columns = (
@@ -217,10 +217,10 @@ def kernels() -> str:
     )
     products = (
         "Matrix products of Llamas' layers at 8,192 and 16,384 tokens, and of 8192^3, "
-        "beside cuBLASLt's FP8 call through XLA: the mean over a row's shapes, and the "
-        "worst of them. Where XLA is faster XLA runs. Heads are compared with "
-        "cuBLASLt's product and XLA's rotary embeddings and splitting behind it, added "
-        "ones with an addition behind it. These two and blocks have more scales than "
+        "relative to cuBLASLt's FP8 call through XLA: the mean over a row's shapes, "
+        "and the worst of them. Where XLA is faster XLA runs. Heads are compared with "
+        "cuBLASLt's product and XLA's rotary embeddings and splitting after it, added "
+        "ones with an addition after it. These two and blocks have more scales than "
         "what they are compared with. Kernels run one after the other, at what the "
         f"chip may draw{_rested(rows)}."
     )

@@ -89,7 +89,7 @@ def _scales_of_blocks() -> tuple[str, str]:
     answers = {row["recipe"]: row for row in results["tasks"] if row["text"] == ALL}
     of_blocks = answers["coat_block"]
     return (
-        f"`coat_block` at the smaller size (`{name}`), one seed, beside a `bf16` "
+        f"`coat_block` at the smaller size (`{name}`), one seed, next to a `bf16` "
         f"of the same machine. It has {of_blocks['difference_points']:+.1f} ± "
         f"{of_blocks['half_points']:.1f} points of {of_blocks['questions']:,} "
         "questions:",

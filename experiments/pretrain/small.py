@@ -37,7 +37,7 @@ class Trainings(NamedTuple):
       settings: The settings. Their seed is not used.
       metrics: A row for each recipe, seed and step.
       texts: The last loss by recipe, seed and kind of text, in nats a byte, and the
-      loss of the same weights in BF16.
+        loss of the same weights in BF16.
     """
 
     settings: Settings

@@ -145,7 +145,7 @@ class Run:
         Args:
           folder: The run's folder.
           overrides: Settings of the command line. They must equal the run's own, except
-          for more steps and for what affects no step that is done.
+            for more steps and for what affects no step that is done.
 
         Raises:
           ValueError: If there is no run in `folder`, its files are damaged, or it has

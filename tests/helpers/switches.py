@@ -10,6 +10,8 @@ for: where it works, the library function must work.
 import contextlib
 import functools
 import gc
+import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,12 +30,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "pages" / "switches.md"
 _HEAD = """\
 # JAX's switches
 
-The functions of this library under the switches of JAX (rows) in JAX's transformations.
-Every cell was tried beside a plain twin, such as `optax.adamw`, `jax.checkpoint` or
-`jax.lax.dot_general`. "All" means that eager execution, jit, grad, vmap, scan,
-`jax.checkpoint` (remat) and `shard_map` work; of the rows with a star, that jit and
-grad do. "As plain" means that what works with the twin works; behind it is what works
-with neither. Optimizers take their gradient inside, without one of the whole step.
+The functions of this library under the switches of JAX, in JAX's transformations. Every
+function was tried with every switch against a plain twin, such as `optax.adamw`,
+`jax.checkpoint` or `jax.lax.dot_general`. The functions are
+
+{names}.
+
+"All" means that eager execution, jit, grad, vmap, scan, `jax.checkpoint` (remat) and
+`shard_map` work with each of them; in rows with a star, that jit and grad do. "As
+plain" means that what works with the twin works; after it stands what works with
+neither. Optimizers take their gradient inside, without one of the whole step.
 
 """
 _SHAPE = (2, 16, 128)  # Activations: 4,096 elements are enough to be quantized.
@@ -331,25 +337,30 @@ def cell(function: str, switch: str) -> tuple[str, dict[str, Exception]]:
 def render(cells: dict[tuple[str, str], str]) -> str:
     """Returns the page for the texts of cells by function and switch."""
     names = list(cases())
-    lines = ["| | " + " | ".join(f"`{n}`" for n in names) + " |"]
-    lines.append("| --- |" + " --- |" * len(names))
+    lines = ["| Switch | What works |", "| --- | --- |"]
     for switch in SWITCHES:
-        texts = " | ".join(cells[name, switch] for name in names)
+        exceptions: dict[str, list[str]] = {}
+        for name in names:
+            if (text := cells[name, switch]) != "all":
+                exceptions.setdefault(text, []).append(f"`{name}`")
+        parts = [f"{', '.join(of)} ({text})" for text, of in exceptions.items()]
         star = " \\*" if switch in _IN_FEW else ""
+        texts = f"all but {' and '.join(parts)}" if parts else "all"
         lines.append(f"| {switch}{star} | {texts} |")
-    return _HEAD + "\n".join(lines) + "\n"
+    head = _HEAD.format(names="\n".join(f"- `{name}`" for name in names))
+    return head + "\n".join(lines) + "\n"
 
 
 def read_page() -> dict[tuple[str, str], str]:
     """Returns the texts of the cells of the committed page."""
-    lines = [line for line in PAGE.read_text().splitlines() if line.startswith("|")]
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
-    names = [name.strip("`") for name in rows[0][1:]]
-    return {
-        (name, row[0].removesuffix(" \\*")): text
-        for row in rows[2:]
-        for name, text in zip(names, row[1:], strict=True)
-    }
+    cells = dict.fromkeys(itertools.product(cases(), SWITCHES), "all")
+    for line in PAGE.read_text().splitlines():
+        switch = line.split("|")[1].strip() if line.startswith("|") else ""
+        exceptions = re.findall(r"((?:, |`[^`]+`)+) \(([^()]+)\)", line)
+        for functions, text in exceptions if switch else ():
+            for function in re.findall("`([^`]+)`", functions):
+                cells[function, switch.removesuffix(" \\*")] = text
+    return cells
 
 
 def main() -> None:
