@@ -111,15 +111,18 @@ def _blocks(source: str) -> Iterator[str]:
     yield from " ".join(comments).split("\n")
 
 
-def _local_names(tree: ast.AST, inside: bool = False) -> Iterator[str]:
+_SCOPES = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension
+
+
+def _local_names(tree: ast.AST) -> Iterator[str]:
     """Yields arguments, and each name that is assigned within a function."""
-    for node in ast.iter_child_nodes(tree):
+    scopes = (node for node in ast.walk(tree) if isinstance(node, _SCOPES))
+    nodes = {id(node): node for scope in scopes for node in ast.walk(scope)}
+    for node in nodes.values():
         if isinstance(node, ast.arg) and node.arg not in ("self", "cls"):
             yield node.arg
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and inside:
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id
-        scopes = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.comprehension
-        yield from _local_names(node, inside or isinstance(node, scopes))
 
 
 _BY_FOLDER = collections.defaultdict(list)

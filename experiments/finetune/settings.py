@@ -123,6 +123,7 @@ def _of_base(folder: Path, overrides: dict[str, Any]) -> dict[str, Any]:
         )
     return {
         "preset": base_settings.preset,
+        **base_settings.sizes,
         "base_recipe": recipe,
         "tokenizer": base_settings.tokenizer,
         "vocab_size": base_settings.text_vocab_size,

@@ -115,6 +115,7 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
     for folder in folders:
         summary, run, measured = _measured(folder)
         shared = {key: summary[key] for key in ("preset", "steps", "nats_per")}
+        shared["sizes"] = summary.get("sizes", {})
         shared["data"] = run.record["data"]
         if common.setdefault("shared", shared) != shared:
             raise ValueError(

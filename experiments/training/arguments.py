@@ -30,6 +30,7 @@ examples:
   uv run python -m experiments.pretrain
   uv run python -m experiments.pretrain --recipes bf16,te,coat,coat_max --steps 200
   uv run python -m experiments.pretrain --preset 124m --minutes 10 --data corpus.jsonl
+  uv run python -m experiments.pretrain --preset 124m --layers 6 --hidden 512
   uv run python -m experiments.pretrain --preset llama2-7b --mesh data=2,fsdp=4
   uv run python -m experiments.pretrain --resume
 """
@@ -46,6 +47,7 @@ class Arguments:
       mesh: The sizes of the mesh's axes; None means that none are given.
       cluster: The processes that train together; None means this one alone.
       profile: Whether a few steps of each recipe are profiled.
+      tensorboard: Whether rows are written for TensorBoard, too.
     """
 
     folder: Path
@@ -54,6 +56,7 @@ class Arguments:
     mesh: dict[str, int] | None = None
     cluster: Cluster | None = None
     profile: bool = False
+    tensorboard: bool = False
 
     def settings(self) -> Settings:
         """Returns the preset's settings, overridden by the given ones."""
@@ -77,10 +80,21 @@ def parser() -> argparse.ArgumentParser:
         "and on one order of the data, and compares them.",
         epilog=_EXAMPLES,
     )
+    _add_sizes(top)
     add_comparison(top)
     _add_devices(top)
     add_folder(top, "runs/PRESET-TIME")
     return top
+
+
+def _add_sizes(top: argparse.ArgumentParser) -> None:
+    """Adds the flags of the model's sizes."""
+    add = top.add_argument_group("sizes in place of the preset's").add_argument
+    add("--layers", type=int, metavar="N")
+    add("--hidden", type=int, metavar="N", help="size of the residual stream")
+    add("--intermediate", type=int, metavar="N", help="of the MLP (same ratio)")
+    add("--heads", type=int, metavar="N", help="query heads (heads of the same size)")
+    add("--kv-heads", type=int, metavar="N", help="of keys and values (same ratio)")
 
 
 def add_comparison(top: argparse.ArgumentParser) -> None:
@@ -128,6 +142,11 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
     """Adds `--out`, with the default that it names, and `--resume`."""
     add = top.add_argument_group("where").add_argument
     add("--out", type=Path, help=f"the run's folder ({default})", metavar="DIR")
+    add(
+        "--tensorboard",
+        action="store_true",
+        help="write rows for TensorBoard, too, in the folder (needs tensorboardX)",
+    )
     add(
         "--resume",
         nargs="?",
@@ -228,6 +247,7 @@ def parse_as[A: Arguments](
         flags.pop(name, None) for name in ("processes", "process_id", "coordinator")
     ]
     mesh, profile = flags.pop("mesh", None), flags.pop("profile", False)
+    on_board = flags.pop("tensorboard", False)
     try:
         if resume:
             folder = _only(out, resumed) or latest(runs)
@@ -241,6 +261,7 @@ def parse_as[A: Arguments](
             mesh=None if mesh is None else meshes.parse(mesh),
             cluster=Cluster.of(*where),
             profile=profile,
+            tensorboard=on_board,
         )
     except ValueError as error:
         top.error(str(error))

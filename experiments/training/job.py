@@ -16,7 +16,14 @@ from rich.console import Console, RenderableType
 from experiments.common import meshes
 from experiments.common.memory import device_peak_bytes
 from experiments.common.programs import one_line
-from experiments.training import arguments, data, memory, processes, report
+from experiments.training import (
+    arguments,
+    data,
+    memory,
+    processes,
+    report,
+    tensorboard,
+)
 from experiments.training.bad_steps import BadStep
 from experiments.training.budgets import seconds_per_step, steps_within_budget
 from experiments.training.checkpoints import Checkpoints, Progress
@@ -86,27 +93,30 @@ def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
     try:
         if args.cluster:
             args.cluster.join()
+        if args.tensorboard:
+            tensorboard.check_installed()
         run, inputs = job.prepare(args, stop)
     except (OSError, ValueError) as error:
         if processes.is_main():
             print(f"error: {one_line(error)}", file=sys.stderr)
         processes.leave()
         return 2
-    code = _trained(job, run, inputs, args.profile, stop)
+    code = _trained(job, run, inputs, args, stop)
     processes.leave()
     return code
 
 
 def _trained(
-    job: Job, run: Run, inputs: Inputs, profiling: bool, stop: Interrupts
+    job: Job, run: Run, inputs: Inputs, args: arguments.Arguments, stop: Interrupts
 ) -> int:
     """Trains with all recipes and reports; returns an exit code."""
     print(f"{run.folder}: {', '.join(run.settings.recipes)}", flush=True)
     resume = job.resume_command(run.folder, inputs.mesh)
     try:
         for recipe in run.settings.recipes:
-            profile = run.folder / "profile" / recipe if profiling else None
-            train(run, recipe, inputs, stop, profile)
+            profile = run.folder / "profile" / recipe if args.profile else None
+            board = run.folder / "tensorboard" / recipe if args.tensorboard else None
+            train(run, recipe, inputs, stop, profile=profile, board=board)
             if processes.anywhere(stop.made):
                 print(f"saved; to go on:\n  {resume}")
                 return STOPPED
@@ -130,7 +140,9 @@ def train(
     recipe: Recipe,
     inputs: Inputs,
     stop: Interrupts,
+    *,
     profile: Path | None = None,
+    board: Path | None = None,
 ) -> None:
     """Trains a recipe from its latest checkpoint to the last step, or until a stop.
 
@@ -140,13 +152,14 @@ def train(
       inputs: The data.
       stop: The signals that end the training.
       profile: The folder for a profile; None means no profile.
+      board: The folder for events of TensorBoard; None means none.
 
     Raises:
       BadStep: If a step is bad and is neither skipped nor rolled back.
       OutOfMemory: If a device's memory does not suffice.
     """
     try:
-        _train(run, recipe, inputs, stop, profile)
+        _train(run, recipe, inputs, stop, profile, board)
         return
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_out_of_memory(error):
@@ -157,7 +170,12 @@ def train(
 
 
 def _train(
-    run: Run, recipe: Recipe, inputs: Inputs, stop: Interrupts, profile: Path | None
+    run: Run,
+    recipe: Recipe,
+    inputs: Inputs,
+    stop: Interrupts,
+    profile: Path | None,
+    board: Path | None,
 ) -> None:
     with contextlib.ExitStack() as stack:
         with processes.together():
@@ -174,6 +192,10 @@ def _train(
         peak_before = device_peak_bytes()
         trainer = compile_trainer(run, recipe, inputs, progress.step)
         state, batches = first_state(run, trainer, inputs, checkpoints, progress)
+        if board is not None and processes.is_main():
+            events = stack.enter_context(tensorboard.Board(board, progress.step))
+        else:
+            events = None
         loop = Loop(
             run=run,
             recipe=recipe,
@@ -188,6 +210,7 @@ def _train(
             batches=batches,
             peak_before=peak_before,
             profile=profile if processes.is_main() else None,
+            board=events,
         )
         loop.finish(stop)
 

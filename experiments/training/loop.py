@@ -29,6 +29,8 @@ from experiments.training.rows import NoRows, RowLog
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe
 from experiments.training.step import TrainState
+from experiments.training.step_bar import StepBar
+from experiments.training.tensorboard import Board
 from experiments.training.trainer import Trainer
 
 _PROFILED = range(2, 5)  # Steps of the process, counted from 0, that are profiled.
@@ -52,6 +54,7 @@ class Loop:
       batches: The batches that follow.
       peak_before: The device's peak memory before this recipe was compiled, in bytes.
       profile: The folder for a profile of a few steps; None means no profile.
+      board: Where rows are written for TensorBoard, too; None means nowhere.
     """
 
     run: Run
@@ -67,16 +70,16 @@ class Loop:
     batches: data.Batches
     peak_before: int | None
     profile: Path | None = None
+    board: Board | None = None
 
     def __post_init__(self) -> None:
         self._losses = self._recent_losses()
         self._done = 0  # Steps of this process, the first of which is slower.
-        self._bar = tqdm(
-            desc=self.recipe,
-            total=self.run.steps,
-            initial=self.progress.step,
-            unit="step",
-            disable=not processes.is_main(),
+        self._bar = StepBar(
+            self.recipe,
+            self.run.steps,
+            self.progress.step,
+            enabled=processes.is_main(),
         )
 
     def finish(self, stop: Interrupts) -> None:
@@ -96,7 +99,7 @@ class Loop:
                 if due and self._validate(row) == "rollback":
                     self._roll_back()
                     continue
-                self.metrics.write(row)
+                self._write(self.metrics, row)
                 self._show(row)
                 is_due = self._is_due(self.run.settings.save_every)
                 if is_due or self.run.settings.bad_step != "rollback":
@@ -147,7 +150,7 @@ class Loop:
             self.progress.skipped += 1
             row["skipped"] = True
         for report in health.rows(measured.reports):
-            self.health.write({"recipe": self.recipe, "step": step} | report)
+            self._write(self.health, {"recipe": self.recipe, "step": step} | report)
         self.progress.step = step
         return row
 
@@ -180,8 +183,9 @@ class Loop:
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
         self.checkpoints.roll_back(step)
-        for log in (self.metrics, self.moments, self.health):
-            log.drop_after(step)
+        for log in (self.metrics, self.moments, self.health, self.board):
+            if log is not None:
+                log.drop_after(step)
         self._losses = self._recent_losses()
         if step:
             self.state = self.checkpoints.state(self.trainer.abstract_state())
@@ -207,10 +211,15 @@ class Loop:
         row |= results
         if reaction != "rollback":
             for moment_row in self.trainer.moment_rows(self.state):
-                self.moments.write(
-                    {"recipe": self.recipe, "step": row["step"]} | moment_row
-                )
+                names = {"recipe": self.recipe, "step": row["step"]}
+                self._write(self.moments, names | moment_row)
         return reaction
+
+    def _write(self, log: RowLog | NoRows, row: dict[str, Any]) -> None:
+        """Writes a row to a log, and for TensorBoard."""
+        log.write(row)
+        if self.board is not None:
+            self.board.write(row)
 
     def _save(self) -> None:
         logs = self.metrics, self.moments, self.health
@@ -220,7 +229,7 @@ class Loop:
         self.checkpoints.save(self.state, self.progress)
 
     def _show(self, row: dict[str, Any]) -> None:
-        """Sets the progress bar to the row's step."""
+        """Shows the row's step."""
         shown = {"loss": f"{row['loss']:.3f}", "lr": f"{row['lr']:.1e}"}
         if rate := self.progress.tokens_per_s(self.run.settings):
             shown["tokens/s"] = f"{rate:,.0f}"
@@ -232,5 +241,4 @@ class Loop:
                 shown["MFU"] = f"{share:.1%}"
         if peak := device_peak_bytes():
             shown["peak"] = f"{peak / 2**30:.1f} GiB"
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update(row["step"] - self._bar.n)
+        self._bar.show(row["step"], shown)

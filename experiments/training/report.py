@@ -47,6 +47,7 @@ def summarize(run: Run, token: str) -> dict[str, Any]:
         bars=_bars(run, recipes, token),
         command=run.command,
         preset=run.settings.preset,
+        sizes=run.settings.sizes,
         steps=run.steps,
         schedule_steps=run.schedule_steps,
         nats_per=token,
@@ -94,17 +95,18 @@ def _recipe_summary(
 def _bars(run: Run, recipes: dict[Recipe, dict[str, Any]], token: str) -> list[Bar]:
     """Returns the main job's bars that this run's recipes and preset can check."""
     bars = []
+    preset = None if run.settings.sizes else run.settings.preset
     for recipe in (r for r in recipes if r in COAT_RECIPES):
         if "bf16" in recipes:
             ratio = recipes[recipe]["val_loss"] / recipes["bf16"]["val_loss"]
             name = f"{recipe} validation loss / bf16"
-            strict = recipe == "coat" and run.settings.preset == "124m"
+            strict = recipe == "coat" and preset == "124m"
             bars.append(Bar.of(name, "<=", 1.005 if strict else 1.01, ratio))
-        if run.settings.preset == "124m":
+        if preset == "124m":
             size = recipes[recipe]["optimizer_bytes_per_param"]
             name = f"{recipe} optimizer bytes a parameter"
             bars.append(Bar(name, "<= 2.075", size, size <= 2.075))
-    if run.settings.preset == "cpu" and token == "byte":
+    if preset == "cpu" and token == "byte":
         for recipe, summary in recipes.items():
             loss = summary["val_loss"]
             name = f"{recipe} validation loss, nats a byte"

@@ -22,6 +22,7 @@ _BPE_VOCAB_SIZE = 16_384
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
 _POSITIVE += ("health_every", "accumulate")
+SIZES = ("layers", "hidden", "intermediate", "heads", "kv_heads")
 _NOT_NEGATIVE = ("seed", "warmup_steps", "weight_decay", "end_lr")
 
 
@@ -33,6 +34,12 @@ class Settings(OptimizerSettings):
 
     Attributes:
       preset: Name of the preset that gives the model's shape and default settings.
+      layers: Number of layers; None means the preset's.
+      hidden: Size of the residual stream; None means the preset's.
+      intermediate: Size of the MLP's hidden layer; None means the preset's ratio to
+        `hidden`, in multiples of 128.
+      heads: Number of query heads; None means heads of the preset's size.
+      kv_heads: Number of key and value heads; None means the preset's ratio to `heads`.
       recipes: Recipes to train with, one after the other. All start from one
         initialization and read the data in one order.
       data: Files or folders; empty means Python's standard library.
@@ -65,6 +72,11 @@ class Settings(OptimizerSettings):
     """
 
     preset: str
+    layers: int | None = None
+    hidden: int | None = None
+    intermediate: int | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
     recipes: tuple[Recipe, ...] = ("bf16", "coat")
     data: tuple[str, ...] = ()
     tokenizer: Tokenizer = "bytes"
@@ -95,7 +107,7 @@ class Settings(OptimizerSettings):
                 raise ValueError(f"recipes are {', '.join(RECIPES)}; got {recipe!r}")
         if not self.recipes or len(set(self.recipes)) < len(self.recipes):
             raise ValueError(f"recipes must be one or more, each once: {self.recipes}")
-        for name in _POSITIVE + _NOT_NEGATIVE:
+        for name in SIZES + _POSITIVE + _NOT_NEGATIVE:
             value = getattr(self, name)
             if value is None or (value == 0 and name in _NOT_NEGATIVE):
                 continue
@@ -121,6 +133,9 @@ class Settings(OptimizerSettings):
                 f"{self.batch_size}"
             )
 
+        if self.sizes:
+            _shape(self)
+
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike must be above 1 and finite, got {self.spike}")
 
@@ -140,6 +155,12 @@ class Settings(OptimizerSettings):
                 f"scaling={self.scaling!r} needs one of the recipes "
                 f"{', '.join(able)}; got {', '.join(self.recipes)}"
             )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The model's sizes that are not the preset's, by name."""
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return {name: size for name, size in sizes.items() if size is not None}
 
     @property
     def tokens_per_step(self) -> int:
@@ -296,15 +317,50 @@ PRESETS: dict[str, Preset] = {
 def model_config(
     settings: Settings, recipe: Recipe, vocab_size: int
 ) -> llama.LlamaConfig:
-    """Returns the preset's shape with this run's recipe, vocabulary and dtype.
+    """Returns the model's shape with this run's recipe, vocabulary and dtype.
 
     The vocabulary is rounded up to a multiple of 128.
     """
     scalings = RECIPES[recipe].scalings
     return dataclasses.replace(
-        PRESETS[settings.preset].model,
+        _shape(settings),
         recipe=recipe,
         scaling=settings.scaling if settings.scaling in scalings else "just_in_time",
         vocab_size=-(-vocab_size // 128) * 128,  # Whole tiles of a matmul.
         param_dtype=jnp.dtype(settings.param_dtype),
     )
+
+
+def _shape(settings: Settings) -> llama.LlamaConfig:
+    """Returns the preset's shape with the sizes that the settings name.
+
+    Raises:
+      ValueError: If heads do not divide the hidden size, or each other.
+    """
+    model = PRESETS[settings.preset].model
+    if not settings.sizes:
+        return model
+    hidden = settings.hidden or model.hidden_size
+    intermediate = settings.intermediate or 128 * math.ceil(
+        hidden * model.intermediate_size / model.hidden_size / 128
+    )
+    heads = settings.heads or max(1, hidden * model.num_heads // model.hidden_size)
+    kv_heads = max(1, heads * model.num_kv_heads // model.num_heads)
+    shape = {
+        "num_layers": settings.layers or model.num_layers,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_heads": heads,
+        "num_kv_heads": settings.kv_heads or kv_heads,
+    }
+    kv_heads = shape["num_kv_heads"]
+    if hidden % heads or hidden // heads % 2:
+        raise ValueError(
+            "hidden must be an even number of times heads, "
+            f"got hidden {hidden} and heads {heads}"
+        )
+    if heads % kv_heads:
+        raise ValueError(
+            f"heads must be a multiple of kv_heads, got {heads} and {kv_heads}"
+        )
+    return dataclasses.replace(model, **shape)

@@ -37,7 +37,6 @@ def test_products_are_of_every_layer_and_pass():
     assert by_name["7B gate_up, 8192 tokens, dw"] == (22016, 4096, 8192)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kernel", kernel_cases.PRODUCTS)
 def test_products_run_on_their_operands(kernel):
     product = kernel_cases.PRODUCTS[kernel]

@@ -108,7 +108,6 @@ def test_schemes_are_those_of_the_library(rng, normalize):
     assert scheme.bytes_per_parameter == nbytes
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("expand", [False, True, 3.0])
 @pytest.mark.parametrize("format", [coat.E4M3, coat.E5M2])
 def test_stochastic_rounding_has_the_right_mean(rng, format, expand):

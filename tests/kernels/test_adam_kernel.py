@@ -167,7 +167,6 @@ def test_a_layer_has_gradients_of_a_layer():
         run("reference", SCALARS, grads, moments, params, layer=jnp.int32(0))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["reference", "interpret", on_gpu])
 @pytest.mark.parametrize("width", [384, 200])
 def test_a_part_of_an_array_rounds_as_in_the_whole(implementation, width):
@@ -198,7 +197,6 @@ def test_steps_follow_each_other_through_shared_memory(implementation, dtype):
     assert_close(actual, run("reference", *arguments))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("implementation", ["interpret", on_gpu])
 @pytest.mark.parametrize("nu_weight", [1.0, 1.5, 2.2, 3.3])
 def test_updates_have_small_errors_whatever_they_are_divided_by(

@@ -78,7 +78,6 @@ def alone(gate_up):
     return apart(gate_up)[:1], pk.Scaled(codes, scale)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @every_activation
 def test_an_activation_without_up(implementation, activation, shape):

@@ -37,7 +37,6 @@ import pallas_kernels as pk
 from coat_jax.layers import recipes as blocks
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @every_activation
 def test_products(implementation, activation, shape):
@@ -55,7 +54,6 @@ def test_products(implementation, activation, shape):
     np.testing.assert_allclose(np.max(out.largest), np.abs(y).max(), rtol=ERROR)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @every_activation
 def test_gradients(implementation, activation, shape):
@@ -124,7 +122,6 @@ def test_a_scale_for_each_row(implementation, activation, shape):
     assert_rounded(out.values, y, size, np.asarray(out.scale)[..., None])
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(("dtype", "n"), [(BF16, 2304), (F32, 2304), (BF16, 1536)])
 def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
@@ -141,7 +138,6 @@ def test_wide_gates_are_kept_in_groups(implementation, dtype, n):
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=(-1, -2)))
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("n", [2048, 256])
 def test_what_is_not_finite(implementation, n):
@@ -167,7 +163,6 @@ def test_what_is_not_finite(implementation, n):
     assert nan.sum() == 32
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_references_are_the_librarys(activation):
     groups, dy = inputs((16, 2, 64))

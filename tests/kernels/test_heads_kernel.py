@@ -52,7 +52,6 @@ def joined(q, k, v, cos, sin) -> np.ndarray:
     return np.stack(every, axis=2).reshape(b, s, -1)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype"),
@@ -79,7 +78,6 @@ def test_heads_are_joined(implementation, shape, dtype):
     assert_identical(out.transposed, np.asarray(out.row).reshape(-1, codes.shape[-1]).T)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("index", [(0, 5, 1, 3), (1, 127, 0, 40)])
 def test_largest_of_what_is_joined(implementation, index):

@@ -145,7 +145,6 @@ def test_all_tiles_that_are_tried_agree(kind):
         assert error(y, expected) < 5e-3, tiles
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("dtype", "tuning"), [(BF16, SMALL), (F32, SMALL), (BF16, ODD)]
@@ -267,7 +266,6 @@ def test_heads_that_do_not_go_together_are_named():
         named(a, b, 1.0, 1.0, *of_96, tuning=Tuning(tile_n=128))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tuning", [SMALL, TURNS, LOW])
 def test_the_kernel_has_no_races(tuning):
     """The interpreter raises an error at the first race."""

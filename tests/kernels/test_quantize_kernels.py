@@ -41,7 +41,6 @@ TILE_CASES = [
 SCALE = 2.0**-3
 
 
-@pytest.mark.sampled(3)
 @every_implementation
 @pytest.mark.parametrize(("shape", "dtype", "codes", "group"), GROUP_CASES)
 def test_groups_are_quantized_as_specified(implementation, shape, dtype, codes, group):
@@ -68,7 +67,6 @@ def test_groups_are_decoded(implementation, shape, dtype, codes, group):
     assert_identical(actual, expected)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype", "codes"),
@@ -100,7 +98,6 @@ def test_long_rows_on_a_gpu(shape):
     assert_identical(run("mosaic", pk.quantize_rows, x), expected)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize("dtype", [BF16, F32])
 @pytest.mark.parametrize("shape", [(33, 160), (7, 128, 144), (1024,)])
@@ -139,7 +136,6 @@ def test_maxima_of_batches(implementation):
     np.testing.assert_array_equal(actual, np.maximum(x.max((2, 3)), y.max(1)))
 
 
-@pytest.mark.sampled(4)
 @every_implementation
 @pytest.mark.parametrize("copies", ["row", "transposed", "both"])
 @pytest.mark.parametrize(("shape", "dtype", "codes"), TILE_CASES)
@@ -159,7 +155,6 @@ def test_tensors_are_quantized_as_specified(
     assert_identical(actual, [*expected[copies], np.float32(SCALE)])
 
 
-@pytest.mark.sampled(4)
 @every_implementation
 @pytest.mark.parametrize("copies", ["row", "both"])
 @pytest.mark.parametrize("last", [3.0, -np.inf, np.nan])

@@ -18,7 +18,6 @@ def visits(rows, columns, width):
                 yield row, column
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("width", [1, 4, 8, 16])
 @pytest.mark.parametrize("grid", [(8, 8), (43, 32), (5, 7), (3, 200), (1, 1)])
 def test_visits_go_to_and_fro_in_stripes(grid, width):

@@ -92,7 +92,6 @@ def test_counting_by_hand_gives_the_published_numbers():
 # Comparison with NumPy in float64.
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
     [

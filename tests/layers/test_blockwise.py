@@ -38,7 +38,6 @@ def check(actual, expected, dtype):
     )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("batch", "k", "n", "dtype", "w_dtype"),
     [

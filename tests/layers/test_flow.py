@@ -149,7 +149,6 @@ def rotated(x, theta):
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "kind"), [(4, 4, "rms"), (4, 2, "layer")]

@@ -128,7 +128,6 @@ DIMENSIONS = [
 ]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("a", "b", "dimensions"), DIMENSIONS)
 def test_dot_general(a, b, dimensions):
     """Every entry of the batch axes has its own scales."""

@@ -102,7 +102,6 @@ def test_optional_parameters_default_to_none():
     assert_close(nonlinear.layer_norm(x), layer_norm(*wide(x), weight, zeros), 1e-6)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", NAMES)
 def test_inputs_alone_are_saved_in_fp8(name, dtype):

@@ -47,7 +47,6 @@ def naive(net: llama.Llama, prompt: list[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("dtype", "options", "tolerance"),
     [
@@ -91,7 +90,6 @@ def test_greedy_tokens_are_those_of_a_loop_that_computes_all_again():
         assert length == 6
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", ["te", "coat", "coat_max"])
 def test_every_recipe_generates_as_bf16_does(recipe):
     net = model(recipe, dtype=jnp.float32)

@@ -51,7 +51,6 @@ def images(size: int = 32, channels: int = 3):
     return normal(2, 2, size, size, channels)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -27,7 +27,6 @@ from helpers.optimizers import either_scheme, gradients, is_quantized
 import coat_jax as coat
 
 
-@pytest.mark.sampled(2)
 @either_scheme
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_the_step_is_adamws_from_the_stored_moments(normalize_mu, nesterov):
@@ -115,7 +114,6 @@ def test_bfloat16_is_rounded_once(quantize_mask):
         assert distance(a, c).max() <= 2
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtypes", [(BF16, F32), (F32, BF16), (jnp.float16, BF16)])
 def test_gradients_and_parameters_of_other_dtypes(dtypes):
     """Other dtypes take the same step; the kernel has no float16."""

@@ -46,7 +46,6 @@ def real_errors(state, mu, nu) -> dict[str, float]:
     }
 
 
-@pytest.mark.sampled(2)
 @either_scheme
 @every_format
 def test_the_error_is_what_rounding_did(format, normalize_mu):

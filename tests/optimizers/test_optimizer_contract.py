@@ -39,7 +39,6 @@ def starts(seed: int) -> tuple:
     return tuple(jnp.asarray(rng.uniform(-1, 1, SHAPE), jnp.float32) for _ in "xy")
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("make", "problem"), [(scaled, parabola), (coat.fp8_adamw, rosenbrock)]
 )
@@ -65,7 +64,6 @@ def test_optimization(make, problem):
     assert is_quantized(state[0].mu[0])
 
 
-@pytest.mark.sampled(2)
 @every_optimizer
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_updates_and_state_keep_their_types_and_compile_once(make, dtype):

@@ -138,7 +138,6 @@ def test_a_non_finite_step_is_skipped_and_the_run_recovers_exactly(make, poison)
     assert_same_bits((after, state.inner_state), (expected, clean.inner_state))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("normalize_mu", [True, False])
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 def test_without_apply_if_finite_the_group_is_lost(poison, normalize_mu):
@@ -234,7 +233,6 @@ def test_schedule_free_evaluates_better_than_it_starts():
     assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("normalize_mu", [True, False])
 @pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):

@@ -53,7 +53,6 @@ def _moments(state):
     return adam.mu, adam.nu
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_those_of_optax(name):
     tx = OPTIMIZERS[name]

@@ -70,7 +70,6 @@ def with_formats() -> coat.QuantizedState:
     return run(tx, PARAMS["w"], [g["w"] for g in GRADS], jit=True)[2]
 
 
-@pytest.mark.sampled(2)
 @either_scheme
 @every_way
 def test_every_bit_comes_back(way, normalize_mu, tmp_path):
@@ -88,7 +87,6 @@ def test_every_bit_comes_back(way, normalize_mu, tmp_path):
     assert_same_bits(run_on(tx, middle, restored, grads[2:], jit=True), expected)
 
 
-@pytest.mark.sampled(2)
 @every_way
 def test_other_formats_come_back(way, tmp_path):
     state = with_formats()

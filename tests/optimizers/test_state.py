@@ -51,7 +51,6 @@ def trained(wrap, normalize_mu: bool = True):
     return tx, params, state
 
 
-@pytest.mark.sampled(2)
 @every_wrapper
 def test_optax_adamw_goes_on_from_a_converted_state(wrap):
     mine, params, state = trained(wrap)
@@ -67,7 +66,6 @@ def test_optax_adamw_goes_on_from_a_converted_state(wrap):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
 
 
-@pytest.mark.sampled(2)
 @every_wrapper
 def test_fp8_goes_on_from_optax_adamws_state(wrap):
     mine, theirs = wrap(coat.fp8_adamw(1e-2)), wrap(optax.adamw(1e-2))
@@ -81,7 +79,6 @@ def test_fp8_goes_on_from_optax_adamws_state(wrap):
         assert np.linalg.norm(a - b) <= 0.05 * np.linalg.norm(b)
 
 
-@pytest.mark.sampled(2)
 @either_scheme
 @every_wrapper
 def test_there_and_back(wrap, normalize_mu):

@@ -46,7 +46,6 @@ def _places(actual):
     ]
 
 
-@pytest.mark.sampled(2)
 @every_wrapper
 @pytest.mark.parametrize("name", ["mu", "nu", "count"])
 def test_names_are_found_at_the_same_places(wrapper, name):

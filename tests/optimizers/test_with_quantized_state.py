@@ -113,7 +113,6 @@ AROUND = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("around", AROUND)
 def test_what_goes_around_goes_inside_too(around):
     """Wrapping inside and outside quantizes the same averages, with equal results."""

@@ -87,7 +87,6 @@ def test_expanded_codes_are_the_oracles(format, granularity, power, data):
     check_expanded(data.draw(inputs(granularity)), format, granularity, power)
 
 
-@pytest.mark.sampled(2)
 @every_pair
 def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
     """The oracle's tolerance covers a negligible part of the codes on ordinary data."""
@@ -98,7 +97,6 @@ def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
     assert loose_powers <= 5e-3 * groups
 
 
-@pytest.mark.sampled(5)
 @every_format
 @pytest.mark.parametrize("power", [0.3, 0.5, 2, 7.75])
 def test_any_positive_number_is_the_power_of_all_groups(rng, format, power):

@@ -71,7 +71,6 @@ def test_de8_is_the_dynamic_map():
     assert coat.DE8.dynamic_range == pytest.approx(oracle.DE8.dynamic_range)
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("granularity", [PER_TENSOR, PER_GROUP, PER_BLOCK])
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("format", FLOATS, ids=repr)
@@ -135,7 +134,6 @@ def test_linear_error_is_half_a_step(format, granularity, data):
         assert np.all(np.abs(np.asarray(dequantized(q))[where] - requested) <= bound)
 
 
-@pytest.mark.sampled(2)
 @either
 @every_format
 def test_constant_groups_and_single_values(format, expand):
@@ -188,7 +186,6 @@ def test_no_poisoned_group_is_overlooked_in_a_large_array(rng, poison, expand):
         np.testing.assert_array_equal(np.isnan(q.dequantize()), np.repeat(bad, 128, 1))
 
 
-@pytest.mark.sampled(3)
 @either
 @every_granularity
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0)])

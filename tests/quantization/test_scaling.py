@@ -98,7 +98,6 @@ def maxima(segment):
     return {name: float(history[0]) for name, history in grads["amax"].items()}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_maxima_of_what_was_quantized_are_recorded(segment):
     *_, dy = segments()[segment]
@@ -139,7 +138,6 @@ def test_with_the_maxima_of_this_step_it_is_scaling_just_in_time(segment):
         np.testing.assert_allclose(a, b, atol=1e-3 * np.abs(b).max())
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("segment", SEGMENTS)
 def test_what_outgrows_its_history_saturates_and_settles(segment):
     small = {k: new_history(v / 64) for k, v in maxima(segment).items()}

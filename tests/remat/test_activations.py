@@ -30,7 +30,6 @@ from helpers.gradients import (
     value_and_vjp,
 )
 from helpers.models import normal
-from jax.ad_checkpoint import checkpoint_name
 
 from coat_jax import fp8_dot_general, fp8_remat
 
@@ -71,7 +70,6 @@ def alone(fn, *args) -> set[str]:
     return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_results_and_gradients_follow_their_formulas(name):
     activation, exact = ACTIVATIONS[name]
@@ -97,26 +95,32 @@ def test_results_and_gradients_follow_their_formulas(name):
         assert_near(dw, right, 2e-2)
 
 
+FORMS = [
+    (nn.gelu, BF16),
+    (nn.gelu, F32),
+    (nnx.silu, BF16),
+    (jax.jit(nn.silu), BF16),
+    (lambda x: nn.silu(x.astype(F32)).astype(BF16), BF16),
+    (lambda x: x * jax.nn.sigmoid(x), F32),
+    (lambda x: nn.silu(2 * x), BF16),
+    (lambda x: 0.5 * x * jax.lax.erfc(-x * math.sqrt(0.5)), F32),
+]
+
+
 @pytest.mark.internals
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("activation", "dtype"),
-    [
-        (nn.gelu, BF16),
-        (nn.gelu, F32),
-        (nnx.silu, BF16),
-        (jax.jit(nn.silu), BF16),
-        (lambda x: nn.silu(x.astype(F32)).astype(BF16), BF16),
-        (lambda x: x * jax.nn.sigmoid(x), F32),
-        (lambda x: nn.silu(2 * x), BF16),
-        (lambda x: 0.5 * x * jax.lax.erfc(-x * math.sqrt(0.5)), F32),
-    ],
-)
+@pytest.mark.parametrize(("activation", "dtype"), FORMS)
 def test_activations_are_found_in_each_form(activation, dtype):
-    weights, x, dy = given(dtype)
+    weights, x, _ = given(dtype)
     fn = mlp(activation, dtype)
     assert alone(fp8_remat(fn), weights, x) == {f"{x.dtype}[96,1,64]"}
     assert not alone(fn, weights, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("activation", "dtype"), FORMS)
+def test_activations_of_each_form_compute_the_same(activation, dtype):
+    weights, x, dy = given(dtype)
+    fn = mlp(activation, dtype)
     merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
     assert_close(merged, plain, 0.15)
 
@@ -128,13 +132,11 @@ NEAR_MISSES = {
     "a factor": lambda x: nn.silu(x) * 2,
     "a bias behind it": lambda x: nn.silu(x) + 1,
     "a narrow cast": lambda x: nn.silu(x).astype(jnp.float8_e4m3fn).astype(x.dtype),
-    "a name": lambda x: checkpoint_name(nn.silu(x), "a"),
     "a shift": lambda x: jnp.roll(nn.silu(x), 1, axis=0),
 }
 
 
 @pytest.mark.internals
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     weights, x, _ = given()
@@ -179,7 +181,6 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
 def test_options_of_what_is_saved_leave_the_kernel_on(options):
     weights, x, dy = given()
@@ -188,12 +189,14 @@ def test_options_of_what_is_saved_leave_the_kernel_on(options):
     assert alone(light, weights, x)
     formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
     assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
-    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
-    assert_close(merged, plain, 0.2)
+    if "format" in options:  # One numeric case: the others change what is saved alone.
+        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
+        assert_close(merged, plain, 0.2)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("tokens", "f"), [((4, 1, 33), 144), ((2, 3), 40), ((1,), 16)])
+@pytest.mark.parametrize(
+    ("tokens", "f"), [((4, 1, 33), 144), ((2, 9), 40), ((17,), 16)]
+)
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
     fn = mlp(nn.gelu)

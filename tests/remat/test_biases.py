@@ -57,7 +57,6 @@ def biases(fn, *args) -> set[int]:
     return actual
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("fn", "columns"), [(two, {F, K}), (gated, {K}), (activated, {F, K})]
 )

@@ -31,7 +31,6 @@ from helpers.gradients import (
     value_and_vjp,
 )
 from helpers.models import normal
-from jax.ad_checkpoint import checkpoint_name
 
 import coat_jax as coat
 from coat_jax import fp8_dot_general, fp8_remat
@@ -67,7 +66,6 @@ def gates(fn, *args) -> set[str]:
     return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_products_and_gradients_follow_their_formulas(name):
     activation, exact = ACTIVATIONS[name]
@@ -92,28 +90,34 @@ def test_products_and_gradients_follow_their_formulas(name):
         assert_near(dw, right)
 
 
+FORMS = [
+    (silu, BF16),
+    (silu, F32),
+    (lambda gate, up: up * nn.silu(gate), BF16),
+    (lambda gate, up: nn.silu(up) * gate, BF16),
+    (lambda gate, up: gate * (jax.nn.sigmoid(gate) * up), BF16),
+    (lambda gate, up: jax.jit(nn.silu)(gate) * up, BF16),
+    (lambda gate, up: (nn.silu(gate.astype(F32)) * up).astype(BF16), BF16),
+    (lambda gate, up: nn.gelu(gate.astype(F32)).astype(BF16) * up, BF16),
+    (lambda gate, up: up * nn.gelu(gate, approximate=False), F32),
+    (lambda gate, up: gate * 0.5 * up * jax.lax.erfc(-gate * math.sqrt(0.5)), F32),
+]
+
+
 @pytest.mark.internals
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(
-    ("product", "dtype"),
-    [
-        (silu, BF16),
-        (silu, F32),
-        (lambda gate, up: up * nn.silu(gate), BF16),
-        (lambda gate, up: nn.silu(up) * gate, BF16),
-        (lambda gate, up: gate * (jax.nn.sigmoid(gate) * up), BF16),
-        (lambda gate, up: jax.jit(nn.silu)(gate) * up, BF16),
-        (lambda gate, up: (nn.silu(gate.astype(F32)) * up).astype(BF16), BF16),
-        (lambda gate, up: nn.gelu(gate.astype(F32)).astype(BF16) * up, BF16),
-        (lambda gate, up: up * nn.gelu(gate, approximate=False), F32),
-        (lambda gate, up: gate * 0.5 * up * jax.lax.erfc(-gate * math.sqrt(0.5)), F32),
-    ],
-)
+@pytest.mark.parametrize(("product", "dtype"), FORMS)
 def test_gates_are_found_in_each_form(product, dtype):
-    weights, x, dy = given(dtype)
+    weights, x, _ = given(dtype)
     fn = mlp(product, dtype)
     assert gates(fp8_remat(fn), weights, x) == {" ".join(2 * [f"{x.dtype}[96,1,64]"])}
     assert not gates(fn, weights, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("product", "dtype"), FORMS)
+def test_gates_of_each_form_compute_the_same(product, dtype):
+    weights, x, dy = given(dtype)
+    fn = mlp(product, dtype)
     merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
     assert_close(merged, plain, 0.15)
 
@@ -130,7 +134,6 @@ NEAR_MISSES = {
     "a narrow cast": lambda gate, up: (
         (nn.silu(gate).astype(jnp.float8_e4m3fn).astype(gate.dtype)) * up
     ),
-    "a name": lambda gate, up: checkpoint_name(nn.silu(gate), "a") * up,
     "a shift": lambda gate, up: nn.silu(gate) * jnp.roll(up, 1, axis=0),
     "a transpose": lambda gate, up: (nn.silu(gate).T * up.T).T,
     "a row": lambda gate, up: nn.silu(gate) * up[:1],
@@ -138,7 +141,6 @@ NEAR_MISSES = {
 
 
 @pytest.mark.internals
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NEAR_MISSES)
 def test_near_misses_are_left_alone(name):
     fn = mlp(NEAR_MISSES[name])
@@ -180,7 +182,6 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
 def test_options_of_what_is_saved_leave_the_kernel_on(options):
     weights, x, dy = given()
@@ -189,8 +190,9 @@ def test_options_of_what_is_saved_leave_the_kernel_on(options):
     assert gates(light, weights, x)
     formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
     assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
-    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
-    assert_close(merged, plain, 0.2)
+    if "format" in options:  # One numeric case: the others change what is saved alone.
+        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
+        assert_close(merged, plain, 0.2)
 
 
 def test_float16_is_left_alone():
@@ -198,8 +200,9 @@ def test_float16_is_left_alone():
     assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("tokens", "f"), [((4, 1, 33), 144), ((2, 3), 40), ((1,), 16)])
+@pytest.mark.parametrize(
+    ("tokens", "f"), [((4, 1, 33), 144), ((2, 9), 40), ((17,), 16)]
+)
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
     fn = mlp(silu)

@@ -203,7 +203,6 @@ def references(vjp, params) -> int:
     return sum(any(leaf is p for leaf in leaves) for p in jax.tree.leaves(params))
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "wrapped",
     [

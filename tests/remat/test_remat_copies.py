@@ -258,7 +258,6 @@ def test_other_parts_have_copies_of_their_own(columns, width, cut):
     assert copies(product, w, x) == [(128, width), (128, width)]
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("shape", [(3, 5, 64, 4, 2), (4, 64, 24, 2), (2, 2100, 2)])
 @pytest.mark.parametrize("key", [None, jax.random.key(3)])
 def test_short_rows_are_merged_with_the_axes_before(shape, key):

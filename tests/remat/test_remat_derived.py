@@ -102,7 +102,6 @@ def test_one_copy_of_what_goes_in_is_kept(name):
     assert_close(actual, expected, 2e-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
 @pytest.mark.parametrize("group", [16, 32])
@@ -188,7 +187,6 @@ NORMS = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("name", NORMS)
 def test_rms_norm_keeps_one_copy_and_an_exact_statistic(name, dtype):

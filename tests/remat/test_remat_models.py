@@ -233,7 +233,6 @@ def test_outputs_and_statistics_are_the_same(make):
     np.testing.assert_allclose(flat(actual), flat(expected), rtol=0, atol=1e-6 * scale)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", BOUNDS)
 def test_gradients_are_close(make):
     (expected, _), (actual, _) = behaviour(make)
@@ -247,7 +246,6 @@ def test_gradients_are_close(make):
         assert error < 0.07 * np.linalg.norm(flat(b)) + 1e-3 * size
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", BOUNDS)
 def test_fewer_bytes_are_saved(make):
     case = make()

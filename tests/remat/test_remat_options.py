@@ -375,7 +375,6 @@ def test_residuals_of_a_plain_function_have_names():
     assert [row.name for row in rows] == ["first", None, None]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "fn",
     [

@@ -1,0 +1,92 @@
+"""A run's rows for TensorBoard, one folder of events a recipe.
+
+    uv run python -m experiments.pretrain --tensorboard
+    tensorboard --logdir runs
+
+The events repeat the numbers of metrics.jsonl, moments.jsonl and health.jsonl. These
+files are the run's record, and a resumed run reads them alone.
+"""
+
+import importlib.util
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+_NOT_NAMES = ("recipe", "step")
+
+
+class Board:
+    """The events of a recipe, from a step on; a context manager.
+
+    Args:
+      folder: The folder of the events.
+      step: The number of steps that are done. Events of later steps, which a killed
+        process may have left, are hidden by TensorBoard.
+
+    Raises:
+      ModuleNotFoundError: If tensorboardX is not installed; see `check_installed`.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        self._open(step)
+
+    def _open(self, step: int) -> None:
+        from tensorboardX import SummaryWriter  # It is optional.
+
+        # tensorboardX names files by seconds, and would overwrite one of this second.
+        self._folder.mkdir(parents=True, exist_ok=True)
+        number = len(list(self._folder.iterdir()))
+        self._writer = SummaryWriter(
+            str(self._folder), purge_step=step + 1, filename_suffix=f".{number:04}"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._writer.close()
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes the finite numbers of a row, under tags of its texts and its layer."""
+        for tag, value in scalars(row).items():
+            self._writer.add_scalar(tag, value, row["step"])
+
+    def drop_after(self, step: int) -> None:
+        """Hides the events of later steps."""
+        self._writer.close()
+        self._open(step)
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """Returns a row's finite numbers by tag.
+
+    A tag begins with the row's texts, which say what it is about.
+
+    Examples:
+      >>> scalars({"recipe": "coat", "step": 3, "loss": 2.5, "lr": 0.001})
+      {'loss': 2.5, 'lr': 0.001}
+      >>> scalars({"step": 3, "of": "gradients", "path": "qkv", "layer": 1, "amax": 4})
+      {'gradients/qkv/layer 1/amax': 4.0}
+    """
+    names, numbers = [], {}
+    for name, value in row.items():
+        if name in _NOT_NAMES or value is None or isinstance(value, bool):
+            continue
+        if isinstance(value, str):
+            names.append(value)
+        elif name == "layer":
+            names.append(f"layer {value}")
+        elif isinstance(value, int | float) and math.isfinite(value):
+            numbers[name] = float(value)
+    return {"/".join([*names, name]): number for name, number in numbers.items()}
+
+
+def check_installed() -> None:
+    """Raises ValueError if tensorboardX is not installed."""
+    if importlib.util.find_spec("tensorboardX") is None:
+        raise ValueError(
+            "--tensorboard needs the package tensorboardX, which is not installed: "
+            "pip install tensorboardX"
+        )
