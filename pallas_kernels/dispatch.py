@@ -32,13 +32,13 @@ def has_hopper() -> bool:
     """
     if stand_ins.active.get():
         return True
-    device = _device()
+    device = array_types.default_device()
     return device.platform == "gpu" and device.compute_capability == "9.0"
 
 
 def has_gpu() -> bool:
     """Returns whether JAX's default device is a GPU."""
-    return _device().platform == "gpu"
+    return array_types.default_device().platform == "gpu"
 
 
 def multiprocessors() -> int:
@@ -47,7 +47,7 @@ def multiprocessors() -> int:
     abstract = jax.sharding.get_abstract_mesh().abstract_device
     if abstract is not None and abstract.num_cores:
         return abstract.num_cores
-    return getattr(_device(), "core_count", None) or 132
+    return getattr(array_types.default_device(), "core_count", None) or 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +235,10 @@ def _choose(
             objection = obstacle or operation.slower(*arrays)
             why += filter(None, [objection])
         implementation = "reference" if why else "mosaic"
-        reason = "; ".join(why) or f"{_device().device_kind} is a Hopper GPU"
+        reason = (
+            "; ".join(why)
+            or f"{array_types.default_device().device_kind} is a Hopper GPU"
+        )
     elif implementation == "mosaic" and (why := operation.obstacle(*arrays)):
         raise ValueError(f"the kernel cannot run: {why}")
     if choices is not None:
@@ -263,7 +266,7 @@ def warn_once(message: str) -> None:
 def _against_kernels(arrays: tuple) -> list[str]:
     """Returns the reasons why no kernel runs on these arrays unless it is named."""
     if not has_hopper():
-        device = _device()
+        device = array_types.default_device()
         capability = getattr(device, "compute_capability", None)
         if capability is None:
             return [f"{device.device_kind} is no Hopper GPU"]
@@ -275,10 +278,6 @@ def _against_kernels(arrays: tuple) -> list[str]:
         warn_once(f"kernels do not run: {why}")
         return [why]
     return []
-
-
-def _device() -> jax.Device:
-    return jax.devices()[0]
 
 
 def _described(arrays: tuple) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from flax import nnx
 from coat_jax.convert.linen import linen_model
 from coat_jax.convert.matmuls import OF_FUNCTION, Conversion
 from coat_jax.convert.objects import object_model
-from coat_jax.convert.record import Model
+from coat_jax.convert.record import ModelRecord
 from coat_jax.convert.rules import Rule, Rules, chooser
 from coat_jax.fusion.fuse import fusion
 from coat_jax.quantization.formats import E4M3, Format
@@ -20,8 +20,8 @@ from coat_jax.remat.pytrees import is_pytree_module
 from coat_jax.remat.trace import Residual
 
 
-def fp8[Model](
-    model: Model,
+def fp8[ModelRecord](
+    model: ModelRecord,
     *,
     blocks: Rule | None = None,
     matmuls: Rule | None = None,
@@ -30,7 +30,7 @@ def fp8[Model](
     where: Callable[[Residual], Any] | None = None,
     policy: Callable[..., Any] | None = None,
     rerun_attention: bool = False,
-) -> Model:
+) -> ModelRecord:
     """Converts a model: matmuls of its blocks run in FP8, and save FP8 residuals.
 
     It applies `fp8_dot_general` and `fp8_remat` to the blocks of a model, such as the
@@ -112,7 +112,7 @@ def _function(fn: Callable, rules: Rules, options: Options) -> Callable:
     conversion = Conversion(
         depth=OF_FUNCTION,
         chosen=None if rules.matmuls is None else chooser("matmuls", rules.matmuls),
-        model=Model(str(rules)),
+        model=ModelRecord(str(rules)),
         where="",
     )
 

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from coat_jax.convert.matmuls import OF_LINEN, Conversion
 from coat_jax.convert.objects import has_arrays
-from coat_jax.convert.record import Model, Shapes, current
+from coat_jax.convert.record import ModelRecord, Shapes, current
 from coat_jax.convert.rules import Rules, below, chosen_blocks, modules_of, shapes_of
 from coat_jax.remat.classes import method_names
 from coat_jax.remat.modules import linen_method
@@ -41,7 +41,7 @@ class _Convert:
         self._rules, self._options = rules, options
         # Methods that call each other convert once.
         self._active = contextvars.ContextVar("active", default=False)
-        self._models: dict[Any, Model] = {}
+        self._models: dict[Any, ModelRecord] = {}
 
     def method(self, method: Callable) -> Callable:
         @wraps(method)
@@ -68,7 +68,7 @@ class _Convert:
         inside = {path: below(shapes, path) for path in paths}
         kinds = frozenset(frozenset(names.items()) for names in inside.values())
         if kinds not in self._models:
-            self._models[kinds] = Model(str(self._rules), inside.values())
+            self._models[kinds] = ModelRecord(str(self._rules), inside.values())
         record, depth = self._models[kinds], len(module.path)
         return _Blocks(inside, record, depth, self._rules, self._options)
 
@@ -79,7 +79,7 @@ class _Blocks:
     def __init__(
         self,
         blocks: dict[str, Shapes],
-        model: Model,
+        model: ModelRecord,
         depth: int,
         rules: Rules,
         options: Options,

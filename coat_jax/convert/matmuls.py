@@ -17,7 +17,7 @@ from coat_jax.convert.record import (
     PARAMETERS,
     Log,
     Matmul,
-    Model,
+    ModelRecord,
     Shapes,
     new_log,
 )
@@ -52,13 +52,13 @@ class Conversion:
 
     depth: int
     chosen: Callable[[str], bool] | frozenset[str] | None
-    model: Model | None
+    model: ModelRecord | None
     where: str = dataclasses.field(compare=False)
     log: Log | None = None
 
     @classmethod
     def of_block(
-        cls, rules: Rules, model: Model, block: str, shapes: Shapes, depth: int
+        cls, rules: Rules, model: ModelRecord, block: str, shapes: Shapes, depth: int
     ) -> "Conversion":
         """Returns the conversion of a block with parameters of these shapes."""
         chosen = None

@@ -11,7 +11,7 @@ import jax
 from flax import nnx
 
 from coat_jax.convert.matmuls import OF_FUNCTION, Conversion
-from coat_jax.convert.record import Label, Model, Shapes
+from coat_jax.convert.record import Label, ModelRecord, Shapes
 from coat_jax.convert.rules import (
     Rules,
     below,
@@ -180,7 +180,7 @@ def object_model(model: Any, rules: Rules, options: Options) -> Any:
     shapes = parameters_of(model)
     blocks = _blocks(model, shapes, rules)
     inside = {path: _parameters_within(x, shapes, path) for path, x in blocks.items()}
-    record = Model(str(rules), inside.values())
+    record = ModelRecord(str(rules), inside.values())
     if not isinstance(model, nnx.Pytree):
         kinds = frozenset(frozenset(names.items()) for names in inside.values())
         record = _record_of(type(model), str(rules), kinds)
@@ -218,10 +218,10 @@ def with_conversion(x: Any, conversion: Conversion) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> Model:
+def _record_of(cls: type, rules: str, blocks: frozenset[Any]) -> ModelRecord:
     """Returns the record that equal pytrees share: their blocks are of one class."""
     del cls
-    return Model(rules, map(dict, blocks))
+    return ModelRecord(rules, map(dict, blocks))
 
 
 def _parameters_within(x: Any, shapes: Shapes, path: str) -> Shapes:

@@ -46,7 +46,7 @@ class Matmul:
         return f"{name}({operands}: {self.reason or 'FP8'})"
 
 
-class Model:
+class ModelRecord:
     """The blocks of a converted model, and which of them keep all of their matmuls.
 
     Conversions of one model share it, and are equal only within the model.
@@ -119,7 +119,7 @@ class Label(Neutral):
     Modules that differ in nothing else are equal, and are traced once.
     """
 
-    def __init__(self, path: str, model: Model):
+    def __init__(self, path: str, model: ModelRecord):
         self.path, self.model = path, model
 
 

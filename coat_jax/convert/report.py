@@ -17,7 +17,7 @@ from coat_jax.convert.objects import (
     with_blocks,
     with_conversion,
 )
-from coat_jax.convert.record import Label, Matmul, Model, Records, current
+from coat_jax.convert.record import Label, Matmul, ModelRecord, Records, current
 from coat_jax.fp8.dot_general import FEWEST_ROWS
 from coat_jax.remat.modules import is_node, unbound
 from coat_jax.remat.report import check_callable
@@ -166,7 +166,7 @@ def _of_argument(argument: Any, records: Records) -> Any:
 
     def light(x: Any, path: str) -> Any:
         conversion = dataclasses.replace(
-            blocks[path], where=path, model=Model("a report")
+            blocks[path], where=path, model=ModelRecord("a report")
         )
         return with_conversion(x, conversion)
 

@@ -34,7 +34,7 @@ from coat_jax.models import llama
 from experiments.bench.model_step import (
     BY_HAND,
     RELEASED,
-    Model,
+    ModelSize,
     measure_alone,
     take_memory,
 )
@@ -64,8 +64,8 @@ BY_KIND = {"H100": "bench_e2e_h100", "H200": "bench_e2e_h200"}
 _HALVED = ("bf16", "bf16, products saved")
 # The targets for tokens per second of each of several H200s.
 _OF_H200S = {
-    Model.of("llama2-7b", seq=4096): 20_500,
-    Model.of("llama3-8b", seq=8192): 16_000,
+    ModelSize.of("llama2-7b", seq=4096): 20_500,
+    ModelSize.of("llama3-8b", seq=8192): 16_000,
 }
 # The paper's table 7, on H100s with 80 GB. Batch 1 is on one GPU, where BF16 and TE run
 # out of memory. The activations of batch 2 are on each of four GPUs.
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = top.parse_args(argv)
     sizes = {name: getattr(args, name) for name in _sizes()}
     sizes = {name: size for name, size in sizes.items() if size is not None}
-    model = dataclasses.replace(Model.of(args.preset), **sizes)
+    model = dataclasses.replace(ModelSize.of(args.preset), **sizes)
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
     take_memory(at_once=False)
@@ -128,12 +128,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _sizes() -> tuple[str, ...]:
-    return tuple(field.name for field in dataclasses.fields(Model))
+    return tuple(field.name for field in dataclasses.fields(ModelSize))
 
 
 def measured(
     case: str,
-    model: Model,
+    model: ModelSize,
     batch: int,
     steps: int,
     gpus: int,
@@ -147,7 +147,7 @@ def measured(
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row |= {"gpus": gpus, "commit": versions()["commit"], "xla_flags": xla_flags}
-    if model == Model() and gpus == 1:
+    if model == ModelSize() and gpus == 1:
         row |= PAPER.get((case, batch), {})
     with _environment(xla_flags), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         try:
@@ -181,14 +181,18 @@ def joined(rows: list[Row], row: Row) -> list[Row]:
 
 def _key(row: Row) -> tuple[Any, ...]:
     places = _CASES.index(row["case"]), _gpus(row), row["batch"]
-    return *dataclasses.astuple(Model.of_row(row)), *places, row.get("xla_flags", "")
+    return (
+        *dataclasses.astuple(ModelSize.of_row(row)),
+        *places,
+        row.get("xla_flags", ""),
+    )
 
 
-def _by_model(rows: list[Row]) -> dict[Model, list[Row]]:
+def _by_model(rows: list[Row]) -> dict[ModelSize, list[Row]]:
     """Returns the rows of each model."""
-    by_model: dict[Model, list[Row]] = {}
+    by_model: dict[ModelSize, list[Row]] = {}
     for row in rows:
-        by_model.setdefault(Model.of_row(row), []).append(row)
+        by_model.setdefault(ModelSize.of_row(row), []).append(row)
     return by_model
 
 
@@ -207,7 +211,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     alone: dict[Any, float] = {}
     for row in filter(_ran, rows):
         if row["case"] in PLAIN_CASES:
-            key = Model.of_row(row), _gpus(row)
+            key = ModelSize.of_row(row), _gpus(row)
             best[key] = max(best.get(key, 0.0), _rate(row))
         if _gpus(row) == 1:
             key = _identity(row | {"xla_flags": ""})
@@ -215,7 +219,7 @@ def with_ratios(rows: list[Row]) -> list[Row]:
     rows_with_ratios = []
     for row in rows:
         references = {
-            "ratio_to_best_bf16": best.get((Model.of_row(row), _gpus(row))),
+            "ratio_to_best_bf16": best.get((ModelSize.of_row(row), _gpus(row))),
             "ratio_to_bf16": rates.get(_identity(row | {"case": "bf16"})),
         }
         if _gpus(row) > 1:
@@ -252,9 +256,9 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     all_targets = []
     groups = _by_model(rows)
     for model, rows_of_model in groups.items():
-        targets = _bars_of_one(rows_of_model) if model == Model() else []
+        targets = _bars_of_one(rows_of_model) if model == ModelSize() else []
         targets += _bars_of_two(rows_of_model)
-        targets += _best_of_two(rows_of_model) if model == Model() else []
+        targets += _best_of_two(rows_of_model) if model == ModelSize() else []
         targets += _bars_of_more(
             rows_of_model, _OF_H200S.get(model) if "H200" in gpu else None
         )
@@ -361,7 +365,7 @@ def table(rows: list[Row]) -> Table:
     ]
     if any("ratio_to_one_gpu" in row for row in rows):
         columns.insert(5, Column("x one GPU", "ratio_to_one_gpu", "{:.2f}"))
-    name = Model.of_row(rows[0]).name
+    name = ModelSize.of_row(rows[0]).name
     return tables.table(f"Training steps of {name} (the paper's below)", columns, rows)
 
 

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 
 from experiments.bench.e2e import BY_KIND, PLAIN_CASES
-from experiments.bench.model_step import Model
+from experiments.bench.model_step import ModelSize
 from experiments.common.memory_figure import LOOKS, Look, stack
 from experiments.common.paper import MODELS, TABLE_7
 from experiments.common.results import load
@@ -29,15 +29,15 @@ _PAPER_GPUS = 4
 _MIB_PER_GIB = 1024
 # The panels of the figure of speeds.
 _SCALED = (
-    ("H100", Model()),
-    ("H200", Model.of("llama2-7b", seq=4096)),
-    ("H200", Model.of("llama3-8b", seq=8192)),
+    ("H100", ModelSize()),
+    ("H200", ModelSize.of("llama2-7b", seq=4096)),
+    ("H200", ModelSize.of("llama3-8b", seq=8192)),
 )
 # Published tokens per second of each of eight H100s in FP8, by NVIDIA's NeMo and by its
 # Megatron Bridge (docs.nvidia.com/nemo/megatron-bridge, "Performance Summary").
 PUBLISHED = {
-    Model.of("llama2-7b", seq=4096): ("NeMo", 16_934),
-    Model.of("llama3-8b", seq=8192): ("Megatron Bridge", 14_451),
+    ModelSize.of("llama2-7b", seq=4096): ("NeMo", 16_934),
+    ModelSize.of("llama3-8b", seq=8192): ("Megatron Bridge", 14_451),
 }
 _PUBLISHED_GPUS = 8
 # The kinds of memory in the figure. The last is the paper's, which prints no other sum.
@@ -126,8 +126,8 @@ def several(measured: Mapping[str, Sequence[Row]], predicted: Sequence[Row]) -> 
     peaks = {(r["of"], *_place(r["model"], r)): r for r in predicted}
     rows = []
     for kind, row in ((kind, row) for kind, rows in measured.items() for row in rows):
-        model = Model.of_row(row)
-        is_preset = model.preset and model == Model.of(model.preset, model.seq)
+        model = ModelSize.of_row(row)
+        is_preset = model.preset and model == ModelSize.of(model.preset, model.seq)
         if not is_preset or row.get("xla_flags"):
             continue
         prediction = peaks[BY_KIND[kind], *_place(model.name, row)]
@@ -188,7 +188,7 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
                 offset = {"xytext": (6, 6), "textcoords": "offset points"}
                 text = f"batch {best[gpus]['batch']}"
                 axes.annotate(text, (gpus, rate), fontsize=8, **offset)
-            if model == Model():
+            if model == ModelSize():
                 look |= {"linestyle": ":", "markerfacecolor": "white"}
                 axes.plot(*_line(_papers(recipe)), label=f"{recipe}, paper", **look)
         if model in PUBLISHED:
@@ -209,11 +209,11 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
     return figure
 
 
-def _fastest(measured: Sequence[Row], model: Model, recipe: str) -> dict[int, Row]:
+def _fastest(measured: Sequence[Row], model: ModelSize, recipe: str) -> dict[int, Row]:
     """Returns the row of a recipe's fastest batch, by the number of GPUs."""
     fastest: dict[int, Row] = {}
     for row in sorted(measured, key=_rate):
-        of_it = Model.of_row(row) == model and _recipe(row["case"]) == recipe
+        of_it = ModelSize.of_row(row) == model and _recipe(row["case"]) == recipe
         if of_it and "error" not in row:
             fastest[row["gpus"]] = row
     return fastest

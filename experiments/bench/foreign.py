@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common import tables
-from experiments.common.foreign_layers import LAYERS, Llama, made
+from experiments.common.foreign_layers import LAYERS, FlaxLlama, made
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params
 from experiments.common.programs import new_parser
@@ -135,7 +135,7 @@ def layer_rows(
     stream = shape.input()
     xs = [stream] * LAYERS[name].inputs
     chosen = ["bf16", *(case for case in cases if case != "bf16")]
-    if not issubclass(LAYERS[name], Llama):
+    if not issubclass(LAYERS[name], FlaxLlama):
         chosen = [case for case in chosen if case != OWN]
     functions = {case: case_of(name, case, shape) for case in chosen}
 

@@ -84,7 +84,7 @@ def measured(args: argparse.Namespace) -> Iterable[Row]:
     shapes = kernel_cases.ELEMENTWISE_SHAPES
     if args.shapes:
         shapes = [tuple(map(int, s.split(","))) for s in args.shapes]
-    cases: list[kernel_cases.Case | ProductCase] = []
+    cases: list[kernel_cases.KernelCase | ProductCase] = []
     if "elementwise" in only:
         cases += (c for shape in shapes for c in kernel_cases.elementwise(shape))
     if "products" in only:
@@ -144,7 +144,9 @@ class ProductCase(NamedTuple):
         return kernel_cases.draws(self.kernel, self.product.shape, self.product.dtypes)
 
 
-def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], list]:
+def _programs(
+    case: kernel_cases.KernelCase | ProductCase,
+) -> tuple[list[Callable], list]:
     """Returns the kernel's and XLA's functions, and their abstract arguments."""
     if isinstance(case, ProductCase):
         options = {"implementation": "mosaic", "tuning": case.tiles}
@@ -158,7 +160,7 @@ def _programs(case: kernel_cases.Case | ProductCase) -> tuple[list[Callable], li
     return calls, [jax.eval_shape(case.draw, jax.random.key(0))] * _DRAWS
 
 
-def elementwise_row(case: kernel_cases.Case, compiled: list, copy: float) -> Row:
+def elementwise_row(case: kernel_cases.KernelCase, compiled: list, copy: float) -> Row:
     """Times the kernel and XLA, and compares the bandwidth with a copy's."""
     row: Row = {"kernel": case.kernel, "shape": "{} x {}".format(*case.shape)}
     for error in compiled:

@@ -33,7 +33,7 @@ from experiments.common import meshes
 from experiments.common.layer_cases import (
     CASES,
     Apply,
-    Case,
+    LayerCase,
     LayerState,
     first_histories,
     random_params,
@@ -53,7 +53,7 @@ MEMORY_SHARE = "0.95"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelSize:
     """Sizes of a model and of its context; Llama-2-7B's by default."""
 
     hidden: int = 4096
@@ -88,7 +88,7 @@ class Model:
         """The preset with these sizes, of any number of layers and any context."""
         differs = {"layers": self.layers, "seq": self.seq}
         for preset in llama.CONFIGS:
-            if dataclasses.replace(Model.of(preset), **differs) == self:
+            if dataclasses.replace(ModelSize.of(preset), **differs) == self:
                 return preset
         return None
 
@@ -98,13 +98,13 @@ class Model:
         preset = self.preset
         if preset is None:
             title = f"{self.layers} layers of {self.hidden}"
-        elif self.layers == Model.of(preset).layers:
+        elif self.layers == ModelSize.of(preset).layers:
             title = preset
         else:
             title = f"{preset}, {self.layers} layers"
-        return title if self.seq == Model.seq else f"{title}, sequence {self.seq:,}"
+        return title if self.seq == ModelSize.seq else f"{title}, sequence {self.seq:,}"
 
-    def config(self, case: Case, mesh: Mesh | None = None) -> llama.LlamaConfig:
+    def config(self, case: LayerCase, mesh: Mesh | None = None) -> llama.LlamaConfig:
         """Returns the configuration for a case, with parameters in BF16."""
         return llama.LlamaConfig(
             vocab_size=self.vocab,
@@ -134,7 +134,7 @@ class _Wrapped(nnx.Module):
 
 
 def loss_function(
-    case: str, model: Model, mesh: Mesh | None = None
+    case: str, model: ModelSize, mesh: Mesh | None = None
 ) -> tuple[Callable, LayerState]:
     """Returns the loss function, and its abstract parameters and histories.
 
@@ -166,7 +166,7 @@ def _abstract(
     return graph, LayerState(*state)
 
 
-def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState]:
+def _loss_by_hand(model: ModelSize, mesh: Mesh | None) -> tuple[Callable, LayerState]:
     """Returns what `loss_function` returns, for `BY_HAND`.
 
     Raises:
@@ -215,7 +215,7 @@ def _loss_by_hand(model: Model, mesh: Mesh | None) -> tuple[Callable, LayerState
 
 def measure_alone(
     case: str,
-    model: Model,
+    model: ModelSize,
     batch: int,
     steps: int,
     gpus: int = 1,
@@ -240,7 +240,7 @@ def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
     os.environ["XLA_CLIENT_MEM_FRACTION"] = share
 
 
-def measure(case: str, model: Model, batch: int, steps: int, gpus: int = 1) -> Row:
+def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) -> Row:
     """Measures the time and memory of a case's training step.
 
     On several GPUs parameters, moments and the batch are split over all of them, and
@@ -343,6 +343,6 @@ def _timed(compiled, carry: Any, tokens: Int32[Array, "b s+1"], steps: int) -> R
     }
 
 
-def _random_tokens(model: Model, batch: int) -> Int32[Array, "b s+1"]:
+def _random_tokens(model: ModelSize, batch: int) -> Int32[Array, "b s+1"]:
     shape = batch, model.seq + 1
     return jax.random.randint(jax.random.key(0), shape, 0, model.vocab)

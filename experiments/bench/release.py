@@ -28,7 +28,7 @@ from experiments.bench.model_step import (
     GIB,
     MEMORY_SHARE,
     RELEASED,
-    Model,
+    ModelSize,
     take_memory,
 )
 from experiments.common import tables
@@ -58,9 +58,9 @@ class Run(NamedTuple):
     gpus: int = 1
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelSize:
         """The model's sizes."""
-        model = Model.of(self.preset, seq=self.seq)
+        model = ModelSize.of(self.preset, seq=self.seq)
         return dataclasses.replace(model, layers=self.layers or model.layers)
 
 
@@ -150,7 +150,7 @@ def bars(rows: Sequence[Row]) -> list[Bar]:
 
 def _peaks(rows: Sequence[Row]) -> Iterator[Bar]:
     for row in _released(rows):
-        limit = _PEAKS.get((Model.of_row(row).preset, row["batch"], row["gpus"]))
+        limit = _PEAKS.get((ModelSize.of_row(row).preset, row["batch"], row["gpus"]))
         if limit and "peak_gib" in row:
             yield Bar.of(f"{_name(row)}: peak, GiB", "<=", limit, row["peak_gib"])
 
@@ -195,13 +195,13 @@ def _released(rows: Sequence[Row]) -> list[Row]:
 
 def _name(row: Row) -> str:
     gpus = "" if row["gpus"] == 1 else f"{row['gpus']} GPUs, "
-    return f"{Model.of_row(row).name}, {gpus}{row['case']}, batch {row['batch']}"
+    return f"{ModelSize.of_row(row).name}, {gpus}{row['case']}, batch {row['batch']}"
 
 
 def table(rows: Sequence[Row]) -> Table:
     """Returns a table of rows."""
     columns = [
-        Column("model", lambda row: Model.of_row(row).name),
+        Column("model", lambda row: ModelSize.of_row(row).name),
         Column("GPUs", "gpus", "{}"),
         Column("", "case", "{}"),
         Column("batch", "batch", "{}"),

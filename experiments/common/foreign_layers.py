@@ -83,7 +83,7 @@ def rope(x: Float[Array, "b s n d"], theta: float = 500_000.0) -> Array:
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
-class Llama(Layer):
+class FlaxLlama(Layer):
     """RMSNorm, grouped queries, RoPE and a gated MLP."""
 
     def __init__(self, shape: Shape, make: Modules):
@@ -113,7 +113,7 @@ class Llama(Layer):
         return x + self.mark(self.down(product), "mlp_out")
 
 
-class NamedLlama(Llama):
+class NamedLlama(FlaxLlama):
     """A Llama layer with names for policies of `jax.checkpoint`."""
 
     def mark(self, x: Array, name: str) -> Array:
@@ -121,7 +121,7 @@ class NamedLlama(Llama):
         return checkpoint_name(x, name)
 
 
-class ConstrainedLlama(Llama):
+class ConstrainedLlama(FlaxLlama):
     """A Llama layer with sharding constraints, on a mesh of one device."""
 
     def mark(self, x: Array, name: str) -> Array:
@@ -130,7 +130,7 @@ class ConstrainedLlama(Llama):
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data")))
 
 
-class Qwen(Llama):
+class Qwen(FlaxLlama):
     """A Llama layer with norms of queries and keys, as in Qwen 3."""
 
     def __init__(self, shape: Shape, make: Modules):
@@ -218,7 +218,7 @@ class DiffusionTransformer(Layer):
 
 
 LAYERS: dict[str, type[Layer]] = {
-    "llama": Llama,
+    "llama": FlaxLlama,
     "llama, named": NamedLlama,
     "llama, constrained": ConstrainedLlama,
     "qwen": Qwen,

@@ -29,7 +29,7 @@ TUNED = MODELS | {"layer": (2048, 5504)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
+class KernelCase:
     """An operation on arrays of one shape.
 
     Attributes:
@@ -49,7 +49,7 @@ class Case:
     name = property(lambda self: self.kernel)
 
 
-def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
+def elementwise(shape: tuple[int, int]) -> Iterator[KernelCase]:
     """Yields a case for every kernel that reads and writes each element once."""
     elements = shape[0] * shape[1]
 
@@ -58,7 +58,7 @@ def elementwise(shape: tuple[int, int]) -> Iterator[Case]:
             keys = jax.random.split(key, len(draws))
             return tuple(d(k) for d, k in zip(draws, keys, strict=True))
 
-        return Case(
+        return KernelCase(
             kernel=kernel, shape=shape, call=call, draw=draw, size=elements * bytes_each
         )
 

@@ -57,7 +57,7 @@ class LayerState(NamedTuple):
     histories: nnx.State
 
 
-class Case(NamedTuple):
+class LayerCase(NamedTuple):
     """A layer that is compared with others.
 
     Attributes:
@@ -72,23 +72,23 @@ class Case(NamedTuple):
     scaling: Scaling = "just_in_time"
 
 
-CASES: dict[str, Case] = {
-    "bf16": Case("bf16"),
-    "bf16, products and attention saved": Case(
+CASES: dict[str, LayerCase] = {
+    "bf16": LayerCase("bf16"),
+    "bf16, products and attention saved": LayerCase(
         "bf16", _checkpoint(_products_and_attention)
     ),
-    "bf16, products saved": Case("bf16", _checkpoint(_products)),
-    "bf16, nothing saved": Case("bf16", _checkpoint(_policies.nothing_saveable)),
-    "bf16, fp8_remat": Case("bf16", lambda layer, in_scan: coat.fp8_remat(layer)),
-    "bf16, fp8_remat of products": Case(
+    "bf16, products saved": LayerCase("bf16", _checkpoint(_products)),
+    "bf16, nothing saved": LayerCase("bf16", _checkpoint(_policies.nothing_saveable)),
+    "bf16, fp8_remat": LayerCase("bf16", lambda layer, in_scan: coat.fp8_remat(layer)),
+    "bf16, fp8_remat of products": LayerCase(
         "bf16",
         lambda layer, in_scan: coat.fp8_remat(layer, policy=products_saveable),
     ),
-    "te": Case("te"),
-    "coat": Case("coat"),
-    "coat, delayed scaling": Case("coat", scaling="delayed"),
-    "coat_max": Case("coat_max"),
-    "coat_block": Case("coat_block"),
+    "te": LayerCase("te"),
+    "coat": LayerCase("coat"),
+    "coat, delayed scaling": LayerCase("coat", scaling="delayed"),
+    "coat_max": LayerCase("coat_max"),
+    "coat_block": LayerCase("coat_block"),
 }
 # The BF16 cases that JAX offers without this library.
 PLAIN = tuple(name for name in CASES if name.startswith("bf16") and "fp8" not in name)
@@ -130,7 +130,7 @@ def llama_intermediate(hidden: int) -> int:
     return -(-hidden * 8 // (3 * 128)) * 128
 
 
-def layer(case: Case, shape: Shape) -> tuple[Apply, LayerState]:
+def layer(case: LayerCase, shape: Shape) -> tuple[Apply, LayerState]:
     """Returns a case's layer as a function of state and input, and its abstract state.
 
     Parameters are BF16.

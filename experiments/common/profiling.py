@@ -15,7 +15,7 @@ _PRODUCTS = re.compile(r"nvjet|cublas|cutlass|gemm|xmma|^matmul", re.IGNORECASE)
 _PALLAS = re.compile(r"(\w+?)_mosaic_gpu_kernel")
 
 
-class Kernel(NamedTuple):
+class KernelRun(NamedTuple):
     """A run of a kernel.
 
     Attributes:
@@ -60,7 +60,7 @@ def kernel_ms(
     return {kind: ms / calls for kind, ms in by_part(kernels).items()}
 
 
-def _kernels(data: Any) -> Iterator[Kernel]:
+def _kernels(data: Any) -> Iterator[KernelRun]:
     for plane in data.planes:
         if not plane.name.startswith("/device:GPU"):
             continue
@@ -68,10 +68,10 @@ def _kernels(data: Any) -> Iterator[Kernel]:
             if line.name.startswith("Stream"):
                 for event in line.events:
                     times = (event.start_ns, event.start_ns + event.duration_ns)
-                    yield Kernel(event.name, *(ns / 1e6 for ns in times))
+                    yield KernelRun(event.name, *(ns / 1e6 for ns in times))
 
 
-def by_part(kernels: Iterable[Kernel]) -> dict[str, float]:
+def by_part(kernels: Iterable[KernelRun]) -> dict[str, float]:
     """Sums milliseconds by kind of kernel, largest first, and the gaps between them."""
     totals = collections.Counter({"products": 0.0, "attention": 0.0})
     gaps, last = 0.0, None

@@ -8,14 +8,14 @@ from typing import Any
 
 from coat_jax.models.memory import GIB
 from experiments.bench.e2e import measured
-from experiments.bench.model_step import Model, measure
+from experiments.bench.model_step import ModelSize, measure
 from experiments.common.memory import device_limit_bytes
 from experiments.estimate.measured import estimate
 
 Row = dict[str, Any]
 # The largest comes first.
 PRESETS = ("llama-30b", "llama2-13b", "llama2-7b")
-TINY = Model(
+TINY = ModelSize(
     hidden=256, intermediate=512, layers=2, heads=2, kv_heads=2, vocab=512, seq=128
 )
 _ON_GPU = ("bf16", "te", "coat", "coat_max")
@@ -41,12 +41,12 @@ def measured_here() -> list[Row]:
     ]
 
 
-def predicted(case: str, model: Model) -> Row:
+def predicted(case: str, model: ModelSize) -> Row:
     """Returns the predicted peak of a case's step of one sequence."""
     return {"predicted_peak_gib": estimate(case, model, 1).peak_bytes / GIB}
 
 
-def largest_model(limit: int) -> Model:
+def largest_model(limit: int) -> ModelSize:
     """Returns the largest model with a `coat` step that is predicted to fit.
 
     The step is of one sequence. It is the tiny model if no preset fits.
@@ -54,6 +54,6 @@ def largest_model(limit: int) -> Model:
     Args:
       limit: The bytes of a GPU that the step may take.
     """
-    models = (Model.of(preset) for preset in PRESETS)
+    models = (ModelSize.of(preset) for preset in PRESETS)
     fit = (m for m in models if estimate("coat", m, 1).peak_bytes <= limit)
     return next(fit, TINY)

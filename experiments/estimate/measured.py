@@ -25,7 +25,7 @@ from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
 from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.e2e import BY_KIND
-from experiments.bench.model_step import Model, loss_function
+from experiments.bench.model_step import ModelSize, loss_function
 from experiments.common import meshes, tables
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
@@ -70,7 +70,7 @@ def measured_steps() -> list[Row]:
 
 def end_to_end(row: Row) -> Row:
     """Returns a measured step of `bench_e2e` with its prediction."""
-    model = Model.of_row(row)
+    model = ModelSize.of_row(row)
     gpus = row.get("gpus", 1)
     names = {"of": row["of"], "model": model.name, "case": row["case"]}
     names |= {"gpus": gpus, "batch": row["batch"]}
@@ -83,7 +83,7 @@ def end_to_end(row: Row) -> Row:
     )
 
 
-def estimate(case: str, model: Model, batch: int, gpus: int = 1) -> MemoryEstimate:
+def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEstimate:
     """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
     loss, state = loss_function(case, model)
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)

@@ -21,7 +21,7 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Arguments(arguments.Arguments):
+class FinetuneArguments(arguments.Arguments):
     """A parsed command line of a fine-tuning."""
 
     def settings(self) -> settings.FinetuneSettings:
@@ -29,9 +29,9 @@ class Arguments(arguments.Arguments):
         return settings.settings(self.given)
 
 
-def parse(argv: Sequence[str] | None = None) -> Arguments:
+def parse(argv: Sequence[str] | None = None) -> FinetuneArguments:
     """Parses a command line; exits with a message if it is invalid."""
-    return arguments.parse_as(Arguments, parser(), argv, _RUNS)
+    return arguments.parse_as(FinetuneArguments, parser(), argv, _RUNS)
 
 
 def parser() -> argparse.ArgumentParser:

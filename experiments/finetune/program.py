@@ -24,7 +24,7 @@ from flax import nnx
 from rich.console import RenderableType
 
 from experiments.finetune import exact_match, report, tasks
-from experiments.finetune.arguments import Arguments, parse
+from experiments.finetune.arguments import FinetuneArguments, parse
 from experiments.finetune.base import load_base, params_fingerprint
 from experiments.finetune.conversations import (
     Conversation,
@@ -60,7 +60,7 @@ def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Questions(Inputs):
+class QuestionInputs(Inputs):
     """The conversations that every recipe of a run reads.
 
     Attributes:
@@ -86,7 +86,9 @@ class Questions(Inputs):
         return super().measure(trainer, state) | share
 
 
-def prepare(args: Arguments, stop: Interrupts) -> tuple[FinetuneRun, Questions]:
+def prepare(
+    args: FinetuneArguments, stop: Interrupts
+) -> tuple[FinetuneRun, QuestionInputs]:
     """Opens or creates the run, its base and its data.
 
     Invalid settings or data raise before run.json is written.
@@ -109,7 +111,7 @@ def prepare(args: Arguments, stop: Interrupts) -> tuple[FinetuneRun, Questions]:
 
 def load_questions(
     settings: FinetuneSettings, tokenizer: Path
-) -> tuple[Questions, str]:
+) -> tuple[QuestionInputs, str]:
     """Returns the inputs of a run, and a hash of everything that it reads.
 
     Args:
@@ -129,7 +131,7 @@ def load_questions(
     exam = Exam(questions_asked, codec)
     for split in (windows.fingerprint(), held_out.fingerprint()):
         sources += f" {split}"
-    questions = Questions(
+    questions = QuestionInputs(
         windows=windows,
         validation=data.validation_batches(
             held_out, batch_size=settings.batch_size, count=settings.eval_batches
@@ -178,7 +180,7 @@ def packed(
     return PackedWindows(examples, settings.seq_len)
 
 
-def write_report(run: FinetuneRun, inputs: Questions) -> RenderableType:
+def write_report(run: FinetuneRun, inputs: QuestionInputs) -> RenderableType:
     """Asks all test questions, and writes the results; returns tables of them."""
     by_recipe: dict[str, list[Answer]] = {}
     for recipe in run.settings.recipes:

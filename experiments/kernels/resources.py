@@ -34,7 +34,7 @@ _E4M3 = jnp.float8_e4m3fn
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class CompiledCase:
     """A function with one kernel or a few, and abstract arrays to compile it for.
 
     Attributes:
@@ -72,7 +72,7 @@ def _groups(*shape: int) -> pk.Scaled:
     return pk.Scaled(_array(*shape, dtype=_E4M3), scale)
 
 
-def _adam() -> Iterator[Case]:
+def _adam() -> Iterator[CompiledCase]:
     def step(*arrays, implementation):
         # The kernel omits arithmetic with scalars that are the number 0.
         scalars = pk.AdamScalars(0.9, 0.95, 1e-8, 0.0, 1.5, 0.0, 1.1, 1e-4, 0.1)
@@ -87,7 +87,7 @@ def _adam() -> Iterator[Case]:
         seed = _array(dtype=jnp.uint32)
         salt = seed if stochastic else None
         params = grads if params else None
-        return Case(name, step, (grads, moments, seed, seed, params, salt))
+        return CompiledCase(name, step, (grads, moments, seed, seed, params, salt))
 
     yield case("adam", (4096, 4096))
     yield case("adam, float32", (4096, 4096), _F32)
@@ -98,12 +98,12 @@ def _adam() -> Iterator[Case]:
 
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
-) -> Iterator[Case]:
+) -> Iterator[CompiledCase]:
     """Yields the benchmark's cases of kernels that are named `beginnings` and so on."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))
-            yield Case(case.kernel, case.call, arrays)
+            yield CompiledCase(case.kernel, case.call, arrays)
 
 
 def _scales(*maxima, **options):
@@ -111,16 +111,16 @@ def _scales(*maxima, **options):
     return pk.tensor_scales(*bounds, **options)
 
 
-def _quantize() -> Iterator[Case]:
+def _quantize() -> Iterator[CompiledCase]:
     yield from _measured("quantize", "scale", "dequantize", "transpose")
     of_32 = functools.partial(pk.quantize_groups, group=32)
-    yield Case("quantize 1x32", of_32, (_array(8192, 4096),))
-    yield Case("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
+    yield CompiledCase("quantize 1x32", of_32, (_array(8192, 4096),))
+    yield CompiledCase("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
     rows = [_array(n, dtype=_F32) for n in (8192, 22016, 264)]
-    yield Case("scales of tensors", _scales, tuple(rows))
+    yield CompiledCase("scales of tensors", _scales, tuple(rows))
 
 
-def _gate(activation: str) -> Iterator[Case]:
+def _gate(activation: str) -> Iterator[CompiledCase]:
     tokens, f = 8192, 11008
     names = f"{activation} gate", f"{activation} without a product"
     yield from _measured(*names, shape=(tokens, f))
@@ -129,7 +129,9 @@ def _gate(activation: str) -> Iterator[Case]:
         return pk.gated_grad(gate_up, dy, scale=scale, activation=activation, **options)
 
     arrays = (_groups(tokens, 2, f), _array(tokens, f), _array(dtype=_F32))
-    yield Case(f"{activation} gate, backward, to a tensor, row", backward, arrays)
+    yield CompiledCase(
+        f"{activation} gate, backward, to a tensor, row", backward, arrays
+    )
 
     def pair(gate, up, **options):
         options |= {"scale": "row", "keep_groups": True, "activation": activation}
@@ -140,16 +142,18 @@ def _gate(activation: str) -> Iterator[Case]:
 
     for n in (768, f, 26_624, 28_672):  # In registers, and in shared memory.
         y = _array(tokens, n)
-        yield Case(f"{activation} gate of two arrays, to rows", pair, (y, y))
+        yield CompiledCase(f"{activation} gate of two arrays, to rows", pair, (y, y))
     arrays = (_groups(tokens, f), _groups(tokens, f), *arrays[1:])
-    yield Case(f"{activation} gate of two arrays, backward", pair_backward, arrays)
+    yield CompiledCase(
+        f"{activation} gate of two arrays, backward", pair_backward, arrays
+    )
 
 
-def _heads() -> Iterator[Case]:
+def _heads() -> Iterator[CompiledCase]:
     yield from _measured("heads")
 
 
-def _norm() -> Iterator[Case]:
+def _norm() -> Iterator[CompiledCase]:
     def backward(x, dy, weight, add, y_scale=None, bias=None, **options):
         # A layer asks for the amax together with the output.
         options |= {"keep_maxima": y_scale is not None}
@@ -164,26 +168,28 @@ def _norm() -> Iterator[Case]:
         yield from _measured("rms norm", "layer norm", shape=shape)
         x, weight = _array(*shape), _array(shape[1])
         arrays = (_groups(*shape), x, weight, x)
-        yield Case("layer norm with a bias", layer, (x, weight, weight))
-        yield Case("rms norm, backward, added", backward, arrays)
+        yield CompiledCase("layer norm with a bias", layer, (x, weight, weight))
+        yield CompiledCase("rms norm, backward, added", backward, arrays)
         with_output = (*arrays, _array(dtype=_F32))
-        yield Case("rms norm, backward, added, and the output", backward, with_output)
+        yield CompiledCase(
+            "rms norm, backward, added, and the output", backward, with_output
+        )
         with_output = *with_output, weight
         text = "layer norm with a bias, backward, added, and the output"
-        yield Case(text, layer_backward, with_output)
+        yield CompiledCase(text, layer_backward, with_output)
         sequences = 4
         x, weight, scale = (
             x.update(shape=(sequences, shape[0] // sequences, shape[1])),
             _array(sequences, shape[1]),
             _array(dtype=_F32),
         )
-        yield Case("layer norm of sequences", layer, (x, weight, weight))
+        yield CompiledCase("layer norm of sequences", layer, (x, weight, weight))
         groups = jax.eval_shape(pk.quantize_groups, x)
         arrays = (groups, x, weight, x, scale, weight)
         text = "layer norm of sequences, backward, added, and the output"
-        yield Case(text, layer_backward, arrays)
+        yield CompiledCase(text, layer_backward, arrays)
     arrays = (_groups(8192, 4096), _array(4096), _array(dtype=_F32))
-    yield Case("rms norm from groups to a tensor", to_tensor, arrays)
+    yield CompiledCase("rms norm from groups to a tensor", to_tensor, arrays)
 
 
 def _tiles(product: Product) -> list[tuning.Tuning]:
@@ -197,7 +203,7 @@ def _tiles(product: Product) -> list[tuning.Tuning]:
     return list(dict.fromkeys(dataclasses.replace(t, **options) for t in candidates))
 
 
-def _products() -> Iterator[Case]:
+def _products() -> Iterator[CompiledCase]:
     m, n, k = 8192, 4096, 4096
     a, b, one = _array(m, k, dtype=_E4M3), _array(n, k, dtype=_E4M3), _array(dtype=_F32)
     for kernel, product in kernel_cases.PRODUCTS.items():
@@ -205,23 +211,23 @@ def _products() -> Iterator[Case]:
         arrays = jax.eval_shape(functools.partial(kernel_cases.operands, kernel, shape))
         for tiles in _tiles(product):
             call = functools.partial(kernel_cases.run_product, kernel, tuning=tiles)
-            yield Case(kernel, call, arrays, tiles)
+            yield CompiledCase(kernel, call, arrays, tiles)
             if product.heads:
                 again = functools.partial(call, copies=2)
-                yield Case(f"{kernel} twice", again, arrays, tiles)
+                yield CompiledCase(f"{kernel} twice", again, arrays, tiles)
     for tiles in _tiles(kernel_cases.PRODUCTS["product"]):
         call = functools.partial(pk.matmul, keep_maxima=True, tuning=tiles)
-        yield Case("product and maxima", call, (a, b, one, one), tiles)
+        yield CompiledCase("product and maxima", call, (a, b, one, one), tiles)
     accumulate = functools.partial(pk.matmul, out_dtype=_F32)
     sums, rows = (
         _array(m, n, dtype=_F32),
         (_array(m, dtype=_F32), _array(n, dtype=_F32)),
     )
-    yield Case("rows, accumulated", accumulate, (a, b, *rows, sums))
-    yield Case("rows of a", pk.matmul, (a, b, rows[0], one))
+    yield CompiledCase("rows, accumulated", accumulate, (a, b, *rows, sums))
+    yield CompiledCase("rows of a", pk.matmul, (a, b, rows[0], one))
     for name, addend in ("rows, biased", None), ("rows, biased and added", sums):
         biased = functools.partial(_biased, out_dtype=_BF16 if addend is None else _F32)
-        yield Case(name, biased, (a, b, *rows, addend, rows[1]))
+        yield CompiledCase(name, biased, (a, b, *rows, addend, rows[1]))
 
 
 def _biased(*arrays, **options):
@@ -229,7 +235,7 @@ def _biased(*arrays, **options):
     return pk.matmul(*arrays, bias=bias, **options)
 
 
-def _parts() -> Iterator[Case]:
+def _parts() -> Iterator[CompiledCase]:
     """Yields matmuls that read an operand in parts, as devices gather them."""
     one = _array(1, dtype=_F32)
     arrays = _array(8192, 4096, dtype=_E4M3), _array(2, 4096, 2, 1024, dtype=_E4M3)
@@ -244,10 +250,10 @@ def _parts() -> Iterator[Case]:
         for tiles in _tiles(product):
             if not tiles.transposed:
                 call = functools.partial(multiply, product, tiles)
-                yield Case(f"{name} of parts", call, (*arrays, one, one), tiles)
+                yield CompiledCase(f"{name} of parts", call, (*arrays, one, one), tiles)
 
 
-FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
+FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
     "adam": _adam,
     "quantize": _quantize,
     "silu": functools.partial(_gate, "silu"),
@@ -260,7 +266,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-def hardest(family: str) -> list[Case]:
+def hardest(family: str) -> list[CompiledCase]:
     """Returns the case of each kernel with the most recorded registers.
 
     Cases that are not recorded yet are among them.
@@ -282,7 +288,9 @@ def hardest(family: str) -> list[Case]:
     return all_cases
 
 
-def rows(family: str, cases: Iterable[Case] | None = None) -> list[dict[str, Any]]:
+def rows(
+    family: str, cases: Iterable[CompiledCase] | None = None
+) -> list[dict[str, Any]]:
     """Compiles cases of a family, all by default, and returns a record for each."""
     return [
         {"family": family, **case.names, **dataclasses.asdict(case.resources())}

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 import coat_jax as coat
-from experiments.optimizer.moments import GROUP, Capture, Moments
+from experiments.optimizer.moments import GROUP, Capture, MomentSamples
 from experiments.optimizer.schemes import (
     INT8,
     Code,
@@ -124,7 +124,7 @@ def pair_rows(capture: Capture) -> list[Row]:
     return rows
 
 
-def _pair_errors(moments: Moments) -> dict[tuple[str, str], UpdateError]:
+def _pair_errors(moments: MomentSamples) -> dict[tuple[str, str], UpdateError]:
     mu, nu, key = moments.mu, moments.nu, jax.random.key(0)
     read_mu, read_nu = {}, {}
     for name, code in CODES.items():

@@ -20,7 +20,7 @@ GROUP = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Moments:
+class MomentSamples:
     """Adam's state after a step, for a sample of groups.
 
     Attributes:
@@ -54,8 +54,8 @@ class Capture:
         parameters with moments that `coat.fp8_adamw` quantizes.
     """
 
-    moments: tuple[Moments, ...]
-    start: Moments
+    moments: tuple[MomentSamples, ...]
+    start: MomentSamples
     gradients: Float32[np.ndarray, "steps groups 128"]
     b1: float
     parameters: int
@@ -89,10 +89,12 @@ class Sampler:
         leaves = zip(jax.tree.leaves(tree), self._quantized, strict=True)
         return np.asarray(self._draw([leaf for leaf, quantized in leaves if quantized]))
 
-    def moments(self, opt_state: optax.OptState, step: int, loss: float) -> Moments:
+    def moments(
+        self, opt_state: optax.OptState, step: int, loss: float
+    ) -> MomentSamples:
         """Returns the sampled groups of the moments in an optimizer's state."""
         mu, nu = (optax.tree.get(opt_state, name) for name in ("mu", "nu"))
-        return Moments(step=step, loss=loss, mu=self(mu), nu=self(nu))
+        return MomentSamples(step=step, loss=loss, mu=self(mu), nu=self(nu))
 
     def _concatenated(self, leaves: list[Array]) -> Float32[Array, "groups 128"]:
         pairs = zip(leaves, self._rows, strict=True)

@@ -12,7 +12,7 @@ import coat_jax as coat
 from experiments.common.style import framed
 from experiments.optimizer import error_studies as studies
 from experiments.optimizer.error_studies import DEFAULT, REFERENCE_ERROR, Row
-from experiments.optimizer.moments import GROUP, Moments
+from experiments.optimizer.moments import GROUP, MomentSamples
 from experiments.optimizer.schemes import exact_update
 
 _BEFORE, _AFTER, _OURS = "#33415c", "#d1495b", "#2a9d8f"
@@ -23,7 +23,7 @@ _NORMAL, _SMALLEST = np.log2([2.0**-6 / 448, 2.0**-9 / 448])
 _FULL = np.log2(coat.E4M3.dynamic_range)
 
 
-def ranges(moments: Moments) -> Figure:
+def ranges(moments: MomentSamples) -> Figure:
     """Draws figures 9 and 2: magnitudes and dynamic ranges of groups.
 
     The left panels show all magnitudes over their group's amax, before and after range
@@ -55,7 +55,7 @@ def ranges(moments: Moments) -> Figure:
     return figure
 
 
-def codes(moments: Moments) -> Figure:
+def codes(moments: MomentSamples) -> Figure:
     """Draws figure 3: the use of each E4M3 magnitude before and after range expansion.
 
     The third panel shows m / sqrt(v), which `coat.fp8_adamw` stores for the first

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.activations import operations
 from experiments.bench.e2e import BY_KIND
-from experiments.bench.model_step import Model
+from experiments.bench.model_step import ModelSize
 from experiments.common.answers import ALL
 from experiments.common.paper import (
     LOSS_COLUMNS,
@@ -225,7 +225,7 @@ def _end_to_end() -> Section:
     for results in files:
         kind = results["device"]["name"].split()[1]
         for row in results["rows"]:
-            model = MODELS.get(Model.of_row(row).name)
+            model = MODELS.get(ModelSize.of_row(row).name)
             if model and row["case"] in _RECIPES and not row.get("xla_flags"):
                 gpus = row.get("gpus", 1)
                 where = f"{gpus} {kind}{'s' * (gpus > 1)}, batch {row['batch']}"

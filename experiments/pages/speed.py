@@ -7,7 +7,7 @@ from typing import Any
 
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.kernels import case_of
-from experiments.bench.model_step import Model
+from experiments.bench.model_step import ModelSize
 from experiments.common.results import NEWEST_JAX, load
 from experiments.common.tables import Column, markdown
 from experiments.pages.sections import markdown_image, section
@@ -83,7 +83,7 @@ def _of_kind(name: str) -> str:
         Column("saved", "activations_gib", "{:.1f} GiB"),
         _PEAK,
     )
-    names = [Model.of_row(row).name for row in results["rows"]]
+    names = [ModelSize.of_row(row).name for row in results["rows"]]
     # A model's name stands in its first row alone.
     titles = (b if b != a else "" for a, b in itertools.pairwise([None, *names]))
     rows = ({"title": t} | r for t, r in zip(titles, results["rows"], strict=True))

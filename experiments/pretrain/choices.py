@@ -31,7 +31,7 @@ class Questions(NamedTuple):
     right: Int[np.ndarray, " n"]
 
 
-class Model(Protocol):
+class Scorer(Protocol):
     """A model that says how likely the ends of sequences are."""
 
     def __call__(
@@ -90,7 +90,7 @@ def _pieces(
     return np.stack([np.append(context, document[p : p + PIECE]) for p in places])
 
 
-def answered(questions: Questions, model: Model) -> Bool[np.ndarray, " n"]:
+def answered(questions: Questions, model: Scorer) -> Bool[np.ndarray, " n"]:
     """Returns whether the likeliest piece of each question is the right one."""
     right = []
     for first in range(0, len(questions.right), _BATCH):

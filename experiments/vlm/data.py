@@ -9,7 +9,7 @@ from jaxtyping import Bool, Int, Int32, UInt8
 from experiments.vlm import pictures, questions, scenes
 from experiments.vlm.questions import KINDS, Question
 from experiments.vlm.scenes import Scene
-from experiments.vlm.settings import Settings
+from experiments.vlm.settings import VlmSettings
 
 PAD, IMAGE, END = 0, 1, 2
 _SPECIAL = ("<pad>", "<image>", "<end>")
@@ -113,7 +113,7 @@ class _Source(NamedTuple):
     vocabulary: Vocabulary
 
 
-def make(settings: Settings) -> Data:
+def make(settings: VlmSettings) -> Data:
     """Draws and renders the scenes of a run; they depend on the settings alone.
 
     Raises:
@@ -125,24 +125,24 @@ def make(settings: Settings) -> Data:
     return Data(source.vocabulary, train, _test(settings, source))
 
 
-def make_test(settings: Settings) -> Examples:
+def make_test(settings: VlmSettings) -> Examples:
     """Returns the examples for tests of `make`, without those for training."""
     return _test(settings, _source(settings))
 
 
-def _source(settings: Settings) -> _Source:
+def _source(settings: VlmSettings) -> _Source:
     pools = pictures.load(settings.picture_size, settings.names_per_category)
     names = [*pools[0].drawings, *map(str, range(10))]
     return _Source(*pools, names, Vocabulary(questions.words(settings.grid, names)))
 
 
-def _test(settings: Settings, source: _Source) -> Examples:
+def _test(settings: VlmSettings, source: _Source) -> Examples:
     numbered = _kinds_in_turn(settings, source.test, source.known)
     return _examples(settings, source, source.test, numbered)
 
 
 def _examples(
-    settings: Settings,
+    settings: VlmSettings,
     source: _Source,
     pool: pictures.Pictures,
     numbered: Iterator["_Numbered"],
@@ -163,7 +163,7 @@ def _examples(
     )
 
 
-def batches(data: Data, settings: Settings, seed: int) -> Iterator[Batch]:
+def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
     """Yields batches of training questions, all orders of them, without an end."""
     rng = np.random.default_rng((settings.data_seed, 2, seed))
     size, total = settings.batch_size, len(data.train.questions)
@@ -182,7 +182,7 @@ _Numbered = tuple[int, Scene, Question]
 
 
 def _all_kinds(
-    settings: Settings, pool: pictures.Pictures, names: list[str]
+    settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
     """Yields questions of all kinds about each scene, with the scene's number."""
     rng = np.random.default_rng((settings.data_seed, 3))
@@ -194,7 +194,7 @@ def _all_kinds(
 
 
 def _kinds_in_turn(
-    settings: Settings, pool: pictures.Pictures, names: list[str]
+    settings: VlmSettings, pool: pictures.Pictures, names: list[str]
 ) -> Iterator[_Numbered]:
     """Yields one question about each scene, with the scene's number."""
     rng = np.random.default_rng((settings.data_seed, 4))
@@ -207,7 +207,7 @@ def _kinds_in_turn(
 
 
 def _sequences(
-    questions_asked: Sequence[Question], vocabulary: Vocabulary, settings: Settings
+    questions_asked: Sequence[Question], vocabulary: Vocabulary, settings: VlmSettings
 ) -> tuple[Int32[np.ndarray, "m length"], Bool[np.ndarray, "m length"]]:
     shape = len(questions_asked), settings.length
     tokens, is_answer = np.full(shape, PAD, np.int32), np.zeros(shape, bool)

@@ -43,8 +43,8 @@ from experiments.vlm import data, report
 from experiments.vlm.data import Batch, Data
 from experiments.vlm.intervals import summarize
 from experiments.vlm.questions import KINDS
-from experiments.vlm.settings import PRESETS, Recipe, Settings
-from experiments.vlm.training import Trainer, TrainState, new_trainer
+from experiments.vlm.settings import PRESETS, Recipe, VlmSettings
+from experiments.vlm.training import TrainState, VlmTrainer, new_trainer
 
 Row = dict[str, Any]
 _CAPTIONS = 3
@@ -92,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def read_settings(flags: dict[str, Any]) -> Settings:
+def read_settings(flags: dict[str, Any]) -> VlmSettings:
     """Returns the preset's settings, overridden by those given that are not None."""
     flags = {k: v for k, v in flags.items() if v is not None}
     if "recipes" in flags:
@@ -112,10 +112,10 @@ class Study:
       ValueError: If `out` has trainings with other settings.
     """
 
-    def __init__(self, settings: Settings, out: Path | None = None) -> None:
+    def __init__(self, settings: VlmSettings, out: Path | None = None) -> None:
         self._settings = settings
         self._out = out
-        self._trainers: dict[str, Trainer] = {}
+        self._trainers: dict[str, VlmTrainer] = {}
         shared = dataclasses.asdict(settings)
         self._shared = {k: v for k, v in shared.items() if k not in _NOT_SHARED}
         earlier = (lambda of: known_rows(out, of)) if out else (lambda of: [])
@@ -235,7 +235,7 @@ def show(study: Study, out: Path) -> None:
 
 
 def _fit(
-    trainer: Trainer, settings: Settings, dataset: Data, seed: int, bar: tqdm
+    trainer: VlmTrainer, settings: VlmSettings, dataset: Data, seed: int, bar: tqdm
 ) -> tuple[TrainState, np.ndarray, float]:
     """Trains one model; returns it, the loss of each step, and the seconds taken."""
     state, losses = trainer.init(seed), []
@@ -251,7 +251,7 @@ def _fit(
 
 
 def _captions(
-    trainer: Trainer, state: TrainState, dataset: Data, recipe: Recipe
+    trainer: VlmTrainer, state: TrainState, dataset: Data, recipe: Recipe
 ) -> list[Row]:
     """Returns the captions of the first scenes that the test asks captions of."""
     step, offset = len(KINDS), KINDS.index("caption")

@@ -16,7 +16,7 @@ _POSITIVE = ("seeds", "steps", "batch_size", "lr", "clip_norm", "test_questions"
 _POSITIVE += ("train_scenes", "most_things", "names_per_category")
 
 
-class Shape(NamedTuple):
+class VlmShape(NamedTuple):
     """A model's shape; `model_config` sets its vocabulary and its recipes.
 
     Attributes:
@@ -30,9 +30,9 @@ class Shape(NamedTuple):
     merge_size: int
 
 
-def _shape(image: int, vision: dict[str, int], text: dict[str, int]) -> Shape:
+def _shape(image: int, vision: dict[str, int], text: dict[str, int]) -> VlmShape:
     heads = text["num_heads"]
-    return Shape(
+    return VlmShape(
         vit.VitConfig(image_size=image, **vision),
         llama.LlamaConfig(vocab_size=1, num_kv_heads=heads, **text),
         merge_size=2,
@@ -48,7 +48,7 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int) -> dict[str,
     )
 
 
-SHAPES: dict[str, Shape] = {
+SHAPES: dict[str, VlmShape] = {
     "tiny": _shape(24, _sizes(32, 48, 1, 2) | {"patch_size": 6}, _sizes(32, 48, 1, 2)),
     "cpu": _shape(
         48, _sizes(64, 128, 1, 2) | {"patch_size": 12}, _sizes(64, 128, 2, 2)
@@ -60,7 +60,7 @@ SHAPES: dict[str, Shape] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(OptimizerSettings):
+class VlmSettings(OptimizerSettings):
     """All settings that decide what a run computes.
 
     Settings of the optimizer are `OptimizerSettings`; sequences are questions.
@@ -144,8 +144,8 @@ class Settings(OptimizerSettings):
         return -(-longest // 4) * 4 + 1
 
 
-PRESETS: dict[str, Settings] = {
-    "tiny": Settings(
+PRESETS: dict[str, VlmSettings] = {
+    "tiny": VlmSettings(
         preset="tiny",
         recipes=("bf16", "coat"),
         grid=2,
@@ -157,7 +157,7 @@ PRESETS: dict[str, Settings] = {
         batch_size=4,
         lr=3e-3,
     ),
-    "cpu": Settings(
+    "cpu": VlmSettings(
         preset="cpu",
         recipes=("bf16", "te", "coat"),
         grid=2,
@@ -169,7 +169,7 @@ PRESETS: dict[str, Settings] = {
         batch_size=32,
         lr=4e-3,
     ),
-    "gpu": Settings(
+    "gpu": VlmSettings(
         preset="gpu",
         seeds=3,
         grid=3,
@@ -185,7 +185,7 @@ PRESETS: dict[str, Settings] = {
 
 
 def model_config(
-    settings: Settings, recipe: Recipe, vocab_size: int, image_token: int
+    settings: VlmSettings, recipe: Recipe, vocab_size: int, image_token: int
 ) -> vlm.VlmConfig:
     """Returns the preset's shape with a vocabulary, and one recipe in all its parts.
 

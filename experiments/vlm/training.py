@@ -11,13 +11,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from coat_jax.models import vlm
 from experiments.training.step import EMPTY, ModelTrainer, TrainState
 from experiments.vlm.data import END, IMAGE, PAD, Batch
-from experiments.vlm.settings import Settings, model_config
+from experiments.vlm.settings import VlmSettings, model_config
 
 # The number of sequences of a batch with answers that are computed together.
 _ANSWERED = 240
 
 
-class Trainer(ModelTrainer):
+class VlmTrainer(ModelTrainer):
     """A compiled training step and answers of one recipe.
 
     Args:
@@ -26,7 +26,9 @@ class Trainer(ModelTrainer):
       words: The number of words, including special ones.
     """
 
-    def __init__(self, config: vlm.VlmConfig, settings: Settings, words: int) -> None:
+    def __init__(
+        self, config: vlm.VlmConfig, settings: VlmSettings, words: int
+    ) -> None:
         self._config = config
         self._words = words
         super().__init__(settings, config.text.recipe, steps=settings.steps)
@@ -152,9 +154,9 @@ class Trainer(ModelTrainer):
         return likeliest.astype(jnp.int32)
 
 
-def new_trainer(settings: Settings, recipe: str, words: int) -> Trainer:
+def new_trainer(settings: VlmSettings, recipe: str, words: int) -> VlmTrainer:
     """Returns the trainer of a recipe, for a vocabulary of `words` words."""
-    return Trainer(model_config(settings, recipe, words, IMAGE), settings, words)
+    return VlmTrainer(model_config(settings, recipe, words, IMAGE), settings, words)
 
 
 def normalized(images: Array) -> Float32[Array, "b 1 size size 3"]:

@@ -7,13 +7,13 @@ import functools
 import math
 from collections.abc import Iterable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from pallas_kernels.array_types import target_platform
 from pallas_kernels.numerics import (
     TINY,
     Scaled,
@@ -75,8 +75,7 @@ def encode(x: Array, scale: Array, dtype: DTypeLike) -> Array:
 
 def _saturates() -> bool:
     """Returns whether casts to FP8 saturate: on GPUs, not in interpret mode on CPUs."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device or jax.devices()[0]).platform == "gpu"
+    return target_platform() == "gpu"
 
 
 def encode_groups(x: Array, dtype: DTypeLike) -> tuple[Array, Array]:

@@ -8,7 +8,7 @@ from experiments.bench import model_step
 from experiments.common import meshes
 
 pytestmark = pytest.mark.distributed
-MODEL = model_step.Model(
+MODEL = model_step.ModelSize(
     hidden=128, intermediate=256, layers=2, heads=2, kv_heads=1, vocab=256, seq=32
 )
 

@@ -13,7 +13,7 @@ from helpers.tables import text_of
 from experiments.bench import e2e as bench_e2e
 from experiments.bench import model_step
 
-_MODEL = model_step.Model(
+_MODEL = model_step.ModelSize(
     hidden=64, intermediate=96, layers=2, heads=2, kv_heads=1, vocab=128, seq=16
 )
 
@@ -72,20 +72,20 @@ def test_a_process_gives_way_or_takes_memory(monkeypatch):
 
 
 def test_presets_are_the_benchmarks_models():
-    assert model_step.Model.of("llama2-7b") == model_step.Model()
-    actual = model_step.Model.of("llama2-13b")
+    assert model_step.ModelSize.of("llama2-7b") == model_step.ModelSize()
+    actual = model_step.ModelSize.of("llama2-13b")
     sizes = (actual.hidden, actual.intermediate, actual.layers, actual.heads)
     assert sizes == (5120, 13_824, 40, 40)
 
 
 def _step(case, batch, rate, peak=10.0, commit="first"):
     row = {"case": case, "batch": batch, "tokens_per_s": rate, "peak_gib": peak}
-    return row | {"commit": commit} | dataclasses.asdict(model_step.Model())
+    return row | {"commit": commit} | dataclasses.asdict(model_step.ModelSize())
 
 
 def _failed(case, batch):
     row = {"case": case, "batch": batch, "error": "out of memory", "commit": "first"}
-    return row | dataclasses.asdict(model_step.Model())
+    return row | dataclasses.asdict(model_step.ModelSize())
 
 
 def test_rows_join_and_bars_compare_them():
@@ -151,7 +151,7 @@ def test_rows_of_two_gpus_stand_beside_one():
 def test_bars_of_four_gpus_depend_on_the_kind():
     def step(gpus, rate, batch=4):
         row = _step("coat", batch, rate) | {"gpus": gpus}
-        return row | dataclasses.asdict(model_step.Model.of("llama3-8b", seq=8192))
+        return row | dataclasses.asdict(model_step.ModelSize.of("llama3-8b", seq=8192))
 
     rows = []
     for row in (step(1, 16_000.0), step(4, 60_800.0), step(4, 66_000.0, batch=6)):
@@ -221,7 +221,7 @@ def test_rows_of_other_flags_and_models_stand_beside_each_other():
     ],
 )
 def test_models_have_the_names_of_presets(sizes, name):
-    assert dataclasses.replace(model_step.Model(), **sizes).name == name
+    assert dataclasses.replace(model_step.ModelSize(), **sizes).name == name
 
 
 @pytest.mark.slow

@@ -168,12 +168,12 @@ def test_the_paper_stands_beside():
 
 def test_kernels_are_sorted_by_what_they_are():
     kernels = [
-        profiling.Kernel("loop_add_fusion", 20.0, 52.0),
-        profiling.Kernel("norm_grad_mosaic_gpu_kernel", 0.0, 1.0),
-        profiling.Kernel("matmul_heads_mosaic_gpu_kernel", 2.0, 4.0),
-        profiling.Kernel("nvjet_qqtst_128x256", 3.0, 7.0),
-        profiling.Kernel("void cudnn::fusion::convert_dq_to_16bits", 7.0, 15.0),
-        profiling.Kernel("cudnn_generated_flash_bprop", 60.5, 76.5),
+        profiling.KernelRun("loop_add_fusion", 20.0, 52.0),
+        profiling.KernelRun("norm_grad_mosaic_gpu_kernel", 0.0, 1.0),
+        profiling.KernelRun("matmul_heads_mosaic_gpu_kernel", 2.0, 4.0),
+        profiling.KernelRun("nvjet_qqtst_128x256", 3.0, 7.0),
+        profiling.KernelRun("void cudnn::fusion::convert_dq_to_16bits", 7.0, 15.0),
+        profiling.KernelRun("cudnn_generated_flash_bprop", 60.5, 76.5),
     ]
     assert profiling.by_part(kernels) == {
         "products": 6.0,

@@ -5,7 +5,7 @@ import pytest
 from helpers.tables import cells_of
 
 from experiments.bench import e2e_report
-from experiments.bench.model_step import Model
+from experiments.bench.model_step import ModelSize
 from experiments.common.paper import TABLE_7
 from experiments.common.results import load
 from experiments.estimate import live, table_7
@@ -24,8 +24,8 @@ def predicted():
 def test_the_largest_model_fits():
     """Parameters, gradients and moments of `coat` take 6 bytes for each parameter."""
     least = 6 * _PARAMETERS_13B
-    assert live.largest_model(least) == Model()
-    assert live.largest_model(2 * least) == Model.of("llama2-13b")
+    assert live.largest_model(least) == ModelSize()
+    assert live.largest_model(2 * least) == ModelSize.of("llama2-13b")
     assert live.largest_model(30 * _GIB) == live.TINY
 
 
@@ -40,7 +40,7 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     monkeypatch.setattr(live, "device_limit_bytes", lambda: 76 * _GIB)
     monkeypatch.setattr(live, "measured", measured)
     rows = live.measured_here()
-    assert called == [(Model(), 1, 1)] * 4
+    assert called == [(ModelSize(), 1, 1)] * 4
     assert [row["case"] for row in rows] == ["bf16", "te", "coat", "coat_max"]
     peaks = [row["predicted_peak_gib"] for row in rows]
     # In BF16 the 7B model takes 12 bytes for each of 6.7 billion parameters.
@@ -199,7 +199,7 @@ def test_speeds_stand_beside_the_papers_and_published_ones():
     [best] = [
         row["tokens_per_s_per_gpu"]
         for row in by_kind["H100"]
-        if Model.of_row(row) == Model()
+        if ModelSize.of_row(row) == ModelSize()
         and (row["case"], row["gpus"], row["batch"]) == ("coat", 2, 12)
     ]
     assert lines[0]["coat, here"][1] == [2, best]

@@ -26,7 +26,7 @@ def _random_moments(rng, groups=72, spread=1.0):
     nu[0], mu[0] = 0, 0
     nu[1, 5:], mu[1, 5:] = 0, 0
     actual = {"mu": mu.astype(np.float32), "nu": nu.astype(np.float32)}
-    return moments.Moments(step=30, loss=1.0, **actual), gradients
+    return moments.MomentSamples(step=30, loss=1.0, **actual), gradients
 
 
 def _capture(actual, gradients):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import dispatch
+from pallas_kernels import array_types, dispatch
 
 BF16 = jnp.bfloat16
 
@@ -37,7 +37,8 @@ def rows(*shape, dtype=BF16):
     ],
 )
 def test_a_device_without_the_kernels(monkeypatch, device, reason):
-    monkeypatch.setattr(dispatch, "_device", lambda: SimpleNamespace(**device))
+    gpu = SimpleNamespace(**device)
+    monkeypatch.setattr(array_types, "default_device", lambda: gpu)
     explanation = pk.explain(pk.norm, rows(4, 100), rows(100), eps=1e-6, scale="row")
     (choice,) = explanation.choices
     assert choice.operation == "norm"
