@@ -17,8 +17,8 @@ def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:
     Args:
       fn: A function of arrays.
       like: An array with the mesh in its type.
-      result: The result of `fn`, or arrays of the same types. Those that are on no mesh
-        get the sharding of `like`.
+      result: The result of `fn`, or arrays of the same types. Arrays that are on no
+        mesh get the sharding of `like`.
     """
     here = jax.typeof(like).sharding
     explicit = here.mesh.explicit_axes

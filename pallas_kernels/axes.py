@@ -85,7 +85,7 @@ def alike(x: Array) -> Axes:
 
 
 def as_it_is(x: Array) -> Axes:
-    """Returns the axes of an array that is not read."""
+    """Returns the axes of an array that the operation does not read."""
     return Axes(" ".join(f"own{j}" for j in range(x.ndim)), own=True)
 
 

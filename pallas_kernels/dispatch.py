@@ -137,7 +137,7 @@ def traced_anew() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted() -> Iterator[None]:
-    """Makes `explain` see calls of jitted functions that JAX has traced before."""
+    """Lets `explain` see calls in jitted functions that JAX has traced before."""
     with contextlib.nullcontext() if _made.get() is None else traced_anew():
         yield
 
@@ -248,7 +248,7 @@ def _choose(
 
 
 def _warn(operation: Operation, arrays: tuple, obstacle: str) -> None:
-    """Warns once that XLA computes what a kernel cannot, if this takes more time."""
+    """Warns once that XLA computes large arrays that the kernel cannot take."""
     largest = max((x.size for x in jax.tree.leaves(arrays)), default=0)
     if largest >= _LARGE and not operation.fast_in_xla:
         of = " ".join(_described(arrays))
@@ -264,7 +264,7 @@ def warn_once(message: str) -> None:
 
 
 def _against_kernels(arrays: tuple) -> list[str]:
-    """Returns the reasons why no kernel runs on these arrays unless it is named."""
+    """Returns why the reference runs by default; empty if the kernel can."""
     if not has_hopper():
         device = array_types.default_device()
         capability = getattr(device, "compute_capability", None)

@@ -65,7 +65,7 @@ _COUNTED = "mosaic_gpu.dump_basename"
 
 
 class _Unexpected(Exception):
-    """Raised where a lowered kernel is not as this file expects it."""
+    """Raised where a lowered kernel has another form than this file expects."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ class Codes(NamedTuple):
     """FP8 codes with a per-tensor scale, and their transpose.
 
     Attributes:
-      row: The codes [..., n]; None if they are not wanted.
+      row: The codes [..., n]; None if they were not asked for.
       transposed: The same codes [n, tokens], or None. All leading axes are tokens.
       scale: The scale, a float32 scalar.
       largest: The amax of parts of the quantized array, float32 [k], or None. The

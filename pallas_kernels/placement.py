@@ -190,7 +190,7 @@ class _Call:
         return tree.unflatten(complete)
 
     def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
-        """Returns the arrays; those in more parts than their names say are gathered."""
+        """Returns the arrays. An array in more parts than its names say is gathered."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, (axes, spec) in enumerate(
             zip(self.operands, operand_specs, strict=True)
@@ -200,7 +200,7 @@ class _Call:
         return tree.unflatten(leaves)
 
     def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
-        """Returns the arrays; one device of several has what is added to a sum."""
+        """Returns the arrays, with the accumulator of a sum on one device alone."""
         leaves, tree = jax.tree.flatten(arrays)
         for j, axes in enumerate(self.operands):
             if axes.added and (summed := _missing(axes, split)):

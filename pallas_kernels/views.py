@@ -151,7 +151,7 @@ def _is_reshape(eqn: Any) -> bool:
 
 
 def _types(steps: Sequence[_Step], returns: Sequence[Any]) -> dict[_Value, Any]:
-    """Returns the types of arrays that kernels and barriers return: as they are read.
+    """Returns the types that readers want of results of kernels and barriers.
 
     Kernels read arrays of any type.
     """

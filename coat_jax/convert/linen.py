@@ -62,7 +62,7 @@ class _Convert:
         return call
 
     def _blocks(self, module: nn.Module) -> "_Blocks":
-        """Returns what converts the blocks of a module that is applied."""
+        """Returns the interceptor that converts the blocks of an applied module."""
         shapes = shapes_of(module.variables.get("params", {}))
         paths = chosen_blocks(shapes, modules_of(shapes), self._rules.blocks)
         inside = {path: below(shapes, path) for path in paths}
@@ -84,7 +84,7 @@ class _Blocks:
         rules: Rules,
         options: Options,
     ):
-        """Converts nothing yet.
+        """Starts before any block is called.
 
         Args:
           blocks: The shapes of the parameters of each block, by its path.

@@ -69,7 +69,7 @@ class Conversion:
         return cls(depth=depth, chosen=chosen, model=model, where=block)
 
     def logged(self) -> "Conversion":
-        """Returns the conversion of one call, with a log if somebody asks for it."""
+        """Returns the conversion of one call, with a log if a report is being made."""
         log = new_log(self.where)
         return self if log is None else dataclasses.replace(self, log=log)
 
@@ -109,7 +109,7 @@ class Conversion:
         return program.replace(eqns=eqns)
 
     def _choice(self, eqn: core.JaxprEqn, sources: Sources) -> tuple[int, str]:
-        """Returns the operand that is a weight, 0 or 1, and why it stays as it is."""
+        """Returns the position of the weight, and why the matmul stays as it is."""
         if eqn.primitive is fp8_dot_p:
             return 0, FP8_ALREADY
         parameters = [_followed(v, sources) for v in eqn.invars]
@@ -214,7 +214,7 @@ def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
 
 
 def _operands(weights: int, activations: int) -> str:
-    """Returns why a matmul is not one of an activation and a parameter."""
+    """Returns why a matmul does not multiply an activation by a parameter."""
     if activations == 2:
         return ACTIVATIONS
     if weights == 2:

@@ -132,7 +132,7 @@ def _name(path: Any) -> str:
 def with_blocks(
     model: Any, paths: Mapping[str, Any], light: Callable[[Any, str], Any]
 ) -> Any:
-    """Returns a model in which blocks are replaced, and that shares all else.
+    """Returns a model with replaced blocks, which shares everything else.
 
     Args:
       model: The model.
@@ -231,7 +231,7 @@ def _parameters_within(x: Any, shapes: Shapes, path: str) -> Shapes:
 
 
 def _blocks(model: Any, shapes: Shapes, rules: Rules) -> dict[str, Any]:
-    """Returns a model's blocks by path: what a rule chooses, or modules in that."""
+    """Returns a model's blocks by path: chosen modules, or modules within these."""
     is_flax = isinstance(model, nnx.Pytree)
     if rules.blocks is None and not is_flax and not numbered(shapes):
         return {"": model}

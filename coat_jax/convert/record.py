@@ -56,7 +56,7 @@ class ModelRecord:
     """
 
     def __init__(self, rules: str, blocks: Iterable[Shapes] = ()):
-        """Knows nothing of the blocks yet.
+        """Starts without any block's result.
 
         Args:
           rules: The rules of the conversion, for messages.
@@ -71,7 +71,7 @@ class ModelRecord:
         self._warned: set[str] = set()
 
     def finish(self, block: str, shapes: Shapes, matmuls: Sequence[Matmul]) -> bool:
-        """Takes note of a block, and returns whether it has FP8 matmuls.
+        """Records the matmuls of a block, and returns whether one runs in FP8.
 
         Raises:
           ValueError: If no block of the model has an FP8 matmul.
@@ -145,7 +145,7 @@ current: contextvars.ContextVar[Records | None] = contextvars.ContextVar(
 
 
 def new_log(block: str) -> Log | None:
-    """Returns a log for a call of a block, or None if nobody asks for a report."""
+    """Returns a log for a call of a block, or None unless a report is being made."""
     records = current.get()
     if records is None:
         return None

@@ -114,7 +114,7 @@ def _bias_gradient(like, dy):
 
 
 def _marked(x):
-    """Returns a tree without leaves that tells whether there is an array x."""
+    """Returns () for an array and None for None: a leafless pytree of what is there."""
     return None if x is None else ()
 
 

@@ -66,7 +66,7 @@ def bind(
     *arrays: Any,
     **params,
 ) -> list[Any]:
-    """Adds an operation that computes `function` to the program that is traced.
+    """Adds an operation for `function` to the program that is being traced.
 
     On a mesh it contains the traced function. JAX looks into operations for parts that
     need to know the devices before they are lowered.

@@ -50,7 +50,7 @@ class Term(NamedTuple):
 
 
 class _Value(NamedTuple):
-    """A term and the layout of its array; numbers have none."""
+    """A term and the layout of its array. A number has no layout."""
 
     term: Term
     layout: Layout | None = None
@@ -61,7 +61,7 @@ class _UnknownError(Exception):
 
 
 def is_known(eqn: core.JaxprEqn) -> bool:
-    """Returns whether the algebra may have an operation; it has one result then."""
+    """Returns whether the algebra knows an operation, which has one result then."""
     return eqn.primitive.name in _KNOWN and len(eqn.outvars) == 1
 
 
@@ -102,7 +102,7 @@ def term_of(
 def arguments_of(
     y: core.Var, graph: Graph, role_of: Callable[[core.Var], Role]
 ) -> Iterator[tuple[core.Var, set[core.Var], tuple[core.JaxprEqn, ...]]]:
-    """Yields each variable of which alone, and of parameters, `y` is computed.
+    """Yields each variable that `y` is a function of, together with parameters.
 
     Those next to `y` come first, each with the parameters and the operations between,
     in the program's order. It ends at an operation that no formula has.
@@ -110,7 +110,7 @@ def arguments_of(
     Args:
       y: A variable.
       graph: The program that computes it.
-      role_of: The role of an operand. One that is "inner" is computed between, too.
+      role_of: The role of an operand. An "inner" operand is computed in between.
     """
     free, parameters, passed = {y}, set(), {}
     while free and len(passed) < 2 * MAX_STEPS:
@@ -162,7 +162,7 @@ def _result(eqn: core.JaxprEqn, operands: list[_Value], width: int | None) -> _V
     """Returns the result of an operation.
 
     Raises:
-      _UnknownError: If it is no part of a known formula.
+      _UnknownError: If no known formula has the operation.
     """
     if not operands:
         raise _UnknownError
@@ -277,7 +277,7 @@ def _inverse(x: Term) -> Term:
 
 
 def _added(*terms: Term) -> Term:
-    """Returns a sum of terms that are no sums themselves, and of one number at most."""
+    """Returns a sum in normal form: terms that are no sums, and at most one number."""
     parts: list[Term] = []
     for term in terms:
         match term:

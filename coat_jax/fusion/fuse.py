@@ -254,7 +254,7 @@ def _nodes(graph: Graph, fixed: set[core.Var]) -> list[FusedMatmul]:
 
 
 def _gates(graph: Graph, groups: Groups) -> Iterator[tuple[Any, tuple[Any, Gate]]]:
-    """Yields the gates between matmuls: the key after each, and the key before it."""
+    """Yields the gates between matmuls, as the keys after and before each gate."""
     sources = {
         eqn.outvars[0]: key
         for key, calls in groups.items()
@@ -308,7 +308,7 @@ def _bias(call: core.JaxprEqn, graph: Graph, fixed: set[core.Var]) -> Sum | None
 def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
     """Returns the sum of a single result and another array, or None.
 
-    A gated MLP adds the input of its norm, and nothing else.
+    A fused gated MLP can add only the residual stream, which is its norm's input.
     """
     call, *further = node.calls
     if further or call.outvars[0].aval.ndim > 2:
@@ -325,7 +325,7 @@ def _total(node: FusedMatmul, graph: Graph) -> Sum | None:
 def _passed_on(
     nodes: Sequence[FusedMatmul], graph: Graph
 ) -> dict[int, Sequence[core.JaxprEqn]]:
-    """Lets sums after norms read what the norms' operations pass on.
+    """Lets residual sums read the copy of the stream that a norm's kernel passes on.
 
     Returns the additions that read it, by the identities of the additions that they
     replace. Additions in fused matmuls are not among them.

@@ -291,7 +291,7 @@ def _gate_term(
 
 @functools.cache
 def _gate_terms(count: int) -> dict[Term | None, Activation]:
-    """Returns the activations by the arithmetic of a gate with `count` operands."""
+    """Returns activations, keyed by the arithmetic of a gate with `count` operands."""
     layouts = [("gate", "elements"), ("up", "elements")][:count]
     terms = {}
     for activation, fn in ACTIVATIONS.items():
@@ -337,7 +337,7 @@ def bias_of(result: core.Var, graph: Graph, fixed: Collection[core.Var]) -> Sum 
 
 
 def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
-    """Yields what is added to a result that nothing else reads, and the summand."""
+    """Yields the sum with a result that nothing else reads, and the other summand."""
     eqns: list[core.JaxprEqn] = []
     while len(graph.readers[result]) == 1:
         (reader,) = graph.readers[result]
@@ -361,7 +361,7 @@ def _sums(result: core.Var, graph: Graph) -> Iterator[tuple[Sum, core.Var]]:
 def _column(var: core.Var, like: core.Var, graph: Graph) -> core.Var | None:
     """Returns the vector with an element for each column of `like`, spread as `var`.
 
-    If the variable is nothing of the kind, returns None.
+    Returns None for any other variable.
     """
     columns = like.aval.shape[-1:]
     if var.aval.ndim != like.aval.ndim or var.aval.shape[-1:] != columns:
@@ -392,7 +392,7 @@ def reader_after(x: core.Var, norm: Eqns, graph: Graph) -> core.JaxprEqn | None:
 
 
 def _is_for(eqn: Any, inner: Collection[int], graph: Graph) -> bool:
-    """Returns whether an operation is in `inner`, or a cast that only these read."""
+    """Returns whether an operation is in `inner`, or a cast for these alone."""
     if eqn is graph.program or id(eqn) in inner:
         return id(eqn) in inner
     if eqn.primitive.name != "convert_element_type":

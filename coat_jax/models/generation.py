@@ -49,7 +49,7 @@ class Sampling:
     Attributes:
       temperature: The number that divides logits; 0 chooses the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: The probability that the most likely tokens to choose from have together;
+      top_p: Least total probability of the most likely tokens to choose from;
         None means 1. The token that reaches it is among them.
     """
 

@@ -108,9 +108,9 @@ def is_plain_call(eqn: core.JaxprEqn) -> bool:
 def inlined(
     program: core.Jaxpr, is_call: Callable[[core.JaxprEqn], bool]
 ) -> core.Jaxpr:
-    """Returns a program with those operations inlined that `is_call` accepts.
+    """Returns a program with the operations inlined that `is_call` accepts.
 
-    Each contains one program. It stays as it is if that program has constants.
+    Each must contain one program, which is inlined unless it has constants.
     """
     names: Names = {}
     eqns = _inlined(program, names, is_call)
@@ -123,7 +123,7 @@ def embedded(
     outvars: Sequence[core.Var],
     is_call: Callable[[core.JaxprEqn], bool] = lambda eqn: False,
 ) -> tuple[list[core.JaxprEqn], Names]:
-    """Returns the operations of a program, as they stand within another one.
+    """Returns the operations of a program, renamed for use within another program.
 
     Args:
       body: The program. It has no constants.
@@ -180,7 +180,7 @@ def _inlined(
 
 
 def renamed(operands: Iterable[Operand], names: Mapping[core.Var, Operand]) -> list:
-    """Returns operands with those variables renamed that `names` has."""
+    """Returns the operands, with each variable in `names` replaced."""
     return [names.get(v, v) if isinstance(v, core.Var) else v for v in operands]
 
 
@@ -216,7 +216,7 @@ def _has_backward(eqn: core.JaxprEqn) -> bool:
 
 
 def _key(eqn: core.JaxprEqn) -> Any:
-    """Returns what two equal operations have in common, or None if it is unknown."""
+    """Returns a key that is equal for equal operations, or None if there is none."""
     operands = [_literal(v) if isinstance(v, core.Literal) else v for v in eqn.invars]
     params = tuple(sorted(eqn.params.items(), key=lambda item: item[0]))
     # Some contexts, such as a device to compute on, have no equality of their own.

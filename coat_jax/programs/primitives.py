@@ -22,7 +22,7 @@ class Kind(enum.Enum):
     """The kinds of operations.
 
     Attributes:
-      MARK: Returns its operand, and tells a compiler or a policy something about it.
+      MARK: Returns its operand unchanged; a hint to a compiler or a policy.
       CAST: Converts to another dtype.
       VIEW: Moves elements, without a change of their number.
       SPREAD: Repeats elements.
@@ -150,7 +150,7 @@ def does_work(eqn: core.JaxprEqn) -> bool:
 
 
 def is_stateful(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation may give something else when it is repeated."""
+    """Returns whether an operation may give another result when it runs again."""
     if eqn.effects or kind_of(eqn) is Kind.STATEFUL:
         return True
     bodies = core.jaxprs_in_params(eqn.params)
@@ -186,7 +186,7 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
 
 
 def all_eqns(eqns: Iterable[core.JaxprEqn]) -> Iterator[core.JaxprEqn]:
-    """Yields the operations that contain no program, at any depth, and while loops."""
+    """Yields all leaf operations, also in nested programs. A while loop is a leaf."""
     for eqn in eqns:
         bodies = bodies_of(eqn)
         for body in bodies:
@@ -201,7 +201,7 @@ def variables(operands: Iterable[Operand]) -> set[core.Var]:
 
 
 def number_of(literal: core.Literal) -> float:
-    """Returns a number as it is in its dtype."""
+    """Returns a number after rounding to its dtype."""
     return float(np.asarray(literal.val, literal.aval.dtype))
 
 

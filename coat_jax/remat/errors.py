@@ -54,7 +54,7 @@ class Known(NamedTuple):
       constant: True if the array follows from parameters and constants alone.
       copies: The FP8 copies that it depends on; empty if it is exact.
       sign: The sign of its elements, if something is known of it.
-      number: The number of the program that all its elements are, if there is one.
+      number: The number that all its elements equal, if they are one number.
       is_bounded: Whether it is computed of numbers and bounded functions alone.
     """
 
@@ -136,7 +136,7 @@ class Errors:
         return constants[0].number == 0 or varying in self._normalized
 
     def is_bounded(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> bool:
-        """Returns whether an operation on bounded arrays, or any, is bounded."""
+        """Returns whether an operation is bounded for bounded, or for all, arrays."""
         entry = entry_of(eqn)
         if entry.errors == "bounded" or self._is_bell(eqn):
             return True
@@ -144,7 +144,7 @@ class Errors:
         return not is_exact and all(operand.is_bounded for operand in operands)
 
     def sign(self, eqn: core.JaxprEqn, operands: Sequence[Known]) -> Sign | None:
-        """Returns the sign of a result's elements, if something is known of it."""
+        """Returns the sign of a result's elements, or None if it is unknown."""
         name, kind = eqn.primitive.name, kind_of(eqn)
         if name in _POSITIVE:
             return Sign(1)
@@ -236,7 +236,7 @@ def _is_centered(
     makers: Mapping[core.Var, core.JaxprEqn],
     constants: Container[core.Var],
 ) -> bool:
-    """Returns whether a statistic that is subtracted from an array is a sum of it."""
+    """Returns whether an array is centered: less a sum of its own elements."""
 
     def unmoved(var):
         while (eqn := makers.get(var)) and is_layout(eqn) and variables(eqn.invars):

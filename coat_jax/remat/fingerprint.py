@@ -27,7 +27,7 @@ _CHANGING = (jax.Array, np.ndarray, np.generic, nnx.Pytree, nnx.Variable)
 
 
 class Neutral:
-    """A value that changes nothing: all values of a class are equal."""
+    """A value that does not affect the fingerprint: all values of a class are equal."""
 
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other)
@@ -41,10 +41,10 @@ class _UnknownError(Exception):
 
 
 def fingerprint(*values: Any) -> Hashable | None:
-    """Returns what values have in common if the same programs are traced from them.
+    """Returns a key that is equal for values from which the same programs are traced.
 
-    Numbers that are equal and differ in type have different fingerprints. A function
-    counts with its code, its defaults, and the values of the variables that it closes
+    Numbers that are equal and differ in type have different fingerprints. The key of a
+    function has its code, its defaults, and the values of the variables that it closes
     over or names. Functions that it names are not searched.
 
     Returns None if a value may contain an array, or anything that cannot be compared.

@@ -149,7 +149,7 @@ def _backward(
 
 @dataclasses.dataclass(eq=False)
 class _Value:
-    """A result of an operation; a view is the value that it views.
+    """The value of a variable. A view shares the value of the array that it views.
 
     Attributes:
       aval: The type.
@@ -206,7 +206,7 @@ class _Program:
         return self.values[var]
 
     def written(self, var: Any) -> Held:
-        """Returns the array of a value, which is written now if it was not yet."""
+        """Returns the array of a value, and writes it first if it has none yet."""
         value = self.value(var)
         if value.held is None:
             value.held = _held(value.aval, _role(value.reads))

@@ -15,7 +15,7 @@ KEPT = 64
 
 
 def outlined(fn: Callable) -> Callable:
-    """Returns `fn` in a form that is traced once for all arguments of the same types.
+    """Returns `fn` as a function that is traced once per types of its arguments.
 
     In a program it is one jitted call. Results that are arguments, or equal to another
     result, are no results of that call, because a loop would stack them once more. `fn`

@@ -240,7 +240,7 @@ def _derive(
     options: Options,
     may_copy: Callable[[core.Var], bool],
 ) -> list[Extra]:
-    """Marks what follows from other saved arrays or from extras as recomputed.
+    """Marks arrays that follow from other saved arrays or from extras as recomputed.
 
     Returns the extras, which are arrays that `may_copy` accepts.
     """
@@ -312,9 +312,9 @@ def _restricted(
 
 
 def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Var]:
-    """Returns the variables that certainly depend on an input that is no parameter.
+    """Returns the variables that depend on an input other than a parameter.
 
-    Results of loops are not among them: some may depend on parameters alone.
+    Results of loops are left out, because some may depend on parameters alone.
     """
     dependent = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
@@ -325,7 +325,7 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
 
 
 def _statistics(program: core.Jaxpr) -> set[core.Var]:
-    """Returns the results of reductions of long rows, and what follows in their size.
+    """Returns the results of reductions of long rows, and arrays of their size.
 
     An example is the mean of a token in LayerNorm. They are few, and an error of one is
     an error of its whole row.

@@ -72,7 +72,8 @@ class Derivation:
     def keep(self, arrays: Iterable[core.Var]) -> set[core.Var]:
         """Adds arrays that are kept unquantized, and the arrays that follow.
 
-        Returns those that must be saved: not those that are others moved or converted.
+        Returns the arrays that must be saved. An array that is another one moved or
+        converted need not be.
         """
         saved = set()
         for var in sorted(arrays, key=self._order.__getitem__):
@@ -116,7 +117,7 @@ class Derivation:
     def _use(
         self, missing: Iterable[core.Var], candidate: tuple[core.Var, dict]
     ) -> tuple[int, int, bool]:
-        """Rates a copy by elements saved, arrays replaced, and precision."""
+        """Returns a copy's rating: elements saved, arrays replaced, and precision."""
         source, following = candidate
         sizes = [size_of(var.aval) for var in missing if var in following]
         maker = self._makers.get(source)

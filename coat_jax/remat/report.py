@@ -103,7 +103,7 @@ def residual_report(fn: Callable, *args: Any, **kwargs: Any) -> ResidualReport:
 def _positional(
     fn: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """Returns a function of positional arguments, and these, for a call with keywords.
+    """Returns a call with keywords as a function of positional arguments, and these.
 
     Floating arrays among the keyword arguments are the last argument.
     """
@@ -175,7 +175,7 @@ def memory_report(fn: Callable, *args: Any, **kwargs: Any) -> MemoryReport:
 
 
 def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Returns the bytes that a compiled program needs on the device, with arguments."""
+    """Returns the device bytes that a compiled program needs, with its arguments."""
     stats = compiled.memory_analysis()
     total = stats.argument_size_in_bytes + stats.output_size_in_bytes
     return total + stats.temp_size_in_bytes - stats.alias_size_in_bytes

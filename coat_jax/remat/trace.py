@@ -110,7 +110,7 @@ class Linearized:
     def readers(self, index: int, *, cut: bool = True) -> list[core.JaxprEqn]:
         """Returns the operations of the backward program that read residual `index`.
 
-        With `cut` the readers of a slice count as readers; without it the slice does.
+        With `cut` the readers of a slice are returned in place of the slice.
         """
 
         def through(eqn: core.JaxprEqn) -> bool:
@@ -168,7 +168,7 @@ class Linearized:
         )
 
     def source_dtype(self, var: core.Var) -> jnp.dtype:
-        """Returns the dtype of `var` before lossless casts: those from bfloat16."""
+        """Returns the dtype of `var` before lossless casts, such as from bfloat16."""
         for eqn in _producers(self.forward.jaxpr, var):
             dtype = eqn.invars[0].aval.dtype if eqn.invars else None
             if eqn.primitive.name == "convert_element_type" and dtype == jnp.bfloat16:

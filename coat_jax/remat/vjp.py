@@ -121,7 +121,7 @@ class _Call:
 
 
 def _known(call: _Call, options: Options) -> "_Programs | None":
-    """Returns what is kept of calls like this one, or None if that is not known."""
+    """Returns the programs that calls like this one share, or None if it is unknown."""
     key_of_call = fingerprint(call.fn, call.static, options.where, options.policy)
     if key_of_call is None:
         return None
@@ -159,7 +159,7 @@ class _Programs:
     """
 
     def __init__(self, options: Options, keeps: bool):
-        """Traces nothing yet.
+        """Starts without programs.
 
         Args:
           options: The options, without a key.
@@ -233,7 +233,7 @@ def _with_fp8_residuals(
     constants: int,
     outline: Callable[[Callable], Callable],
 ) -> Callable:
-    """Gives `fn`, which returns a list of arrays, a backward pass that reads FP8.
+    """Returns `fn`, a function to a list of arrays, with a backward that reads FP8.
 
     The first argument of the result is the key of stochastic rounding, or None. The
     arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
@@ -326,7 +326,7 @@ def _save(
     key: jax.Array | None,
     options: Options,
 ) -> Any:
-    """Returns what is saved of `x`: residual `index`, or an extra array for it.
+    """Returns what is saved for `x`: residual `index`, or an extra array for it.
 
     `number` differs for every saved array, so that each has its own random bits.
     """

@@ -36,7 +36,7 @@ def wilson(hits: float, count: int) -> tuple[float, float]:
 def mean_and_half(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
     """Returns a mean and half of its 95% interval, infinite for a single value.
 
-    Of paired differences it is the interval of the mean difference.
+    For paired data, pass the differences.
     """
     mean = float(values.mean())
     if len(values) < 2:

@@ -38,7 +38,7 @@ from pallas_kernels.numerics import GROUP, Scaled, normal
 
 
 class Encoded(NamedTuple):
-    """Outputs of a kernel: arrays or refs, None for an output that is not wanted."""
+    """Outputs of a kernel: arrays or refs, or None for outputs not asked for."""
 
     wide: Any = None  # [rows, parts, n]
     groups: Any = None  # Codes [rows, parts, n], scales [rows, parts, n / group].
