@@ -164,7 +164,7 @@ def _placed(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def traces(shape: Shape) -> dict[str, Any]:
-    """Times traces of a layer and of equal ones after it, and counts its functions.
+    """Times the traces of a layer and of equal further layers; counts functions.
 
     The functions are counted in a trace of another length, which reuses no trace.
     """
@@ -181,7 +181,7 @@ def traces(shape: Shape) -> dict[str, Any]:
 
 
 def _trace_s(case: str, shape: Shape, layers: Sequence[int]) -> list[float]:
-    """Returns the seconds that gradients of so many unrolled layers take to trace."""
+    """Returns the seconds to trace the gradients of `count` unrolled layers."""
     layer, params = foreign.case_of("llama", case, shape)
     seconds = []
     for count in layers:

@@ -174,7 +174,7 @@ def _environment(xla_flags: str) -> Iterator[None]:
 def joined(rows: list[Row], row: Row) -> list[Row]:
     """Returns sorted rows with `row`, which replaces the row of the same measurement.
 
-    Measurements are the same if model, case, GPUs, batch and flags are.
+    A measurement is given by model, case, GPUs, batch and flags.
     """
     return sorted(results.joined(rows, row, _key), key=_key)
 

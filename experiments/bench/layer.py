@@ -326,7 +326,7 @@ def _memory(at: dict[str, Row]) -> list[Bar]:
 
 
 def dominates(row: Row, other: Row) -> bool:
-    """Returns whether a case both saves less and is faster than `other`."""
+    """Returns whether a case saves less and is faster than `other`."""
     keys = ("saved_units", "forward_backward_ms")
     return all(row[key] < other[key] for key in keys)
 

@@ -230,7 +230,7 @@ def measure_alone(
 
 
 def take_memory(*, at_once: bool, share: str = MEMORY_SHARE) -> None:
-    """Lets this process have most of the devices' memory, at once or as it needs it.
+    """Reserves a share of the devices' memory, now or when it is needed.
 
     JAX must not have been used in this process yet.
     """

@@ -24,7 +24,8 @@ def right_answers(
 ) -> dict[str, Bool[np.ndarray, "seeds questions"]]:
     """Returns whether each answer is right, by recipe.
 
-    Only the seeds that all recipes have count. There is no recipe if there are none.
+    Only the seeds that all recipes have count. Without such seeds no recipe is
+    returned.
 
     Args:
       rows: Rows with "recipe", "seed" and "right", what `written` returns.

@@ -23,7 +23,7 @@ DotGeneral = Callable[..., Array] | None
 
 
 class Modules:
-    """Makes BF16 modules."""
+    """A factory of Flax modules that compute in BF16."""
 
     def __init__(self, dot_general: DotGeneral, rngs: nnx.Rngs):
         self._options = {"dtype": jnp.bfloat16, "param_dtype": jnp.bfloat16}
@@ -96,7 +96,7 @@ class FlaxLlama(Layer):
         self.down = make.linear(f, h)
 
     def mark(self, x: Array, name: str) -> Array:
-        """Marks an activation; this layer does not."""
+        """Marks an activation, in subclasses; here it returns the activation."""
         return x
 
     def qkv(self, h: Array) -> tuple[Array, Array, Array]:

@@ -47,7 +47,7 @@ def mean_and_half(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
 def half_of_few(error: float, count: int) -> float:
     """Returns half of the 95% interval of a mean over few values, such as seeds.
 
-    It is by Student's t distribution, which knows that the error is itself uncertain.
+    It follows Student's t distribution, because the error is itself an estimate.
 
     Args:
       error: The standard error of the mean.

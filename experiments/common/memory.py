@@ -12,7 +12,7 @@ def device_peak_bytes() -> int | None:
 
 
 def device_limit_bytes() -> int | None:
-    """Returns what this process may take of a device; None if no device says it."""
+    """Returns the bytes of a device that this process may take; None if unknown."""
     return _largest("bytes_limit")
 
 
@@ -34,6 +34,6 @@ def shard_shape(x: Any) -> tuple[int, ...]:
 
 
 def _largest(name: str) -> int | None:
-    """Returns the largest of a statistic of this process's devices, if there is one."""
+    """Returns the largest value of a statistic over this process's devices, or None."""
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
     return max((counters[name] for counters in stats if name in counters), default=None)

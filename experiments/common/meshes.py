@@ -175,7 +175,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
 
 
 def whole(mesh: Mesh | None) -> Sharding:
-    """Returns the sharding of an array that each device has; None: the first device."""
+    """Returns the sharding of a replicated array; None means the first device."""
     if mesh is None:
         return SingleDeviceSharding(jax.devices()[0])
     return NamedSharding(mesh, P())
@@ -221,7 +221,7 @@ def spread(
     batch_size: int,
     mesh: Mesh,
 ) -> Int32[Array, "batch length+1"]:
-    """Returns a batch on a mesh, of which each process has its own rows.
+    """Returns a batch on a mesh, from the rows that each process has.
 
     Args:
       batch: The rows of this process.

@@ -104,7 +104,7 @@ def study(
     curves: Sequence[Row] = (),
     out: Path | None = None,
 ) -> tuple[list[Row], list[Row]]:
-    """Simulates the runs that a command line asks for and that `rows` lack.
+    """Simulates the runs of a command line that have no rows yet.
 
     Args:
       args: The parsed command line of `parser`.

@@ -15,7 +15,7 @@ _WARM_STEPS, _TIMED_STEPS = 1, 3
 def steps_within_budget(
     settings: Settings, compile_seconds: float, seconds_per_step: float
 ) -> int:
-    """Returns how many steps fit in `settings.minutes`, of which compiling takes some.
+    """Returns how many steps fit in `settings.minutes`, after compiling.
 
     Args:
       settings: The settings, with the largest number of steps.

@@ -90,10 +90,10 @@ class Progress:
 
 
 class _Heard:
-    """A stream for errors that passes on what the main thread writes.
+    """A stream for errors that passes on the main thread's text.
 
-    What other threads write is kept. Where a disk is full, orbax's threads print tens
-    of errors besides the one that is raised.
+    It collects the text of other threads. Where a disk is full, orbax's threads print
+    tens of errors in addition to the one that is raised.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -309,7 +309,7 @@ class Checkpoints:
 def _errors_of_disk(path: Path) -> Iterator[None]:
     """Raises tensorstore's errors of the operating system as OSError, and no others.
 
-    orbax prints them as well. Only if another error is raised, this is shown.
+    orbax prints them as well. Its output is shown only if another error is raised.
     """
     output = io.StringIO()
     try:

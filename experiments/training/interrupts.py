@@ -87,7 +87,7 @@ class Interrupts:
 
     @contextlib.contextmanager
     def deferred(self) -> Iterator[None]:
-        """Lets the block finish after a first signal; it has to look at `made`."""
+        """Lets the block finish after a first signal; it must look at `made`."""
         self._is_deferred = True
         try:
             yield
@@ -96,9 +96,9 @@ class Interrupts:
 
     @contextlib.contextmanager
     def abrupt(self) -> Iterator[None]:
-        """Ends the process in the block without an exception.
+        """Lets a signal end the process at once, without KeyboardInterrupt.
 
-        Compiled code that is being imported prints one, or even swallows it.
+        An import of compiled code would print or swallow the exception.
         """
         self._is_abrupt = True
         try:

@@ -177,8 +177,8 @@ class Loop:
     def _roll_back(self) -> None:
         """Returns to the checkpoint of `progress.origin`, and keeps the batches.
 
-        A process that is killed on the way is at an earlier point of the same story: it
-        resumes at a checkpoint and meets the bad batch again.
+        A process that is killed meanwhile resumes at a checkpoint and meets the bad
+        batch again.
         """
         step = self.progress.step = self.progress.origin
         self.progress.rollbacks += 1
@@ -203,7 +203,8 @@ class Loop:
     def _validate(self, row: dict[str, Any]) -> str | None:
         """Validates the state; returns what is done about results that are not finite.
 
-        Training can go on for long with parameters that only some inputs send to NaN.
+        Parameters may give NaN for some inputs alone, which training may not meet for
+        long.
         """
         results, reaction = self.measure(self.trainer, self.state), None
         if bad := [f"{k} {v:.4g}" for k, v in results.items() if not math.isfinite(v)]:

@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 class OutOfMemory(Exception):
-    """An end of a training for want of memory; the message says what took it."""
+    """Raised when memory runs out. The message says what took it."""
 
 
 def is_out_of_memory(error: jax.errors.JaxRuntimeError) -> bool:

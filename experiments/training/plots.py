@@ -69,7 +69,7 @@ def draw_losses(
 def trailing_mean(x: Float[np.ndarray, " n"], window: int) -> Float[np.ndarray, " n"]:
     """Returns the mean of each value and up to `window - 1` values before it.
 
-    A NaN is left out; the mean of nothing else is NaN.
+    NaNs are left out. The mean of NaNs alone is NaN.
     """
     finite = np.isfinite(x)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, x, 0))])

@@ -263,7 +263,7 @@ class Run:
         """Drops the rows of all logs after each recipe's checkpoint.
 
         Raises:
-          ValueError: If the rows before it are not those that were written.
+          ValueError: If the rows before it differ from the rows that were written.
         """
         saved = {}
         for recipe in self.settings.recipes:
@@ -296,7 +296,7 @@ class Run:
     def _check_checkpoints(
         self, rows: Sequence[Mapping], saved: Mapping[str, int]
     ) -> None:
-        """Raises ValueError if a recipe has lost all checkpoints, by its rows.
+        """Raises ValueError if a recipe has rows of saved steps but no checkpoint.
 
         A process that ends while it writes the first checkpoint leaves rows without
         one, of no more steps than two checkpoints are apart.

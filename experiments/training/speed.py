@@ -41,7 +41,7 @@ def utilization(
 ) -> float | None:
     """Returns the model's FLOP/s as a part of the devices' BF16 peak.
 
-    FP8 matmuls may reach more than 1. None means that the device's peak is not known.
+    It may exceed 1 with FP8 matmuls. None means that the device's peak is not known.
 
     Args:
       tokens_per_s: The tokens a second of all devices.

@@ -139,7 +139,7 @@ class ModelTrainer(abc.ABC):
         return {}
 
     def placed(self, batch: Any, size: int) -> Any:
-        """Returns a batch of `size` rows, all of which or this process's are given."""
+        """Returns a batch of `size` rows, from all rows or from this process's."""
         del size
         return jax.tree.map(jnp.asarray, batch)
 
@@ -214,8 +214,8 @@ class ModelTrainer(abc.ABC):
     def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
         """A `step` with reports of amax, saturation and underflow in its metrics.
 
-        It is a program of its own, so that other steps cost what they cost without
-        reports.
+        It is a separate program, so that reports add nothing to the cost of other
+        steps.
         """
         compiled = self._compiled_step(reporting=True)
 
