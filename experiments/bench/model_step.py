@@ -65,7 +65,7 @@ class ModelSize:
     seq: int = 2048
 
     @classmethod
-    def of(cls, preset: str, seq: int = 2048) -> "Model":
+    def of(cls, preset: str, seq: int = 2048) -> "ModelSize":
         """Returns the sizes of a preset of `coat_jax.models.llama`."""
         config = llama.CONFIGS[preset]
         return cls(
@@ -79,7 +79,7 @@ class ModelSize:
         )
 
     @classmethod
-    def of_row(cls, row: Row) -> "Model":
+    def of_row(cls, row: Row) -> "ModelSize":
         """Returns the sizes in a row of results."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 

@@ -35,7 +35,7 @@ class MomentSamples:
     mu: Float32[np.ndarray, "groups 128"]
     nu: Float32[np.ndarray, "groups 128"]
 
-    def sample(self, groups: int) -> "Moments":
+    def sample(self, groups: int) -> "MomentSamples":
         """Returns a random sample of `groups` groups, or all if there are no more."""
         chosen = _choose(len(self.mu), groups)
         return dataclasses.replace(self, mu=self.mu[chosen], nu=self.nu[chosen])
