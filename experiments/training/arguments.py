@@ -19,6 +19,7 @@ from experiments.training.settings import (
     RECIPES,
     BadStep,
     ParamDtype,
+    Release,
     Rounding,
     Scaling,
     Settings,
@@ -177,6 +178,15 @@ def _add_devices(top: argparse.ArgumentParser) -> None:
     add("--process-id", type=int, metavar="I", help="of this one, 0 to N - 1")
     add("--coordinator", metavar="HOST:PORT", help="where process 0 listens")
     add("--accumulate", type=int, metavar="N", help="steps of N microbatches (1)")
+    add(
+        "--release",
+        nargs="?",
+        const="clip",
+        choices=typing.get_args(Release),
+        help="steps the optimizer inside the backward pass, layer by layer, so that "
+        "gradients take little memory; a second backward pass finds the norm for "
+        "--clip-norm (clip), or nothing is clipped (once)",
+    )
     add("--profile", action="store_true", help="a few steps, into the run's folder")
 
 

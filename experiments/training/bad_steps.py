@@ -52,6 +52,8 @@ def description(measured: Metrics, names: Sequence[str], limit: float) -> str:
     text = f"loss {loss:.4g}"
     if loss > limit:
         text += f" is above {limit:.4g}"
+    if not norms.size:  # A step with `release="once"` does not know them.
+        return text
     wrong = [name for name, n in zip(names, norms, strict=True) if not np.isfinite(n)]
     if not wrong:
         return f"{text}, the largest gradient is that of {names[norms.argmax()]}"

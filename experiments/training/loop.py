@@ -135,7 +135,9 @@ class Loop:
         self.state, measured = run_step(self.state, next(self.batches), limit)
         row = {"recipe": self.recipe, "step": step}
         row["lr"] = self.trainer.learning_rate(step - self.progress.skipped)
-        row |= {"loss": float(measured.loss), "grad_norm": float(measured.grad_norm)}
+        row["loss"] = float(measured.loss)
+        if measured.grad_norms.size:
+            row["grad_norm"] = float(measured.grad_norm)
         if self._done:
             self.progress.seconds += time.perf_counter() - started
             self.progress.timed_steps += 1

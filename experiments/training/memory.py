@@ -32,9 +32,12 @@ def description(trainer: Trainer, settings: Settings) -> str:
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
     wide = sum(math.prod(shard_shape(x)) * 4 for x in jax.tree.leaves(state.params))
     activations = trainer.saved_activation_bytes() // meshes.batch_parts(mesh)
+    gradients = params + (wide if settings.accumulate > 1 else 0)
+    if settings.release != "no":
+        gradients = params - shard_bytes(state.params["layers"])
     parts = {
         "parameters": params,
-        "gradients": params + (wide if settings.accumulate > 1 else 0),
+        "gradients": gradients,
         "the optimizer's state": moments,
         "saved activations": activations,
     }

@@ -70,14 +70,16 @@ class Optimizer(NamedTuple):
         return cls(RECIPES[recipe].optimizer, fused=recipe in COAT_RECIPES)
 
     def transformation(
-        self, settings: OptimizerSettings, steps: int
+        self, settings: OptimizerSettings, steps: int, *, clips: bool = True
     ) -> optax.GradientTransformation:
-        """Returns gradient clipping followed by the optimizer.
+        """Returns gradient clipping, if it `clips`, followed by the optimizer.
 
         The moments are FP8 if `fused` and float32 otherwise, for any parameter dtype.
         """
         tx = optax.chain(
-            optax.clip_by_global_norm(settings.clip_norm),
+            optax.clip_by_global_norm(settings.clip_norm)
+            if clips
+            else optax.identity(),
             self.adamw(
                 learning_rate(settings, steps),
                 b1=settings.b1,

@@ -18,6 +18,7 @@ from experiments.training.text import BYTES_VOCAB_SIZE
 ParamDtype = Literal["float32", "bfloat16"]
 Rounding = Literal["nearest", "stochastic"]
 BadStep = Literal["stop", "skip", "rollback"]
+Release = Literal["no", "clip", "once"]
 _BPE_VOCAB_SIZE = 16_384
 _POSITIVE = ("vocab_size", "steps", "minutes", "batch_size", "seq_len", "lr")
 _POSITIVE += ("clip_norm", "eval_every", "eval_batches", "save_every", "keep")
@@ -89,6 +90,7 @@ class Settings(OptimizerSettings):
     minutes: float | None = None
     seq_len: int
     accumulate: int = 1
+    release: Release = "no"
     eval_every: int
     eval_batches: int
     save_every: int
@@ -136,6 +138,7 @@ class Settings(OptimizerSettings):
         if self.sizes:
             _shape(self)
 
+        self._check_release()
         if self.spike is not None and not 1 < self.spike < math.inf:
             raise ValueError(f"spike must be above 1 and finite, got {self.spike}")
 
@@ -161,6 +164,18 @@ class Settings(OptimizerSettings):
         """The model's sizes that are not the preset's, by name."""
         sizes = {name: getattr(self, name) for name in SIZES}
         return {name: size for name, size in sizes.items() if size is not None}
+
+    def _check_release(self) -> None:
+        """Raises ValueError for settings that need all gradients at once."""
+        if self.release == "no":
+            return
+        needs = {"accumulate": 1, "scaling": "just_in_time", "health_every": None}
+        for name, value in needs.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"release={self.release!r} needs {name}={value!r}, because no step "
+                    f"has all gradients at once; got {getattr(self, name)!r}"
+                )
 
     @property
     def tokens_per_step(self) -> int:

@@ -61,7 +61,8 @@ class Metrics(NamedTuple):
       loss: Mean training loss, in nats.
       grad_norm: Global norm of the gradient before clipping.
       grad_norms: Norm of each parameter's gradient, in the order of
-        `ModelTrainer.parameter_names`.
+        `ModelTrainer.parameter_names`. Steps with `release="once"` do not know norms:
+        this is empty, and `grad_norm` NaN.
       ok: Whether the loss is within the step's limit and the gradient's norm finite.
       reports: The reports of `ModelTrainer.reports`, if the step makes them.
     """
@@ -106,7 +107,10 @@ class ModelTrainer(abc.ABC):
         self._param_dtype = param_dtype
         self._optimizer = optimizer or Optimizer.of(recipe)
         self._schedule = learning_rate(settings, steps)
-        self._tx = self._optimizer.transformation(settings, steps)
+        self._release = getattr(settings, "release", "no")
+        self._tx = self._optimizer.transformation(
+            settings, steps, clips=self._release == "no"
+        )
         model = nnx.eval_shape(lambda: self.new_model(nnx.Rngs(0)))
         self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
         leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
@@ -274,6 +278,8 @@ class ModelTrainer(abc.ABC):
         limit: Float32[Array, ""],
         reporting: bool = False,
     ) -> tuple[TrainState, Metrics]:
+        if self._release != "no":
+            return self._released(state, batch, limit)
         loss, grads, histories = self._gradients(state, batch)
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
@@ -286,6 +292,36 @@ class ModelTrainer(abc.ABC):
         else:
             state = self.updated(state, grads, histories)
         return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok, reports)
+
+    def _released(
+        self, state: TrainState, batch: Any, limit: Float32[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        """Runs a step whose optimizer steps inside the backward pass."""
+        clips = self._release == "clip"
+        step = coat.value_and_update(
+            lambda params, batch: self.loss(params, state.histories, batch),
+            self._tx,
+            max_norm=self._settings.clip_norm if clips else None,
+            return_norms=clips,
+            skip_not_finite=self._settings.bad_step == "skip",
+        )
+        arguments = state.params, state.opt_state, batch
+        loss, params, opt_state, *norms = step(
+            *arguments, key=self._key(state), max_loss=limit
+        )
+        grad_norms, norm, ok = jnp.zeros(0), jnp.float32(jnp.nan), loss <= limit
+        if clips:
+            grad_norms = jnp.stack(jax.tree.leaves(norms))
+            norm = optax.tree.norm(grad_norms)
+            ok = ok & jnp.isfinite(norm)
+        state = TrainState(params, opt_state, state.seed, state.histories)
+        ok = ok & jnp.isfinite(loss)
+        return state, Metrics(loss, norm, grad_norms, ok, {})
+
+    def _key(self, state: TrainState) -> Array | None:
+        """Returns the key of stochastic rounding in `coat.fp8_adamw`, or None."""
+        stochastic = self._optimizer.fused and self._settings.rounding == "stochastic"
+        return jax.random.key(state.seed) if stochastic else None
 
     def _gradients(
         self, state: TrainState, batch: Any
@@ -329,10 +365,8 @@ class ModelTrainer(abc.ABC):
     ) -> TrainState:
         """Returns the state after an update by the optimizer."""
         if self._optimizer.fused:
-            stochastic = self._settings.rounding == "stochastic"
-            key = jax.random.key(state.seed) if stochastic else None
             params, opt_state = coat.fused_update(
-                self._tx, grads, state.opt_state, state.params, key=key
+                self._tx, grads, state.opt_state, state.params, key=self._key(state)
             )
         else:
             updates, opt_state = self._tx.update(grads, state.opt_state, state.params)

@@ -1,0 +1,82 @@
+"""Tests trainings whose optimizer steps inside the backward pass."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.training import arguments
+from experiments.training import trainer as training
+from experiments.training.bad_steps import description
+from experiments.training.settings import PRESETS, Settings, model_config
+
+
+def settings_of(**changes) -> Settings:
+    tiny = PRESETS["tiny"].settings
+    return dataclasses.replace(tiny, recipes=("coat",), batch_size=2, **changes)
+
+
+def after(batches, recipe="bf16", **changes):
+    settings = settings_of(**changes)
+    config = model_config(settings, recipe, 257)
+    trainer = training.Trainer(config, settings, steps=10)
+    state, metrics = trainer.init(), []
+    for batch in batches:
+        state, measured = trainer.step(state, batch)
+        metrics.append(jax.device_get(measured))
+    return state, metrics, trainer
+
+
+@pytest.fixture(scope="module")
+def batches():
+    shape = 3, 2, PRESETS["tiny"].settings.seq_len + 1
+    return np.random.default_rng(0).integers(0, 257, shape, np.int32)
+
+
+@pytest.fixture(scope="module")
+def ordinary(batches):
+    return after(batches)
+
+
+def test_released_steps_follow_ordinary_ones(ordinary, batches):
+    """Clipping to 1, which the first gradients are above."""
+    expected, metrics, _ = ordinary
+    state, released, _ = after(batches, release="clip", bad_step="skip")
+    assert metrics[0].grad_norm > 1
+    for a, b in zip(released, metrics, strict=True):
+        np.testing.assert_allclose(a.loss, b.loss, rtol=1e-4)
+        np.testing.assert_allclose(a.grad_norm, b.grad_norm, rtol=1e-3)
+        np.testing.assert_allclose(a.grad_norms, b.grad_norms, rtol=5e-2, atol=1e-4)
+        assert a.ok
+    assert jax.tree.structure(state) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def test_steps_without_clipping_know_no_norms(ordinary, batches):
+    _, metrics, trainer = after(batches[:1], release="once")
+    [measured] = metrics
+    np.testing.assert_array_equal(measured.loss, ordinary[1][0].loss)
+    assert np.isnan(measured.grad_norm)
+    assert not measured.grad_norms.size
+    assert measured.ok
+    text = description(measured, trainer.parameter_names, 1.0)
+    assert text == f"loss {measured.loss:.4g} is above 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("accumulate", 2), ("scaling", "delayed"), ("health_every", 5)],
+)
+def test_settings_that_need_all_gradients_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"release='clip' needs {name}=.*; got"):
+        settings_of(release="clip", **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("flags", "release"),
+    [([], None), (["--release"], "clip"), (["--release", "once"], "once")],
+)
+def test_the_flag_names_how_the_step_is_released(flags, release):
+    assert arguments.parse(flags).given.get("release") == release
