@@ -11,6 +11,7 @@ ignores requests for registers (`setmaxnreg`).
 """
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from pallas_kernels import dispatch
@@ -70,23 +72,12 @@ def run(
         raise ValueError(f"{tuning} needs {held} stages, or waits for ever")
     (m, k), (n, _) = (_sizes(x) for x in (a, b))
     walk = Walk(tuning, (m, n, k))
-    blocks = sms // (2 if tuning.cluster else 1)
-    pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
     return mosaic.kernel(
         functools.partial(_kernel, product, walk),
         out_type=_outputs(product, walk),
-        scratch_types=_scratch(product, tuning, a.dtype, b.dtype),
-        compiler_params=plgpu.CompilerParams(
-            # Threads must wait for one another only where results are staged in
-            # shared memory. `Tile` makes them wait there.
-            unsafe_no_auto_barriers=True
-        ),
+        scratch_types=scratch(product, tuning, a.dtype, b.dtype),
         kernel_name=product.name,
-        grid=(min(walk.total, blocks),),
-        grid_names=("sm",),
-        num_threads=tuning.warpgroups,
-        thread_name="warpgroup",
-        **pair,
+        **settings(tuning, walk.total, sms),
     )(a, b, a_scale, b_scale, more)
 
 
@@ -109,14 +100,42 @@ def _outputs(product: Product, walk: Walk) -> tuple[tuple[Any, ...], Any]:
     return tuple(found), maxima if product.maxima else None
 
 
-def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
-    swizzled = (plgpu.TilingTransform((8, TILE_K)), plgpu.SwizzleTransform(TILE_K))
+def settings(tuning: Tuning, tiles: int, sms: int) -> dict[str, Any]:
+    """Returns the launch settings of a matmul of at most `tiles` tiles, or pairs."""
+    blocks = sms // (2 if tuning.cluster else 1)
+    pair = dict(cluster=(2,), cluster_names=("pair",)) if tuning.cluster else {}
+    return dict(
+        compiler_params=plgpu.CompilerParams(
+            # Threads must wait for one another only where results are staged in
+            # shared memory. `Tile` makes them wait there.
+            unsafe_no_auto_barriers=True
+        ),
+        grid=(min(tiles, blocks),),
+        grid_names=("sm",),
+        num_threads=tuning.warpgroups,
+        thread_name="warpgroup",
+        **pair,
+    )
+
+
+def scratch(
+    product: Product,
+    t: Tuning,
+    a_dtype: DTypeLike,
+    b_dtype: DTypeLike,
+    any_row: bool = False,
+) -> dict[str, Any]:
+    """Returns the shared memory of a matmul's thread block.
+
+    With `any_row` a staged subtile of the result can be stored from any row on.
+    """
+    tile_k = TILE_K // jnp.dtype(a_dtype).itemsize
+    swizzled = (plgpu.TilingTransform((8, tile_k)), plgpu.SwizzleTransform(TILE_K))
     store_n = t.store_n(product)
     store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
-    stored = (
-        plgpu.TilingTransform((8, store_n)),
-        plgpu.SwizzleTransform(store_bytes),
-    )
+    # The memory is the same with and without tiles of 8 rows, if rows have 128 bytes.
+    tiled = () if any_row else (plgpu.TilingTransform((8, store_n)),)
+    stored = (*tiled, plgpu.SwizzleTransform(store_bytes))
     barrier = plgpu.Barrier
     if t.cluster:
         barrier = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
@@ -130,8 +149,8 @@ def _scratch(product: Product, t: Tuning, a_dtype, b_dtype) -> dict[str, Any]:
         )
         copies = 4
     return scales | dict(
-        a_smem=plgpu.SMEM((t.stages, t.tile_m, TILE_K), a_dtype, transforms=swizzled),
-        b_smem=plgpu.SMEM((t.stages, t.tile_n, TILE_K), b_dtype, transforms=swizzled),
+        a_smem=plgpu.SMEM((t.stages, t.tile_m, tile_k), a_dtype, transforms=swizzled),
+        b_smem=plgpu.SMEM((t.stages, t.tile_n, tile_k), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
             (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
             product.out_dtype,
@@ -146,24 +165,16 @@ def _kernel(
     product: Product, walk: Walk, a, b, a_scale, b_scale, more, out, maxima,
     out_smem, **smem
 ) -> None:  # fmt: skip
-    t = walk.tuning
-    warpgroup = lax.axis_index("warpgroup")
+    t, warpgroup = walk.tuning, lax.axis_index("warpgroup")
     scales = None
     if product.scaling == "blocks":
         scales = smem["a_scale_smem"], smem["b_scale_smem"]
     a_smem, b_smem = smem["a_smem"], smem["b_smem"]
 
-    def copies(step, rows, columns, stage, filled):
-        for x, where, to, shared in (
-            (a, rows, a_smem, t.cluster == "n"),
-            (b, columns, b_smem, t.cluster == "m"),
-        ):
-            plgpu.copy_gmem_to_smem(
-                _along_k(x, where, step),
-                to.at[stage],
-                filled,
-                collective_axes="pair" if shared else None,
-            )
+    def copies(step, place, stage, filled):
+        rows, columns = place.rows, place.columns
+        parts = (_along_k(x, where, step) for x, where in ((a, rows), (b, columns)))
+        copy_operands(t, parts, (a_smem.at[stage], b_smem.at[stage]), filled)
         if scales is not None:
             block = lax.div(columns.start, BLOCK)
             blocks = pl.ds(lax.div(block, SCALES) * SCALES, SCALES)
@@ -176,14 +187,32 @@ def _kernel(
     stages = Stages(walk, a_smem, b_smem, smem["filled"], smem["free"], scales, copies)
     stages.fill()
     tile = Tile(product, t, stages, a_scale, b_scale, more, out, maxima, out_smem)
+    compute_tiles(walk, tile, warpgroup)
+
+
+def copy_operands(
+    t: Tuning, parts: Iterable[Any], stage: tuple[Any, Any], filled: Any
+) -> None:
+    """Starts the copies of a step's parts of a and b into a stage.
+
+    The thread blocks of a cluster share the copy of the operand that both read.
+    """
+    for x, to, axis in zip(parts, stage, "nm", strict=True):
+        pair = "pair" if t.cluster == axis else None
+        plgpu.copy_gmem_to_smem(x, to, filled, collective_axes=pair)
+
+
+def compute_tiles(walk: Walk, tile: Tile, warpgroup: Array) -> None:
+    """Computes a warpgroup's share of the tiles of its thread block."""
+    t = walk.tuning
 
     @walk.tiles
-    def _(number, rows, columns):
+    def _(visit):
         if t.together:
-            tile.compute(number, rows, columns, part=warpgroup)
+            tile.compute(visit, part=warpgroup)
         else:
-            turn = lax.rem(number, t.warpgroups) == warpgroup
-            pl.when(turn)(lambda: tile.compute(number, rows, columns, part=0))
+            turn = lax.rem(visit.number, t.warpgroups) == warpgroup
+            pl.when(turn)(lambda: tile.compute(visit, part=0))
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -23,7 +23,7 @@ from pallas_kernels.ops.matmul.plan import (
     Product,
     Tuning,
 )
-from pallas_kernels.ops.matmul.walk import Stages
+from pallas_kernels.ops.matmul.walk import Place, Stages, Visit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,57 +40,58 @@ class Tile:
     maxima: Any
     out_smem: Any
 
-    def compute(self, number, rows, columns, part) -> None:
+    def compute(self, visit: Visit, part) -> None:
         """Computes and stores the rows of one part of the tile."""
-        own = pl.ds(part * self.tuning.height, self.tuning.height)
+        place, own = visit.place, pl.ds(part * self.tuning.height, self.tuning.height)
+        rows, columns = place.rows, place.columns
         # Loads start before the main loop, and overlap with it.
-        scaled = self._scaling(rows, columns, own)
+        scaled = self._scaling(place, own)
         added = self._added(rows, columns, own) if self.product.accumulate else None
         angles = self._angles(rows, own) if self.product.heads else None
         if self.product.promote is None:
-            sums = (self._sum(number, own),)
+            sums = (self._sum(visit, own),)
         else:
-            sums = self._promoted_sum(number, columns, own)
+            sums = self._promoted_sum(visit, own)
         pieces = self._scaled(sums, scaled)
         if self.product.bias:
             pieces = self._biased(pieces, columns)
         if angles is not None:
             pieces = self._turned(pieces, angles, columns)
-        self._store(pieces, added, rows, columns, own)
+        self._store(pieces, added, place, own)
 
-    def _sum(self, number, own):
+    def _sum(self, visit: Visit, own):
         """Sums over all of k in the accumulator of the tensor cores."""
-        stages, steps = self.stages, self.stages.walk.steps
+        stages, steps = self.stages, visit.steps
 
         def sum_in(acc):
             @pl.loop(0, steps)
             def _(step):
-                stages.wait(number, step)
-                at = stages.at(number, step)
+                stages.wait(visit, step)
+                at = stages.at(visit, step)
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
                 # Only the newest wgmma is still running: the stage before is free.
                 plgpu.wgmma_wait(1)
 
                 @pl.when(step > 0)
                 def _():
-                    stages.release(number, step - 1)
-                    stages.refill(number, step - 1)
+                    stages.release(visit, step - 1)
+                    stages.refill(visit, step - 1)
 
             value = acc[...]
-            stages.release(number, steps - 1)
-            stages.refill(number, steps - 1)
+            stages.release(visit, steps - 1)
+            stages.refill(visit, steps - 1)
             return value
 
         shape = (self.tuning.height, self.tuning.tile_n)
         return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
 
-    def _promoted_sum(self, number, columns, own):
+    def _promoted_sum(self, visit: Visit, own):
         """Sums `promote` elements of k at a time, and adds up these sums in float32.
 
         While one sum is promoted, the tensor cores compute the next one, within one
         iteration of the loop.
         """
-        t, steps = self.tuning, self.stages.walk.steps
+        t, steps = self.tuning, visit.steps
         every = self.product.promote // TILE_K
         together = every * t.chunks
 
@@ -100,7 +101,7 @@ class Tile:
                 at = [first + j for j in range(length)]
                 pieces += [_Piece(at, part) for part in range(t.parts)]
                 first = first + length
-            return self._pieces(number, columns, own, pieces, None, sums)
+            return self._pieces(visit, own, pieces, None, sums)
 
         # Filling a stage again waits for all warpgroups that read it, while this one
         # does not multiply. An iteration later they have read it.
@@ -108,7 +109,7 @@ class Tile:
 
         def refill(j, count=together):
             for step in range(count):
-                self.stages.refill(number, j * together + step)
+                self.stages.refill(visit, j * together + step)
 
         def body(j, sums):
             # Here no accumulator is alive. That matters because compilers move
@@ -130,7 +131,7 @@ class Tile:
             refill(whole, rest)
         return sums
 
-    def _pieces(self, number, columns, own, todo, running, sums):
+    def _pieces(self, visit: Visit, own, todo, running, sums):
         """Starts the first piece of `todo`, promotes the running one, then recurses."""
         t, stages = self.tuning, self.stages
         width = t.tile_n // t.parts
@@ -140,7 +141,7 @@ class Tile:
             value = plgpu.wgmma_accumulator_load(acc, wait_n=waiting)
             if piece.part == t.parts - 1:
                 for step in piece.steps:
-                    stages.release(number, step)
+                    stages.release(visit, step)
             if scales is not None:
                 value = value * lax.broadcast_in_dim(scales, value.shape, (0,))
             after = list(sums)
@@ -155,33 +156,34 @@ class Tile:
             # Before the accumulator exists: with a branch between its zeros and the
             # first wgmma, compilers let no other wgmma run beside this one.
             for step in piece.steps:
-                stages.wait(number, step)
+                stages.wait(visit, step)
 
         def start(acc):
             part = pl.ds(piece.part * width, width)
             for step in piece.steps:
-                at = stages.at(number, step)
+                at = stages.at(visit, step)
                 plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
             # All parts of a step have the same row scales.
             scales = running[2] if piece.part else None
             if self.product.scaling == "blocks" and not piece.part:
                 scales = self._block_scales(
-                    stages.at(number, *piece.steps), columns, own
+                    stages.at(visit, *piece.steps), visit.place, own
                 )
             after = promoted(len(piece.steps)) if running else sums
             started = (piece, acc, scales)
-            return self._pieces(number, columns, own, rest, started, after)
+            return self._pieces(visit, own, rest, started, after)
 
         return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
 
-    def _block_scales(self, stage, columns, own):
+    def _block_scales(self, stage, place: Place, own):
         """Returns the scales of a step's sums, a_scale * b_scale, one per row."""
         a_scale, b_scale = self.stages.scales
-        block = lax.rem(lax.div(columns.start, BLOCK), SCALES)
+        block = lax.rem(lax.div(place.columns.start, BLOCK), SCALES)
         return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
-    def _store(self, pieces, added, rows, columns, own) -> None:
+    def _store(self, pieces, added, place: Place, own) -> None:
         """Adds, takes the amax and stores the epilogue subtiles."""
+        rows, columns = place.rows, place.columns
         largest = None
         transposed = self.tuning.transposed
         out = [
@@ -328,7 +330,7 @@ class Tile:
         starts = range(0, t.height, PIECE_M), range(0, t.tile_n, store_n)
         return _ahead(load, itertools.product(*starts))
 
-    def _scaling(self, rows, columns, own):
+    def _scaling(self, place: Place, own):
         """Returns a function that scales the subtile at row i, column j of the tile."""
         store_n = self.tuning.store_n(self.product)
         shape = (PIECE_M, store_n)
@@ -339,7 +341,7 @@ class Tile:
             # Sums are scaled when they are promoted.
             return lambda value, i, j: value
 
-        a_scale = self.a_scale.at[rows].at[own]
+        a_scale = self.a_scale.at[place.rows].at[own]
         starts = range(0, self.tuning.height, PIECE_M)
         of_rows = {i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
 
@@ -347,7 +349,9 @@ class Tile:
             value = value * lax.broadcast_in_dim(of_rows[i], shape, (0,))
             if self.b_scale.shape == (1,):
                 return value
-            b_scale = _load_columns(self.b_scale.at[columns].at[pl.ds(j, store_n)])
+            b_scale = _load_columns(
+                self.b_scale.at[place.columns].at[pl.ds(j, store_n)]
+            )
             return value * lax.broadcast_in_dim(b_scale, shape, (1,))
 
         return scaled

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -13,30 +13,72 @@ from jaxtyping import Array
 from pallas_kernels.ops.matmul.plan import TILE_K, Tuning
 
 
-class Walk:
-    """The tile scheduler: a thread block's output tiles, and their steps along k."""
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a tile is.
 
-    def __init__(self, tuning: Tuning, shape: tuple[int, int, int]) -> None:
+    Attributes:
+      rows: Its rows of a.
+      columns: Its rows of b.
+    """
+
+    rows: Any
+    columns: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Visit:
+    """A tile that a thread block computes.
+
+    Attributes:
+      number: The number of tiles that the thread block computes before it.
+      place: Where the tile is.
+      steps: The number of its steps along k.
+    """
+
+    number: Array
+    place: Place
+    steps: int | Array
+
+    def position(self, step: Array) -> Array:
+        """Returns the number of steps before a step, in all tiles of the block."""
+        return self.number * self.steps + step
+
+
+class Walk:
+    """The tile scheduler: a thread block's output tiles, and their steps along k.
+
+    Grouped matmuls have schedulers that inherit from this one.
+    """
+
+    def __init__(
+        self, tuning: Tuning, shape: tuple[int, int, int], tile_k: int = TILE_K
+    ) -> None:
         m, n, k = shape
         self.tuning = tuning
-        self.steps = k // TILE_K
+        self.tile_k = tile_k
+        self.steps = k // tile_k
         self.shape = m, n
         self.grid = (-(-m // tuning.span[0]), -(-n // tuning.span[1]))
         self.total = self.grid[0] * self.grid[1]
 
     def tiles(self, body: Callable) -> None:
-        """Calls `body` with the number, rows and columns of each of the tiles.
+        """Calls `body` with the `Visit` of each tile of this thread block.
 
-        The number counts the tiles of this thread block. The last tiles overlap with
-        others. Shared elements are computed and written twice, with the same values.
+        The last tiles overlap with others. Shared elements are computed and written
+        twice, with the same values.
         """
 
-        @pl.loop(0, self._tiles())
+        @pl.loop(0, self.count())
         def _(number):
-            body(number, *self.place(number))
+            body(self.visit(number))
 
-    def place(self, number: Array) -> tuple[Any, Any]:
-        """Returns the rows and columns of a tile of this thread block."""
+    def visit(self, number: Array) -> Visit:
+        """Returns the visit of a tile of this thread block."""
+        return Visit(number, self.place(number), self.steps)
+
+    def place(self, number: Array) -> Place:
+        """Returns where a tile of this thread block is."""
         t, (m, n) = self.tuning, self.shape
         index = lax.axis_index("sm") + number * lax.axis_size("sm")
         at = snake(index, self.grid, t.width)
@@ -46,13 +88,23 @@ class Walk:
             at[axis] = 2 * at[axis] + lax.axis_index("pair")
         rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
         columns = lax.min(at[1] * t.tile_n, n - t.tile_n)
-        return pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n)
+        return Place(pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n))
 
     def all_steps(self) -> Array:
         """Returns the number of steps along k in all tiles of this thread block."""
-        return self._tiles() * self.steps
+        return self.count() * self.steps
 
-    def _tiles(self) -> Array:
+    def step_at(self, position: Array, number: Array | int) -> tuple[Array, Array]:
+        """Returns the tile and the step at a position among the steps of all tiles.
+
+        Tile `number` is the same one or at most as many steps before as there are
+        stages.
+        """
+        del number  # All tiles have the same number of steps.
+        return lax.div(position, self.steps), lax.rem(position, self.steps)
+
+    def count(self) -> Array:
+        """Returns the number of tiles of this thread block."""
         blocks = lax.axis_size("sm")
         return lax.div(self.total - lax.axis_index("sm") + blocks - 1, blocks)
 
@@ -66,16 +118,42 @@ def snake(index: Array, grid: tuple[int, int], width: int) -> list[Array]:
     """
     rows, columns = grid
     whole, fewer = divmod(rows, width)
+    last = LastStripe(whole, fewer, 1 / fewer) if fewer else None
+    return in_stripes(index, columns, width, last)
+
+
+class LastStripe(NamedTuple):
+    """The last stripe of tiles, if it has fewer rows than others.
+
+    Attributes:
+      index: Its index among stripes.
+      rows: The number of its rows.
+      share: 1 / rows.
+    """
+
+    index: int | Array
+    rows: int | Array
+    share: float | Array
+
+
+def in_stripes(
+    index: Array, columns: int, width: int, last: LastStripe | None
+) -> list[Array]:
+    """Returns `snake` of a grid whose number of rows may be known on the device only.
+
+    `last` describes the last stripe if that has, or may have, fewer rows.
+    """
     stripe, within = (f(index, width * columns) for f in (lax.div, lax.rem))
     column, row = lax.div(within, width), lax.rem(within, width)
-    if fewer:
-        # A division by `width` or `fewer` would become one by a variable. The compiler
-        # calls a function for it, and with a call no wgmma runs beside another one.
-        share = (within.astype(jnp.float32) + 0.5) * (1 / fewer)
+    if last is not None:
+        # A division by `width` or `last.rows` would become one by a variable. The
+        # compiler calls a function for it, and with a call no wgmma runs beside another
+        # one.
+        share = (within.astype(jnp.float32) + 0.5) * last.share
         column_of_last = share.astype(jnp.int32)
-        last = stripe == whole
-        column = lax.select(last, column_of_last, column)
-        row = lax.select(last, within - column_of_last * fewer, row)
+        is_last = stripe == last.index
+        column = lax.select(is_last, column_of_last, column)
+        row = lax.select(is_last, within - column_of_last * last.rows, row)
     backwards = lax.rem(stripe, 2) == 1
     return [stripe * width + row, lax.select(backwards, columns - 1 - column, column)]
 
@@ -92,8 +170,8 @@ class Stages:
       free: Barriers that complete when no warpgroup reads a stage any longer.
       scales: The scales of a's rows and of b's blocks for each stage; None without
         per-block scales.
-      copies: Starts the copies of a step, at rows of a and rows of b, into a stage; its
-        last argument is the barrier at which they arrive.
+      copies: Starts the copies of a step of the tile at a place into a stage; its last
+        argument is the barrier at which they arrive.
     """
 
     walk: Walk
@@ -111,47 +189,51 @@ class Stages:
         def _():
             @pl.loop(0, lax.min(self.walk.all_steps(), self.walk.tuning.stages))
             def _(position):
-                self._load(position)
+                self._load(position, 0)
 
-    def _load(self, position: Array) -> None:
-        """Starts the copies of a step, which is counted over all tiles."""
-        number = lax.div(position, self.walk.steps)
-        step = lax.rem(position, self.walk.steps)
+    def _load(self, position: Array, number: Array | int) -> None:
+        """Starts the copies of a step, which is counted over all tiles.
+
+        Tile `number` is the same one or a little before; see `Walk.step_at`.
+        """
+        number, step = self.walk.step_at(position, number)
         stage = lax.rem(position, self.walk.tuning.stages)
         barrier = self._own(self.filled, number, stage)
-        self.copies(step, *self.walk.place(number), stage, barrier)
+        self.copies(step, self.walk.place(number), stage, barrier)
 
-    def wait(self, number: Array, step: Array) -> None:
+    def wait(self, visit: Visit, step: Array) -> None:
         """Waits until a step of a tile has arrived in its stage."""
-        plgpu.barrier_wait(self._own(self.filled, number, self.at(number, step)))
+        plgpu.barrier_wait(self._own(self.filled, visit.number, self.at(visit, step)))
 
-    def release(self, number: Array, step: Array) -> None:
+    def release(self, visit: Visit, step: Array) -> None:
         """Signals that this warpgroup has read a step of a tile."""
-        plgpu.barrier_arrive(self._own(self.free, number, self.at(number, step)))
+        plgpu.barrier_arrive(self._own(self.free, visit.number, self.at(visit, step)))
 
-    def refill(self, number: Array, step: Array) -> None:
+    def refill(self, visit: Visit, step: Array) -> None:
         """Fills the stage of a step that this warpgroup has released.
 
         One of the warpgroups that read the step waits for the others, and starts the
         copies of the step that is next in this stage.
         """
-        free = self._own(self.free, number, self.at(number, step))
+        free = self._own(self.free, visit.number, self.at(visit, step))
 
         def fill():
             # After the last step, too: a thread block must not end before the last
             # arrival at its barriers.
             plgpu.barrier_wait(free)
-            following = number * self.walk.steps + step + self.walk.tuning.stages
-            pl.when(following < self.walk.all_steps())(lambda: self._load(following))
+            following = visit.position(step) + self.walk.tuning.stages
+            pl.when(following < self.walk.all_steps())(
+                lambda: self._load(following, visit.number)
+            )
 
         if self.walk.tuning.together:
             pl.when(lax.axis_index("warpgroup") == 0)(fill)
         else:
             fill()
 
-    def at(self, number: Array, step: Array) -> Array:
+    def at(self, visit: Visit, step: Array) -> Array:
         """Returns the stage of a step of a tile."""
-        return lax.rem(number * self.walk.steps + step, self.walk.tuning.stages)
+        return lax.rem(visit.position(step), self.walk.tuning.stages)
 
     def _own(self, barriers: Any, number: Array, stage: Array) -> Any:
         """Returns the barrier of a stage for the warpgroups that compute a tile.
