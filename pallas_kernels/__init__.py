@@ -8,6 +8,13 @@ from pallas_kernels.ops.adam.api import adam
 from pallas_kernels.ops.adam.reference import AdamScalars, Moments
 from pallas_kernels.ops.gate.api import gated, gated_grad
 from pallas_kernels.ops.gate.reference import Activation, Gated
+from pallas_kernels.ops.grouped_matmul.api import (
+    group_tiles,
+    grouped_matmul,
+    grouped_weight_gradient,
+)
+from pallas_kernels.ops.grouped_matmul.tiles import GroupTiles, padded_rows
+from pallas_kernels.ops.grouped_matmul.transposed import grouped_transpose
 from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
@@ -36,6 +43,7 @@ __all__ = [
     "ElementwiseTuning",
     "Explanation",
     "Gated",
+    "GroupTiles",
     "Moments",
     "NormGrads",
     "NormKind",
@@ -47,12 +55,17 @@ __all__ = [
     "explain",
     "gated",
     "gated_grad",
+    "group_tiles",
+    "grouped_matmul",
+    "grouped_transpose",
+    "grouped_weight_gradient",
     "join_heads",
     "matmul",
     "matmul_heads",
     "maxima",
     "norm",
     "norm_grad",
+    "padded_rows",
     "quantize_blocks",
     "quantize_groups",
     "quantize_rows",

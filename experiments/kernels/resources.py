@@ -23,6 +23,7 @@ import pallas_kernels as pk
 from experiments.common import kernel_cases, sm90
 from experiments.common.results import write_results
 from pallas_kernels import dispatch
+from pallas_kernels.ops.grouped_matmul import tuning as grouped_tuning
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import Product
@@ -193,13 +194,16 @@ def _norm() -> Iterator[CompiledCase]:
 
 
 def _tiles(product: Product) -> list[tuning.Tuning]:
+    return _but_for_width(tuning.candidates(product))
+
+
+def _but_for_width(candidates: Sequence[tuning.Tuning]) -> list[tuning.Tuning]:
     """Returns the candidates that differ in more than `width`.
 
     The width only changes the order in which tiles are visited, not the registers.
     """
     # The default width does not appear in the names of cases.
     options = {"width": tuning.Tuning.width}
-    candidates = tuning.candidates(product)
     return list(dict.fromkeys(dataclasses.replace(t, **options) for t in candidates))
 
 
@@ -253,6 +257,43 @@ def _parts() -> Iterator[CompiledCase]:
                 yield CompiledCase(f"{name} of parts", call, (*arrays, one, one), tiles)
 
 
+def _grouped() -> Iterator[CompiledCase]:
+    """Yields grouped matmuls with every kind of scales, in FP8 and BF16."""
+    rows, groups, n, k = 16_384, 8, 4096, 4096
+    sizes = _array(groups, dtype=jnp.int32)
+    one, each, all_columns = (
+        _array(*shape, dtype=_F32) for shape in ((), (groups,), (groups, n))
+    )
+    a, b, of_rows = (
+        _array(rows, k, dtype=_E4M3),
+        _array(groups, n, k, dtype=_E4M3),
+        _array(rows, dtype=_F32),
+    )
+    gradient = a.update(dtype=jnp.float8_e5m2)
+    kinds = {
+        "rows of groups": (a, b, sizes, of_rows, all_columns),
+        "rows of groups, a scale a group": (gradient, b, sizes, one, each),
+        "rows of groups, scales of rows and groups": (a, b, sizes, of_rows, each),
+        "rows of groups, bfloat16": (_array(rows, k), _array(groups, n, k), sizes),
+    }
+    for tiles in _but_for_width(grouped_tuning.ALONG_M):
+        call = functools.partial(pk.grouped_matmul, tuning=tiles)
+        for name, arrays in kinds.items():
+            yield CompiledCase(name, call, arrays, tiles)
+        call = functools.partial(call, out_dtype=_F32)
+        yield CompiledCase("rows of groups to float32", call, kinds["rows of groups"], tiles)
+    padded = pk.padded_rows(rows, groups)
+    a, b = (_array(n, padded, dtype=dtype) for dtype in (gradient.dtype, _E4M3))
+    kinds = {
+        "weight gradients of groups": (a, b, sizes, one, each),
+        "weight gradients of groups, bfloat16": (*2 * [_array(n, padded)], sizes),
+    }
+    for tiles in _but_for_width(grouped_tuning.ALONG_K):
+        call = functools.partial(pk.grouped_weight_gradient, tuning=tiles)
+        for name, arrays in kinds.items():
+            yield CompiledCase(name, call, arrays, tiles)
+
+
 FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
     "adam": _adam,
     "quantize": _quantize,
@@ -263,6 +304,7 @@ FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {
     "norm": _norm,
     "products": _products,
     "parts": _parts,
+    "grouped": _grouped,
 }
 
 

@@ -31,6 +31,7 @@ from pallas_kernels.ops.matmul.plan import (
     TILE_K,
     Product,
     Tuning,
+    tile_k,
 )
 from pallas_kernels.ops.matmul.tile import Tile
 from pallas_kernels.ops.matmul.walk import Stages, Walk
@@ -129,8 +130,8 @@ def scratch(
 
     With `any_row` a staged subtile of the result can be stored from any row on.
     """
-    tile_k = TILE_K // jnp.dtype(a_dtype).itemsize
-    swizzled = (plgpu.TilingTransform((8, tile_k)), plgpu.SwizzleTransform(TILE_K))
+    depth = tile_k(a_dtype)
+    swizzled = (plgpu.TilingTransform((8, depth)), plgpu.SwizzleTransform(TILE_K))
     store_n = t.store_n(product)
     store_bytes = store_n * jnp.dtype(product.out_dtype).itemsize
     # The memory is the same with and without tiles of 8 rows, if rows have 128 bytes.
@@ -149,8 +150,8 @@ def scratch(
         )
         copies = 4
     return scales | dict(
-        a_smem=plgpu.SMEM((t.stages, t.tile_m, tile_k), a_dtype, transforms=swizzled),
-        b_smem=plgpu.SMEM((t.stages, t.tile_n, tile_k), b_dtype, transforms=swizzled),
+        a_smem=plgpu.SMEM((t.stages, t.tile_m, depth), a_dtype, transforms=swizzled),
+        b_smem=plgpu.SMEM((t.stages, t.tile_n, depth), b_dtype, transforms=swizzled),
         out_smem=plgpu.SMEM(
             (t.warpgroups, 2 * TILE_K // store_bytes, PIECE_M, store_n),
             product.out_dtype,

@@ -8,9 +8,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 PIECE_M = 64  # Rows of an epilogue subtile.
-TILE_K = 128  # Elements of a step along k: the 128 bytes of a swizzled row.
+TILE_K = 128  # FP8 elements of a step along k: the 128 bytes of a swizzled row.
 BLOCK = 128  # Rows and columns of a block of b, which has one scale.
 SCALES = 32  # Block scales of b that are loaded together.
+
+
+def tile_k(dtype: DTypeLike) -> int:
+    """Returns the number of elements of a step along k: 128 bytes."""
+    return TILE_K // jnp.dtype(dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

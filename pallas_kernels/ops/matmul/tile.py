@@ -179,7 +179,7 @@ class Tile:
         """Returns the scales of a step's sums, a_scale * b_scale, one per row."""
         a_scale, b_scale = self.stages.scales
         block = lax.rem(lax.div(place.columns.start, BLOCK), SCALES)
-        return _load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
+        return load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
 
     def _store(self, pieces, added, place: Place, own) -> None:
         """Adds, takes the amax and stores the epilogue subtiles."""
@@ -232,7 +232,7 @@ class Tile:
         """Yields the same subtiles, with the bias of each column added."""
         bias, *_ = self.more
         for i, j, value in pieces:
-            of_columns = _load_columns(bias.at[columns].at[pl.ds(j, value.shape[1])])
+            of_columns = load_columns(bias.at[columns].at[pl.ds(j, value.shape[1])])
             yield i, j, value + lax.broadcast_in_dim(of_columns, value.shape, (1,))
 
     def _turned(self, pieces, angles, columns):
@@ -343,15 +343,13 @@ class Tile:
 
         a_scale = self.a_scale.at[place.rows].at[own]
         starts = range(0, self.tuning.height, PIECE_M)
-        of_rows = {i: _load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
+        of_rows = {i: load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
 
         def scaled(value, i, j):
             value = value * lax.broadcast_in_dim(of_rows[i], shape, (0,))
             if self.b_scale.shape == (1,):
                 return value
-            b_scale = _load_columns(
-                self.b_scale.at[place.columns].at[pl.ds(j, store_n)]
-            )
+            b_scale = load_columns(self.b_scale.at[place.columns].at[pl.ds(j, store_n)])
             return value * lax.broadcast_in_dim(b_scale, shape, (1,))
 
         return scaled
@@ -386,11 +384,11 @@ def _load_tile(ref: Any) -> Array:
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA, optimized=False)
 
 
-def _load_rows(ref: Any) -> Array:
+def load_rows(ref: Any) -> Array:
     """Loads one number per row, in the layout of the accumulator's rows."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
 
 
-def _load_columns(ref: Any) -> Array:
+def load_columns(ref: Any) -> Array:
     """Loads one number per column, in the layout of the accumulator's columns."""
     return plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)

@@ -79,8 +79,12 @@ class Walk:
 
     def place(self, number: Array) -> Place:
         """Returns where a tile of this thread block is."""
-        t, (m, n) = self.tuning, self.shape
         index = lax.axis_index("sm") + number * lax.axis_size("sm")
+        return Place(*self.parts(index))
+
+    def parts(self, index: Array) -> tuple[Any, Any]:
+        """Returns the rows and columns of a tile, by its number among all tiles."""
+        t, (m, n) = self.tuning, self.shape
         at = snake(index, self.grid, t.width)
         if t.cluster:
             # The two thread blocks of a cluster have neighbouring tiles.
@@ -88,7 +92,7 @@ class Walk:
             at[axis] = 2 * at[axis] + lax.axis_index("pair")
         rows = lax.min(at[0] * t.tile_m, m - t.tile_m)
         columns = lax.min(at[1] * t.tile_n, n - t.tile_n)
-        return Place(pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n))
+        return pl.ds(rows, t.tile_m), pl.ds(columns, t.tile_n)
 
     def all_steps(self) -> Array:
         """Returns the number of steps along k in all tiles of this thread block."""

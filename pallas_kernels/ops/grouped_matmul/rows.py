@@ -1,0 +1,263 @@
+"""The kernel of matmuls that are grouped along m, for Hopper GPUs.
+
+It is the dense matmul's kernel with another tile scheduler and another epilogue:
+
+- The tiles along m are listed on the device (`GroupTiles`). Thread blocks read the list
+  from global memory, where it stays in the L1 cache. No group is searched for.
+- b is read as one matrix [groups * n, k]. A tile's rows of it are its group's.
+- Subtiles at the border of a group are stored in parts of 32, 16, ... 1 rows.
+- Rows after the last group become zeros.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_kernels.mosaic import core as mosaic
+from pallas_kernels.ops.grouped_matmul.tiles import ROWS, GroupTiles, most_tiles
+from pallas_kernels.ops.matmul import kernel as matmul_kernel
+from pallas_kernels.ops.matmul.plan import PIECE_M, Product, Tuning, tile_k
+from pallas_kernels.ops.matmul.tile import Tile, load_columns, load_rows
+from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_stripes
+
+
+class Scales(NamedTuple):
+    """The scales of a grouped matmul, whose product scales the result; or None.
+
+    Attributes:
+      rows: A scale for each row of a, float32 [rows].
+      groups: A scale for each group, float32 [groups].
+      columns: A scale for each group and column, float32 [groups * n].
+    """
+
+    rows: Any = None
+    groups: Any = None
+    columns: Any = None
+
+
+# `jit` traces the kernel once for all calls with the same shapes.
+@functools.partial(jax.jit, static_argnames=("product", "tuning", "sms"))
+def run(
+    product: Product,
+    a: Array,
+    b: Array,
+    scales: Scales,
+    tiles: GroupTiles,
+    tuning: Tuning,
+    sms: int,
+) -> Array:
+    """Computes the grouped matmul of a [rows, k] and b [groups, n, k], [rows, n].
+
+    Tiles must have the height `tuning.tile_m`.
+    """
+    (rows, k), (groups, n, _) = a.shape, b.shape
+    columns = -(-n // tuning.span[1])
+    most = most_tiles(rows, groups, tuning.tile_m) * columns
+    return mosaic.kernel(
+        functools.partial(_kernel, product, tuning, n),
+        out_type=jax.ShapeDtypeStruct((rows, n), product.out_dtype),
+        scratch_types=matmul_kernel.scratch(
+            product, tuning, a.dtype, b.dtype, any_row=True
+        ),
+        kernel_name="grouped_matmul",
+        **matmul_kernel.settings(tuning, most, sms),
+    )(a, b.reshape(groups * n, k), scales, tiles)
+
+
+def _kernel(
+    product: Product, t: Tuning, n: int, a, b, scales, tiles, out,
+    a_smem, b_smem, out_smem, filled, free,
+) -> None:  # fmt: skip
+    warpgroup = lax.axis_index("warpgroup")
+    rows, k = a.shape
+    depth = tile_k(a.dtype)
+    walk = GroupedWalk(t, (rows, n, k), depth, tiles)
+
+    def copies(step, place, stage, filled):
+        of_step = pl.ds(step * depth, depth)
+        parts = a.at[place.rows, of_step], b.at[place.columns, of_step]
+        stage = a_smem.at[stage], b_smem.at[stage]
+        matmul_kernel.copy_operands(t, parts, stage, filled)
+
+    stages = Stages(walk, a_smem, b_smem, filled, free, None, copies)
+    stages.fill()
+    tile = GroupedTile(product, t, stages, scales, None, (), (out,), None, out_smem)
+    matmul_kernel.compute_tiles(walk, tile, warpgroup)
+    tile.store_zeros(tiles.totals[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedPlace(Place):
+    """Where a tile of a group is; `columns` are its rows of b, [groups * n, k].
+
+    Attributes:
+      group: Its group.
+      column: Its first column of the result.
+      first: The first row to store. Rows before are another group's or tile's.
+      end: One more than the last row of its group.
+    """
+
+    group: Any
+    column: Any
+    first: Any
+    end: Any
+
+
+class GroupedWalk(Walk):
+    """A tile scheduler whose tiles along m are listed on the device."""
+
+    def __init__(
+        self,
+        tuning: Tuning,
+        shape: tuple[int, int, int],
+        tile_k: int,
+        tiles: GroupTiles,
+    ) -> None:
+        super().__init__(tuning, shape, tile_k)
+        self._listed = tiles
+        count, width = tiles.totals[0], tuning.width
+        self._columns = self.grid[1]
+        self.total = count * self._columns
+        whole = lax.div(count, width)
+        fewer = count - whole * width
+        # A division by a variable is a function call, and with a call no wgmma runs
+        # beside another one.
+        share = jnp.float32(1)
+        for rows in range(2, width):
+            share = jnp.where(fewer == rows, 1 / rows, share)
+        self._last = LastStripe(whole, fewer, share)
+
+    def place(self, number: Array) -> GroupedPlace:
+        """Returns where a tile of this thread block is."""
+        t, (_, n), listed = self.tuning, self.shape, self._listed
+        index = lax.axis_index("sm") + number * lax.axis_size("sm")
+        at, column = in_stripes(index, self._columns, t.width, self._last)
+        if t.cluster:
+            # The two thread blocks of a cluster have neighbouring tiles.
+            column = 2 * column + lax.axis_index("pair")
+        column = lax.min(column * t.tile_n, n - t.tile_n)
+        group = listed.group[at]
+        # The copy engine reads whole groups of 8 rows.
+        row = lax.div(listed.row[at], ROWS) * ROWS
+        return GroupedPlace(
+            rows=pl.ds(row, t.tile_m),
+            columns=pl.ds(group * n + column, t.tile_n),
+            group=group,
+            column=column,
+            first=listed.first[at],
+            end=listed.end[at],
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedTile(Tile):
+    """The work of a warpgroup on its rows of a group's tile; `a_scale` is `Scales`."""
+
+    def _scaling(self, place: GroupedPlace, own):
+        """Returns a function that scales the subtile at row i, column j of the tile."""
+        scales, store_n = self.a_scale, self.tuning.store_n(self.product)
+        of_group = None if scales.groups is None else scales.groups[place.group]
+        of_rows: dict[int, Array] = {}
+        if scales.rows is not None:
+            a_scale = scales.rows.at[place.rows].at[own]
+            starts = range(0, self.tuning.height, PIECE_M)
+            of_rows = {i: load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
+            if of_group is not None:
+                of_rows = {i: scale * of_group for i, scale in of_rows.items()}
+
+        def scaled(value, i, j):
+            if of_rows:
+                value = value * lax.broadcast_in_dim(of_rows[i], value.shape, (0,))
+            elif of_group is not None:
+                value = value * of_group
+            if scales.columns is None:
+                return value
+            of_columns = scales.columns.at[place.columns].at[pl.ds(j, store_n)]
+            of_columns = load_columns(of_columns)
+            return value * lax.broadcast_in_dim(of_columns, value.shape, (1,))
+
+        return scaled
+
+    def _store(self, pieces, added, place: GroupedPlace, own) -> None:
+        """Stores the rows of the epilogue subtiles that are the group's."""
+        smem = self.out_smem.at[lax.axis_index("warpgroup")]
+        for number, (i, j, value) in enumerate(pieces):
+            staged = smem.at[number % smem.shape[0]]
+            # The copy engine must have read the previous subtile of this buffer.
+            plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
+            staged[...] = value.astype(self.product.out_dtype)
+            plgpu.commit_smem()
+            row = place.rows.start + own.start + i
+            first = lax.clamp(0, place.first - row, PIECE_M)
+            count = lax.clamp(0, place.end - row, PIECE_M) - first
+            self._store_rows(staged, row, place.column + j, first, count)
+
+    def _store_rows(self, staged, row, column, first, count) -> None:
+        """Stores `count` rows of a subtile, from row `first` on, as one commit group.
+
+        Args:
+          staged: The subtile in shared memory.
+          row: The result's row of the subtile's first row.
+          column: The result's column of its first column.
+          first: The first row of the subtile to store.
+          count: The number of rows; none or less than none stores nothing.
+        """
+        (out,) = self.out
+        columns = pl.ds(column, staged.shape[1])
+
+        def send(start, size):
+            plgpu.copy_smem_to_gmem(
+                staged.at[pl.ds(start, size)],
+                out.at[pl.ds(row + start, size), columns],
+                commit_group=False,
+            )
+
+        @pl.when(count == PIECE_M)
+        def _():
+            send(0, PIECE_M)
+
+        @pl.when((count > 0) & (count < PIECE_M))
+        def _():
+            # The bits of the count are the parts.
+            size, start = PIECE_M // 2, first
+            while size:
+                part = lax.bitwise_and(count, jnp.int32(size))
+                pl.when(part != 0)(functools.partial(send, start, size))
+                start, size = start + part, size // 2
+
+        plgpu.commit_smem_to_gmem_group()
+
+    def store_zeros(self, first) -> None:
+        """Stores this warpgroup's share of zeros in all rows from row `first` on."""
+        rows, n = self.out[0].shape
+        t, warpgroup = self.tuning, lax.axis_index("warpgroup")
+        staged = self.out_smem.at[warpgroup].at[0]
+        block, blocks = lax.axis_index("sm"), lax.axis_size("sm")
+        if t.cluster:
+            block, blocks = 2 * block + lax.axis_index("pair"), 2 * blocks
+        worker, workers = block * t.warpgroups + warpgroup, blocks * t.warpgroups
+        across = n // staged.shape[1]
+        pieces = lax.div(rows - first + PIECE_M - 1, PIECE_M) * across
+
+        @pl.when(worker < pieces)
+        def _():
+            zeros = jnp.zeros(staged.shape, self.product.out_dtype)
+            staged[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+            plgpu.commit_smem()
+
+            @pl.loop(0, lax.div(pieces - worker + workers - 1, workers))
+            def _(number):
+                piece = worker + number * workers
+                row = first + lax.div(piece, across) * PIECE_M
+                column = lax.rem(piece, across) * staged.shape[1]
+                count = lax.min(rows - row, PIECE_M)
+                self._store_rows(staged, row, column, 0, count)
+
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,335 @@
+"""Tests that grouped matmuls agree with float64, whatever the sizes of groups."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import kernels
+from helpers.kernels import BF16, E4M3, E5M2, F32, every_implementation
+from helpers.marks import slow
+
+import pallas_kernels
+from pallas_kernels import dispatch
+from pallas_kernels.ops.grouped_matmul.tiles import most_tiles
+from pallas_kernels.ops.matmul.plan import Tuning
+
+TILE = Tuning(tile_n=128, stages=2)
+TURNS = Tuning(tile_m=64, tile_n=128, stages=3, together=False)
+PAIRS = Tuning(tile_n=128, stages=2, cluster="n", width=2)
+NUMPY = {
+    E4M3: ml_dtypes.float8_e4m3fn,
+    E5M2: ml_dtypes.float8_e5m2,
+    BF16: ml_dtypes.bfloat16,
+}
+
+
+@pytest.fixture(autouse=True)
+def _few_multiprocessors(monkeypatch):
+    """Interpreted thread blocks compute several tiles."""
+    if jax.default_backend() == "cpu":
+        monkeypatch.setattr(dispatch, "multiprocessors", lambda: 2)
+
+
+def drawn(rng, shape, dtype):
+    """Returns normal numbers of a dtype, and their float64 values."""
+    x = rng.standard_normal(shape).astype(NUMPY[dtype])
+    return x, x.astype(np.float64)
+
+
+def positive(rng, *shape):
+    return np.exp2(rng.uniform(-3, 3, shape)).astype(np.float32)
+
+
+def slices(sizes):
+    ends = np.cumsum(sizes)
+    return [slice(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def int32(sizes):
+    return jnp.asarray(sizes, jnp.int32)
+
+
+def grouped_in_float64(a, b, sizes, a_scale=1.0, b_scale=1.0):
+    """Computes `grouped_matmul` group by group, in NumPy."""
+    y = np.zeros((len(a), b.shape[1]))
+    a = a * np.broadcast_to(np.asarray(a_scale, np.float64), len(a))[:, None]
+    b_scale = np.asarray(b_scale, np.float64)
+    b_scale = b_scale[:, None] if b_scale.ndim == 1 else b_scale
+    b = b * np.broadcast_to(b_scale, b.shape[:2])[..., None]
+    for rows, matrix in zip(slices(sizes), b, strict=True):
+        y[rows] = a[rows] @ matrix.T
+    return y
+
+
+def assert_close(actual, expected, dtype, depth):
+    """Asserts the rounding of the result, and of sums of `depth` normal products."""
+    assert (actual.shape, actual.dtype) == (expected.shape, dtype)
+    actual = np.asarray(actual).astype(np.float64)
+    unit = np.abs(expected).max(initial=0) or 1.0
+    share = 2.0**-8 if dtype == BF16 else 2.0**-12
+    np.testing.assert_allclose(actual, expected, rtol=share, atol=2e-3 * unit)
+
+
+def check_rows(
+    implementation, sizes, shape, *, a_dtype=E4M3, b_dtype=E4M3, kinds=("rows", "all"),
+    out_dtype=BF16, tuning=TILE, given=False, seed=0,
+):  # fmt: skip
+    """Compares `grouped_matmul` of random numbers with NumPy."""
+    (rows, n, k), groups = shape, len(sizes)
+    rng = np.random.default_rng(seed)
+    (a, wide_a), (b, wide_b) = (
+        drawn(rng, (rows, k), a_dtype),
+        drawn(rng, (groups, n, k), b_dtype),
+    )
+    # Nothing after the last group is read, or else the result would be NaN.
+    a[sum(sizes) :] = np.nan
+    shapes = {"none": None, "one": (), "rows": (rows,), "groups": (groups,)}
+    shapes["all"] = groups, n
+    scales = [None if shapes[s] is None else positive(rng, *shapes[s]) for s in kinds]
+    options = {"out_dtype": out_dtype, "tuning": tuning}
+    if given:
+        height = tuning.tile_m
+        options["tiles"] = pallas_kernels.group_tiles(
+            int32(sizes), rows=rows, height=height
+        )
+    call = functools.partial(pallas_kernels.grouped_matmul, **options)
+    y = kernels.run(implementation, call, a, b, int32(sizes), *scales)
+    scales = [1.0 if s is None else s for s in scales]
+    wide_a[sum(sizes) :] = 0
+    expected = grouped_in_float64(wide_a, wide_b, sizes, *scales)
+    assert_close(y, expected, out_dtype, k)
+    assert not np.asarray(y[sum(sizes) :], np.float32).any()
+
+
+WITHOUT_SCALES = {"a_dtype": BF16, "b_dtype": BF16, "kinds": ("none", "none")}
+ROWS = [
+    ([100, 0, 1, 155], (256, 128, 128), {}),
+    ([3, 70, 0, 64, 5], (200, 256, 256), {"tuning": TURNS, "kinds": ("one", "groups")}),
+    slow([0, 0, 256], (256, 256, 128), {"out_dtype": F32, "kinds": ("rows", "groups")}),
+    slow([0, 0], (256, 128, 128), {}),
+    slow([130, 3, 67], (256, 256, 256), {"tuning": PAIRS, "given": True}),
+    slow([64, 64], (128, 192, 128), {"a_dtype": E5M2, "kinds": ("one", "one")}),
+    slow([1] * 8, (136, 128, 128), {"kinds": ("one", "all")}),
+    ([77, 50], (128, 128, 128), WITHOUT_SCALES),
+]
+
+
+@every_implementation
+@pytest.mark.parametrize(("sizes", "shape", "options"), ROWS)
+def test_rows_of_groups_are_float64s_but_for_rounding(
+    implementation, sizes, shape, options
+):
+    check_rows(implementation, sizes, shape, **options)
+
+
+@pytest.mark.parametrize("rows", [3, 50])
+def test_any_number_of_rows_is_right(rows):
+    """XLA computes what no tile fits."""
+    check_rows("reference", [1, 0, rows - 2], (rows, 5, 12), tuning=None)
+
+
+def test_sizes_that_exceed_the_rows_are_cut():
+    a, b = jnp.ones((16, 16), E4M3), jnp.ones((3, 2, 16), E4M3)
+    scale = jnp.array([1.0, 2.0, 4.0])
+    y = pallas_kernels.grouped_matmul(a, b, int32([10, 10, 5]), b_scale=scale)
+    np.testing.assert_array_equal(y[:, 0], [16] * 10 + [32] * 6)
+
+
+def padded(x, sizes):
+    """Returns the transpose with each group at a multiple of 128, in NumPy."""
+    blocks = [np.zeros((x.shape[1], 0), x.dtype)]
+    for rows in slices(sizes):
+        columns = x[rows].T
+        blocks.append(np.pad(columns, ((0, 0), (0, -columns.shape[1] % 128))))
+    y = np.concatenate(blocks, axis=1)
+    total = (len(x) + 127 * len(sizes)) // 128 * 128
+    return np.pad(y, ((0, 0), (0, total - y.shape[1])))
+
+
+@pytest.mark.parametrize("sizes", [[100, 0, 1, 155], [0, 0], [200], [0, 128, 0, 5]])
+def test_transposes_have_groups_at_multiples_of_128(sizes):
+    rng = np.random.default_rng(0)
+    x, _ = drawn(rng, (256, 24), BF16)
+    x[sum(sizes) :] = np.nan
+    transpose = jax.jit(pallas_kernels.grouped_transpose)
+    y = transpose(x, int32(sizes))
+    assert pallas_kernels.padded_rows(256, len(sizes)) == y.shape[1]
+    expected = padded(x, sizes)
+    np.testing.assert_array_equal(y, expected)
+    codes = transpose(x, int32(sizes), np.float32(0.5))
+    as_codes = (2 * expected.astype(np.float32)).astype(NUMPY[E4M3])
+    np.testing.assert_array_equal(codes, as_codes)
+    of_codes = transpose(x.astype(NUMPY[E4M3]), int32(sizes))
+    np.testing.assert_array_equal(of_codes, expected.astype(NUMPY[E4M3]))
+
+
+def check_gradient(
+    implementation, sizes, shape, *, a_dtype=E5M2, b_dtype=E4M3,
+    kinds=("one", "groups"), out_dtype=BF16, tuning=TILE, seed=0,
+):  # fmt: skip
+    """Compares `grouped_weight_gradient` of random numbers with NumPy."""
+    (rows, n, k), groups = shape, len(sizes)
+    rng = np.random.default_rng(seed)
+    (a, wide_a), (b, wide_b) = (
+        drawn(rng, (rows, n), a_dtype),
+        drawn(rng, (rows, k), b_dtype),
+    )
+    shapes = {"none": None, "one": (), "groups": (groups,)}
+    scales = [None if shapes[s] is None else positive(rng, *shapes[s]) for s in kinds]
+    call = functools.partial(
+        pallas_kernels.grouped_weight_gradient, out_dtype=out_dtype, tuning=tuning
+    )
+    arrays = padded(a, sizes), padded(b, sizes), int32(sizes)
+    y = kernels.run(implementation, call, *arrays, *scales)
+    by = functools.reduce(np.multiply, [1.0 if s is None else s for s in scales])
+    by = np.broadcast_to(by, groups)
+    expected = np.stack(
+        [
+            scale * wide_a[of].T @ wide_b[of]
+            for of, scale in zip(slices(sizes), by, strict=True)
+        ]
+    )
+    assert_close(y, expected, out_dtype, max(sizes))
+
+
+GRADIENTS = [
+    ([100, 0, 1, 155], (256, 128, 128), {}),
+    ([3, 170, 0, 64, 5], (384, 256, 128), {"tuning": TURNS, "kinds": 2 * ("one",)}),
+    slow([0, 0, 256], (256, 136, 192), {"out_dtype": F32, "kinds": 2 * ("groups",)}),
+    slow([0, 0], (256, 128, 128), {"kinds": ("none", "none")}),
+    slow([130, 0, 300], (512, 128, 256), {"a_dtype": BF16, "b_dtype": BF16}),
+    slow([256, 0], (256, 128, 128), {"a_dtype": E4M3}),
+]
+
+
+@every_implementation
+@pytest.mark.parametrize(("sizes", "shape", "options"), GRADIENTS)
+def test_weight_gradients_are_float64s_but_for_rounding(
+    implementation, sizes, shape, options
+):
+    check_gradient(implementation, sizes, shape, **options)
+
+
+def routed(kind, rows, groups, rng):
+    """Returns sizes of groups as routers give them, and as they rarely give them."""
+    if kind == "equal":
+        return [rows // groups] * groups
+    if kind == "random":
+        return rng.multinomial(rows, np.full(groups, 1 / groups)).tolist()
+    if kind == "zipf":
+        shares = rng.permutation(1 / np.arange(1, groups + 1))
+        return rng.multinomial(rows, shares / shares.sum()).tolist()
+    sizes = np.zeros(groups, int)
+    if kind == "odd":  # Empty groups, single rows, and rows of no group.
+        sizes[1::3] = 1
+        sizes[::3] = rng.multinomial(
+            rows * 5 // 6, np.full(len(sizes[::3]), 3 / groups)
+        )
+    if kind == "one":
+        sizes[groups // 2] = rows
+    return sizes.tolist()
+
+
+KINDS = ["equal", "random", "zipf", "odd", "one", "none"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, BF16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_matmuls_of_routed_rows_on_a_gpu(kind, dtype):
+    rng = np.random.default_rng()
+    sizes = routed(kind, 4096, 16, rng)
+    dtypes = {"a_dtype": dtype, "b_dtype": dtype, "seed": rng}
+    shape = (4096, 1536, 1024)
+    for kinds in [("rows", "all"), ("rows", "groups"), ("one", "groups")]:
+        check_rows("mosaic", sizes, shape, kinds=kinds, tuning=None, **dtypes)
+    check_gradient("mosaic", sizes, shape, tuning=None, **dtypes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_tiles_that_are_tried_agree_on_a_gpu(kind):
+    from pallas_kernels.ops.grouped_matmul import tuning
+
+    rng = np.random.default_rng()
+    sizes, shape = routed(kind, 4096, 16, rng), (4096, 1536, 512)
+    for settings in tuning.ALONG_M:
+        check_rows("mosaic", sizes, shape, tuning=settings, seed=rng)
+    for settings in tuning.ALONG_K:
+        check_gradient("mosaic", sizes, shape, tuning=settings, seed=rng)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_row_is_written_by_one_tile_of_its_group(kind):
+    rng, rows = np.random.default_rng(1), 1000
+    sizes = routed(kind, rows, 8, rng)
+    tiles = pallas_kernels.group_tiles(int32(sizes), rows=rows, height=64)
+    count, used = tiles.totals.tolist()
+    assert count <= most_tiles(rows, 8, 64) == len(tiles.row)
+    assert used == sum(sizes)
+    writers = [[] for _ in range(rows)]
+    for i in range(count):
+        first, row = int(tiles.first[i]), int(tiles.row[i])
+        assert row % 8 == 0
+        assert 0 <= row <= first
+        assert row + 64 <= rows
+        for at in range(first, min(row + 64, int(tiles.end[i]))):
+            writers[at].append(int(tiles.group[i]))
+    expected = np.repeat(np.arange(8), sizes)
+    assert writers == [[group] for group in expected] + [[]] * (rows - used)
+
+
+def test_matmuls_under_vmap_and_scan():
+    rng = np.random.default_rng(2)
+    (a, wide_a), (b, wide_b) = (
+        drawn(rng, (2, 32, 16), E4M3),
+        drawn(rng, (2, 3, 8, 16), E4M3),
+    )
+    sizes = np.array([[1, 20, 11], [0, 30, 2]])
+    expected = np.stack(list(map(grouped_in_float64, wide_a, wide_b, sizes)))
+
+    def step(_, arrays):
+        return None, pallas_kernels.grouped_matmul(*arrays)
+
+    arrays = a, b, int32(sizes)
+    mapped = jax.jit(jax.vmap(pallas_kernels.grouped_matmul))(*arrays)
+    _, scanned = jax.jit(lambda x: jax.lax.scan(step, None, x))(arrays)
+    for y in (mapped, scanned):
+        assert_close(y, expected, BF16, 16)
+
+
+def test_what_does_not_go_together_is_named():
+    a, b, sizes = jnp.ones((16, 128), E4M3), jnp.ones((2, 64, 128), E4M3), int32([1, 2])
+    matmul = pallas_kernels.grouped_matmul
+    with pytest.raises(ValueError, match=r"got \(16, 128\) and \(64, 128\)"):
+        matmul(a, b[0], sizes)
+    with pytest.raises(ValueError, match=r"group_sizes must have the shape \(2,\)"):
+        matmul(a, b, sizes[:1])
+    with pytest.raises(ValueError, match="group_sizes must be int32, got float32"):
+        matmul(a, b, jnp.ones(2))
+    with pytest.raises(ValueError, match="both bfloat16, got bfloat16 and float8_e4m3"):
+        matmul(a.astype(BF16), b, sizes)
+    with pytest.raises(ValueError, match=r"have the shape \(\) or \(16,\)"):
+        matmul(a, b, sizes, jnp.ones(3))
+    with pytest.raises(ValueError, match="bfloat16 or float32, got float16"):
+        matmul(a, b, sizes, out_dtype=jnp.float16)
+    kernel = functools.partial(matmul, implementation="mosaic")
+    with pytest.raises(ValueError, match="no tiles fit 64 columns"):
+        kernel(a, b, sizes)
+    wide = jnp.ones((2, 256, 128), E4M3)
+    with pytest.raises(ValueError, match="a multiple of 8 and 128 or more, got 16"):
+        kernel(a, wide, sizes)
+    tiles = pallas_kernels.group_tiles(sizes, rows=128, height=64)
+    rows = jnp.ones((128, 128), E4M3)
+    with pytest.raises(ValueError, match="64 rows were listed, not of 128"):
+        kernel(rows, wide, sizes, tiles=tiles, tuning=TILE)
+    with pytest.raises(ValueError, match="different groups"):
+        kernel(rows, wide, sizes, tuning=Tuning(cluster="m"))
+    gradient = pallas_kernels.grouped_weight_gradient
+    with pytest.raises(ValueError, match="a multiple of 128, got"):
+        gradient(a.T, a.T, sizes)
+    with pytest.raises(ValueError, match="no tiles fit 64 x 64"):
+        gradient(b[0], b[1], sizes, implementation="mosaic")
