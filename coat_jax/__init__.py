@@ -8,6 +8,7 @@ a granularity (per-tensor or per-group scales) chosen for each of them.
 from coat_jax.convert.api import fp8
 from coat_jax.convert.report import fp8_report
 from coat_jax.fp8.dot_general import fp8_dot_general
+from coat_jax.fp8.ragged_dot import fp8_ragged_dot
 from coat_jax.models.generation import Generated, generate
 from coat_jax.models.memory import estimate_memory, largest_batch
 from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
@@ -59,6 +60,7 @@ __all__ = [
     "fp8",
     "fp8_adamw",
     "fp8_dot_general",
+    "fp8_ragged_dot",
     "fp8_remat",
     "fp8_report",
     "from_optax_state",

@@ -1,0 +1,199 @@
+"""`jax.lax.ragged_dot` in FP8: the matmuls of a mixture of experts.
+
+Forward, tokens have a scale each, and so has every output of every expert. Neither can
+leave the sums of backward, which contract over outputs and over tokens. There gradients
+and tokens have a scale per tensor, and weights a scale per expert.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+import pallas_kernels as kernels
+from coat_jax.fp8.matmul import (
+    dtype_of,
+    once,
+    quantize_tensor,
+    quantize_tokens,
+    tensor_scales,
+)
+from coat_jax.meshes import on_explicit_mesh
+from coat_jax.quantization.array import undifferentiated
+from coat_jax.quantization.formats import E4M3, E5M2
+from pallas_kernels import GroupTiles, Scaled, array_types, numerics
+
+# Matmuls of fewer rows take as long as reading their weights.
+FEWEST_ROWS = 16
+
+
+def fp8_ragged_dot(
+    lhs: Float[Array, "m k"],
+    rhs: Float[Array, "g k n"],
+    group_sizes: Int[Array, " g"],
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+) -> Float[Array, "m n"]:
+    """Computes `jax.lax.ragged_dot` in FP8.
+
+    It multiplies rows that are sorted by group, each by the matrix of its group. Groups
+    may have any sizes, which stay on the device. Rows after the last group give zeros,
+    and have zero gradients. `lhs` is saved in FP8, and `rhs`, the weights, by
+    reference.
+
+    On a mesh with automatic axes k or n may be split over devices. Tokens are not: put
+    them under `jax.shard_map`, where each device sorts its own, or under `vmap` with an
+    axis that is split.
+
+    If `lhs` has fewer than 16 rows, the matmul is that of `jax.lax`.
+
+    Args:
+      lhs: The tokens, sorted by group.
+      rhs: The weights of each group.
+      group_sizes: The number of rows of each group.
+      precision: Ignored, because FP8 matmuls have only one precision.
+      preferred_element_type: The dtype of the result; by default the promoted dtype of
+        `lhs` and `rhs`.
+
+    Raises:
+      ValueError: If an operand is not floating.
+      TypeError: If shapes or dtypes do not fit `jax.lax.ragged_dot`.
+
+    Examples:
+      >>> import coat_jax as coat, jax.numpy as jnp
+      >>> tokens = jnp.ones((32, 8), jnp.bfloat16)
+      >>> experts = jnp.stack([jnp.ones((8, 4)), jnp.full((8, 4), 2.0)])
+      >>> y = coat.fp8_ragged_dot(tokens, experts, jnp.array([10, 20]))
+      >>> y[jnp.array([0, 10, 30]), 0].round().tolist()
+      [8.0, 16.0, 0.0]
+    """
+    del precision
+    for name, operand in (("lhs", lhs), ("rhs", rhs)):
+        if not jnp.issubdtype(operand.dtype, jnp.floating):
+            raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
+    dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    in_jax = partial(lax.ragged_dot, preferred_element_type=dtype)
+    # `lax.ragged_dot` checks the shapes.
+    expected = jax.eval_shape(in_jax, lhs, rhs, group_sizes)
+    if len(lhs) < FEWEST_ROWS or not rhs.size:
+        return in_jax(lhs, rhs, group_sizes)
+    compute = _jitted(jnp.dtype(dtype))
+    if jax.typeof(lhs).sharding.mesh.explicit_axes:
+        compute = on_explicit_mesh(compute, lhs, expected)
+    arrays = array_types.varying_alike((lhs, rhs, group_sizes.astype(jnp.int32)))
+    return compute(*arrays)
+
+
+@cache
+def _jitted(dtype: jnp.dtype) -> Callable:
+    """Returns the jitted matmul, whose name is in profiles."""
+
+    def fp8_ragged_dot(x, w, group_sizes):
+        return _ragged_dot(x, w, group_sizes, dtype)
+
+    return jax.jit(fp8_ragged_dot)
+
+
+class _Residuals(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+      x: The transposed codes of tokens, in which groups are padded.
+      x_scale: Their scale.
+      w: The weights.
+      w_scale: The scale of each group's weights.
+      group_sizes: The number of rows of each group.
+      tiles: The tiles of the rows.
+      like: An empty array of the dtype of tokens.
+    """
+
+    x: Float[Array, "k padded"]
+    x_scale: Float[Array, ""]
+    w: Float[Array, "g k n"]
+    w_scale: Float[Array, " g"]
+    group_sizes: Int[Array, " g"]
+    tiles: GroupTiles
+    like: Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged_dot(x, w, group_sizes, dtype):
+    return _ragged_dot_fwd(x, w, group_sizes, dtype)[0]
+
+
+def _ragged_dot_fwd(x, w, group_sizes, dtype):
+    x, w, group_sizes = array_types.with_common_mesh((x, w, group_sizes))
+    tiles = kernels.group_tiles(group_sizes, rows=len(x))
+    rows = quantize_tokens(x)
+    columns = quantize_tokens(w.swapaxes(1, 2))
+    y = _grouped(rows, columns, group_sizes, tiles, dtype)
+    # Rows of no group do not count.
+    of_groups = jnp.where(_has_group(x, group_sizes), rows.scale, 0)
+    (x_scale,) = tensor_scales(rows._replace(scale=of_groups))
+    transposed = _transposed(x, group_sizes, x_scale, E4M3.dtype)
+    largest = jnp.max(columns.scale, axis=1) * E4M3.max
+    w_scale = numerics.tensor_scale(largest, E4M3.dtype)
+    residuals = _Residuals(
+        transposed, x_scale, w, w_scale, group_sizes, tiles, dtype_of(x)
+    )
+    return once(y), residuals
+
+
+def _ragged_dot_bwd(dtype, residuals, dy):
+    residuals, dy = array_types.with_common_mesh((residuals, dy))
+    x, x_scale, w, w_scale, group_sizes, tiles, like = residuals
+    values = jnp.where(_has_group(dy, group_sizes)[:, None], dy.astype(jnp.float32), 0)
+    dy_scale = numerics.tensor_scale(numerics.magnitude(values), E5M2.dtype)
+    rows = quantize_tensor(dy, E5M2, copies="row", scale=dy_scale)
+    codes = numerics.encode(
+        numerics.normal(w.astype(jnp.float32)), w_scale[:, None, None], E4M3.dtype
+    )
+    dx = _grouped(
+        Scaled(rows.row, dy_scale),
+        Scaled(codes, w_scale),
+        group_sizes,
+        tiles,
+        like.dtype,
+    )
+    transposed = _transposed(dy, group_sizes, dy_scale, E5M2.dtype)
+    dw = kernels.grouped_weight_gradient(
+        x, transposed, group_sizes, x_scale, dy_scale, out_dtype=_stored(w.dtype)
+    )
+    no_gradient = np.zeros(group_sizes.shape, jax.dtypes.float0)
+    return dx, dw.astype(w.dtype), no_gradient
+
+
+_ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)
+
+
+def _grouped(
+    x: Scaled, w: Scaled, group_sizes: Array, tiles: GroupTiles, dtype: DTypeLike
+) -> Float[Array, "m n"]:
+    """Multiplies rows of groups; the result has any floating dtype."""
+    arrays = x.codes, w.codes, group_sizes, x.scale, w.scale
+    y = kernels.grouped_matmul(*arrays, tiles=tiles, out_dtype=_stored(dtype))
+    return y.astype(dtype)
+
+
+def _stored(dtype: DTypeLike) -> Any:
+    """Returns the dtype in which kernels store a result of a floating dtype."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
+def _transposed(
+    x: Float[Array, "m n"], group_sizes: Array, scale: Array, dtype: DTypeLike
+) -> Float[Array, "n padded"]:
+    x = undifferentiated(x)
+    wide = x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+    return kernels.grouped_transpose(wide, group_sizes, scale, dtype=dtype)
+
+
+def _has_group(x: Array, group_sizes: Array) -> Array:
+    """Returns whether each row is one of a group."""
+    return jnp.arange(len(x)) < jnp.sum(group_sizes)
