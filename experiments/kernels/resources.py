@@ -276,12 +276,17 @@ def _grouped() -> Iterator[CompiledCase]:
         "rows of groups, scales of rows and groups": (a, b, sizes, of_rows, each),
         "rows of groups, bfloat16": (_array(rows, k), _array(groups, n, k), sizes),
     }
+    listed = functools.partial(pk.group_tiles, rows=rows)
+    yield CompiledCase("tiles of groups", listed, (sizes,))
     for tiles in _but_for_width(grouped_tuning.ALONG_M):
-        call = functools.partial(pk.grouped_matmul, tuning=tiles)
+        call = functools.partial(_of_listed_tiles, tuning=tiles)
+        height = functools.partial(listed, height=tiles.tile_m)
+        tiles_of_rows = jax.eval_shape(height, sizes)
         for name, arrays in kinds.items():
-            yield CompiledCase(name, call, arrays, tiles)
+            yield CompiledCase(name, call, (*arrays, tiles_of_rows), tiles)
         call = functools.partial(call, out_dtype=_F32)
-        yield CompiledCase("rows of groups to float32", call, kinds["rows of groups"], tiles)
+        arrays = *kinds["rows of groups"], tiles_of_rows
+        yield CompiledCase("rows of groups to float32", call, arrays, tiles)
     padded = pk.padded_rows(rows, groups)
     a, b = (_array(n, padded, dtype=dtype) for dtype in (gradient.dtype, _E4M3))
     kinds = {
@@ -292,6 +297,11 @@ def _grouped() -> Iterator[CompiledCase]:
         call = functools.partial(pk.grouped_weight_gradient, tuning=tiles)
         for name, arrays in kinds.items():
             yield CompiledCase(name, call, arrays, tiles)
+
+
+def _of_listed_tiles(*arrays, **options):
+    *arrays, tiles = arrays
+    return pk.grouped_matmul(*arrays, tiles=tiles, **options)
 
 
 FAMILIES: dict[str, Callable[[], Iterator[CompiledCase]]] = {

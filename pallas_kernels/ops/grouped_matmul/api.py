@@ -1,6 +1,7 @@
 """Matmuls of rows in groups: the experts of a mixture of experts, in FP8 or BF16."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import dispatch
 from pallas_kernels.axes import WHOLE, Axes
 from pallas_kernels.checks import WIDE, check_dtype, check_positive, check_shape
-from pallas_kernels.ops.grouped_matmul import depth, rows, tuning
+from pallas_kernels.ops.grouped_matmul import depth, listing, rows, tuning
 from pallas_kernels.ops.grouped_matmul.checks import (
     check_groups,
     check_operands,
@@ -24,7 +25,7 @@ from pallas_kernels.ops.grouped_matmul.rows import Scales
 from pallas_kernels.ops.grouped_matmul.tiles import (
     BLOCK,
     GroupTiles,
-    most_tiles,
+    listed_tiles,
     tiles_in_jnp,
 )
 from pallas_kernels.ops.matmul.plan import Product, Tuning
@@ -95,8 +96,8 @@ def grouped_matmul(
     b_scale = checked_scale("b_scale", b_scale, (), (groups,), (groups, n))
     check_dtype("out_dtype", out_dtype, WIDE)
     if tiles is not None:
-        most = most_tiles(count, groups, tiles.height)
-        check_shape("tiles' rows", tiles.row, (most,))
+        listed = listed_tiles(count, groups, tiles.height)
+        check_shape("the list of tiles", tiles.row, (listed,))
     operation = _GroupedMatmul(out_dtype=jnp.dtype(out_dtype), tuning=tuning)
     arrays = a, b, a_scale, b_scale, group_sizes, tiles
     return operation(*arrays, implementation=implementation)
@@ -166,7 +167,11 @@ def grouped_weight_gradient(
 
 
 def group_tiles(
-    group_sizes: Int[Array, " groups"], *, rows: int, height: int = BLOCK
+    group_sizes: Int[Array, " groups"],
+    *,
+    rows: int,
+    height: int = BLOCK,
+    implementation: dispatch.Implementation | None = None,
 ) -> GroupTiles:
     """Lists the tiles of rows in groups, for all `grouped_matmul`s of these groups.
 
@@ -176,9 +181,11 @@ def group_tiles(
       group_sizes: The number of rows of each group, int32, on the device.
       rows: The number of rows in the array, a multiple of 8.
       height: The number of rows of a tile.
+      implementation: The implementation; None means the kernel where it can run.
 
     Raises:
-      ValueError: If an argument is not supported.
+      ValueError: If an argument is not supported, or the kernel was named and cannot
+        run.
 
     Examples:
       >>> import jax.numpy as jnp, pallas_kernels
@@ -189,7 +196,32 @@ def group_tiles(
     """
     check_groups(group_sizes, group_sizes.size)
     check_positive(rows=rows, height=height)
-    return tiles_in_jnp(group_sizes, rows=rows, height=height)
+    operation = _GroupTiles(rows=rows, height=height)
+    return operation(group_sizes, implementation=implementation)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _GroupTiles(dispatch.Operation):
+    """`group_tiles`."""
+
+    rows: int
+    height: int
+    name = "group_tiles"
+
+    def obstacle(self, group_sizes) -> str | None:
+        if self.rows < self.height:
+            return f"{self.rows} rows are less than a tile of {self.height}"
+        return None
+
+    def reference(self, group_sizes) -> GroupTiles:
+        return tiles_in_jnp(group_sizes, rows=self.rows, height=self.height)
+
+    def axes(self, group_sizes) -> tuple:
+        return (_WHOLE_LINE,), _WHOLE_LINE
+
+    def kernel(self, group_sizes) -> GroupTiles:
+        run = functools.partial(listing.run, rows=self.rows, height=self.height)
+        return jax.custom_batching.sequential_vmap(run)(group_sizes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +273,8 @@ class _GroupedMatmul(_Grouped):
         @jax.custom_batching.sequential_vmap
         def run(a, b, a_scale, b_scale, group_sizes, tiles):
             if tiles is None:
-                tiles = group_tiles(group_sizes, rows=len(a), height=settings.tile_m)
+                height = settings.tile_m
+                tiles = listing.run(group_sizes, rows=len(a), height=height)
             scales = _kernel_scales(a_scale, b_scale, len(group_sizes))
             sms = dispatch.multiprocessors()
             return rows.run(self.product, a, b, scales, tiles, settings, sms)

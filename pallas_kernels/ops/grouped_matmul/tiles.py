@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 ROWS = 8  # Rows that the copy engine swizzles together.
+_LANES = 128  # Tiles that a thread block of the kernel lists.
 BLOCK = 128  # Padded groups begin at multiples of this many rows.
 
 
@@ -17,7 +18,7 @@ class GroupTiles:
     """The tiles of rows that are sorted by group, as `group_tiles` lists them.
 
     All arrays are int32. Arrays with an element for each tile have more elements than
-    there are tiles.
+    there are tiles, a multiple of 128. Other elements are zeros.
 
     Attributes:
       group: The group of a tile.
@@ -28,10 +29,10 @@ class GroupTiles:
       height: The number of rows of a tile.
     """
 
-    group: Int[Array, " most"]
-    row: Int[Array, " most"]
-    first: Int[Array, " most"]
-    end: Int[Array, " most"]
+    group: Int[Array, " tiles"]
+    row: Int[Array, " tiles"]
+    first: Int[Array, " tiles"]
+    end: Int[Array, " tiles"]
     totals: Int[Array, "2"]
     height: int = dataclasses.field(metadata={"static": True})
 
@@ -39,6 +40,11 @@ class GroupTiles:
 def most_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
     """Returns an upper bound of the number of tiles of `rows` rows."""
     return (rows + (align - 1) * groups) // height + groups
+
+
+def listed_tiles(rows: int, groups: int, height: int, align: int = ROWS) -> int:
+    """Returns the number of elements of `GroupTiles`: a multiple of 128."""
+    return -(-most_tiles(rows, groups, height, align) // _LANES) * _LANES
 
 
 def tiles_in_jnp(
@@ -56,8 +62,8 @@ def tiles_in_jnp(
     bases = starts // align * align
     counts = jnp.where(ends > starts, -((bases - ends) // height), 0)
     after = _sums(counts)
-    index = jnp.arange(most_tiles(rows, len(group_sizes), height, align))[:, None]
-    index = index.astype(jnp.int32)
+    index = jnp.arange(listed_tiles(rows, len(group_sizes), height, align))
+    index = index.astype(jnp.int32)[:, None]
     is_of = (index < after) & (index >= after - counts)
     row = bases + (index - (after - counts)) * height
 
