@@ -1,0 +1,353 @@
+"""Rates of grouped matmuls, the experts of a mixture of experts, on one GPU.
+
+    uv run python -m experiments.bench.moe
+
+compares the kernels with their definitions in jnp, then measures each matmul in turns
+with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul of as
+many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
+and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. Rows
+are printed as lines of JSON as they come. With `--small` it interprets tiny kernels on
+a CPU.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+import coat_jax as coat
+import pallas_kernels as pk
+from experiments.common import results, timing
+from experiments.common.grouped_cases import (
+    BF16,
+    E4M3,
+    E5M2,
+    F32,
+    KINDS,
+    UNUSUAL,
+    Shape,
+    drawn,
+    operands,
+    positive,
+    sizes_of,
+)
+from experiments.common.results import Bar, default_path
+from pallas_kernels import dispatch
+from pallas_kernels.ops.grouped_matmul import tuning
+
+Row = dict[str, Any]
+# The most experts of which `jax.lax.ragged_dot` is timed: it computes all rows for
+# each of them.
+_FEW_EXPERTS = 8
+
+
+# The targets of rates in TFLOP/s, with random sizes of groups.
+FORWARD = {
+    Shape(16384, 8, 4096, 14336): 1300,
+    Shape(32768, 8, 7168, 2048): 1400,
+    Shape(65536, 64, 4096, 2048): 1220,
+    Shape(65536, 128, 2048, 1536): 1080,
+}
+GRADIENT = dict(zip(FORWARD, (1328, 1338, 1089, 867), strict=True))
+IN_BF16 = dict.fromkeys(list(FORWARD)[:3], 680)
+CHECKED = Shape(4096, 16, 1024, 1536)
+SMALL = Shape(128, 2, 128, 128)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A function to measure.
+
+    Attributes:
+      name: Its name in rows.
+      function: The function.
+      arguments: Its arguments.
+      matmuls: The number of matmuls of a case's shape that it computes.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple[Any, ...]
+    matmuls: int = 1
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints rows and writes the results file."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=420, help="start no case after this time")
+    add("--only", nargs="+", choices=CASES, default=list(CASES))
+    add("--small", action="store_true", help="interpret tiny kernels on a CPU")
+    add("--out", type=Path, default=default_path("moe"))
+    args = parser.parse_args(arguments)
+    if not args.small and not dispatch.has_hopper():
+        parser.error("it measures on a Hopper GPU; --small runs anywhere")
+    end, rows = time.monotonic() + args.seconds, []
+    with interpreted() if args.small else contextlib.nullcontext():
+        for row in measured(args, end):
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+            results.write_results(args.out, rows=rows, bars=bars(rows))
+    if wrong := [row for row in rows if not row.get("right", True)]:
+        raise SystemExit(f"{len(wrong)} checks failed")
+
+
+@contextlib.contextmanager
+def interpreted() -> Iterator[None]:
+    """Interprets kernels as on a GPU with two multiprocessors."""
+    count, dispatch.multiprocessors = dispatch.multiprocessors, lambda: 2
+    try:
+        with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+            yield
+    finally:
+        dispatch.multiprocessors = count
+
+
+def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
+    """Yields the rows of all cases, the most important first."""
+    shapes = [SMALL] if args.small else list(FORWARD)
+    brief = {"calls": 1, "rounds": 1}
+    options = brief if args.small else {"calls": 3, "rounds": 3, "round_s": 0.15}
+    for name in args.only:
+        if name == "check":
+            yield from checks(SMALL if args.small else CHECKED)
+            continue
+        for shape in shapes:
+            row = {"case": name, **shape._asdict()}
+            if time.monotonic() > end:
+                yield row | {"skipped": "time is up"}
+                continue
+            yield row | rates(CASES[name](shape), shape, options)
+
+
+def rates(
+    programs: Iterator[Program], shape: Shape, options: dict[str, Any]
+) -> dict[str, Any]:
+    """Measures programs in turns; returns TFLOP/s, or what failed, by name."""
+    todo, on_gpu = list(programs), jax.default_backend() == "gpu"
+
+    def attempted(program: Program) -> Callable | Exception:
+        try:
+            lowered = jax.jit(program.function).lower(*program.arguments)
+            compiled = lowered.compile(timing.OPTIONS if on_gpu else None)
+            call = functools.partial(compiled, *program.arguments)
+            jax.block_until_ready(call())
+            return call
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        # Only this thread interprets kernels.
+        calls = list((pool.map if on_gpu else map)(attempted, todo))
+    errors, running = {}, {}
+    for program, call in zip(todo, calls, strict=True):
+        if isinstance(call, Exception):
+            errors[f"{program.name}_error"] = str(call)[:300]
+        else:
+            running[program] = call
+    times = timing.in_turns(list(running.values()), **options)
+    return {
+        f"{program.name}_tflop_per_s": shape.flops * program.matmuls / seconds / 1e12
+        for program, seconds in zip(running, times, strict=True)
+    } | errors
+
+
+def grouped(*arrays: jax.Array, **options: Any) -> jax.Array:
+    """Computes a grouped matmul with the kernel."""
+    return pk.grouped_matmul(*arrays, implementation="mosaic", **options)
+
+
+def gradient(*arrays: jax.Array, **options: Any) -> jax.Array:
+    """Computes weight gradients with the kernel."""
+    return pk.grouped_weight_gradient(*arrays, implementation="mosaic", **options)
+
+
+def checks(shape: Shape) -> Iterator[Row]:
+    """Compares kernels with their definitions, for all kinds of sizes."""
+    rows, experts, k, n = shape
+    a, b, *scales = operands(shape)
+    dy, x = drawn(5, (rows, n), BF16), drawn(6, (rows, k), BF16)
+
+    def of_rows(sizes, implementation):
+        return pk.grouped_matmul(a, b, sizes, *scales, implementation=implementation)
+
+    def in_bf16(sizes, implementation):
+        wide = a.astype(BF16), b.astype(BF16), sizes
+        return pk.grouped_matmul(*wide, implementation=implementation)
+
+    def of_depth(sizes, implementation):
+        one, each = jnp.float32(1), jnp.exp2(jnp.arange(experts) % 5 - 2.0)
+        codes = [
+            pk.grouped_transpose(v, sizes, one, dtype=dtype)
+            for v, dtype in ((dy, E5M2), (x, E4M3))
+        ]
+        options = {"implementation": implementation}
+        return pk.grouped_weight_gradient(*codes, sizes, one, each, **options)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def worst(function, sizes):
+        y, right = (
+            function(sizes, name).astype(F32) for name in ("mosaic", "reference")
+        )
+        # Each row or matrix has a scale of its own.
+        unit = jnp.sqrt(jnp.mean(right**2, axis=-1, keepdims=True)) + 1e-30
+        return jnp.max(jnp.abs(y - right) / unit)
+
+    functions = {"forward": of_rows, "bfloat16": in_bf16, "weight gradient": of_depth}
+    for name, function in functions.items():
+        for kind in (*KINDS, *UNUSUAL):
+            error = float(worst(function, sizes_of(kind, rows, experts)))
+            row = {"case": f"check {name}", "sizes": kind, "largest_error": error}
+            # Both round to bfloat16; the tensor cores round sums to about 14 bits.
+            yield row | {"right": error < 0.05}
+
+
+def forward(shape: Shape) -> Iterator[Program]:
+    """Yields a forward matmul and what it is compared with."""
+    rows, experts, k, _ = shape
+    a, b, *scales = operands(shape)
+    for kind in KINDS:
+        arrays = a, b, sizes_of(kind, rows, experts), *scales
+        yield Program(kind, grouped, arrays)
+    sizes = sizes_of("random", rows, experts)
+    tiles = pk.group_tiles(sizes, rows=rows)
+    yield Program("random_listed_before", _listed, (tiles, a, b, sizes, *scales))
+    dense = functools.partial(pk.matmul, implementation=_kernel_if_hopper())
+    yield Program("dense_fp8", dense, (a, b[0], scales[0], scales[1][0]))
+    wide_a, wide_b = (drawn(i, x.shape, BF16) for i, x in enumerate((a, b)))
+    yield Program("bfloat16", grouped, (wide_a, wide_b, sizes))
+    batched = wide_a.reshape(experts, rows // experts, k), wide_b
+    einsum = functools.partial(jnp.einsum, "etk,enk->etn")
+    yield Program("xla_batched_bfloat16", einsum, batched)
+    if jax.default_backend() == "gpu":
+        yield Program("jax_mosaic_bfloat16", _mosaics, (wide_a, wide_b, sizes))
+        if experts <= _FEW_EXPERTS:
+            transposed = wide_a, wide_b.swapaxes(1, 2), sizes
+            yield Program("lax_ragged_dot_bfloat16", lax.ragged_dot, transposed)
+
+
+def _listed(tiles: pk.GroupTiles, *arrays: jax.Array) -> jax.Array:
+    return grouped(*arrays, tiles=tiles)
+
+
+def _kernel_if_hopper() -> dispatch.Implementation | None:
+    return "mosaic" if dispatch.has_hopper() else None
+
+
+def _mosaics(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Computes a grouped matmul with JAX's example of a kernel."""
+    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot
+
+    tiles = {"block_m": 128, "block_n": 128, "block_k": 64, "grid_block_n": 8}
+    return ragged_dot(
+        a, b, group_sizes=sizes, max_concurrent_steps=4, transpose_rhs=True, **tiles
+    )
+
+
+def input_gradient(shape: Shape) -> Iterator[Program]:
+    """Yields the matmul of a forward matmul's input gradients."""
+    rows, experts, k, n = shape
+    a, b, *scales = operands(shape._replace(k=n, n=k), backward=True)
+    for kind in KINDS:
+        arrays = a, b, sizes_of(kind, rows, experts), *scales
+        yield Program(kind, grouped, arrays)
+
+
+def weight_gradient(shape: Shape) -> Iterator[Program]:
+    """Yields the matmul of weight gradients and what it is compared with."""
+    rows, experts, k, n = shape
+    total = pk.padded_rows(rows, experts)
+    # Times do not depend on what is between groups.
+    x, dy = drawn(1, (k, total), E4M3), drawn(2, (n, total), E5M2)
+    scales = positive(3, ()), positive(4, (experts,))
+    for kind in KINDS:
+        yield Program(kind, gradient, (dy, x, sizes_of(kind, rows, experts), *scales))
+    one, length = jnp.float32(1), rows // 128 * 128
+    dense = functools.partial(pk.matmul, implementation=_kernel_if_hopper())
+    yield Program("dense_fp8", dense, (dy[:, :length], x[:, :length], one, one))
+    wide = [drawn(i, v.shape, BF16) for i, v in enumerate((dy, x))]
+    sizes = sizes_of("random", rows, experts)
+    yield Program("bfloat16", gradient, (*wide, sizes))
+    batched = (
+        drawn(5, (experts, rows // experts, n), BF16),
+        drawn(6, (experts, rows // experts, k), BF16),
+    )
+    einsum = functools.partial(jnp.einsum, "etn,etk->enk")
+    yield Program("xla_batched_bfloat16", einsum, batched)
+
+
+def ragged_dot(shape: Shape) -> Iterator[Program]:
+    """Yields forward and backward passes, the quantization of operands included."""
+    rows, experts, k, n = shape
+    x, w = drawn(1, (rows, k), BF16), drawn(2, (experts, k, n), BF16)
+    dy = drawn(3, (rows, n), BF16)
+
+    def passes(dot, x, w, dy, *sizes):
+        y, vjp = jax.vjp(lambda x, w: dot(x, w, *sizes), x, w)
+        return y, *vjp(dy)
+
+    sizes = sizes_of("random", rows, experts)
+    ours = functools.partial(passes, coat.fp8_ragged_dot)
+    yield Program("random", ours, (x, w, dy, sizes), matmuls=3)
+    batched = functools.partial(passes, functools.partial(jnp.einsum, "etk,ekn->etn"))
+    x, dy = (v.reshape(experts, rows // experts, -1) for v in (x, dy))
+    yield Program("xla_batched_bfloat16", batched, (x, w, dy), matmuls=3)
+
+
+def settings(shape: Shape) -> Iterator[Program]:
+    """Yields the forward matmul and weight gradients with all settings."""
+    rows, experts, k, n = shape
+    sizes = sizes_of("random", rows, experts)
+    a, b, *scales = operands(shape)
+    for tiles in tuning.ALONG_M:
+        call = functools.partial(grouped, tuning=tiles)
+        yield Program(f"forward, {tiles}", call, (a, b, sizes, *scales))
+    total = pk.padded_rows(rows, experts)
+    x, dy = drawn(1, (k, total), E4M3), drawn(2, (n, total), E5M2)
+    for tiles in tuning.ALONG_K:
+        call = functools.partial(gradient, tuning=tiles)
+        yield Program(f"weight gradient, {tiles}", call, (dy, x, sizes))
+
+
+CASES: dict[str, Callable[[Shape], Iterator[Program]]] = {
+    "check": lambda shape: iter(()),
+    "forward": forward,
+    "weight_gradient": weight_gradient,
+    "input_gradient": input_gradient,
+    "ragged_dot": ragged_dot,
+    "settings": settings,
+}
+
+
+def bars(rows: list[Row]) -> list[Bar]:
+    """Returns the targets of an H100."""
+    found = []
+    targets = (
+        ("forward", "random_tflop_per_s", FORWARD),
+        ("input_gradient", "random_tflop_per_s", FORWARD),
+        ("weight_gradient", "random_tflop_per_s", GRADIENT),
+        ("forward", "bfloat16_tflop_per_s", IN_BF16),
+    )
+    for case, key, by_shape in targets:
+        for row in rows:
+            shape = Shape(*(row.get(name) for name in Shape._fields))
+            if row["case"] == case and key in row and shape in by_shape:
+                sizes = " x ".join(map(str, shape))
+                name = f"{case}, {key.removesuffix('_tflop_per_s')}, {sizes}, TFLOP/s"
+                found.append(Bar.of(name, ">=", by_shape[shape], row[key]))
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Shapes, sizes of groups and operands of grouped matmuls, for benchmarks."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+E4M3, E5M2, BF16, F32 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.bfloat16, jnp.float32
+# Kinds of sizes that are measured, and those that are only checked.
+KINDS = ("random", "equal", "zipf")
+UNUSUAL = ("odd", "one", "none")
+
+
+class Shape(NamedTuple):
+    """The shape of a grouped matmul.
+
+    Attributes:
+      rows: The number of rows in all groups.
+      experts: The number of groups.
+      k: The number of columns of the rows.
+      n: The number of columns of the result.
+    """
+
+    rows: int
+    experts: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> float:
+        """The number of floating point operations."""
+        return 2.0 * self.rows * self.k * self.n
+
+
+def sizes_of(kind: str, rows: int, experts: int) -> jax.Array:
+    """Returns the sizes of groups that routers may give."""
+    rng = np.random.default_rng(0)
+    sizes = np.zeros(experts, np.int64)
+    if kind == "equal":
+        sizes[:] = rows // experts
+    elif kind == "random":  # A router without preferences.
+        sizes = rng.multinomial(rows, np.full(experts, 1 / experts))
+    elif kind == "zipf":
+        shares = rng.permutation(1 / np.arange(1, experts + 1))
+        sizes = rng.multinomial(rows, shares / shares.sum())
+    elif kind == "odd":  # Empty groups, single rows, and rows of no group.
+        sizes[1::3] = 1
+        large = -(-experts // 3)
+        sizes[::3] = rng.multinomial(rows * 5 // 6, np.full(large, 1 / large))
+    elif kind == "one":
+        sizes[experts // 2] = rows
+    elif kind != "none":
+        raise ValueError(f"no kind of sizes: {kind}")
+    return jnp.asarray(sizes, jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def drawn(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Draws normal numbers, matrix by matrix, since float32 takes more memory."""
+    key = jax.random.key(seed, impl="unsafe_rbg")
+
+    def matrix(key):
+        return jax.random.normal(key, shape[-2:], BF16).astype(dtype)
+
+    if len(shape) == 2:
+        return matrix(key)
+    return lax.map(matrix, jax.random.split(key, shape[0]))
+
+
+def positive(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    """Draws scales."""
+    return jnp.exp2(jax.random.uniform(jax.random.key(seed), shape, F32, -3, 3))
+
+
+def operands(shape: Shape, *, backward: bool = False) -> tuple[jax.Array, ...]:
+    """Draws codes and scales of rows and matrices."""
+    rows, experts, k, n = shape
+    if backward:
+        a, b = drawn(1, (rows, k), E5M2), drawn(2, (experts, n, k), E4M3)
+        return a, b, positive(3, ()), positive(4, (experts,))
+    a, b = drawn(1, (rows, k), E4M3), drawn(2, (experts, n, k), E4M3)
+    return a, b, positive(3, (rows,)), positive(4, (experts, n))

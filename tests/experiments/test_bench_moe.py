@@ -1,0 +1,70 @@
+"""Tests the benchmark of grouped matmuls in its small form."""
+
+import json
+
+import jax
+import pytest
+
+from experiments.bench import moe
+from pallas_kernels import stand_ins
+from pallas_kernels.dispatch import traced_anew
+
+SHAPE = moe.Shape(256, 4, 256, 512)
+
+
+@pytest.mark.parametrize("case", ["forward", "input_gradient", "weight_gradient"])
+def test_programs_compute_the_matmuls_of_a_shape(case):
+    rows, experts, k, n = SHAPE
+    size = {"forward": rows * n, "input_gradient": rows * k}.get(case, experts * n * k)
+    programs = list(moe.CASES[case](SHAPE))
+    with stand_ins.for_hopper(), traced_anew():
+        for program in programs:
+            y = jax.eval_shape(program.function, *program.arguments)
+            # A dense matmul has one matrix for all rows.
+            is_dense = program.name == "dense_fp8" and case == "weight_gradient"
+            assert y.size == (n * k if is_dense else size), program.name
+    assert list(moe.KINDS) == [program.name for program in programs[:3]]
+
+
+def test_sizes_are_of_all_rows_unless_some_have_no_group():
+    for kind in (*moe.KINDS, "one"):
+        assert int(moe.sizes_of(kind, 4096, 16).sum()) == 4096
+    assert 0 < int(moe.sizes_of("odd", 4096, 16).sum()) < 4096
+    with pytest.raises(ValueError, match="no kind of sizes: other"):
+        moe.sizes_of("other", 8, 2)
+
+
+def test_rows_are_printed_and_written(tmp_path, capsys):
+    out = tmp_path / "moe.json"
+    moe.main(["--small", "--only", "input_gradient", "--out", str(out)])
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row == json.loads(capsys.readouterr().out)
+    assert all(row[f"{kind}_tflop_per_s"] > 0 for kind in moe.KINDS)
+
+
+def test_no_case_starts_after_the_time(tmp_path, capsys):
+    out = tmp_path / "moe.json"
+    moe.main(["--small", "--only", "forward", "--seconds", "0", "--out", str(out)])
+    assert json.loads(capsys.readouterr().out)["skipped"] == "time is up"
+
+
+def test_bars_are_of_the_measured_shapes():
+    shape, target = next(iter(moe.FORWARD.items()))
+    row = {"case": "forward", **shape._asdict(), "random_tflop_per_s": target + 1.0}
+    small = {"case": "forward", **SHAPE._asdict(), "random_tflop_per_s": 1.0}
+    (bar,) = moe.bars([row, small, {"case": "check forward", "right": True}])
+    assert bar.holds
+    assert bar.name == "forward, random, 16384 x 8 x 4096 x 14336, TFLOP/s"
+
+
+def test_failed_programs_are_rows():
+    def broken(x):
+        raise ValueError("no")
+
+    x = jax.numpy.ones(3)
+    programs = iter(
+        [moe.Program("works", abs, (x,)), moe.Program("fails", broken, (x,))]
+    )
+    row = moe.rates(programs, SHAPE, {"calls": 1, "rounds": 1})
+    assert row["fails_error"] == "no"
+    assert row["works_tflop_per_s"] > 0
