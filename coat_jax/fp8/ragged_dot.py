@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
@@ -39,6 +40,8 @@ def fp8_ragged_dot(
     group_sizes: Int[Array, " g"],
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: jax.sharding.NamedSharding | P | None = None,
 ) -> Float[Array, "m n"]:
     """Computes `jax.lax.ragged_dot` in FP8.
 
@@ -47,9 +50,9 @@ def fp8_ragged_dot(
     and have zero gradients. `lhs` is saved in FP8, and `rhs`, the weights, by
     reference.
 
-    On a mesh with automatic axes k or n may be split over devices. Tokens are not: put
-    them under `jax.shard_map`, where each device sorts its own, or under `vmap` with an
-    axis that is split.
+    On a mesh k or n may be split over devices. Tokens and groups are whole on every
+    device. To split tokens use `jax.shard_map`, where each device sorts its own tokens,
+    or `jax.vmap` over an axis that is split.
 
     If `lhs` has fewer than 16 rows, the matmul is that of `jax.lax`.
 
@@ -60,6 +63,7 @@ def fp8_ragged_dot(
       precision: Ignored, because FP8 matmuls have only one precision.
       preferred_element_type: The dtype of the result; by default the promoted dtype of
         `lhs` and `rhs`.
+      out_sharding: The sharding of the result on a mesh with explicit axes.
 
     Raises:
       ValueError: If an operand is not floating.
@@ -78,7 +82,8 @@ def fp8_ragged_dot(
         if not jnp.issubdtype(operand.dtype, jnp.floating):
             raise ValueError(f"{name} must be floating, got dtype {operand.dtype}")
     dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
-    in_jax = partial(lax.ragged_dot, preferred_element_type=dtype)
+    options = {"preferred_element_type": dtype, "out_sharding": out_sharding}
+    in_jax = partial(lax.ragged_dot, **options)
     # `lax.ragged_dot` checks the shapes.
     expected = jax.eval_shape(in_jax, lhs, rhs, group_sizes)
     if len(lhs) < FEWEST_ROWS or not rhs.size:
