@@ -19,6 +19,7 @@ from pallas_kernels.ops.matmul.api import matmul, matmul_heads
 from pallas_kernels.ops.norm.api import norm, norm_grad
 from pallas_kernels.ops.norm.reference import Normed, NormGrads
 from pallas_kernels.ops.quantize.blocks import Block, quantize_blocks
+from pallas_kernels.ops.quantize.columns import quantize_columns
 from pallas_kernels.ops.quantize.groups import (
     dequantize_groups,
     quantize_groups,
@@ -67,6 +68,7 @@ __all__ = [
     "norm_grad",
     "padded_rows",
     "quantize_blocks",
+    "quantize_columns",
     "quantize_groups",
     "quantize_rows",
     "quantize_tensor",

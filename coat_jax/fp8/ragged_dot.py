@@ -106,7 +106,7 @@ def _jitted(dtype: jnp.dtype) -> Callable:
 
 
 class _Residuals(NamedTuple):
-    """What backward reads.
+    """The arrays that backward reads.
 
     Attributes:
       x: The transposed codes of tokens, in which groups are padded.
@@ -136,7 +136,7 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
     x, w, group_sizes = array_types.with_common_mesh((x, w, group_sizes))
     tiles = kernels.group_tiles(group_sizes, rows=len(x))
     rows = quantize_tokens(x)
-    columns = quantize_tokens(w.swapaxes(1, 2))
+    columns = kernels.quantize_columns(_wide(w))
     y = _grouped(rows, columns, group_sizes, tiles, dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(_has_group(x, group_sizes), rows.scale, 0)
@@ -194,9 +194,13 @@ def _stored(dtype: DTypeLike) -> Any:
 def _transposed(
     x: Float[Array, "m n"], group_sizes: Array, scale: Array, dtype: DTypeLike
 ) -> Float[Array, "n padded"]:
+    return kernels.grouped_transpose(_wide(x), group_sizes, scale, dtype=dtype)
+
+
+def _wide(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns `x` in a dtype that kernels quantize; differentiating it is an error."""
     x = undifferentiated(x)
-    wide = x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
-    return kernels.grouped_transpose(wide, group_sizes, scale, dtype=dtype)
+    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
 
 
 def _has_group(x: Array, group_sizes: Array) -> Array:

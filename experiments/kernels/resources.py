@@ -117,6 +117,8 @@ def _quantize() -> Iterator[CompiledCase]:
     of_32 = functools.partial(pk.quantize_groups, group=32)
     yield CompiledCase("quantize 1x32", of_32, (_array(8192, 4096),))
     yield CompiledCase("quantize rows", pk.quantize_rows, (_array(8192, 24576),))
+    for x in (_array(8, 4096, 4096), _array(8, 4096, 4096, dtype=_F32)):
+        yield CompiledCase(f"quantize columns, {x.dtype}", pk.quantize_columns, (x,))
     rows = [_array(n, dtype=_F32) for n in (8192, 22016, 264)]
     yield CompiledCase("scales of tensors", _scales, tuple(rows))
 

@@ -88,6 +88,28 @@ def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
     assert_identical(actual, (expected, scale[..., 0].astype(F32)))
 
 
+@pytest.mark.sampled(2)
+@every_implementation
+@pytest.mark.parametrize(
+    ("shape", "dtype", "codes"),
+    [
+        ((2, 128, 64), BF16, E4M3),
+        ((1, 256, 80), F32, E5M2),
+        ((3, 256, 144), BF16, E4M3),
+    ],
+)
+def test_columns_are_quantized_as_rows_of_the_transpose(
+    implementation, shape, dtype, codes
+):
+    count, k, n = shape
+    # Some columns are odd: zeros, outliers, infinities, NaNs or denormals.
+    rows = adversarial((count, n, k), dtype, seed=sum(shape), group=k)
+    quantize = functools.partial(pk.quantize_columns, dtype=codes)
+    actual = run(implementation, quantize, rows.swapaxes(1, 2))
+    expected, scale = encoded_groups(rows, codes, k)
+    assert_identical(actual, (expected, scale[..., 0].astype(F32)))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "shape", [(8192, 4096), (4099, 8192), (999, 11008), (3, 768), (70, 24576)]

@@ -100,7 +100,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class DepthPlace(Place):
-    """Where a tile of a group is.
+    """The place of a group's tile.
 
     Attributes:
       group: Its group.

@@ -95,7 +95,7 @@ def _kernel(
 
 @dataclasses.dataclass(frozen=True)
 class GroupedPlace(Place):
-    """Where a tile of a group is; `columns` are its rows of b, [groups * n, k].
+    """The place of a group's tile; `columns` are its rows of b, [groups * n, k].
 
     Attributes:
       group: Its group.

@@ -20,8 +20,8 @@ ALONG_M = (
     Tuning(tile_m=256, tile_n=128, cluster="n"),
 )
 ALONG_K = (Tuning(), _TURNS, _NARROW)
-# With so few steps along k the epilogue counts. Ping-pong warpgroups store a tile while
-# the next one is computed.
+# The epilogue counts with so few steps along k or fewer. Ping-pong warpgroups store a
+# tile while the next one is computed.
 _FEW_STEPS = 16
 
 

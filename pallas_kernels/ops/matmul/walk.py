@@ -15,7 +15,7 @@ from pallas_kernels.ops.matmul.plan import TILE_K, Tuning
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a tile is.
+    """The place of a tile.
 
     Attributes:
       rows: Its rows of a.
