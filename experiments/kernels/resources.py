@@ -289,6 +289,9 @@ def _grouped() -> Iterator[CompiledCase]:
         call = functools.partial(call, out_dtype=_F32)
         arrays = *kinds["rows of groups"], tiles_of_rows
         yield CompiledCase("rows of groups to float32", call, arrays, tiles)
+    for x in (_array(rows, k), _array(rows, k, dtype=_F32)):
+        arrays = x, sizes, one
+        yield CompiledCase(f"transpose of groups, {x.dtype}", pk.grouped_transpose, arrays)
     padded = pk.padded_rows(rows, groups)
     a, b = (_array(n, padded, dtype=dtype) for dtype in (gradient.dtype, _E4M3))
     kinds = {

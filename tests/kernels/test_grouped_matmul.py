@@ -156,13 +156,28 @@ def test_transposes_have_groups_at_multiples_of_128(sizes):
     transpose = jax.jit(pallas_kernels.grouped_transpose)
     y = transpose(x, int32(sizes))
     assert pallas_kernels.padded_rows(256, len(sizes)) == y.shape[1]
-    expected = padded(x, sizes)
-    np.testing.assert_array_equal(y, expected)
-    codes = transpose(x, int32(sizes), np.float32(0.5))
-    as_codes = (2 * expected.astype(np.float32)).astype(NUMPY[E4M3])
-    np.testing.assert_array_equal(codes, as_codes)
-    of_codes = transpose(x.astype(NUMPY[E4M3]), int32(sizes))
-    np.testing.assert_array_equal(of_codes, expected.astype(NUMPY[E4M3]))
+    np.testing.assert_array_equal(y, padded(x, sizes))
+    codes = x.astype(NUMPY[E4M3])
+    np.testing.assert_array_equal(transpose(codes, int32(sizes)), padded(codes, sizes))
+
+
+@pytest.mark.sampled(3)
+@every_implementation
+@pytest.mark.parametrize(
+    ("sizes", "rows", "dtype", "codes"),
+    [
+        ([100, 0, 1, 155], 264, BF16, E4M3),
+        ([0, 0], 128, F32, E5M2),
+        ([3, 128, 0, 130], 261, F32, E4M3),
+        ([7, 1, 300], 333, BF16, E5M2),
+    ],
+)
+def test_transposes_are_quantized(implementation, sizes, rows, dtype, codes):
+    x = np.array(kernels.numbers((rows, 128), dtype, octaves=9))
+    x[sum(sizes) :] = np.nan
+    transpose = functools.partial(pallas_kernels.grouped_transpose, dtype=codes)
+    y = kernels.run(implementation, transpose, x, int32(sizes), np.float32(0.5))
+    kernels.assert_identical(y, kernels.encoded(padded(x, sizes), 0.5, codes))
 
 
 def check_gradient(
