@@ -76,7 +76,7 @@ def assert_no_more_than_recorded(rows, families):
 @needs_compiler
 @pytest.mark.parametrize(
     "families",
-    [["products", "parts", "heads", *_GATES], ["norm", "adam", "quantize"]],
+    [["products", "parts", "heads", *_GATES], ["norm", "adam", "quantize", "grouped"]],
     ids=" ".join,
 )
 def test_hardest_cases_compile_and_take_no_more_than_recorded(families):
