@@ -23,6 +23,7 @@ from coat_jax.convert.record import (
 )
 from coat_jax.convert.rules import Rules, chooser, path_of
 from coat_jax.fp8.dot_general import fp8_dot_general, fp8_dot_p
+from coat_jax.fp8.ragged_dot import fp8_ragged_dot, fp8_ragged_dot_p
 from coat_jax.programs.graph import embedded, inlined, is_plain_call
 from coat_jax.programs.primitives import variables
 
@@ -32,6 +33,11 @@ _LEAST, _MULTIPLE = 128, 16
 # The numbers of keys that come before a parameter's path, among the arguments of a
 # function or a method, and of what `linen_method` wraps.
 OF_FUNCTION, OF_LINEN = 2, 5
+# The matmuls that are in FP8 already.
+_IN_FP8 = {fp8_dot_p, fp8_ragged_dot_p}
+# `jax.lax.ragged_dot` is this operation with these dimension numbers.
+_RAGGED = "ragged_dot_general"
+_RAGGED_DOT = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), (0,), (0,))
 # The parameters that a variable follows from, alone.
 Sources = dict[core.Var, frozenset[str]]
 
@@ -110,17 +116,20 @@ class Conversion:
 
     def _choice(self, eqn: core.JaxprEqn, sources: Sources) -> tuple[int, str]:
         """Returns the position of the weight, and why the matmul stays as it is."""
-        if eqn.primitive is fp8_dot_p:
+        if eqn.primitive in _IN_FP8:
             return 0, FP8_ALREADY
-        parameters = [_followed(v, sources) for v in eqn.invars]
+        operands = eqn.invars[:2]
+        parameters = [_followed(v, sources) for v in operands]
         weights = [i for i, paths in enumerate(parameters) if paths]
         activations = [i for i, paths in enumerate(parameters) if paths is None]
         if len(weights) != 1 or len(activations) != 1:
             return 0, _operands(len(weights), len(activations))
-        types = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+        types = [v.aval for v in (*operands, *eqn.outvars)]
         if not all(map(_is_wide_float, types)):
             return 0, f"a matmul of {types[0].dtype} and {types[1].dtype}"
         (side,) = weights
+        if side == 0 and eqn.primitive.name == _RAGGED:
+            return 0, "its rows in groups are a parameter"
         if self.chosen is None:
             return side, _too_small(eqn, side)
         paths = sources[eqn.invars[side]]
@@ -132,7 +141,7 @@ class Conversion:
         return path in chosen if isinstance(chosen, frozenset) else chosen(path)
 
     def _row(self, eqn: core.JaxprEqn, sources: Sources, reason: str) -> Matmul:
-        lhs, rhs = eqn.invars
+        lhs, rhs, *_ = eqn.invars
         parameters = [_followed(v, sources) or frozenset() for v in (lhs, rhs)]
         return Matmul(
             block=self.where,
@@ -154,8 +163,7 @@ class Conversion:
             reason = f"within {outer.primitive.name}"
             for eqn in body.eqns:
                 if _is_matmul(eqn):
-                    already = eqn.primitive is fp8_dot_p
-                    why = FP8_ALREADY if already else reason
+                    why = FP8_ALREADY if eqn.primitive in _IN_FP8 else reason
                     matmuls.append(self._row(eqn, inner, why))
                 else:
                     below = self._within(eqn, inner)
@@ -204,10 +212,10 @@ def _followed(
 
 def _rows(eqn: core.JaxprEqn, sources: Sources) -> int:
     """Returns the number of rows of the operand that is not a parameter."""
-    if eqn.primitive is fp8_dot_p:
+    if eqn.primitive in _IN_FP8:
         return eqn.invars[0].aval.shape[-2]
     side = 1 if _followed(eqn.invars[0], sources) else 0
-    contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
+    contracted, batch = (dims[side] for dims in _dimensions(eqn))
     shape = eqn.invars[side].aval.shape
     free = set(range(len(shape))) - {*contracted, *batch}
     return math.prod(shape[i] for i in free)
@@ -234,11 +242,30 @@ def _is_plain_call(eqn: core.JaxprEqn) -> bool:
 
 
 def _is_matmul(eqn: core.JaxprEqn) -> bool:
-    return eqn.primitive.name == "dot_general" or eqn.primitive is fp8_dot_p
+    return _is_in_jax(eqn) or eqn.primitive in _IN_FP8
+
+
+def _is_in_jax(eqn: core.JaxprEqn) -> bool:
+    """Returns whether an operation is `dot_general` or `ragged_dot` of `jax.lax`."""
+    if eqn.primitive.name == _RAGGED:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        return numbers == _RAGGED_DOT and eqn.params["group_offset"] is None
+    return eqn.primitive.name == "dot_general"
+
+
+def _dimensions(eqn: core.JaxprEqn) -> lax.DotDimensionNumbers:
+    """Returns the contracted and the batch axes of both operands.
+
+    The groups of a `ragged_dot` are a batch axis of its weights.
+    """
+    if eqn.primitive.name == _RAGGED:
+        contracted, _ = _RAGGED_DOT.dot_dimension_numbers
+        return contracted, ((), tuple(_RAGGED_DOT.rhs_group_dimensions))
+    return eqn.params["dimension_numbers"]
 
 
 def _has_matmul(eqn: core.JaxprEqn) -> bool:
-    if eqn.primitive.name == "dot_general":
+    if _is_in_jax(eqn):
         return True
     return any(map(_has_matmul, _within(eqn)))
 
@@ -256,7 +283,7 @@ def _is_wide_float(aval: Any) -> bool:
 
 def _too_small(eqn: core.JaxprEqn, side: int) -> str:
     """Returns why a matmul is not worth the quantization of its operands, or ""."""
-    contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
+    contracted, batch = (dims[side] for dims in _dimensions(eqn))
     shape = eqn.invars[side].aval.shape
     inputs = math.prod(shape[i] for i in contracted)
     outputs = math.prod(shape) // math.prod(shape[i] for i in batch) // max(inputs, 1)
@@ -277,8 +304,11 @@ def _fp8(eqn: core.JaxprEqn, side: int) -> list[core.JaxprEqn]:
 
 
 def _matmul(*operands: jax.Array, eqn: core.JaxprEqn, side: int) -> jax.Array:
-    contract, batch = eqn.params["dimension_numbers"]
     dtype, sharding = eqn.outvars[0].aval.dtype, eqn.params.get("out_sharding")
+    if eqn.primitive.name == _RAGGED:
+        options = {"preferred_element_type": dtype, "out_sharding": sharding}
+        return fp8_ragged_dot(*operands, **options)
+    contract, batch = eqn.params["dimension_numbers"]
     if side == 1:
         return fp8_dot_general(
             *operands,
