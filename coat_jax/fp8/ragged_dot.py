@@ -129,6 +129,25 @@ def _bound(x: Array, w: Array, group_sizes: Array, *, dtype: jnp.dtype) -> Array
 fp8_ragged_dot_p = new_primitive("fp8_ragged_dot", _jitted, _type_of_result)
 
 
+@jax.jit
+def _quantized_experts(w: Float[Array, "g k n"]) -> list[Array]:
+    """Returns codes for forward, their scales, and the scale of each expert.
+
+    The codes are transposed, [g, n, k], with a scale for each output, [g, n].
+    """
+    codes, scale = kernels.quantize_columns(_wide(w))
+    largest = jnp.max(scale, axis=1) * E4M3.max
+    return [codes, scale, numerics.tensor_scale(largest, E4M3.dtype)]
+
+
+def _types_of_experts(w: jax.core.ShapedArray) -> Types:
+    return jax.make_jaxpr(_quantized_experts)(w).out_avals
+
+
+# One operation, so that `fp8_remat` saves the scales. It would compute them again.
+_experts_p = new_primitive("fp8_experts", lambda: _quantized_experts, _types_of_experts)
+
+
 class _Residuals(NamedTuple):
     """The arrays that backward reads.
 
@@ -160,14 +179,12 @@ def _ragged_dot_fwd(x, w, group_sizes, dtype):
     x, w, group_sizes = array_types.with_common_mesh((x, w, group_sizes))
     tiles = kernels.group_tiles(group_sizes, rows=len(x))
     rows = quantize_tokens(x)
-    columns = kernels.quantize_columns(_wide(w))
-    y = _grouped(rows, columns, group_sizes, tiles, dtype)
+    codes, scale, w_scale = bind(_experts_p, _quantized_experts, w)
+    y = _grouped(rows, Scaled(codes, scale), group_sizes, tiles, dtype)
     # Rows of no group do not count.
     of_groups = jnp.where(_has_group(x, group_sizes), rows.scale, 0)
     (x_scale,) = tensor_scales(rows._replace(scale=of_groups))
     transposed = _transposed(x, group_sizes, x_scale, E4M3.dtype)
-    largest = jnp.max(columns.scale, axis=1) * E4M3.max
-    w_scale = numerics.tensor_scale(largest, E4M3.dtype)
     residuals = _Residuals(
         transposed, x_scale, w, w_scale, group_sizes, tiles, dtype_of(x)
     )
