@@ -332,7 +332,7 @@ CASES: dict[str, Callable[[Shape], Iterator[Program]]] = {
 
 def bars(rows: list[Row]) -> list[Bar]:
     """Returns the targets of an H100."""
-    found = []
+    reached = []
     targets = (
         ("forward", "random_tflop_per_s", FORWARD),
         ("input_gradient", "random_tflop_per_s", FORWARD),
@@ -345,8 +345,8 @@ def bars(rows: list[Row]) -> list[Bar]:
             if row["case"] == case and key in row and shape in by_shape:
                 sizes = " x ".join(map(str, shape))
                 name = f"{case}, {key.removesuffix('_tflop_per_s')}, {sizes}, TFLOP/s"
-                found.append(Bar.of(name, ">=", by_shape[shape], row[key]))
-    return found
+                reached.append(Bar.of(name, ">=", by_shape[shape], row[key]))
+    return reached
 
 
 if __name__ == "__main__":

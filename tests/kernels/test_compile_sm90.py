@@ -184,6 +184,35 @@ def test_a_foreign_gate_saves_kernels_and_memory(monkeypatch):
     assert 0 < memory[0] < memory[1]
 
 
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_experts_run_kernels_alone():
+    rows, experts, k, n = 8192, 16, 1024, 1536
+
+    def passes(x, w, sizes, dy):
+        y, vjp = jax.vjp(lambda x, w: coat.fp8_ragged_dot(x, w, sizes), x, w)
+        return y, *vjp(dy)
+
+    x, w, dy = (
+        jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16)
+        for shape in ((rows, k), (experts, k, n), (rows, n))
+    )
+    sizes = jax.ShapeDtypeStruct((experts,), jax.numpy.int32)
+    program = sm90.compiled(passes, x, w, sizes, dy, options=OPTIONS).as_text()
+    named = r'custom-call\(.*op_name="[^"]*/(\w+)/kernel"'
+    assert Counter(re.findall(named, program)) == {
+        "group_tiles": 1,
+        "grouped_matmul": 2,
+        "grouped_transpose": 2,
+        "grouped_weight_gradient": 1,
+        "quantize_columns": 1,
+        "quantize_rows": 1,
+        "quantize_tensor": 1,
+    }
+    assert "cublas" not in program
+
+
 def _fully_sharded(shape) -> P:
     if len(shape) < 2:
         return P()

@@ -79,7 +79,7 @@ def assert_close(actual, expected, dtype, unit):
 
 def check_rows(
     implementation, sizes, shape, *, a_dtype=E4M3, b_dtype=E4M3, kinds=("rows", "all"),
-    out_dtype=BF16, tuning=TILE, given=False, seed=0, compute=None,
+    out_dtype=BF16, tuning=TILE, listed=False, seed=0, compute=None,
 ):  # fmt: skip
     """Compares `grouped_matmul`, or `compute`, of random numbers with NumPy."""
     (rows, n, k), groups = shape, len(sizes)
@@ -94,7 +94,7 @@ def check_rows(
     shapes["all"] = groups, n
     scales = [None if shapes[s] is None else positive(rng, *shapes[s]) for s in kinds]
     options = {"out_dtype": out_dtype, "tuning": tuning}
-    if given:
+    if listed:
         height = tuning.tile_m
         options["tiles"] = pallas_kernels.group_tiles(
             int32(sizes), rows=rows, height=height
@@ -117,7 +117,7 @@ ROWS = [
     ([3, 70, 0, 64, 5], (200, 256, 256), {"tuning": TURNS, "kinds": ("one", "groups")}),
     slow([0, 0, 256], (256, 256, 128), {"out_dtype": F32, "kinds": ("rows", "groups")}),
     slow([0, 0], (256, 128, 128), {}),
-    slow([130, 3, 67], (256, 256, 256), {"tuning": PAIRS, "given": True}),
+    slow([130, 3, 67], (256, 256, 256), {"tuning": PAIRS, "listed": True}),
     slow([64, 64], (128, 192, 128), {"a_dtype": E5M2, "kinds": ("one", "one")}),
     slow([1] * 8, (136, 128, 128), {"kinds": ("one", "all")}),
     ([77, 50], (128, 128, 128), WITHOUT_SCALES),

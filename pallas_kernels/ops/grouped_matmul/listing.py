@@ -55,13 +55,13 @@ def _kernel(rows: int, height: int, group_sizes, *out) -> None:
         count = lax.select(end > start, count, 0)
         is_of = (index >= spread(before)) & (index < spread(before + count))
         row = spread(base) + (index - spread(before)) * height
-        found = (
+        of_tile = (
             spread(group),
             jnp.minimum(row, spread(rows - height)),
             jnp.maximum(row, spread(start)),
             spread(end),
         )
-        values = [jnp.where(is_of, x, y) for x, y in zip(found, values, strict=True)]
+        values = [jnp.where(is_of, x, y) for x, y in zip(of_tile, values, strict=True)]
         return end, before + count, *values
 
     zero = jnp.int32(0)
