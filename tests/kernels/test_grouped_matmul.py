@@ -317,6 +317,33 @@ def test_each_row_is_written_by_one_tile_of_its_group(implementation, kind):
     np.testing.assert_array_equal(np.stack(lists)[:, count:], 0)
 
 
+def test_kernels_have_no_races():
+    """The interpreter raises an error at the first race.
+
+    It takes each part of a subtile for a copy to wait for, so groups are whole tiles.
+    """
+    rng = np.random.default_rng(3)
+    (a, wide_a), (b, wide_b) = (
+        drawn(rng, (256, 256), E4M3),
+        drawn(rng, (2, 256, 256), E4M3),
+    )
+    sizes = int32([128, 128])
+
+    def both(a, b, sizes, *, implementation):
+        named = {"implementation": implementation}
+        y = pallas_kernels.grouped_matmul(a, b, sizes, tuning=TURNS, **named)
+        wide = a.astype(BF16)
+        codes = pallas_kernels.grouped_transpose(wide, sizes, np.float32(1), **named)
+        options = named | {"tuning": TURNS}
+        dw = pallas_kernels.grouped_weight_gradient(codes, codes, sizes, **options)
+        return y, dw
+
+    y, dw = kernels.run("interpret", both, a, b, sizes, detect_races=True)
+    assert_close(y, grouped_in_float64(wide_a, wide_b, [128, 128]), BF16, 16.0)
+    grams = np.stack([x.T @ x for x in np.split(wide_a, 2)])
+    assert_close(dw, grams, BF16, 16.0)
+
+
 def test_matmuls_under_vmap_and_scan():
     rng = np.random.default_rng(2)
     (a, wide_a), (b, wide_b) = (
