@@ -102,3 +102,23 @@ def test_sections_letter_their_reasons():
     assert "(a) not run: no time; (b) not run: no GPU." in lines
     with pytest.raises(ValueError, match="row 'one' of 't' needs 2 cells, got 1"):
         Section(title="t", text="", columns=("x", "y"), rows=[("one", [Printed(1)])])
+
+
+def test_a_table_of_many_columns_has_them_as_lines():
+    """A window of 1,280 pixels shows eight columns at most."""
+    columns = tuple("abcdefghi")
+    cells = [Printed(n) for n in range(9)]
+    section = Section(title="t", text="", columns=columns, rows=[("paper", cells)])
+    lines = section.render().splitlines()
+    assert "| | paper |" in lines
+    assert "| c | 2 |" in lines
+    for line in page.PAGE.read_text().splitlines():
+        assert not line.startswith("|") or line.count("|") <= 10
+
+
+def test_rows_of_nothing_that_was_run_are_left_out():
+    missing = [NotRun("no time"), NotRun("no time")]
+    rows = [("ours", missing), ("paper", [Printed(1), Printed(2)])]
+    text = Section(title="t", text="", columns=("x", "y"), rows=rows).render()
+    assert "ours" not in text
+    assert "Not run here: no time." in text
