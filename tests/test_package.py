@@ -123,14 +123,18 @@ def test_the_api_reference_is_complete():
 
 
 def _blocks():
-    """Yields the Python code of the README and of each guide, each block once."""
+    """Yields the Python code of the README and of each guide, each block once.
+
+    The default run has all but the longest one.
+    """
     blocks = {}
     for page in (_ROOT / "README.md", *sorted((_ROOT / "docs" / "pages").glob("*.md"))):
         code = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.M)
         for number, block in enumerate(code):
             blocks.setdefault(block, f"{page.stem}-{number}")
     for block, name in blocks.items():
-        yield pytest.param(block, id=name)
+        marks = [pytest.mark.slow] if name == "gpus-2" else []
+        yield pytest.param(block, id=name, marks=marks)
 
 
 def _printed_figures(text):
