@@ -195,19 +195,31 @@ def checks(shape: Shape) -> Iterator[Row]:
         options = {"implementation": implementation}
         return pk.grouped_weight_gradient(*codes, sizes, one, each, **options)
 
-    @functools.partial(jax.jit, static_argnums=0)
-    def worst(function, sizes):
+    def deviations(sizes, *scales):
+        """Returns the standard deviation of each sum of products."""
+        squares = (jnp.square(v.astype(F32)).astype(BF16) for v in (a, b))
+        scales = map(jnp.square, scales)
+        arrays = *squares, sizes, *scales
+        return jnp.sqrt(pk.grouped_matmul(*arrays, implementation="reference"))
+
+    def size_of_rows(sizes):
+        return jnp.sqrt(jnp.mean(of_depth(sizes, "reference") ** 2, -1, keepdims=True))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def worst(function, unit, sizes):
         y, right = (
             function(sizes, name).astype(F32) for name in ("mosaic", "reference")
         )
-        # Each row or matrix has a scale of its own.
-        unit = jnp.sqrt(jnp.mean(right**2, axis=-1, keepdims=True)) + 1e-30
-        return jnp.max(jnp.abs(y - right) / unit)
+        return jnp.max(jnp.abs(y - right) / (unit(sizes) + 1e-30))
 
-    functions = {"forward": of_rows, "bfloat16": in_bf16, "weight gradient": of_depth}
-    for name, function in functions.items():
+    functions = {
+        "forward": (of_rows, lambda sizes: deviations(sizes, *scales)),
+        "bfloat16": (in_bf16, deviations),
+        "weight gradient": (of_depth, size_of_rows),
+    }
+    for name, (function, unit) in functions.items():
         for kind in (*KINDS, *UNUSUAL):
-            error = float(worst(function, sizes_of(kind, rows, experts)))
+            error = float(worst(function, unit, sizes_of(kind, rows, experts)))
             row = {"case": f"check {name}", "sizes": kind, "largest_error": error}
             # Both round to bfloat16; the tensor cores round sums to about 14 bits.
             yield row | {"right": error < 0.05}

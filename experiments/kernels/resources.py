@@ -291,7 +291,9 @@ def _grouped() -> Iterator[CompiledCase]:
         yield CompiledCase("rows of groups to float32", call, arrays, tiles)
     for x in (_array(rows, k), _array(rows, k, dtype=_F32)):
         arrays = x, sizes, one
-        yield CompiledCase(f"transpose of groups, {x.dtype}", pk.grouped_transpose, arrays)
+        yield CompiledCase(
+            f"transpose of groups, {x.dtype}", pk.grouped_transpose, arrays
+        )
     padded = pk.padded_rows(rows, groups)
     a, b = (_array(n, padded, dtype=dtype) for dtype in (gradient.dtype, _E4M3))
     kinds = {

@@ -68,12 +68,12 @@ def grouped_in_float64(a, b, sizes, a_scale=1.0, b_scale=1.0):
 def assert_close(actual, expected, dtype, unit):
     """Asserts the rounding of the result, and of sums of the standard deviation `unit`.
 
-    Tensor cores round sums of FP8 products to about 14 bits.
+    Tensor cores cut sums of FP8 products after about 14 bits, again and again.
     """
     assert (actual.shape, actual.dtype) == (expected.shape, dtype)
     error = np.abs(np.asarray(actual).astype(np.float64) - expected)
     share = 2.0**-8 if dtype == BF16 else 2.0**-20
-    of_sums = 1e-2 if jax.default_backend() == "gpu" else 1e-5
+    of_sums = 3e-2 if jax.default_backend() == "gpu" else 1e-5
     assert (error <= share * np.abs(expected) + of_sums * unit).all()
 
 

@@ -177,7 +177,8 @@ def test_kernels_agree_with_float64_on_a_gpu(kind):
     )
     run = coat.fp8_ragged_dot
     choices = explain(run, x, w, jnp.asarray(sizes)).choices
-    assert {c.implementation for c in choices} == {"mosaic"}
+    in_jnp = {c.operation for c in choices if c.implementation != "mosaic"}
+    assert in_jnp == {"tensor_scales"}  # XLA is as fast with one array.
     wide = [np.asarray(v.astype(jnp.float32), np.float64) for v in (x, w, dy)]
     found = results(run, x, w, sizes, dy)
     end, (x, w, dy) = 0, wide
