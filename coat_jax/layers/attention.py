@@ -1,6 +1,8 @@
 """Attention with the fastest implementation, and its saved residuals."""
 
 import dataclasses
+import functools
+import operator
 from functools import partial
 from typing import Any
 
@@ -11,12 +13,47 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import array_types, dispatch, stand_ins
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """How attention computes its scores, and which of them count.
+
+    The score of a query and a key is `scale * q @ k`, or
+    `softcap * tanh(scale * q @ k / softcap)` with a soft cap, as in Gemma 2. XLA's
+    attention runs for these, because cuDNN's has no caps.
+
+    Attributes:
+      scale: The factor on products; None means 1 / sqrt(d).
+      softcap: The bound of scores; None means no bound.
+      window: The number of positions that a local layer attends to, the query's own one
+        included; None means all.
+
+    Raises:
+      ValueError: If a number is not positive.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{field.name} must be positive, got {value!r}")
+
+
+LLAMA_SCORES = Scores()
+
+
 def causal_attention(
     q: Float[Array, "b s n d"],
     k: Float[Array, "b s k d"],
     v: Float[Array, "b s k d"],
     kept: tuple[Array, ...] = (),
     segment_ids: Int[Array, "b s"] | None = None,
+    *,
+    scores: Scores = LLAMA_SCORES,
+    local: Bool[Array, ""] | None = None,
 ) -> Float[Array, "b s n d"]:
     """Computes softmax attention of each position to itself and earlier positions.
 
@@ -28,7 +65,9 @@ def causal_attention(
 
     With `segment_ids` positions attend only to positions of their own segment. Both
     implementations then read a mask [b, 1, s, s], which cuDNN takes as numbers to add,
-    and compute the parts that are masked.
+    and compute the parts that are masked. A window is a mask [1, 1, s, s] of this kind
+    if `local` is given or there are segments. Else cuDNN's attention skips what lies
+    outside of it. No sequence that fits into the window has a mask.
 
     Args:
       q: Queries.
@@ -37,8 +76,12 @@ def causal_attention(
       kept: Copies of q, k and v, which are saved in their place. They get no gradients.
       segment_ids: The number of each position's document, in packed sequences; None
         means that a sequence is one document.
+      scores: The scale, soft cap and window of scores.
+      local: Whether the window counts; None means that it does.
     """
-    return _attention(q, k, v, kept, segment_ids)
+    if scores.window is not None and scores.window >= q.shape[1]:
+        scores, local = dataclasses.replace(scores, window=None), None
+    return _attention(q, k, v, kept, (segment_ids, local), scores=scores)
 
 
 def full_attention(
@@ -51,32 +94,88 @@ def full_attention(
     return _attention(q, k, v, causal=False)
 
 
-def _attention(q, k, v, kept=(), segment_ids=None, causal=True):
-    def attention(q, k, v, segment_ids, implementation):
-        mask = None if segment_ids is None else _same_segment(segment_ids)
+def cached_attention(
+    q: Float[Array, "b 1 n d"],
+    keys: Float[Array, "b t k d"],
+    values: Float[Array, "b t k d"],
+    position: Int[Array, ""],
+    seen: Bool[Array, "b t"],
+    *,
+    scores: Scores = LLAMA_SCORES,
+    local: Bool[Array, ""] | None = None,
+) -> Float[Array, "b 1 n d"]:
+    """Computes attention of one position to a cache of t positions, for generation.
+
+    Args:
+      q: The queries of the position.
+      keys: The keys of all positions.
+      values: The values of all positions.
+      position: The position of the queries.
+      seen: The positions that may be attended to at all.
+      scores: The scale, soft cap and window of scores.
+      local: Whether the window counts; None means that it does.
+    """
+    mask = seen[:, None, None]
+    if scores.window is not None:
+        near = position - jnp.arange(keys.shape[1]) < scores.window
+        mask &= near if local is None else near | ~local
+    return _masked_attention(q, keys, values, mask, scores)
+
+
+def _attention(q, k, v, kept=(), masks=(None, None), causal=True, scores=LLAMA_SCORES):
+    def attention(q, k, v, masks, implementation):
+        mask = _mask(q.shape[1], scores, *masks)
+        if scores.softcap is not None:
+            return _masked_attention(q, k, v, mask, scores)
+        skips = scores.window is not None and mask is None
         return jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=causal, implementation=implementation
+            q,
+            k,
+            v,
+            mask=mask,
+            scale=scores.scale,
+            is_causal=causal,
+            local_window_size=(scores.window - 1, 0) if skips else None,
+            implementation=implementation,
         )
 
-    if not _has_flash_attention(q):
+    if not _has_flash_attention(q) or scores.softcap is not None:
         run = jax.checkpoint(partial(attention, implementation="xla"))
         if not kept:
-            return run(q, k, v, segment_ids)
+            return run(q, k, v, masks)
     elif stand_ins.active.get():
-        run = _ignoring_segments
+        run = _ignoring_masks
     else:
         run = partial(attention, implementation="cudnn")
-    return _saving(run, *array_types.varying_alike((q, k, v, kept, segment_ids)))
+    return _saving(run, *array_types.varying_alike((q, k, v, kept, masks)))
 
 
-def _ignoring_segments(q, k, v, segment_ids):
+def _masked_attention(q, k, v, mask, scores):
+    """Computes attention where `mask` is true, with XLA."""
+    if scores.softcap is None:
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask, scale=scores.scale, implementation="xla"
+        )
+    b, s, n, d = q.shape
+    scale = d**-0.5 if scores.scale is None else scores.scale
+    groups = q.reshape(b, s, k.shape[2], -1, d)
+    wide = jnp.einsum(
+        "bskgd,btkd->bkgst", groups, k, preferred_element_type=jnp.float32
+    )
+    capped = scores.softcap * jnp.tanh(scale * wide / scores.softcap)
+    capped = jnp.where(mask[:, :, None], capped, jnp.finfo(jnp.float32).min)
+    shares = jax.nn.softmax(capped, axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgst,btkd->bskgd", shares, v).reshape(b, s, n, d)
+
+
+def _ignoring_masks(q, k, v, masks):
     return stand_ins.attention(q, k, v)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _saving(run, q, k, v, kept, segment_ids):
+def _saving(run, q, k, v, kept, masks):
     """Runs attention, whose backward pass reads the copies `kept` of q, k and v."""
-    return run(q, k, v, segment_ids)
+    return run(q, k, v, masks)
 
 
 @jax.tree_util.register_static
@@ -91,9 +190,9 @@ class _Empty:
     dtype: Any
 
 
-def _saving_fwd(run, q, k, v, kept, segment_ids):
+def _saving_fwd(run, q, k, v, kept, masks):
     # `vjp` is a tree of residuals, in which the copies replace q, k and v.
-    o, vjp = jax.vjp(lambda q, k, v: run(q, k, v, segment_ids), q, k, v)
+    o, vjp = jax.vjp(lambda q, k, v: run(q, k, v, masks), q, k, v)
     copies = {id(x): copy for x, copy in zip((q, k, v), kept, strict=bool(kept))}
 
     def saved(x):
@@ -115,6 +214,24 @@ _saving.defvjp(_saving_fwd, _saving_bwd)
 
 def _same_segment(ids: Int[Array, "b s"]) -> Bool[Array, "b 1 s s"]:
     return ids[:, None, :, None] == ids[:, None, None, :]
+
+
+def _mask(
+    length: int, scores: Scores, segment_ids: Array | None, local: Array | None
+) -> Bool[Array, "#b 1 s s"] | None:
+    """Returns which keys count, or None if attention itself can tell.
+
+    Attention can tell later positions and a window, but not in addition to a mask, and
+    with a soft cap it is given all.
+    """
+    masks = [] if segment_ids is None else [_same_segment(segment_ids)]
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    if scores.softcap is not None:
+        masks.append((distance >= 0)[None, None])
+    if scores.window is not None and (masks or local is not None):
+        near = (distance < scores.window)[None, None]
+        masks.append(near if local is None else near | ~local)
+    return functools.reduce(operator.and_, masks) if masks else None
 
 
 def _has_flash_attention(q: Array) -> bool:

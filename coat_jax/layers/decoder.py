@@ -6,10 +6,18 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.fp8.matmul import Fp8Weight, Weight
 from coat_jax.layers import recipes
+from coat_jax.layers.attention import (
+    LLAMA_SCORES,
+    Scores,
+    cached_attention,
+    causal_attention,
+)
+from coat_jax.layers.heads import HeadSteps, QkNorm
+from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
 from pallas_kernels import Activation, NormKind, Scaled
 from pallas_kernels.checks import check_positive
@@ -23,11 +31,19 @@ class WeightCodes(nnx.Variable[Array]):
     """A variable for FP8 codes of a weight, or their scales, used by several passes."""
 
 
+class LayerKind(nnx.Variable[Array]):
+    """A variable that says whether a layer's attention is local; see `DecoderLayer`."""
+
+
 class DecoderLayer(nnx.Module):
-    """A pre-norm decoder layer: grouped-query attention and a gated MLP.
+    """A decoder layer: grouped-query attention and a gated MLP.
 
     Weights are [out, in]. In forward matmuls of the FP8 flow each output feature has a
     scale of its own.
+
+    The options from `qkv_bias` on are for other models than Llama. Biases, norms of
+    queries and keys, and local bases of RoPE are plain JAX after the matmul. With norms
+    on outputs the recipes "coat" and "coat_max" are composed; see `recipes.recipe_of`.
 
     Args:
       hidden_size: The size of the residual stream, h.
@@ -43,6 +59,16 @@ class DecoderLayer(nnx.Module):
       norm_eps: The number that the norms add to the mean square, or to the variance.
       gate: The activation of the MLP's gate.
       rope_theta: The base of RoPE's frequencies.
+      rope_scaling: A change of RoPE's frequencies for long sequences.
+      local_rope_theta: The base in layers whose attention is local, without a change of
+        its frequencies; None means the same RoPE as in the others.
+      qkv_bias: Whether queries, keys and values have a bias.
+      qk_norm: The RMSNorm of queries and keys before RoPE: "none", "head" for each head
+        by itself, or "width" for all heads together.
+      norm_placement: Where norms are: "before" attention and the MLP, "after" them, on
+        what is added to the residual stream, or "both".
+      norm_offset: A number that is added to the weights of norms, 1 in Gemma.
+      scores: The scale, soft cap and window of attention's scores.
       param_dtype: The dtype of the parameters.
       output_scale: A factor on the initialization of the two weights whose matmuls
         write to the residual stream.
@@ -72,6 +98,13 @@ class DecoderLayer(nnx.Module):
     gate_up: nnx.Param[Array]
     down: nnx.Param[Array]
     amax: Any
+    attention: recipes.Attention
+    local: Any
+    qkv_bias: nnx.Param[Array] | None
+    q_norm: nnx.Param[Array] | None
+    k_norm: nnx.Param[Array] | None
+    attention_out_norm: nnx.Param[Array] | None
+    mlp_out_norm: nnx.Param[Array] | None
 
     def __init__(
         self,
@@ -87,6 +120,13 @@ class DecoderLayer(nnx.Module):
         norm_eps: float = 1e-5,
         gate: Activation = "silu",
         rope_theta: float = 10_000.0,
+        rope_scaling: RopeScaling | None = None,
+        local_rope_theta: float | None = None,
+        qkv_bias: bool = False,
+        qk_norm: QkNorm = "none",
+        norm_placement: recipes.NormPlacement = "before",
+        norm_offset: float = 0.0,
+        scores: Scores = LLAMA_SCORES,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,
         rngs: nnx.Rngs,
@@ -106,30 +146,72 @@ class DecoderLayer(nnx.Module):
             raise ValueError(
                 f"num_kv_heads must divide num_heads, got {num_kv_heads}, {num_heads}"
             )
-        recipes.check_names(recipe=recipe, scaling=scaling, norm=norm, gate=gate)
+        recipes.check_names(
+            recipe=recipe,
+            scaling=scaling,
+            norm=norm,
+            gate=gate,
+            norm_placement=norm_placement,
+            qk_norm=qk_norm,
+        )
         self.recipe = recipe
         self.norm = recipes.Norm(kind=norm, eps=norm_eps)
+        self.norm_placement = norm_placement
+        self.norm_offset = norm_offset
+        # The matmul's kernel applies RoPE, unless a step comes before it.
+        rotated = not qkv_bias and qk_norm == "none" and local_rope_theta is None
         self.heads = recipes.Heads(
-            num_kv_heads=num_kv_heads, head_dim=head_dim, theta=rope_theta
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            theta=rope_theta,
+            scaling=rope_scaling,
+            rotated=rotated,
         )
+        local_rope = None if local_rope_theta is None else Rope(theta=local_rope_theta)
+        steps = HeadSteps(
+            rope=Rope(theta=rope_theta, scaling=rope_scaling),
+            local_rope=local_rope,
+            norm=qk_norm,
+            eps=norm_eps,
+        )
+        self.attention = recipes.Attention(
+            scores=scores,
+            steps=None if rotated else steps,
+            out_norm=None if norm_placement == "before" else self.norm,
+        )
+        self.local = nnx.data(None)
         self.gate = gate
 
         def weight(*shape: int, scale: float = 1.0) -> nnx.Param[Array]:
             init = nnx.initializers.normal(0.02 * scale)
             return nnx.Param(init(rngs.params(), shape, param_dtype))
 
-        def norm_weight() -> nnx.Param[Array] | None:
-            parametric = norm == "rms"
-            return nnx.Param(jnp.ones(hidden_size, param_dtype)) if parametric else None
+        def norm_weight(size: int, present: bool) -> nnx.Param[Array] | None:
+            if not present:
+                return None
+            return nnx.Param(jnp.full(size, 1 - norm_offset, param_dtype))
 
+        before = norm == "rms" and norm_placement != "after"
+        after = norm_placement != "before"
+        of_head, width = qk_norm == "head", qk_norm == "width"
         heads = num_heads + 2 * num_kv_heads
         self.codes = nnx.data(None)
-        self.attention_norm = norm_weight()
+        self.attention_norm = norm_weight(hidden_size, before)
         self.qkv = weight(heads * head_dim, hidden_size)
         self.out = weight(hidden_size, num_heads * head_dim, scale=output_scale)
-        self.mlp_norm = norm_weight()
+        self.mlp_norm = norm_weight(hidden_size, before)
         self.gate_up = weight(2, intermediate_size, hidden_size)
         self.down = weight(hidden_size, intermediate_size, scale=output_scale)
+        self.attention_out_norm = norm_weight(hidden_size, after)
+        self.mlp_out_norm = norm_weight(hidden_size, after)
+        q_size, k_size = (
+            head_dim if of_head else count * head_dim
+            for count in (num_heads, num_kv_heads)
+        )
+        self.q_norm = norm_weight(q_size, of_head or width)
+        self.k_norm = norm_weight(k_size, of_head or width)
+        bias = jnp.zeros(heads * head_dim, param_dtype)
+        self.qkv_bias = nnx.Param(bias) if qkv_bias else None
         self.amax = nnx.data(None)
         if scaling == "delayed":
             self.amax = nnx.Dict(
@@ -150,8 +232,11 @@ class DecoderLayer(nnx.Module):
         Raises:
           ValueError: If the recipe does not use the FP8 flow.
         """
-        if not recipes.RECIPES[self.recipe].takes_codes:
-            raise ValueError(f"only the FP8 flow takes codes, not {self.recipe!r}")
+        if not self._recipe.takes_codes:
+            raise ValueError(
+                f"only the FP8 flow takes codes, not {self.recipe!r} with norms "
+                f"{self.norm_placement}"
+            )
         self.codes = nnx.Dict()
         for name in _WEIGHTS:
             weight = Fp8Weight.of(getattr(self, name)[...])
@@ -163,19 +248,61 @@ class DecoderLayer(nnx.Module):
             }
             self.codes[name] = nnx.Dict({k: WeightCodes(x) for k, x in codes.items()})
 
+    @property
+    def _recipe(self) -> recipes.Recipe:
+        return recipes.recipe_of(self.recipe, self.norm_placement)
+
+    @property
+    def _in_norm(self) -> recipes.Norm | None:
+        return None if self.norm_placement == "after" else self.norm
+
     def _params(
-        self, *names: str, norm: nnx.Param | None = None, codes: bool = True
+        self, *names: str, codes: bool = True, **norms: nnx.Param | None
     ) -> recipes.Params:
         """Returns the parameters of the segment with the weights `names`.
 
-        Weights come with their codes if there are any and `codes` is true.
+        Weights come with their codes if there are any and `codes` is true. Norms have
+        the names that segments know.
         """
-        params = {name: self._weight(name, codes) for name in names}
-        params["norm"] = None if norm is None else norm[...]
+        params: dict[str, Any] = {name: self._weight(name, codes) for name in names}
+        params["norm"] = None
+        for name, weight in norms.items():
+            if name == "norm" or weight is not None:
+                params[name] = self._norm_weight(weight)
         if self.amax is not None:
             own = {k: v for k, v in self.amax.items() if k.startswith(names)}
             params["amax"] = {k: history[...] for k, history in own.items()}
         return params
+
+    def _norm_weight(self, weight: nnx.Param | None) -> Array | None:
+        if weight is None or not self.norm_offset:
+            return None if weight is None else weight[...]
+        # The sum has more digits than a bfloat16 parameter.
+        return weight[...].astype(jnp.float32) + self.norm_offset
+
+    def _head_params(self) -> dict[str, Array]:
+        """Returns the parameters of the steps between the matmul and attention."""
+        arrays = {
+            "bias": None if self.qkv_bias is None else self.qkv_bias[...],
+            "q_norm": self._norm_weight(self.q_norm),
+            "k_norm": self._norm_weight(self.k_norm),
+        }
+        return {name: array for name, array in arrays.items() if array is not None}
+
+    def _out_params(self, codes: bool = True) -> recipes.Params:
+        """Returns the parameters of attention's second segment."""
+        params = self._params("out", codes=codes, out_norm=self.attention_out_norm)
+        if self.attention.steps is None:
+            return params
+        return {**params, "heads": self._head_params()}
+
+    def _mlp_params(self, codes: bool = True) -> recipes.Params:
+        norms = {"norm": self.mlp_norm, "out_norm": self.mlp_out_norm}
+        return self._params("gate_up", "down", codes=codes, **norms)
+
+    @property
+    def _local(self) -> Array | None:
+        return None if self.local is None else self.local[...]
 
     def _weight(self, name: str, codes: bool) -> Weight:
         weight = getattr(self, name)[...]
@@ -203,15 +330,50 @@ class DecoderLayer(nnx.Module):
           ValueError: If the recipe uses the FP8 flow ("coat" or "coat_max") and `x` is
             neither bfloat16 nor float32.
         """
-        recipe = recipes.RECIPES[self.recipe]
+        recipe = self._recipe
         plain = not isinstance(x, recipes.Stream)
         x = recipe.enter(x) if plain else x
         params = self._params("qkv", norm=self.attention_norm)
-        attended = recipe.attention_in(params, x, norm=self.norm, heads=self.heads)
-        x = recipe.attention_out(self._params("out"), *attended, segment_ids)
-        params = self._params("gate_up", "down", norm=self.mlp_norm)
-        x = recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate)
+        attended = recipe.attention_in(params, x, norm=self._in_norm, heads=self.heads)
+        x = recipe.attention_out(
+            self._out_params(),
+            *attended,
+            segment_ids,
+            attention=self.attention,
+            local=self._local,
+        )
+        x = recipe.gated_mlp(
+            self._mlp_params(),
+            x,
+            norm=self._in_norm,
+            gate=self.gate,
+            out_norm=self.attention.out_norm,
+        )
         return recipe.leave(x) if plain else x
+
+    def attend(
+        self,
+        q: Float[Array, "b s n d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> Float[Array, "b s n d"]:
+        """Computes the layer's causal attention; see `causal_attention`."""
+        return causal_attention(
+            q, k, v, (), segment_ids, scores=self.attention.scores, local=self._local
+        )
+
+    def attend_to_cache(
+        self,
+        q: Float[Array, "b 1 n d"],
+        keys: Float[Array, "b t k d"],
+        values: Float[Array, "b t k d"],
+        position: Int[Array, ""],
+        seen: Bool[Array, "b t"],
+    ) -> Float[Array, "b 1 n d"]:
+        """Computes the layer's attention to a cache; see `cached_attention`."""
+        kind = {"scores": self.attention.scores, "local": self._local}
+        return cached_attention(q, keys, values, position, seen, **kind)
 
     def unquantized[Extra](
         self,
@@ -237,8 +399,19 @@ class DecoderLayer(nnx.Module):
         """
         recipe = recipes.UNQUANTIZED
         params = self._params("qkv", norm=self.attention_norm, codes=False)
-        y = recipe.project_in(params, x, norm=self.norm)
-        o, extra = attention(*self.heads.split(y, start))
-        x = recipe.project_out(self._params("out", codes=False), o, x)
-        params = self._params("gate_up", "down", norm=self.mlp_norm, codes=False)
-        return recipe.gated_mlp(params, x, norm=self.norm, gate=self.gate), extra
+        y = recipe.project_in(params, x, norm=self._in_norm)
+        q, k, v = self.heads.split(y, start)
+        if self.attention.steps is not None:
+            place = {"start": start, "local": self._local}
+            q, k, v = self.attention.steps.apply(self._head_params(), q, k, v, **place)
+        o, extra = attention(q, k, v)
+        out_norm = self.attention.out_norm
+        x = recipe.project_out(self._out_params(codes=False), o, x, norm=out_norm)
+        x = recipe.gated_mlp(
+            self._mlp_params(codes=False),
+            x,
+            norm=self._in_norm,
+            gate=self.gate,
+            out_norm=out_norm,
+        )
+        return x, extra

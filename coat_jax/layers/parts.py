@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import checked, quantize_tensor
+from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E5M2
 from pallas_kernels import Codes, NormKind, Scaled
-from pallas_kernels.ops.rope.api import angles, split_heads
+from pallas_kernels.ops.rope.api import split_heads
 
 
 class Stream(NamedTuple):
@@ -90,17 +91,27 @@ class Heads:
       num_kv_heads: The number of key heads, k.
       head_dim: The size of a head, d.
       theta: The base of RoPE's frequencies.
+      scaling: A change of RoPE's frequencies.
+      rotated: Whether RoPE is applied here. If not, the angles are zero, and
+        `HeadSteps` applies it.
     """
 
     num_kv_heads: int
     head_dim: int
     theta: float
+    scaling: RopeScaling | None = None
+    rotated: bool = True
 
     def angles(
         self, length: int, start: Int[Array, ""] | int = 0
     ) -> tuple[Array, Array]:
         """Returns cosines and sines of `length` positions' angles, [length, d / 2]."""
-        return angles(length, self.head_dim, self.theta, start)
+        if not self.rotated:
+            shape = length, self.head_dim // 2
+            return jnp.ones(shape), jnp.zeros(shape)
+        return Rope(theta=self.theta, scaling=self.scaling).angles(
+            length, self.head_dim, start
+        )
 
     def split(
         self, y: Float[Array, "b s m"], start: Int[Array, ""] | int = 0

@@ -14,12 +14,14 @@ from typing import Any, ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.fp8 import matmul
+from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import blockwise, flow, functional, shards
-from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.attention import LLAMA_SCORES, Scores, causal_attention
 from coat_jax.layers.flow import Params, joined
+from coat_jax.layers.heads import HeadSteps, QkNorm
 from coat_jax.layers.parts import Heads, Norm, Stream
 from coat_jax.meshes import batch_shards
 from coat_jax.optimizers.adam import fp8_adamw
@@ -29,6 +31,9 @@ from pallas_kernels.checks import WIDE, check_dtype
 
 RecipeName = Literal["bf16", "te", "coat", "coat_max", "coat_block"]
 Scaling = Literal["just_in_time", "delayed"]
+# Where a layer's norms are: before attention and the MLP as in Llama, on their outputs
+# as in OLMo 2, or in both places as in Gemma.
+NormPlacement = Literal["before", "after", "both"]
 # The residual stream between segments. A `Stream`, in the FP8 flow, also carries the
 # scale of its gradient.
 Residual = Float[Array, "b s h"] | Stream
@@ -46,6 +51,26 @@ GATES: dict[Activation, Callable[..., Array]] = {
     "gelu": functional.geglu,
     "gelu_exact": partial(functional.geglu, approximate=False),
 }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention, and what its inputs pass before it.
+
+    Attributes:
+      scores: The scale, soft cap and window of attention's scores.
+      steps: What queries, keys and values pass after the matmul; None means that the
+        matmul has applied RoPE.
+      out_norm: The norm of the projection's output, before it is added to the residual
+        stream; None means no norm.
+    """
+
+    scores: Scores = LLAMA_SCORES
+    steps: HeadSteps | None = None
+    out_norm: Norm | None = None
+
+
+_ATTENTION = Attention()
 
 
 class Recipe(abc.ABC):
@@ -90,7 +115,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def attention_in(
-        self, params: Params, x: Residual, *, norm: Norm, heads: Heads
+        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
         """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
 
@@ -98,7 +123,7 @@ class Recipe(abc.ABC):
           params: The parameters: `norm` [h] or None, and
             `qkv` [k * (n / k + 2) * d, h].
           x: The residual stream.
-          norm: The norm.
+          norm: The norm; None means none.
           heads: The order of heads in the columns of the matmul.
         """
 
@@ -112,17 +137,28 @@ class Recipe(abc.ABC):
         kept: tuple[Array, ...],
         x: Residual,
         segment_ids: Int[Array, "b s"] | None = None,
+        *,
+        attention: Attention = _ATTENTION,
+        local: Bool[Array, ""] | None = None,
     ) -> Residual:
         """Computes `x + causal_attention(q, k, v) @ out.T`.
 
         `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
         returns. With `segment_ids` attention does not cross the documents of packed
-        sequences.
+        sequences. `attention` adds steps before attention, whose parameters are
+        `params["heads"]`, and a norm of the projection's output, with the weight
+        `params["out_norm"]`. `local` says whether the layer's attention is local.
         """
 
     @abc.abstractmethod
     def gated_mlp(
-        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm | None,
+        gate: Activation = "silu",
+        out_norm: Norm | None = None,
     ) -> Residual:
         """Computes `x + (activation(gate) * up) @ down.T`.
 
@@ -132,8 +168,10 @@ class Recipe(abc.ABC):
           params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
             [h, f].
           x: The residual stream.
-          norm: The norm.
+          norm: The norm of the input; None means none.
           gate: The activation of the gate.
+          out_norm: The norm of what is added to `x`, with the weight
+            `params["out_norm"]`; None means none.
         """
 
     @abc.abstractmethod
@@ -156,8 +194,9 @@ class PlainRecipe(Recipe):
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
       pointwise: The wrapper of norms, gates and RoPE.
-      segment: The wrapper of the functions (parameters, x) before and behind attention.
+      segment: The wrapper of the functions (parameters, x) before and after attention.
       projection: The wrapper of the output projection (parameters, o, x).
+      attention: The wrapper of attention with the projection.
       optimizer: The optimizer to train with.
     """
 
@@ -165,6 +204,7 @@ class PlainRecipe(Recipe):
     pointwise: Wrapper = _identity
     segment: Wrapper = _identity
     projection: Wrapper = _identity
+    attention: Wrapper = _identity
     optimizer: Callable[..., Any] = optax.adamw
     scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
     takes_codes: ClassVar[bool] = False
@@ -178,7 +218,7 @@ class PlainRecipe(Recipe):
         return x
 
     def attention_in(
-        self, params: Params, x: Residual, *, norm: Norm, heads: Heads
+        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
         """Computes queries, keys and values."""
 
@@ -197,34 +237,65 @@ class PlainRecipe(Recipe):
         kept: tuple[Array, ...],
         x: Array,
         segment_ids: Array | None = None,
+        *,
+        attention: Attention = _ATTENTION,
+        local: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
-        o = causal_attention(q, k, v, kept, segment_ids)
-        return self.projection(self.project_out)(params, o, x)
+
+        def project(params, o, x):
+            return self.project_out(params, o, x, norm=attention.out_norm)
+
+        def segment(params, q, k, v, x):
+            if attention.steps is not None:
+                steps = self.pointwise(partial(attention.steps.apply, local=local))
+                q, k, v = self.segment(steps)(params["heads"], q, k, v)
+            scores = attention.scores
+            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
+            return self.projection(project)(params, o, x)
+
+        return self.attention(segment)(params, q, k, v, x)
 
     def project_in(
-        self, params: Params, x: Array, *, norm: Norm
+        self, params: Params, x: Array, *, norm: Norm | None
     ) -> Float[Array, "b s m"]:
         """Computes `norm(x) @ qkv.T`, the columns of all heads."""
-        h = self.norm(norm)(params["norm"], x)
+        h = x if norm is None else self.norm(norm)(params["norm"], x)
         return matmul.once(self.linear(h, params["qkv"]))
 
     def project_out(
-        self, params: Params, o: Float[Array, "b s n d"], x: Array
+        self,
+        params: Params,
+        o: Float[Array, "b s n d"],
+        x: Array,
+        *,
+        norm: Norm | None = None,
     ) -> Float[Array, "b s h"]:
-        """Computes `x + o @ out.T`."""
-        return matmul.once(x + self.linear(joined(o), params["out"]))
+        """Computes `x + norm(o @ out.T)`."""
+        y = self.linear(joined(o), params["out"])
+        if norm is not None:
+            y = self.norm(norm)(params["out_norm"], y)
+        return matmul.once(x + y)
 
     def gated_mlp(
-        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm | None,
+        gate: Activation = "silu",
+        out_norm: Norm | None = None,
     ) -> Residual:
         """Computes the gated MLP."""
 
         def segment(params, x):
-            h = self.norm(norm)(params["norm"], x)
+            h = x if norm is None else self.norm(norm)(params["norm"], x)
             y = matmul.once(self.linear(h, params["gate_up"]))
             a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
-            return x + self.linear(a, params["down"])
+            y = self.linear(a, params["down"])
+            if out_norm is not None:
+                y = self.norm(out_norm)(params["out_norm"], y)
+            return x + y
 
         return self.segment(segment)(params, x)
 
@@ -257,11 +328,13 @@ class Fp8Recipe(Recipe):
         return Stream.of(x, batch_shards(x, batch_axes))
 
     def attention_in(
-        self, params: Params, x: Residual, *, norm: Norm, heads: Heads
+        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
     ) -> Attended:
         """Computes queries, keys and values."""
-        # A wrapper such as `fp8_remat` saves its own copies of q, k and v.
-        return flow.attention_in(params, x, norm, heads, self.attention is _identity)
+        # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
+        # attention compute others, which attention saves itself.
+        copies = heads.rotated and self.attention is _identity
+        return flow.attention_in(params, x, norm, heads, copies)
 
     def attention_out(
         self,
@@ -272,17 +345,35 @@ class Fp8Recipe(Recipe):
         kept: tuple[Array, ...],
         x: Residual,
         segment_ids: Array | None = None,
+        *,
+        attention: Attention = _ATTENTION,
+        local: Array | None = None,
     ) -> Residual:
         """Computes attention and the output projection."""
+        params = dict(params)
+        of_heads = params.pop("heads", None)
+        # Within the wrapper of attention the inputs of the steps are all that is saved.
+        saving = fp8_remat if self.attention is _identity else _identity
 
         def segment(params, q, k, v, x):
-            o = causal_attention(q, k, v, kept, segment_ids)
+            params, of_heads = params
+            if attention.steps is not None:
+                steps = partial(attention.steps.apply, local=local)
+                q, k, v = saving(steps)(of_heads, q, k, v)
+            scores = attention.scores
+            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
             return flow.attention_out(params, o, x)
 
-        return self.attention(segment)(params, q, k, v, x)
+        return self.attention(segment)((params, of_heads), q, k, v, x)
 
     def gated_mlp(
-        self, params: Params, x: Residual, *, norm: Norm, gate: Activation = "silu"
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm | None,
+        gate: Activation = "silu",
+        out_norm: Norm | None = None,
     ) -> Residual:
         """Computes the gated MLP."""
         return flow.gated_mlp(params, x, norm, gate)
@@ -314,16 +405,71 @@ RECIPES: dict[RecipeName, Recipe] = {
 }
 
 
-def check_names(*, recipe: Any, scaling: Any, norm: Any, gate: Any) -> None:
-    """Raises ValueError unless there are options of these names that fit together."""
-    for option, value, known in (
-        ("recipe", recipe, tuple(RECIPES)),
-        ("scaling", scaling, get_args(Scaling)),
-        ("norm", norm, tuple(NORMS)),
-        ("gate", gate, tuple(GATES)),
-    ):
-        if value not in known:
-            names = ", ".join(known)
+def _fp8_linear(x: Array, w: Array) -> Array:
+    contracted = (((x.ndim - 1,), (w.ndim - 1,)), ((), ()))
+    return fp8_dot_general(x, w, contracted, preferred_element_type=x.dtype)
+
+
+# The recipes with the FP8 flow for layers that its segments do not fit: those with
+# norms on the outputs of attention and the MLP. Matmuls are in FP8, and `fp8_remat`
+# saves in FP8 what the flow saves.
+_COMPOSED: dict[RecipeName, Recipe] = {
+    "coat": PlainRecipe(
+        linear=_fp8_linear,
+        segment=fp8_remat,
+        projection=fp8_remat,
+        optimizer=fp8_adamw,
+    ),
+    "coat_max": PlainRecipe(
+        linear=_fp8_linear,
+        segment=fp8_remat,
+        attention=partial(fp8_remat, rerun_attention=True),
+        optimizer=fp8_adamw,
+    ),
+}
+
+
+def recipe_of(name: RecipeName, placement: NormPlacement = "before") -> Recipe:
+    """Returns the recipe that computes layers with norms in some places.
+
+    The segments of the FP8 flow begin with a norm and end with a residual sum. Layers
+    with norms on outputs, as OLMo 2 and Gemma have, are composed with `fp8_dot_general`
+    and `fp8_remat` in the recipes "coat" and "coat_max". They save as little, and the
+    kernels of norms, gates and sums run where `fp8_remat` can fuse them.
+    """
+    fits = placement == "before" or name not in _COMPOSED
+    return RECIPES[name] if fits else _COMPOSED[name]
+
+
+def check_names(*, scaling: Any, recipe: Any, **options: Any) -> None:
+    """Raises ValueError unless there are options of these names that fit together.
+
+    Args:
+      scaling: The scaling of gradients.
+      recipe: The name of the recipe.
+      **options: Values of `norm`, `gate`, `norm_placement` and `qk_norm`.
+    """
+    known = {
+        "recipe": tuple(RECIPES),
+        "scaling": get_args(Scaling),
+        "norm": tuple(NORMS),
+        "gate": tuple(GATES),
+        "norm_placement": get_args(NormPlacement),
+        "qk_norm": get_args(QkNorm),
+    }
+    for option, value in {"recipe": recipe, "scaling": scaling, **options}.items():
+        if value not in known[option]:
+            names = ", ".join(known[option])
             raise ValueError(f"{option} must be one of {names}, got {value!r}")
-    if scaling not in RECIPES[recipe].scalings:
-        raise ValueError(f"scaling={scaling!r} needs the FP8 flow, not {recipe!r}")
+    placement = options.get("norm_placement", "before")
+    if scaling not in recipe_of(recipe, placement).scalings:
+        flow = "the FP8 flow, with norms before segments alone"
+        raise ValueError(
+            f"scaling={scaling!r} needs {flow}, not {recipe!r} with norms {placement}"
+            if scaling in RECIPES[recipe].scalings
+            else f"scaling={scaling!r} needs the FP8 flow, not {recipe!r}"
+        )
+    if placement != "before" and options["norm"] != "rms":
+        raise ValueError(
+            f"norm_placement={placement!r} needs norm='rms', got {options['norm']!r}"
+        )

@@ -22,9 +22,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from coat_jax.layers.attention import causal_attention
 from coat_jax.models.llama import Llama
-from coat_jax.models.loss import logits
 from pallas_kernels.checks import check_positive
 
 Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
@@ -248,11 +246,13 @@ def _prefill(
     segments = (jnp.arange(tokens.shape[1]) >= starts[:, None]).astype(jnp.int32)
     graph, stacked = nnx.split(model.layers)
 
-    def attention(q, k, v):
-        return causal_attention(q, k, v, segment_ids=segments), _Cache(k, v)
+    def apply(x, state):
+        layer = nnx.merge(graph, state)
 
-    def apply(x, layer):
-        return nnx.merge(graph, layer).unquantized(x, attention)
+        def attention(q, k, v):
+            return layer.attend(q, k, v, segments), _Cache(k, v)
+
+        return layer.unquantized(x, attention)
 
     x, cache = lax.scan(apply, model.embed(tokens), stacked)
     pad = (0, 0), (0, 0), (0, room), (0, 0), (0, 0)
@@ -279,8 +279,9 @@ def _decode(
     seen = (places >= starts[:, None]) & (places <= position)
     graph, stacked = nnx.split(model.layers)
 
-    def apply(carry, layer):
+    def apply(carry, state):
         x, cache, index = carry
+        layer = nnx.merge(graph, state)
 
         def attention(q, k, v):
             place = index, 0, position, 0, 0
@@ -292,12 +293,9 @@ def _decode(
                 )
             )
             keys, values = (lax.dynamic_index_in_dim(a, index, 0, False) for a in now)
-            o = jax.nn.dot_product_attention(
-                q, keys, values, mask=seen[:, None, None], implementation="xla"
-            )
-            return o, now
+            return layer.attend_to_cache(q, keys, values, position, seen), now
 
-        x, cache = nnx.merge(graph, layer).unquantized(x, attention, start=position)
+        x, cache = layer.unquantized(x, attention, start=position)
         return (x, cache, index + 1), None
 
     carry = model.embed(tokens[:, None]), cache, jnp.int32(0)
@@ -307,7 +305,7 @@ def _decode(
 
 def _scores(model: Llama, x: Float[Array, "b s h"]) -> Float[Array, "b vocab"]:
     """Returns the logits behind the last position."""
-    return logits(model.final_norm(x[:, -1:])[:, 0], model.head_weight())
+    return model.logits(model.final_norm(x[:, -1:])[:, 0])
 
 
 def _padded(

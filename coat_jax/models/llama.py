@@ -9,7 +9,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 
 from coat_jax.layers import recipes
-from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.layers.attention import Scores
+from coat_jax.layers.decoder import DecoderLayer, LayerKind
+from coat_jax.layers.heads import QkNorm
+from coat_jax.layers.rope import RopeScaling
 from coat_jax.meshes import embedded, on_explicit_tokens
 from coat_jax.models.loss import logits, token_shares, weighted_loss
 from coat_jax.release.layers import scan_layers
@@ -33,6 +36,25 @@ class LlamaConfig:
       norm_eps: The number that the norms add to the mean square, or to the variance.
       gate: The activation of the MLP's gate.
       rope_theta: The base of RoPE's frequencies.
+      rope_scaling: A change of RoPE's frequencies for long sequences, as in Llama 3.1.
+      local_rope_theta: The base of RoPE in local layers, as in Gemma 3; None means the
+        same RoPE as in the others.
+      qkv_bias: Whether queries, keys and values have a bias, as in Qwen2.
+      qk_norm: The RMSNorm of queries and keys: "none", "head" for each head as in Qwen3
+        and Gemma 3, or "width" for all heads together as in OLMo 2.
+      norm_placement: Where a layer's norms are: "before" attention and the MLP, "after"
+        them as in OLMo 2, or "both" as in Gemma 2 and 3.
+      norm_offset: A number that is added to the weights of norms, 1 in Gemma.
+      window: The number of positions that local layers attend to, the query's own one
+        included; None means all.
+      local_layers: Whether each layer is local; None means that all are if there is a
+        window.
+      attention_scale: The factor on products of queries and keys; None means
+        1 / sqrt(head_dim).
+      attention_softcap: The bound of attention's scores, as in Gemma 2; None means
+        none.
+      logit_softcap: The bound of logits, as in Gemma 2; None means none.
+      embedding_scale: A factor on embeddings, sqrt(hidden_size) in Gemma.
       tie_embeddings: Whether the output head is the transpose of the embedding.
       dtype: The dtype of the computation.
       param_dtype: The dtype of the parameters.
@@ -55,6 +77,18 @@ class LlamaConfig:
     norm_eps: float = 1e-5
     gate: Activation = "silu"
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    local_rope_theta: float | None = None
+    qkv_bias: bool = False
+    qk_norm: QkNorm = "none"
+    norm_placement: recipes.NormPlacement = "before"
+    norm_offset: float = 0.0
+    window: int | None = None
+    local_layers: tuple[bool, ...] | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float = 1.0
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.bfloat16
     param_dtype: DTypeLike = jnp.float32
@@ -69,7 +103,12 @@ class LlamaConfig:
             num_heads=self.num_heads,
         )
         recipes.check_names(
-            recipe=self.recipe, scaling=self.scaling, norm=self.norm, gate=self.gate
+            recipe=self.recipe,
+            scaling=self.scaling,
+            norm=self.norm,
+            gate=self.gate,
+            norm_placement=self.norm_placement,
+            qk_norm=self.qk_norm,
         )
         if not jnp.issubdtype(self.dtype, jnp.floating):
             raise ValueError(f"dtype must be floating, got {jnp.dtype(self.dtype)}")
@@ -78,6 +117,31 @@ class LlamaConfig:
                 "num_heads must divide hidden_size where head_dim is None, got "
                 f"{self.num_heads}, {self.hidden_size}"
             )
+        self._check_attention()
+
+    def _check_attention(self) -> None:
+        local = self.local_layers
+        if local is not None and len(local) != self.num_layers:
+            raise ValueError(
+                f"local_layers must have num_layers={self.num_layers} entries, got "
+                f"{len(local)}"
+            )
+        if local is not None and any(local) and self.window is None:
+            raise ValueError(f"local_layers need a window, got {self.window}")
+        if self.local_rope_theta is not None and local is None:
+            raise ValueError("local_rope_theta needs local_layers, got None")
+        cap = self.logit_softcap
+        if cap is not None and not 0 < cap < float("inf"):
+            raise ValueError(f"logit_softcap must be positive, got {cap!r}")
+
+    @property
+    def scores(self) -> Scores:
+        """The scale, soft cap and window of attention's scores."""
+        return Scores(
+            scale=self.attention_scale,
+            softcap=self.attention_softcap,
+            window=self.window,
+        )
 
 
 def _llama(hidden: int, intermediate: int, layers: int, heads: int, **rest):
@@ -143,13 +207,12 @@ class Llama(nnx.Module):
             if config.tie_embeddings
             else nnx.Param(init(rngs.params(), shape[::-1], config.param_dtype))
         )
-        self.norm = (
-            nnx.Param(jnp.ones(config.hidden_size, config.param_dtype))
-            if config.norm == "rms"
-            else None
-        )
+        ones = jnp.full(config.hidden_size, 1 - config.norm_offset, config.param_dtype)
+        self.norm = nnx.Param(ones) if config.norm == "rms" else None
         stack = nnx.vmap(lambda rngs: _layer(config, rngs))
         self.layers = nnx.split_rngs(splits=config.num_layers)(stack)(rngs)
+        if config.local_layers is not None:
+            self.layers.local = LayerKind(jnp.array(config.local_layers))
 
     def __call__(
         self,
@@ -161,7 +224,7 @@ class Llama(nnx.Module):
         With `segment_ids` each position attends to its own document alone; see
         `cross_entropy`.
         """
-        return logits(self.hidden(tokens, segment_ids), self.head_weight())
+        return self.logits(self.hidden(tokens, segment_ids))
 
     def hidden(
         self,
@@ -174,7 +237,10 @@ class Llama(nnx.Module):
     def embed(self, tokens: Int[Array, "b s"]) -> Float[Array, "b s h"]:
         """Returns the embeddings of tokens, in `config.dtype`."""
         x = embedded(self.embedding[...], tokens, self.config.batch_axes)
-        return x.astype(self.config.dtype)
+        x = x.astype(self.config.dtype)
+        # Gemma rounds the factor to the dtype of the computation.
+        scale = jnp.asarray(self.config.embedding_scale, x.dtype)
+        return x if self.config.embedding_scale == 1 else x * scale
 
     def decode(
         self,
@@ -182,7 +248,7 @@ class Llama(nnx.Module):
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output from embeddings, as `hidden` from tokens."""
-        recipe = recipes.RECIPES[self.config.recipe]
+        recipe = recipes.recipe_of(self.config.recipe, self.config.norm_placement)
         x = recipe.enter(x, self.config.batch_axes)
         x = recipe.leave(apply_layers(self.layers, x, segment_ids))
         return self.final_norm(x)
@@ -190,8 +256,14 @@ class Llama(nnx.Module):
     def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the norm behind the last layer."""
         weight = None if self.norm is None else self.norm[...]
+        if self.config.norm_offset:
+            weight = weight.astype(jnp.float32) + self.config.norm_offset
         norm = recipes.Norm(kind=self.config.norm, eps=self.config.norm_eps)
         return recipes.RECIPES[self.config.recipe].norm(norm)(weight, x)
+
+    def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
+        """Computes logits from what `hidden` returns, or some positions of it."""
+        return logits(hidden, self.head_weight(), self.config.logit_softcap)
 
     def head_weight(self) -> Float[Array, "h vocab"]:
         """Returns the weight of the output head."""
@@ -294,7 +366,8 @@ def cross_entropy(
             )
 
     def mean(hidden, head, targets, weights):
-        return weighted_loss(hidden, head, targets, token_shares(targets, weights))
+        shares = token_shares(targets, weights)
+        return weighted_loss(hidden, head, targets, shares, model.config.logit_softcap)
 
     hidden = model.hidden(tokens, segment_ids)
     loss = on_explicit_tokens(mean, hidden, results=0)
@@ -314,6 +387,13 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         norm_eps=config.norm_eps,
         gate=config.gate,
         rope_theta=config.rope_theta,
+        rope_scaling=config.rope_scaling,
+        local_rope_theta=config.local_rope_theta,
+        qkv_bias=config.qkv_bias,
+        qk_norm=config.qk_norm,
+        norm_placement=config.norm_placement,
+        norm_offset=config.norm_offset,
+        scores=config.scores,
         param_dtype=config.param_dtype,
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,

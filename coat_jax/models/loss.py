@@ -16,13 +16,14 @@ from pallas_kernels.axes import Axes
 _LOGITS_PER_CHUNK = 2**26
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 @array_types.on_common_mesh
 def weighted_loss(
     hidden: Float[Array, "b s h"],
     head: Float[Array, "h vocab"],
     targets: Int[Array, "b s"],
     shares: Float[Array, "b s"],
+    softcap: float | None = None,
 ) -> Float[Array, ""]:
     """Computes the sum of all tokens' losses, each times its share.
 
@@ -30,16 +31,16 @@ def weighted_loss(
     loss, while the chunk's logits exist. They are gradients of the sum already, so that
     no other pass multiplies them by the shares. Shares have no gradients.
     """
-    return _Loss()(hidden, head, targets, shares)
+    return _Loss(softcap)(hidden, head, targets, shares)
 
 
 @array_types.on_common_mesh
-def _weighted_loss_fwd(hidden, head, targets, shares):
-    loss, *grads = _LossAndGrads()(hidden, head, targets, shares)
+def _weighted_loss_fwd(hidden, head, targets, shares, softcap):
+    loss, *grads = _LossAndGrads(softcap)(hidden, head, targets, shares)
     return loss, grads
 
 
-def _weighted_loss_bwd(grads, dloss):
+def _weighted_loss_bwd(softcap, grads, dloss):
     dhidden, dhead = (g * dloss.astype(g.dtype) for g in grads)
     return dhidden, dhead, None, None
 
@@ -68,11 +69,12 @@ class _Loss(dispatch.Operation):
     On a mesh each device has chunks of its own tokens.
     """
 
+    softcap: float | None = None
     name = "cross_entropy"
 
     def reference(self, hidden, head, targets, shares):
         def add(total, chunk):
-            return total + _chunk_loss(head, *chunk), None
+            return total + _chunk_loss(head, *chunk, self.softcap), None
 
         zero = array_types.varying_alike(jnp.zeros((), jnp.float32), hidden)
         return lax.scan(add, zero, _chunks(hidden, head, targets, shares))[0]
@@ -95,7 +97,8 @@ class _LossAndGrads(_Loss):
     def reference(self, hidden, head, targets, shares):
         def add(carry, chunk):
             total, dhead = carry
-            loss, grads = jax.value_and_grad(_chunk_loss, (0, 1))(head, *chunk)
+            grad = jax.value_and_grad(_chunk_loss, (0, 1))
+            loss, grads = grad(head, *chunk, self.softcap)
             return (total + loss, dhead + grads[0]), grads[1]
 
         zeros = jnp.zeros((), jnp.float32), jnp.zeros_like(head)
@@ -112,10 +115,14 @@ class _LossAndGrads(_Loss):
 
 
 def _chunk_loss(
-    head: Array, hidden: Array, targets: Array, shares: Array
+    head: Array,
+    hidden: Array,
+    targets: Array,
+    shares: Array,
+    softcap: float | None,
 ) -> Float[Array, ""]:
     """Computes the sum of a chunk's losses, each times its share."""
-    scores = logits(hidden, head)
+    scores = logits(hidden, head, softcap)
     # A comparison selects the target's logit, because its gradient fuses with that of
     # the other logits. The gradient of an index is a scatter, which would read and
     # write arrays of this size twice more.
@@ -132,13 +139,18 @@ def _chunks(
     return hidden, targets.reshape(count, -1), shares.reshape(count, -1)
 
 
-def logits(hidden: Array, head: Array) -> Float[Array, "*b vocab"]:
+def logits(
+    hidden: Array, head: Array, softcap: float | None = None
+) -> Float[Array, "*b vocab"]:
     """Computes `hidden @ head` in the dtype of `hidden`, with a float32 result.
+
+    With a soft cap the result is `softcap * tanh(hidden @ head / softcap)`.
 
     Backward rounds the gradient of the logits to the dtype of `hidden`. Otherwise XLA
     would run the matmuls of backward in float32.
     """
-    return _logits(*array_types.varying_alike((hidden, head)))
+    scores = _logits(*array_types.varying_alike((hidden, head)))
+    return scores if softcap is None else softcap * jnp.tanh(scores / softcap)
 
 
 @jax.custom_vjp

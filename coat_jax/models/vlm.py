@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.models import vit
 from coat_jax.models.llama import Llama, LlamaConfig
-from coat_jax.models.loss import logits, token_shares, weighted_loss
+from coat_jax.models.loss import token_shares, weighted_loss
 from coat_jax.models.vit import Vit, VitConfig
 from pallas_kernels.checks import check_positive
 
@@ -120,11 +120,17 @@ class VisionLanguageModel(nnx.Module):
             values are usually in [-1, 1].
 
         Raises:
-          ValueError: If images are not floating or not of the configuration's size.
+          ValueError: If images are not floating or not of the configuration's size, or
+            if there are none.
         """
         if images.ndim != 5:
             raise ValueError(
                 f"images must have the shape [b, i, h, w, c], got {images.shape}"
+            )
+        if not images.shape[1]:
+            raise ValueError(
+                f"sequences must have one image or more, got images {images.shape}; "
+                "`VisionLanguageModel.text` computes text without images"
             )
         features = self.vision(images.reshape(-1, *images.shape[2:]))
         x = self.projector(features)
@@ -155,7 +161,7 @@ class VisionLanguageModel(nnx.Module):
 
     def logits(self, hidden: Float[Array, "*b h"]) -> Float[Array, "*b vocab"]:
         """Computes logits from what `hidden` returns, or some positions of it."""
-        return logits(hidden, self.text.head_weight())
+        return self.text.logits(hidden)
 
 
 class Projector(nnx.Module):
@@ -218,7 +224,8 @@ def cross_entropy(
             )
     hidden = model.hidden(model.encode(images), tokens)
     shares = token_shares(targets, is_answer)
-    return weighted_loss(hidden, model.text.head_weight(), targets, shares)
+    softcap = model.config.text.logit_softcap
+    return weighted_loss(hidden, model.text.head_weight(), targets, shares, softcap)
 
 
 def check_tokens(

@@ -143,7 +143,18 @@ def angles(
     The angle of position p and pair i is `p * theta ** (-2 * i / dim)`. The positions
     are the `length` ones from `start` on.
     """
-    frequency = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    return angles_of(frequencies(dim, theta), length, start)
+
+
+def frequencies(dim: int, theta: float) -> Float[Array, " half"]:
+    """Returns the angle by which RoPE turns each pair of a head at each position."""
+    return theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+
+
+def angles_of(
+    frequency: Float[Array, " half"], length: int, start: Int[Array, ""] | int = 0
+) -> tuple[Float[Array, "seq half"], Float[Array, "seq half"]]:
+    """Returns cosines and sines of `length` positions' angles, from `start` on."""
     positions = start + jnp.arange(length)
     angle = positions.astype(jnp.float32)[:, None] * frequency[None]
     return jnp.cos(angle), jnp.sin(angle)
