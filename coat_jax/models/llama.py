@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -196,9 +197,12 @@ class Llama(nnx.Module):
     head: nnx.Param[Array] | None
     norm: nnx.Param[Array] | None
     layers: DecoderLayer
+    # What `hf.load` writes about the folder of the parameters, for `hf.save`.
+    origin: Any
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
+        self.origin = None
         init = nnx.initializers.normal(0.02)
         shape = (config.vocab_size, config.hidden_size)
         self.embedding = nnx.Param(init(rngs.params(), shape, config.param_dtype))

@@ -423,12 +423,38 @@ def _checked(shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh) -> An
     return shardings
 
 
+def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
+    """Returns the shardings of parameters: those of FSDP, as far as axes divide them.
+
+    "fsdp" splits the last axis but one of every matrix, and "tensor" heads and the
+    MLP's hidden layer. An axis of the parameter is whole if the mesh does not divide
+    it.
+    """
+
+    def sharding(path: Any, param: Any) -> NamedSharding:
+        spec = _spec(path, param, mesh)
+        parts = (
+            name if param.shape[i] % _size(name, mesh) == 0 else None
+            for i, name in enumerate(spec)
+        )
+        return NamedSharding(mesh, P(*parts))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of parts into which mesh axes split an array's axis."""
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(mesh.shape[name] for name in names if name is not None)
+
+
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
     """Returns the spec that splits a matrix over the axes "fsdp" and "tensor"."""
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     fsdp, tensor = (name in mesh.axis_names for name in ("fsdp", "tensor"))
     in_layer = "layers" in names
-    if "norm" in "/".join(names) or param.ndim < 2:
+    vector = "norm" in "/".join(names) or "qkv_bias" in names
+    if vector or param.ndim < 2:
         return P()
     spec: list[Any] = [None] * param.ndim
     outputs = ("fsdp",) if fsdp else ()

@@ -1,0 +1,11 @@
+"""Hugging Face checkpoints: `load` makes a decoder of one, `save` one of a decoder.
+
+A checkpoint is a folder with config.json and safetensors files. `layout` says which
+rows of which tensors make each parameter, `config` which values of config.json are
+known, and `quantized` how FP8 checkpoints are made.
+"""
+
+from coat_jax.models.hf.loading import load
+from coat_jax.models.hf.saving import save
+
+__all__ = ["load", "save"]

@@ -1,0 +1,425 @@
+"""Configurations: config.json of Hugging Face to `LlamaConfig` and back.
+
+Keys are read by name, in their old and new spellings: `rope_theta` and `rope_scaling`
+or `rope_parameters`, `torch_dtype` or `dtype`. A missing key has the value that the
+class of `transformers` gives it. Values that the decoder does not compute are refused.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+
+from coat_jax.layers.rope import RopeScaling
+from coat_jax.models.hf.safetensors import shown
+from coat_jax.models.llama import LlamaConfig
+
+_GATES = {"silu": "silu", "gelu_pytorch_tanh": "gelu", "gelu": "gelu_exact"}
+_DTYPES = ("float32", "bfloat16", "float16")
+# The largest size of anything; a config.json must not make the library loop for long.
+_LARGEST = 2**31
+_MOST_LAYERS = 10_000
+# Values that the decoder computes, for keys with which other models differ.
+_ONLY = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "partial_rotary_factor": (1, 1.0),
+    "use_bidirectional_attention": (False,),
+    "clip_qkv": (),
+    "is_decoder": (True, False),
+    "add_cross_attention": (False,),
+}
+# Fields of `LlamaConfig` that say how a model is computed rather than what it is.
+_OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A kind of model that `transformers` knows.
+
+    Attributes:
+      model_type: The name in config.json.
+      architecture: The class of its causal language model.
+      fields: The fields of `LlamaConfig` that all models of the family share.
+      defaults: The values of missing keys.
+    """
+
+    model_type: str
+    architecture: str
+    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def is_gemma(self) -> bool:
+        """Whether the family has the scales and caps of Gemma."""
+        return self.model_type.startswith("gemma")
+
+
+_GEMMA = {"norm_placement": "both", "norm_offset": 1.0}
+_OF_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_OF_GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
+FAMILIES = {
+    family.model_type: family
+    for family in (
+        Family(model_type="llama", architecture="LlamaForCausalLM"),
+        Family(
+            model_type="mistral",
+            architecture="MistralForCausalLM",
+            defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        ),
+        Family(
+            model_type="qwen2",
+            architecture="Qwen2ForCausalLM",
+            fields={"qkv_bias": True},
+            defaults={"max_window_layers": 28, "num_key_value_heads": 32},
+        ),
+        Family(
+            model_type="qwen3",
+            architecture="Qwen3ForCausalLM",
+            fields={"qk_norm": "head"},
+            defaults={
+                "max_window_layers": 28,
+                "num_key_value_heads": 32,
+                "head_dim": 128,
+            },
+        ),
+        Family(
+            model_type="gemma2",
+            architecture="Gemma2ForCausalLM",
+            fields=_GEMMA,
+            defaults=_OF_GEMMA
+            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        ),
+        Family(
+            model_type="gemma3_text",
+            architecture="Gemma3ForCausalLM",
+            fields=_GEMMA | {"qk_norm": "head"},
+            defaults=_OF_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        ),
+        Family(
+            model_type="olmo2",
+            architecture="Olmo2ForCausalLM",
+            fields={"qk_norm": "width", "norm_placement": "after"},
+            defaults={"rms_norm_eps": 1e-5},
+        ),
+    )
+}
+
+
+class _Keys:
+    """Values of config.json by key, checked as they are read."""
+
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any]):
+        self.values = {**defaults, **values}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self.values.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if type(value) is not int or not 0 < value < _LARGEST:
+            raise _error(key, "a positive integer", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not 0 < value < float("inf"):
+            raise _error(key, "a positive number", value)
+        return float(value)
+
+    def number_or_none(self, key: str) -> float | None:
+        return None if self.get(key) is None else self.number(key)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if type(value) is not bool:
+            raise _error(key, "true or false", value)
+        return value
+
+
+def _error(key: str, rule: str, value: object) -> ValueError:
+    return ValueError(f"{key} in config.json must be {rule}, got {shown(value)}")
+
+
+def family_of(values: Mapping[str, Any]) -> Family:
+    """Returns the family of a config.json.
+
+    Raises:
+      ValueError: If it is unknown, or the class is no causal language model.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        known = ", ".join(FAMILIES)
+        raise _error("model_type", f"one of {known}", model_type)
+    family = FAMILIES[model_type]
+    classes = values.get("architectures") or [family.architecture]
+    if classes != [family.architecture]:
+        raise _error("architectures", f'["{family.architecture}"]', classes)
+    return family
+
+
+def read(values: Mapping[str, Any]) -> LlamaConfig:
+    """Returns the configuration of a decoder from a config.json.
+
+    Raises:
+      ValueError: If a value is missing, of a wrong kind, or not computed here.
+
+    Examples:
+      >>> from coat_jax.models.hf import config
+      >>> sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+      >>> heads = {"num_hidden_layers": 2, "num_attention_heads": 4}
+      >>> config.read({"model_type": "llama", **sizes, **heads}).num_kv_heads
+      4
+    """
+    family = family_of(values)
+    keys = _Keys(values, family.defaults)
+    for key, only in _ONLY.items():
+        if (value := keys.get(key)) is not None and value not in only:
+            raise _error(key, " or ".join(map(str, only)) or "null", value)
+    num_layers = keys.integer("num_hidden_layers")
+    if num_layers > _MOST_LAYERS:
+        raise _error("num_hidden_layers", f"at most {_MOST_LAYERS}", num_layers)
+    num_heads = keys.integer("num_attention_heads")
+    hidden_size = keys.integer("hidden_size")
+    fields = {
+        **family.fields,
+        "vocab_size": keys.integer("vocab_size"),
+        "hidden_size": hidden_size,
+        "intermediate_size": keys.integer("intermediate_size"),
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": keys.integer("num_key_value_heads", num_heads),
+        "head_dim": _head_dim(keys, hidden_size, num_heads),
+        "norm_eps": keys.number("rms_norm_eps", 1e-6),
+        "gate": _gate(keys, family),
+        "tie_embeddings": keys.flag("tie_word_embeddings"),
+        **_rope(keys, family),
+        **_windows(keys, family, num_layers),
+    }
+    if family.is_gemma:
+        fields |= {
+            "embedding_scale": hidden_size**0.5,
+            "attention_scale": keys.number("query_pre_attn_scalar") ** -0.5,
+            "attention_softcap": keys.number_or_none("attn_logit_softcapping"),
+            "logit_softcap": keys.number_or_none("final_logit_softcapping"),
+        }
+    return LlamaConfig(**fields)
+
+
+def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
+    if keys.get("head_dim") is None and hidden_size % num_heads:
+        raise _error("head_dim", "given if heads do not divide hidden_size", None)
+    return keys.integer("head_dim", hidden_size // num_heads)
+
+
+def _gate(keys: _Keys, family: Family) -> str:
+    key = "hidden_activation" if family.is_gemma else "hidden_act"
+    value = keys.get(key, "silu")
+    if not isinstance(value, str) or value not in _GATES:
+        raise _error(key, f"one of {', '.join(_GATES)}", value)
+    return _GATES[value]
+
+
+def _rope(keys: _Keys, family: Family) -> dict[str, Any]:
+    """Returns the fields of RoPE, from either spelling."""
+    new, local = keys.get("rope_parameters", {}), None
+    has_local = "rope_local_base_freq" in family.defaults
+    if not isinstance(new, dict):
+        raise _error("rope_parameters", "an object", new)
+    if has_local and "full_attention" in new:
+        local, new = new.get("sliding_attention", {}), new["full_attention"]
+        if not isinstance(local, dict) or not isinstance(new, dict):
+            raise _error("rope_parameters", "objects by kind of layer", local)
+        if _scaling(local) is not None:
+            raise _error("rope_parameters", "without scaling in local layers", local)
+    old = keys.get("rope_scaling") or {}
+    if not isinstance(old, dict):
+        raise _error("rope_scaling", "an object", old)
+    theta = _Keys(new, {"rope_theta": keys.get("rope_theta", 10_000.0)})
+    fields = {
+        "rope_theta": theta.number("rope_theta"),
+        "rope_scaling": _scaling(new if "rope_type" in new else old),
+    }
+    if has_local:
+        base = {"rope_theta": keys.get("rope_local_base_freq")}
+        fields["local_rope_theta"] = _Keys(local or {}, base).number("rope_theta")
+    return fields
+
+
+def _scaling(values: Mapping[str, Any]) -> RopeScaling | None:
+    keys = _Keys(values, {})
+    kind = keys.get("rope_type", keys.get("type", "default"))
+    if kind == "default":
+        return None
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=keys.number("factor"))
+    if kind != "llama3":
+        raise _error("rope_type", "default, linear or llama3", kind)
+    return RopeScaling(
+        kind="llama3",
+        factor=keys.number("factor"),
+        low_frequency_factor=keys.number("low_freq_factor"),
+        high_frequency_factor=keys.number("high_freq_factor"),
+        original_length=keys.integer("original_max_position_embeddings"),
+    )
+
+
+def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
+    """Returns the window and the layers that have it."""
+    kinds = keys.get("layer_types")
+    if family.model_type in ("llama", "olmo2"):
+        if kinds is not None and set(kinds) != {"full_attention"}:
+            raise _error("layer_types", "full_attention alone", kinds)
+        return {}
+    if family.model_type == "mistral":
+        no_window = keys.values.get("sliding_window") is None
+        return {} if no_window else {"window": keys.integer("sliding_window")}
+    if not family.is_gemma and not keys.flag("use_sliding_window"):
+        return {}
+    if not family.is_gemma and keys.get("sliding_window") is None:
+        return {}
+    if kinds is None:
+        kinds = _default_kinds(keys, family, num_layers)
+    known = {"sliding_attention": True, "full_attention": False}
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or not all(isinstance(kind, str) and kind in known for kind in kinds)
+    ):
+        rule = f"{num_layers} times {' or '.join(known)}"
+        raise _error("layer_types", rule, kinds)
+    local = tuple(known[kind] for kind in kinds)
+    if not family.is_gemma and not any(local):
+        return {}
+    return {"window": keys.integer("sliding_window"), "local_layers": local}
+
+
+def _default_kinds(keys: _Keys, family: Family, num_layers: int) -> list[str]:
+    if family.model_type == "gemma2":
+        full = [bool(i % 2) for i in range(num_layers)]
+    elif family.model_type == "gemma3_text":
+        key = "sliding_window_pattern"
+        period = keys.integer(key if keys.get(key) else f"_{key}", 6)
+        full = [(i + 1) % period == 0 for i in range(num_layers)]
+    else:
+        first = keys.get("max_window_layers")
+        if type(first) is not int or first < 0:
+            raise _error("max_window_layers", "an integer of 0 or more", first)
+        full = [i < first for i in range(num_layers)]
+    return ["full_attention" if is_full else "sliding_attention" for is_full in full]
+
+
+def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns config.json of a model.
+
+    Args:
+      config: The configuration of the model.
+      origin: The config.json that the model was loaded with; its keys stay as far as
+        they do not say what `config` says. Empty for a model that was not loaded.
+
+    Raises:
+      ValueError: If no family has such a configuration.
+
+    Examples:
+      >>> from coat_jax.models import llama
+      >>> from coat_jax.models.hf import config
+      >>> config.written(llama.CONFIGS["llama2-7b"], {})["model_type"]
+      'llama'
+    """
+    if origin and _same(read(origin), config):
+        return dict(origin)
+    families = [family_of(origin)] if origin else FAMILIES.values()
+    for family in families:
+        values = {**origin, **_values(family, config)}
+        values.pop("rope_parameters", None)
+        try:
+            if _same(read(values), config):
+                return values
+        except ValueError:
+            continue
+    kind = families[0].model_type if origin else " or ".join(FAMILIES)
+    raise ValueError(f"no model of the type {kind} has the configuration {config}")
+
+
+def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
+    def plain(config: LlamaConfig) -> LlamaConfig:
+        changes = {name: getattr(a, name) for name in _OF_COMPUTATION}
+        changes["head_dim"] = config.head_dim or config.hidden_size // config.num_heads
+        return dataclasses.replace(config, **changes)
+
+    return plain(a) == plain(b)
+
+
+def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
+    """Returns the keys that say what a configuration says, in the old spelling."""
+    acts = {gate: act for act, gate in _GATES.items()}
+    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    values = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": head_dim,
+        "hidden_activation" if family.is_gemma else "hidden_act": acts[config.gate],
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": _scaling_values(config.rope_scaling),
+        "tie_word_embeddings": config.tie_embeddings,
+    }
+    if config.window is not None or family.defaults.get("sliding_window"):
+        values["sliding_window"] = config.window
+    if family.model_type.startswith("qwen"):
+        values["use_sliding_window"] = config.window is not None
+    if config.local_layers is not None:
+        kinds = ("full_attention", "sliding_attention")
+        values["layer_types"] = [kinds[is_local] for is_local in config.local_layers]
+    if config.local_rope_theta is not None:
+        values["rope_local_base_freq"] = config.local_rope_theta
+    if family.is_gemma:
+        scale = config.attention_scale or head_dim**-0.5
+        values["query_pre_attn_scalar"] = _rounded(scale**-2)
+        values["attn_logit_softcapping"] = config.attention_softcap
+        values["final_logit_softcapping"] = config.logit_softcap
+    return values
+
+
+def _scaling_values(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    values = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        values |= {
+            "low_freq_factor": scaling.low_frequency_factor,
+            "high_freq_factor": scaling.high_frequency_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    return values
+
+
+def _rounded(number: float) -> float | int:
+    """Returns an integer in place of a float that differs by rounding alone."""
+    nearest = round(number)
+    return nearest if math.isclose(number, nearest, rel_tol=1e-12) else number
+
+
+def dtype_of(values: Mapping[str, Any]) -> jnp.dtype | None:
+    """Returns the dtype that a config.json names, or None.
+
+    Raises:
+      ValueError: If it is none of float32, bfloat16 and float16.
+    """
+    key = "dtype" if values.get("dtype") is not None else "torch_dtype"
+    name = values.get(key)
+    if name is None:
+        return None
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
+    if name not in _DTYPES:
+        raise _error(key, f"one of {', '.join(_DTYPES)}", name)
+    return jnp.dtype(name)

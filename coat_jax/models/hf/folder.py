@@ -1,0 +1,166 @@
+"""Folders of checkpoints: files with tensors, JSON and texts, of any origin."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from coat_jax.models.hf.safetensors import Tensor, TensorFile, parsed, shown
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+# Files that a model passes from the folder that it came from to those it is saved to.
+PASSED = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+_LARGEST_CONFIG = 2**20
+_LARGEST_INDEX = 2**27
+_LARGEST_PASSED = 2**28
+
+
+class Folder:
+    """A checkpoint's folder, whose safetensors files are open.
+
+    Args:
+      path: The path of the folder.
+
+    Attributes:
+      path: The path of the folder.
+      files: The open files, by name.
+      tensors: The tensors of all files, by name.
+
+    Raises:
+      ValueError: If a file is missing, leads out of the folder, or breaks a rule of its
+        format, or if the index and the files differ.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise ValueError(f"a checkpoint must be a folder, got {shown(str(path))}")
+        self.files: dict[str, TensorFile] = {}
+        self._file_of: dict[str, str] = {}
+        with contextlib.ExitStack() as stack:
+            for name in self._names():
+                self.files[name] = stack.enter_context(TensorFile(self.inside(name)))
+            self._close = stack.pop_all().close
+        try:
+            self.tensors: dict[str, Tensor] = dict(self._all_tensors())
+        except BaseException:
+            self._close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def config(self) -> dict[str, Any]:
+        """Returns what config.json holds."""
+        return read_json(self.path, CONFIG, _LARGEST_CONFIG)
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads some rows of a tensor."""
+        return self.files[self._file_of[name]].read(name, rows)
+
+    def inside(self, name: str) -> Path:
+        """Returns the path of a file of the folder; see `inside`."""
+        return inside(self.path, name)
+
+    def _names(self) -> list[str]:
+        """Returns the names of the safetensors files."""
+        if (self.path / WEIGHTS).exists():
+            return [WEIGHTS]
+        if not (self.path / INDEX).exists():
+            raise ValueError(
+                f"a checkpoint must have {WEIGHTS} or {INDEX}, got neither in "
+                f"{shown(str(self.path))}; files that need unpickling are not read"
+            )
+        index = read_json(self.path, INDEX, _LARGEST_INDEX).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise ValueError(f"{INDEX} must have a weight_map")
+        for tensor, file in index.items():
+            if not isinstance(file, str) or not file.endswith(".safetensors"):
+                raise ValueError(f"{INDEX} has {shown(tensor)} in {shown(file)}")
+        self._file_of = index
+        return sorted(set(index.values()))
+
+    def _all_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        indexed = dict(self._file_of)
+        for file, opened in self.files.items():
+            for name, tensor in opened.tensors.items():
+                expected = self._file_of.setdefault(name, file)
+                if expected != file or (indexed and name not in indexed):
+                    raise ValueError(
+                        f"{shown(file)} has tensor {shown(name)}, which {INDEX} does "
+                        "not have there"
+                    )
+                indexed.pop(name, None)
+                yield name, tensor
+        for name in indexed:
+            raise ValueError(
+                f"{shown(self._file_of[name])} must have tensor {shown(name)}, as "
+                f"{INDEX} says"
+            )
+
+
+def read_json(folder: Path, name: str, limit: int = _LARGEST_CONFIG) -> dict[str, Any]:
+    """Returns the object of JSON in a file of a folder, of a bounded size.
+
+    Raises:
+      ValueError: If there is no such file, or it is too large or no JSON.
+    """
+    return parsed(read_bytes(folder, name, limit), name)
+
+
+def read_bytes(folder: Path, name: str, limit: int = _LARGEST_PASSED) -> bytes:
+    """Returns a file of a folder, of a bounded size.
+
+    Raises:
+      ValueError: If there is no such file, or it is too large.
+    """
+    path = inside(folder, name)
+    if (size := path.stat().st_size) > limit:
+        raise ValueError(f"{name} must have at most {limit} bytes, got {size}")
+    return path.read_bytes()
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a regular file of a folder.
+
+    Raises:
+      ValueError: If there is none, or the name or a link leads out of the folder.
+    """
+    if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+        raise ValueError(f"a file of a checkpoint has a plain name, got {shown(name)}")
+    home = folder.resolve()
+    path = (folder / name).resolve()
+    if path.parent != home:
+        raise ValueError(
+            f"{shown(name)} must not be a link out of {shown(str(folder))}; copy the "
+            "folder with its links resolved (cp -rL)"
+        )
+    if not path.is_file():
+        raise ValueError(f"{shown(str(folder))} must have the file {shown(name)}")
+    return path
+
+
+def passed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """Yields the names and contents of the tokenizer's and other texts of a folder."""
+    for name in PASSED:
+        if os.path.lexists(folder / name):
+            yield name, read_bytes(folder, name)

@@ -1,0 +1,178 @@
+"""The tensors of a checkpoint that make the parameters of a decoder.
+
+A parameter of the decoder is made of rows of tensors. Rows are entries of the first
+axis; the two first axes of `gate_up` count as one. With n query heads, k key heads,
+heads of size d and a layer i, whose tensors begin with `model.layers.i.`:
+
+| Parameter | Rows |
+| --- | --- |
+| `embedding` [vocab, h] | `model.embed_tokens.weight` |
+| `head` [h, vocab] | the transpose of `lm_head.weight`; absent if embeddings are tied |
+| `norm` [h] | `model.norm.weight` |
+| `layers/qkv` [(n + 2 k) d, h] | for each key head j in turn: n / k * d rows of |
+| | `self_attn.q_proj.weight`, then d rows of `self_attn.k_proj.weight`, then d rows |
+| | of `self_attn.v_proj.weight`, each from j times this number on |
+| `layers/qkv_bias` [(n + 2 k) d] | the same of `self_attn.{q,k,v}_proj.bias` |
+| `layers/out` [h, n d] | `self_attn.o_proj.weight` |
+| `layers/gate_up` [2, f, h] | `mlp.gate_proj.weight`, then `mlp.up_proj.weight` |
+| `layers/down` [h, f] | `mlp.down_proj.weight` |
+| `layers/q_norm` | `self_attn.q_norm.weight` |
+| `layers/k_norm` | `self_attn.k_norm.weight` |
+| `layers/attention_norm` [h] | `input_layernorm.weight` |
+| `layers/attention_out_norm` [h] | `post_attention_layernorm.weight` |
+| `layers/mlp_norm` [h] | `post_attention_layernorm.weight`, or with norms in both |
+| | places `pre_feedforward_layernorm.weight` |
+| `layers/mlp_out_norm` [h] | `post_feedforward_layernorm.weight` |
+
+All values are those of the tensors, to the bit. RoPE turns the two halves of a head
+here as there, so that rows within a head keep their order.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from coat_jax.models.llama import LlamaConfig
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of a tensor, which follow one another.
+
+    Attributes:
+      tensor: The tensor's name, without that of the layer.
+      start: The first row.
+      count: The number of rows.
+    """
+
+    tensor: str
+    start: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """A parameter of the decoder and the rows of tensors that make it.
+
+    Attributes:
+      path: The parameter's path in the model, such as "layers/qkv".
+      shape: The shape, for parameters of layers that of one layer.
+      rows: The rows, in the order of the parameter's.
+      transposed: Whether the parameter is the transpose of the tensor.
+      quantized: Whether FP8 checkpoints have codes of it.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    rows: tuple[Rows, ...]
+    transposed: bool = False
+    quantized: bool = False
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether every layer has one."""
+        return self.path.startswith("layers/")
+
+    @property
+    def columns(self) -> tuple[int, ...]:
+        """The shape of a row."""
+        if self.transposed:
+            return self.shape[:1]
+        return self.shape[-1:] if len(self.shape) > 1 else ()
+
+    def name(self, tensor: str, layer: int) -> str:
+        """Returns the whole name of a tensor."""
+        return f"model.layers.{layer}.{tensor}" if self.of_layers else tensor
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields the name, without that of the layer, and the shape of each tensor."""
+        for tensor in dict.fromkeys(rows.tensor for rows in self.rows):
+            count = sum(rows.count for rows in self.rows if rows.tensor == tensor)
+            yield tensor, (count, *self.columns)
+
+
+def parameters(config: LlamaConfig) -> list[Parameter]:
+    """Returns the parameters of a decoder in the order of a checkpoint's tensors.
+
+    Examples:
+      >>> from coat_jax.models import llama
+      >>> from coat_jax.models.hf import layout
+      >>> found = layout.parameters(llama.CONFIGS["llama3-8b"])
+      >>> [(p.path, p.shape) for p in found if p.path == "layers/qkv"]
+      [('layers/qkv', (6144, 4096))]
+    """
+    h, vocab = config.hidden_size, config.vocab_size
+    found = [_whole("embedding", EMBEDDING, vocab, h)]
+    if not config.tie_embeddings:
+        rows = (Rows(tensor=HEAD, start=0, count=vocab),)
+        found.append(
+            Parameter(path="head", shape=(h, vocab), rows=rows, transposed=True)
+        )
+    return [*found, _whole("norm", "model.norm.weight", h), *_of_layer(config)]
+
+
+def _of_layer(config: LlamaConfig) -> Iterator[Parameter]:
+    h, f = config.hidden_size, config.intermediate_size
+    d = config.head_dim or h // config.num_heads
+    width = config.num_heads * d, config.num_kv_heads * d
+    for place, tensor in _norms(config).items():
+        yield _whole(f"layers/{place}", f"{tensor}.weight", h)
+    yield Parameter(
+        path="layers/qkv",
+        shape=(width[0] + 2 * width[1], h),
+        rows=tuple(_heads(config, d, "weight")),
+        quantized=True,
+    )
+    if config.qkv_bias:
+        rows = tuple(_heads(config, d, "bias"))
+        yield Parameter(
+            path="layers/qkv_bias", shape=(width[0] + 2 * width[1],), rows=rows
+        )
+    if config.qk_norm != "none":
+        for name, size in zip(("q_norm", "k_norm"), width, strict=True):
+            size = d if config.qk_norm == "head" else size
+            yield _whole(f"layers/{name}", f"self_attn.{name}.weight", size)
+    out = _whole("layers/out", "self_attn.o_proj.weight", h, width[0])
+    yield dataclasses.replace(out, quantized=True)
+    yield Parameter(
+        path="layers/gate_up",
+        shape=(2, f, h),
+        rows=tuple(
+            Rows(tensor=f"mlp.{name}_proj.weight", start=0, count=f)
+            for name in ("gate", "up")
+        ),
+        quantized=True,
+    )
+    down = _whole("layers/down", "mlp.down_proj.weight", h, f)
+    yield dataclasses.replace(down, quantized=True)
+
+
+def _norms(config: LlamaConfig) -> dict[str, str]:
+    """Returns the names of the norms of a layer, by parameter."""
+    after_attention, after_mlp = (
+        "post_attention_layernorm",
+        "post_feedforward_layernorm",
+    )
+    before = {"attention_norm": "input_layernorm"}
+    after = {"attention_out_norm": after_attention, "mlp_out_norm": after_mlp}
+    if config.norm_placement == "before":
+        return before | {"mlp_norm": after_attention}
+    if config.norm_placement == "after":
+        return after
+    return before | after | {"mlp_norm": "pre_feedforward_layernorm"}
+
+
+def _heads(config: LlamaConfig, d: int, kind: str) -> Iterator[Rows]:
+    """Yields the rows of queries, keys and values in the order of `parts.Heads`."""
+    queries = config.num_heads // config.num_kv_heads * d
+    for j in range(config.num_kv_heads):
+        for name, count in (("q", queries), ("k", d), ("v", d)):
+            tensor = f"self_attn.{name}_proj.{kind}"
+            yield Rows(tensor=tensor, start=j * count, count=count)
+
+
+def _whole(path: str, tensor: str, *shape: int) -> Parameter:
+    rows = (Rows(tensor=tensor, start=0, count=shape[0]),)
+    return Parameter(path=path, shape=shape, rows=rows)

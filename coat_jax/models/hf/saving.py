@@ -1,0 +1,271 @@
+"""Saves a decoder as a Hugging Face checkpoint, tensor by tensor."""
+
+import dataclasses
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from coat_jax.models.hf import config as configs
+from coat_jax.models.hf import quantized as fp8
+from coat_jax.models.hf import safetensors
+from coat_jax.models.hf.folder import CONFIG, INDEX, WEIGHTS, passed_files
+from coat_jax.models.hf.layout import Parameter, parameters
+from coat_jax.models.llama import Llama
+
+# The most bytes of a file, unless one tensor has more; those of transformers.
+FILE_BYTES = 5_000_000_000
+
+
+def save(
+    model: Llama, path: str | os.PathLike, *, format: fp8.FP8Format | None = None
+) -> None:
+    """Saves a model as a Hugging Face checkpoint.
+
+    Tensors have the dtypes of the parameters and the same bits. A model from `load`
+    keeps what its config.json says besides, its tokenizer's files and its generation
+    settings, which are read from the folder that it came from. The folder appears when
+    all of it is written. Of several processes the first one writes, and all must call.
+
+    Args:
+      model: The model.
+      path: The path of the folder, which must not exist or be empty.
+      format: None for parameters as they are; "fp8-block" for E4M3 codes with scales of
+        128 x 128 blocks, and "fp8-channel" with scales of rows in the layout of
+        compressed-tensors. Embeddings, the head, norms and biases are not quantized.
+
+    Raises:
+      ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
+        is not finite, or no architecture of Hugging Face has the model's configuration.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from coat_jax.models import hf, llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=128, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2)
+      >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> hf.save(model, folder / "model", format="fp8-block")
+      >>> sorted(file.name for file in (folder / "model").iterdir())
+      ['config.json', 'model.safetensors']
+    """
+    fp8.check_format(format)
+    target = Path(path)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"the folder to save to must be empty, got {path}")
+    origin = json.loads(model.origin.config) if model.origin is not None else {}
+    params = _params(model)
+    values = configs.written(model.config, origin)
+    tensors = list(_tensors(model, params, format))
+    values = _with_dtype(values, params["embedding"].dtype)
+    for key in ("quantization_config", "compression_config"):
+        values.pop(key, None)
+    if format is not None:
+        values["quantization_config"] = fp8.settings(format)
+    if jax.process_index():
+        for tensor in tensors:  # Devices of all processes take part in each.
+            tensor.arrays()
+    else:
+        _write(target, values, tensors, model.origin)
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices("a checkpoint is saved")
+
+
+def _write(
+    target: Path, values: dict[str, Any], tensors: "list[_Tensor]", origin: Any
+) -> None:
+    """Writes a folder, which gets its name when all files are in it."""
+    incomplete = target.with_name(f"{target.name}.incomplete")
+    shutil.rmtree(incomplete, ignore_errors=True)
+    incomplete.mkdir(parents=True)
+    _write_tensors(incomplete, tensors)
+    if origin is not None:
+        for name, content in passed_files(Path(origin.path)):
+            (incomplete / name).write_bytes(content)
+    _write_json(incomplete / CONFIG, values)
+    incomplete.replace(target)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Tensor:
+    """A tensor to write, with its scales if it is quantized.
+
+    Attributes:
+      name: The name.
+      kinds: The dtypes and shapes of the tensor and its scales, by name.
+      fetch: The function that returns the tensor's values.
+      format: The format of codes, or None.
+    """
+
+    name: str
+    kinds: dict[str, tuple[np.dtype, tuple[int, ...]]]
+    fetch: Callable[[], np.ndarray]
+    format: fp8.FP8Format | None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(s) * d.itemsize for d, s in self.kinds.values())
+
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """Returns the arrays of all `kinds`, on the host."""
+        values = self.fetch()
+        if self.format is None:
+            return (values,)
+        try:
+            return fp8.quantized(jnp.asarray(values), self.format)
+        except ValueError as error:
+            raise ValueError(f"{self.name}: {error}") from None
+
+
+def _params(model: Llama) -> dict[str, Array]:
+    """Returns the parameters by their paths."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.state(model, nnx.Param))
+    names = (jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in leaves)
+    arrays = (array for _, array in leaves)
+    return {
+        name.removesuffix("/value"): array
+        for name, array in zip(names, arrays, strict=True)
+    }
+
+
+def _tensors(
+    model: Llama, params: dict[str, Array], format: fp8.FP8Format | None
+) -> Iterator[_Tensor]:
+    """Yields all tensors in the order of the files, by layers."""
+    everything, latest = parameters(model.config), _Latest()
+    outside = [(p, 0) for p in everything if not p.of_layers]
+    layers = range(model.config.num_layers)
+    inside = [(p, i) for i in layers for p in everything if p.of_layers]
+    for parameter, layer in outside + inside:
+        array = params[parameter.path]
+        whole = partial(latest.fetch, array, parameter, layer)
+        for tensor, shape in parameter.tensors():
+            name = parameter.name(tensor, layer)
+            codes = format if parameter.quantized else None
+            yield _Tensor(
+                name=name,
+                kinds=_kinds(name, shape, array.dtype, codes),
+                fetch=partial(_gathered, whole, parameter, tensor),
+                format=codes,
+            )
+
+
+def _kinds(
+    name: str, shape: tuple[int, ...], dtype: Any, format: fp8.FP8Format | None
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    if format is None:
+        return {name: (np.dtype(dtype), shape)}
+    scheme = fp8.scheme_of(format)
+    codes, scales = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
+    found = {name: (codes, shape)}
+    return found | {name + scheme.suffix: (scales, scheme.scales(shape))}
+
+
+class _Latest:
+    """The parameter that was fetched last, for all tensors that are made of it."""
+
+    def __init__(self) -> None:
+        self._key: tuple[str, int] | None = None
+        self._values: np.ndarray | None = None
+
+    def fetch(self, array: Array, parameter: Parameter, layer: int) -> np.ndarray:
+        key = parameter.path, layer
+        if self._values is None or self._key != key:
+            self._values = None
+            self._values = _on_host(array, layer if parameter.of_layers else None)
+            self._key = key
+        return self._values
+
+
+def _gathered(
+    whole: Callable[[], np.ndarray], parameter: Parameter, tensor: str
+) -> np.ndarray:
+    """Returns a tensor from the rows of its parameter."""
+    values = whole()
+    if parameter.transposed:
+        return values.T
+    rows = values.reshape(-1, *parameter.columns)
+    parts, first = [], 0
+    for piece in parameter.rows:
+        if piece.tensor == tensor:
+            parts.append(rows[first : first + piece.count])
+        first += piece.count
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _on_host(array: Array, layer: int | None) -> np.ndarray:
+    """Returns an array, or a layer of it, from all devices and processes."""
+    if layer is not None:
+        array = _layer(array, layer)
+    if not array.is_fully_addressable:
+        everywhere = NamedSharding(array.sharding.mesh, P())
+        array = jax.jit(lambda x: x, out_shardings=everywhere)(array)
+    whole = array.is_fully_replicated
+    return np.asarray(array.addressable_data(0) if whole else array)
+
+
+@jax.jit
+def _layer(array: Array, index: int) -> Array:
+    return jax.lax.dynamic_index_in_dim(array, index, 0, keepdims=False)
+
+
+def _write_tensors(folder: Path, tensors: list[_Tensor]) -> None:
+    """Writes tensors to one file, or to several with an index."""
+    files = _files(tensors)
+    names = [WEIGHTS]
+    if len(files) > 1:
+        names = [
+            f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
+            for i in range(len(files))
+        ]
+    where = {}
+    for name, part in zip(names, files, strict=True):
+        kinds = {k: kind for tensor in part for k, kind in tensor.kinds.items()}
+        where |= dict.fromkeys(kinds, name)
+        arrays = (
+            pair
+            for tensor in part
+            for pair in zip(tensor.kinds, tensor.arrays(), strict=True)
+        )
+        safetensors.write(folder / name, kinds, arrays)
+    if len(files) > 1:
+        total = sum(tensor.nbytes for tensor in tensors)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        _write_json(folder / INDEX, index)
+
+
+def _files(tensors: list[_Tensor]) -> list[list[_Tensor]]:
+    """Splits tensors to files of at most `FILE_BYTES`."""
+    files: list[list[_Tensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if files[-1] and size + tensor.nbytes > FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    return files
+
+
+def _with_dtype(values: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    key = "dtype" if "dtype" in values else "torch_dtype"
+    return {**values, key: jnp.dtype(dtype).name}
+
+
+def _write_json(path: Path, values: dict[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

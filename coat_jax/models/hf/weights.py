@@ -1,0 +1,182 @@
+"""The tensors of a folder as rows of a decoder's parameters."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from coat_jax.models.hf.folder import Folder
+from coat_jax.models.hf.layout import EMBEDDING, HEAD, Parameter, parameters
+from coat_jax.models.hf.quantized import Scheme
+from coat_jax.models.hf.safetensors import Tensor, shown
+from coat_jax.models.llama import LlamaConfig
+
+_WIDE = {jnp.dtype(d) for d in (jnp.float32, jnp.bfloat16, jnp.float16)}
+_CODES = jnp.dtype(jnp.float8_e4m3fn)
+# Tables that early checkpoints of Llama hold and nothing reads.
+_UNREAD = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+# The bytes that are compared at a time.
+_COMPARED = 2**26
+
+
+class Weights:
+    """The parameters of a decoder in a folder of tensors.
+
+    All tensors are checked: their names, shapes and dtypes.
+
+    Args:
+      folder: The open folder.
+      config: The configuration of the decoder.
+      scheme: The scheme of codes, if the folder has any.
+      dtype: The dtype of dequantized codes.
+
+    Raises:
+      ValueError: If a tensor is missing, unknown, or of another shape or dtype.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        config: LlamaConfig,
+        scheme: Scheme | None,
+        dtype: jnp.dtype,
+    ):
+        self._folder, self._scheme, self._dtype = folder, scheme, dtype
+        self.parameters = {p.path: p for p in parameters(config)}
+        self.num_layers = config.num_layers
+        self.dtypes: dict[str, jnp.dtype] = {}
+        known = set()
+        for parameter in self.parameters.values():
+            known.update(self._checked(parameter))
+        self._check_unknown(known, config)
+
+    def read(self, parameter: Parameter, layer: int, index: tuple) -> np.ndarray:
+        """Reads a part of a parameter, or of one layer's.
+
+        Args:
+          parameter: The parameter.
+          layer: The layer; ignored for parameters outside of layers.
+          index: A slice for each axis.
+        """
+        ranges = [
+            range(*s.indices(n)) for s, n in zip(index, parameter.shape, strict=True)
+        ]
+        shape = tuple(map(len, ranges))
+        if parameter.transposed:
+            columns, (rows,) = ranges[:1], ranges[1:]
+            return self._rows(parameter, layer, rows, columns).T
+        if len(ranges) == 1:
+            return self._rows(parameter, layer, ranges[0], [])
+        *outer, rows, columns = ranges
+        if not outer:
+            return self._rows(parameter, layer, rows, [columns])
+        height = parameter.shape[-2]
+        parts = [
+            self._rows(
+                parameter,
+                layer,
+                range(i * height + rows.start, i * height + rows.stop),
+                [columns],
+            )
+            for i in outer[0]
+        ]
+        return np.stack(parts).reshape(shape)
+
+    def _rows(
+        self, parameter: Parameter, layer: int, rows: range, columns: Sequence[range]
+    ) -> np.ndarray:
+        """Reads some rows of a parameter, gathered from its tensors."""
+        parts, first = [], 0
+        for piece in parameter.rows:
+            start = max(rows.start - first, 0)
+            stop = min(rows.stop - first, piece.count)
+            if start < stop:
+                name = parameter.name(piece.tensor, layer)
+                part = self._tensor(
+                    name, slice(piece.start + start, piece.start + stop)
+                )
+                parts.append(
+                    part[:, columns[0].start : columns[0].stop] if columns else part
+                )
+            first += piece.count
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def _tensor(self, name: str, rows: slice) -> np.ndarray:
+        """Reads rows of a tensor, dequantized if they are codes."""
+        array = self._folder.read(name, rows)
+        if array.dtype != _CODES or self._scheme is None:
+            return array
+        height = self._scheme.block[0]
+        blocks, start = slice(None), rows.start
+        if height is not None:
+            blocks = slice(rows.start // height, -(-rows.stop // height))
+            start = rows.start % height
+        scales = self._folder.read(name + self._scheme.suffix, blocks)
+        return self._scheme.dequantized(array, scales, start).astype(self._dtype)
+
+    def _checked(self, parameter: Parameter) -> Iterator[str]:
+        """Yields the names of a parameter's tensors, which are as they should be."""
+        layers = range(self.num_layers if parameter.of_layers else 1)
+        for layer in layers:
+            for tensor, shape in parameter.tensors():
+                name = parameter.name(tensor, layer)
+                entry = self._found(name, shape)
+                yield name
+                dtype = entry.dtype
+                if dtype == _CODES and self._scheme is not None and parameter.quantized:
+                    yield self._check_scales(name, shape)
+                    dtype = self._dtype
+                if dtype not in _WIDE:
+                    raise _error(name, "float32, bfloat16 or float16", entry.dtype.name)
+                expected = self.dtypes.setdefault(parameter.path, dtype)
+                if dtype != expected:
+                    rule = f"{expected.name} like the others of {parameter.path}"
+                    raise _error(name, rule, dtype.name)
+
+    def _check_scales(self, name: str, shape: tuple[int, ...]) -> str:
+        scales = name + self._scheme.suffix
+        entry = self._found(scales, self._scheme.scales(shape))
+        if entry.dtype not in _WIDE:
+            raise _error(scales, "float32, bfloat16 or float16", entry.dtype.name)
+        return scales
+
+    def _found(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in self._folder.tensors:
+            raise ValueError(f"the checkpoint must have the tensor {name}")
+        entry = self._folder.tensors[name]
+        if entry.shape != shape:
+            raise _error(name, f"of the shape {list(shape)}", list(entry.shape))
+        return entry
+
+    def _check_unknown(self, known: set[str], config: LlamaConfig) -> None:
+        for name in self._folder.tensors.keys() - known:
+            if _UNREAD.fullmatch(name):
+                continue
+            if name == HEAD and config.tie_embeddings and self._is_embedding(name):
+                continue
+            raise ValueError(
+                f"the checkpoint must not have the tensor {shown(name)}, which the "
+                "decoder that config.json describes has not"
+            )
+
+    def _is_embedding(self, name: str) -> bool:
+        """Returns whether a tensor repeats the embedding to the bit."""
+        entries = [self._folder.tensors[n] for n in (name, EMBEDDING)]
+        if entries[0].shape != entries[1].shape or entries[0].dtype != entries[1].dtype:
+            return False
+        row_bytes = math.prod(entries[0].shape[1:]) * entries[0].dtype.itemsize
+        step = max(_COMPARED // max(row_bytes, 1), 1)
+        for start in range(0, entries[0].shape[0], step):
+            rows = slice(start, start + step)
+            a, b = (
+                self._folder.read(n, rows).view(np.uint8) for n in (name, EMBEDDING)
+            )
+            if not np.array_equal(a, b):
+                return False
+        return True
+
+
+def _error(name: str, rule: str, value: object) -> ValueError:
+    return ValueError(f"the tensor {name} must be {rule}, got {shown(value)}")
