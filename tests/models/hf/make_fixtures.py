@@ -1,14 +1,15 @@
 """Makes the fixtures of the tests of checkpoints, with torch and transformers.
 
     pip install torch transformers safetensors
-    python tests/models/hf/make_fixtures.py make          # writes fixtures/*.json, *.npz
-    python tests/models/hf/make_fixtures.py check FOLDER  # logits of a folder, as JSON
+    python tests/models/hf/make_fixtures.py make          # writes fixtures/
+    python tests/models/hf/make_fixtures.py check FOLDER  # prints logits as JSON
 
 A fixture is the config.json of a tiny model, the shapes of its tensors, and its logits.
 `helpers/hf_values.py` makes the tensors' values from their names.
 """
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import numpy as np
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "helpers"))
-from hf_values import values_of
+# Other helpers have names of modules that transformers imports.
+_VALUES = Path(__file__).parents[2] / "helpers" / "hf_values.py"
+values_of = runpy.run_path(str(_VALUES))["values_of"]
 
 FIXTURES = Path(__file__).parent / "fixtures"
 TOKENS = [[3, 17, 88, 5, 41, 2, 60, 9, 33, 71, 12, 90, 4, 55, 28, 66, 19, 7, 80, 31]]
