@@ -112,7 +112,8 @@ def generate(
     of options. It can be called within `jax.jit` if the prompts are an array.
 
     The cache takes `2 * num_layers * num_kv_heads * head_dim` numbers in the model's
-    dtype for each token of the prompts and each new one.
+    dtype for each token of the prompts and each new one, also in layers that attend to
+    a window alone.
 
     Args:
       model: The model, of any recipe.
@@ -130,9 +131,10 @@ def generate(
         longest. With one length for several calls they share a compiled program.
 
     Raises:
-      ValueError: If an option is invalid, if a prompt is empty or longer than
-        `prompt_length`, if a token is not in the vocabulary, or if a temperature above
-        0 comes without a key.
+      ValueError: If an option is invalid, if a prompt is no sequence of integers, is
+        empty or is longer than `prompt_length`, if a token is not in the vocabulary
+        (unless its value is unknown, within `jax.jit`), or if a temperature above 0
+        comes without a key.
 
     Examples:
       >>> import coat_jax as coat
@@ -318,9 +320,9 @@ def _padded(
                 "an array of prompts must be integers [b, p], got "
                 f"{prompts.dtype} {list(prompts.shape)}"
             )
-        rows = prompts
+        rows = np.asarray(prompts) if _are_known(prompts) else prompts
     else:
-        rows = [np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts]
+        rows = [_row(prompt) for prompt in prompts]
     sizes = np.array([row.shape[0] for row in rows])
     if not sizes.size or sizes.min() < 1:
         at = "no prompt" if not sizes.size else f"prompt {int(sizes.argmin())} is empty"
@@ -341,6 +343,29 @@ def _padded(
     for padded, row in zip(tokens, rows, strict=True):
         padded[length - row.size :] = row
     return jnp.asarray(tokens), starts
+
+
+def _are_known(x: jax.Array | np.ndarray) -> bool:
+    """Returns whether this process knows the values, as it does not while it traces."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return isinstance(x, np.ndarray) or x.is_fully_addressable
+
+
+def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
+    """Returns a prompt as an array.
+
+    Raises:
+      ValueError: If it is no sequence of integers.
+    """
+    row = np.asarray(prompt)
+    integers = np.issubdtype(row.dtype, np.integer) or not row.size
+    if row.ndim != 1 or not integers:
+        raise ValueError(
+            f"a prompt must be a sequence of integers, got {row.dtype} "
+            f"{list(row.shape)}: {str(prompt)[:40]}"
+        )
+    return row
 
 
 def _check_vocabulary(name: str, tokens: np.ndarray, model: Llama) -> None:

@@ -183,6 +183,10 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
     if num_layers > _MOST_LAYERS:
         raise _error("num_hidden_layers", f"at most {_MOST_LAYERS}", num_layers)
     num_heads = keys.integer("num_attention_heads")
+    num_kv_heads = keys.integer("num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        rule = f"a divisor of num_attention_heads {num_heads}"
+        raise _error("num_key_value_heads", rule, num_kv_heads)
     hidden_size = keys.integer("hidden_size")
     fields = {
         **family.fields,
@@ -191,7 +195,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
         "intermediate_size": keys.integer("intermediate_size"),
         "num_layers": num_layers,
         "num_heads": num_heads,
-        "num_kv_heads": keys.integer("num_key_value_heads", num_heads),
+        "num_kv_heads": num_kv_heads,
         "head_dim": _head_dim(keys, hidden_size, num_heads),
         "norm_eps": keys.number("rms_norm_eps", 1e-6),
         "gate": _gate(keys, family),
