@@ -29,7 +29,9 @@ def _declared(requirements):
 _CORE = _declared(_PROJECT["dependencies"])
 _MAY_IMPORT = {
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy"},
-    "coat_jax": _CORE | {"pallas_kernels"},
+    "coat_jax": _CORE
+    | _declared(_PROJECT["optional-dependencies"]["hf"])
+    | {"pallas_kernels"},
     "experiments": _CORE
     | _declared(_PROJECT["optional-dependencies"]["experiments"])
     | {"pallas_kernels", "coat_jax"},
@@ -104,7 +106,7 @@ def test_benchmarks_need_no_training():
 
 
 def test_library_does_not_need_what_experiments_need():
-    extras = {"grain", "orbax", "tokenizers", "matplotlib", "tqdm", "rich"}
+    extras = {"grain", "orbax", "matplotlib", "tqdm", "rich"}
     assert not extras & (_MAY_IMPORT["coat_jax"] | _MAY_IMPORT["pallas_kernels"])
     assert extras <= _MAY_IMPORT["experiments"]
 
@@ -215,7 +217,9 @@ def test_wheel_imports(installed):
     program = (
         "import coat_jax as coat, pallas_kernels, sys\n"
         "assert [getattr(coat, name) for name in coat.__all__]\n"
-        "assert not {'grain', 'matplotlib', 'tokenizers'} & set(sys.modules)\n"
+        "import coat_jax.models.hf\n"
+        "optional = {'grain', 'jinja2', 'matplotlib', 'tokenizers'}\n"
+        "assert not optional & set(sys.modules)\n"
         "print(coat.__file__, pallas_kernels.__file__, sep='\\n')"
     )
     run = subprocess.run(

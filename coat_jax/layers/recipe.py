@@ -1,0 +1,165 @@
+"""The interface of recipes, and what is common to the segments of a layer."""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from coat_jax.layers import functional
+from coat_jax.layers.attention import LLAMA_SCORES, Scores
+from coat_jax.layers.flow import Params
+from coat_jax.layers.heads import HeadSteps
+from coat_jax.layers.parts import Heads, Norm, Stream
+from pallas_kernels import Activation, NormKind
+
+Scaling = Literal["just_in_time", "delayed"]
+# Where a layer's norms are: before attention and the MLP as in Llama, on their outputs
+# as in OLMo 2, or in both places as in Gemma.
+NormPlacement = Literal["before", "after", "both"]
+# The residual stream between segments. A `Stream`, in the FP8 flow, also carries the
+# scale of its gradient.
+Residual = Float[Array, "b s h"] | Stream
+# Queries [b, s, n, d], keys and values [b, s, k, d], copies of them to save for
+# backward (may be empty), and the residual stream for the next segment.
+Attended = tuple[Array, Array, Array, tuple[Array, ...], Residual]
+# A function that wraps a function and keeps its signature.
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+NORMS: dict[NormKind, Callable[..., Array]] = {
+    "rms": functional.rms_norm,
+    "layer": functional.layer_norm,
+}
+GATES: dict[Activation, Callable[..., Array]] = {
+    "silu": functional.swiglu,
+    "gelu": functional.geglu,
+    "gelu_exact": partial(functional.geglu, approximate=False),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """Attention, and what its inputs pass before it.
+
+    Attributes:
+      scores: The scale, soft cap and window of attention's scores.
+      steps: What queries, keys and values pass after the matmul; None means that the
+        matmul has applied RoPE.
+      out_norm: The norm of the projection's output, before it is added to the residual
+        stream; None means no norm.
+    """
+
+    scores: Scores = LLAMA_SCORES
+    steps: HeadSteps | None = None
+    out_norm: Norm | None = None
+
+
+LLAMA_ATTENTION = Attention()
+
+
+class Recipe(abc.ABC):
+    """A way to compute the segments of a layer, and the activations that they save.
+
+    A recipe runs `enter`, then the three segments of every layer, then `leave`.
+
+    Attributes:
+      scalings: When the scales of gradients may be computed; see `DecoderLayer`.
+      optimizer: The optimizer to train with, with the arguments of `optax.adamw`.
+      takes_codes: Whether segments also take weights that are quantized beforehand.
+      pointwise: The wrapper of norms, gates and RoPE outside of the FP8 flow.
+    """
+
+    scalings: ClassVar[tuple[Scaling, ...]]
+    optimizer: ClassVar[Callable[..., optax.GradientTransformation]]
+    takes_codes: ClassVar[bool]
+    pointwise: Wrapper
+
+    def norm(self, norm: Norm) -> Callable[[Array | None, Array], Array]:
+        """Returns a function of weight and x that computes `norm(x)`."""
+        fn = NORMS[norm.kind]
+        return self.pointwise(lambda weight, x: fn(x, weight, eps=norm.eps))
+
+    @abc.abstractmethod
+    def enter(
+        self,
+        x: Float[Array, "b s h"],
+        batch_axes: str | tuple[str, ...] | None = None,
+    ) -> Residual:
+        """Returns the residual stream in the form that the first segment takes.
+
+        Args:
+          x: The residual stream.
+          batch_axes: The mesh axes that split the batch, if the mesh's axes are
+            automatic. Each shard's gradients then have scales of their own.
+
+        Raises:
+          ValueError: If the recipe uses the FP8 flow and `x` is neither bfloat16 nor
+            float32.
+        """
+
+    @abc.abstractmethod
+    def attention_in(
+        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
+    ) -> Attended:
+        """Computes queries, keys and values: `norm(x) @ qkv.T`, then RoPE.
+
+        Args:
+          params: The parameters: `norm` [h] or None, and
+            `qkv` [k * (n / k + 2) * d, h].
+          x: The residual stream.
+          norm: The norm; None means none.
+          heads: The order of heads in the columns of the matmul.
+        """
+
+    @abc.abstractmethod
+    def attention_out(
+        self,
+        params: Params,
+        q: Float[Array, "b s n d"],
+        k: Float[Array, "b s k d"],
+        v: Float[Array, "b s k d"],
+        kept: tuple[Array, ...],
+        x: Residual,
+        segment_ids: Int[Array, "b s"] | None = None,
+        *,
+        attention: Attention = LLAMA_ATTENTION,
+        local: Bool[Array, ""] | None = None,
+    ) -> Residual:
+        """Computes `x + causal_attention(q, k, v) @ out.T`.
+
+        `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
+        returns. With `segment_ids` attention does not cross the documents of packed
+        sequences. `attention` adds steps before attention, whose parameters are
+        `params["heads"]`, and a norm of the projection's output, with the weight
+        `params["out_norm"]`. `local` says whether the layer's attention is local.
+        """
+
+    @abc.abstractmethod
+    def gated_mlp(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm | None,
+        gate: Activation = "silu",
+        out_norm: Norm | None = None,
+    ) -> Residual:
+        """Computes `x + (activation(gate) * up) @ down.T`.
+
+        Gate and up are the two halves of `norm(x) @ gate_up.T`.
+
+        Args:
+          params: The parameters: `norm` [h] or None, `gate_up` [2, f, h], and `down`
+            [h, f].
+          x: The residual stream.
+          norm: The norm of the input; None means none.
+          gate: The activation of the gate.
+          out_norm: The norm of what is added to `x`, with the weight
+            `params["out_norm"]`; None means none.
+        """
+
+    @abc.abstractmethod
+    def leave(self, x: Residual) -> Float[Array, "b s h"]:
+        """Returns the array of the residual stream, from the last segment's result."""

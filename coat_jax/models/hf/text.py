@@ -1,0 +1,128 @@
+"""Tokenizers and chat templates of checkpoints."""
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from coat_jax.models.hf.folder import inside, read_bytes, read_json
+from coat_jax.models.hf.safetensors import shown
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_LARGEST_TEMPLATE = 2**20
+_LARGEST_TOKENIZER = 2**28
+
+
+def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
+    """Loads the tokenizer of a folder from tokenizer.json.
+
+    It needs the extra "hf", which installs the library tokenizers.
+
+    Args:
+      path: The path of the folder.
+
+    Raises:
+      ImportError: If the library tokenizers is not installed.
+      ValueError: If the file is missing or no tokenizer.
+
+    Examples:
+      >>> import pathlib, tempfile, tokenizers
+      >>> from coat_jax.models import hf
+      >>> words = tokenizers.models.WordLevel({"one": 0, "two": 1}, unk_token="one")
+      >>> tokenizer = tokenizers.Tokenizer(words)
+      >>> tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> tokenizer.save(str(folder / "tokenizer.json"))
+      >>> hf.load_tokenizer(folder).encode("two one").ids
+      [1, 0]
+    """
+    name = "tokenizer.json"
+    text = read_bytes(Path(path), name, _LARGEST_TOKENIZER)
+    tokenizers = _imported("tokenizers")
+    try:
+        return tokenizers.Tokenizer.from_buffer(text)
+    except Exception as error:  # The library raises exceptions of no narrower class.
+        raise ValueError(f"{name} is no tokenizer: {shown(str(error))}") from None
+
+
+def chat_text(
+    path: str | os.PathLike,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
+    """Renders messages with the chat template of a folder, as text for its tokenizer.
+
+    The template is that of chat_template.jinja or tokenizer_config.json. It runs in the
+    sandbox of jinja2, where it can neither reach attributes of Python's objects nor
+    change what it is given. It needs the extra "hf", which installs jinja2.
+
+    Args:
+      path: The path of the folder.
+      messages: The messages, with "role" and "content".
+      add_generation_prompt: Whether the beginning of an answer follows.
+
+    Raises:
+      ImportError: If jinja2 is not installed.
+      ValueError: If there is no template, or it fails or is refused by the sandbox.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from coat_jax.models import hf
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+      >>> _ = (folder / "chat_template.jinja").write_text(template)
+      >>> hf.chat_text(folder, [{"role": "user", "content": "Hello"}])
+      '<user>Hello'
+    """
+    template, names = _template(Path(path))
+    jinja2, sandbox = _imported("jinja2"), _imported("jinja2.sandbox")
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(template).render(
+            messages=[dict(message) for message in messages],
+            add_generation_prompt=add_generation_prompt,
+            **names,
+        )
+    except Exception as error:  # A template can raise anything, such as TypeError.
+        raise ValueError(f"the chat template fails: {shown(str(error))}") from None
+
+
+def _template(folder: Path) -> tuple[str, dict[str, str]]:
+    """Returns the chat template of a folder and the special tokens that it may name."""
+    config: dict[str, Any] = {}
+    if os.path.lexists(folder / "tokenizer_config.json"):
+        config = read_json(folder, "tokenizer_config.json")
+    template = config.get("chat_template")
+    if os.path.lexists(folder / "chat_template.jinja"):
+        file = inside(folder, "chat_template.jinja").name
+        template = read_bytes(folder, file, _LARGEST_TEMPLATE).decode(errors="replace")
+    if not isinstance(template, str):
+        raise ValueError(f"{shown(str(folder))} must have a chat template")
+    names = {}
+    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        token = config.get(name)
+        token = token.get("content") if isinstance(token, dict) else token
+        names[name] = token if isinstance(token, str) else ""
+    return template, names
+
+
+def _imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(
+            f"{name.partition('.')[0]} is not installed; the extra hf has it: "
+            'pip install "coat-jax[hf]"'
+        ) from error

@@ -1,0 +1,140 @@
+"""Measures the perplexity of a Hugging Face checkpoint in several precisions.
+
+    uv run python -m experiments.studies.checkpoints FOLDER
+
+The text is the documentation in Python's standard library (`pydoc_data.topics`), in
+windows of 1,024 tokens, of which all but the first are predicted. The command compares
+the forward passes of recipes, and the model after it was saved in FP8 and loaded again,
+with float32. `--reference` is the perplexity of another implementation on these tokens.
+"""
+
+import argparse
+import math
+import pydoc_data.topics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Int32
+
+from coat_jax.models import hf, llama
+from experiments.common.programs import new_parser
+from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import bars as bars_table
+
+LENGTH = 1024
+# The name of a row, and the options of `hf.load`.
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {"recipe": "bf16", "dtype": "float32"},
+    "bf16": {"recipe": "bf16", "dtype": "bfloat16"},
+    "te": {"recipe": "te", "dtype": "bfloat16"},
+    "coat": {"recipe": "coat", "dtype": "bfloat16"},
+    "coat_block": {"recipe": "coat_block", "dtype": "bfloat16"},
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    args = parser().parse_args(argv)
+    try:
+        rows = list(measured(args.folder, args.tokens))
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    checked = bars(rows, args.reference)
+    write_results(args.out, rows=rows, bars=checked)
+    print(bars_table(checked))
+    return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    found = new_parser("experiments.studies.checkpoints", __doc__)
+    found.add_argument("folder", type=Path, help="a Hugging Face folder")
+    found.add_argument("--tokens", type=int, default=4096, help="tokens of the text")
+    found.add_argument("--reference", type=float, help="perplexity to compare with")
+    found.add_argument("--out", type=Path, default=default_path("hf"))
+    return found
+
+
+def measured(folder: Path, count: int) -> list[dict[str, Any]]:
+    """Measures all cases on `count` tokens, and returns their rows.
+
+    Raises:
+      ValueError: If there are too few tokens for a window.
+    """
+    windows = text_windows(folder, count)
+    rows = [
+        _row(name, folder, windows, options, folder) for name, options in CASES.items()
+    ]
+    for format in ("fp8-block", "fp8-channel"):
+        with tempfile.TemporaryDirectory() as scratch:
+            saved = Path(scratch) / "model"
+            hf.save(hf.load(folder), saved, format=format)
+            name = f"float32 after {format}"
+            rows.append(_row(name, saved, windows, CASES["float32"], folder))
+    return rows
+
+
+def _row(
+    name: str, saved: Path, windows: Int32, options: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    loss = mean_loss(hf.load(saved, **options), windows)
+    print(f"{folder.name} {name}: {math.exp(loss):.4f} a token", flush=True)
+    return {
+        "model": folder.name,
+        "case": name,
+        "tokens": windows[:, 1:].size,
+        "loss_nats": loss,
+        "perplexity": math.exp(loss),
+    }
+
+
+def text_windows(folder: Path, count: int) -> Int32[np.ndarray, "windows length"]:
+    """Returns the first `count` tokens of the text, as far as they fill windows."""
+    text = "\n".join(topic for _, topic in sorted(pydoc_data.topics.topics.items()))
+    ids = hf.load_tokenizer(folder).encode(text[: 10 * count]).ids
+    rows = min(count, len(ids)) // LENGTH
+    if not rows:
+        raise ValueError(f"a window needs {LENGTH} tokens, got {min(count, len(ids))}")
+    return np.array(ids[: rows * LENGTH], np.int32).reshape(rows, LENGTH)
+
+
+def mean_loss(
+    model: llama.Llama, windows: Int32[np.ndarray, "windows length"]
+) -> float:
+    """Returns the mean negative log-likelihood of a token, in nats."""
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def loss(state: nnx.State, tokens: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, state)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    with jax.default_matmul_precision("highest"):
+        losses = [float(loss(state, jnp.asarray(row[None]))) for row in windows]
+    return sum(losses) / len(losses)
+
+
+def bars(rows: Sequence[dict[str, Any]], reference: float | None) -> list[Bar]:
+    """Returns the targets: float32 within 0.1% of the reference, `coat` within 1.5%."""
+    found = {row["case"]: row["perplexity"] for row in rows}
+    exact = found.pop("float32")
+    checked = [
+        Bar.of(f"perplexity of {case} / float32", "<=", 1.015, perplexity / exact)
+        for case, perplexity in found.items()
+    ]
+    if reference is not None:
+        gap = abs(exact / reference - 1)
+        checked.append(Bar.of("float32 from the reference", "<=", 0.001, gap))
+    return checked
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""Tests tokenizers and chat templates of checkpoints."""
+
+import json
+import sys
+
+import pytest
+
+from coat_jax.models import hf
+
+MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}\n"
+    "{{ message['role'] }}: {{ message.content | trim }}\n"
+    "{% endfor %}\n"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def write(folder, template, **config):
+    values = {"chat_template": template, "bos_token": {"content": "<s>"}, **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(values))
+
+
+def test_chat_templates(tmp_path):
+    write(tmp_path, TEMPLATE)
+    text = "<s>user: Hi\nassistant: Yo\n"
+    assert hf.chat_text(tmp_path, MESSAGES) == f"{text}assistant:"
+    assert hf.chat_text(tmp_path, MESSAGES, add_generation_prompt=False) == text
+    (tmp_path / "chat_template.jinja").write_text("{{ messages | length }}")
+    assert hf.chat_text(tmp_path, MESSAGES) == "2"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages.append(1) }}",
+        "{% include 'tokenizer_config.json' %}",
+        "{% import 'os' as os %}",
+        "{{ range(10**9) | list }}",
+        "{{ 1 / 0 }}",
+        "{{ missing.part.of_it }}",
+        "{% for",
+        "{{ raise_exception('roles must\nalternate') }}",
+    ],
+)
+def test_templates_that_reach_out_end_in_one_line(tmp_path, template):
+    write(tmp_path, template)
+    with pytest.raises(ValueError, match=r"^the chat template fails: [\x20-\x7e]+$"):
+        hf.chat_text(tmp_path, MESSAGES)
+
+
+@pytest.mark.parametrize("template", [None, 3, ["a"]])
+def test_folders_without_a_template(tmp_path, template):
+    write(tmp_path, template)
+    with pytest.raises(ValueError, match="must have a chat template"):
+        hf.chat_text(tmp_path, MESSAGES)
+
+
+def test_files_that_are_no_tokenizers(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer.json"):
+        hf.load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(ValueError, match="no tokenizer"):
+        hf.load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizers", "jinja2"])
+def test_what_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, name):
+    write(tmp_path, TEMPLATE)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    monkeypatch.setitem(sys.modules, name, None)
+    read = hf.load_tokenizer if name == "tokenizers" else hf.chat_text
+    arguments = (tmp_path,) if name == "tokenizers" else (tmp_path, MESSAGES)
+    with pytest.raises(ImportError, match=rf"{name} is not installed.*coat-jax\[hf\]"):
+        read(*arguments)
