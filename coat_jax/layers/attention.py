@@ -15,7 +15,7 @@ from pallas_kernels import array_types, dispatch, stand_ins
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """How attention computes its scores, and which of them count.
+    """The scale, bound and window of the scores of attention.
 
     The score of a query and a key is `scale * q @ k`, or
     `softcap * tanh(scale * q @ k / softcap)` with a soft cap, as in Gemma 2. XLA's

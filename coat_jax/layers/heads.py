@@ -1,4 +1,4 @@
-"""What queries, keys and values pass between their matmul and attention.
+"""The steps of queries, keys and values between their matmul and attention.
 
 In a Llama this is RoPE alone, which the FP8 flow applies in the kernel of the matmul.
 Biases, norms of queries and keys, and RoPE with a base that differs between the layers

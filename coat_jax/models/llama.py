@@ -197,7 +197,7 @@ class Llama(nnx.Module):
     head: nnx.Param[Array] | None
     norm: nnx.Param[Array] | None
     layers: DecoderLayer
-    # What `hf.load` writes about the folder of the parameters, for `hf.save`.
+    # The folder that `hf.load` read the parameters from, for `hf.save`.
     origin: Any
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Int32
+from rich.console import Console
 
 from coat_jax.models import hf, llama
 from experiments.common.programs import new_parser
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     checked = bars(rows, args.reference)
     write_results(args.out, rows=rows, bars=checked)
-    print(bars_table(checked))
+    Console().print(bars_table(checked))
     return 0
 
 

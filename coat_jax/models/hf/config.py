@@ -53,7 +53,7 @@ class Family:
 
     @property
     def is_gemma(self) -> bool:
-        """Whether the family has the scales and caps of Gemma."""
+        """True for families with the scales and caps of Gemma."""
         return self.model_type.startswith("gemma")
 
 

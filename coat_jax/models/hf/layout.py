@@ -72,7 +72,7 @@ class Parameter:
 
     @property
     def of_layers(self) -> bool:
-        """Whether every layer has one."""
+        """True for parameters that every layer has."""
         return self.path.startswith("layers/")
 
     @property

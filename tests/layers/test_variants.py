@@ -1,0 +1,241 @@
+"""Tests what layers of other models than Llama have: windows, caps, biases and norms.
+
+Logits of whole models are compared with those of transformers in `tests/models/hf`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import small_models
+from helpers.gradients import assert_close, compiled, cosine, value_and_vjp
+from helpers.marks import slow
+from helpers.models import normal
+
+from coat_jax.layers.attention import Scores, cached_attention, causal_attention
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.layers.rope import Rope, RopeScaling
+from coat_jax.models import llama
+
+VARIANTS = {
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": "head", "head_dim": 16},
+    "mistral": {"window": 5},
+    "gemma2": {
+        "norm_placement": "both",
+        "norm_offset": 1.0,
+        "window": 5,
+        "local_layers": (True, False),
+        "attention_softcap": 5.0,
+        "logit_softcap": 3.0,
+        "gate": "gelu",
+    },
+    "gemma3": {
+        "norm_placement": "both",
+        "norm_offset": 1.0,
+        "window": 5,
+        "local_layers": (True, False),
+        "local_rope_theta": 100.0,
+        "qk_norm": "head",
+        "embedding_scale": 6.0,
+    },
+    "olmo2": {"norm_placement": "after", "qk_norm": "width"},
+}
+
+
+def attention(q, k, v, *, window=None, softcap=None, scale=None, segments=None):
+    """Computes attention in float64, one query and head after another."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    out = np.zeros_like(q)
+    for b, i, n in np.ndindex(q.shape[:3]):
+        j = np.arange(i + 1)
+        near = j > i - window if window is not None else j >= 0
+        if segments is not None:
+            near &= segments[b, j] == segments[b, i]
+        head = n // (q.shape[2] // k.shape[2])
+        scores = scale * k[b, j[near], head] @ q[b, i, n]
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        shares = np.exp(scores - scores.max())
+        out[b, i, n] = shares @ v[b, j[near], head] / shares.sum()
+    return out
+
+
+def heads(length=12):
+    return tuple(normal(i, 2, length, n, 8) for i, n in enumerate((4, 2, 2)))
+
+
+SCORES = {
+    "window": {"window": 3},
+    "window of one": {"window": 1},
+    "wide window": {"window": 12},
+    "scale": {"scale": 0.7},
+    "softcap": {"softcap": 0.5},
+    "all": {"window": 4, "softcap": 0.5, "scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_with_scores(name, packed):
+    q, k, v = heads()
+    segments = np.array([[0] * 5 + [1] * 7, [0] * 9 + [1] * 3]) if packed else None
+    run = functools.partial(
+        causal_attention, segment_ids=segments, scores=Scores(**SCORES[name])
+    )
+    expected = attention(q, k, v, segments=segments, **SCORES[name])
+    assert_close(compiled(run, q, k, v), expected, 1e-5)
+    # The copies are read in backward, so forward is the same.
+    kept = compiled(lambda q, k, v: run(q, k, v, (q, k, v)), q, k, v)
+    assert_close(kept, expected, 1e-5)
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_windows_of_local_layers_alone(local):
+    q, k, v = heads()
+    run = functools.partial(causal_attention, scores=Scores(window=3))
+    actual = compiled(
+        lambda q, k, v, local: run(q, k, v, local=local), q, k, v, jnp.array(local)
+    )
+    assert_close(actual, attention(q, k, v, window=3 if local else None), 1e-5)
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_attention_to_a_cache(name):
+    q, k, v = heads()
+    expected = attention(q, k, v, **SCORES[name])
+    seen = np.broadcast_to(np.arange(12) <= 9, (2, 12))
+    actual = compiled(
+        lambda *arrays: cached_attention(*arrays, scores=Scores(**SCORES[name])),
+        q[:, 9:10],
+        k,
+        v,
+        jnp.int32(9),
+        seen,
+    )
+    assert_close(actual, expected[:, 9:10], 1e-5)
+
+
+@pytest.mark.parametrize("name", ["window", "softcap"])
+def test_gradients_of_attention_with_scores(name):
+    q, k, v = heads()
+    run = functools.partial(causal_attention, scores=Scores(**SCORES[name]))
+    dy = normal(3, *q.shape)
+    _, gradients = value_and_vjp(run, dy, q, k, v)
+    at = [np.asarray(x, np.float64) for x in (q, k, v)]
+    for i, gradient in enumerate(gradients):
+        direction = np.random.default_rng(i).standard_normal(gradient.shape)
+        ends = []
+        for step in (1e-5, -1e-5):
+            moved = [*at[:i], at[i] + step * direction, *at[i + 1 :]]
+            ends.append(attention(*moved, **SCORES[name]))
+        slope = np.sum((ends[0] - ends[1]) * np.asarray(dy, np.float64)) / 2e-5
+        found = np.sum(np.asarray(gradient, np.float64) * direction)
+        assert found == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def test_frequencies_of_llama_3_1():
+    """The shortest waves stay, the longest turn an eighth as fast."""
+    scaling = RopeScaling(kind="llama3", factor=8.0, original_length=8192)
+    plain, scaled = (Rope(theta=5e5, scaling=s) for s in (None, scaling))
+    (cos, sin), (own_cos, own_sin) = (r.angles(2, 128) for r in (plain, scaled))
+    before, after = (
+        np.arctan2(s[1], c[1]) for c, s in ((cos, sin), (own_cos, own_sin))
+    )
+    turns = 8192 * before / (2 * np.pi)
+    np.testing.assert_allclose(after[turns > 4], before[turns > 4], rtol=1e-5)
+    np.testing.assert_allclose(after[turns < 1], before[turns < 1] / 8, rtol=1e-4)
+    between = (turns > 1) & (turns < 4)
+    share = (turns[between] - 1) / 3
+    expected = before[between] * (share + (1 - share) / 8)
+    np.testing.assert_allclose(after[between], expected, rtol=1e-4)
+    assert between.sum() > 5
+
+
+@functools.cache
+def loss_and_gradient(name: str, recipe: str):
+    options = {"hidden_size": 64, "intermediate_size": 96, **VARIANTS[name]}
+    config = small_models.config(recipe="bf16", **options)
+    model = llama.Llama(config, rngs=nnx.Rngs(0))
+    _, params, others = nnx.split(model, nnx.Param, ...)
+    own = small_models.config(recipe=recipe, **options)
+    graph, *_ = nnx.split(
+        nnx.eval_shape(lambda: llama.Llama(own, rngs=nnx.Rngs(0))), nnx.Param, ...
+    )
+    params = jax.tree.map(lambda p: p * 2 if p.ndim > 2 else p, params)
+    tokens = jax.random.randint(jax.random.key(1), (2, 33), 0, 128)
+
+    def loss(params):
+        model = nnx.merge(graph, params, others)
+        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+    return compiled(jax.value_and_grad(loss), params)
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("qwen3", "coat"),
+        ("gemma3", "coat"),
+        *(
+            slow(name, recipe)
+            for name in VARIANTS
+            for recipe in ("te", "coat", "coat_max", "coat_block")
+        ),
+    ],
+)
+def test_gradient_of_each_variant_is_near_that_of_bf16(name, recipe):
+    (value, gradient), (expected, wide) = (
+        loss_and_gradient(name, r) for r in (recipe, "bf16")
+    )
+    assert value == pytest.approx(expected, rel=0.01)
+    assert 0.97 < cosine(gradient, wide) < 1 - 1e-5
+
+
+@pytest.mark.parametrize("name", ["gemma2", "olmo2"])
+def test_norms_after_segments_need_no_stream(name):
+    """They are composed, and what only the FP8 flow has is refused by name."""
+    options = {k: v for k, v in VARIANTS[name].items() if "norm" in k}
+    sizes = (64, 96, 4, 2, 16)
+    with pytest.raises(ValueError, match="scaling='delayed' needs the FP8 flow"):
+        DecoderLayer(*sizes, scaling="delayed", rngs=nnx.Rngs(0), **options)
+    layer = DecoderLayer(*sizes, rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match="with norms"):
+        layer.quantize_weights()
+    with pytest.raises(ValueError, match="needs norm='rms'"):
+        DecoderLayer(*sizes, norm="layer", rngs=nnx.Rngs(0), **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 0},
+        {"window": 5, "local_layers": (True,)},
+        {"local_layers": (True, False)},
+        {"local_rope_theta": 100.0},
+        {"attention_softcap": -1.0},
+        {"logit_softcap": 0.0},
+        {"qk_norm": "row"},
+        {"norm_placement": "around"},
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options):
+    with pytest.raises(ValueError, match=r"must|need"):
+        llama.Llama(small_models.config(**options), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "yarn", "factor": 2.0},
+        {"kind": "linear", "factor": 0.0},
+        {"kind": "llama3", "factor": 2.0, "low_frequency_factor": 4.0},
+    ],
+)
+def test_scalings_of_rope_that_are_unknown_are_refused(options):
+    with pytest.raises(ValueError, match="must be"):
+        RopeScaling(**options)
