@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     checked = bars(rows, args.reference)
-    write_results(args.out, rows=rows, bars=checked)
+    out = args.out or default_path("hf", args.folder.name)
+    write_results(out, rows=rows, bars=checked)
     Console().print(bars_table(checked))
     return 0
 
@@ -60,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("folder", type=Path, help="a Hugging Face folder")
     found.add_argument("--tokens", type=int, default=4096, help="tokens of the text")
     found.add_argument("--reference", type=float, help="perplexity to compare with")
-    found.add_argument("--out", type=Path, default=default_path("hf"))
+    found.add_argument("--out", type=Path, help="results file")
     return found
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers.hf_folders import fixture, write_folder
 from safetensors.numpy import load_file, save_file
-from test_hf_models import fixture, write_folder
 
 from coat_jax.models import hf
 

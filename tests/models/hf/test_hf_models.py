@@ -1,7 +1,6 @@
 """Tests checkpoints of every family against logits of transformers."""
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 
@@ -12,42 +11,15 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.gradients import compiled, cosine
-from helpers.hf_values import values_of
+from helpers.hf_folders import CASES, FIXTURES, TOKENS, fixture, write_folder
 from helpers.marks import slow
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
 import coat_jax as coat
 from coat_jax.models import hf, llama
 from coat_jax.models.hf import config as configs
 from coat_jax.models.hf import loading, safetensors, saving
-
-FIXTURES = Path(__file__).parent / "fixtures"
-TOKENS = [[3, 17, 88, 5, 41, 2, 60, 9, 33, 71, 12, 90, 4, 55, 28, 66, 19, 7, 80, 31]]
-
-
-CASES = sorted(path.stem for path in FIXTURES.glob("*.json"))
-
-
-@functools.cache
-def fixture(case: str) -> tuple[dict, dict[str, np.ndarray]]:
-    """Returns the config.json of a case and its tensors, in float32."""
-    found = json.loads((FIXTURES / f"{case}.json").read_text())
-    shapes = found["shapes"].items()
-    return found["config"], {name: values_of(name, s, case) for name, s in shapes}
-
-
-def write_folder(
-    folder: Path, case: str, dtype: str = "float32", **changes: object
-) -> Path:
-    """Writes a case's folder with the library safetensors."""
-    config, tensors = fixture(case)
-    folder.mkdir()
-    config = {**config, "dtype": dtype, **changes}
-    (folder / "config.json").write_text(json.dumps(config))
-    tensors = {name: x.astype(np.dtype(dtype)) for name, x in tensors.items()}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    return folder
 
 
 def old_spelling(config: dict) -> dict:

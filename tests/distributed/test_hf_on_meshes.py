@@ -1,0 +1,52 @@
+"""Tests checkpoints on meshes: each device reads its part, and saving gathers it."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.hf_folders import write_folder
+from helpers.hf_values import values_of
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.models import hf
+from coat_jax.models.hf import loading
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.mark.parametrize("case", ["qwen2", "gemma3"])
+@pytest.mark.parametrize("large", [0, 2**26])
+def test_a_mesh_holds_the_same_checkpoint(tmp_path, monkeypatch, case, large):
+    folder = write_folder(tmp_path / "in", case)
+    alone = hf.load(folder)
+    monkeypatch.setattr(loading, "LARGE", large)
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "tensor"))
+    model = hf.load(folder, mesh=mesh)
+    assert model.layers.down[...].sharding.spec == P(None, "fsdp", "tensor")
+    of_gates = model.layers.gate_up[...].sharding.spec
+    assert of_gates == P(None, None, ("fsdp", "tensor"), None)
+    states = (nnx.state(m, nnx.Param) for m in (model, alone))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.state(model, nnx.Param),
+        nnx.state(alone, nnx.Param),
+    )
+    hf.save(model, tmp_path / "out")
+    hf.save(alone, tmp_path / "alone")
+    of_mesh, of_one = (
+        (tmp_path / name / "model.safetensors").read_bytes()
+        for name in ("out", "alone")
+    )
+    assert of_mesh == of_one
+
+
+def test_axes_that_do_not_divide_are_whole(tmp_path):
+    folder = write_folder(tmp_path / "in", "llama")
+    mesh = jax.make_mesh((7,), ("fsdp",), devices=jax.devices()[:7])
+    model = hf.load(folder, mesh=mesh)
+    assert model.layers.qkv[...].sharding.is_fully_replicated
+    expected = values_of("model.norm.weight", (32,), "llama")
+    np.testing.assert_array_equal(model.norm[...], expected)
+    assert json.loads(model.origin.config)["model_type"] == "llama"
