@@ -28,11 +28,7 @@ def test_a_mesh_holds_the_same_checkpoint(tmp_path, monkeypatch, case, large):
     of_gates = model.layers.gate_up[...].sharding.spec
     assert of_gates == P(None, None, ("fsdp", "tensor"), None)
     states = (nnx.state(m, nnx.Param) for m in (model, alone))
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        nnx.state(model, nnx.Param),
-        nnx.state(alone, nnx.Param),
-    )
+    jax.tree.map(np.testing.assert_array_equal, *states)
     hf.save(model, tmp_path / "out")
     hf.save(alone, tmp_path / "alone")
     of_mesh, of_one = (

@@ -193,3 +193,18 @@ def test_bad_input_is_named(options, message):
     arguments = {"prompts": PROMPTS, "max_new_tokens": 1} | options
     with pytest.raises(ValueError, match=message):
         coat.generate(model(), **arguments)
+
+
+@pytest.mark.parametrize("kind", [list, np.array, jnp.array])
+@pytest.mark.parametrize("prompt", [[[1, 128]], [[-100, 5]]])
+def test_prompts_outside_the_vocabulary_are_refused_in_any_array(kind, prompt):
+    with pytest.raises(ValueError, match="vocabulary of 128"):
+        coat.generate(model(), kind(prompt), max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "prompts", [[[1.5, 2.0]], [1, 2, 3], [[[1, 2], [3, 4]]], [["one"]], [[True, False]]]
+)
+def test_prompts_that_are_no_sequences_of_integers_are_refused(prompts):
+    with pytest.raises(ValueError, match="a prompt must be a sequence of integers"):
+        coat.generate(model(), prompts, max_new_tokens=1)

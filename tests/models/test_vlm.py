@@ -215,3 +215,9 @@ def test_images_need_the_axis_of_sequences():
     model = nnx.eval_shape(lambda: vlm.VisionLanguageModel(config(), rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"\[b, i, h, w, c\], got \(2, 16, 16, 3\)"):
         model.encode(images()[:, 0])
+
+
+def test_sequences_without_images_are_refused_by_name():
+    model = nnx.eval_shape(lambda: make(config()))
+    with pytest.raises(ValueError, match="one image or more"):
+        model.encode(jnp.zeros((2, 0, 16, 16, 3)))
