@@ -13,6 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from coat_jax.layers.rope import RopeScaling
+from coat_jax.models.hf.families import FAMILIES, Family
 from coat_jax.models.hf.safetensors import shown
 from coat_jax.models.llama import LlamaConfig
 
@@ -33,79 +34,6 @@ _ONLY = {
 }
 # Fields of `LlamaConfig` that say how a model is computed rather than what it is.
 _OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """A kind of model that `transformers` knows.
-
-    Attributes:
-      model_type: The name in config.json.
-      architecture: The class of its causal language model.
-      fields: The fields of `LlamaConfig` that all models of the family share.
-      defaults: The values of missing keys.
-    """
-
-    model_type: str
-    architecture: str
-    fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def is_gemma(self) -> bool:
-        """True for families with the scales and caps of Gemma."""
-        return self.model_type.startswith("gemma")
-
-
-_GEMMA = {"norm_placement": "both", "norm_offset": 1.0}
-_OF_GEMMA = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
-_OF_GEMMA |= {"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096}
-FAMILIES = {
-    family.model_type: family
-    for family in (
-        Family(model_type="llama", architecture="LlamaForCausalLM"),
-        Family(
-            model_type="mistral",
-            architecture="MistralForCausalLM",
-            defaults={"sliding_window": 4096, "num_key_value_heads": 8},
-        ),
-        Family(
-            model_type="qwen2",
-            architecture="Qwen2ForCausalLM",
-            fields={"qkv_bias": True},
-            defaults={"max_window_layers": 28, "num_key_value_heads": 32},
-        ),
-        Family(
-            model_type="qwen3",
-            architecture="Qwen3ForCausalLM",
-            fields={"qk_norm": "head"},
-            defaults={
-                "max_window_layers": 28,
-                "num_key_value_heads": 32,
-                "head_dim": 128,
-            },
-        ),
-        Family(
-            model_type="gemma2",
-            architecture="Gemma2ForCausalLM",
-            fields=_GEMMA,
-            defaults=_OF_GEMMA
-            | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-        ),
-        Family(
-            model_type="gemma3_text",
-            architecture="Gemma3ForCausalLM",
-            fields=_GEMMA | {"qk_norm": "head"},
-            defaults=_OF_GEMMA | {"rope_theta": 1e6, "rope_local_base_freq": 1e4},
-        ),
-        Family(
-            model_type="olmo2",
-            architecture="Olmo2ForCausalLM",
-            fields={"qk_norm": "width", "norm_placement": "after"},
-            defaults={"rms_norm_eps": 1e-5},
-        ),
-    )
-}
 
 
 class _Keys:
