@@ -263,7 +263,7 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
     """
     if origin and _same(read(origin), config):
         return dict(origin)
-    families = [family_of(origin)] if origin else FAMILIES.values()
+    families = [family_of(origin)] if origin else list(FAMILIES.values())
     for family in families:
         values = {**origin, **_values(family, config)}
         values.pop("rope_parameters", None)
@@ -272,7 +272,7 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
                 return values
         except ValueError:
             continue
-    kind = families[0].model_type if origin else " or ".join(FAMILIES)
+    kind = " or ".join(family.model_type for family in families)
     raise ValueError(f"no model of the type {kind} has the configuration {config}")
 
 
