@@ -73,8 +73,8 @@ RUNS = (
     Run("llama3-8b", "llama3-8b", "coat", 1, seq=8192),
     Run("llama3-8b", "llama3-8b", f"coat{RELEASED}", 2, seq=8192),
     Run("llama-30b", "llama-30b", f"coat_max{RELEASED}", 1),
-    Run("two", "llama2-7b", "coat", 12, gpus=2),
     Run("two", "llama2-7b", f"coat{RELEASED}", 12, gpus=2),
+    Run("two", "llama2-7b", "coat", 12, gpus=2),
 )
 _PARTS = tuple(dict.fromkeys(run.part for run in RUNS))
 # The model of 30B takes nearly all of an H200's memory.
