@@ -163,6 +163,8 @@ def test_results_on_pages_are_those_of_the_results_files():
     assert pages.readme(_README) == _README
     home = pages.HOME.read_text()
     assert pages.home(home, _README) == home
+    release = pages.RELEASE.read_text()
+    assert pages.released(release) == release
     results = (_ROOT / "experiments" / "README.md").read_text()
     assert pages.results() == results
 

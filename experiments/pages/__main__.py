@@ -1,7 +1,8 @@
 """Renders the pages with results, from the files in experiments/results/.
 
 These are the results and pictures of README.md and of the docs' home page,
-experiments/README.md, and docs/pages/paper.md with all tables and figures of the paper.
+experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
+the table of docs/pages/release.md.
 
 uv run python -m experiments.pages
 """
@@ -11,7 +12,16 @@ from collections.abc import Sequence
 from experiments.common.programs import new_parser
 from experiments.common.results import picture
 from experiments.pages import paper, pictures
-from experiments.pages.readme import HOME, PROJECT, headline_rows, home, readme, results
+from experiments.pages.readme import (
+    HOME,
+    PROJECT,
+    RELEASE,
+    headline_rows,
+    home,
+    readme,
+    released,
+    results,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -26,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     HOME.write_text(home(HOME.read_text(), page.read_text()))
     memory.savefig(HOME.parent / "images" / "memory.png")
     speed.savefig(HOME.parent / "images" / "speed.png")
+    RELEASE.write_text(released(RELEASE.read_text()))
     (PROJECT / "experiments" / "README.md").write_text(results())
     paper.PAGE.write_text(paper.page())
 

@@ -5,10 +5,11 @@ from typing import Any
 
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
-from experiments.pages import layers, optimizer, speed, training
+from experiments.pages import experts, layers, optimizer, release, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
 HOME = PROJECT / "docs" / "pages" / "index.md"
+RELEASE = PROJECT / "docs" / "pages" / "release.md"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
     ("bf16", 2),
@@ -48,6 +49,11 @@ def home(text: str, readme_text: str) -> str:
     return _with(text, "pieces", pieces.replace("](docs/pages/", "]("))
 
 
+def released(text: str) -> str:
+    """Returns the text of docs/pages/release.md, with the models that fit on a GPU."""
+    return _with(text, "cards", release.cards())
+
+
 def _split(text: str, name: str) -> tuple[str, str, str]:
     """Returns what stands before, between and after the markers of a name."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
@@ -67,12 +73,14 @@ def results() -> str:
     sections = (
         speed.end_to_end(),
         speed.several_gpus(),
+        release.released(),
         speed.estimates(),
         speed.layer(),
         layers.versions(),
         layers.table_6(),
         layers.foreign(),
         layers.compilation(),
+        experts.grouped(),
         speed.activations(),
         training.pretraining(),
         training.meshes(),
