@@ -258,7 +258,7 @@ def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) 
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)
     row |= {"gpus": gpus, "mesh": meshes.name_of(mesh)}
     loss, (params, histories) = loss_function(case, model, mesh)
-    tx, step = _step(case, loss)
+    tx, step = step_of(case, loss)
 
     carry = (params, jax.eval_shape(tx.init, params)), histories
     *of_state, of_histories = meshes.state_shardings(tx, *carry[0], histories, mesh)
@@ -294,7 +294,7 @@ def measure(case: str, model: ModelSize, batch: int, steps: int, gpus: int = 1) 
     return row
 
 
-def _step(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Callable]:
+def step_of(case: str, loss: Callable) -> tuple[optax.GradientTransformation, Callable]:
     """Returns the optimizer and the training step of a case."""
     recipe = case.removesuffix(RELEASED)
     fused = case != BY_HAND and CASES[recipe].recipe in COAT_RECIPES

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.layers import attention
-from experiments.bench import foreign
+from experiments.bench import foreign, model_step
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
 from experiments.kernels.resources import FAMILIES, RESULTS, hardest
@@ -211,6 +211,33 @@ def test_experts_run_kernels_alone():
         "quantize_tensor": 1,
     }
     assert "cublas" not in program
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.usefixtures("hopper")
+def test_a_step_inside_backward_copies_no_stack():
+    """The kernel of Adam's step changes a layer of the stacks in place."""
+    sizes = {"hidden": 1024, "intermediate": 2816, "heads": 8, "kv_heads": 8}
+    model = model_step.ModelSize(**sizes, layers=8, vocab=1024, seq=512)
+
+    def memory(case):
+        loss, (params, histories) = model_step.loss_function(case, model)
+        tx, step = model_step.step_of(case, loss)
+        state = jax.eval_shape(tx.init, params)
+        tokens = jax.ShapeDtypeStruct((2, model.seq + 1), jax.numpy.int32)
+        with sm90.targeted():
+            arguments = sm90.on_one_gpu((((params, state), histories), tokens))
+            jitted = jax.jit(step, donate_argnums=0)
+            lowered = jitted.trace(*arguments).lower(lowering_platforms=("cuda",))
+            found = lowered.compile(OPTIONS).memory_analysis()
+        # The loss and the output's tuple are new arrays.
+        assert found.output_size_in_bytes - found.alias_size_in_bytes < 4096
+        stack = sum(p.nbytes for p in jax.tree.leaves(params["layers"]))
+        return found.temp_size_in_bytes, stack
+
+    (ordinary, stack), (released, _) = map(memory, ("coat", "coat, released"))
+    assert ordinary - released > 0.8 * stack
 
 
 def _fully_sharded(shape) -> P:

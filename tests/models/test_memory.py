@@ -113,6 +113,22 @@ def test_given_shardings_and_optimizers_count():
     assert sgd.loss.gathered == 0
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_released_gradients_are_those_of_one_layer(recipe):
+    ordinary, released = (
+        estimate(recipe=recipe, released=choice) for choice in (False, True)
+    )
+    layer = 2 * (QKV * H + H * H + 3 * F * H + 2 * H)
+    others = 2 * (2 * V * H + H)
+    assert ordinary.update.gradients == L * layer + others
+    assert released.update.gradients == layer + others
+    assert layer <= released.backward.gradients <= layer + others
+    for name in ("parameters", "optimizer"):
+        assert getattr(released.peak, name) == getattr(ordinary.peak, name)
+    assert released.saved_bytes == ordinary.saved_bytes
+    assert released.peak_bytes < ordinary.peak_bytes
+
+
 def test_it_prints_a_table():
     lines = str(estimate()).splitlines()
     assert lines[0].split() == [
