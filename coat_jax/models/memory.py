@@ -219,7 +219,7 @@ def estimate_step(
         parameter, which is 1 unless the parameter is under `coat.scan_layers`. None is
         for a step after the backward pass.
     """
-    found = liveness(loss, params, *args)
+    live = liveness(loss, params, *args)
     state = jax.eval_shape(optimizer.init, params)
     shards = [_nbytes(p) for p in jax.tree.leaves(params)]
     resident = {"parameters": sum(shards), "optimizer": _tree_bytes(state)}
@@ -237,32 +237,32 @@ def estimate_step(
     def kinds(moments: Iterable[Moment], gathered: int = 0) -> Kinds:
         sizes = dict.fromkeys(("gradients", "saved", "workspace", "logits"), 0)
         sizes["gathered"] = gathered
-        for held in peak(map(without_stacks, moments)):
-            kind = _kind(held, logits)
-            split = kind == "gradients" and held.index < len(shards)
-            sizes[kind] += gradients[held.index] if split else held.nbytes
+        for array in peak(map(without_stacks, moments)):
+            kind = _kind(array, logits)
+            split = kind == "gradients" and array.index < len(shards)
+            sizes[kind] += gradients[array.index] if split else array.nbytes
         return Kinds(**resident, **sizes)
 
     def without_stacks(moment: Moment) -> Moment:
-        return tuple(held for held in moment if not is_stack(held))
+        return tuple(array for array in moment if not is_stack(array))
 
-    def is_stack(held: Held) -> bool:
+    def is_stack(array: Held) -> bool:
         """Returns whether only a layer of a stack of gradients exists at a time."""
-        is_gradient = _kind(held, logits) == "gradients" and held.index < len(layers)
-        return is_gradient and layers[held.index] > 1
+        is_gradient = _kind(array, logits) == "gradients" and array.index < len(layers)
+        return is_gradient and layers[array.index] > 1
 
     def in_loss(moment: Moment) -> bool:
-        return any(_kind(held, logits) == "logits" for held in moment)
+        return any(_kind(array, logits) == "logits" for array in moment)
 
-    def with_layer(found: Kinds) -> Kinds:
-        return dataclasses.replace(found, gradients=found.gradients + of_a_layer)
+    def with_layer(sizes: Kinds) -> Kinds:
+        return dataclasses.replace(sizes, gradients=sizes.gradients + of_a_layer)
 
     return MemoryEstimate(
-        forward=kinds(m for m in found.forward if not in_loss(m)),
-        loss=kinds(filter(in_loss, found.forward), gathered),
-        backward=with_layer(kinds(found.backward)),
+        forward=kinds(m for m in live.forward if not in_loss(m)),
+        loss=kinds(filter(in_loss, live.forward), gathered),
+        backward=with_layer(kinds(live.backward)),
         update=Kinds(**resident, gradients=sum(gradients)),
-        saved_bytes=total_bytes(found.saved),
+        saved_bytes=total_bytes(live.saved),
         gpus=gpus,
     )
 
@@ -303,10 +303,10 @@ def largest_batch(
     parts = _batch_parts(_sizes(mesh))
 
     def fits(count: int) -> bool:
-        found = estimate_memory(
+        estimate = estimate_memory(
             config, batch=count * parts, sequence=sequence, mesh=mesh, **options
         )
-        return found.peak_bytes <= memory_gib * GIB
+        return estimate.peak_bytes <= memory_gib * GIB
 
     most = 1
     while fits(most):
@@ -330,15 +330,15 @@ def default_optimizer(recipe: recipes.RecipeName) -> optax.GradientTransformatio
     return optax.GradientTransformation(init, tx.update)
 
 
-def _kind(held: Held, logits: tuple[int, int]) -> str:
-    if held.role == "copy":
+def _kind(array: Held, logits: tuple[int, int]) -> str:
+    if array.role == "copy":
         return "gathered"
-    if held.role == "saved":
+    if array.role == "saved":
         return "saved"
-    if held.role == "output":
+    if array.role == "output":
         return "gradients"
     # FP8 codes may have this shape, too.
-    is_logits = held.shape == logits and held.dtype.itemsize > 1
+    is_logits = array.shape == logits and array.dtype.itemsize > 1
     return "logits" if is_logits else "workspace"
 
 
@@ -415,8 +415,10 @@ def _checked(shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh) -> An
         return jax.tree_util.tree_map_with_path(
             lambda path, p: NamedSharding(mesh, _spec(path, p, mesh)), params
         )
-    if (found := jax.tree.structure(shardings)) != jax.tree.structure(params):
-        raise ValueError(f"shardings must have the structure of params, got {found}")
+    if (structure := jax.tree.structure(shardings)) != jax.tree.structure(params):
+        raise ValueError(
+            f"shardings must have the structure of params, got {structure}"
+        )
     for sharding in jax.tree.leaves(shardings):
         if not isinstance(sharding, NamedSharding):
             raise ValueError(f"shardings must be NamedSharding, got {sharding!r}")

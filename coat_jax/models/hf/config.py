@@ -80,8 +80,8 @@ def family_of(values: Mapping[str, Any]) -> Family:
     """
     model_type = values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise _error("model_type", f"one of {known}", model_type)
+        names = ", ".join(FAMILIES)
+        raise _error("model_type", f"one of {names}", model_type)
     family = FAMILIES[model_type]
     classes = values.get("architectures") or [family.architecture]
     if classes != [family.architecture]:
@@ -215,15 +215,15 @@ def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
         return {}
     if kinds is None:
         kinds = _default_kinds(keys, family, num_layers)
-    known = {"sliding_attention": True, "full_attention": False}
+    is_local = {"sliding_attention": True, "full_attention": False}
     if (
         not isinstance(kinds, list)
         or len(kinds) != num_layers
-        or not all(isinstance(kind, str) and kind in known for kind in kinds)
+        or not all(isinstance(kind, str) and kind in is_local for kind in kinds)
     ):
-        rule = f"{num_layers} times {' or '.join(known)}"
+        rule = f"{num_layers} times {' or '.join(is_local)}"
         raise _error("layer_types", rule, kinds)
-    local = tuple(known[kind] for kind in kinds)
+    local = tuple(is_local[kind] for kind in kinds)
     if not family.is_gemma and not any(local):
         return {}
     return {"window": keys.integer("sliding_window"), "local_layers": local}

@@ -32,7 +32,7 @@ _LARGEST_PASSED = 2**28
 
 
 class Folder:
-    """A checkpoint's folder, whose safetensors files are open.
+    """A checkpoint's folder with its safetensors files open.
 
     Args:
       path: The path of the folder.

@@ -2,7 +2,7 @@
 
 A parameter of the decoder is made of rows of tensors. Rows are entries of the first
 axis; the two first axes of `gate_up` count as one. With n query heads, k key heads,
-heads of size d and a layer i, whose tensors begin with `model.layers.i.`:
+heads of size d and a layer i, where tensors begin with `model.layers.i.`:
 
 | Parameter | Rows |
 | --- | --- |
@@ -24,7 +24,7 @@ heads of size d and a layer i, whose tensors begin with `model.layers.i.`:
 | | places `pre_feedforward_layernorm.weight` |
 | `layers/mlp_out_norm` [h] | `post_feedforward_layernorm.weight` |
 
-All values are those of the tensors, to the bit. RoPE turns the two halves of a head
+All values equal the tensors' values, to the bit. RoPE turns the two halves of a head
 here as there, so that rows within a head keep their order.
 """
 
@@ -42,7 +42,7 @@ class Rows:
     """Rows of a tensor, which follow one another.
 
     Attributes:
-      tensor: The tensor's name, without that of the layer.
+      tensor: The tensor's name, without the layer's name.
       start: The first row.
       count: The number of rows.
     """
@@ -58,7 +58,7 @@ class Parameter:
 
     Attributes:
       path: The parameter's path in the model, such as "layers/qkv".
-      shape: The shape, for parameters of layers that of one layer.
+      shape: The shape, for parameters of layers the shape of one layer.
       rows: The rows, in the order of the parameter's.
       transposed: Whether the parameter is the transpose of the tensor.
       quantized: Whether FP8 checkpoints have codes of it.
@@ -87,7 +87,7 @@ class Parameter:
         return f"model.layers.{layer}.{tensor}" if self.of_layers else tensor
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields the name, without that of the layer, and the shape of each tensor."""
+        """Yields the name, without the layer's name, and the shape of each tensor."""
         for tensor in dict.fromkeys(rows.tensor for rows in self.rows):
             count = sum(rows.count for rows in self.rows if rows.tensor == tensor)
             yield tensor, (count, *self.columns)
@@ -99,26 +99,26 @@ def parameters(config: LlamaConfig) -> list[Parameter]:
     Examples:
       >>> from coat_jax.models import llama
       >>> from coat_jax.models.hf import layout
-      >>> found = layout.parameters(llama.CONFIGS["llama3-8b"])
-      >>> [(p.path, p.shape) for p in found if p.path == "layers/qkv"]
+      >>> decoder = layout.parameters(llama.CONFIGS["llama3-8b"])
+      >>> [(p.path, p.shape) for p in decoder if p.path == "layers/qkv"]
       [('layers/qkv', (6144, 4096))]
     """
     h, vocab = config.hidden_size, config.vocab_size
-    found = [_whole("embedding", EMBEDDING, vocab, h)]
+    decoder = [_whole("embedding", EMBEDDING, vocab, h)]
     if not config.tie_embeddings:
         rows = (Rows(tensor=HEAD, start=0, count=vocab),)
-        found.append(
+        decoder.append(
             Parameter(path="head", shape=(h, vocab), rows=rows, transposed=True)
         )
-    return [*found, _whole("norm", "model.norm.weight", h), *_of_layer(config)]
+    return [*decoder, _whole("norm", "model.norm.weight", h), *_of_layer(config)]
 
 
 def _of_layer(config: LlamaConfig) -> Iterator[Parameter]:
     h, f = config.hidden_size, config.intermediate_size
     d = config.head_dim or h // config.num_heads
     width = config.num_heads * d, config.num_kv_heads * d
-    for place, tensor in _norms(config).items():
-        yield _whole(f"layers/{place}", f"{tensor}.weight", h)
+    for norm, tensor in _norms(config).items():
+        yield _whole(f"layers/{norm}", f"{tensor}.weight", h)
     yield Parameter(
         path="layers/qkv",
         shape=(width[0] + 2 * width[1], h),
@@ -155,13 +155,13 @@ def _norms(config: LlamaConfig) -> dict[str, str]:
         "post_attention_layernorm",
         "post_feedforward_layernorm",
     )
-    before = {"attention_norm": "input_layernorm"}
+    names = {"attention_norm": "input_layernorm"}
     after = {"attention_out_norm": after_attention, "mlp_out_norm": after_mlp}
     if config.norm_placement == "before":
-        return before | {"mlp_norm": after_attention}
+        return names | {"mlp_norm": after_attention}
     if config.norm_placement == "after":
         return after
-    return before | after | {"mlp_norm": "pre_feedforward_layernorm"}
+    return names | after | {"mlp_norm": "pre_feedforward_layernorm"}
 
 
 def _heads(config: LlamaConfig, d: int, kind: str) -> Iterator[Rows]:

@@ -70,7 +70,7 @@ def load(
       recipe: The precision recipe of the layers.
       dtype: The dtype of the computation; None means the dtype that config.json names,
         or bfloat16 if that is float16.
-      param_dtype: The dtype of the parameters; None means that of each tensor.
+      param_dtype: The dtype of the parameters; None means each tensor's dtype.
 
     Raises:
       ValueError: If the architecture is unknown, a value of config.json is not one that
@@ -118,7 +118,7 @@ def _filled(
 ) -> Llama:
     """Returns a model with the parameters of a folder."""
     abstract = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
-    graph, params, others = nnx.split(abstract, nnx.Param, ...)
+    graph, params, buffers = nnx.split(abstract, nnx.Param, ...)
     shardings = _shardings(params, mesh)
 
     def filled(path: Any, param: Any, sharding: Sharding) -> Array:
@@ -131,8 +131,8 @@ def _filled(
     kinds = jnp.array(config.local_layers or ())
     if mesh is not None:
         kinds = jax.device_put(kinds, NamedSharding(mesh, P()))
-    others = jax.tree.map(lambda _: kinds, others)
-    return nnx.merge(graph, params, others)
+    buffers = jax.tree.map(lambda _: kinds, buffers)
+    return nnx.merge(graph, params, buffers)
 
 
 def _shardings(params: nnx.State, mesh: Mesh | None) -> Any:
@@ -150,24 +150,26 @@ def _array(
 ) -> Array:
     """Reads a parameter onto its devices."""
 
-    def read(layer: int, index: tuple[slice, ...]) -> np.ndarray:
+    def read_rows(layer: int, index: tuple[slice, ...]) -> np.ndarray:
         return weights.read(parameter, layer, index).astype(target.dtype)
 
     small = math.prod(target.shape) * target.dtype.itemsize <= LARGE
     if not parameter.of_layers:
         if parameter.transposed and not small:
-            return _transposed(read, target, sharding)
-        return jax.make_array_from_callback(target.shape, sharding, partial(read, 0))
+            return _transposed(read_rows, target, sharding)
+        return jax.make_array_from_callback(
+            target.shape, sharding, partial(read_rows, 0)
+        )
     if small or _splits_layers(sharding):
         return jax.make_array_from_callback(
-            target.shape, sharding, partial(_stacked, read, target.shape[0])
+            target.shape, sharding, partial(_stacked, read_rows, target.shape[0])
         )
-    return _by_layers(read, target, sharding)
+    return _by_layers(read_rows, target, sharding)
 
 
-def _stacked(read: Callable, count: int, index: tuple[slice, ...]) -> np.ndarray:
+def _stacked(read_rows: Callable, count: int, index: tuple[slice, ...]) -> np.ndarray:
     layers = range(*index[0].indices(count))
-    return np.stack([read(layer, index[1:]) for layer in layers])
+    return np.stack([read_rows(layer, index[1:]) for layer in layers])
 
 
 def _splits_layers(sharding: Sharding) -> bool:
@@ -182,19 +184,19 @@ def _of_layer(sharding: Sharding) -> Sharding:
 
 
 def _by_layers(
-    read: Callable, target: jax.ShapeDtypeStruct, sharding: Sharding
+    read_rows: Callable, target: jax.ShapeDtypeStruct, sharding: Sharding
 ) -> Array:
     """Reads a parameter of layers one layer after another, in place on its devices."""
 
     @partial(jax.jit, donate_argnums=0, out_shardings=sharding)
-    def put(stack, layer, place):
-        return lax.dynamic_update_index_in_dim(stack, layer, place, 0)
+    def put(stack, layer, index):
+        return lax.dynamic_update_index_in_dim(stack, layer, index, 0)
 
     zeros = partial(jnp.zeros, target.shape, target.dtype)
     stack = jax.jit(zeros, out_shardings=sharding)()
     for i in range(target.shape[0]):
         layer = jax.make_array_from_callback(
-            target.shape[1:], _of_layer(sharding), partial(read, i)
+            target.shape[1:], _of_layer(sharding), partial(read_rows, i)
         )
         # The host's copy of a layer goes before the next one comes.
         stack = jax.block_until_ready(put(stack, layer, jnp.int32(i)))
@@ -202,14 +204,14 @@ def _by_layers(
 
 
 def _transposed(
-    read: Callable, target: jax.ShapeDtypeStruct, sharding: Sharding
+    read_rows: Callable, target: jax.ShapeDtypeStruct, sharding: Sharding
 ) -> Array:
     """Reads the transpose of a parameter, and transposes it on its devices."""
     swapped = sharding
     if isinstance(sharding, NamedSharding):
         spec = (*sharding.spec, None, None)[:2]
         swapped = NamedSharding(sharding.mesh, P(*spec[::-1]))
-    there = jax.make_array_from_callback(
-        target.shape[::-1], swapped, lambda index: read(0, index[::-1]).T
+    swapped_array = jax.make_array_from_callback(
+        target.shape[::-1], swapped, lambda index: read_rows(0, index[::-1]).T
     )
-    return jax.jit(jnp.transpose, out_shardings=sharding)(there)
+    return jax.jit(jnp.transpose, out_shardings=sharding)(swapped_array)

@@ -79,10 +79,10 @@ _SCHEMES: dict[FP8Format, Scheme] = {
 
 def check_format(format: Any) -> None:
     """Raises ValueError unless `format` is None or the name of an FP8 format."""
-    known = get_args(FP8Format)
-    if format is not None and format not in known:
+    formats = get_args(FP8Format)
+    if format is not None and format not in formats:
         raise ValueError(
-            f"format must be None or one of {', '.join(known)}, got {format!r}"
+            f"format must be None or one of {', '.join(formats)}, got {format!r}"
         )
 
 
@@ -108,8 +108,8 @@ def quantized(
     """
     wide = weight if weight.dtype == jnp.bfloat16 else weight.astype(jnp.float32)
     if format == "fp8-channel":
-        found = kernels.quantize_rows(wide)
-        scaled = Scaled(found.codes, found.scale[:, None])
+        rows = kernels.quantize_rows(wide)
+        scaled = Scaled(rows.codes, rows.scale[:, None])
     else:
         short = [(0, -size % BLOCK) for size in wide.shape]
         row, _ = kernels.quantize_blocks(jnp.pad(wide, short), row="128x128")
@@ -128,7 +128,7 @@ def settings(format: FP8Format) -> dict[str, Any]:
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            # The first key is that of transformers, the second that of vLLM.
+            # transformers reads the first key, vLLM the second.
             "modules_to_not_convert": ["lm_head"],
             "ignored_layers": ["lm_head"],
         }
@@ -157,33 +157,33 @@ def scheme_in(values: Mapping[str, Any]) -> Scheme | None:
     Raises:
       ValueError: If it is a scheme that is not read.
     """
-    found = values.get("quantization_config", values.get("compression_config"))
-    if found is None:
+    config = values.get("quantization_config", values.get("compression_config"))
+    if config is None:
         return None
-    if not isinstance(found, dict):
-        raise _refused(found)
-    method = found.get("quant_method")
+    if not isinstance(config, dict):
+        raise _refused(config)
+    method = config.get("quant_method")
     if method == "fp8":
-        return _fine_grained(found)
-    if method == "compressed-tensors" and found.get("format") == "float-quantized":
-        return _compressed(found)
-    raise _refused({"quant_method": method, "format": found.get("format")})
+        return _fine_grained(config)
+    if method == "compressed-tensors" and config.get("format") == "float-quantized":
+        return _compressed(config)
+    raise _refused({"quant_method": method, "format": config.get("format")})
 
 
-def _fine_grained(found: Mapping[str, Any]) -> Scheme:
-    block = found.get("weight_block_size")
+def _fine_grained(config: Mapping[str, Any]) -> Scheme:
+    block = config.get("weight_block_size")
     if block is None:
         raise _refused({"quant_method": "fp8", "weight_block_size": None})
     return Scheme(suffix="_scale_inv", block=_sides(block))
 
 
-def _compressed(found: Mapping[str, Any]) -> Scheme:
+def _compressed(config: Mapping[str, Any]) -> Scheme:
     try:
-        (group,) = found["config_groups"].values()
+        (group,) = config["config_groups"].values()
         weights = group["weights"]
         strategy, kind = weights["strategy"], (weights["num_bits"], weights["type"])
     except (AttributeError, KeyError, TypeError, ValueError):
-        raise _refused(found) from None
+        raise _refused(config) from None
     if kind != (8, "float") or strategy not in ("channel", "block"):
         raise _refused({"strategy": strategy, "num_bits, type": kind})
     block = _sides(weights.get("block_structure")) if strategy == "block" else (1, None)

@@ -2,7 +2,7 @@
 
 A file is the length of its header (8 bytes, little-endian), the header, which is JSON,
 and the tensors' bytes. The header gives each tensor's dtype, shape and place. All of it
-is checked before any memory is taken for a tensor: tensors must lie one behind another
+is checked before any memory is taken for a tensor: tensors must lie one after another
 from the first byte to the last, and have the sizes of their shapes. Tensors are read by
 slices of their rows, with `os.preadv` into memory of their size.
 """
@@ -189,7 +189,7 @@ class TensorFile:
 _FIELDS = {"dtype", "shape", "data_offsets"}
 
 
-def parsed(text: bytes, what: str) -> dict[str, Any]:
+def parsed(text: bytes, name: str) -> dict[str, Any]:
     """Returns an object of JSON, for text of any origin.
 
     Raises:
@@ -197,20 +197,20 @@ def parsed(text: bytes, what: str) -> dict[str, Any]:
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        values = dict(pairs)
+        if len(values) != len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in found if keys.count(key) > 1)
+            twice = next(key for key in values if keys.count(key) > 1)
             raise ValueError(f"has {shown(twice)} twice")
-        return found
+        return values
 
     try:
         value = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         reason = str(error).splitlines()[0][:200]
-        raise ValueError(f"{shown(what)} is no JSON: {reason}") from None
+        raise ValueError(f"{shown(name)} is no JSON: {reason}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{shown(what)} must be an object of JSON, got {shown(value)}")
+        raise ValueError(f"{shown(name)} must be an object of JSON, got {shown(value)}")
     return value
 
 
@@ -241,16 +241,16 @@ def write(
     """
     with path.open("wb") as file:
         file.write(_header_of(kinds))
-        for (name, (dtype, shape)), (given, array) in zip(
+        for (name, (dtype, shape)), (actual_name, array) in zip(
             kinds.items(), arrays, strict=True
         ):
-            if (given, array.dtype, array.shape) != (name, dtype, tuple(shape)):
+            if (actual_name, array.dtype, array.shape) != (name, dtype, tuple(shape)):
                 raise ValueError(
-                    f"{name} must be {dtype} {shape}, got {given} {array.dtype} "
+                    f"{name} must be {dtype} {shape}, got {actual_name} {array.dtype} "
                     f"{array.shape}"
                 )
-            for part in _bytes_of(array):
-                file.write(part)
+            for chunk in _bytes_of(array):
+                file.write(chunk)
 
 
 def _header_of(kinds: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:

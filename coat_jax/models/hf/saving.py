@@ -26,7 +26,7 @@ from coat_jax.models.hf.folder import CONFIG, INDEX, WEIGHTS, passed_files
 from coat_jax.models.hf.layout import Parameter, parameters
 from coat_jax.models.llama import Llama
 
-# The most bytes of a file, unless one tensor has more; those of transformers.
+# The most bytes of a file, unless one tensor has more; the default of transformers.
 FILE_BYTES = 5_000_000_000
 
 
@@ -153,14 +153,14 @@ def _tensors(
     inside = [(p, i) for i in layers for p in everything if p.of_layers]
     for parameter, layer in outside + inside:
         array = params[parameter.path]
-        whole = partial(latest.fetch, array, parameter, layer)
+        fetch = partial(latest.fetch, array, parameter, layer)
         for tensor, shape in parameter.tensors():
             name = parameter.name(tensor, layer)
             codes = format if parameter.quantized else None
             yield _Tensor(
                 name=name,
                 kinds=_kinds(name, shape, array.dtype, codes),
-                fetch=partial(_gathered, whole, parameter, tensor),
+                fetch=partial(_gathered, fetch, parameter, tensor),
                 format=codes,
             )
 
@@ -172,8 +172,8 @@ def _kinds(
         return {name: (np.dtype(dtype), shape)}
     scheme = fp8.scheme_of(format)
     codes, scales = np.dtype(jnp.float8_e4m3fn), np.dtype(np.float32)
-    found = {name: (codes, shape)}
-    return found | {name + scheme.suffix: (scales, scheme.scales(shape))}
+    kinds = {name: (codes, shape)}
+    return kinds | {name + scheme.suffix: (scales, scheme.scales(shape))}
 
 
 class _Latest:
@@ -193,10 +193,10 @@ class _Latest:
 
 
 def _gathered(
-    whole: Callable[[], np.ndarray], parameter: Parameter, tensor: str
+    fetch: Callable[[], np.ndarray], parameter: Parameter, tensor: str
 ) -> np.ndarray:
     """Returns a tensor from the rows of its parameter."""
-    values = whole()
+    values = fetch()
     if parameter.transposed:
         return values.T
     rows = values.reshape(-1, *parameter.columns)
@@ -215,8 +215,8 @@ def _on_host(array: Array, layer: int | None) -> np.ndarray:
     if not array.is_fully_addressable:
         everywhere = NamedSharding(array.sharding.mesh, P())
         array = jax.jit(lambda x: x, out_shardings=everywhere)(array)
-    whole = array.is_fully_replicated
-    return np.asarray(array.addressable_data(0) if whole else array)
+    on_one_device = array.is_fully_replicated
+    return np.asarray(array.addressable_data(0) if on_one_device else array)
 
 
 @jax.jit
@@ -234,12 +234,12 @@ def _write_tensors(folder: Path, tensors: list[_Tensor]) -> None:
             for i in range(len(files))
         ]
     where = {}
-    for name, part in zip(names, files, strict=True):
-        kinds = {k: kind for tensor in part for k, kind in tensor.kinds.items()}
+    for name, of_file in zip(names, files, strict=True):
+        kinds = {k: kind for tensor in of_file for k, kind in tensor.kinds.items()}
         where |= dict.fromkeys(kinds, name)
         arrays = (
             pair
-            for tensor in part
+            for tensor in of_file
             for pair in zip(tensor.kinds, tensor.arrays(), strict=True)
         )
         safetensors.write(folder / name, kinds, arrays)

@@ -57,7 +57,7 @@ def chat_text(
 ) -> str:
     """Renders messages with the chat template of a folder, as text for its tokenizer.
 
-    The template is that of chat_template.jinja or tokenizer_config.json. It runs in the
+    The template is in chat_template.jinja or tokenizer_config.json. It runs in the
     sandbox of jinja2, where it can neither reach attributes of Python's objects nor
     change what it is given. It needs the extra "hf", which installs jinja2.
 

@@ -47,10 +47,10 @@ class Weights:
         self.parameters = {p.path: p for p in parameters(config)}
         self.num_layers = config.num_layers
         self.dtypes: dict[str, jnp.dtype] = {}
-        known = set()
+        names = set()
         for parameter in self.parameters.values():
-            known.update(self._checked(parameter))
-        self._check_unknown(known, config)
+            names.update(self._checked(parameter))
+        self._check_unknown(names, config)
 
     def read(self, parameter: Parameter, layer: int, index: tuple) -> np.ndarray:
         """Reads a part of a parameter, or of one layer's.
@@ -94,11 +94,11 @@ class Weights:
             stop = min(rows.stop - first, piece.count)
             if start < stop:
                 name = parameter.name(piece.tensor, layer)
-                part = self._tensor(
+                array = self._tensor(
                     name, slice(piece.start + start, piece.start + stop)
                 )
                 parts.append(
-                    part[:, columns[0].start : columns[0].stop] if columns else part
+                    array[:, columns[0].start : columns[0].stop] if columns else array
                 )
             first += piece.count
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -150,8 +150,8 @@ class Weights:
             raise _error(name, f"of the shape {list(shape)}", list(entry.shape))
         return entry
 
-    def _check_unknown(self, known: set[str], config: LlamaConfig) -> None:
-        for name in self._folder.tensors.keys() - known:
+    def _check_unknown(self, names: set[str], config: LlamaConfig) -> None:
+        for name in self._folder.tensors.keys() - names:
             if _UNREAD.fullmatch(name):
                 continue
             if name == HEAD and config.tie_embeddings and self._is_embedding(name):
