@@ -36,8 +36,8 @@ def fp8[ModelRecord](
     It applies `fp8_dot_general` and `fp8_remat` to the blocks of a model, such as the
     layers of a transformer, without a change of the model's code. All matmuls of an
     activation and a parameter count, as `nn.Dense`, `nnx.Einsum` or `x @ w` make them,
-    and those of experts, as `jax.lax.ragged_dot` does.
-    Embeddings, the head and anything else outside the blocks stay as they are.
+    and so do the matmuls of experts, as `jax.lax.ragged_dot` makes them. Embeddings,
+    the head and anything else outside the blocks stay as they are.
     `coat.fp8_report` lists the matmuls of the blocks, and why some are left. A block
     that keeps all of its matmuls is warned of once. Blocks may lie in any container and
     attribute, and may be called by any method that takes arrays.

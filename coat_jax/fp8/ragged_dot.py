@@ -55,7 +55,7 @@ def fp8_ragged_dot(
     device. To split tokens use `jax.shard_map`, where each device sorts its own tokens,
     or `jax.vmap` over an axis that is split.
 
-    If `lhs` has fewer than 16 rows, the matmul is that of `jax.lax`.
+    If `lhs` has fewer than 16 rows, `jax.lax.ragged_dot` computes the matmul.
 
     Args:
       lhs: The tokens, sorted by group.
@@ -100,7 +100,7 @@ def fp8_ragged_dot(
 
 @cache
 def _jitted(dtype: jnp.dtype) -> Callable:
-    """Returns the matmul, whose result is in a list."""
+    """Returns the matmul, as a function with a list of one result."""
 
     def fp8_ragged_dot(x, w, group_sizes):
         return [_ragged_dot(x, w, group_sizes, dtype)]

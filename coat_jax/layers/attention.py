@@ -99,7 +99,7 @@ def cached_attention(
     keys: Float[Array, "b t k d"],
     values: Float[Array, "b t k d"],
     position: Int[Array, ""],
-    seen: Bool[Array, "b t"],
+    visible: Bool[Array, "b t"],
     *,
     scores: Scores = LLAMA_SCORES,
     local: Bool[Array, ""] | None = None,
@@ -111,11 +111,11 @@ def cached_attention(
       keys: The keys of all positions.
       values: The values of all positions.
       position: The position of the queries.
-      seen: The positions that may be attended to at all.
+      visible: The positions that may be attended to at all.
       scores: The scale, soft cap and window of scores.
       local: Whether the window counts; None means that it does.
     """
-    mask = seen[:, None, None]
+    mask = visible[:, None, None]
     if scores.window is not None:
         near = position - jnp.arange(keys.shape[1]) < scores.window
         mask &= near if local is None else near | ~local

@@ -60,8 +60,8 @@ class DecoderLayer(nnx.Module):
       gate: The activation of the MLP's gate.
       rope_theta: The base of RoPE's frequencies.
       rope_scaling: A change of RoPE's frequencies for long sequences.
-      local_rope_theta: The base in layers whose attention is local, without a change of
-        its frequencies; None means the same RoPE as in the others.
+      local_rope_theta: The base in layers with local attention, without a change of its
+        frequencies; None means the same RoPE as in the others.
       qkv_bias: Whether queries, keys and values have a bias.
       qk_norm: The RMSNorm of queries and keys before RoPE: "none", "head" for each head
         by itself, or "width" for all heads together.
@@ -191,15 +191,15 @@ class DecoderLayer(nnx.Module):
                 return None
             return nnx.Param(jnp.full(size, 1 - norm_offset, param_dtype))
 
-        before = norm == "rms" and norm_placement != "after"
+        norms_before = norm == "rms" and norm_placement != "after"
         after = norm_placement != "before"
         of_head, width = qk_norm == "head", qk_norm == "width"
         heads = num_heads + 2 * num_kv_heads
         self.codes = nnx.data(None)
-        self.attention_norm = norm_weight(hidden_size, before)
+        self.attention_norm = norm_weight(hidden_size, norms_before)
         self.qkv = weight(heads * head_dim, hidden_size)
         self.out = weight(hidden_size, num_heads * head_dim, scale=output_scale)
-        self.mlp_norm = norm_weight(hidden_size, before)
+        self.mlp_norm = norm_weight(hidden_size, norms_before)
         self.gate_up = weight(2, intermediate_size, hidden_size)
         self.down = weight(hidden_size, intermediate_size, scale=output_scale)
         self.attention_out_norm = norm_weight(hidden_size, after)
@@ -270,8 +270,8 @@ class DecoderLayer(nnx.Module):
             if name == "norm" or weight is not None:
                 params[name] = self._norm_weight(weight)
         if self.amax is not None:
-            own = {k: v for k, v in self.amax.items() if k.startswith(names)}
-            params["amax"] = {k: history[...] for k, history in own.items()}
+            histories = {k: v for k, v in self.amax.items() if k.startswith(names)}
+            params["amax"] = {k: history[...] for k, history in histories.items()}
         return params
 
     def _norm_weight(self, weight: nnx.Param | None) -> Array | None:
@@ -308,9 +308,9 @@ class DecoderLayer(nnx.Module):
         weight = getattr(self, name)[...]
         if self.codes is None or not codes:
             return weight
-        own = {k: x[...] for k, x in self.codes[name].items()}
-        rows = Scaled(own.pop("rows"), own.pop("rows_scale"))
-        return Fp8Weight(weight, rows, **own)
+        codes = {k: x[...] for k, x in self.codes[name].items()}
+        rows = Scaled(codes.pop("rows"), codes.pop("rows_scale"))
+        return Fp8Weight(weight, rows, **codes)
 
     def __call__(
         self,
@@ -369,11 +369,11 @@ class DecoderLayer(nnx.Module):
         keys: Float[Array, "b t k d"],
         values: Float[Array, "b t k d"],
         position: Int[Array, ""],
-        seen: Bool[Array, "b t"],
+        visible: Bool[Array, "b t"],
     ) -> Float[Array, "b 1 n d"]:
         """Computes the layer's attention to a cache; see `cached_attention`."""
         kind = {"scores": self.attention.scores, "local": self._local}
-        return cached_attention(q, keys, values, position, seen, **kind)
+        return cached_attention(q, keys, values, position, visible, **kind)
 
     def unquantized[Extra](
         self,
@@ -390,7 +390,7 @@ class DecoderLayer(nnx.Module):
         Args:
           x: The residual stream.
           attention: A function of queries [b, s, n, d], keys and values [b, s, k, d],
-            behind RoPE. It returns the output [b, s, n, d] and anything else, such as a
+            after RoPE. It returns the output [b, s, n, d] and anything else, such as a
             cache with the new keys and values.
           start: The position of the first token, for RoPE.
 
@@ -402,8 +402,10 @@ class DecoderLayer(nnx.Module):
         y = recipe.project_in(params, x, norm=self._in_norm)
         q, k, v = self.heads.split(y, start)
         if self.attention.steps is not None:
-            place = {"start": start, "local": self._local}
-            q, k, v = self.attention.steps.apply(self._head_params(), q, k, v, **place)
+            position = {"start": start, "local": self._local}
+            q, k, v = self.attention.steps.apply(
+                self._head_params(), q, k, v, **position
+            )
         o, extra = attention(q, k, v)
         out_norm = self.attention.out_norm
         x = recipe.project_out(self._out_params(codes=False), o, x, norm=out_norm)

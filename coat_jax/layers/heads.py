@@ -28,7 +28,7 @@ class HeadSteps:
 
     Attributes:
       rope: RoPE.
-      local_rope: RoPE of layers whose attention is local, if it is another.
+      local_rope: RoPE of layers with local attention, if it is another.
       norm: The norms of queries and keys: "none"; "head", RMSNorm over each head as in
         Qwen3; or "width", RMSNorm over all heads together as in OLMo 2.
       eps: The number that the norms add to the mean square.

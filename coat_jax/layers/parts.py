@@ -33,7 +33,7 @@ class Stream(NamedTuple):
         is quantized. It is unused if scaling is delayed.
       token: A float32 dummy scalar if there are several shards, else None. Its gradient
         is zero, and known when the devices have added up the gradients of weights in
-        the segments behind. What depends on it does not run before.
+        the later segments. What depends on it does not run before.
     """
 
     x: Float[Array, "b s h"]
@@ -57,8 +57,8 @@ class Stream(NamedTuple):
 
     def with_array(self, x: Float[Array, "b s h"]) -> "Stream":
         """Returns another stream with as many shards, and the same token."""
-        found = Stream.of(x, self.scale.size)
-        return found._replace(token=self.token)
+        stream = Stream.of(x, self.scale.size)
+        return stream._replace(token=self.token)
 
     def tokens(self) -> "Stream":
         """Returns the number of leading axes of each array that are tokens."""
@@ -69,8 +69,8 @@ class Stream(NamedTuple):
         cls, dx: Float[Array, "b s h"], maxima: Array | None = None
     ) -> "Stream":
         """Returns a gradient with its scale, from the amax of parts if known."""
-        found = kernels.maxima(dx) if maxima is None else maxima
-        (scale,) = kernels.tensor_scales(kernels.Bound((found,)), dtype=E5M2.dtype)
+        maxima = kernels.maxima(dx) if maxima is None else maxima
+        (scale,) = kernels.tensor_scales(kernels.Bound((maxima,)), dtype=E5M2.dtype)
         return cls(dx, scale)
 
     def codes(self, history: Array | None) -> Codes:

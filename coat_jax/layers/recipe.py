@@ -131,7 +131,7 @@ class Recipe(abc.ABC):
 
         `params` holds `out` [h, n * d]; `kept` are the copies that `attention_in`
         returns. With `segment_ids` attention does not cross the documents of packed
-        sequences. `attention` adds steps before attention, whose parameters are
+        sequences. `attention` adds steps before attention, with the parameters
         `params["heads"]`, and a norm of the projection's output, with the weight
         `params["out_norm"]`. `local` says whether the layer's attention is local.
         """

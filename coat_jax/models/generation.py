@@ -32,7 +32,7 @@ class Generated(NamedTuple):
     """The tokens that follow prompts.
 
     Attributes:
-      tokens: The tokens, with zeros behind a stop token.
+      tokens: The tokens, with zeros after a stop token.
       lengths: The number of tokens of each prompt that come before a stop token.
     """
 
@@ -164,7 +164,7 @@ class _Cache(NamedTuple):
     """Keys and values of all layers and positions.
 
     Attributes:
-      keys: The keys, behind RoPE.
+      keys: The keys, after RoPE.
       values: The values.
     """
 
@@ -236,7 +236,7 @@ def _generate(
 def _prefill(
     model: Llama, tokens: Int[Array, "b p"], starts: Int[Array, " b"], room: int
 ) -> tuple[Float[Array, "b vocab"], _Cache]:
-    """Computes the logits behind the prompts, and a cache with `room` for more tokens.
+    """Computes the logits after the prompts, and a cache with `room` for more tokens.
 
     Args:
       model: The model.
@@ -268,7 +268,7 @@ def _decode(
     starts: Int[Array, " b"],
     cache: _Cache,
 ) -> tuple[Float[Array, "b vocab"], _Cache]:
-    """Computes the logits behind one more token, and the cache with this token.
+    """Computes the logits after one more token, and the cache with this token.
 
     Args:
       model: The model.
@@ -306,7 +306,7 @@ def _decode(
 
 
 def _scores(model: Llama, x: Float[Array, "b s h"]) -> Float[Array, "b vocab"]:
-    """Returns the logits behind the last position."""
+    """Returns the logits after the last position."""
     return model.logits(model.final_norm(x[:, -1:])[:, 0])
 
 

@@ -258,7 +258,7 @@ class Llama(nnx.Module):
         return self.final_norm(x)
 
     def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
-        """Applies the norm behind the last layer."""
+        """Applies the norm after the last layer."""
         weight = None if self.norm is None else self.norm[...]
         if self.config.norm_offset:
             weight = weight.astype(jnp.float32) + self.config.norm_offset
@@ -331,7 +331,7 @@ def cross_entropy(
     The loss of a token is `logsumexp(logits) - logits[target]`. Logits and their
     gradients are computed in chunks of tokens, so that they never exist as a whole.
 
-    Sequences may hold several documents, one behind the other, if `segment_ids` says
+    Sequences may hold several documents, one after the other, if `segment_ids` says
     which is which. Each document then has the logits that it has alone: attention does
     not cross documents, and RoPE depends on distances between positions only, so that
     positions need not start again.

@@ -1,6 +1,6 @@
 """A vision-language model: a ViT encoder, a projector and a Llama decoder.
 
-The architecture is that of LLaVA and VILA. The encoder turns an image into vectors, the
+LLaVA and VILA have this architecture. The encoder turns an image into vectors, the
 projector turns these into embeddings of the decoder's size, and the decoder reads them
 in place of image tokens, in front of the text or within it. Loss is on answers only.
 

@@ -142,7 +142,7 @@ def measured(
 ) -> Row:
     """Measures a row in a new process; the row has an error if the process dies.
 
-    Options are those of `measure_alone`.
+    It has the options of `measure_alone`.
     """
     spawn = multiprocessing.get_context("spawn")
     row: Row = {"case": case, "batch": batch} | dataclasses.asdict(model)

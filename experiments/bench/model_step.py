@@ -46,7 +46,7 @@ GIB = 2**30
 Row = dict[str, Any]
 _WARM_UP = 2
 BY_HAND = "bf16, shard_map"
-# The end of the name of a case whose optimizer steps inside the backward pass.
+# The end of the name of a case with the optimizer inside the backward pass.
 RELEASED = ", released"
 # The share of the device's memory that JAX may take; JAX's default is three quarters.
 MEMORY_SHARE = "0.95"

@@ -1,10 +1,10 @@
-"""Training steps whose optimizer steps inside the backward pass, beside ordinary ones.
+"""Training steps with the optimizer inside the backward pass, and ordinary ones.
 
     uv run python -m experiments.bench.release                    # one GPU of 80 GB
     uv run python -m experiments.bench.release --only llama-30b   # one H200
     uv run python -m experiments.bench.release --only two         # two GPUs
 
-Each row is a row of `experiments.bench.e2e`, in a process of its own, beside the
+Each row is a row of `experiments.bench.e2e`, in a process of its own, with the
 prediction of `coat.estimate_memory`. A step of Llama-2-13B does not fit on a GPU of 80
 GB with gradients. The time that it would take there follows from models of 10 and of 20
 of its layers, since time is linear in layers.
@@ -156,7 +156,7 @@ def _peaks(rows: Sequence[Row]) -> Iterator[Bar]:
 
 
 def _seconds(rows: Sequence[Row]) -> Iterator[Bar]:
-    """Yields the targets for times over those of ordinary steps."""
+    """Yields the targets for times relative to ordinary steps."""
     for row in _released(rows):
         case = row["case"].removesuffix(RELEASED)
         others = [

@@ -296,7 +296,7 @@ class ModelTrainer(abc.ABC):
     def _released(
         self, state: TrainState, batch: Any, limit: Float32[Array, ""]
     ) -> tuple[TrainState, Metrics]:
-        """Runs a step whose optimizer steps inside the backward pass."""
+        """Runs a step with the optimizer inside the backward pass."""
         clips = self._release == "clip"
         step = coat.value_and_update(
             lambda params, batch: self.loss(params, state.histories, batch),

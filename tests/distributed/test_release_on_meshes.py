@@ -55,7 +55,7 @@ def _fsdp(params, mesh):
 
 @pytest.mark.parametrize("kernels", [slow(False), True], ids=["jnp", "kernels"])
 def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, kernels):
-    if kernels:  # With kernels layers of stacks are read in place.
+    if kernels:  # Kernels read layers of stacks in place.
         monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
         as_kernels(monkeypatch)
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))

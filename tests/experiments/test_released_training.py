@@ -1,4 +1,4 @@
-"""Tests trainings whose optimizer steps inside the backward pass."""
+"""Tests trainings with the optimizer inside the backward pass."""
 
 import dataclasses
 

@@ -48,7 +48,7 @@ def tokens(seed: int = 1):
 
 
 def loss_of(run):
-    """Returns a loss whose layers `run(layer, x, layers)` applies; tied embeddings."""
+    """Returns a loss of tied embeddings and of layers, which `run` applies."""
 
     def loss(params, tokens):
         x = params["embedding"][tokens[:, :-1]]

@@ -1,6 +1,6 @@
 """Tests what layers of other models than Llama have: windows, caps, biases and norms.
 
-Logits of whole models are compared with those of transformers in `tests/models/hf`.
+`tests/models/hf` compares logits of whole models with the logits of transformers.
 """
 
 import functools

@@ -9,14 +9,14 @@ Two layouts are written, and read again:
 | "fp8-channel" | `X.weight` [out, in] | `X.weight_scale`, float32 [out, 1] | |
 | | | | "compressed-tensors" |
 
-A weight is its code times its scale, also where the scale's name says "inv". The first
-layout is that of DeepSeek-V3, the second that of the library compressed-tensors, with
+A weight is its code times its scale, also where the scale's name says "inv".
+DeepSeek-V3 has the first layout. The library compressed-tensors has the second, with
 activations that are quantized for each token as they come. Embeddings, the head, norms
 and biases are not quantized.
 
-Codes and scales of "fp8-channel" are those that the forward pass of the recipes "coat"
-and "coat_max" reads; see `coat_jax.fp8.matmul`. Those of "fp8-block" are those of
-"coat_block" if the heads' size is a multiple of 128.
+The forward pass of the recipes "coat" and "coat_max" reads the codes and scales of
+"fp8-channel"; see `coat_jax.fp8.matmul`. "coat_block" reads the codes and scales of
+"fp8-block" if the heads' size is a multiple of 128.
 """
 
 import dataclasses

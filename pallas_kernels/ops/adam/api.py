@@ -62,7 +62,7 @@ def adam(
       layer: The index of the layer to step in stacks of layers. `params` and `moments`
         are then stacks [layers, ... n], of which this layer alone is read and written,
         in place under donation or in a loop. Gradients are the layer's, [1, ... n].
-        Random bits are those of an array of one layer; `stream` tells layers apart.
+        Random bits are as for an array of one layer; `stream` tells layers apart.
       implementation: The implementation; None means the kernel where it can run.
       tuning: Settings of the kernel; None means the default.
 

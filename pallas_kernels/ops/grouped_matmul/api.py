@@ -52,8 +52,8 @@ def grouped_matmul(
         y[starts[g]:ends[g]] = (a[starts[g]:ends[g]] * a_scale) @ (b[g] * b_scale).T
 
     Rows after the last group's are zeros. Group sizes stay on the device. Groups may be
-    empty, and of any sizes. It is `jax.lax.ragged_dot` with scales, and with matrices
-    whose last axis is contracted, as the tensor cores need it in FP8.
+    empty, and of any sizes. It is `jax.lax.ragged_dot` with scales, and with the
+    last axis of matrices contracted, as the tensor cores need it in FP8.
 
     In a mixture of experts it computes the forward matmuls, and with transposed
     weights the input gradients. On a mesh n or k can be split over devices. Rows and

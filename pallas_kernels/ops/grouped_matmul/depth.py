@@ -9,7 +9,7 @@ and are known on the device only:
   therefore run ahead over several tiles, as in the dense matmul.
 - Each group begins at a multiple of 128 rows, with zeros between groups, so that no
   step has rows of two groups.
-- A group without rows has one step, whose sum is dropped. So no tile needs a branch.
+- A group without rows has one step, and its sum is dropped. So no tile needs a branch.
 """
 
 import copy
@@ -127,7 +127,7 @@ class DepthVisit(Visit):
 
 
 class DepthWalk(Walk):
-    """A tile scheduler whose tiles have different numbers of steps."""
+    """A tile scheduler for tiles with different numbers of steps."""
 
     def __init__(
         self, tuning: Tuning, shape: tuple[int, int, int], tile_k: int, groups: int
@@ -162,9 +162,9 @@ class DepthWalk(Walk):
 
     def visit(self, number: Array) -> DepthVisit:
         """Returns the visit of a tile of this thread block."""
-        before = self._before(number)
-        steps = self._before(number + 1) - before
-        return DepthVisit(number, self.place(number), steps, before)
+        steps_before = self._before(number)
+        steps = self._before(number + 1) - steps_before
+        return DepthVisit(number, self.place(number), steps, steps_before)
 
     def place(self, number: Array) -> DepthPlace:
         """Returns where a tile of this thread block is."""
@@ -179,12 +179,12 @@ class DepthWalk(Walk):
         """Returns the tile and the step at a position among the steps of all tiles."""
         # Every tile has a step, so the tile is one of the next ones.
         number = jnp.asarray(number, jnp.int32)
-        tile, before = number, self._before(number)
+        tile, steps_before = number, self._before(number)
         for ahead in range(1, self.tuning.stages + 1):
             sum_before = self._before(number + ahead)
             tile = tile + (sum_before <= position).astype(jnp.int32)
-            before = lax.select(sum_before <= position, sum_before, before)
-        return tile, position - before
+            steps_before = lax.select(sum_before <= position, sum_before, steps_before)
+        return tile, position - steps_before
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +194,7 @@ class DepthTile(Tile):
     `a_scale` are the scales, and `b_scale` the sizes of groups.
     """
 
-    def _scaling(self, place: DepthPlace, own):
+    def _scaling(self, place: DepthPlace, band):
         """Returns a function that scales the subtile at row i, column j of the tile."""
         has_rows = self.b_scale[place.group] > 0
         scale = None
@@ -209,9 +209,9 @@ class DepthTile(Tile):
 
         return scaled
 
-    def _store(self, pieces, added, place: DepthPlace, own) -> None:
+    def _store(self, pieces, addends, place: DepthPlace, band) -> None:
         """Stores the epilogue subtiles in the group's part of the result."""
         n, _ = self.stages.walk.shape
         row = place.group * n + place.rows.start
         of_group = dataclasses.replace(place, rows=pl.ds(row, self.tuning.tile_m))
-        super()._store(pieces, added, of_group, own)
+        super()._store(pieces, addends, of_group, band)

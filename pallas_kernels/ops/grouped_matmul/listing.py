@@ -48,13 +48,13 @@ def _kernel(rows: int, height: int, group_sizes, *out) -> None:
         return plgpu.layout_cast(jnp.full(shape, x, jnp.int32), layout)
 
     def add(group, carry):
-        start, before, *values = carry
+        start, tiles_before, *values = carry
         end = lax.min(start + group_sizes[group], rows)
         base = lax.div(start, ROWS) * ROWS
         count = lax.div(end - base + height - 1, height)
         count = lax.select(end > start, count, 0)
-        is_of = (index >= spread(before)) & (index < spread(before + count))
-        row = spread(base) + (index - spread(before)) * height
+        is_of = (index >= spread(tiles_before)) & (index < spread(tiles_before + count))
+        row = spread(base) + (index - spread(tiles_before)) * height
         of_tile = (
             spread(group),
             jnp.minimum(row, spread(rows - height)),
@@ -62,7 +62,7 @@ def _kernel(rows: int, height: int, group_sizes, *out) -> None:
             spread(end),
         )
         values = [jnp.where(is_of, x, y) for x, y in zip(of_tile, values, strict=True)]
-        return end, before + count, *values
+        return end, tiles_before + count, *values
 
     zero = jnp.int32(0)
     none = (zero, zero, *[spread(zero)] * len(lines))

@@ -29,7 +29,7 @@ from pallas_kernels.ops.matmul.walk import LastStripe, Place, Stages, Walk, in_s
 
 
 class Scales(NamedTuple):
-    """The scales of a grouped matmul, whose product scales the result; or None.
+    """The scales of a grouped matmul, or None; their product scales the result.
 
     Attributes:
       rows: A scale for each row of a, float32 [rows].
@@ -111,7 +111,7 @@ class GroupedPlace(Place):
 
 
 class GroupedWalk(Walk):
-    """A tile scheduler whose tiles along m are listed on the device."""
+    """A tile scheduler with a list of the tiles along m on the device."""
 
     def __init__(
         self,
@@ -125,14 +125,14 @@ class GroupedWalk(Walk):
         count, width = tiles.totals[0], tuning.width
         self._columns = self.grid[1]
         self.total = count * self._columns
-        whole = lax.div(count, width)
-        fewer = count - whole * width
-        # A division by a variable is a function call, and with a call no wgmma runs
-        # beside another one.
+        full = lax.div(count, width)
+        fewer = count - full * width
+        # A division by a variable is a function call, and with a call only one
+        # wgmma runs at a time.
         share = jnp.float32(1)
         for rows in range(2, width):
             share = jnp.where(fewer == rows, 1 / rows, share)
-        self._last = LastStripe(whole, fewer, share)
+        self._last = LastStripe(full, fewer, share)
 
     def place(self, number: Array) -> GroupedPlace:
         """Returns where a tile of this thread block is."""
@@ -160,13 +160,13 @@ class GroupedWalk(Walk):
 class GroupedTile(Tile):
     """The work of a warpgroup on its rows of a group's tile; `a_scale` is `Scales`."""
 
-    def _scaling(self, place: GroupedPlace, own):
+    def _scaling(self, place: GroupedPlace, band):
         """Returns a function that scales the subtile at row i, column j of the tile."""
         scales, store_n = self.a_scale, self.tuning.store_n(self.product)
         of_group = None if scales.groups is None else scales.groups[place.group]
         of_rows: dict[int, Array] = {}
         if scales.rows is not None:
-            a_scale = scales.rows.at[place.rows].at[own]
+            a_scale = scales.rows.at[place.rows].at[band]
             starts = range(0, self.tuning.height, PIECE_M)
             of_rows = {i: load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
             if of_group is not None:
@@ -185,7 +185,7 @@ class GroupedTile(Tile):
 
         return scaled
 
-    def _store(self, pieces, added, place: GroupedPlace, own) -> None:
+    def _store(self, pieces, addends, place: GroupedPlace, band) -> None:
         """Stores the rows of the epilogue subtiles that are the group's."""
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         for number, (i, j, value) in enumerate(pieces):
@@ -194,7 +194,7 @@ class GroupedTile(Tile):
             plgpu.wait_smem_to_gmem(smem.shape[0] - 1, wait_read_only=True)
             staged[...] = value.astype(self.product.out_dtype)
             plgpu.commit_smem()
-            row = place.rows.start + own.start + i
+            row = place.rows.start + band.start + i
             first = lax.clamp(0, place.first - row, PIECE_M)
             count = lax.clamp(0, place.end - row, PIECE_M) - first
             self._store_rows(staged, row, place.column + j, first, count)
@@ -228,9 +228,9 @@ class GroupedTile(Tile):
             # The bits of the count are the parts.
             size, start = PIECE_M // 2, first
             while size:
-                part = lax.bitwise_and(count, jnp.int32(size))
-                pl.when(part != 0)(functools.partial(send, start, size))
-                start, size = start + part, size // 2
+                bit = lax.bitwise_and(count, jnp.int32(size))
+                pl.when(bit != 0)(functools.partial(send, start, size))
+                start, size = start + bit, size // 2
 
         plgpu.commit_smem_to_gmem_group()
 

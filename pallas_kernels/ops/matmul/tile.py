@@ -42,24 +42,24 @@ class Tile:
 
     def compute(self, visit: Visit, part) -> None:
         """Computes and stores the rows of one part of the tile."""
-        place, own = visit.place, pl.ds(part * self.tuning.height, self.tuning.height)
+        place, band = visit.place, pl.ds(part * self.tuning.height, self.tuning.height)
         rows, columns = place.rows, place.columns
         # Loads start before the main loop, and overlap with it.
-        scaled = self._scaling(place, own)
-        added = self._added(rows, columns, own) if self.product.accumulate else None
-        angles = self._angles(rows, own) if self.product.heads else None
+        scaled = self._scaling(place, band)
+        addends = self._added(rows, columns, band) if self.product.accumulate else None
+        angles = self._angles(rows, band) if self.product.heads else None
         if self.product.promote is None:
-            sums = (self._sum(visit, own),)
+            sums = (self._sum(visit, band),)
         else:
-            sums = self._promoted_sum(visit, own)
+            sums = self._promoted_sum(visit, band)
         pieces = self._scaled(sums, scaled)
         if self.product.bias:
             pieces = self._biased(pieces, columns)
         if angles is not None:
             pieces = self._turned(pieces, angles, columns)
-        self._store(pieces, added, place, own)
+        self._store(pieces, addends, place, band)
 
-    def _sum(self, visit: Visit, own):
+    def _sum(self, visit: Visit, band):
         """Sums over all of k in the accumulator of the tensor cores."""
         stages, steps = self.stages, visit.steps
 
@@ -68,7 +68,7 @@ class Tile:
             def _(step):
                 stages.wait(visit, step)
                 at = stages.at(visit, step)
-                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at].T)
+                plgpu.wgmma(acc, stages.a.at[at, band], stages.b.at[at].T)
                 # Only the newest wgmma is still running: the stage before is free.
                 plgpu.wgmma_wait(1)
 
@@ -85,7 +85,7 @@ class Tile:
         shape = (self.tuning.height, self.tuning.tile_n)
         return pl.run_scoped(sum_in, plgpu.ACC(shape, jnp.float32))
 
-    def _promoted_sum(self, visit: Visit, own):
+    def _promoted_sum(self, visit: Visit, band):
         """Sums `promote` elements of k at a time, and adds up these sums in float32.
 
         While one sum is promoted, the tensor cores compute the next one, within one
@@ -101,7 +101,7 @@ class Tile:
                 at = [first + j for j in range(length)]
                 pieces += [_Piece(at, part) for part in range(t.parts)]
                 first = first + length
-            return self._pieces(visit, own, pieces, None, sums)
+            return self._pieces(visit, band, pieces, None, sums)
 
         # Filling a stage again waits for all warpgroups that read it, while this one
         # does not multiply. An iteration later they have read it.
@@ -131,7 +131,7 @@ class Tile:
             refill(whole, rest)
         return sums
 
-    def _pieces(self, visit: Visit, own, todo, running, sums):
+    def _pieces(self, visit: Visit, band, todo, running, sums):
         """Starts the first piece of `todo`, promotes the running one, then recurses."""
         t, stages = self.tuning, self.stages
         width = t.tile_n // t.parts
@@ -162,46 +162,46 @@ class Tile:
             part = pl.ds(piece.part * width, width)
             for step in piece.steps:
                 at = stages.at(visit, step)
-                plgpu.wgmma(acc, stages.a.at[at, own], stages.b.at[at, part].T)
+                plgpu.wgmma(acc, stages.a.at[at, band], stages.b.at[at, part].T)
             # All parts of a step have the same row scales.
             scales = running[2] if piece.part else None
             if self.product.scaling == "blocks" and not piece.part:
                 scales = self._block_scales(
-                    stages.at(visit, *piece.steps), visit.place, own
+                    stages.at(visit, *piece.steps), visit.place, band
                 )
             after = promoted(len(piece.steps)) if running else sums
             started = (piece, acc, scales)
-            return self._pieces(visit, own, rest, started, after)
+            return self._pieces(visit, band, rest, started, after)
 
         return pl.run_scoped(start, plgpu.ACC((t.height, width), jnp.float32))
 
-    def _block_scales(self, stage, place: Place, own):
+    def _block_scales(self, stage, place: Place, band):
         """Returns the scales of a step's sums, a_scale * b_scale, one per row."""
         a_scale, b_scale = self.stages.scales
         block = lax.rem(lax.div(place.columns.start, BLOCK), SCALES)
-        return load_rows(a_scale.at[stage, own]) * b_scale[stage, block]
+        return load_rows(a_scale.at[stage, band]) * b_scale[stage, block]
 
-    def _store(self, pieces, added, place: Place, own) -> None:
+    def _store(self, pieces, addends, place: Place, band) -> None:
         """Adds, takes the amax and stores the epilogue subtiles."""
         rows, columns = place.rows, place.columns
         largest = None
         transposed = self.tuning.transposed
         out = [
-            x.at[:, rows].at[:, own] if transposed else x.at[rows].at[own]
+            x.at[:, rows].at[:, band] if transposed else x.at[rows].at[band]
             for x in self.out
         ]
         smem = self.out_smem.at[lax.axis_index("warpgroup")]
         for number, (i, j, value) in enumerate(pieces):
             where = pl.ds(i, PIECE_M), pl.ds(columns.start + j, value.shape[1])
-            if added is not None:
-                value = value + next(added).astype(jnp.float32)
+            if addends is not None:
+                value = value + next(addends).astype(jnp.float32)
             if self.product.maxima:
                 size = jnp.abs(value)
                 largest = size if j == 0 else jnp.maximum(largest, size)
                 # The amax of a row is complete with its last subtile.
                 if j + value.shape[1] == self.tuning.tile_n:
                     tile = pl.cdiv(columns.start, self.tuning.tile_n)
-                    to = self.maxima.at[tile, rows].at[own].at[where[0]]
+                    to = self.maxima.at[tile, rows].at[band].at[where[0]]
                     sizes = floats(jnp.max(magnitude_bits(largest), axis=1))
                     mosaic.store(to, sizes)
             staged = smem.at[number % smem.shape[0]]
@@ -272,13 +272,13 @@ class Tile:
         """The number of angles per position that are in registers at a time."""
         return math.gcd(self.product.heads.size // 2, 8)
 
-    def _angles(self, rows, own):
+    def _angles(self, rows, band):
         """Returns an iterator of cosines and sines, in the order of their use."""
         t, size, width = self.tuning, self.product.heads.size, self._angles_held
 
         def load(place):
             i, at = place
-            start = lax.rem(rows.start + own.start + i, self.more[0].shape[0])
+            start = lax.rem(rows.start + band.start + i, self.more[0].shape[0])
             where = pl.ds(start, PIECE_M), pl.ds(at, width)
             return [_load_tile(angles.at[where]) for angles in self.more]
 
@@ -300,7 +300,7 @@ class Tile:
         if heads is None:
             plgpu.copy_smem_to_gmem(staged, out[0].at[rows, columns])
             return
-        own, index = self._head(columns.start)
+        key_head, index = self._head(columns.start)
         within = lax.rem(columns.start, heads.size)
 
         def send(to, head):
@@ -312,14 +312,14 @@ class Tile:
 
         q, k, v = (out[i::3] for i in range(3))
         queries = heads.queries
-        pl.when(index < queries)(lambda: send(q, own * queries + index))
-        pl.when(index == queries)(lambda: send(k, own))
-        pl.when(index > queries)(lambda: send(v, own))
+        pl.when(index < queries)(lambda: send(q, key_head * queries + index))
+        pl.when(index == queries)(lambda: send(k, key_head))
+        pl.when(index > queries)(lambda: send(v, key_head))
 
-    def _added(self, rows, columns, own):
+    def _added(self, rows, columns, band):
         """Returns an iterator of the subtiles of the array to add."""
         (*_, array), t = self.more, self.tuning
-        array = array.at[rows].at[own].at[:, columns]
+        array = array.at[rows].at[band].at[:, columns]
         store_n = t.store_n(self.product)
 
         def load(place):
@@ -330,7 +330,7 @@ class Tile:
         starts = range(0, t.height, PIECE_M), range(0, t.tile_n, store_n)
         return _ahead(load, itertools.product(*starts))
 
-    def _scaling(self, place: Place, own):
+    def _scaling(self, place: Place, band):
         """Returns a function that scales the subtile at row i, column j of the tile."""
         store_n = self.tuning.store_n(self.product)
         shape = (PIECE_M, store_n)
@@ -341,7 +341,7 @@ class Tile:
             # Sums are scaled when they are promoted.
             return lambda value, i, j: value
 
-        a_scale = self.a_scale.at[place.rows].at[own]
+        a_scale = self.a_scale.at[place.rows].at[band]
         starts = range(0, self.tuning.height, PIECE_M)
         of_rows = {i: load_rows(a_scale.at[pl.ds(i, PIECE_M)]) for i in starts}
 

@@ -121,8 +121,8 @@ def snake(index: Array, grid: tuple[int, int], width: int) -> list[Array]:
     less than 2**20.
     """
     rows, columns = grid
-    whole, fewer = divmod(rows, width)
-    last = LastStripe(whole, fewer, 1 / fewer) if fewer else None
+    full, fewer = divmod(rows, width)
+    last = LastStripe(full, fewer, 1 / fewer) if fewer else None
     return in_stripes(index, columns, width, last)
 
 
@@ -143,7 +143,7 @@ class LastStripe(NamedTuple):
 def in_stripes(
     index: Array, columns: int, width: int, last: LastStripe | None
 ) -> list[Array]:
-    """Returns `snake` of a grid whose number of rows may be known on the device only.
+    """Returns `snake` of a grid with a number of rows that only the device may know.
 
     `last` describes the last stripe if that has, or may have, fewer rows.
     """
@@ -151,8 +151,8 @@ def in_stripes(
     column, row = lax.div(within, width), lax.rem(within, width)
     if last is not None:
         # A division by `width` or `last.rows` would become one by a variable. The
-        # compiler calls a function for it, and with a call no wgmma runs beside another
-        # one.
+        # compiler calls a function for it, and with a call only one wgmma runs at a
+        # time.
         share = (within.astype(jnp.float32) + 0.5) * last.share
         column_of_last = share.astype(jnp.int32)
         is_last = stripe == last.index

@@ -38,9 +38,9 @@ def quantize_columns(
 ) -> Scaled:
     """Quantizes matrices with a scale per column, and transposes them.
 
-    Codes and scales are those of `quantize_rows` of the transposed matrices. XLA
-    computes the scales, and the kernel the codes: in two passes the matrices are read
-    twice, and the codes are written once.
+    Codes and scales equal the results of `quantize_rows` of the transposed matrices.
+    XLA computes the scales, and the kernel the codes: in two passes the matrices are
+    read twice, and the codes are written once.
 
     Args:
       x: Matrices, bfloat16 or float32.

@@ -73,7 +73,7 @@ def with_tensors(change: Callable[[dict], object]) -> Damage:
 
 
 def with_index(change: Callable[[dict], object]) -> Damage:
-    """Returns a damage of an index, whose file has another name."""
+    """Returns a damage of the index of a file that has another name."""
 
     def damage(folder: Path) -> None:
         (folder / _WEIGHTS).rename(folder / "a.safetensors")

@@ -68,13 +68,13 @@ def test_what_goes_in_comes_out(tmp_path, case):
     assert entries == {path.name for path in folder.iterdir()}
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()
-    before, after = (
+    original, saved = (
         load_file(p / "model.safetensors") for p in (folder, tmp_path / "out")
     )
-    assert before.keys() == after.keys()
-    for name, values in before.items():
-        assert after[name].dtype == values.dtype == ml_dtypes.bfloat16
-        assert after[name].tobytes() == values.tobytes()
+    assert original.keys() == saved.keys()
+    for name, values in original.items():
+        assert saved[name].dtype == values.dtype == ml_dtypes.bfloat16
+        assert saved[name].tobytes() == values.tobytes()
     texts = ((p / "config.json").read_text() for p in (folder, tmp_path / "out"))
     assert json.loads(next(texts)) == json.loads(next(texts))
 
@@ -83,9 +83,9 @@ def test_what_goes_in_comes_out(tmp_path, case):
 def test_a_model_without_a_folder_has_a_config_that_reads_back(tmp_path, case):
     config, _ = fixture(case)
     shape = configs.read(config)
-    found = configs.written(shape, {})
-    assert configs.read(found) == shape
-    assert found["model_type"] == config["model_type"]
+    written = configs.written(shape, {})
+    assert configs.read(written) == shape
+    assert written["model_type"] == config["model_type"]
     changed = dataclasses.replace(shape, vocab_size=128)
     assert configs.read(configs.written(changed, config)) == changed
 
@@ -197,11 +197,11 @@ def test_saved_codes_are_those_that_training_reads(tmp_path):
             first = j * (queries + 2 * d)
             for name, start, count in (("q", 0, queries), ("k", queries, d)):
                 tensor = f"model.layers.0.self_attn.{name}_proj.weight"
-                part = slice(first + start, first + start + count)
-                place = slice(j * count, (j + 1) * count)
-                assert file.read(tensor, place).tobytes() == rows[part].tobytes()
-                found = file.read(f"{tensor}_scale", place)[:, 0]
-                np.testing.assert_array_equal(found, scales[part])
+                in_qkv = slice(first + start, first + start + count)
+                in_tensor = slice(j * count, (j + 1) * count)
+                assert file.read(tensor, in_tensor).tobytes() == rows[in_qkv].tobytes()
+                saved_scales = file.read(f"{tensor}_scale", in_tensor)[:, 0]
+                np.testing.assert_array_equal(saved_scales, scales[in_qkv])
 
 
 def test_generation_with_a_window_is_that_of_whole_passes(tmp_path):
@@ -213,5 +213,5 @@ def test_generation_with_a_window_is_that_of_whole_passes(tmp_path):
         padded = (prompt + tokens + [0] * 6)[:15]
         scores = forward(state, jnp.array([padded]))[0, len(prompt) + len(tokens) - 1]
         tokens.append(int(scores.argmax()))
-    found = coat.generate(model, [prompt, prompt[5:]], max_new_tokens=6)
-    assert found.tokens[0].tolist() == tokens
+    generation = coat.generate(model, [prompt, prompt[5:]], max_new_tokens=6)
+    assert generation.tokens[0].tolist() == tokens
