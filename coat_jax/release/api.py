@@ -47,8 +47,8 @@ def value_and_update(
       Use a larger batch in the memory that gradients took.
     - `optax.apply_if_finite`. Set `skip_not_finite` here.
     - For parameters in `coat.scan_layers`, norms of a whole parameter, as in
-      `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer's
-      norm is not that of the stack. Unrolled layers may use them.
+      `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer
+      and the stack have different norms. Unrolled layers may use them.
 
     Args:
       loss: A function of the parameters and of further arguments, which returns the

@@ -1,4 +1,4 @@
-"""Refusals: optimizers whose step of a parameter reads more than its own gradient."""
+"""Refusals of optimizers where a parameter's step reads more than its own gradient."""
 
 import dataclasses
 import warnings
@@ -152,7 +152,7 @@ def _scanned(program: Jaxpr, count: int) -> set[int]:
     """Returns which of the first arguments a scan takes slices of."""
     program = written_out(program)
     index = dict(zip(program.invars[:count], range(count), strict=True))
-    found: set[int] = set()
+    scanned: set[int] = set()
     for eqn in program.eqns:
         operands = [
             None if isinstance(x, Literal) else index.get(x) for x in eqn.invars
@@ -162,12 +162,12 @@ def _scanned(program: Jaxpr, count: int) -> set[int]:
         elif eqn.primitive.name == "scan":
             [body] = bodies_of(eqn)
             pairs = zip(body.invars, eqn.invars, operands, strict=True)
-            found |= {
+            scanned |= {
                 j
                 for x, stack, j in pairs
                 if j is not None and x.aval.shape == stack.aval.shape[1:]
             }
-    return found
+    return scanned
 
 
 def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
@@ -217,7 +217,7 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
 def _draws(shapes: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
     """Draws small parameters and gradients of two steps.
 
-    Layers differ in size, so that a norm of both is not that of one.
+    Layers differ in size, so that both together and one have different norms.
     """
     rng, sizes = np.random.default_rng(0), np.float32([1, 8])
 

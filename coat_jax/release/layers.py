@@ -1,4 +1,4 @@
-"""Layers whose backward pass steps their own parameters, one layer after another."""
+"""Layers with steps of their parameters in the backward pass, layer by layer."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from coat_jax.release.taps import Release
 
 
 def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
-    """Computes `fn(params, x)`, whose backward pass steps `params` at once.
+    """Computes `fn(params, x)`, and steps `params` at once in the backward pass.
 
     Within the loss of `coat.value_and_update`, backward computes the gradients of this
     layer, steps its parameters, and only then goes on to the layers before it. So the
@@ -48,40 +48,41 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
       >>> value, params, state = step(params, tx.init(params), jnp.ones((4, 8)))
     """
     release = taps.active.get()
-    own = _Own.among(release, params)
-    if own is None:
+    owned = _Own.among(release, params)
+    if owned is None:
         return fn(params, x)
     layer, shared = _converted(fn, params, x)
 
     @jax.custom_vjp
-    def run(leaves, states, sums, others, shared, x):
+    def run(leaves, states, sums, extras, shared, x):
         del states, sums
-        return layer(own.merged(leaves, others), x, shared)
+        return layer(owned.merged(leaves, extras), x, shared)
 
-    def fwd(leaves, states, sums, others, shared, x):
+    def fwd(leaves, states, sums, extras, shared, x):
         del sums
 
-        def plain(leaves, others, shared, x):
-            return layer(own.merged(leaves, others), x, shared)
+        def plain(leaves, extras, shared, x):
+            return layer(owned.merged(leaves, extras), x, shared)
 
-        y, vjp = jax.vjp(plain, leaves, others, shared, x)
+        y, vjp = jax.vjp(plain, leaves, extras, shared, x)
         return y, (leaves, states, vjp)
 
     def bwd(saved, dy):
         leaves, states, vjp = saved
-        grads, *before = vjp(dy)
-        release.claim(own.indices, "a coat.apply_layer")
+        grads, *cotangents = vjp(dy)
+        release.claim(owned.indices, "a coat.apply_layer")
         if release.mode == "norm":
-            sums, before = _in_order(release.squares(own.indices, grads), before)
-            return None, None, sums, *before
+            sums = release.squares(owned.indices, grads)
+            sums, cotangents = _in_order(sums, cotangents)
+            return None, None, sums, *cotangents
         # Layers before this one wait for the step. So do reads of the parameters.
-        grads, before = _in_order(grads, before)
-        leaves, states = own.step(grads, leaves, own.stored(states))
-        leaves, before = _in_order(leaves, before)
-        return leaves, as_floats(states), None, *before
+        grads, cotangents = _in_order(grads, cotangents)
+        leaves, states = owned.step(grads, leaves, owned.stored(states))
+        leaves, cotangents = _in_order(leaves, cotangents)
+        return leaves, as_floats(states), None, *cotangents
 
     run.defvjp(fwd, bwd)
-    return run(own.leaves, own.states, release.sums, own.others, shared, x)
+    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
 
 
 def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
@@ -124,25 +125,25 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
     stacked = _without_partitions(stacked)
     depth = _depth(stacked)
     release = taps.active.get()
-    own = _Own.among(release, stacked, axes=2)
-    if own is None:
+    owned = _Own.among(release, stacked, axes=2)
+    if owned is None:
         return lax.scan(lambda x, params: (fn(params, x), None), x, stacked)[0]
-    own.check_states(depth)
+    owned.check_states(depth)
     layer, shared = _converted(fn, jax.tree.map(_first, stacked), x)
-    release.stacked.update(own.indices)
-    scan = _Scan(release=release, own=own, layer=layer, depth=depth)
+    release.stacked.update(owned.indices)
+    scan = _Scan(release=release, owned=owned, layer=layer, depth=depth)
 
     @jax.custom_vjp
-    def run(leaves, states, sums, others, shared, x):
+    def run(leaves, states, sums, extras, shared, x):
         del states, sums
 
         def body(x, arrays):
-            return layer(own.merged(*arrays), x, shared), None
+            return layer(owned.merged(*arrays), x, shared), None
 
-        return lax.scan(body, x, (leaves, others))[0]
+        return lax.scan(body, x, (leaves, extras))[0]
 
     run.defvjp(scan.forward, scan.backward)
-    return run(own.leaves, own.states, release.sums, own.others, shared, x)
+    return run(owned.leaves, owned.states, release.sums, owned.extras, shared, x)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -153,13 +154,13 @@ class _Own:
       release: The step that is traced.
       treedef: The tree of all arrays.
       of: The index of the parameter that each array is, or None.
-      others: The arrays that are no parameters.
+      extras: The arrays that are no parameters.
     """
 
     release: Release
     treedef: Any
     of: Sequence[int | None]
-    others: Sequence[Any]
+    extras: Sequence[Any]
 
     @classmethod
     def among(cls, release: Release | None, tree: Any, axes: int = 0) -> "_Own | None":
@@ -174,8 +175,8 @@ class _Own:
         ]
         if all(j is None for j in of):
             return None
-        others = [x for x, j in zip(arrays, of, strict=True) if j is None]
-        return cls(release=release, treedef=treedef, of=of, others=others)
+        extras = [x for x, j in zip(arrays, of, strict=True) if j is None]
+        return cls(release=release, treedef=treedef, of=of, extras=extras)
 
     @property
     def indices(self) -> list[int]:
@@ -194,10 +195,10 @@ class _Own:
         pairs = zip(self.indices, floats, strict=True)
         return [self.release.params.stored(j, state) for j, state in pairs]
 
-    def merged(self, leaves: Sequence[Any], others: Sequence[Any]) -> Any:
+    def merged(self, leaves: Sequence[Any], extras: Sequence[Any]) -> Any:
         """Returns the tree of parameters and other arrays."""
-        leaves, others = iter(leaves), iter(others)
-        arrays = [next(others if j is None else leaves) for j in self.of]
+        leaves, extras = iter(leaves), iter(extras)
+        arrays = [next(extras if j is None else leaves) for j in self.of]
         return self.treedef.unflatten(arrays)
 
     def step(self, grads: Any, leaves: Any, states: Any, **options: Any) -> tuple:
@@ -220,7 +221,7 @@ class _Own:
 
 
 class _Saved:
-    """What the backward pass of a layer needs, told apart by where it comes from.
+    """The arrays that the backward pass of a layer needs, by where they come from.
 
     A vjp is a pytree. Its arrays that are the layer's parameters are read from the
     stacks again, and those that are the same for all layers are passed once. The others
@@ -229,14 +230,14 @@ class _Saved:
 
     def __init__(self, vjp: Any, params: Any, carry: Any):
         arrays, self._vjp = jax.tree.flatten(vjp)
-        place = {id(x): k for k, x in enumerate(jax.tree.leaves(params))}
+        index_of = {id(x): k for k, x in enumerate(jax.tree.leaves(params))}
         trace = next((t for t in map(_trace, jax.tree.leaves(carry)) if t), None)
         self._of: list[tuple[str, int]] = []
         self.by_layer: list[Array] = []
         self.constants: list[Array] = []
         for x in arrays:
-            if id(x) in place:
-                self._of.append(("params", place[id(x)]))
+            if id(x) in index_of:
+                self._of.append(("params", index_of[id(x)]))
                 continue
             varies = _trace(x) is trace
             kind, saved = (
@@ -263,37 +264,37 @@ class _Scan:
 
     Attributes:
       release: The step that is traced.
-      own: The parameters among the stacks.
+      owned: The parameters among the stacks.
       layer: The layer, a function of its arrays, its input and the shared arrays.
       depth: The number of layers.
       saved: What backward needs of a layer, once the forward pass is traced.
     """
 
     release: Release
-    own: _Own
+    owned: _Own
     layer: Callable
     depth: int
     saved: _Saved | None = None
 
-    def forward(self, leaves, states, sums, others, shared, x):
+    def forward(self, leaves, states, sums, extras, shared, x):
         del sums
 
         def body(x, arrays):
-            def plain(leaves, others, shared, x):
-                return self.layer(self.own.merged(leaves, others), x, shared)
+            def plain(leaves, extras, shared, x):
+                return self.layer(self.owned.merged(leaves, extras), x, shared)
 
             y, vjp = jax.vjp(plain, *arrays, shared, x)
             self.saved = _Saved(vjp, arrays, x)
             return y, self.saved.by_layer
 
-        y, by_layer = lax.scan(body, x, (leaves, others))
-        return y, (leaves, states, others, shared, by_layer, self.saved.constants)
+        y, by_layer = lax.scan(body, x, (leaves, extras))
+        return y, (leaves, states, extras, shared, by_layer, self.saved.constants)
 
     def backward(self, residuals, dy):
-        leaves, states, others, shared, by_layer, constants = residuals
-        self.release.claim(self.own.indices, "a coat.scan_layers")
+        leaves, states, extras, shared, by_layer, constants = residuals
+        self.release.claim(self.owned.indices, "a coat.scan_layers")
         norm = self.release.mode == "norm"
-        states = self.own.stored(states)
+        states = self.owned.stored(states)
 
         def body(carry, layer):
             stepped, sums, dshared, dy = carry
@@ -309,17 +310,17 @@ class _Scan:
             grads, (dother, dshare, dx) = _in_order(grads, (dother, dshare, dx))
             dshared = jax.tree.map(jnp.add, dshared, _differentiable(dshare))
             if norm:
-                sums = sums + self.release.squares(self.own.indices, grads)
+                sums = sums + self.release.squares(self.owned.indices, grads)
             else:
                 stepped = self._stepped(index, grads, slices, stacks)
             return (stepped, sums, dshared, dx), _differentiable(dother)
 
         stepped = () if norm else (leaves, states)
         carry = (stepped, jnp.zeros(len(self.release.leaves)), _zeros(shared), dy)
-        layers = jnp.arange(self.depth), others, by_layer
+        layers = jnp.arange(self.depth), extras, by_layer
         carry, dothers = lax.scan(body, carry, layers, reverse=True)
         stepped, sums, dshared, dx = carry
-        dothers, dshared = _filled(dothers, others), _filled(dshared, shared)
+        dothers, dshared = _filled(dothers, extras), _filled(dshared, shared)
         if norm:
             return None, None, sums, dothers, dshared, dx
         return stepped[0], as_floats(stepped[1]), None, dothers, dshared, dx
@@ -328,8 +329,8 @@ class _Scan:
         """Returns the stacks of parameters and states after the step of a layer."""
         grads = jax.tree.map(lambda g: g[None], grads)
         with layer_of_stacks(index):
-            whole = Stacks(index, slices, stacks)
-            after = self.own.step(grads, *slices, stacks=whole)
+            layer = Stacks(index, slices, stacks)
+            after = self.owned.step(grads, *slices, stacks=layer)
 
         def put(stack, array):
             # A kernel that reads and writes stacks returns a whole stack.
@@ -350,8 +351,8 @@ def _in_order(first: Any, then: Any) -> tuple[Any, Any]:
     """Makes what reads either of two trees wait for both of them."""
     arrays, treedef = jax.tree.flatten((first, then))
     real = [j for j, x in enumerate(arrays) if _is_real(x)]
-    done = lax.optimization_barrier([arrays[j] for j in real])
-    for j, x in zip(real, done, strict=True):
+    ordered = lax.optimization_barrier([arrays[j] for j in real])
+    for j, x in zip(real, ordered, strict=True):
         arrays[j] = x
     return treedef.unflatten(arrays)
 
@@ -367,7 +368,7 @@ def _zeros(arrays: Sequence[Any]) -> list:
 
 
 def _differentiable(cotangents: Sequence[Any]) -> list:
-    """Returns the cotangents of floating arrays among those of arrays."""
+    """Returns the cotangents of floating arrays alone."""
     return [x for x in cotangents if _is_real(x)]
 
 

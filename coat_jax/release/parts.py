@@ -2,7 +2,7 @@
 
 A part's step is the optimizer's own step on the whole tree, with `optax.MaskedNode` in
 place of all other parameters and of their state. So masks, labels, schedules and the
-paths on which random bits depend are those of the whole tree.
+paths on which random bits depend are the same as for the whole tree.
 """
 
 import dataclasses
@@ -86,7 +86,7 @@ class Parameters:
     def part_of_state(self, states: Mapping[int, Nodes]) -> optax.OptState:
         """Returns the state with `MaskedNode` for other parameters' state.
 
-        State of no parameter, such as counts, is that before the step.
+        State of no parameter, such as counts, is as before the step.
         """
         queues = {j: iter(nodes) for j, nodes in states.items()}
         nodes = []
@@ -99,19 +99,19 @@ class Parameters:
                 nodes.append(MASKED)
         return self._state_def.unflatten(nodes)
 
-    def states_after(self, state: optax.OptState, part: Sequence[int]) -> dict:
-        """Returns the state of a part's parameters after their step; see `state_of`.
+    def states_after(self, state: optax.OptState, indices: Sequence[int]) -> dict:
+        """Returns the state of some parameters after their step; see `state_of`.
 
         Raises:
           ValueError: If the step changed a dtype.
         """
-        states: dict[int, Nodes] = {j: [] for j in part}
+        states: dict[int, Nodes] = {j: [] for j in indices}
         after = by_path(unboxed(state), is_leaf=is_quantized)
         columns = (self._nodes, self._places, self._owners)
-        for before, place, owner in zip(*columns, strict=True):
+        for node, path, owner in zip(*columns, strict=True):
             if owner in states:
-                arrays = jax.tree.leaves(after[place])
-                self._check_dtypes(owner, jax.tree.leaves(before), arrays)
+                arrays = jax.tree.leaves(after[path])
+                self._check_dtypes(owner, jax.tree.leaves(node), arrays)
                 states[owner].append(arrays)
         return states
 
@@ -120,15 +120,15 @@ class Parameters:
         after = by_path(unboxed(state), is_leaf=is_quantized)
         columns = (self._nodes, self._places, self._owners)
         return [
-            _like(before, jax.tree.leaves(after[place]))
-            for before, place, owner in zip(*columns, strict=True)
+            _like(node, jax.tree.leaves(after[path]))
+            for node, path, owner in zip(*columns, strict=True)
             if owner is None
         ]
 
-    def leaves_of(self, params: optax.Params, part: Iterable[int]) -> dict[int, Any]:
-        """Returns the parameters of a part, by index, in a tree with `MaskedNode`s."""
+    def leaves_of(self, params: optax.Params, indices: Iterable[int]) -> dict[int, Any]:
+        """Returns some parameters by index, from a tree with `MaskedNode`s."""
         leaves = by_path(unboxed(params))
-        return {j: leaves[self._paths[j]] for j in part}
+        return {j: leaves[self._paths[j]] for j in indices}
 
     def whole_state(
         self, states: Sequence[Nodes], shared: Sequence[Any]
@@ -149,8 +149,8 @@ class Parameters:
     def _dtypes_of(self, index: int) -> list[list[Any]]:
         return jax.tree.map(lambda x: x.dtype, self.state_of(index))
 
-    def _check_dtypes(self, owner: int, before: list, after: list) -> None:
-        dtypes = [x.dtype for x in before], [x.dtype for x in after]
+    def _check_dtypes(self, owner: int, old: list, after: list) -> None:
+        dtypes = [x.dtype for x in old], [x.dtype for x in after]
         if dtypes[0] != dtypes[1]:
             raise ValueError(
                 f"the optimizer's step changes the state of {self.names[owner]} from "
@@ -217,11 +217,11 @@ def _owners(
     state = unboxed(state)
     fields = dict(fields_of(state))
     for path, node in by_path(state, is_leaf=is_quantized).items():
-        field, place = field_of(path, jnp.shape(node), of_path, fields)
+        field, param_path = field_of(path, jnp.shape(node), of_path, fields)
         if field is None:  # Factored moments do not have their parameter's shape.
             ends = (path[start:] for start in range(len(path)))
-            place = next((end for end in ends if end in index), None)
-        yield path, index.get(place)
+            param_path = next((end for end in ends if end in index), None)
+        yield path, index.get(param_path)
 
 
 def _like(node: Any, arrays: Sequence[Array]) -> Any:

@@ -1,4 +1,4 @@
-"""Parameters whose backward pass is the optimizer's step.
+"""Parameters with the optimizer's step as their backward pass.
 
 In JAX a gradient is a cotangent, and a derivative rule may return any array of the
 parameter's type as one. The rule of a *tap*, an identity on a parameter, takes the
@@ -25,7 +25,7 @@ active: contextvars.ContextVar["Release | None"] = contextvars.ContextVar(
 
 @dataclasses.dataclass(kw_only=True)
 class Release:
-    """One step while it is traced.
+    """A step while it is traced.
 
     Attributes:
       params: The parameters and their state.
