@@ -308,9 +308,9 @@ class DecoderLayer(nnx.Module):
         weight = getattr(self, name)[...]
         if self.codes is None or not codes:
             return weight
-        codes = {k: x[...] for k, x in self.codes[name].items()}
-        rows = Scaled(codes.pop("rows"), codes.pop("rows_scale"))
-        return Fp8Weight(weight, rows, **codes)
+        arrays = {k: x[...] for k, x in self.codes[name].items()}
+        rows = Scaled(arrays.pop("rows"), arrays.pop("rows_scale"))
+        return Fp8Weight(weight, rows, **arrays)
 
     def __call__(
         self,
