@@ -79,7 +79,7 @@ def value_and_update(
 
     Raises:
       TypeError: If `tx` is no optax transformation. The returned function raises it for
-        parameters that are not floating.
+        parameters that are not floating, and for a loss that is no floating scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
         The returned function raises it for
         optimizers as above, for a key that `tx` has no use for, and for parameters that
@@ -146,6 +146,7 @@ def value_and_update(
         states = [whole.state_of(j) for j in range(len(whole.leaves))]
         arguments = whole.leaves, as_floats(states), jnp.zeros(len(states))
         value, vjp, *aux = jax.vjp(tapped_loss, *arguments, has_aux=has_aux)
+        _check_loss(value)
         check_layers(optimizer, release.stacked)
 
         def value_of(params):
@@ -214,6 +215,16 @@ def _stepped(release: Release, vjp: Callable, value: Array, states: list) -> tup
     leaves = [new.get(j, leaf) for j, leaf in enumerate(leaves)]
     # Counts do not depend on gradients, and are advanced once.
     return leaves, stored, params.shared_after(state)
+
+
+def _check_loss(value: Any) -> None:
+    is_scalar = jax.tree_util.all_leaves([value]) and jnp.shape(value) == ()
+    if is_scalar and jnp.issubdtype(jnp.result_type(value), jnp.floating):
+        return
+    raise TypeError(
+        "loss must return a floating scalar, or with has_aux a pair that begins with "
+        f"one, got {jax.tree.map(jax.typeof, value)}"
+    )
 
 
 def _check_floating(params: Parameters) -> None:

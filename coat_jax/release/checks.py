@@ -1,6 +1,7 @@
 """Refusals of optimizers where a parameter's step reads more than its own gradient."""
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
 from coat_jax.programs.graph import written_out
-from coat_jax.programs.primitives import bodies_of
+from coat_jax.programs.primitives import all_eqns, bodies_of
 from coat_jax.release.parts import Optimizer, Parameters
 from pallas_kernels import dispatch, stand_ins
 
@@ -27,8 +28,8 @@ def is_fused(
     """Returns whether `coat.fused_update` computes a step of `tx`.
 
     Raises:
-      ValueError: If the step of a parameter, or a state, depends on the gradient of
-        another parameter.
+      ValueError: If the step of a parameter, or a state, depends on the gradient, the
+        values or the state of another parameter, or on random numbers.
     """
     if isinstance(state, optax.MultiStepsState):
         raise ValueError(
@@ -52,7 +53,7 @@ def is_fused(
 
 
 def _check_own_gradients(update: Any, params: Any, state: Any) -> None:
-    """Follows the gradients through the program of a step."""
+    """Follows gradients, parameters and states through the program of a step."""
     whole = Parameters(params, state)
     like = [
         jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, whole.leaves)
@@ -68,10 +69,11 @@ def _check_own_gradients(update: Any, params: Any, state: Any) -> None:
     # On a GPU small arrays are not joined, which would look like dependences.
     with stand_ins.for_hopper():
         program, after = jax.make_jaxpr(step, return_shape=True)(like, like, nodes)
+    _check_draws(program.jaxpr)
     count = len(like)
-    operands = [
-        frozenset({j}) if j < count else _NONE for j in range(len(program.in_avals))
-    ]
+    owners = [*range(2 * count)]  # Gradients, parameters.
+    owners += [None if j is None else count + j for j in whole.owners()]
+    operands = [_NONE if j is None else frozenset({j}) for j in owners]
     results = iter(_dependences(program.jaxpr, operands))
     _, states, shared = after
     for j in range(count):
@@ -87,19 +89,31 @@ def _check_own_gradients(update: Any, params: Any, state: Any) -> None:
 def _check_reads(
     whole: Parameters, reads: _Indices, own: int | None, what: str
 ) -> None:
-    others = sorted(reads - {own})
+    count = len(whole.names)
+    others = sorted({j for j in reads if j % count != own})
     if not others:
         return
-    more = f" and of {len(others) - 1} others" if len(others) > 1 else ""
+    kind = "gradient" if others[0] < count else "values or the state"
+    number = len({j % count for j in others}) - 1
+    more = f" and of {number} others" if number else ""
     raise ValueError(
-        f"{what} depends on the gradient of {whole.names[others[0]]}{more}. "
+        f"{what} depends on the {kind} of {whole.names[others[0] % count]}{more}. "
         "coat.value_and_update needs steps of each parameter alone: clip with its "
         "max_norm, skip with its skip_not_finite, or use jax.value_and_grad"
     )
 
 
+def _check_draws(program: Jaxpr) -> None:
+    names = {eqn.primitive.name for eqn in all_eqns(program.eqns)}
+    if names & {"random_bits", "threefry2x32", "rng_bit_generator"}:
+        raise ValueError(
+            "the optimizer draws random numbers, as optax.add_noise does, which depend "
+            "on the number of parameters that step together. Use jax.value_and_grad"
+        )
+
+
 def _dependences(program: Jaxpr, operands: Sequence[_Indices]) -> list[_Indices]:
-    """Returns the gradients on which each result of a program depends."""
+    """Returns the operands' indices on which each result of a program depends."""
     program = written_out(program)
     reads = dict(zip(program.invars, operands, strict=True))
 
@@ -188,11 +202,13 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
     params = optimizer.params
     shapes = [[min(n, 2) for n in jnp.shape(x)] for x in params.leaves]
 
-    def both(leaves, first, grads):
+    @jax.jit
+    def both(leaves, first, grads, steps):
         """Computes a step of the stacks, and of each layer of the stacks."""
         tree = params.treedef.unflatten
         small = tree(leaves)
         _, state = optimizer.tx.update(tree(first), optimizer.tx.init(small), small)
+        state = jax.tree.map(lambda x: x + steps if _is_count(x) else x, state)
         updates, _ = optimizer.tx.update(tree(grads), state, small)
         part = dataclasses.replace(
             optimizer, params=Parameters(small, state), is_fused=False, clip=None
@@ -200,8 +216,19 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
         layers = [_Layer(part, stacked, j).updates(grads, leaves) for j in range(2)]
         return jax.tree.leaves(updates), layers
 
-    with jax.ensure_compile_time_eval():
-        updates, layers = jax.jit(both)(*_draws(shapes))
+    # Some norms count above a size, and some after a number of steps.
+    for size, steps in itertools.product((1e-1, 1e12), (0, 100, 10**6)):
+        with jax.ensure_compile_time_eval():
+            updates, layers = both(*_draws(shapes, size), np.int32(steps))
+        _check_updates(params, updates, layers)
+
+
+def _is_count(x: Any) -> bool:
+    return x.dtype == jnp.int32 and x.ndim == 0
+
+
+def _check_updates(params: Parameters, updates: Sequence, layers: Sequence) -> None:
+    """Compares updates of stacks with updates of their layers."""
     for layer, by_index in enumerate(layers):
         for j, update in by_index.items():
             expected = np.asarray(updates[j], np.float32)[layer : layer + 1]
@@ -214,8 +241,8 @@ def check_layers(optimizer: Optimizer, stacked: Collection[int]) -> None:
                 )
 
 
-def _draws(shapes: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
-    """Draws small parameters and gradients of two steps.
+def _draws(shapes: Sequence[Sequence[int]], size: float) -> list[list[np.ndarray]]:
+    """Draws small parameters and gradients of two steps, the second ones of a size.
 
     Layers differ in size, so that both together and one have different norms.
     """
@@ -226,7 +253,7 @@ def _draws(shapes: Sequence[Sequence[int]]) -> list[list[np.ndarray]]:
         by_layer = sizes[: shape[0]].reshape(-1, *[1] * (x.ndim - 1)) if shape else 1
         return x * by_layer
 
-    return [[draw(s, scale) for s in shapes] for scale in (1.0, 1e-3, 1e-1)]
+    return [[draw(s, scale) for s in shapes] for scale in (1.0, 1e-3, size)]
 
 
 def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:

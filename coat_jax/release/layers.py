@@ -1,6 +1,7 @@
 """Layers with steps of their parameters in the backward pass, layer by layer."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,10 @@ def apply_layer[X](fn: Callable[[Any, X], X], x: X, params: Any) -> X:
 
     Raises:
       ValueError: In the backward pass, if a parameter is also read elsewhere.
+
+    Warns:
+      UserWarning: If another transformation of JAX within the loss, such as `jax.vmap`
+        or `jax.lax.scan`, surrounds the call. Gradients are ordinary ones then.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
@@ -112,6 +117,10 @@ def scan_layers[X](fn: Callable[[Any, X], X], x: X, stacked: Any) -> X:
       ValueError: If axes of layers differ in length, or a moment has none; in the
         backward pass, if a parameter is also read elsewhere.
 
+    Warns:
+      UserWarning: If another transformation of JAX within the loss, such as `jax.vmap`
+        or `jax.lax.scan`, surrounds the call. Gradients are ordinary ones then.
+
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp
       >>> params = {"layers": {"w": jnp.ones((3, 8, 8))}}
@@ -174,6 +183,9 @@ class _Own:
             for j, x in zip(indices, arrays, strict=True)
         ]
         if all(j is None for j in of):
+            return None
+        if not release.is_traced_here():
+            warnings.warn(taps.WITHIN, stacklevel=3)
             return None
         extras = [x for x, j in zip(arrays, of, strict=True) if j is None]
         return cls(release=release, treedef=treedef, of=of, extras=extras)

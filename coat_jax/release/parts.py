@@ -22,7 +22,7 @@ from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
 
 MASKED = optax.MaskedNode()
 # Cotangents must be floating, so integers of a state travel as floats of their size.
-_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32}
+_FLOATS = {1: jnp.float8_e4m3fn, 2: jnp.bfloat16, 4: jnp.float32, 8: jnp.float64}
 
 # The arrays of one parameter's state, by node: a moment in FP8 has two or three.
 Nodes = list[list[Array]]
@@ -146,6 +146,14 @@ class Parameters:
         owned = zip(self._nodes, self._owners, strict=True)
         return [node for node, owner in owned if owner is None]
 
+    def owners(self) -> list[int | None]:
+        """Returns the index of the parameter that each array of the state belongs to.
+
+        It is None for arrays of no parameter.
+        """
+        pairs = zip(self._nodes, self._owners, strict=True)
+        return [owner for node, owner in pairs for _ in jax.tree.leaves(node)]
+
     def _dtypes_of(self, index: int) -> list[list[Any]]:
         return jax.tree.map(lambda x: x.dtype, self.state_of(index))
 
@@ -233,6 +241,8 @@ def as_floats(states: Any) -> Any:
     """Returns states as floating arrays of the same bits, which cotangents must be."""
 
     def as_float(x):
+        if x.dtype == bool:  # It has no bits that could be cast.
+            return x.astype(jnp.float32)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x
         return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
@@ -241,6 +251,8 @@ def as_floats(states: Any) -> Any:
 
 
 def _as_dtype(x: Array, dtype: Any) -> Array:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return x.astype(bool)
     return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
 
 

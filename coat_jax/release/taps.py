@@ -14,12 +14,19 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 from coat_jax.release.parts import Nodes, Optimizer, Parameters, as_floats
 
 active: contextvars.ContextVar["Release | None"] = contextvars.ContextVar(
     "release", default=None
+)
+WITHIN = (
+    "coat.scan_layers or coat.apply_layer is inside a transformation of JAX within the "
+    "loss of coat.value_and_update, such as jax.vmap, jax.lax.scan, jax.lax.cond, "
+    "jax.checkpoint, jax.jit or another layer. So its parameters have ordinary "
+    "gradients, which exist at once. Call it from the loss itself"
 )
 
 
@@ -37,6 +44,7 @@ class Release:
       sums: The differentiated array that stands for the sums of squares, one for each
         parameter.
       taps: The tap of each parameter.
+      trace: The trace that the taps are made in.
       readers: What computed the gradient of each parameter in the last backward pass.
       stacked: The parameters that are stacks of layers.
     """
@@ -48,11 +56,13 @@ class Release:
     states: Sequence[Nodes] = ()
     sums: Any = None
     taps: Sequence[Array] = ()
+    trace: Any = None
     readers: dict[int, str] = dataclasses.field(default_factory=dict)
     stacked: set[int] = dataclasses.field(default_factory=set)
 
     def tapped(self) -> Any:
         """Returns the parameters' tree of taps."""
+        self.trace = _current_trace()
         self.taps = [
             _tap(self, j)(leaf, state, self.sums)
             for j, (leaf, state) in enumerate(
@@ -60,6 +70,14 @@ class Release:
             )
         ]
         return self.params.treedef.unflatten(self.taps)
+
+    def is_traced_here(self) -> bool:
+        """Returns whether no transformation of JAX is between the loss and this call.
+
+        Cotangents are added up over the steps of a loop or the members of a batch, and
+        are zero in a branch that does not run. Parameters after a step must not be.
+        """
+        return self.trace == _current_trace()
 
     def indices(self, arrays: Sequence[Any]) -> list[int | None]:
         """Returns the index of the parameter that each array is the tap of, or None."""
@@ -99,6 +117,10 @@ class Release:
         """Returns the sums of squares of some gradients, and 0 for other parameters."""
         sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
         return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
+
+
+def _current_trace() -> Any:
+    return get_opaque_trace_state(convention="coat")
 
 
 def _tap(release: Release, index: int):
