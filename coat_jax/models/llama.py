@@ -15,7 +15,7 @@ from coat_jax.layers.decoder import DecoderLayer, LayerKind
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.rope import RopeScaling
 from coat_jax.meshes import embedded, on_explicit_tokens
-from coat_jax.models.loss import logits, token_shares, weighted_loss
+from coat_jax.models.loss import check_shapes, logits, token_shares, weighted_loss
 from coat_jax.release.layers import scan_layers
 from pallas_kernels import Activation, NormKind
 from pallas_kernels.checks import check_positive
@@ -361,13 +361,7 @@ def cross_entropy(
       >>> bool(llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:]) > 0)
       True
     """
-    given = {"targets": targets, "weights": weights, "segment_ids": segment_ids}
-    for name, array in given.items():
-        if array is not None and array.shape != tokens.shape:
-            raise ValueError(
-                f"{name} must have the shape {tokens.shape} of tokens, got "
-                f"{array.shape}"
-            )
+    check_shapes(tokens, targets=targets, weights=weights, segment_ids=segment_ids)
 
     def mean(hidden, head, targets, weights):
         shares = token_shares(targets, weights)

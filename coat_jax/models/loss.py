@@ -48,6 +48,16 @@ def _weighted_loss_bwd(softcap, grads, dloss):
 weighted_loss.defvjp(_weighted_loss_fwd, _weighted_loss_bwd)
 
 
+def check_shapes(tokens: Int[Array, "b s"], **arrays: Array | None) -> None:
+    """Raises ValueError unless each array is None or has the shape of `tokens`."""
+    for name, array in arrays.items():
+        if array is not None and array.shape != tokens.shape:
+            raise ValueError(
+                f"{name} must have the shape {tokens.shape} of tokens, got "
+                f"{array.shape}"
+            )
+
+
 def token_shares(
     targets: Int[Array, "b s"], weights: Array | None
 ) -> Float[Array, "b s"]:
