@@ -50,6 +50,10 @@ def value_and_update(
       `optax.lamb`, `optax.lars`, `optax.adafactor` or `optax.contrib.muon`: a layer
       and the stack have different norms. Unrolled layers may use them.
 
+    An optimizer that treats parameters by their size or by their position in the tree
+    sees a layer in place of a stack, and a part in place of the tree. That is not
+    noticed: select parameters by their paths or their numbers of axes.
+
     Args:
       loss: A function of the parameters and of further arguments, which returns the
         loss, a scalar. Stacks of layers in it should run in `coat.scan_layers`.
@@ -81,14 +85,13 @@ def value_and_update(
       TypeError: If `tx` is no optax transformation. The returned function raises it for
         parameters that are not floating, and for a loss that is no floating scalar.
       ValueError: If `max_norm` is not positive, or `return_norms` is set without it.
-        The returned function raises it for
-        optimizers as above, for a key that `tx` has no use for, and for parameters that
-        two layers read.
+        The returned function raises it for optimizers as above, for a key that `tx`
+        has no use for, and for parameters that two layers read.
 
     Warns:
       UserWarning: If a parameter is a stack under `jax.lax.scan`, as `flax.nnx.scan`
-        and `flax.linen.scan` make it. Its step is right, but all of its gradient exists
-        at once.
+        and `flax.linen.scan` make it, or if `coat.scan_layers` is inside another
+        transformation. Its step is right, but all of its gradient exists at once.
 
     Examples:
       >>> import coat_jax as coat, jax, jax.numpy as jnp

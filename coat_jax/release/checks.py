@@ -13,6 +13,7 @@ import optax
 from jax.extend.core import Jaxpr, Literal
 
 from coat_jax.optimizers.fused import NotFusedError, fused_update
+from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of
 from coat_jax.release.parts import Optimizer, Parameters
@@ -31,7 +32,7 @@ def is_fused(
       ValueError: If the step of a parameter, or a state, depends on the gradient, the
         values or the state of another parameter, or on random numbers.
     """
-    if isinstance(state, optax.MultiStepsState):
+    if any(kind == "MultiStepsState" for _, kind in fields_of((state,))):
         raise ValueError(
             "optax.MultiSteps keeps the sum of all gradients, which takes the memory "
             "that coat.value_and_update saves. Use a larger batch in its place, or "

@@ -40,6 +40,13 @@ COUPLED = {
         lambda: optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
         "larger batch",
     ),
+    "steps within a chain": (
+        lambda: optax.chain(
+            optax.MultiSteps(optax.adam(1e-3), 2).gradient_transformation(),
+            optax.scale(1.0),
+        ),
+        "larger batch",
+    ),
     "update norm": (
         lambda: chained(optax.normalize_by_update_norm()),
         "depends on the gradient of",
