@@ -1,0 +1,111 @@
+"""The parameters among a layer's arrays."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from coat_jax.release import taps
+from coat_jax.release.taps import Release
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TappedArrays:
+    """The parameters among the arrays of a layer or of a stack of layers.
+
+    Attributes:
+      release: The step that is traced.
+      treedef: The tree of all arrays.
+      of: The index of the parameter that each array is, or None.
+      extras: The arrays that are no parameters.
+    """
+
+    release: Release
+    treedef: Any
+    of: Sequence[int | None]
+    extras: Sequence[Any]
+
+    @classmethod
+    def among(
+        cls, release: Release | None, tree: Any, axes: int = 0
+    ) -> "TappedArrays | None":
+        """Finds parameters of `axes` axes or more in a tree; None if there are none."""
+        if release is None:
+            return None
+        arrays, treedef = jax.tree.flatten(tree)
+        indices = release.indices(arrays)
+        of = [
+            j if jnp.ndim(x) >= axes else None
+            for j, x in zip(indices, arrays, strict=True)
+        ]
+        if all(j is None for j in of):
+            return None
+        if not release.is_traced_here():
+            warnings.warn(taps.WITHIN, stacklevel=3)
+            return None
+        extras = [x for x, j in zip(arrays, of, strict=True) if j is None]
+        return cls(release=release, treedef=treedef, of=of, extras=extras)
+
+    @property
+    def indices(self) -> list[int]:
+        """The indices of the parameters."""
+        return [j for j in self.of if j is not None]
+
+    @property
+    def leaves(self) -> list[Array]:
+        """The differentiated parameters."""
+        return [self.release.leaves[j] for j in self.indices]
+
+    @property
+    def states(self) -> list:
+        """The parameters' states, as floats."""
+        return [self.release.states[j] for j in self.indices]
+
+    def stored(self, floats: Sequence) -> list:
+        """Returns states in their own dtypes."""
+        pairs = zip(self.indices, floats, strict=True)
+        return [self.release.params.stored(j, state) for j, state in pairs]
+
+    def merged(self, leaves: Sequence[Any], extras: Sequence[Any]) -> Any:
+        """Returns the tree of parameters and other arrays."""
+        leaves, extras = iter(leaves), iter(extras)
+        arrays = [next(extras if j is None else leaves) for j in self.of]
+        return self.treedef.unflatten(arrays)
+
+    def step(self, grads: Any, leaves: Any, states: Any, **options: Any) -> tuple:
+        """Steps the parameters; returns lists of them and of their states."""
+        columns = (
+            dict(zip(self.indices, x, strict=True)) for x in (grads, leaves, states)
+        )
+        leaves, states = self.release.step(*columns, **options)
+        return [leaves[j] for j in self.indices], [states[j] for j in self.indices]
+
+    def check_states(self, depth: int) -> None:
+        """Raises ValueError unless each array of the states has an axis of layers."""
+        for j, state in zip(self.indices, self.states, strict=True):
+            for array in jax.tree.leaves(state):
+                if array.shape[:1] != (depth,):
+                    raise ValueError(
+                        f"the state of {self.release.params.names[j]} has an array of "
+                        f"shape {array.shape}, which has no axis of the {depth} layers"
+                    )
+
+
+def in_order(first: Any, then: Any) -> tuple[Any, Any]:
+    """Makes what reads either of two trees wait for both of them."""
+    arrays, treedef = jax.tree.flatten((first, then))
+    real = [j for j, x in enumerate(arrays) if is_real(x)]
+    ordered = lax.optimization_barrier([arrays[j] for j in real])
+    for j, x in zip(real, ordered, strict=True):
+        arrays[j] = x
+    return treedef.unflatten(arrays)
+
+
+def is_real(x: Any) -> bool:
+    """Returns whether a cotangent is one of a floating array."""
+    return getattr(x, "dtype", None) != jax.dtypes.float0
