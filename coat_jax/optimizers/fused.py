@@ -26,7 +26,6 @@ def fused_update(
     params: optax.Params,
     *,
     key: Key[Array, ""] | None = None,
-    stacks: Stacks | None = None,
     **extra_args: Any,
 ) -> tuple[optax.Params, optax.OptState]:
     """Computes `tx.update` and `optax.apply_updates` in one pass over the parameters.
@@ -50,9 +49,6 @@ def fused_update(
         neighbours; the mean is the exact result. The random bits depend on this key,
         the step's number, the parameter's path and the element's position, not on the
         sharding. None rounds to nearest.
-      stacks: The stacks of layers of which `params` and `state` are slices. A kernel
-        then changes the stacks in place, and they are returned in the slices' place.
-        For `coat.scan_layers`; leave it out elsewhere.
       **extra_args: Further arguments for `tx.update`.
 
     Returns:
@@ -78,7 +74,19 @@ def fused_update(
                 f"{name} has the state of an optimizer; the order of arguments is "
                 "fused_update(tx, grads, state, params)"
             )
-    request = FusedRequest(key=key, stacks=stacks)
+    request = FusedRequest(key=key)
+    return requested_update(tx, grads, state, params, request, **extra_args)
+
+
+def requested_update(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    request: "FusedRequest",
+    **extra_args: Any,
+) -> tuple[optax.Params, optax.OptState]:
+    """Computes `fused_update` as a request says."""
     tx = optax.with_extra_args_support(tx)
     updates, state = tx.update(grads, state, params, coat_fused=request, **extra_args)
     is_applied = [isinstance(u, Applied) for u in jax.tree.leaves(updates)]

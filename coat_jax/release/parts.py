@@ -16,8 +16,9 @@ from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Float, Key
 
-from coat_jax.optimizers.fused import Stacks, fused_update
+from coat_jax.optimizers.fused import FusedRequest, requested_update
 from coat_jax.optimizers.places import Path, field_of, fields_of
+from coat_jax.optimizers.step import Stacks
 from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
 
 MASKED = optax.MaskedNode()
@@ -208,8 +209,8 @@ class Optimizer:
         state = self.params.part_of_state(states)
         arguments = self.params.tree(grads), state, self.params.tree(params)
         if self.is_fused:
-            changed = {"key": self.key, "stacks": stacks}
-            new, state = fused_update(self.tx, *arguments, **changed)
+            request = FusedRequest(key=self.key, stacks=stacks)
+            new, state = requested_update(self.tx, *arguments, request)
         else:
             updates, state = self.tx.update(*arguments)
             new = optax.apply_updates(arguments[2], updates)
