@@ -17,7 +17,7 @@ from coat_jax.layers.parts import Heads, Norm, Stream
 from pallas_kernels import Activation, NormKind
 
 Scaling = Literal["just_in_time", "delayed"]
-# Where a layer's norms are: before attention and the MLP as in Llama, on their outputs
+# Places of a layer's norms: before attention and the MLP as in Llama, on their outputs
 # as in OLMo 2, or in both places as in Gemma.
 NormPlacement = Literal["before", "after", "both"]
 # The residual stream between segments. A `Stream`, in the FP8 flow, also carries the

@@ -1,5 +1,6 @@
 """A loss and an optimizer's step in one pass: gradients need no memory of their own."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,7 @@ def value_and_update(
     ) -> tuple:
         whole = Parameters(params, opt_state)
         _check_floating(whole)
-        fused = is_fused(tx, params, opt_state)
+        fused = is_fused(tx, whole, opt_state)
         if key is not None and not fused:
             raise ValueError(
                 "key is for the stochastic rounding of coat.fp8_adamw, in which the "
@@ -163,9 +164,7 @@ def value_and_update(
             clip = Clip(norm=jnp.sqrt(jnp.sum(sums)), limit=max_norm)
             ok = ok & jnp.isfinite(clip.norm)
             norms = whole.treedef.unflatten(jnp.sqrt(sums))
-        release.optimizer = Optimizer(
-            tx=tx, params=whole, is_fused=fused, key=key, clip=clip
-        )
+        release.optimizer = dataclasses.replace(optimizer, clip=clip)
 
         def stepped():
             return _stepped(release, vjp, value, states)

@@ -24,7 +24,7 @@ _NONE: _Indices = frozenset()
 
 
 def is_fused(
-    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
+    tx: optax.GradientTransformation, whole: Parameters, state: optax.OptState
 ) -> bool:
     """Returns whether `coat.fused_update` computes a step of `tx`.
 
@@ -46,20 +46,19 @@ def is_fused(
         return tx.update(grads, state, params)
 
     try:
-        _check_own_gradients(fused, params, state)
+        _check_own_gradients(fused, whole, state)
     except NotFusedError:
-        _check_own_gradients(plain, params, state)
+        _check_own_gradients(plain, whole, state)
         return False
     return True
 
 
-def _check_own_gradients(update: Any, params: Any, state: Any) -> None:
+def _check_own_gradients(update: Callable, whole: Parameters, state: Any) -> None:
     """Follows gradients, parameters and states through the program of a step."""
-    whole = Parameters(params, state)
-    like = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in map(jnp.asarray, whole.leaves)
-    ]
-    nodes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), state)
+    like, nodes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)),
+        (whole.leaves, state),
+    )
 
     def step(grads, params, state):
         tree = whole.treedef.unflatten
@@ -82,8 +81,7 @@ def _check_own_gradients(update: Any, params: Any, state: Any) -> None:
     for j, nodes in states.items():
         for _ in jax.tree.leaves(nodes):
             _check_reads(whole, next(results), j, f"the state of {whole.names[j]}")
-    for path, _ in jax.tree_util.tree_leaves_with_path(shared):
-        del path
+    for _ in jax.tree.leaves(shared):
         _check_reads(whole, next(results), None, "a state of no single parameter")
 
 
@@ -259,8 +257,7 @@ def _draws(shapes: Sequence[Sequence[int]], size: float) -> list[list[np.ndarray
 
 def _are_close(actual: np.ndarray, expected: np.ndarray) -> bool:
     tolerance = 1e-5 * np.abs(expected).max(initial=1e-30)
-    close = np.allclose(actual, expected, rtol=1e-3, atol=tolerance, equal_nan=True)
-    return close
+    return np.allclose(actual, expected, rtol=1e-3, atol=tolerance, equal_nan=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 from jax.tree_util import keystr
 from jaxtyping import Array, Float, Key
 
+from coat_jax.optimizers.batch import as_dtype
 from coat_jax.optimizers.fused import FusedRequest, requested_update
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.step import Stacks
@@ -246,7 +246,7 @@ def as_floats(states: Any) -> Any:
             return x.astype(jnp.float32)
         if jnp.issubdtype(x.dtype, jnp.floating):
             return x
-        return lax.bitcast_convert_type(x, _FLOATS[x.dtype.itemsize])
+        return as_dtype(x, _FLOATS[x.dtype.itemsize])
 
     return jax.tree.map(as_float, states)
 
@@ -254,7 +254,7 @@ def as_floats(states: Any) -> Any:
 def _as_dtype(x: Array, dtype: Any) -> Array:
     if jnp.issubdtype(dtype, jnp.bool_):
         return x.astype(bool)
-    return x if x.dtype == dtype else lax.bitcast_convert_type(x, dtype)
+    return as_dtype(x, dtype)
 
 
 def _listed(dtypes: Sequence[Any]) -> str:
