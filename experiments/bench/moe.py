@@ -42,6 +42,7 @@ from experiments.common.grouped_cases import (
     positive,
     sizes_of,
 )
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path
 from pallas_kernels import dispatch
 from pallas_kernels.ops.grouped_matmul import tuning
@@ -84,7 +85,7 @@ class Program:
 
 def main(arguments: list[str] | None = None) -> None:
     """Prints rows and writes the results file."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = new_parser("experiments.bench.moe", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=420, help="start no case after this time")
     add("--only", nargs="+", choices=CASES, default=list(CASES))
