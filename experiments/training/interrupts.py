@@ -76,7 +76,8 @@ class Interrupts:
 
     def __init__(self) -> None:
         self.raised = False
-        self._is_deferred = self._is_abrupt = False
+        self._is_deferred = False
+        self._is_abrupt = True  # An exception within `__enter__` would pass `__exit__` by.
         self._answers: dict[None, str] = {}
         self._folders: list[str] = []
 
@@ -120,6 +121,7 @@ class Interrupts:
         self._thread.start()
         self._woken = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._handlers = {s: signal.signal(s, self._handle) for s in _SIGNALS}
+        self._is_abrupt = False
         return self
 
     def __exit__(self, *_) -> None:

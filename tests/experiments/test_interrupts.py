@@ -205,3 +205,25 @@ def test_handlers_are_restored_and_a_block_may_finish(capsys):
     assert signal.set_wakeup_fd(-1) == -1
     after = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert after == before
+
+
+def test_a_signal_that_comes_with_its_handler_is_answered():
+    program = """
+import os, signal, time
+from experiments.training import interrupts
+
+install = signal.signal
+
+def install_and_send(number, handler):
+    install(number, handler)
+    if number == signal.SIGTERM:
+        os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal = install_and_send
+interrupts.run_module(lambda: lambda _, stop: time.sleep(60))
+"""
+    actual = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30
+    )
+    assert (actual.returncode, actual.stdout) == (interrupts.STOPPED, _NOW)
+    assert actual.stderr == ""
