@@ -8,7 +8,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import array_types
+from pallas_kernels.dispatch import array_types
 
 
 def on_explicit_mesh(fn: Callable, like: Array, result: Any) -> Callable:

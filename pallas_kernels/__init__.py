@@ -1,6 +1,6 @@
 """Pallas kernels for NVIDIA Hopper GPUs, which take and return plain arrays."""
 
-from pallas_kernels.dispatch import Choice, Explanation, explain
+from pallas_kernels.dispatch.operations import Choice, Explanation, explain
 from pallas_kernels.mosaic.rows import Tuning as NormTuning
 from pallas_kernels.mosaic.strips import Tuning as ElementwiseTuning
 from pallas_kernels.numerics import Codes, NormKind, Scaled

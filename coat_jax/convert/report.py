@@ -21,7 +21,7 @@ from coat_jax.convert.record import Label, Matmul, ModelRecord, Records, current
 from coat_jax.fp8.dot_general import FEWEST_ROWS
 from coat_jax.remat.modules import is_node, unbound
 from coat_jax.remat.report import check_callable
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import operations
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ def fp8_report(model: Callable | nn.Module, *args: Any, **kwargs: Any) -> Matmul
     records = Records()
     token = current.set(records)
     try:
-        with dispatch.traced_anew():
+        with operations.traced_anew():
             _trace(fn, args, kwargs, records)
     finally:
         current.reset(token)

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float
 from coat_jax.fp8.matmul import fp8_matmul
 from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
-from pallas_kernels import array_types, dispatch
+from pallas_kernels.dispatch import array_types, operations
 
 # Matmuls of fewer rows take as long as reading their weights. To quantize these as well
 # takes longer.
@@ -104,7 +104,7 @@ def fp8_dot_general(
     a = a.reshape(*batch, math.prod(rows), depth)
     b = b.reshape(*batch, depth, math.prod(cols))
     # `explain` counts calls, also of functions that JAX has traced before.
-    with dispatch.counted():
+    with operations.counted():
         (y,) = _bound(a, b, jnp.dtype(dtype))
     return y.reshape(expected.shape)
 

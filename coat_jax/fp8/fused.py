@@ -29,7 +29,8 @@ from coat_jax.quantization.array import scales_as_bits
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2
 from coat_jax.remat.notes import Note
-from pallas_kernels import Activation, Codes, Scaled, array_types
+from pallas_kernels import Activation, Codes, Scaled
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import GROUP
 
 _GATE = "the gradient of a gate"

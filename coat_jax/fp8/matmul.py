@@ -24,7 +24,8 @@ from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.delayed import delayed_scale
 from coat_jax.quantization.formats import E4M3, E5M2, Format
-from pallas_kernels import Codes, Scaled, array_types
+from pallas_kernels import Codes, Scaled
+from pallas_kernels.dispatch import array_types
 
 # The copy of a weight that forward reads, by `contract`: 0 if the weight's first axis
 # is contracted, 1 if its last axis is. Backward reads the other copy.

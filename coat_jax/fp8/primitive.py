@@ -13,7 +13,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
 from coat_jax.programs.primitives import CLOSED
-from pallas_kernels import array_types, dispatch
+from pallas_kernels.dispatch import array_types, operations
 
 Types = Sequence[jax.core.ShapedArray]
 
@@ -40,7 +40,7 @@ def new_primitive(
         return function_of(**params)(*arrays)
 
     def types(*arrays, body, **params):
-        if dispatch.is_explaining():  # It lists what the function calls.
+        if operations.is_explaining():  # It lists what the function calls.
             jax.eval_shape(function_of(**params), *arrays)
         return list(types_of(*arrays, **params))
 
@@ -73,6 +73,6 @@ def bind(
     """
     body = None
     if array_types.mesh_of(arrays) is not None:
-        with dispatch.unexplained():
+        with operations.unexplained():
             body = jax.make_jaxpr(function)(*arrays)
     return primitive.bind(*arrays, body=body, **params)

@@ -29,7 +29,8 @@ from coat_jax.fp8.primitive import Types, bind, new_primitive
 from coat_jax.meshes import on_explicit_mesh
 from coat_jax.quantization.array import undifferentiated
 from coat_jax.quantization.formats import E4M3, E5M2
-from pallas_kernels import GroupTiles, Scaled, array_types, dispatch, numerics
+from pallas_kernels import GroupTiles, Scaled, numerics
+from pallas_kernels.dispatch import array_types, operations
 
 # Matmuls of fewer rows take as long as reading their weights.
 FEWEST_ROWS = 16
@@ -94,7 +95,7 @@ def fp8_ragged_dot(
         compute = on_explicit_mesh(compute, lhs, expected)
     arrays = array_types.varying_alike((lhs, rhs, group_sizes.astype(jnp.int32)))
     # `explain` counts calls, also of functions that JAX has traced before.
-    with dispatch.counted():
+    with operations.counted():
         return compute(*arrays)
 
 

@@ -42,8 +42,8 @@ from coat_jax.programs.graph import (
 )
 from coat_jax.programs.primitives import all_eqns, variables
 from coat_jax.quantization.formats import E4M3, Format
-from pallas_kernels import dispatch
 from pallas_kernels.checks import WIDE
+from pallas_kernels.dispatch import operations
 from pallas_kernels.numerics import GROUP
 
 # Matmuls of one array, with results of one dtype and weights of one rank.
@@ -123,7 +123,7 @@ class FusedMatmul:
             pairs = zip(ys, self.results, strict=True)
             return [y.reshape(v.aval.shape) for y, v in pairs]
 
-        with dispatch.unexplained():  # It runs later.
+        with operations.unexplained():  # It runs later.
             closed = jax.make_jaxpr(marked)(*(v.aval for v in leaves))
         eqns, _ = embedded(closed.jaxpr, leaves, self.results)
         source_info = self.calls[0].source_info

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels import array_types, dispatch, stand_ins
+from pallas_kernels.dispatch import array_types, devices, stand_ins
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -238,7 +238,7 @@ def _has_flash_attention(q: Array) -> bool:
     # cuDNN's kernel has a backward pass only for these shapes and dtypes.
     _, length, _, head_dim = q.shape
     return (
-        (stand_ins.active.get() or dispatch.has_gpu())
+        (stand_ins.active.get() or devices.has_gpu())
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and head_dim % 8 == 0
         and head_dim <= 128

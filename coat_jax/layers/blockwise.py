@@ -16,7 +16,8 @@ from jaxtyping import Array, Float
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import in_rows, once
-from pallas_kernels import Block, Scaled, array_types
+from pallas_kernels import Block, Scaled
+from pallas_kernels.dispatch import array_types
 
 BLOCK = 128
 

@@ -46,8 +46,8 @@ from coat_jax.layers.shards import by_shards
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import recorded, spread
 from coat_jax.quantization.formats import E4M3
-from pallas_kernels import Activation, Codes, Scaled, array_types
-from pallas_kernels.ops import exchange
+from pallas_kernels import Activation, Codes, Scaled
+from pallas_kernels.dispatch import array_types, exchange
 
 Params = Mapping[str, Weight | None]
 Amax = Mapping[str, Float[Array, " length"]]

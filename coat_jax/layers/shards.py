@@ -20,8 +20,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.layers.parts import Stream
 from coat_jax.meshes import on_explicit_tokens
-from pallas_kernels import array_types
-from pallas_kernels.ops import exchange
+from pallas_kernels.dispatch import array_types, exchange
 
 
 def by_shards(

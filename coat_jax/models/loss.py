@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import array_types, dispatch
-from pallas_kernels.axes import Axes
+from pallas_kernels.dispatch import array_types, operations
+from pallas_kernels.dispatch.axes import Axes
 
 # The number of logits in a chunk of `weighted_loss`, at most: 256 MiB in float32.
 _LOGITS_PER_CHUNK = 2**26
@@ -73,7 +73,7 @@ def token_shares(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loss(dispatch.Operation):
+class _Loss(operations.Operation):
     """The sum of all tokens' losses times their shares, in chunks of tokens.
 
     On a mesh each device has chunks of its own tokens.

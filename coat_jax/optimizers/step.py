@@ -37,7 +37,8 @@ from coat_jax.optimizers.state import (
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
 from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
-from pallas_kernels import AdamScalars, Moments, array_types, dispatch
+from pallas_kernels import AdamScalars, Moments
+from pallas_kernels.dispatch import array_types, devices
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.reference import GROUP
 from pallas_kernels.rounding import hash32, stochastic_bfloat16
@@ -271,7 +272,7 @@ def _fused_leaves(
     fitting = [j for j, leaf in enumerate(rows) if leaf.fits]
     fitting.sort(key=lambda j: rows[j].mu.scale.size)
     groups = [[i] for i in range(len(fitting))]
-    if not dispatch.has_hopper():
+    if not devices.has_hopper():
         codes = [rows[j].mu.codes for j in fitting]
         groups = batches(codes, lambda i: kind(rows[fitting[i]]))
     done = {}
@@ -301,7 +302,7 @@ def _fused_leaf(
         param, salt = leaf.target.param, leaf.target.salt
     moments, codes = leaf.moments, leaf.mu.codes
     # Only the kernel reads a layer of stacks faster than slices.
-    whole = stacks.of((param, moments)) if stacks and dispatch.has_hopper() else None
+    whole = stacks.of((param, moments)) if stacks and devices.has_hopper() else None
     if whole is not None:
         (param, moments), layer = whole, stacks.layer
 
@@ -325,7 +326,7 @@ def _in_blocks(grad: Array, moments: Moments) -> bool:
 
     A block of an array that is spread over devices would have to be gathered.
     """
-    if dispatch.has_hopper() or jax.sharding.get_abstract_mesh().manual_axes:
+    if devices.has_hopper() or jax.sharding.get_abstract_mesh().manual_axes:
         return False
     return array_types.mesh_of((grad, moments)) is None and has_blocks(grad.shape)
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from coat_jax.quantization.array import tensor_scale
 from coat_jax.quantization.formats import Format
-from pallas_kernels import array_types
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.numerics import magnitude
 
 # The number of steps that a history holds an amax of.

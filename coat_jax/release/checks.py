@@ -17,7 +17,7 @@ from coat_jax.optimizers.places import fields_of
 from coat_jax.programs.graph import written_out
 from coat_jax.programs.primitives import all_eqns, bodies_of
 from coat_jax.release.parts import Optimizer, Parameters
-from pallas_kernels import dispatch, stand_ins
+from pallas_kernels.dispatch import operations, stand_ins
 
 _Indices = frozenset[int]
 _NONE: _Indices = frozenset()
@@ -143,7 +143,7 @@ def warn_of_scans(loss: Callable, params: Parameters, updated: Collection[int]) 
     # Few programs need the second trace that tells.
     if not set(large) - set(updated) or len({shapes[j][0] for j in large}) > 1:
         return
-    with dispatch.unexplained():
+    with operations.unexplained():
         program = jax.make_jaxpr(lambda leaves: loss(params.treedef.unflatten(leaves)))
         program = program(params.leaves).jaxpr
     stacks = _scanned(program, len(shapes))

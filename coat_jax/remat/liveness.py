@@ -27,7 +27,7 @@ from jax.extend import core
 
 from coat_jax.programs.primitives import Kind, bodies_of, does_work, kind_of
 from coat_jax.remat.trace import Linearized, linearize
-from pallas_kernels import dispatch, stand_ins
+from pallas_kernels.dispatch import operations, stand_ins
 
 # The role of an array. Inputs are arguments that are not parameters. Copies are made of
 # parameters alone, such as FP8 codes of a weight. Saved arrays pass from forward to
@@ -89,7 +89,7 @@ def liveness(fn: Callable, params: Any, *args: Any) -> Liveness:
       >>> total_bytes(peak(liveness(lambda x: jnp.sin(x) @ x, x).forward))
       768
     """
-    with dispatch.traced_anew(), stand_ins.for_hopper():
+    with operations.traced_anew(), stand_ins.for_hopper():
         traced = linearize(fn, params, *args)
     parameters = traced.forward.jaxpr.invars[: len(jax.tree.leaves(params))]
     roles: dict[core.Var, Role] = dict.fromkeys(parameters, "parameter")

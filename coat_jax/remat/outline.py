@@ -8,7 +8,7 @@ import jax
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import operations
 
 # The programs of one function that are kept, for different types of arguments.
 KEPT = 64
@@ -28,7 +28,7 @@ def outlined(fn: Callable) -> Callable:
         leaves = jax.tree.leaves(args)
         if not any(isinstance(x, pe.DynamicJaxprTracer) for x in leaves):
             return fn(*args)
-        with dispatch.counted():
+        with operations.counted():
             traced = jitted.trace(*args)
             results = called(traced.jaxpr, fn.__name__)(leaves)
         return jax.tree.unflatten(traced.out_tree, results)

@@ -17,7 +17,7 @@ from coat_jax.remat.trace import (
     linearize,
     maker_of,
 )
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def residual_report(fn: Callable, *args: Any, **kwargs: Any) -> ResidualReport:
     """
     check_callable("residual_report", fn)
     fn, args = _positional(fn, args, kwargs)
-    with dispatch.traced_anew():  # Cached traces have the lines of earlier calls.
+    with operations.traced_anew():  # Cached traces have the lines of earlier calls.
         traced = linearize(fn, *args)
     jaxpr, first = traced.forward.jaxpr, {}
     for index, var in enumerate(traced.residuals):

@@ -29,7 +29,7 @@ from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
-from pallas_kernels import array_types, dispatch
+from pallas_kernels.dispatch import array_types, operations
 
 _CALLS = 256  # The calls of which programs are kept.
 
@@ -175,7 +175,7 @@ class _Programs:
     ) -> Any:
         token = _current.set(call)
         try:
-            with dispatch.counted():
+            with operations.counted():
                 jaxpr, tree = self._traced(arrays)
                 make = self._shared if self._once else self._differentiable
                 run = make(jaxpr)

@@ -32,7 +32,7 @@ from experiments.bench import foreign
 from experiments.common import sm90
 from experiments.common.layer_cases import Shape
 from experiments.common.timing import OPTIONS
-from pallas_kernels import array_types
+from pallas_kernels.dispatch import devices
 
 STAGES = ("trace", "lower", "compile")
 _matmuls = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
@@ -88,7 +88,7 @@ def for_hopper() -> Iterator[None]:
         device_kind="NVIDIA H200",
         core_count=132,
     )
-    with mock.patch.object(array_types, "default_device", return_value=device):
+    with mock.patch.object(devices, "default_device", return_value=device):
         yield
 
 

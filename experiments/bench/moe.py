@@ -44,7 +44,7 @@ from experiments.common.grouped_cases import (
 )
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices, operations
 from pallas_kernels.ops.grouped_matmul import tuning
 
 Row = dict[str, Any]
@@ -92,7 +92,7 @@ def main(arguments: list[str] | None = None) -> None:
     add("--small", action="store_true", help="interpret tiny kernels on a CPU")
     add("--out", type=Path, default=default_path("moe"))
     args = parser.parse_args(arguments)
-    if not args.small and not dispatch.has_hopper():
+    if not args.small and not devices.has_hopper():
         parser.error("it measures on a Hopper GPU; --small runs anywhere")
     end, rows = time.monotonic() + args.seconds, []
     with interpreted() if args.small else contextlib.nullcontext():
@@ -107,12 +107,12 @@ def main(arguments: list[str] | None = None) -> None:
 @contextlib.contextmanager
 def interpreted() -> Iterator[None]:
     """Interprets kernels as on a GPU with two multiprocessors."""
-    count, dispatch.multiprocessors = dispatch.multiprocessors, lambda: 2
+    count, devices.multiprocessors = devices.multiprocessors, lambda: 2
     try:
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
             yield
     finally:
-        dispatch.multiprocessors = count
+        devices.multiprocessors = count
 
 
 def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
@@ -254,8 +254,8 @@ def _listed(tiles: pk.GroupTiles, *arrays: jax.Array) -> jax.Array:
     return grouped(*arrays, tiles=tiles)
 
 
-def _kernel_if_hopper() -> dispatch.Implementation | None:
-    return "mosaic" if dispatch.has_hopper() else None
+def _kernel_if_hopper() -> operations.Implementation | None:
+    return "mosaic" if devices.has_hopper() else None
 
 
 def _mosaics(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import pallas_kernels as pk
 from experiments.common import kernel_cases, sm90
 from experiments.common.results import write_results
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 from pallas_kernels.ops.grouped_matmul import tuning as grouped_tuning
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import tuning
@@ -248,7 +248,7 @@ def _parts() -> Iterator[CompiledCase]:
 
     def multiply(product, tiles, a, b, a_scale, b_scale, implementation):
         del implementation
-        sms = dispatch.multiprocessors()
+        sms = devices.multiprocessors()
         return matmul_kernel.run(product, a, b, a_scale, b_scale, (), tiles, sms)
 
     for name, maxima in (("product", False), ("product and maxima", True)):

@@ -77,7 +77,9 @@ class Interrupts:
     def __init__(self) -> None:
         self.raised = False
         self._is_deferred = False
-        self._is_abrupt = True  # An exception within `__enter__` would pass `__exit__` by.
+        self._is_abrupt = (
+            True  # An exception within `__enter__` would pass `__exit__` by.
+        )
         self._answers: dict[None, str] = {}
         self._folders: list[str] = []
 

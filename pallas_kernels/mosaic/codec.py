@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels.array_types import target_platform
+from pallas_kernels.dispatch.devices import target_platform
 from pallas_kernels.numerics import (
     TINY,
     Scaled,

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import lowering
+from pallas_kernels.dispatch import lowering
 
 
 def kernel(body: Callable, *, kernel_name: str, **options: Any) -> Callable:

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from pallas_kernels import dispatch, explain
+from pallas_kernels import explain
+from pallas_kernels.dispatch import devices, operations
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -84,7 +85,7 @@ def ran(fn, *args) -> set[tuple[str, str]]:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
 
 @pytest.mark.sampled(2)
@@ -106,7 +107,7 @@ def test_all_kernels_of_one_device_run_on_a_mesh(recipe, spec, axis_type):
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.usefixtures("hopper")
 def test_kernels_run_within_shard_map_over_all_axes_and_say_if_axes_are_left(check_vma):
-    dispatch.warn_once.cache_clear()
+    operations.warn_once.cache_clear()
     graph, params = layer("coat", inner=_OF_KERNELS)
     mesh, args = mesh_of(AUTO), (params, *rows())
 

@@ -25,7 +25,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -40,7 +40,7 @@ def mesh_of(rows: int, columns: int, axis_type=AUTO):
 @pytest.fixture
 def as_kernel(monkeypatch):
     """Runs the reference in custom_partitioning, as several GPUs do the kernel."""
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
     as_kernels(monkeypatch)
 
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from coat_jax.models import llama
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 
 pytestmark = pytest.mark.distributed
 KEY = jax.random.key(7)
@@ -56,7 +56,7 @@ def _fsdp(params, mesh):
 @pytest.mark.parametrize("kernels", [slow(False), True], ids=["jnp", "kernels"])
 def test_fsdp_has_the_bits_of_the_ordinary_step(monkeypatch, kernels):
     if kernels:  # Kernels read layers of stacks in place.
-        monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+        monkeypatch.setattr(devices, "has_hopper", lambda: True)
         as_kernels(monkeypatch)
     mesh = jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,))
     loss, params, where = llama_on(mesh)

@@ -6,8 +6,7 @@ import jax
 import pytest
 
 from experiments.bench import moe
-from pallas_kernels import stand_ins
-from pallas_kernels.dispatch import traced_anew
+from pallas_kernels.dispatch import operations, stand_ins
 
 SHAPE = moe.Shape(256, 4, 256, 512)
 
@@ -17,7 +16,7 @@ def test_programs_compute_the_matmuls_of_a_shape(case):
     rows, experts, k, n = SHAPE
     size = {"forward": rows * n, "input_gradient": rows * k}.get(case, experts * n * k)
     programs = list(moe.CASES[case](SHAPE))
-    with stand_ins.for_hopper(), traced_anew():
+    with stand_ins.for_hopper(), operations.traced_anew():
         for program in programs:
             y = jax.eval_shape(program.function, *program.arguments)
             # A dense matmul has one matrix for all rows.

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
 from helpers.optimizers import assert_same_bits
-from pallas_kernels import array_types, dispatch
+from pallas_kernels.dispatch import array_types, operations
 
 # Shapes and specs of parameters on a mesh of ("data", "model"), both of size 4 or less.
 LAYOUT = {
@@ -40,7 +40,7 @@ def as_kernels(monkeypatch):
             return ["no GPU"]
         return [*filter(None, [array_types.obstacle(arrays)])]
 
-    monkeypatch.setattr(dispatch, "_against_kernels", against)
+    monkeypatch.setattr(operations, "_against_kernels", against)
     jax.clear_caches()
 
 

@@ -26,7 +26,7 @@ from experiments.bench import foreign, model_step
 from experiments.common import kernel_cases, layer_cases, sm90
 from experiments.common.timing import OPTIONS
 from experiments.kernels.resources import FAMILIES, RESULTS, hardest
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 
 _ROOT = Path(__file__).parents[2]
 _RECORDED = json.loads(RESULTS.read_text())
@@ -110,7 +110,7 @@ def test_all_cases_are_recorded():
 @pytest.fixture
 def hopper(monkeypatch):
     """Chooses kernels and cuDNN's attention as on a Hopper GPU."""
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
     monkeypatch.setattr(attention, "_has_flash_attention", lambda q: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(cudnn, "check_compute_capability", lambda capability: True)

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels as pk
-from pallas_kernels import array_types, dispatch
+from pallas_kernels.dispatch import devices, operations
 
 BF16 = jnp.bfloat16
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
 
 def rows(*shape, dtype=BF16):
@@ -38,7 +38,7 @@ def rows(*shape, dtype=BF16):
 )
 def test_a_device_without_the_kernels(monkeypatch, device, reason):
     gpu = SimpleNamespace(**device)
-    monkeypatch.setattr(array_types, "default_device", lambda: gpu)
+    monkeypatch.setattr(devices, "default_device", lambda: gpu)
     explanation = pk.explain(pk.norm, rows(4, 100), rows(100), eps=1e-6, scale="row")
     (choice,) = explanation.choices
     assert choice.operation == "norm"
@@ -63,7 +63,7 @@ def test_shapes_and_dtypes_decide_on_a_hopper_gpu(hopper):
 
 @pytest.mark.parametrize("tokens", [8192, 8])
 def test_a_warning_says_once_that_a_kernel_does_not_take_large_arrays(hopper, tokens):
-    dispatch.warn_once.cache_clear()
+    operations.warn_once.cache_clear()
     x = rows(tokens, 1000)
     with warnings.catch_warnings(record=True, action="always") as caught:
         for _ in range(2):

@@ -13,7 +13,7 @@ from helpers.kernels import BF16, E4M3, E5M2, F32, every_implementation
 from helpers.marks import slow
 
 import pallas_kernels
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 from pallas_kernels.ops.grouped_matmul import tuning
 from pallas_kernels.ops.matmul.plan import Tuning
 
@@ -31,7 +31,7 @@ NUMPY = {
 def _few_multiprocessors(monkeypatch):
     """Interpreted thread blocks compute several tiles."""
     if jax.default_backend() == "cpu":
-        monkeypatch.setattr(dispatch, "multiprocessors", lambda: 2)
+        monkeypatch.setattr(devices, "multiprocessors", lambda: 2)
 
 
 def drawn(rng, shape, dtype):

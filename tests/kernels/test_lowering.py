@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels as pk
-from pallas_kernels import lowering
+from pallas_kernels.dispatch import lowering
 
 _ROWS = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
 _quantize = functools.partial(pk.quantize_rows, implementation="mosaic")

@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels import array_types, dispatch, placement
-from pallas_kernels.axes import Axes
+from pallas_kernels.dispatch import array_types, devices, operations, placement
+from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
 from pallas_kernels.ops.quantize.groups import _QuantizeGroups
@@ -170,7 +170,7 @@ def test_arrays_of_one_device_are_on_no_mesh():
 
 
 @dataclasses.dataclass(frozen=True)
-class Told(dispatch.Operation):
+class Told(operations.Operation):
     """An operation with a result that tells whether the kernel ran."""
 
     name = "told"
@@ -190,7 +190,7 @@ class Told(dispatch.Operation):
 
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 def test_kernels_run_on_a_mesh_of_one_device(monkeypatch, kind):
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
     types = (jax.sharding.AxisType[kind],)
     mesh = jax.make_mesh((1,), ("data",), axis_types=types)
     x = jax.device_put(jnp.zeros((4, 4)), jax.NamedSharding(mesh, P("data")))

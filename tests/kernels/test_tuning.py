@@ -21,7 +21,7 @@ def test_the_table_says_what_runs(monkeypatch):
         tuning.key(product, 256, 256, 384): {"tiles": {"tile_n": 128}, "xla": False},
     }
     monkeypatch.setattr(tuning, "_table", lambda: table)
-    monkeypatch.setattr("pallas_kernels.dispatch.has_hopper", lambda: True)
+    monkeypatch.setattr("pallas_kernels.dispatch.devices.has_hopper", lambda: True)
     faster, tuned, other = (
         pallas_kernels.explain(
             pallas_kernels.matmul, *kernel_cases.operands("product", (256, n, 384))[:2]

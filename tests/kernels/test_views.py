@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import pallas_kernels as pk
-from pallas_kernels import lowering, views
+from pallas_kernels.dispatch import lowering, views
 
 pytestmark = pytest.mark.internals
 

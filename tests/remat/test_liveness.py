@@ -8,7 +8,7 @@ from jax import lax
 
 import pallas_kernels as kernels
 from coat_jax.remat.liveness import liveness, peak, total_bytes
-from pallas_kernels import dispatch, stand_ins
+from pallas_kernels.dispatch import operations, stand_ins
 
 N = 16
 SIZE = N * N * 4  # Bytes of a float32 matrix.
@@ -87,9 +87,9 @@ def test_an_array_that_is_saved_twice_counts_once():
 def test_kernels_are_stand_ins_of_the_right_types_and_leave_no_trace(rng):
     x = jnp.asarray(rng.standard_normal((64, 256)), jnp.bfloat16)
     quantize = jax.jit(kernels.quantize_rows)
-    with dispatch.traced_anew(), stand_ins.for_hopper():
+    with operations.traced_anew(), stand_ins.for_hopper():
         program = jax.make_jaxpr(quantize)(x)
-        [choice] = dispatch.explain(kernels.quantize_rows, x).choices
+        [choice] = operations.explain(kernels.quantize_rows, x).choices
     assert choice.implementation == "mosaic"
     names = {eqn.primitive.name for eqn in program.eqns[0].params["jaxpr"].eqns}
     assert names == {stand_ins.KERNEL.name}

@@ -17,7 +17,7 @@ import coat_jax as coat
 import pallas_kernels
 from coat_jax.remat.api import fp8_remat
 from coat_jax.remat.copies import fp8_copy, read_copy
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 
 SHAPES = [(24, 128), (2, 9, 160), (17, 256), (40, 8), (5, 200), (3, 2, 7, 48)]
 DTYPES = [jnp.bfloat16, jnp.float32, jnp.float16]
@@ -65,7 +65,7 @@ def test_copies_in_other_formats(format):
 @pytest.fixture
 def kernels(monkeypatch):
     """Runs kernels as on a Hopper GPU, interpreted."""
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
         yield
     jax.clear_caches()

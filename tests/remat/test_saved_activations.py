@@ -16,7 +16,7 @@ from helpers.models import parameters
 import coat_jax as coat
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
-from pallas_kernels import dispatch, stand_ins
+from pallas_kernels.dispatch import devices, operations, stand_ins
 
 RECIPES = ["bf16", "te", "coat_block", "coat", "coat_max"]
 FP8_RECIPES = RECIPES[1:]
@@ -67,7 +67,7 @@ def test_a_layer_saves_no_more_than_the_paper_allows(recipe):
 
 @pytest.mark.parametrize("recipe", FP8_RECIPES)
 def test_the_same_holds_with_flash_attention(recipe):
-    with dispatch.traced_anew(), stand_ins.for_hopper():
+    with operations.traced_anew(), stand_ins.for_hopper():
         assert units.__wrapped__(recipe) <= BOUNDS[recipe]
 
 
@@ -143,7 +143,7 @@ def test_reports_name_the_line_of_the_user_who_multiplies(wrap):
 @pytest.mark.parametrize("before", [slow(None), "te"])
 def test_report_says_which_kernel_reads_what_where(monkeypatch, before):
     """The report lists no operations inside kernels and no callers of other traces."""
-    monkeypatch.setattr(dispatch, "has_hopper", lambda: True)
+    monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
     def report(recipe):
         layer = DecoderLayer(256, 2048, 2, 2, 128, recipe=recipe, rngs=nnx.Rngs(0))

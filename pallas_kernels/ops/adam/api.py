@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
-from pallas_kernels import array_types, dispatch
-from pallas_kernels.axes import WHOLE, Axes, grouped, tokens
 from pallas_kernels.checks import check_shape
+from pallas_kernels.dispatch import array_types, operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes, grouped, tokens
 from pallas_kernels.ops.adam import kernel as adam_kernel
 from pallas_kernels.ops.adam import reference
 from pallas_kernels.ops.adam.kernel import Tuning
@@ -42,7 +42,7 @@ def adam(
     *,
     strides: tuple[int, ...] | None = None,
     layer: Int[Array, ""] | None = None,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "... n"], Moments]:
     """Computes Adam's step of one parameter in float32; `AdamScalars` has the formula.
@@ -95,7 +95,7 @@ def adam(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Adam(dispatch.Operation):
+class _Adam(operations.Operation):
     """`adam` of moments, gradients, parameters, scalars, seeds, positions and layer.
 
     Attributes:

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels import dispatch, lowering
+from pallas_kernels.dispatch import devices, lowering
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.adam.reference import GROUP, Moments
 from pallas_kernels.ops.adam.tile import (
@@ -131,7 +131,7 @@ def run(
             fit = _fitting(inputs, tuning)
             steps = -(-done // fit.rows)
             body = functools.partial(_pipeline, rows=done, steps=steps, tuning=fit)
-            ctas = min(steps, fit.sms or dispatch.multiprocessors())
+            ctas = min(steps, fit.sms or devices.multiprocessors())
             launch(body, ctas, *arrays, **_warpgroups(inputs, fit))
         elif done:
             launch(direct, done // TILE * (n // width), *arrays)

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens, transposed_tokens
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.strips import Encoding, Tuning
 from pallas_kernels.numerics import GROUP, Scaled
@@ -38,7 +38,7 @@ def gated(
     dtype: DTypeLike = jnp.float8_e4m3fn,
     copies: Wanted = "row",
     keep_groups: bool = False,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
     """Computes `y = activation(gate) * up` in float32 and rounds it once.
@@ -104,7 +104,7 @@ def gated_grad(
     dtype: DTypeLike = jnp.float8_e5m2,
     copies: Wanted = "row",
     product_scale: Float[Array, ""] | None = None,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Gated:
     """Computes the gradients of gate and up in float32, and rounds them once.
@@ -168,7 +168,7 @@ def gated_grad(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Gated(dispatch.Operation):
+class _Gated(operations.Operation):
     """`gated` of gate and up and a scalar scale.
 
     Attributes:
@@ -240,7 +240,7 @@ class _Gated(dispatch.Operation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _GatedGrad(dispatch.Operation):
+class _GatedGrad(operations.Operation):
     """`gated_grad` of gate and up, dy, scale and product_scale.
 
     Attributes:

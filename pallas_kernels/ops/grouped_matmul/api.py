@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes
 from pallas_kernels.checks import WIDE, check_dtype, check_positive, check_shape
+from pallas_kernels.dispatch import devices, operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.ops.grouped_matmul import depth, listing, rows, tuning
 from pallas_kernels.ops.grouped_matmul.checks import (
     check_groups,
@@ -42,7 +42,7 @@ def grouped_matmul(
     *,
     tiles: GroupTiles | None = None,
     out_dtype: DTypeLike = jnp.bfloat16,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "rows n"]:
     """Multiplies rows that are sorted by group, each by the matrix of its group.
@@ -111,7 +111,7 @@ def grouped_weight_gradient(
     b_scale: Float[Array, "..."] | float | None = None,
     *,
     out_dtype: DTypeLike = jnp.bfloat16,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "groups n k"]:
     """Multiplies two arrays over the rows of each group: the gradients of its matrix.
@@ -171,7 +171,7 @@ def group_tiles(
     *,
     rows: int,
     height: int = BLOCK,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> GroupTiles:
     """Lists the tiles of rows in groups, for all `grouped_matmul`s of these groups.
 
@@ -201,7 +201,7 @@ def group_tiles(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _GroupTiles(dispatch.Operation):
+class _GroupTiles(operations.Operation):
     """`group_tiles`."""
 
     rows: int
@@ -225,7 +225,7 @@ class _GroupTiles(dispatch.Operation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Grouped(dispatch.Operation):
+class _Grouped(operations.Operation):
     """A grouped matmul of the arrays a, b, a_scale, b_scale, sizes and more."""
 
     out_dtype: jnp.dtype
@@ -276,7 +276,7 @@ class _GroupedMatmul(_Grouped):
                 height = settings.tile_m
                 tiles = listing.run(group_sizes, rows=len(a), height=height)
             scales = _kernel_scales(a_scale, b_scale, len(group_sizes))
-            sms = dispatch.multiprocessors()
+            sms = devices.multiprocessors()
             return rows.run(self.product, a, b, scales, tiles, settings, sms)
 
         return run(a, b, a_scale, b_scale, group_sizes, tiles)
@@ -315,7 +315,7 @@ class _WeightGradient(_Grouped):
         def run(a, b, a_scale, b_scale, group_sizes):
             scale = _multiplied(a_scale, b_scale)
             scale = None if scale is None else scale.reshape(-1)
-            sms = dispatch.multiprocessors()
+            sms = devices.multiprocessors()
             return depth.run(self.product, a, b, scale, group_sizes, settings, sms)
 
         return run(a, b, a_scale, b_scale, group_sizes)

@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes
 from pallas_kernels.checks import CODES, WIDE, check_dtype, scalar
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.mosaic import codec
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.elementwise import strips_of
@@ -31,7 +31,7 @@ def grouped_transpose(
     scale: Float[Array, ""] | None = None,
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> Float[Array, "n padded"]:
     """Transposes rows in groups, for `grouped_weight_gradient`.
 
@@ -76,7 +76,7 @@ def grouped_transpose(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _GroupedTranspose(dispatch.Operation):
+class _GroupedTranspose(operations.Operation):
     """`grouped_transpose` with a scale."""
 
     dtype: jnp.dtype

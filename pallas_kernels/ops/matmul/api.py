@@ -9,9 +9,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import Axes, tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, check_positive, check_shape
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import Axes, tokens
 from pallas_kernels.ops.matmul import kernel as matmul_kernel
 from pallas_kernels.ops.matmul import tuning
 from pallas_kernels.ops.matmul.plan import (
@@ -39,7 +39,7 @@ def matmul(
     out_dtype: DTypeLike | None = None,
     promote: Literal[128, 256] | None = None,
     keep_maxima: bool = False,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"] | tuple[Float[Array, "... n"], Float[Array, " parts"]]:
     """Computes (a * a_scale) @ (b * b_scale).T + bias + accumulator of FP8 codes.
@@ -129,7 +129,7 @@ def matmul_heads(
     num_kv_heads: int,
     out_dtype: DTypeLike = jnp.bfloat16,
     copies: int = 1,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> tuple[Float[Array, "b s _ d"], ...]:
     """Computes a @ b.T as attention's queries, keys and values, and applies RoPE.
@@ -310,7 +310,7 @@ class Operands:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _OfProduct(dispatch.Operation):
+class _OfProduct(operations.Operation):
     """A matmul of the arrays a, b, a_scale, b_scale and more.
 
     b is [parts, n, groups, c], and k has the order of groups, parts and c.

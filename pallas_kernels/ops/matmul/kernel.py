@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.ops.matmul.plan import (
     BLOCK,
@@ -253,7 +253,7 @@ def launch(
         if tuning.transposed:
             a, b, a_scale, b_scale = b, a, b_scale, a_scale
         arrays = (a, b, a_scale, b_scale, more)
-        return run(product, *arrays, tuning, dispatch.multiprocessors())
+        return run(product, *arrays, tuning, devices.multiprocessors())
 
     out, largest = kernel(*arrays, more)
     if largest is not None:

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes, tokens
 from pallas_kernels.checks import check_shape, scalar
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens
 from pallas_kernels.mosaic.rows import Norm, Params, Rows, Tuning, obstacle
 from pallas_kernels.numerics import GROUP, NormKind, Scaled
 from pallas_kernels.ops.norm import kernel as norm_kernel
@@ -31,7 +31,7 @@ def norm(
     scale: Float[Array, ""] | Literal["row"] | None = None,
     copies: Wanted = "row",
     keep_groups: bool = False,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Normed:
     """Normalizes the last axis in float32; can quantize its output and its input.
@@ -102,7 +102,7 @@ def norm_grad(
     y_scale: Float[Array, ""] | None = None,
     add: Float[Array, "... n"] | None = None,
     keep_maxima: bool = False,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> NormGrads:
     """Computes the gradients of `norm` from its saved input.
@@ -156,7 +156,7 @@ def norm_grad(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Norm(dispatch.Operation):
+class _Norm(operations.Operation):
     """`norm` of the arrays x, weight, bias and scale, without transposed copies.
 
     Attributes:
@@ -219,7 +219,7 @@ class _Norm(dispatch.Operation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _NormGrad(dispatch.Operation):
+class _NormGrad(operations.Operation):
     """`norm_grad` of x, dy, weight, bias, y_scale and add, with `y` as rows.
 
     Attributes:
@@ -294,8 +294,8 @@ def _axes_of_param(weight: Array | None, bias: Array | None) -> Axes:
 
 
 def _of_copies(
-    implementation: dispatch.Implementation | None,
-) -> dispatch.Implementation | None:
+    implementation: operations.Implementation | None,
+) -> operations.Implementation | None:
     # A shape that the norm's kernel takes may be none that can be transposed in one.
     return "reference" if implementation == "reference" else None
 

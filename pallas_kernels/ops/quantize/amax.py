@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
+from pallas_kernels.dispatch import devices
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout, total_max
 from pallas_kernels.mosaic.strips import STRIP
@@ -39,7 +39,7 @@ def maxima(*arrays: Array) -> Float[Array, " k"]:
     groups = [x.size // GROUP for x in arrays]
     chunks = [min(_STRIPS, count // _SHAPE[0]) * _SHAPE[0] for count in groups]
     counts = [-(-count // chunk) for count, chunk in zip(groups, chunks, strict=True)]
-    ctas = min(max(counts), _CTAS * dispatch.multiprocessors())
+    ctas = min(max(counts), _CTAS * devices.multiprocessors())
 
     def kernel(*refs):
         *refs, out = (ref.at[lax.axis_index("batch")] for ref in refs)

@@ -12,9 +12,9 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import Axes
 from pallas_kernels.checks import CODES, WIDE, check_dtype
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.numerics import (
     Scaled,
     code_max,
@@ -36,7 +36,7 @@ def quantize_blocks(
     row: Block | None = None,
     transposed: Block | None = None,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> Copies:
     """Quantizes an array, its transpose or both, with scales of blocks.
 
@@ -90,7 +90,7 @@ def quantize_blocks(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _QuantizeBlocks(dispatch.Operation):
+class _QuantizeBlocks(operations.Operation):
     row: Block | None
     transposed: Block | None
     dtype: jnp.dtype

@@ -11,9 +11,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import Axes
 from pallas_kernels.checks import CODES, WIDE, check_dtype
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, strip_layout
 from pallas_kernels.mosaic.elementwise import Stages
@@ -34,7 +34,7 @@ def quantize_columns(
     x: Float[Array, "count k n"],
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> Scaled:
     """Quantizes matrices with a scale per column, and transposes them.
 
@@ -70,7 +70,7 @@ def quantize_columns(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _QuantizeColumns(dispatch.Operation):
+class _QuantizeColumns(operations.Operation):
     """`quantize_columns`."""
 
     dtype: jnp.dtype

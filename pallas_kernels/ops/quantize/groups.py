@@ -7,18 +7,18 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import (
-    Axes,
-    as_it_is,
-    grouped,
-    tokens,
-)
 from pallas_kernels.checks import (
     CODES,
     WIDE,
     check_dtype,
     positive_int,
+)
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import (
+    Axes,
+    as_it_is,
+    grouped,
+    tokens,
 )
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.codec import decode
@@ -43,7 +43,7 @@ def quantize_groups(
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     group: int = 16,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Scaled:
     """Quantizes with one scale per group of `group` neighbours on the last axis.
@@ -80,7 +80,7 @@ def quantize_groups(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _QuantizeGroups(dispatch.Operation):
+class _QuantizeGroups(operations.Operation):
     dtype: jnp.dtype
     group: int
     tuning: Tuning | None
@@ -114,7 +114,7 @@ def quantize_rows(
     *,
     dtype: DTypeLike = jnp.float8_e4m3fn,
     after: Array | None = None,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: NormTuning | None = None,
 ) -> Scaled:
     """Quantizes with per-token scales, which `matmul` takes for activations.
@@ -149,7 +149,7 @@ def quantize_rows(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _QuantizeRows(dispatch.Operation):
+class _QuantizeRows(operations.Operation):
     dtype: jnp.dtype
     tuning: NormTuning | None
     name = "quantize_rows"
@@ -178,7 +178,7 @@ def dequantize_groups(
     groups: Scaled,
     *,
     dtype: DTypeLike = jnp.bfloat16,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "... n"]:
     """Dequantizes groups: computes `code * scale` in float32, and casts to `dtype`.
@@ -199,7 +199,7 @@ def dequantize_groups(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _DequantizeGroups(dispatch.Operation):
+class _DequantizeGroups(operations.Operation):
     dtype: jnp.dtype
     tuning: Tuning | None
     name = "dequantize_groups"

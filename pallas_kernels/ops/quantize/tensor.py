@@ -15,9 +15,16 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes, alike, as_it_is, tokens, transposed_tokens
 from pallas_kernels.checks import CODES, WIDE, check_dtype, scalar
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import (
+    WHOLE,
+    Axes,
+    alike,
+    as_it_is,
+    tokens,
+    transposed_tokens,
+)
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.codec import LANES
 from pallas_kernels.mosaic.strips import Encoding, Tuning
@@ -46,7 +53,7 @@ def quantize_tensor(
     merge: bool = True,
     keep_maxima: bool = False,
     after: Array | None = None,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Codes:
     """Quantizes with a per-tensor scale; can transpose the codes.
@@ -97,7 +104,7 @@ def quantize_tensor(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _QuantizeTensor(dispatch.Operation):
+class _QuantizeTensor(operations.Operation):
     dtype: jnp.dtype
     row: bool
     transposed: bool
@@ -162,7 +169,7 @@ class _QuantizeTensor(dispatch.Operation):
 def transpose(
     codes: Float[Array, "... n"],
     *,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
     tuning: Tuning | None = None,
 ) -> Float[Array, "n tokens"]:
     """Transposes FP8 codes [..., n] to [n, tokens]; all leading axes are tokens.
@@ -182,7 +189,7 @@ def transpose(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Transpose(dispatch.Operation):
+class _Transpose(operations.Operation):
     tuning: Tuning | None
     name = "transpose"
 
@@ -212,7 +219,7 @@ class _Transpose(dispatch.Operation):
 def maxima(
     x: Float[Array, "..."],
     *more: Float[Array, "..."],
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> Float[Array, " k"]:
     """Computes the amax of parts of all arrays, float32; NaN if a part has a NaN.
 
@@ -239,7 +246,7 @@ def maxima(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Maxima(dispatch.Operation):
+class _Maxima(operations.Operation):
     name = "maxima"
 
     def obstacle(self, *arrays) -> str | None:
@@ -270,7 +277,7 @@ class Bound(NamedTuple):
 def tensor_scales(
     *bounds: Bound,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> tuple[Float[Array, ""], ...]:
     """Computes a per-tensor scale from each bound of a tensor's amax.
 
@@ -305,7 +312,7 @@ def tensor_scales(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _TensorScales(dispatch.Operation):
+class _TensorScales(operations.Operation):
     """`tensor_scales` of the maxima of each bound.
 
     Attributes:

@@ -13,9 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
-from pallas_kernels.axes import WHOLE, Axes
 from pallas_kernels.checks import CODES, check_dtype, scalar
+from pallas_kernels.dispatch import operations
+from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
 from pallas_kernels.mosaic.elementwise import (
@@ -44,7 +44,7 @@ def join_heads(
     *,
     dtype: DTypeLike = jnp.float8_e5m2,
     keep_maxima: bool = False,
-    implementation: dispatch.Implementation | None = None,
+    implementation: operations.Implementation | None = None,
 ) -> Codes:
     """Computes the gradient of the QKV projection's output, as per-tensor codes.
 
@@ -99,7 +99,7 @@ def join_heads(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _JoinHeads(dispatch.Operation):
+class _JoinHeads(operations.Operation):
     dtype: jnp.dtype
     keep_maxima: bool
     name = "join_heads"

@@ -21,7 +21,7 @@ active: contextvars.ContextVar[bool] = contextvars.ContextVar("active", default=
 def for_hopper() -> Iterator[None]:
     """Traces functions in this context as for a Hopper GPU, with stand-ins.
 
-    Trace them anew (`dispatch.traced_anew`): traces with stand-ins must not be reused.
+    Trace them in `operations.traced_anew`: traces with stand-ins must not be reused.
     """
     token = active.set(True)
     try:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from pallas_kernels import array_types, placement, stand_ins
-from pallas_kernels.axes import Axes
+from pallas_kernels.dispatch import array_types, devices, placement, stand_ins
+from pallas_kernels.dispatch.axes import Axes
 
 # `mosaic` is a Pallas kernel for Hopper GPUs. `reference` is the same operation in jnp,
 # for any device.
@@ -23,31 +23,6 @@ Implementation = Literal["mosaic", "reference"]
 
 # The fewest elements of an array with which it matters whether a kernel runs.
 _LARGE = 2**20
-
-
-def has_hopper() -> bool:
-    """Returns whether JAX's default device is a GPU with compute capability 9.0.
-
-    A program that is traced with stand-ins is one for such a GPU.
-    """
-    if stand_ins.active.get():
-        return True
-    device = array_types.default_device()
-    return device.platform == "gpu" and device.compute_capability == "9.0"
-
-
-def has_gpu() -> bool:
-    """Returns whether JAX's default device is a GPU."""
-    return array_types.default_device().platform == "gpu"
-
-
-def multiprocessors() -> int:
-    """Returns the number of multiprocessors of the target GPU; 132 if it is unknown."""
-    # An abstract device is the target of a compilation without that GPU.
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None and abstract.num_cores:
-        return abstract.num_cores
-    return getattr(array_types.default_device(), "core_count", None) or 132
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,8 +211,7 @@ def _choose(
             why += filter(None, [objection])
         implementation = "reference" if why else "mosaic"
         reason = (
-            "; ".join(why)
-            or f"{array_types.default_device().device_kind} is a Hopper GPU"
+            "; ".join(why) or f"{devices.default_device().device_kind} is a Hopper GPU"
         )
     elif implementation == "mosaic" and (why := operation.obstacle(*arrays)):
         raise ValueError(f"the kernel cannot run: {why}")
@@ -265,8 +239,8 @@ def warn_once(message: str) -> None:
 
 def _against_kernels(arrays: tuple) -> list[str]:
     """Returns why the reference runs by default; empty if the kernel can."""
-    if not has_hopper():
-        device = array_types.default_device()
+    if not devices.has_hopper():
+        device = devices.default_device()
         capability = getattr(device, "compute_capability", None)
         if capability is None:
             return [f"{device.device_kind} is no Hopper GPU"]

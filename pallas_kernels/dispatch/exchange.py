@@ -6,10 +6,10 @@ from typing import ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from pallas_kernels.array_types import mesh_of
-from pallas_kernels.axes import Axes, as_it_is, tokens
+from pallas_kernels.dispatch.array_types import mesh_of
+from pallas_kernels.dispatch.axes import Axes, as_it_is, tokens
+from pallas_kernels.dispatch.placement import on_parts
 from pallas_kernels.numerics import behind
-from pallas_kernels.placement import on_parts
 
 
 def total(x: Array) -> Array:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from pallas_kernels import lowering
+from pallas_kernels.dispatch import lowering
 
 # Calls that are inlined, with the parameter that holds their program. Nothing maps the
 # inlined program, so rules for `vmap` have no use.

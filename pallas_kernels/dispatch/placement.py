@@ -23,9 +23,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from pallas_kernels import views
-from pallas_kernels.array_types import mesh_of
-from pallas_kernels.axes import Axes
+from pallas_kernels.dispatch import views
+from pallas_kernels.dispatch.array_types import mesh_of
+from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.numerics import float_bits, floats, magnitude
 
 Specs = Sequence[Sequence[Any]]
@@ -35,7 +35,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     """Runs an operation on the part of its arrays that each device has.
 
     Args:
-      operation: A `dispatch.Operation`.
+      operation: A `operations.Operation`.
       *arrays: Its arrays, spread over a mesh that is not manual.
     """
 

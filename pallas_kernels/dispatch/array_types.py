@@ -20,20 +20,6 @@ from pallas_kernels.numerics import floats, magnitude_bits
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
 
 
-def default_device() -> jax.Device:
-    """Returns the device that programs run on if their arrays say nothing else."""
-    return jax.devices()[0]
-
-
-def target_platform() -> str:
-    """Returns the platform that the program is traced for, such as "gpu".
-
-    An abstract mesh may have a device to compile for. Otherwise it is the default one.
-    """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (device or default_device()).platform
-
-
 def mesh_of(arrays: Any) -> AbstractMesh | None:
     """Returns the mesh over which arrays may be spread.
 
