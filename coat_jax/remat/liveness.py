@@ -11,6 +11,7 @@ last one that reads them:
   the matmuls of weights' gradients.
 - The stacked results of a loop exist before it starts. Slices of its stacked operands
   are copied, unless they are fused with their readers.
+- A matmul writes its result in 16 bits if its only reader rounds it to them.
 - A fused operation, or a loop, writes to the memory of an operand of the same size that
   nothing reads later.
 
@@ -19,10 +20,12 @@ what an allocator without gaps would need.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core
 
 from coat_jax.programs.primitives import Kind, bodies_of, does_work, kind_of
@@ -199,6 +202,9 @@ class _Program:
     def __init__(self) -> None:
         self.values: dict[Any, _Value] = {}
         self.steps: list[_Step] = []
+        self._readers: Counter[core.Var] = Counter()
+        # The results of matmuls that have one reader.
+        self._products: set[Held] = set()
 
     def value(self, var: Any) -> _Value:
         if isinstance(var, core.Literal) or var not in self.values:
@@ -215,10 +221,14 @@ class _Program:
         return value.held
 
     def run(self, jaxpr: core.Jaxpr) -> None:
+        read = [var for eqn in jaxpr.eqns for var in eqn.invars] + jaxpr.outvars
+        self._readers.update(var for var in read if isinstance(var, core.Var))
         for eqn in jaxpr.eqns:
             name, kind = eqn.primitive.name, kind_of(eqn)
             if name == "scan":
                 self._loop(eqn)
+            elif self._rounds_a_product(eqn):
+                self._round(eqn)
             elif (body := _inlined(eqn)) is not None:
                 self._call(body, eqn)
             elif kind is Kind.MARK or (kind is Kind.VIEW and name != "rev"):
@@ -227,6 +237,9 @@ class _Program:
                 self._write(eqn, self._sources(eqn))
             elif kind is Kind.WRITE or does_work(eqn):
                 self._write(eqn, frozenset(map(self.written, eqn.invars)))
+                if name == "dot_general":
+                    self._products.add(self.written(eqn.outvars[0]))
+                    self._keep_products(eqn.outvars)
             else:
                 reads = self._sources(eqn)
                 for var in eqn.outvars:
@@ -241,6 +254,28 @@ class _Program:
         self.run(body)
         for inner, outer in zip(body.outvars, eqn.outvars, strict=True):
             self.values[outer] = self.value(inner)
+        self._keep_products(eqn.outvars)
+
+    def _keep_products(self, results: Sequence[core.Var]) -> None:
+        """Forgets which results are products if they have several readers."""
+        for var in results:
+            if self._readers[var] > 1:
+                self._products.discard(self.value(var).held)
+
+    def _rounds_a_product(self, eqn: core.JaxprEqn) -> bool:
+        """Returns whether an operation rounds a matmul that nothing else reads."""
+        if eqn.primitive.name != "convert_element_type":
+            return False
+        is_product = self.value(eqn.invars[0]).held in self._products
+        return is_product and eqn.params["new_dtype"] in (jnp.bfloat16, jnp.float16)
+
+    def _round(self, eqn: core.JaxprEqn) -> None:
+        """Lets the matmul itself write the rounded result."""
+        [operand], [result] = eqn.invars, eqn.outvars
+        array = self.written(operand)
+        array.dtype = result.aval.dtype
+        array.nbytes = result.aval.size * result.aval.dtype.itemsize
+        self.values[result] = _Value(result.aval, held=array)
 
     def _view(self, eqn: core.JaxprEqn) -> None:
         for operand, result in zip(eqn.invars, eqn.outvars, strict=True):

@@ -38,6 +38,8 @@ from experiments.common.results import (
     default_path,
     joined,
     known_rows,
+    read_results,
+    write_json,
     write_results,
 )
 from experiments.common.tables import Column
@@ -90,6 +92,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
+    if args.predict:
+        predict_again(args.out)
+        return
     # This process reads the device's name, and leaves the memory to those that measure.
     take_memory(at_once=False)
     try:
@@ -116,7 +121,24 @@ def parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", choices=_PARTS, default=default, metavar="PART")
     add("--steps", type=int, default=6, help="timed, after two that are not")
     add("--out", type=Path, default=default_path("release"), help="rows are added")
+    help = "only predict the peaks of the file's rows again, which needs no GPU"
+    add("--predict", action="store_true", help=help)
     return top
+
+
+def predict_again(path: Path) -> None:
+    """Replaces the predictions in a results file, beside what was measured."""
+    results = read_results(path)
+    rows = [row | predicted(run_of(row)) for row in results["rows"]]
+    again = [bar._asdict() for bar in bars(rows)]
+    write_json(path, results | {"rows": rows, "bars": again})
+
+
+def run_of(row: Row) -> Run:
+    """Returns the run that measured a row."""
+    preset = ModelSize.of_row(row).preset
+    sizes = {name: row[name] for name in ("batch", "layers", "seq", "gpus")}
+    return Run(row["part"], preset, row["case"], **sizes)
 
 
 def predicted(run: Run) -> Row:

@@ -76,6 +76,25 @@ def test_casts_of_weights_are_copies_of_them():
     assert sorted(matrices) == [("copy", SIZE // 2)] + 2 * [("temporary", SIZE // 2)]
 
 
+@pytest.mark.parametrize(
+    ("read", "matrices"),
+    [
+        (lambda y: y.astype(jnp.bfloat16), 0.5),
+        (lambda y: y.T.astype(jnp.bfloat16), 0.5),
+        (lambda y: (y.astype(jnp.bfloat16), y), 1.5),
+        # What has as many bytes is written in its place.
+        (lambda y: y.astype(jnp.int32), 1),
+        (lambda y: y.astype(jnp.bfloat16) + jnp.sum(y), 1),
+    ],
+)
+def test_a_product_is_narrow_if_its_only_reader_rounds_it(read, matrices):
+    # A jitted function is inlined.
+    product = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    with operations.traced_anew():
+        traced = liveness(lambda x: read(product(x)), X)
+    assert total_bytes(peak(traced.forward)) / SIZE == pytest.approx(matrices, abs=0.01)
+
+
 def test_an_array_that_is_saved_twice_counts_once():
     def twice(x):
         y = jnp.exp(x)
