@@ -1,6 +1,6 @@
 """Finds the parameter that an array of an optimizer's state belongs to."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -10,6 +10,8 @@ from jax.tree_util import GetAttrKey
 from coat_jax.optimizers.moment import KNOWN
 
 Path = tuple[Any, ...]
+# Fields of `optax.inject_hyperparams`, with names that a parameter may have, too.
+_HYPERPARAMETERS = ("hyperparams", "hyperparams_states")
 
 
 def fields_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
@@ -48,3 +50,29 @@ def field_of(
         if is_attribute and field[-1].name in KNOWN.get(fields.get(field), ()):
             return field, place
     return found[0] if found else (None, ())
+
+
+def owner_of(
+    path: Path, params: Collection[Path], fields: Mapping, param_fields: Mapping
+) -> Path | None:
+    """Returns the path of the parameter that a leaf of a state belongs to, or None.
+
+    The path is the longest end of the leaf's path that leads through the same named
+    tuples as in the parameters. Shapes do not count, as factored moments have others.
+
+    Args:
+      path: The path of the leaf in the state.
+      params: The paths of the parameters.
+      fields: The state's `fields_of`, as a dict.
+      param_fields: The parameters' `fields_of`, as a dict.
+    """
+    if any(getattr(key, "name", None) in _HYPERPARAMETERS for key in path):
+        return None
+    for start in range(len(path) + 1):
+        place = path[start:]
+        if place in params and all(
+            fields.get(path[: start + end]) == param_fields.get(place[:end])
+            for end in range(1, len(place) + 1)
+        ):
+            return place
+    return None

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Key
 
 from coat_jax.optimizers.batch import as_dtype
 from coat_jax.optimizers.fused import FusedRequest, requested_update
-from coat_jax.optimizers.places import Path, field_of, fields_of
+from coat_jax.optimizers.places import Path, fields_of, owner_of
 from coat_jax.optimizers.step import Stacks
 from coat_jax.optimizers.trees import by_path, is_quantized, unboxed
 
@@ -221,16 +221,18 @@ def _owners(
     params: optax.Params, state: optax.OptState
 ) -> Iterator[tuple[Path, int | None]]:
     """Yields the path of each node of a state, and the index of its parameter."""
-    of_path = by_path(unboxed(params))
-    index = {path: j for j, path in enumerate(of_path)}
-    state = unboxed(state)
-    fields = dict(fields_of(state))
+    params, state = unboxed(params), unboxed(state)
+    index = {path: j for j, path in enumerate(by_path(params))}
+    fields = dict(fields_of(state)), dict(fields_of(params))
     for path, node in by_path(state, is_leaf=is_quantized).items():
-        field, param_path = field_of(path, jnp.shape(node), of_path, fields)
-        if field is None:  # Factored moments do not have their parameter's shape.
-            ends = (path[start:] for start in range(len(path)))
-            param_path = next((end for end in ends if end in index), None)
-        yield path, index.get(param_path)
+        owner = owner_of(path, index, *fields)
+        # A tree that is one array does not tell its moments from counts by paths.
+        is_count = owner == () and jnp.issubdtype(_dtype_of(node), jnp.integer)
+        yield path, None if is_count else index.get(owner)
+
+
+def _dtype_of(node: Any) -> Any:
+    return jnp.float32 if is_quantized(node) else jnp.result_type(node)
 
 
 def _like(node: Any, arrays: Sequence[Array]) -> Any:

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import small_models, vision
+from helpers import released, small_models, vision
 from helpers.gradients import assert_close, compiled, cosine
 from helpers.marks import slow
 from helpers.models import normal, parameters
 
+import coat_jax as coat
 from coat_jax.models import llama, vit, vlm
 
 IMAGE = 127
@@ -221,3 +222,17 @@ def test_sequences_without_images_are_refused_by_name():
     model = nnx.eval_shape(lambda: make(config()))
     with pytest.raises(ValueError, match="one image or more"):
         model.encode(jnp.zeros((2, 0, 16, 16, 3)))
+
+
+@pytest.mark.parametrize("recipe", ["coat", slow("bf16")])
+def test_encoder_and_text_step_inside_backward(recipe):
+    graph, params = split(config(recipe))
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    arguments, targets = tokens()[:, :-1], tokens()[:, 1:]
+
+    def loss(params, images):
+        model = nnx.merge(graph, params)
+        return vlm.cross_entropy(model, images, arguments, targets, targets != IMAGE)
+
+    tx, key = coat.fp8_adamw(1e-3), jax.random.key(0)
+    released.assert_steps_equal(loss, tx, params, images(), key=key)

@@ -1,5 +1,7 @@
 """Tests programs and optimizers under which a step inside backward could be wrong."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -162,3 +164,52 @@ def test_losses_are_floating_scalars(value):
     step = coat.value_and_update(lambda params, x: value, SGD)
     with pytest.raises(TypeError, match="loss must return a floating scalar"):
         step(TWO, SGD.init(TWO), X)
+
+
+# --- Names and shapes by which arrays of a state could be taken for another's. ---
+class Counted(NamedTuple):
+    count: jax.Array
+    w: jax.Array
+
+
+def one_layer(params, x):
+    *_, w = jax.tree.leaves(params)
+    return jnp.mean(layer(w, x) ** 2) + sum(
+        jnp.sum(jnp.sin(p)) for p in jax.tree.leaves(params)
+    )
+
+
+LOOKALIKES = [
+    Counted(count=array(), w=array(8, 8)),
+    Counted(count=array(8), w=array(8, 8)),
+    # A factored moment of the second has the shape of the first.
+    {"w": array(8), "z": {"w": array(8, 8)}},
+    {"learning_rate": array(8), "w": array(8, 8)},
+    {"learning_rate": array(), "w": array(8, 8)},
+    {"mu": {"nu": array(8, 8)}, "nu": array(8, 8)},
+    [array(8), (array(8, 8), array(8, 8))],
+]
+
+
+@pytest.mark.parametrize(
+    "params", LOOKALIKES, ids=lambda p: str(jax.tree.map(jnp.shape, p))
+)
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.adam(1e-2),
+        optax.inject_hyperparams(coat.fp8_adamw)(learning_rate=1e-2),
+        optax.adafactor(1e-2, min_dim_size_to_factor=4, clipping_threshold=None),
+        optax.chain(
+            optax.trace(0.9), optax.scale_by_schedule(lambda n: -0.1 / (n + 1))
+        ),
+    ],
+    ids=["adam", "fp8_adamw", "adafactor", "schedule"],
+)
+def test_states_are_their_parameters_whatever_the_names(params, tx):
+    assert_steps_equal(one_layer, tx, params)
+
+
+@pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.novograd(1e-2)])
+def test_one_scalar_steps(tx):
+    assert_steps_equal(lambda w, x: jnp.mean(jnp.tanh(w * x) ** 2), tx, array())
