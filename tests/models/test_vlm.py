@@ -224,7 +224,8 @@ def test_sequences_without_images_are_refused_by_name():
         model.encode(jnp.zeros((2, 0, 16, 16, 3)))
 
 
-@pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
 def test_encoder_and_text_step_inside_backward(recipe):
     graph, params = split(config(recipe))
     params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
