@@ -10,7 +10,6 @@ position. Padding is masked. RoPE depends on distances between positions only, s
 does not matter at which position a prompt begins.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +21,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from coat_jax.models import stop_strings as stops
 from coat_jax.models.llama import Llama
+from coat_jax.models.sampling import Sampling
 from pallas_kernels.checks import check_positive
 
 Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
@@ -32,66 +33,13 @@ class Generated(NamedTuple):
     """The tokens that follow prompts.
 
     Attributes:
-      tokens: The tokens, with zeros after a stop token.
-      lengths: The number of tokens of each prompt that come before a stop token.
+      tokens: The tokens, with zeros after a stop token or string.
+      lengths: The number of tokens of each prompt, without a stop token. If a stop
+        string ends in a token, this token is the last that counts.
     """
 
     tokens: Int[Array, "b n"]
     lengths: Int[Array, " b"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """The choice of a next token from its logits.
-
-    Attributes:
-      temperature: The number that divides logits; 0 chooses the most likely token.
-      top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: Least total probability of the most likely tokens to choose from;
-        None means 1. The token that reaches it is among them.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature must be at least 0 and finite, got {self.temperature}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k must be positive, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-
-    def choose(
-        self, scores: Float[Array, "b vocab"], key: Key[Array, ""] | None
-    ) -> Int[Array, " b"]:
-        """Returns a token for each row of logits."""
-        if not self.temperature:
-            return jnp.argmax(scores, axis=-1)
-        return jax.random.categorical(key, self.masked(scores / self.temperature))
-
-    def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
-        """Returns the logits with -inf for all tokens that must not be chosen.
-
-        Among equal logits at the border, tokens of smaller numbers are kept.
-        """
-        if self.top_k is None and self.top_p is None:
-            return scores
-        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
-        ranked = jnp.take_along_axis(scores, order, axis=-1)
-        ranks = jnp.arange(scores.shape[-1])
-        kept = ranks < (self.top_k or scores.shape[-1])
-        ranked = jnp.where(kept, ranked, -jnp.inf)
-        if self.top_p is not None:
-            likely = jax.nn.softmax(ranked, axis=-1)
-            before = jnp.cumsum(likely, axis=-1) - likely
-            # A sum can round up to `top_p` too early, but the first token stays.
-            kept &= (before < self.top_p) | (ranks == 0)
-            ranked = jnp.where(kept, ranked, -jnp.inf)
-        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
 
 
 def generate(
@@ -100,13 +48,15 @@ def generate(
     *,
     max_new_tokens: int,
     stop_tokens: Sequence[int] = (),
-    temperature: float = 0.0,
+    stop_strings: Sequence[str] = (),
+    token_bytes: Sequence[bytes] | None = None,
+    temperature: float | Sequence[float] | Float[Array, " b"] = 0.0,
     top_k: int | None = None,
     top_p: float | None = None,
     key: Key[Array, ""] | None = None,
     prompt_length: int | None = None,
 ) -> Generated:
-    """Generates the tokens that follow prompts, until a stop token or for a number.
+    """Generates the tokens that follow prompts, until a stop or for a number.
 
     The function compiles once for each number and length of prompts, and for each set
     of options. It can be called within `jax.jit` if the prompts are an array.
@@ -122,7 +72,13 @@ def generate(
       max_new_tokens: The largest number of tokens to generate for a prompt.
       stop_tokens: Tokens that end a prompt's generation. It stops as a whole when all
         prompts have ended.
-      temperature: The number that divides logits; 0 always takes the most likely token.
+      stop_strings: Strings that end a prompt's generation when they occur in its text
+        after the prompt, whatever tokens spell them. The last token may go on after
+        the string.
+      token_bytes: The bytes of each token in text, which `stop_strings` need; see
+        `coat_jax.models.hf.token_bytes`.
+      temperature: The number that divides logits, or one for each prompt; 0 always
+        takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
       top_p: The probability that the most likely tokens to choose from have together,
         at least; None means all tokens.
@@ -133,8 +89,8 @@ def generate(
     Raises:
       ValueError: If an option is invalid, if a prompt is no sequence of integers, is
         empty or is longer than `prompt_length`, if a token is not in the vocabulary
-        (unless its value is unknown, within `jax.jit`), or if a temperature above 0
-        comes without a key.
+        (unless its value is unknown, within `jax.jit`), if a temperature above 0 comes
+        without a key, or stop strings without the bytes of all tokens.
 
     Examples:
       >>> import coat_jax as coat
@@ -148,15 +104,26 @@ def generate(
       (2, 5)
     """
     check_positive(max_new_tokens=max_new_tokens)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
-    if temperature and key is None:
-        raise ValueError(f"a temperature above 0 needs a key, got {temperature}")
+    sampling = Sampling(top_k=top_k, top_p=top_p)
     stop_tokens = tuple(map(int, stop_tokens))
     _check_vocabulary("stop_tokens", np.array(stop_tokens, int), model)
+    table = _transitions(stop_strings, token_bytes, model)
     tokens, starts = _padded(prompts, prompt_length, model)
+    temperatures, is_drawn = _temperatures(temperature, len(tokens))
+    if is_drawn and key is None:
+        raise ValueError(f"a temperature above 0 needs a key, got {temperature}")
     graph, state = nnx.split(model)
     return _generate(
-        graph, state, tokens, starts, key, max_new_tokens, stop_tokens, sampling
+        graph,
+        state,
+        tokens,
+        starts,
+        temperatures,
+        key if is_drawn else None,
+        table,
+        max_new_tokens,
+        stop_tokens,
+        sampling,
     )
 
 
@@ -179,7 +146,8 @@ class _Loop(NamedTuple):
       count: The number of tokens that were chosen.
       tokens: The tokens, with zeros for those to come.
       lengths: The number of tokens of each prompt, without a stop token.
-      ended: Whether a stop token was chosen.
+      ended: Whether a stop token was chosen, or a stop string has ended.
+      stop_states: The states of `stop_strings` after the tokens.
       scores: The logits of the next token.
       cache: The keys and values of the prompts and of the chosen tokens.
     """
@@ -188,17 +156,20 @@ class _Loop(NamedTuple):
     tokens: Int[Array, "b n"]
     lengths: Int[Array, " b"]
     ended: Bool[Array, " b"]
+    stop_states: Int[Array, " b"]
     scores: Float[Array, "b vocab"]
     cache: _Cache
 
 
-@functools.partial(jax.jit, static_argnums=(0, 5, 6, 7))
+@functools.partial(jax.jit, static_argnums=(0, 7, 8, 9))
 def _generate(
     graph: Any,
     state: nnx.State,
     tokens: Int[Array, "b p"],
     starts: Int[Array, " b"],
+    temperatures: Float[Array, " b"],
     key: Key[Array, ""] | None,
+    stop_table: Int[Array, "states vocab"] | None,
     max_new_tokens: int,
     stop_tokens: tuple[int, ...],
     sampling: Sampling,
@@ -212,23 +183,31 @@ def _generate(
 
     def step(loop: _Loop) -> _Loop:
         own = None if key is None else jax.random.fold_in(key, loop.count)
-        chosen = sampling.choose(loop.scores, own).astype(tokens.dtype)
+        chosen = sampling.choose(loop.scores, temperatures, own).astype(tokens.dtype)
         chosen = jnp.where(loop.ended, 0, chosen)
-        stops = jnp.isin(chosen, jnp.array(stop_tokens, tokens.dtype)) & ~loop.ended
-        ended = loop.ended | stops
+        is_stop = jnp.isin(chosen, jnp.array(stop_tokens, tokens.dtype))
+        counts = ~(loop.ended | is_stop)
+        stop_states = loop.stop_states
+        if stop_table is not None:
+            stop_states = jnp.where(
+                counts, stop_table[stop_states, chosen], stop_states
+            )
+        ended = ~counts | (stop_states == stops.FOUND)
         scores, cache = _decode(model, chosen, first + loop.count, starts, loop.cache)
         return _Loop(
             count=loop.count + 1,
             tokens=loop.tokens.at[:, loop.count].set(chosen),
-            lengths=loop.lengths + ~ended,
+            lengths=loop.lengths + counts,
             ended=ended,
+            stop_states=stop_states,
             scores=scores,
             cache=cache,
         )
 
     zeros = jnp.zeros(batch, tokens.dtype)
     none = jnp.zeros((batch, max_new_tokens), tokens.dtype)
-    loop = _Loop(jnp.int32(0), none, zeros, zeros > 0, scores, cache)
+    start = jnp.full_like(zeros, stops.START)
+    loop = _Loop(jnp.int32(0), none, zeros, zeros > 0, start, scores, cache)
     loop = lax.while_loop(go_on, step, loop)
     return Generated(loop.tokens, loop.lengths)
 
@@ -308,6 +287,52 @@ def _decode(
 def _scores(model: Llama, x: Float[Array, "b s h"]) -> Float[Array, "b vocab"]:
     """Returns the logits after the last position."""
     return model.logits(model.final_norm(x[:, -1:])[:, 0])
+
+
+def _temperatures(
+    temperature: float | Sequence[float] | Array, batch: int
+) -> tuple[Float[Array, " b"], bool]:
+    """Returns a temperature for each prompt, and whether any token is drawn.
+
+    Raises:
+      ValueError: If there is not one for each, or one is negative or not finite.
+    """
+    if isinstance(temperature, jax.core.Tracer):
+        return jnp.broadcast_to(temperature, batch).astype(jnp.float32), True
+    numbers = np.asarray(temperature, np.float32)
+    if numbers.shape not in ((), (batch,)):
+        raise ValueError(
+            f"temperature must be a number, or one for each of {batch} prompts, got "
+            f"shape {numbers.shape}"
+        )
+    if not np.all((numbers >= 0) & np.isfinite(numbers)):
+        raise ValueError(
+            f"temperature must be at least 0 and finite, got {temperature}"
+        )
+    return jnp.broadcast_to(numbers, batch), bool(numbers.any())
+
+
+def _transitions(
+    strings: Sequence[str], token_bytes: Sequence[bytes] | None, model: Llama
+) -> Int[Array, "states vocab"] | None:
+    """Returns the table of stop strings; None if there are none.
+
+    Raises:
+      ValueError: If the bytes of a token are missing.
+    """
+    if isinstance(strings, str):
+        raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
+    if not strings:
+        return None
+    size = model.config.vocab_size
+    spelled = "none" if token_bytes is None else len(token_bytes)
+    if token_bytes is None or len(token_bytes) > size:
+        raise ValueError(
+            f"stop_strings need token_bytes of the vocabulary of {size}, got {spelled}"
+        )
+    # A vocabulary may be padded with tokens that no tokenizer has.
+    padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
+    return stops.transitions(tuple(strings), padded)
 
 
 def _padded(

@@ -11,8 +11,8 @@ from helpers import small_models
 from helpers.gradients import compiled
 
 import coat_jax as coat
-from coat_jax.models import generation, llama
-from coat_jax.models.generation import Sampling
+from coat_jax.models import generation, llama, stop_strings
+from coat_jax.models.sampling import Sampling
 
 PROMPTS = [[5, 9, 2, 7, 1, 8, 3], [4], [11, 12, 13, 120]]
 
@@ -136,7 +136,7 @@ def test_sampling_keeps_the_most_likely_tokens():
     scores = jnp.log(jnp.array(shares, jnp.float32))
 
     def kept(**options):
-        masked = Sampling(temperature=1.0, **options).masked(scores)
+        masked = Sampling(**options).masked(scores)
         actual = np.isfinite(masked)
         np.testing.assert_array_equal(np.asarray(masked)[actual], scores[actual])
         return [np.flatnonzero(row).tolist() for row in actual]
@@ -154,8 +154,9 @@ def test_sampled_tokens_have_the_probabilities_of_the_logits():
     shares = np.array([0.1, 0.6, 0.3])
     scores = jnp.broadcast_to(jnp.log(jnp.array(shares)), (20_000, 3))
     for options, power in (({}, 1.0), ({"top_k": 2}, 1.0), ({"top_p": 0.8}, 2.0)):
-        sampling = Sampling(temperature=1 / power, **options)
-        actual = np.bincount(sampling.choose(scores, jax.random.key(1)), minlength=3)
+        temperatures = jnp.full(20_000, 1 / power)
+        chosen = Sampling(**options).choose(scores, temperatures, jax.random.key(1))
+        actual = np.bincount(chosen, minlength=3)
         expected = shares**power * ([1, 1, 1] if not options else [0, 1, 1])
         np.testing.assert_allclose(
             actual / 20_000, expected / expected.sum(), atol=0.02
@@ -172,12 +173,74 @@ def test_a_key_decides_the_sampled_tokens():
     assert actual[0] == actual[1] != actual[2]
 
 
+def test_prompts_have_temperatures_of_their_own():
+    net = model(dtype=jnp.float32)
+    options = {"max_new_tokens": 8, "key": jax.random.key(0)}
+    greedy, warm, mixed = (
+        coat.generate(net, PROMPTS, temperature=temperature, **options).tokens.tolist()
+        for temperature in (0.0, 3.0, [0.0, 3.0, 0.0])
+    )
+    assert mixed == [greedy[0], warm[1], greedy[2]]
+    assert greedy[1] != warm[1]
+
+
+def spelling(token: int) -> bytes:
+    """Returns two letters, among which letters of tokens are repeated."""
+    return bytes([97 + token % 5, 97 + token % 3])
+
+
+def test_a_stop_string_ends_its_prompt_alone():
+    net = model(dtype=jnp.float32)
+    free = coat.generate(net, PROMPTS, max_new_tokens=6).tokens.tolist()
+    texts = [b"".join(map(spelling, tokens)).decode() for tokens in free]
+    string = texts[0][3:6]  # It begins within the second token.
+    actual = coat.generate(
+        net,
+        PROMPTS,
+        max_new_tokens=6,
+        stop_strings=["zz", string],
+        token_bytes=[spelling(token) for token in range(128)],
+    )
+    assert string in texts[0]
+    for tokens, length, all_tokens, text in zip(*actual, free, texts, strict=True):
+        place = text.find(string)
+        end = 6 if place < 0 else (place + len(string) + 1) // 2
+        assert length == end
+        assert tokens.tolist() == all_tokens[:end] + (6 - end) * [0]
+
+
+@pytest.mark.parametrize(
+    "strings", [["ab"], ["aab", "b"], ["abab", "ba"], ["aaa", "\u00e9\U0001f600"]]
+)
+def test_strings_are_found_wherever_tokens_begin_and_end(strings):
+    rng = np.random.default_rng(0)
+    letters = "".join(strings).encode() + b"ab"
+    spellings = [b"", *(bytes([x]) for x in letters)]
+    spellings += [bytes(rng.choice([*letters], rng.integers(1, 6))) for _ in range(40)]
+    table = np.asarray(stop_strings.transitions(tuple(strings), tuple(spellings)))
+    for _ in range(100):
+        text, state = b"", stop_strings.START
+        for token in rng.integers(0, len(spellings), 12):
+            text, state = text + spellings[token], table[state, token]
+            is_there = any(string.encode() in text for string in strings)
+            assert (state == stop_strings.FOUND) == is_there
+            if is_there:
+                break
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens must be positive, got 0"),
         ({"temperature": -1.0}, "temperature must be at least 0 and finite, got -1.0"),
         ({"temperature": 1.0}, "a temperature above 0 needs a key, got 1.0"),
+        ({"temperature": [0.0, float("nan"), 1.0]}, "temperature must be at least 0"),
+        ({"temperature": [0.0, 1.0]}, r"for each of 3 prompts, got shape \(2,\)"),
+        ({"stop_strings": ["a"]}, "token_bytes of the vocabulary of 128, got none"),
+        ({"stop_strings": ["a"], "token_bytes": [b"a"] * 129}, "of 128, got 129"),
+        ({"stop_strings": "a"}, "stop_strings must be a list of strings, got 'a'"),
+        ({"stop_strings": [""], "token_bytes": [b"a"]}, "strings of text, got ''"),
+        ({"stop_strings": ["\ud800"], "token_bytes": [b"a"]}, "must be UTF-8"),
         ({"top_k": 0}, "top_k must be positive, got 0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"prompt_length": 6}, "at most prompt_length=6 tokens, got 7"),

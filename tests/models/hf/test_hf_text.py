@@ -4,6 +4,7 @@ import json
 import sys
 
 import pytest
+import tokenizers
 
 from coat_jax.models import hf
 
@@ -75,3 +76,60 @@ def test_what_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch, na
     arguments = (tmp_path,) if name == "tokenizers" else (tmp_path, MESSAGES)
     with pytest.raises(ImportError, match=rf"{name} is not installed.*coat-jax\[hf\]"):
         read(*arguments)
+
+
+TEXTS = [
+    "Hello  world,\n\tna\u00efve caf\u00e9 \U0001f600 42!",
+    "\u4f60\u597d ab\u2581c",
+]
+
+
+def byte_level():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet
+    )
+    tokenizer.train_from_iterator(["Hello world, hello world"], trainer)
+    return tokenizer
+
+
+def sentence_pieces():
+    letters = ["\u2581", *"Helo wrd,ab"]
+    pieces = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    pieces |= {letter: 256 + index for index, letter in enumerate(letters)}
+    pieces["lo"] = len(pieces)
+    model = tokenizers.models.BPE(pieces, [("l", "o")], byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    decoders = tokenizers.decoders
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<|end|>"])
+    return tokenizer
+
+
+@pytest.mark.parametrize("make", [byte_level, sentence_pieces])
+def test_the_bytes_of_tokens_are_the_text(make):
+    tokenizer = make()
+    spellings = hf.token_bytes(tokenizer)
+    assert len(spellings) == tokenizer.get_vocab_size()
+    for text in TEXTS:
+        ids = tokenizer.encode(text).ids
+        decoded = tokenizer.decode(ids, skip_special_tokens=False)
+        assert b"".join(spellings[token] for token in ids) == decoded.encode()
+    assert spellings[tokenizer.token_to_id("<|end|>")] == b"<|end|>"
+
+
+def test_bytes_of_unknown_decoders_are_refused():
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece({"a": 0}))
+    with pytest.raises(ValueError, match=r"must be ByteLevel.* got none"):
+        hf.token_bytes(tokenizer)
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    with pytest.raises(ValueError, match="got WordPiece"):
+        hf.token_bytes(tokenizer)

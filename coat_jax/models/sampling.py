@@ -1,0 +1,67 @@
+"""The choice of a next token from its logits."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The tokens that may be chosen.
+
+    Attributes:
+      top_k: The number of the most likely tokens to choose from; None means all.
+      top_p: Least total probability of the most likely tokens to choose from;
+        None means 1. The token that reaches it is among them.
+    """
+
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k must be positive, got {self.top_k}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+
+    def choose(
+        self,
+        scores: Float[Array, "b vocab"],
+        temperatures: Float[Array, " b"],
+        key: Key[Array, ""] | None,
+    ) -> Int[Array, " b"]:
+        """Returns a token for each row of logits.
+
+        Args:
+          scores: The logits.
+          temperatures: The number that divides each row; 0 takes the most likely token.
+          key: The key of the random choices; None takes the most likely tokens.
+        """
+        likeliest = jnp.argmax(scores, axis=-1)
+        if key is None:
+            return likeliest
+        divisors = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
+        drawn = jax.random.categorical(key, self.masked(scores / divisors))
+        return jnp.where(temperatures > 0, drawn, likeliest)
+
+    def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:
+        """Returns the logits with -inf for all tokens that must not be chosen.
+
+        Among equal logits at the border, tokens of smaller numbers are kept.
+        """
+        if self.top_k is None and self.top_p is None:
+            return scores
+        order = jnp.argsort(scores, axis=-1, descending=True, stable=True)
+        ranked = jnp.take_along_axis(scores, order, axis=-1)
+        ranks = jnp.arange(scores.shape[-1])
+        kept = ranks < (self.top_k or scores.shape[-1])
+        ranked = jnp.where(kept, ranked, -jnp.inf)
+        if self.top_p is not None:
+            likely = jax.nn.softmax(ranked, axis=-1)
+            before = jnp.cumsum(likely, axis=-1) - likely
+            # A sum can round up to `top_p` too early, but the first token stays.
+            kept &= (before < self.top_p) | (ranks == 0)
+            ranked = jnp.where(kept, ranked, -jnp.inf)
+        return jnp.take_along_axis(ranked, jnp.argsort(order, axis=-1), axis=-1)
