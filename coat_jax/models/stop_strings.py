@@ -1,9 +1,9 @@
 """Strings that end a generation, found in the bytes of tokens.
 
 A string may begin and end within tokens, and different tokens may spell it. So the
-tokens' bytes are followed by the automaton of Aho and Corasick (1975), whose state is
-the longest end of the bytes so far with which one of the strings begins. What a whole
-token does to each state is a row of a table, so that a step of generation is one look.
+automaton of Aho and Corasick (1975) follows the tokens' bytes. Its state is the longest
+end of the text so far with which a string begins. A table has the state to which a
+whole token leads from each state, so that a step of generation reads one number of it.
 """
 
 import functools
@@ -40,11 +40,11 @@ def transitions(
     lengths = np.array([len(spelling) for spelling in token_bytes], int)
     states = np.repeat(np.arange(len(by_byte))[:, None], len(token_bytes), axis=1)
     longest_first = np.argsort(-lengths, kind="stable")
-    for place in range(lengths.max(initial=0)):
-        # Only these tokens have a byte at this place.
-        tokens = longest_first[: int(np.sum(lengths > place))]
-        spelled = np.array([token_bytes[token][place] for token in tokens])
-        states[:, tokens] = by_byte[states[:, tokens], spelled]
+    for index in range(lengths.max(initial=0)):
+        # Only these tokens have a byte of this index.
+        tokens = longest_first[: int(np.sum(lengths > index))]
+        letters = np.array([token_bytes[token][index] for token in tokens])
+        states[:, tokens] = by_byte[states[:, tokens], letters]
     return jnp.asarray(states, jnp.int32)
 
 

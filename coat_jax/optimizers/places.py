@@ -69,10 +69,10 @@ def owner_of(
     if any(getattr(key, "name", None) in _HYPERPARAMETERS for key in path):
         return None
     for start in range(len(path) + 1):
-        place = path[start:]
-        if place in params and all(
-            fields.get(path[: start + end]) == param_fields.get(place[:end])
-            for end in range(1, len(place) + 1)
+        param_path = path[start:]
+        if param_path in params and all(
+            fields.get(path[: start + end]) == param_fields.get(param_path[:end])
+            for end in range(1, len(param_path) + 1)
         ):
-            return place
+            return param_path
     return None

@@ -127,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def predict_again(path: Path) -> None:
-    """Replaces the predictions in a results file, beside what was measured."""
+    """Replaces the predictions in a results file and keeps the measured peaks."""
     results = read_results(path)
     rows = [row | predicted(run_of(row)) for row in results["rows"]]
     again = [bar._asdict() for bar in bars(rows)]

@@ -82,7 +82,7 @@ def test_casts_of_weights_are_copies_of_them():
         (lambda y: y.astype(jnp.bfloat16), 0.5),
         (lambda y: y.T.astype(jnp.bfloat16), 0.5),
         (lambda y: (y.astype(jnp.bfloat16), y), 1.5),
-        # What has as many bytes is written in its place.
+        # A result of the same size is written in the product's place.
         (lambda y: y.astype(jnp.int32), 1),
         (lambda y: y.astype(jnp.bfloat16) + jnp.sum(y), 1),
     ],

@@ -18,8 +18,8 @@ def token_bytes(tokenizer: "Tokenizer") -> tuple[bytes, ...]:
     which some tokenizers take away. `coat.generate` needs them for `stop_strings`.
 
     Args:
-      tokenizer: The tokenizer: byte-level, as those of Llama 3, Qwen or SmolLM2, or in
-        the style of SentencePiece, as those of Llama 2, Mistral or Gemma.
+      tokenizer: The tokenizer: byte-level, as in Llama 3, Qwen or SmolLM2, or in the
+        style of SentencePiece, as in Llama 2, Mistral or Gemma.
 
     Raises:
       ValueError: If its decoder writes tokens in another way.
@@ -36,11 +36,11 @@ def token_bytes(tokenizer: "Tokenizer") -> tuple[bytes, ...]:
     """
     description = json.loads(tokenizer.to_str())
     spell = _spelling(description.get("decoder") or {})
-    # Added tokens are written as they are.
-    added = {token["id"]: token["content"] for token in description["added_tokens"]}
+    # Added tokens stand in text as they are.
+    contents = {token["id"]: token["content"] for token in description["added_tokens"]}
     pieces = {index: piece for piece, index in tokenizer.get_vocab().items()}
     return tuple(
-        added[index].encode() if index in added else spell(pieces.get(index, ""))
+        contents[index].encode() if index in contents else spell(pieces.get(index, ""))
         for index in range(max(pieces, default=-1) + 1)
     )
 
