@@ -23,16 +23,10 @@ from coat_jax.optimizers.report import moment_report
 from coat_jax.optimizers.sharding import opt_state_sharding
 from coat_jax.optimizers.state import QuantizedState
 from coat_jax.optimizers.wrapper import with_quantized_state
-from coat_jax.quantization.array import (
-    PerBlock,
-    PerGroup,
-    PerTensor,
-    QuantizedArray,
-    dequantize,
-    quantize,
-)
+from coat_jax.quantization.array import QuantizedArray, dequantize, quantize
 from coat_jax.quantization.delayed import OverwriteWithGradient
 from coat_jax.quantization.formats import DE8, E4M3, E5M2, LOG8, UE4M4, Format
+from coat_jax.quantization.granularity import PerBlock, PerGroup, PerTensor
 from coat_jax.release.api import value_and_update
 from coat_jax.release.layers import apply_layer, scan_layers
 from coat_jax.remat.api import fp8_remat

@@ -11,8 +11,8 @@ from coat_jax.optimizers.moment import Moment, over_root
 from coat_jax.optimizers.state import Rounding
 from coat_jax.optimizers.step import Adam, adam_step
 from coat_jax.optimizers.wrapper import with_quantized_state
-from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4, Format
+from coat_jax.quantization.granularity import PerGroup
 
 
 def scale_by_fp8_adam(

@@ -12,7 +12,8 @@ from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.noise import random_bits, random_words, stream_of
 from coat_jax.optimizers.state import Layout
 from coat_jax.optimizers.trees import is_quantized
-from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
+from coat_jax.quantization.array import QuantizedArray, quantize_moment
+from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels.ops.adam.reference import LARGEST_NU, inverse_root
 
 

@@ -24,7 +24,7 @@ from coat_jax.optimizers.state import (
     Rounding,
 )
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, unboxed
-from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.granularity import PerGroup
 
 # Parameters of fewer elements have float32 moments. They are norms and biases, a
 # fraction of a percent of a model and its most sensitive parameters. XLA computes the

@@ -22,7 +22,8 @@ from jax.typing import DTypeLike
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import field_of, fields_of
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
-from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize_moment
+from coat_jax.quantization.array import QuantizedArray, quantize_moment
+from coat_jax.quantization.granularity import PerGroup
 
 
 def opt_state_sharding(

@@ -35,8 +35,8 @@ from coat_jax.optimizers.state import (
     next_state,
 )
 from coat_jax.optimizers.trees import boxed, is_quantized, unboxed
-from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import E4M3, UE4M4
+from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels import AdamScalars, Moments
 from pallas_kernels.dispatch import array_types, devices
 from pallas_kernels.ops.adam import reference

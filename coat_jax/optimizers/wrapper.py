@@ -12,7 +12,7 @@ from coat_jax.optimizers.initial import Choices, initial_state
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.state import Rounding, check_gradients, check_state, next_state
 from coat_jax.optimizers.trees import boxed, unboxed
-from coat_jax.quantization.array import PerGroup
+from coat_jax.quantization.granularity import PerGroup
 
 
 def with_quantized_state(

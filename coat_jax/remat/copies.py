@@ -14,8 +14,9 @@ from jaxtyping import Array, Float, UInt32
 
 import pallas_kernels
 from coat_jax.meshes import sharded_like
-from coat_jax.quantization.array import PerGroup, QuantizedArray, quantize
+from coat_jax.quantization.array import QuantizedArray, quantize
 from coat_jax.quantization.formats import Format
+from coat_jax.quantization.granularity import PerGroup
 from pallas_kernels import Scaled
 
 _WIDE = (jnp.bfloat16, jnp.float32)

@@ -20,8 +20,8 @@ from coat_jax.programs.primitives import (
     size_of,
     variables,
 )
-from coat_jax.quantization.array import PerGroup
 from coat_jax.quantization.formats import Format
+from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.kernels import kernels_with_statistics
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8

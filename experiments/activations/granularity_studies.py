@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 import coat_jax as coat
-from coat_jax.quantization.array import Granularity
+from coat_jax.quantization.granularity import Granularity
 from experiments.activations import layer_flow
 from experiments.activations.layer_flow import OPERATORS, SITES
 from experiments.common.trained import Trained, structure

@@ -10,25 +10,17 @@ says nothing about that.
 
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
 
 from pallas_kernels.dispatch import views
 from pallas_kernels.dispatch.array_types import mesh_of
-from pallas_kernels.dispatch.axes import Axes
-from pallas_kernels.numerics import float_bits, floats, magnitude
-
-Specs = Sequence[Sequence[Any]]
+from pallas_kernels.dispatch.parts import Call, leaves_of, shaped
 
 
 def on_parts(operation: Any, *arrays: Any) -> Any:
@@ -41,7 +33,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
 
     @jax.custom_batching.custom_vmap
     def step(arrays):
-        call, out = _Call.of(operation, arrays)
+        call, out = Call.of(operation, arrays)
         run = functools.partial(_partitioned, call)
         if mesh_of(arrays).size == 1:
             run = call.on_one_device  # JAX would run the definition of a partition.
@@ -51,7 +43,7 @@ def on_parts(operation: Any, *arrays: Any) -> Any:
     def _(size, mapped, arrays):
         (mapped,) = mapped
         mapped = tuple(jax.tree.leaves(mapped))
-        operands = _leaves(arrays, operation.axes(*arrays)[0])
+        operands = leaves_of(arrays, operation.axes(*arrays)[0])
         if all(
             x.own for x, is_mapped in zip(operands, mapped, strict=True) if is_mapped
         ):
@@ -98,9 +90,9 @@ class _Mapped:
         examples, name = self._ones(arrays), f"vmap{self.depth}"
         operands, results = self.operation.axes(*examples)
         out = jax.eval_shape(self.operation.reference, *examples)
-        pairs = zip(_leaves(arrays, operands), self.mapped, strict=True)
+        pairs = zip(leaves_of(arrays, operands), self.mapped, strict=True)
         operands = [axes.mapped(name) if mapped else axes for axes, mapped in pairs]
-        results = [axes.mapped(name) for axes in _leaves(out, results)]
+        results = [axes.mapped(name) for axes in leaves_of(out, results)]
         trees = jax.tree.structure(arrays), jax.tree.structure(out)
         return trees[0].unflatten(operands), trees[1].unflatten(results)
 
@@ -109,7 +101,7 @@ class _Mapped:
         leaves, tree = jax.tree.flatten(arrays)
         pairs = zip(leaves, self.mapped, strict=True)
         shapes = [x.shape[1:] if mapped else x.shape for x, mapped in pairs]
-        return tree.unflatten(map(_shaped, shapes, leaves))
+        return tree.unflatten(map(shaped, shapes, leaves))
 
     def _over_all(self, fn: Callable, arrays: tuple) -> Any:
         leaves, tree = jax.tree.flatten(arrays)
@@ -126,260 +118,11 @@ class _Mapped:
 
 def in_jnp(operation: Any, *arrays: Any) -> Any:
     """Runs an operation's definition in jnp on arrays spread over explicit axes."""
-    call, out = _Call.of(operation, arrays)
+    call, out = Call.of(operation, arrays)
     return call.on_explicit_axes(call.reference, arrays, out)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """An operation and the axes of all arrays that one call takes and returns.
-
-    Attributes:
-      operation: The operation.
-      operands: The axes of the arrays that it takes.
-      results: The axes of its results.
-      single: The names of axes of length 1.
-    """
-
-    operation: Any
-    operands: tuple[Axes, ...]
-    results: tuple[Axes, ...]
-    single: frozenset[str] = frozenset()
-
-    @classmethod
-    def of(cls, operation: Any, arrays: tuple) -> tuple["_Call", Any]:
-        """Returns the call, and the shapes of the results."""
-        operands, results = operation.axes(*arrays)
-        shapes = jax.tree.map(_untyped, arrays)
-        out = jax.eval_shape(operation.reference, *shapes)
-        axes = tuple(_leaves(arrays, operands)), tuple(_leaves(out, results))
-        call = cls(operation, *axes)
-        lengths = call._lengths([x.shape for x in jax.tree.leaves((arrays, out))])
-        single = frozenset(name for name, length in lengths.items() if length == 1)
-        return dataclasses.replace(call, single=single), out
-
-    def reference(self, arrays: tuple) -> Any:
-        """Computes the operation in jnp, with one element for each amax."""
-        return self._with_amax(self.operation.reference(*arrays))
-
-    def on_one_device(self, arrays: tuple) -> Any:
-        """Computes the operation with its kernel, with one element for each amax."""
-        return self._with_amax(self.operation.kernel(*arrays))
-
-    def part(
-        self,
-        arrays: tuple,
-        mesh: Mesh,
-        split: Mapping,
-        operand_specs: Specs,
-        result_specs: Specs,
-    ) -> Any:
-        """Computes one device's part of the results from its parts of the arrays."""
-        arrays = self._added_once(self._gathered(arrays, split, operand_specs), split)
-        # The arrays are one device's parts, to which no mesh applies.
-        device = mesh.abstract_mesh.abstract_device
-        alone = AbstractMesh((), (), abstract_device=device)
-        with jax.sharding.use_abstract_mesh(alone):
-            out = self._with_amax(self.operation(*arrays))
-        leaves, tree = jax.tree.flatten(out)
-        specs = self.specs(self.results, split, result_specs)
-        complete = [
-            _reduced(x, axes, split, spec)
-            for x, axes, spec in zip(leaves, self.results, specs, strict=True)
-        ]
-        return tree.unflatten(complete)
-
-    def _gathered(self, arrays: tuple, split: Mapping, operand_specs: Specs) -> tuple:
-        """Returns the arrays. An array in more parts than its names say is gathered."""
-        leaves, tree = jax.tree.flatten(arrays)
-        for j, (axes, spec) in enumerate(
-            zip(self.operands, operand_specs, strict=True)
-        ):
-            if axes.gathered and (further := _further(axes, split, spec)):
-                leaves[j] = lax.all_gather(leaves[j], further, axis=0, tiled=True)
-        return tree.unflatten(leaves)
-
-    def _added_once(self, arrays: tuple, split: Mapping) -> tuple:
-        """Returns the arrays, with the accumulator of a sum on one device alone."""
-        leaves, tree = jax.tree.flatten(arrays)
-        for j, axes in enumerate(self.operands):
-            if axes.added and (summed := _missing(axes, split)):
-                first = lax.axis_index(summed) == 0
-                leaves[j] = jnp.where(first, leaves[j], 0)
-        return tree.unflatten(leaves)
-
-    def _with_amax(self, out: Any) -> Any:
-        leaves, tree = jax.tree.flatten(out)
-        pairs = zip(leaves, self.results, strict=True)
-        return tree.unflatten(
-            [_amax(x, axes) if axes.reduced == "max" else x for x, axes in pairs]
-        )
-
-    def split(
-        self, sizes: Mapping[str, int], shapes: Sequence[tuple], specs: Specs
-    ) -> dict[str, tuple[str, ...]]:
-        """Returns the mesh axes over which each named axis is split.
-
-        Args:
-          sizes: The sizes of the mesh's axes.
-          shapes: The shapes of operands and results.
-          specs: Their partition specs, as far as they are known.
-        """
-        unsplit = self._whole()
-        lengths, requested = self._lengths(shapes), {}
-        for axes, spec in zip((*self.operands, *self.results), specs, strict=False):
-            if axes.own:
-                continue
-            for names, parts in zip(axes.merged, spec, strict=False):
-                if parts and names[0] not in unsplit:
-                    requested.setdefault(names[0], _tuple(parts))
-        parts_of, used = {}, set()
-        for name, parts in requested.items():
-            parts = tuple(part for part in parts if part not in used)
-            while parts and lengths[name] % math.prod(map(sizes.get, parts)):
-                parts = parts[:-1]
-            parts_of[name] = parts
-            used.update(parts)
-        return parts_of
-
-    def specs(
-        self, arrays: tuple[Axes, ...], split: Mapping, requested: Specs = ()
-    ) -> list[P]:
-        """Returns the partition specs of operands or results.
-
-        A sum that is wanted in parts is computed in parts.
-        """
-        specs = []
-        for j, axes in enumerate(arrays):
-            if axes.own:
-                specs.append(P(*requested[j]))
-                continue
-            spec = [split.get(names[0]) or None for names in axes.merged]
-            if axes.gathered and requested and _further(axes, split, requested[j]):
-                spec[-1] = requested[j][-1]
-            if axes.reduced == "sum" and j < len(requested):
-                spec = _scattered(spec, axes, split, requested[j])
-            specs.append(P(*spec))
-        return specs
-
-    def on_explicit_axes(self, run: Callable, arrays: tuple, out: Any) -> Any:
-        """Calls `run(arrays)` with explicit mesh axes, if there are any, left to XLA.
-
-        `out` has the shapes of the results.
-        """
-        mesh = mesh_of(arrays)
-        if not mesh.explicit_axes:
-            return run(arrays)
-        specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(arrays)]
-        shapes = [x.shape for x in jax.tree.leaves((arrays, out))]
-        split = self.split(mesh.shape, shapes, specs)
-        specs = self.specs(self.results, split)
-        results = [NamedSharding(mesh, spec) for spec in specs]
-        results = jax.tree.structure(out).unflatten(results)
-        axes = mesh.explicit_axes
-        return jax.sharding.auto_axes(run, axes=axes, out_sharding=results)(arrays)
-
-    def rule(self) -> tuple[str, dict[str, Any]]:
-        """Returns the rule by which Shardy lets shardings pass an operation."""
-        unsplit, is_whole_of = (
-            self._whole(),
-            {},
-        )  # A dictionary keeps the order, as it must be.
-
-        def name(axis: str) -> str:
-            axis = f"u{len(is_whole_of)}" if axis == "_" else axis
-            is_whole_of.setdefault(axis, axis[0] == "u" or axis in unsplit)
-            return axis
-
-        def text(axes: Axes) -> str:
-            # Shardy takes no factors of size 1 in merged axes.
-            merged = [
-                [n for n in m if n not in self.single] or m[:1] for m in axes.merged
-            ]
-            words = [" ".join(map(name, names)) for names in merged]
-            return " ".join(f"({word})" if " " in word else word for word in words)
-
-        sides = [", ".join(map(text, side)) for side in (self.operands, self.results)]
-        sizes = {k: v for axes in self.operands + self.results for k, v in axes.sizes}
-        used = tuple(axis for axis, is_whole in is_whole_of.items() if is_whole)
-        return " -> ".join(sides), {"need_replication_factors": used, **sizes}
-
-    def _whole(self) -> set[str]:
-        """Returns the names of axes that are never split."""
-        arrays = self.operands + self.results
-        return {"_"} | {n for axes in arrays for m in axes.merged for n in m[1:]}
-
-    def _lengths(self, shapes: Sequence[tuple]) -> dict[str, int]:
-        lengths: dict[str, int] = {}
-        for axes, shape in zip((*self.operands, *self.results), shapes, strict=False):
-            for names, length in zip(axes.merged, shape, strict=True):
-                if len(names) == 1:
-                    lengths[names[0]] = length
-        return lengths
-
-
-def _leaves(tree: Any, axes: Any) -> Iterable[Axes]:
-    """Yields the axes of each leaf; `axes` is a tree like `tree`, or a prefix of it."""
-    if tree is None:
-        return
-    if isinstance(axes, Axes):
-        yield from [axes] * len(jax.tree.leaves(tree))
-        return
-    for x, axes_of_leaf in zip(tree, axes, strict=True):
-        yield from _leaves(x, axes_of_leaf)
-
-
-def _amax(x: Array, axes: Axes) -> Array:
-    """Returns the amax of an array along its axes that have no name."""
-    named = sum(name != "_" for (name, *_) in axes.merged)
-    unnamed = tuple(range(named, x.ndim))
-    return magnitude(x, unnamed).reshape(*x.shape[:named], *(1 for _ in unnamed))
-
-
-def _further(axes: Axes, split: Mapping, spec: Sequence) -> tuple[str, ...]:
-    """Returns the mesh axes that split the last axis of an array beyond its name."""
-    if len(spec) < len(axes.merged) or not spec[-1]:
-        return ()
-    *leading, last = [split.get(names[0], ()) for names in axes.merged]
-    parts = _tuple(spec[-1])
-    further = parts[len(last) :]
-    if parts[: len(last)] != last or set(further) & set(itertools.chain(*leading)):
-        return ()
-    return further
-
-
-def _scattered(spec: list, axes: Axes, split: Mapping, requested: Sequence) -> list:
-    """Returns the spec of a sum that is reduce-scattered to the result's sharding."""
-    summed = _missing(axes, split)
-    for j, parts in enumerate(requested):
-        if parts and not spec[j] and set(_tuple(parts)) <= set(summed):
-            return [*spec[:j], _tuple(parts), *spec[j + 1 :]]
-    return spec
-
-
-def _missing(axes: Axes, split: Mapping) -> tuple[str, ...]:
-    """Returns the mesh axes that split operands but not this result."""
-    names_of_result = {names[0] for names in axes.merged}
-    return tuple(
-        x for name, parts in split.items() if name not in names_of_result for x in parts
-    )
-
-
-def _reduced(x: Array, axes: Axes, split: Mapping, spec: P) -> Array:
-    missing = _missing(axes, split)
-    if not missing or axes.reduced is None:
-        return x
-    if axes.reduced == "max":
-        # The bits of an amax compare like the amax, and NaN is the largest.
-        return floats(lax.pmax(float_bits(x), missing))
-    for j, parts in enumerate(spec):
-        if parts and set(_tuple(parts)) <= set(missing):
-            x = lax.psum_scatter(x, parts, scatter_dimension=j, tiled=True)
-            missing = tuple(name for name in missing if name not in _tuple(parts))
-    return lax.psum(x, missing) if missing else x
-
-
-def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
+def _partition(call: Call, mesh: Mesh, args: Any, results: Any) -> tuple:
     operands, result_types = jax.tree.leaves(args), jax.tree.leaves(results)
     specs = [x.sharding.spec for x in (*operands, *result_types)]
     shapes = [x.shape for x in (*operands, *result_types)]
@@ -405,7 +148,7 @@ def _partition(call: _Call, mesh: Mesh, args: Any, results: Any) -> tuple:
 # XLA asks for the parts of each operation of a program. JAX traces a function once.
 @functools.lru_cache(maxsize=4096)
 def _part(
-    call: _Call,
+    call: Call,
     mesh: Mesh,
     split: tuple[tuple[str, tuple[str, ...]], ...],
     operand_specs: tuple[P, ...],
@@ -419,26 +162,13 @@ def _part(
     return views.without_reshapes(part)
 
 
-def _rule(call: _Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
+def _rule(call: Call, mesh: Mesh, operands: Any, results: Any) -> tuple:
     del mesh, operands, results  # The names of the axes say it all.
     return call.rule()
 
 
-def _untyped(x: Array) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of an array, without its mesh."""
-    return _shaped(x.shape, x)
-
-
-def _shaped(shape: tuple[int, ...], like: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, like.dtype)
-
-
-def _tuple(parts: str | tuple[str, ...]) -> tuple[str, ...]:
-    return parts if isinstance(parts, tuple) else (parts,)
-
-
 @functools.partial(custom_partitioning, static_argnums=(0,))
-def _operation(call: _Call, arrays: tuple) -> Any:
+def _operation(call: Call, arrays: tuple) -> Any:
     return call.reference(arrays)
 
 

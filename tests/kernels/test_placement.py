@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_kernels.dispatch import array_types, devices, operations, placement
+from pallas_kernels.dispatch import array_types, devices, operations, parts, placement
 from pallas_kernels.dispatch.axes import Axes
 from pallas_kernels.ops.matmul.api import _Matmul
 from pallas_kernels.ops.matmul.plan import Product
@@ -23,7 +23,7 @@ SIZES = {"data": 2, "fsdp": 4}
 
 
 def call(operation, *arrays):
-    actual, out = placement._Call.of(operation, arrays)
+    actual, out = parts.Call.of(operation, arrays)
     shapes = [x.shape for x in jax.tree.leaves((arrays, out))]
     return actual, shapes
 
@@ -108,7 +108,7 @@ def test_what_splits_k_further_is_gathered_in_parts(of_a, of_b, taken, gathered)
     split = actual.split(SIZES, shapes, specs)
     (_, b, *_) = actual.specs(actual.operands, split, specs)
     assert b == P(None, split.get("n") or None, None, taken)
-    assert placement._further(actual.operands[1], split, b) == gathered
+    assert parts._further(actual.operands[1], split, b) == gathered
 
 
 def test_a_sum_is_sent_where_it_is_wanted():
@@ -215,8 +215,8 @@ def test_vmap_maps_over_an_axis_that_devices_may_split():
 
 def test_amaxes_are_those_of_each_named_element():
     x = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
-    of_all = placement._amax(jnp.asarray(x), Axes("_ _", reduced="max"))
-    of_rows = placement._amax(jnp.asarray(x), Axes("vmap1 _", reduced="max"))
+    of_all = parts._amax(jnp.asarray(x), Axes("_ _", reduced="max"))
+    of_rows = parts._amax(jnp.asarray(x), Axes("vmap1 _", reduced="max"))
     np.testing.assert_array_equal(of_all, np.abs(x).max().reshape(1, 1))
     np.testing.assert_array_equal(of_rows, np.abs(x).max(axis=1, keepdims=True))
 
@@ -238,7 +238,7 @@ def test_equal_operations_are_partitioned_by_one_function():
     def part(*spec):
         x, scale = array((64, 128), jnp.bfloat16, *spec), array((), jnp.float32)
         operation = quantize_tensor(row=True, keep_maxima=False)
-        actual, out = placement._Call.of(operation, (x, scale, None))
+        actual, out = parts.Call.of(operation, (x, scale, None))
         out = jax.tree.map(lambda x: array(x.shape, x.dtype), out)
         return placement._partition(actual, mesh, ((x, scale, None),), out)[1]
 

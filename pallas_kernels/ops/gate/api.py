@@ -13,6 +13,7 @@ from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.dispatch import operations
 from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens, transposed_tokens
 from pallas_kernels.mosaic import elementwise, strips
+from pallas_kernels.mosaic.sink import Encoded
 from pallas_kernels.mosaic.strips import Encoding, Tuning
 from pallas_kernels.numerics import GROUP, Scaled
 from pallas_kernels.ops.gate import kernel as gate_rows
@@ -406,7 +407,7 @@ def _encoding(scale, dtype, row: bool, transposed: bool) -> Encoding:
     )
 
 
-def _gated(out: elementwise.Encoded, shape: tuple[int, ...]) -> Gated:
+def _gated(out: Encoded, shape: tuple[int, ...]) -> Gated:
     values = out.row if out.wide is None else out.wide
     transposed = out.transposed
     if transposed is not None:

@@ -19,13 +19,12 @@ from pallas_kernels.dispatch.axes import WHOLE, Axes
 from pallas_kernels.mosaic import core as mosaic
 from pallas_kernels.mosaic.codec import LANES, decode, strip_layout
 from pallas_kernels.mosaic.elementwise import (
-    Encoded,
-    Sink,
     outputs,
     scratch_of,
     strips_of,
     tile_of,
 )
+from pallas_kernels.mosaic.sink import Encoded, Sink
 from pallas_kernels.mosaic.strips import Encoding, Walk
 from pallas_kernels.numerics import GROUP, Codes, encode, normal
 from pallas_kernels.ops.quantize.tensor import maxima_in_jnp, transpose_in_jnp
