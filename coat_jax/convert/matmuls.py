@@ -47,13 +47,13 @@ class Conversion:
     """The matmuls of a function that become FP8 matmuls.
 
     Attributes:
-      depth: The number of keys in the path of an argument of the function that are not
-        part of a parameter's path.
+      depth: The number of keys at the beginning of an argument's path that come before
+        the path of a parameter in it.
       chosen: The paths of the parameters that FP8 matmuls may read. None means all
         parameters with matmuls that are large enough.
-      model: What is known of the model that the function is a block of.
+      model: The record of the model to which the function belongs as a block, or None.
       where: The path of the module, for warnings.
-      log: What takes the list of matmuls, for a report.
+      log: The log of a call's matmuls, for a report; None without a report.
     """
 
     depth: int

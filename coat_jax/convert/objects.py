@@ -205,14 +205,14 @@ def _light_pytree(x: Any, conversion: Conversion, options: Options) -> Any:
 
 
 def conversion_of(x: Any) -> Conversion | None:
-    """Returns the conversion of a pytree that is a block, or None if it is none."""
+    """Returns the conversion of a pytree, or None if it is no converted block."""
     rebuild = getattr(type(x), REBUILD, None)
     wrap = rebuild[-1] if rebuild and not isinstance(x, nnx.Pytree) else None
     return wrap.conversion if isinstance(wrap, Converting) else None
 
 
 def with_conversion(x: Any, conversion: Conversion) -> Any:
-    """Returns a pytree that is a block with another conversion."""
+    """Returns a converted block, which is a pytree, with another conversion."""
     _, cls, options, _ = getattr(type(x), REBUILD)
     return _light_pytree(recast(x, cls), conversion, options)
 

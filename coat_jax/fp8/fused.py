@@ -82,8 +82,8 @@ def _products(source, weights, other, norm, dtype, passes):
     kernel writes, in groups of 16.
 
     The kernel of the only matmul adds `other` [m, n], unless it is None. With `passes`
-    the last result is the norm's input. Whoever reads it there, its gradient is added
-    in the kernel of the norm's gradient.
+    the last result is the norm's input. The kernel of the norm's gradient adds the
+    gradient of this result.
     """
     return _products_fwd(source, weights, other, norm, dtype, passes)[0]
 

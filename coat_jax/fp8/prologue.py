@@ -76,7 +76,7 @@ class Prologue(NamedTuple):
         return x
 
     def named(self, arrays: Any) -> Any:
-        """Names arrays, so that policies that save the result by its name save these.
+        """Gives arrays the names of the result, by which policies save them.
 
         A policy then saves FP8 codes in place of the result.
         """
@@ -92,7 +92,7 @@ class Source(NamedTuple):
       x: The array, or the norm's input.
       scale: The weight that multiplies the normalized input, or None. It is a column
         [n], or has a row [n] for each sequence.
-      bias: The bias that is added then, or None; of the same kind as the weight.
+      bias: The bias that is added afterwards, or None. Its shape is as for `scale`.
     """
 
     x: Any

@@ -1,8 +1,8 @@
 """`jax.lax.ragged_dot` in FP8: the matmuls of a mixture of experts.
 
-Forward, tokens have a scale each, and so has every output of every expert. Neither can
-leave the sums of backward, which contract over outputs and over tokens. There gradients
-and tokens have a scale per tensor, and weights a scale per expert.
+Forward, tokens have a scale each, and so has every output of every expert. Backward
+sums over outputs and over tokens, and such scales are no common factor of these sums.
+There gradients and tokens have a scale per tensor, and weights a scale per expert.
 """
 
 from collections.abc import Callable

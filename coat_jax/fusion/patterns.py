@@ -116,7 +116,7 @@ class Sum(NamedTuple):
 def marks_of(eqns: Sequence[core.JaxprEqn]) -> tuple[Mark, ...]:
     """Returns the sharding constraints and names among operations.
 
-    A barrier needs no successor: a kernel is one.
+    Barriers are left out, because the kernel is a barrier itself.
     """
     primitives = MARKS - {"optimization_barrier"}
     return tuple(Mark.of(eqn) for eqn in eqns if eqn.primitive.name in primitives)
@@ -311,7 +311,7 @@ def sum_of(result: core.Var, graph: Graph, before: int) -> Sum | None:
     The other array has the result's shape and dtype.
 
     Args:
-      result: The result of a matmul, or the sum of that and a bias.
+      result: The result of a matmul, or its sum with a bias.
       graph: The program.
       before: The position in the program at which the other array is known.
     """

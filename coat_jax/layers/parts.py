@@ -32,8 +32,8 @@ class Stream(NamedTuple):
         batch. Its gradient carries the per-tensor scales with which the gradient of `x`
         is quantized. It is unused if scaling is delayed.
       token: A float32 dummy scalar if there are several shards, else None. Its gradient
-        is zero, and known when the devices have added up the gradients of weights in
-        the later segments. What depends on it does not run before.
+        is zero, and exists once the devices have added up the gradients of weights in
+        the later segments. Operations that depend on it run after that.
     """
 
     x: Float[Array, "b s h"]
@@ -44,8 +44,9 @@ class Stream(NamedTuple):
     def of(cls, x: Float[Array, "b s h"], shards: int = 1) -> "Stream":
         """Returns a stream, whose scale is only there to be differentiated.
 
-        It follows from `x` because `vmap` must not share it among the examples of a
-        batch: its gradient is another for each. XLA drops the sum, which nothing reads.
+        The scale is computed from `x`, so that under `vmap` each example of a batch has
+        a scale of its own, with a gradient of its own. XLA drops the computation,
+        because nothing reads it.
         """
         if shards == 1:
             return cls(x, jnp.sum(jnp.isnan(x), dtype=jnp.float32))

@@ -80,8 +80,8 @@ def generate(
       temperature: The number that divides logits, or one for each prompt; 0 always
         takes the most likely token.
       top_k: The number of the most likely tokens to choose from; None means all.
-      top_p: The probability that the most likely tokens to choose from have together,
-        at least; None means all tokens.
+      top_p: The choice is among the fewest most likely tokens that together have at
+        least this probability; None means all tokens.
       key: The key of the random choices, which a temperature above 0 needs.
       prompt_length: The length to which prompts are padded; None means that of the
         longest. With one length for several calls they share a compiled program.

@@ -63,7 +63,8 @@ def token_shares(
 ) -> Float[Array, "b s"]:
     """Returns each token's share of a mean: its weight divided by that of all tokens.
 
-    Without weights all tokens count alike. If all weights are zero, the shares are.
+    Without weights all tokens count alike. If all weights are zero, all shares are
+    zero.
     """
     if weights is None:
         return jnp.full(targets.shape, 1 / targets.size, jnp.float32)

@@ -122,8 +122,8 @@ def precision(recipe: recipes.RecipeName) -> Precision:
 class LayerNorm(nnx.Module):
     """A LayerNorm with parameters.
 
-    That of Flax computes the same, and has two residuals of the size of its input where
-    this one has one.
+    Flax's LayerNorm computes the same, but saves two arrays of the size of its input
+    for the backward pass. This one saves one.
 
     Args:
       size: The size of the last axis.

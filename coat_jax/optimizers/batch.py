@@ -54,8 +54,8 @@ def join(arrays: Sequence[Array], group: int) -> Array:
 def starts(counts: Sequence[int]) -> list[Array]:
     """Returns the index of each array's first group in the joined array, for `part`.
 
-    Behind a barrier a start is an operand and not a constant. So slices of the same
-    shape compile to one kernel.
+    The indices have passed a barrier, so that XLA takes them as operands, not as
+    constants, and compiles slices of the same shape to one kernel.
     """
     first = [0, *itertools.accumulate(counts)][:-1]
     return lax.optimization_barrier([jnp.int32(start) for start in first])

@@ -92,9 +92,9 @@ def written_out(program: core.Jaxpr) -> core.Jaxpr:
 
 
 def is_plain_call(eqn: core.JaxprEqn) -> bool:
-    """Returns whether an operation is a jitted function that says nothing else.
+    """Returns whether an operation is a jitted function without further options.
 
-    One with shardings or compiler options stays a call.
+    A function with shardings or compiler options stays a call.
     """
     if eqn.primitive.name != "jit":
         return False

@@ -1,7 +1,7 @@
 """Tables and the figure of whole training steps, next to the paper's.
 
-The paper's are its table 7 and figure 1. Rows come from `experiments.bench.e2e`, of
-`experiments.estimate.measured` and of `experiments.estimate.table_7`.
+The paper's are its table 7 and figure 1. Rows come from `experiments.bench.e2e`,
+`experiments.estimate.measured` and `experiments.estimate.table_7`.
 """
 
 import itertools
@@ -89,7 +89,7 @@ def memory(measured: Sequence[Row], predicted: Sequence[Row]) -> Table:
 
 
 def _parts(optimizer: float, saved: float, peak: float) -> list[str]:
-    """Returns the cells of the two sizes, the rest of the peak and the peak."""
+    """Returns cells for optimizer, activations, all else at the peak, and the peak."""
     return [
         f"{size:.1f}" for size in (optimizer, saved, peak - optimizer - saved, peak)
     ]
@@ -169,8 +169,8 @@ def draw_scaling(measured: Mapping[str, Sequence[Row]]) -> Figure:
     """Draws the tokens per second of a GPU on one to eight GPUs.
 
     There is a panel for each model and kind of GPU of `_SCALED`. Points show the
-    fastest batch that was measured, which is written there. Next to them are points of
-    the paper, or points that others have published.
+    fastest batch that was measured, with its size as a label. Next to them are points
+    of the paper, or points that others have published.
 
     Args:
       measured: What `by_kind` returns.
@@ -316,7 +316,7 @@ def _printed(values: Sequence[float | None]) -> list[str]:
 def of_gpus(predicted: Sequence[Row]) -> Table:
     """Returns the predicted largest batch of a GPU by recipe, on one to eight GPUs.
 
-    Each cell has it for every size of a GPU's memory.
+    Each cell has a batch for every size of a GPU's memory.
 
     Args:
       predicted: The rows of `estimate_table_7`.

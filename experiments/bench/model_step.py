@@ -85,7 +85,7 @@ class ModelSize:
 
     @property
     def preset(self) -> str | None:
-        """The preset with these sizes, of any number of layers and any context."""
+        """The name of the preset that differs in nothing but layers and context."""
         differs = {"layers": self.layers, "seq": self.seq}
         for preset in llama.CONFIGS:
             if dataclasses.replace(ModelSize.of(preset), **differs) == self:
@@ -94,7 +94,7 @@ class ModelSize:
 
     @property
     def name(self) -> str:
-        """The preset with these sizes, or the sizes, and what differs from it."""
+        """The name of the preset and how the sizes differ from it; else the sizes."""
         preset = self.preset
         if preset is None:
             title = f"{self.layers} layers of {self.hidden}"

@@ -101,8 +101,9 @@ def measure(
     """Compiles a step and times `repeats` rounds of steps, in place.
 
     A round takes about a second, for two reasons. Every case then runs on an equally
-    hot GPU. And the first step of a round waits for the host to hand over up to
-    thousands of arrays, which counts for little; in later steps the host is ahead.
+    hot GPU. And the first step of a round waits while the host hands over up to
+    thousands of arrays; among many steps this wait counts for little, because in later
+    steps the host is ahead.
     """
     params, grads = random_tree(abstract, 0.02), random_tree(abstract, 1e-3)
     carry = (params, jax.jit(tx.init)(params))

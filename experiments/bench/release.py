@@ -49,7 +49,7 @@ Row = dict[str, Any]
 
 
 class Run(NamedTuple):
-    """A row to measure: a part of the program, a model, a case and sizes."""
+    """A row to measure: its part of the program (`--only`), model, case and sizes."""
 
     part: str
     preset: str
@@ -161,7 +161,7 @@ def predicted(run: Run) -> Row:
 
 
 def key(row: Row) -> tuple[Any, ...]:
-    """Returns what tells rows apart."""
+    """Returns the values by which a row differs from all others."""
     return row["part"], row["case"], row["batch"], row["layers"], row["gpus"]
 
 

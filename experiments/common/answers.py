@@ -28,7 +28,7 @@ def right_answers(
     returned.
 
     Args:
-      rows: Rows with "recipe", "seed" and "right", what `written` returns.
+      rows: Rows with "recipe", "seed" and "right", a string that `written` returned.
     """
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
     right_by_run = {(row["recipe"], row["seed"]): row["right"] for row in rows}

@@ -229,7 +229,7 @@ LAYERS: dict[str, type[Layer]] = {
 
 
 def made(name: str, shape: Shape, dot_general: DotGeneral = None) -> Any:
-    """Returns a layer's graph and its abstract parameters."""
+    """Returns a new layer's graph definition and its abstract parameters."""
     return nnx.split(
         nnx.eval_shape(lambda: LAYERS[name](shape, Modules(dot_general, nnx.Rngs(0))))
     )

@@ -62,8 +62,8 @@ class LayerCase(NamedTuple):
 
     Attributes:
       recipe: The precision recipe of the layer.
-      wrap: A function from the layer, and whether `scan` runs it, to the function that
-        is differentiated.
+      wrap: A function that wraps the layer before it is differentiated. It takes the
+        layer, and whether `scan` runs it.
       scaling: The scaling of the layer's gradients.
     """
 

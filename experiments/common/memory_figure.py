@@ -24,7 +24,7 @@ _LEAST = 0.04
 
 
 class Look(NamedTuple):
-    """The look of a kind of memory: lightness and hatch also tell kinds in grey."""
+    """The color and hatch of a kind of memory, which also differ in grey."""
 
     color: str
     hatch: str = ""

@@ -1,4 +1,4 @@
-"""The look of figures, which is to be told apart in grey as well."""
+"""Colors and line styles of figures, which also differ in grey."""
 
 from typing import Literal
 

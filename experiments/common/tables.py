@@ -17,8 +17,9 @@ class Column(NamedTuple):
       key: The key of the value in a row, the keys of several values, or a function of
         the row.
       form: The format of the values, as in "{:.1f} GiB" or "{:.1f} to {:.1f}". Text in
-        place of a number stands as it is. missing: The text of a cell if its value, or
-        the first of several, is None or not in the row.
+        place of a number stands as it is.
+      missing: The text of a cell if its value, or the first of several, is None or not
+        in the row.
     """
 
     title: str

@@ -7,9 +7,10 @@ program does not know are passed to `experiments.finetune`. The same command goe
 where an earlier one ended. All runs ask the same questions, so recipes are compared
 with the first one question by question.
 
-There are two intervals of a difference. That over questions holds for these seeds: a
-question's differences are averaged over the seeds, and questions are independent. That
-over seeds holds for these questions, is wide where seeds are few, and infinite for one.
+A difference has two intervals. The interval over questions holds for these seeds: a
+question's differences are averaged over the seeds, and questions are independent. The
+interval over seeds holds for these questions. It is wide if seeds are few, and infinite
+for one seed.
 """
 
 import json

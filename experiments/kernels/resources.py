@@ -3,8 +3,8 @@
 `python -m experiments.kernels.resources` compiles all kernels and writes
 `kernel_resources.json`, which a test compares with. It runs on any machine with the
 packages that `experiments.common.sm90` names. With names of families, it compiles and
-prints these families only, and with `--hardest` of each kernel only the case that is
-the nearest to running out of registers.
+prints these families only. With `--hardest`, it compiles only one case of each kernel,
+the one that is nearest to running out of registers.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def _adam() -> Iterator[CompiledCase]:
 def _measured(
     *beginnings: str, shape: tuple[int, int] = (8192, 4096)
 ) -> Iterator[CompiledCase]:
-    """Yields the benchmark's cases of kernels that are named `beginnings` and so on."""
+    """Yields the benchmark's cases; the kernels' names begin with `beginnings`."""
     for case in kernel_cases.elementwise(shape):
         if case.kernel.startswith(beginnings):
             arrays = jax.eval_shape(case.draw, jax.random.key(0))

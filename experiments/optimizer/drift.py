@@ -113,8 +113,9 @@ def study(
       out: A results file to write after every run, or None.
 
     Returns:
-      Rows, one for each length, b2, method and story; and curves, one row for each look
-      at the run that `report.figure` draws, each method and each story.
+      Rows, one for each length, b2, method and story; and curves. They belong to the
+      run that `drift_report.figure` draws, and have one row for each look, method and
+      story.
     """
     rows, curves = list(rows), list(curves)
     simulation = Simulation(groups=args.groups)

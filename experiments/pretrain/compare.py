@@ -154,7 +154,10 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def _measured(folder: Path) -> tuple[dict[str, Any], Run, dict[Recipe, Row]]:
-    """Returns a run's summary, the run, and what was or is now measured by recipe."""
+    """Returns a run's summary, the run, and the measurements of each recipe.
+
+    Recipes that have no measurements in the run's folder are measured now.
+    """
     if not (folder / _SUMMARY).exists():
         raise ValueError(f"{folder} is no finished run: it has no {_SUMMARY}")
     summary, run = read_results(folder / _SUMMARY), Run.open(folder, {})

@@ -33,7 +33,7 @@ class _Final(NamedTuple):
     held_out: float
 
     def cells(self, bf16: "_Final") -> list[str]:
-        """Returns both and the training's perplexity, each with its gap to `bf16`."""
+        """Returns the loss and both perplexities, each with its gap to `bf16`."""
         here, theirs = ((x.loss, math.exp(x.loss), x.held_out) for x in (self, bf16))
         return [
             cell

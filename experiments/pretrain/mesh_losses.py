@@ -120,7 +120,7 @@ def summarize(recipe: Recipe, curves: dict[str, Curve]) -> list[Row]:
 
 
 def bars(rows: Sequence[Row]) -> list[Bar]:
-    """Returns what was asked of float32, and of FP8."""
+    """Returns the targets for differences in float32 and in FP8."""
     targets = []
     for row in (row for row in rows if row["mesh"] in MESHES):
         name = f"{row['recipe']} on {row['mesh']}, "

@@ -10,7 +10,7 @@ from experiments.rewrites.points import clipped, point
 
 
 def product(draw: Draw, width: int | None = None) -> Step:
-    """Draws a matmul with a bias and what stands after each; `width` is the result's.
+    """Draws a matmul and a bias, each with a point after it; `width` is the result's.
 
     Afterwards `draw.width` is the width of the result.
     """

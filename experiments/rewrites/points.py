@@ -54,12 +54,12 @@ frozen_scale.defvjp(
 
 
 def fp8_dot(x):
-    """Doubles; a function with a name of the library's operation."""
+    """Doubles an array; has the name of an operation of the library."""
     return 2 * x
 
 
 def fused_matmul(x):
-    """Halves; a function with a name of the library's operation."""
+    """Halves an array; has the name of an operation of the library."""
     return x / 2
 
 

@@ -60,7 +60,7 @@ def capture(
 
 
 def window_start(steps: int, at: Sequence[int], window: int) -> int:
-    """Returns the latest step of `at` that at least `window` of `steps` steps follow.
+    """Returns the latest step of `at` with `window` or more steps of the run after it.
 
     Raises:
       ValueError: If a step is outside the run, or none leaves `window` steps.

@@ -47,12 +47,13 @@ class Progress:
       measured: Sizes, the compile time and the mesh, measured before the first step,
         and anew on another mesh or with other microbatches.
       rows: Checksums of the recipe's rows up to this step, by the name of their file.
-        It is empty in checkpoints of before there were any.
+        It is empty in checkpoints that are older than these checksums.
       skipped: Number of steps that changed nothing, because they were bad.
       rollbacks: Number of returns to the checkpoint that `origin` names.
       origin: Step of the checkpoint that a rollback returns to, or 0 for the initial
-        state. It is `step` itself, and None means that, except in a checkpoint of a
-        stop with `bad_step="rollback"`. So a stop changes no later step.
+        state. None means `step` itself. Only the checkpoint of a stop with
+        `bad_step="rollback"` may name an earlier step, so that the stop changes no
+        later step.
     """
 
     step: int = 0

@@ -2,7 +2,7 @@
 
 A step that reports returns statistics of the parameters, the gradients, the FP8 moments
 and the activations of its batch. Activations come from the layers in plain functions,
-in the dtype of the computation. They take a forward pass more.
+in the dtype of the computation. They take one more forward pass.
 """
 
 from collections.abc import Iterator

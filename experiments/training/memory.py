@@ -1,4 +1,4 @@
-"""Memory of a training: peaks of devices, and what an end without memory is due to."""
+"""Memory of a training: peaks of devices, and messages where memory runs out."""
 
 import math
 

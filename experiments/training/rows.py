@@ -52,7 +52,7 @@ class RowLog:
         self._open()
 
     def sync(self) -> int:
-        """Blocks until all rows are on disk; returns the checksum of the recipe's."""
+        """Blocks until all rows are on disk; returns the recipe's checksum."""
         os.fsync(self._file.fileno())
         return self._checksum
 

@@ -13,7 +13,7 @@ A resumed run notices changed files by CRC-32 checksums. run.json holds its own 
 one of tokenizer.json. Each checkpoint has a list of its files' checksums next to it,
 and its progress holds the checksums of the recipe's rows so far, since rows are on disk
 before the checkpoint is. A checkpoint that is damaged gives way to an older one; other
-damages are refused. Files of before there were checksums are taken as they are.
+damages are refused. Files that are older than checksums are taken as they are.
 """
 
 import dataclasses
@@ -63,8 +63,8 @@ class Run:
       folder: The path of the folder.
       settings: The run's settings, of the type `kind`.
       steps: Steps of each recipe; None until the first recipe has settled it.
-      schedule_steps: Steps after which the learning rate stays as it is; None like
-        `steps`. They are the steps that the run was started with.
+      schedule_steps: Steps after which the learning rate stays as it is: the steps that
+        the run was started with. None until the first recipe has settled it.
       command: The command line that started the run.
     """
 
@@ -85,7 +85,7 @@ class Run:
 
     @property
     def record(self) -> dict[str, Any]:
-        """The contents of run.json, of which `Run(folder, record)` is a follower."""
+        """The contents of run.json, from which other processes make followers."""
         return self._record | {
             "settings": dataclasses.asdict(self.settings),
             "steps": self.steps,

@@ -95,7 +95,7 @@ def encode_bytes(texts: Iterable[bytes]) -> np.ndarray:
 
 
 def split_bytes(tokens: np.ndarray) -> list[np.ndarray]:
-    """Returns the tokens of each text, and of its separator, from `encode_bytes`.
+    """Splits the result of `encode_bytes` into texts, each with its separator.
 
     Examples:
       >>> [piece.tolist() for piece in split_bytes(encode_bytes([b"a", b"bc"]))]

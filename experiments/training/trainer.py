@@ -96,7 +96,7 @@ class Trainer(ModelTrainer):
     def placed(
         self, batch: Int32[np.ndarray, "rows length+1"], size: int
     ) -> Int32[Array, "batch length+1"]:
-        """Returns a batch of `size` rows, all of which or this process's are given."""
+        """Returns a batch of `size` rows, from all rows or from this process's."""
         if self.mesh is None:
             return jnp.asarray(batch)
         rows = np.arange(size)
@@ -113,7 +113,7 @@ class Trainer(ModelTrainer):
     def evaluate_in_bf16(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the loss of the same parameters where all matmuls are BF16.
 
-        So models are often used once they are trained.
+        Trained models are often used in this way.
         """
         state = state._replace(histories=EMPTY)
         return self._in_bf16.evaluate(state, batches)
@@ -130,7 +130,7 @@ class Trainer(ModelTrainer):
     ) -> Float32[np.ndarray, " b"]:
         """Returns the log-likelihood of each sequence's `last` tokens, in nats.
 
-        Those before are given.
+        It is conditioned on the tokens before them.
         """
         placed = self.placed(tokens, len(tokens))
         likelihoods = self._likelihoods(state.params, state.histories, placed, last)

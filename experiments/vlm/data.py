@@ -88,8 +88,9 @@ class Data(NamedTuple):
 
     Attributes:
       vocabulary: The vocabulary.
-      train: The examples for training: of each scene a question of each kind.
-      test: The examples for tests: of each scene one question, all kinds equally often.
+      train: The examples for training, with a question of each kind about each scene.
+      test: The examples for tests, with one question about each scene. All kinds are
+        equally often among them.
     """
 
     vocabulary: Vocabulary
@@ -164,7 +165,7 @@ def _examples(
 
 
 def batches(data: Data, settings: VlmSettings, seed: int) -> Iterator[Batch]:
-    """Yields batches of training questions, all orders of them, without an end."""
+    """Yields batches of training questions without end, in a new order each epoch."""
     rng = np.random.default_rng((settings.data_seed, 2, seed))
     size, total = settings.batch_size, len(data.train.questions)
     while True:

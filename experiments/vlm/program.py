@@ -132,7 +132,7 @@ class Study:
         return data.make(self._settings)
 
     def train_missing(self) -> None:
-        """Runs the trainings that there is no row of, and writes each."""
+        """Runs the trainings without a row, and writes the row of each."""
         missing, steps = self.missing(), self._settings.steps
         with tqdm(total=len(missing) * steps, unit="step", disable=None) as bar:
             for recipe, seed in missing:
@@ -141,7 +141,7 @@ class Study:
                 self.write()
 
     def missing(self) -> list[tuple[Recipe, int]]:
-        """Returns the trainings that there is no row of, seed by seed."""
+        """Returns the trainings without a row, seed by seed."""
         finished = {(row["recipe"], row["seed"]) for row in self._rows}
         return [
             (recipe, seed)

@@ -1,8 +1,9 @@
 """Scenes: pictures on colored tiles in a grid, in front of a part of a photograph.
 
-A scene is its annotation; `render` makes an image of it. Scenes are divided by what
-stands where: a scene for tests has things in places in which no scene for training has
-all of them. Its handwriting and its part of a photograph are new as well.
+A scene is its annotation; `render` makes an image of it. The things of a scene, and the
+cells in which they stand, decide whether it is for training or for tests. So no scene
+for training has the same things in the same cells as a scene for tests. Its handwriting
+and its part of a photograph are new as well.
 """
 
 import dataclasses

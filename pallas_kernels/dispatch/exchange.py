@@ -15,8 +15,8 @@ from pallas_kernels.numerics import behind
 def total(x: Array) -> Array:
     """Adds up an array [n, ...] along its first axis, in float32.
 
-    On a mesh each device adds up its own part. The sums are added in the dtype of `x`,
-    and only sent to where they are wanted.
+    On a mesh each device adds up its own part. These sums are added in the dtype of
+    `x`, and each device gets only its part of the result.
     """
     operation = _Total()
     return operation.reference(x) if mesh_of(x) is None else on_parts(operation, x)

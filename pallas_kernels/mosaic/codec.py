@@ -32,8 +32,8 @@ LANES = 128  # Lanes of a warpgroup.
 def strip_layout(shape: tuple[int, ...]) -> plgpu.Layout:
     """Returns the register layout of a strip of `shape`.
 
-    Each lane holds a vector of consecutive elements. The next lane holds the next
-    vector, which is in the next row where a vector is a whole row.
+    Each lane holds a vector of consecutive elements, and the next lane holds the
+    elements that follow. Where a vector is a whole row, these are the next row.
     """
     vector = math.prod(shape) // LANES
     warp = (shape[0] // 4, *shape[1:])

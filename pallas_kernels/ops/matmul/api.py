@@ -52,7 +52,7 @@ def matmul(
 
     Args:
       a: Codes, e4m3 or e5m2.
-      b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3. Several axes behind
+      b: Codes, e4m3 or e5m2. At least one of `a` and `b` is e4m3. Several axes after
         the first one are contracted in their order. On a mesh the last of them can be
         split over devices that need all of it: the kernel reads it in parts, as they
         are gathered.

@@ -5,9 +5,9 @@ share the rows of a tile, or they are ping-pong and take turns with tiles. One o
 that have read a stage of shared memory starts the copies that fill it again, so that
 the copy engine does not stop between tiles.
 
-No warpgroup only loads. It would need few registers, and the others more than all start
-with. But JAX 0.12 compiles kernels with nvJitLink where that is installed, which
-ignores requests for registers (`setmaxnreg`).
+There is no warpgroup for loading alone. It would have to pass registers on to the
+others, which need more than a warpgroup starts with. But JAX 0.12 compiles kernels with
+nvJitLink where that is installed, which ignores requests for registers (`setmaxnreg`).
 """
 
 import functools

@@ -132,7 +132,7 @@ class Operands:
 
 
 def in_parts(a: Array, b: Array) -> Float[Array, "1 n groups c"]:
-    """Returns b [n, ...] as one part, whose last axis stays apart from the others.
+    """Views b [n, ..., c] as one part with merged axes between: [1, n, groups, c].
 
     Raises:
       ValueError: If `a` and `b` do not have as many elements along k.

@@ -255,7 +255,7 @@ class Tile:
                 yield i, at, row[:, at : at + value.shape[1]]
 
     def _turn(self, column, both, angle):
-        """Applies RoPE to a part of both halves of a head, unless it is a value."""
+        """Applies RoPE to a part of both halves of a head that is not a value."""
 
         def turn(x, y, cos, sin):
             return x * cos - y * sin, y * cos + x * sin

@@ -52,9 +52,9 @@ def quantize_blocks(
       implementation: The implementation; None means the kernel where it can run.
 
     Returns:
-      The codes and float32 scales of `x` and of its transpose. Those of an array [r, c]
-      are codes [r, c], with scales [r, c / 128] of blocks "1x128" and
-      [r / 128, c / 128] of blocks "128x128".
+      The codes and float32 scales of `x` and of its transpose. An array [r, c] has
+      codes [r, c]; blocks "1x128" have scales [r, c / 128], and blocks "128x128" have
+      scales [r / 128, c / 128].
 
     Raises:
       ValueError: If a dtype, a shape or the name of a block is not supported, no copy

@@ -141,7 +141,7 @@ def _scale_columns(tile: Any, scales: Any, inverses: Any, dtype: DTypeLike) -> N
 
 
 def _strips(tile: Any) -> Iterator[tuple[Any, Array]]:
-    """Yields the strips of a tile in float32, each behind its columns.
+    """Yields the columns of each strip of a tile, and the strip in float32.
 
     Few of them are in registers at a time.
     """
