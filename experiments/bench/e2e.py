@@ -41,12 +41,11 @@ from experiments.bench.model_step import (
 from experiments.common import results, tables
 from experiments.common.layer_cases import CASES, PLAIN
 from experiments.common.paper import TABLE_7, TABLE_7_COLUMNS
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
     device,
-    known_rows,
     versions,
     write_results,
 )
@@ -92,10 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
     take_memory(at_once=False)
-    try:
-        rows = known_rows(args.out)
-    except ValueError as error:
-        top.error(str(error))
+    rows = rows_to_join(top, args.out)
     gpu = device()["name"]
     console = Console(width=130)
     chosen = list(itertools.product(args.cases, args.gpus, args.batch))

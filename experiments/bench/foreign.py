@@ -28,17 +28,16 @@ from experiments.common import tables
 from experiments.common.foreign_layers import LAYERS, FlaxLlama, made
 from experiments.common.layer_cases import CASES as LAYER_CASES
 from experiments.common.layer_cases import Shape, layer, normal, random_params
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
-    known_rows,
     versions,
     write_results,
 )
 from experiments.common.tables import Column
 from experiments.common.tables import bars as bars_table
-from experiments.common.timing import OPTIONS, in_turns
+from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
 
 Row = dict[str, Any]
 # Cases by their matmul and by what wraps the layer.
@@ -75,19 +74,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line `argv`, this process's by default."""
     top = parser()
     args = top.parse_args(argv)
-    shape = Shape(
-        hidden=args.hidden,
-        seq=args.seq,
-        batch=args.batch,
-        intermediate=args.intermediate,
-        kv_heads=args.kv_heads,
-        head_dim=args.head_dim,
-    )
-    try:
-        earlier = known_rows(args.out)  # Raises ValueError for another kind of device.
-    except ValueError as error:
-        top.error(str(error))
-    options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+    sizes = [field.name for field in dataclasses.fields(Shape)]
+    shape = Shape(**{name: getattr(args, name) for name in sizes})
+    earlier = rows_to_join(top, args.out)
+    options = turns_of(args)
     rows = [row for row in earlier if row["layer"] not in args.layers]
     for name in tqdm(args.layers, unit="layer", disable=None):
         rows += layer_rows(name, shape, args.cases, **options)
@@ -109,9 +99,7 @@ def parser() -> argparse.ArgumentParser:
     add("--intermediate", type=int, default=14_336, help="of gated MLPs")
     add("--kv-heads", type=int, default=8)
     add("--head-dim", type=int, default=128)
-    add("--calls", type=int, default=10, help="in a row, in each round, or more")
-    add("--rounds", type=int, default=3, help="in which each case has its turn")
-    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+    add_turns(top)
     add("--out", type=Path, default=default_path("bench_foreign"))
     return top
 

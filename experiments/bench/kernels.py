@@ -25,6 +25,7 @@ from tqdm import tqdm
 
 import pallas_kernels
 from experiments.common import kernel_cases, profiling, results, tables, timing
+from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import Bar, default_path
 from experiments.common.tables import Column
 from pallas_kernels.ops.matmul import tuning
@@ -40,7 +41,7 @@ _REST_S = 0.02
 
 def main() -> None:
     """Prints tables and writes the results file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("experiments.bench.kernels", __doc__)
     add = parser.add_argument
     add("--only", nargs="+", choices=("elementwise", "products"))
     add("--named", nargs="+", help="what has one of these in its name")
@@ -48,24 +49,14 @@ def main() -> None:
     add("--tokens", type=int, nargs="+", default=list(kernel_cases.TOKENS))
     names = tuple(kernel_cases.MODELS)
     add("--models", nargs="+", choices=names, default=names)
-    add(
-        "--out",
-        type=Path,
-        default=default_path("bench_kernels"),
-    )
+    add("--out", type=Path, default=default_path("bench_kernels"))
     args = parser.parse_args()
-    try:
-        rows = results.known_rows(args.out)
-    except ValueError as error:
-        parser.error(str(error))
+    rows = rows_to_join(parser, args.out)
     commit = results.versions()["commit"]
     for row in measured(args):
         rows = joined(rows, row | {"commit": commit})
         results.write_results(args.out, rows=rows, bars=bars(rows))
-    Console(width=110).print(table(rows))
-    for bar in bars(rows):
-        verdict = "holds" if bar.holds else "missed"
-        print(f"{bar.name}: {bar.measured:.4g} ({bar.target}: {verdict})")
+    Console(width=110).print(table(rows), tables.bars(bars(rows)))
 
 
 def joined(rows: list[Row], row: Row) -> list[Row]:

@@ -40,7 +40,7 @@ from experiments.common.layer_cases import (
     normal,
     random_params,
 )
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
@@ -49,7 +49,7 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.common.tables import bars as bars_table
-from experiments.common.timing import OPTIONS, in_turns
+from experiments.common.timing import OPTIONS, add_turns, in_turns, turns_of
 
 MIB = 2**20
 Row = dict[str, Any]
@@ -93,14 +93,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.profile and "bf16" not in args.cases:
         top.error("--profile compares with bf16, which --cases lack")
     console = Console(width=130)
-    try:
-        known(args.out)  # Raises ValueError if the file is of another device.
-    except ValueError as error:
-        top.error(str(error))
+    rows_to_join(top, args.out)  # Exits if the file is of another device.
     compiled = compile_cases(shapes(args), args.cases)
     for shape, programs in tqdm(compiled.items(), unit="shape", disable=None):
-        options = {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
-        new_rows = shape_rows(shape, programs, **options)
+        new_rows = shape_rows(shape, programs, **turns_of(args))
         own_parts = profile_rows(shape, programs) if args.profile else []
         rows, parts = known(args.out)  # Other processes may have written to it.
         rows, parts = replaced(rows, new_rows), replaced(parts, own_parts)
@@ -127,9 +123,7 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-heads", type=int, help="by default as many as query heads")
     add("--head-dim", type=int, default=128)
     add("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    add("--calls", type=int, default=10, help="in a row, in each round, or more")
-    add("--rounds", type=int, default=3, help="in which each case has its turn")
-    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+    add_turns(top)
     add("--profile", action="store_true", help="say where time goes; on GPUs")
     out = default_path("bench_layer")
     add("--out", type=Path, default=out, help="joined; a figure goes beside it")

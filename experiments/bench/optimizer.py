@@ -7,7 +7,6 @@ parameters and on the parameters of Llama 2 7B, both as 291 tensors and as stack
 layers. Every row is compared with `optax.adamw` with float32 moments in the same run.
 """
 
-import argparse
 import math
 import statistics
 import time
@@ -24,7 +23,9 @@ from tqdm import tqdm
 
 import coat_jax as coat
 from experiments.common.optimizers import in_float32
+from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, write_results
+from experiments.common.tables import bars as bars_table
 
 HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 4096, 11_008, 32, 32_000
 ROUND_S = 1.0
@@ -198,15 +199,11 @@ def bars(rows: list[dict]) -> list[Bar]:
 
 def main() -> None:
     """Prints the table and writes the results file."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = new_parser("experiments.bench.optimizer", __doc__)
     parser.add_argument("--parameters", type=int, default=1_000_000_000)
     parser.add_argument("--repeats", type=int, default=5, help="rounds of a second")
     parser.add_argument("--no-trees", action="store_true", help="leave Llama 2 7B out")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=default_path("bench_optimizer"),
-    )
+    parser.add_argument("--out", type=Path, default=default_path("bench_optimizer"))
     args = parser.parse_args()
     table = Table("parameters", "step", "ms / 1e9", "GB/s", "x optax", "temp. MiB")
     rows, optax_ms = [], {}
@@ -225,11 +222,8 @@ def main() -> None:
         numbers = ("ms_per_1e9", "gb_per_s", "ratio_to_optax", "temporaries_mib")
         table.add_row(parameters, method, *(f"{row[k]:.2f}" for k in numbers))
         write_results(args.out, rows=rows)
-    Console().print(table)
     targets = [] if args.no_trees else bars(rows)
-    for bar in targets:
-        verdict = "holds" if bar.holds else "missed"
-        print(f"{bar.name}: {bar.measured:.3g} ({bar.target}: {verdict})")
+    Console().print(table, bars_table(targets))
     write_results(args.out, rows=rows, bars=targets)
 
 

@@ -32,12 +32,11 @@ from experiments.bench.model_step import (
     take_memory,
 )
 from experiments.common import tables
-from experiments.common.programs import new_parser
+from experiments.common.programs import new_parser, rows_to_join
 from experiments.common.results import (
     Bar,
     default_path,
     joined,
-    known_rows,
     read_results,
     write_json,
     write_results,
@@ -97,10 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     # This process reads the device's name, and leaves the memory to those that measure.
     take_memory(at_once=False)
-    try:
-        rows = known_rows(args.out)
-    except ValueError as error:
-        top.error(str(error))
+    rows = rows_to_join(top, args.out)
     runs = [run for run in RUNS if run.part in args.only]
     console = Console(width=120)
     for run in tqdm(runs, unit="row", disable=None):

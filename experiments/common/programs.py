@@ -1,7 +1,10 @@
 """Command lines of programs."""
 
 import argparse
+from pathlib import Path
 from typing import Any, NoReturn
+
+from experiments.common import results
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,6 +29,16 @@ def new_parser(module: str, doc: str, **options: Any) -> argparse.ArgumentParser
         formatter_class=argparse.RawDescriptionHelpFormatter,
         **options,
     )
+
+
+def rows_to_join(
+    parser: argparse.ArgumentParser, path: Path, of: str = "rows"
+) -> list[dict[str, Any]]:
+    """Returns `results.known_rows`; exits with an error where that raises one."""
+    try:
+        return results.known_rows(path, of)
+    except ValueError as error:
+        parser.error(str(error))
 
 
 def one_line(message: object) -> str:

@@ -1,5 +1,6 @@
 """Timing of compiled functions in turns, so that all of them run on a warm chip."""
 
+import argparse
 import math
 import statistics
 import time
@@ -91,3 +92,16 @@ def in_turns(
     turns = list(zip(functions, counts, strict=True))
     rounds_of_times = [[mean(*turn) for turn in turns] for _ in range(rounds)]
     return [statistics.median(times) for times in zip(*rounds_of_times, strict=True)]
+
+
+def add_turns(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `turns_of` reads."""
+    add = parser.add_argument
+    add("--calls", type=int, default=10, help="in a row, in each round, or more")
+    add("--rounds", type=int, default=3, help="in which each case has its turn")
+    add("--round-s", type=float, default=0.5, help="seconds of a turn, at least")
+
+
+def turns_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns the arguments of `in_turns` that a command line gives."""
+    return {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
