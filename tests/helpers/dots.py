@@ -5,12 +5,14 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import linen as nn
 
 import coat_jax as coat
 import pallas_kernels as pk
 from helpers import oracle
-from helpers.gradients import fake
+from helpers.gradients import FP8, assert_close, fake, saved, value_and_vjp
+from helpers.models import normal
 
 # Options of `fp8_remat` that say what is saved, and how.
 OTHER_WAYS = [
@@ -89,3 +91,44 @@ def assert_left_alone(operation, fn, *args):
         for options in ({}, {"where": lambda _: True})
     ]
     assert programs[0] == programs[1]
+
+
+def assert_follows_autodiff(fn, dy, *args, tolerance=0.15, **options):
+    """Asserts that `fp8_remat` changes results and gradients by FP8 alone."""
+    light = coat.fp8_remat(fn, **options)
+    assert_close(*(value_and_vjp(f, dy, *args) for f in (light, fn)), tolerance)
+
+
+def mlp_arguments(*shapes, dtype=jnp.bfloat16, tokens=(96,)):
+    """Returns weights, activations with an outlier, and a gradient.
+
+    The shapes of weights begin and end with a matrix.
+    """
+    weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
+    x = normal(9, *tokens, shapes[0][0], dtype=dtype).at[..., 3].mul(8)
+    return weights, x, normal(20, *tokens, shapes[-1][1], dtype=dtype)
+
+
+def gates(fn, *args) -> set[str]:
+    """Returns the arrays that each call of the gate's kernel reads in forward."""
+    return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
+
+
+def assert_gate_with_options(fn, options, weights, x, dy):
+    """Asserts that options of what is saved leave the kernel on, and are followed."""
+    light = coat.fp8_remat(fn, **options)
+    assert gates(light, weights, x)
+    formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
+    assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
+    if "format" in options:  # One numeric case: the others change what is saved alone.
+        assert_follows_autodiff(fn, dy, weights, x, tolerance=0.2, **options)
+
+
+def assert_one_gate(fn, weights, x, dy=None):
+    """Asserts that a kernel computes the gate, and with `dy` that it is right."""
+    assert len(gates(coat.fp8_remat(fn), weights, x)) == 1
+    if dy is not None:
+        assert_follows_autodiff(fn, dy, weights, x, tolerance=0.2)
+
+
+every_other_way = pytest.mark.parametrize("options", OTHER_WAYS, ids="".join)

@@ -11,18 +11,20 @@ from flax import nnx
 from helpers import oracle
 from helpers.dots import (
     ACTIVATIONS,
-    OTHER_WAYS,
+    assert_follows_autodiff,
+    assert_gate_with_options,
     assert_left_alone,
     assert_near,
+    assert_one_gate,
     bfloat16,
+    every_other_way,
+    gates,
     linear,
-    ran,
+    mlp_arguments,
     rows,
     tensor,
 )
 from helpers.gradients import (
-    FP8,
-    assert_close,
     fake,
     fp8_bytes,
     saved,
@@ -57,17 +59,8 @@ def scaled(activation):
     return fn
 
 
-def given(dtype=BF16, f=F, tokens=(TOKENS,)):
-    """Returns weights, activations with an outlier, and a gradient."""
-    shapes = (K, f), (f,), (f, 32)
-    weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
-    x = normal(9, *tokens, K, dtype=dtype).at[..., 3].mul(8)
-    return weights, x, normal(20, *tokens, 32, dtype=dtype)
-
-
-def alone(fn, *args) -> set[str]:
-    """Returns the arrays of the gate's kernels, which read one array each."""
-    return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
+def given(f=F, **options):
+    return mlp_arguments((K, f), (f,), (f, 32), **options)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -110,19 +103,17 @@ FORMS = [
 @pytest.mark.internals
 @pytest.mark.parametrize(("activation", "dtype"), FORMS)
 def test_activations_are_found_in_each_form(activation, dtype):
-    weights, x, _ = given(dtype)
+    weights, x, _ = given(dtype=dtype)
     fn = mlp(activation, dtype)
-    assert alone(fp8_remat(fn), weights, x) == {f"{x.dtype}[96,1,64]"}
-    assert not alone(fn, weights, x)
+    assert gates(fp8_remat(fn), weights, x) == {f"{x.dtype}[96,1,64]"}
+    assert not gates(fn, weights, x)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("activation", "dtype"), FORMS)
 def test_activations_of_each_form_compute_the_same(activation, dtype):
-    weights, x, dy = given(dtype)
-    fn = mlp(activation, dtype)
-    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
-    assert_close(merged, plain, 0.15)
+    weights, x, dy = given(dtype=dtype)
+    assert_follows_autodiff(mlp(activation, dtype), dy, weights, x)
 
 
 NEAR_MISSES = {
@@ -181,17 +172,9 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
-@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+@every_other_way
 def test_options_of_what_is_saved_leave_the_kernel_on(options):
-    weights, x, dy = given()
-    fn = mlp(nn.silu)
-    light = fp8_remat(fn, **options)
-    assert alone(light, weights, x)
-    formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
-    assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
-    if "format" in options:  # One numeric case: the others change what is saved alone.
-        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
-        assert_close(merged, plain, 0.2)
+    assert_gate_with_options(mlp(nn.silu), options, *given())
 
 
 @pytest.mark.parametrize(
@@ -199,11 +182,7 @@ def test_options_of_what_is_saved_leave_the_kernel_on(options):
 )
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
-    fn = mlp(nn.gelu)
-    assert len(alone(fp8_remat(fn), weights, x)) == 1
-    if f == 40:  # One numeric case.
-        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
-        assert_close(merged, plain, 0.2)
+    assert_one_gate(mlp(nn.gelu), weights, x, dy if f == 40 else None)
 
 
 def test_saved_is_the_activations_argument():
@@ -233,6 +212,6 @@ def test_flax_modules():
     x = normal(1, 2, TOKENS, K, dtype=BF16)
     linen = Linen()
     params = linen.init(jax.random.key(0), x)
-    assert len(alone(fp8_remat(linen).apply, params, x)) == 1
+    assert len(gates(fp8_remat(linen).apply, params, x)) == 1
     graph, state = nnx.split(fp8_remat(Nnx()))
-    assert len(alone(lambda s, x: nnx.merge(graph, s)(x), state, x)) == 1
+    assert len(gates(lambda s, x: nnx.merge(graph, s)(x), state, x)) == 1

@@ -11,17 +11,20 @@ from flax import nnx
 from helpers import oracle
 from helpers.dots import (
     ACTIVATIONS,
-    OTHER_WAYS,
+    assert_follows_autodiff,
+    assert_gate_with_options,
     assert_left_alone,
     assert_near,
+    assert_one_gate,
     bfloat16,
+    every_other_way,
+    gates,
     linear,
-    ran,
+    mlp_arguments,
     rows,
     tensor,
 )
 from helpers.gradients import (
-    FP8,
     assert_close,
     fake,
     flat,
@@ -53,17 +56,8 @@ def silu(gate, up):
     return nn.silu(gate) * up
 
 
-def given(dtype=BF16, f=F, tokens=(TOKENS,)):
-    """Returns weights, activations with an outlier, and a gradient."""
-    shapes = (K, f), (K, f), (f, 32)
-    weights = [normal(i, *shape, scale=0.2) for i, shape in enumerate(shapes)]
-    x = normal(9, *tokens, K, dtype=dtype).at[..., 3].mul(8)
-    return weights, x, normal(20, *tokens, 32, dtype=dtype)
-
-
-def gates(fn, *args) -> set[str]:
-    """Returns the dtypes and shapes of the gates that the gate's kernels compute."""
-    return {" ".join(arrays) for arrays in ran("gated", fn, *args)}
+def given(f=F, **options):
+    return mlp_arguments((K, f), (K, f), (f, 32), **options)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -107,7 +101,7 @@ FORMS = [
 @pytest.mark.internals
 @pytest.mark.parametrize(("product", "dtype"), FORMS)
 def test_gates_are_found_in_each_form(product, dtype):
-    weights, x, _ = given(dtype)
+    weights, x, _ = given(dtype=dtype)
     fn = mlp(product, dtype)
     assert gates(fp8_remat(fn), weights, x) == {" ".join(2 * [f"{x.dtype}[96,1,64]"])}
     assert not gates(fn, weights, x)
@@ -116,10 +110,8 @@ def test_gates_are_found_in_each_form(product, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("product", "dtype"), FORMS)
 def test_gates_of_each_form_compute_the_same(product, dtype):
-    weights, x, dy = given(dtype)
-    fn = mlp(product, dtype)
-    merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
-    assert_close(merged, plain, 0.15)
+    weights, x, dy = given(dtype=dtype)
+    assert_follows_autodiff(mlp(product, dtype), dy, weights, x)
 
 
 NEAR_MISSES = {
@@ -182,21 +174,13 @@ def test_what_others_read_is_left_alone():
         assert_left_alone("gated", fn, weights, x)
 
 
-@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+@every_other_way
 def test_options_of_what_is_saved_leave_the_kernel_on(options):
-    weights, x, dy = given()
-    fn = mlp(silu)
-    light = fp8_remat(fn, **options)
-    assert gates(light, weights, x)
-    formats = {str(r.dtype) for r in saved(light, weights, x) if r.dtype in FP8}
-    assert formats == {"float8_e5m2" if "format" in options else "float8_e4m3fn"}
-    if "format" in options:  # One numeric case: the others change what is saved alone.
-        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (light, fn))
-        assert_close(merged, plain, 0.2)
+    assert_gate_with_options(mlp(silu), options, *given())
 
 
 def test_float16_is_left_alone():
-    weights, x, _ = given(jnp.float16)
+    weights, x, _ = given(dtype=jnp.float16)
     assert not gates(fp8_remat(mlp(silu, jnp.float16)), weights, x)
 
 
@@ -205,11 +189,7 @@ def test_float16_is_left_alone():
 )
 def test_edge_shapes(tokens, f):
     weights, x, dy = given(f=f, tokens=tokens)
-    fn = mlp(silu)
-    assert len(gates(fp8_remat(fn), weights, x)) == 1
-    if f == 40:  # One numeric case.
-        merged, plain = (value_and_vjp(f, dy, weights, x) for f in (fp8_remat(fn), fn))
-        assert_close(merged, plain, 0.2)
+    assert_one_gate(mlp(silu), weights, x, dy if f == 40 else None)
 
 
 @pytest.mark.slow
@@ -247,7 +227,7 @@ def test_saved_are_codes_and_scales_of_gate_up_and_x():
 
 def test_nested_and_transformed():
     """Within scan, jit, `vmap` and another `fp8_remat` results stay the same."""
-    weights, x, dy = given(tokens=(TOKENS,))
+    weights, x, dy = given()
     fn = fp8_remat(mlp(silu))
     expected = value_and_vjp(fn, dy, weights, x)
     nested = fp8_remat(lambda weights, x: fn(weights, x))

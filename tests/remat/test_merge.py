@@ -7,6 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from helpers import oracle
+from helpers.dots import assert_follows_autodiff, linear, tensor
 from helpers.gradients import assert_close, fake, saved, saved_bytes, value_and_vjp
 from helpers.models import normal
 from jax.extend import core
@@ -18,10 +19,6 @@ from coat_jax.programs.graph import deduplicated, inlined
 K, TOKENS = 64, 96
 
 
-def linear(x, w):
-    return fp8_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
-
-
 def three(weights, x):
     """Computes three matmuls of one array, through values that are equal in pairs."""
     return [linear(x * 2.0, w.astype(jnp.bfloat16)) for w in weights]
@@ -30,11 +27,6 @@ def three(weights, x):
 def weights_and_tokens():
     weights = [normal(i, K, n, scale=0.1) for i, n in enumerate((48, 32, 32))]
     return weights, normal(9, TOKENS, K, dtype=jnp.bfloat16)
-
-
-def tensor(x, format=oracle.E4M3):
-    """Quantizes per tensor and dequantizes, in float64."""
-    return fake(np.asarray(x, np.float32), None, format).astype(np.float64)
 
 
 @pytest.mark.internals
@@ -154,9 +146,8 @@ def test_weights_that_follow_from_the_first_matmul_stay_apart():
         return first, linear(x, first[:K] + w)
 
     w, x = normal(1, K, K), normal(2, TOKENS, K)
-    merged, plain = (value_and_vjp(f, fn(w, x), w, x) for f in (fp8_remat(fn), fn))
     # One of the two has other scales of x.
-    assert_close(merged, plain, 0.1)
+    assert_follows_autodiff(fn, fn(w, x), w, x, tolerance=0.1)
 
 
 def test_weights_from_parameters_are_computed_before_the_first_matmul():
@@ -166,8 +157,7 @@ def test_weights_from_parameters_are_computed_before_the_first_matmul():
 
     params = {name: normal(i, K, K) for i, name in enumerate("abc")}
     x, dy = normal(5, TOKENS, K), normal(6, TOKENS, K)
-    merged, plain = (value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), fn))
-    assert_close(merged, plain, 0.1)
+    assert_follows_autodiff(fn, dy, params, x, tolerance=0.1)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -10,9 +10,10 @@ from flax import linen as nn
 from flax import nnx
 from helpers import layers, oracle
 from helpers.dots import (
-    OTHER_WAYS,
+    assert_follows_autodiff,
     assert_left_alone,
     assert_near,
+    every_other_way,
     linear,
     ran,
     rows,
@@ -178,9 +179,7 @@ def test_norms_are_found_in_each_form(name):
 @pytest.mark.parametrize("name", FORMS)
 def test_norms_of_each_form_compute_the_same(name, tokens):
     params, x, dy = given(tokens, products=1)
-    fn = after(FORMS[name])
-    merged, plain = (value_and_vjp(f, dy, params, x) for f in (fp8_remat(fn), fn))
-    assert_close(merged, plain, 0.15)
+    assert_follows_autodiff(after(FORMS[name]), dy, params, x)
 
 
 NEAR_MISSES = {
@@ -247,7 +246,7 @@ def test_a_norm_that_others_read_is_left_alone(fn):
     assert not norms(fp8_remat(fn), params, x)
 
 
-@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+@every_other_way
 def test_options_of_what_is_saved_leave_the_kernel_on(options):
     params, x, dy = given()
     fn = after(rms)
@@ -256,8 +255,7 @@ def test_options_of_what_is_saved_leave_the_kernel_on(options):
     formats = {str(r.dtype) for r in saved(light, params, x) if r.dtype in FP8}
     # Small arrays are saved as they are, except by kernels.
     assert "format" not in options or formats <= {"float8_e5m2"}
-    merged, plain = (value_and_vjp(f, dy, params, x) for f in (light, fn))
-    assert_close(merged, plain, 0.2)
+    assert_follows_autodiff(fn, dy, params, x, tolerance=0.2, **options)
 
 
 def test_a_stream_in_float32_is_cast_before_the_norm():
@@ -288,5 +286,4 @@ def test_a_gated_mlp_reads_the_norm():
     fn = fp8_remat(mlp)
     choices = pk.explain(lambda *args: jax.vjp(fn, *args)[0], params, x).choices
     assert {"norm", "gated"} <= {c.operation for c in choices}
-    merged, plain = (value_and_vjp(f, dy, params, x) for f in (fn, mlp))
-    assert_close(merged, plain, 0.15)
+    assert_follows_autodiff(mlp, dy, params, x)
