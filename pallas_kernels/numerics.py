@@ -136,7 +136,7 @@ def row_scale(largest: Float[Array, "..."], dtype: DTypeLike) -> Array:
 
 
 def on_last_axes(x: Float[Array, "..."], ndim: int) -> Float[Array, "..."]:
-    """Returns `x` with axes of one element in front, such that there are `ndim`.
+    """Returns `x` with axes of one element in front, so that it has `ndim` axes.
 
     JAX would add them itself, unless `jax_numpy_rank_promotion` forbids it.
     """

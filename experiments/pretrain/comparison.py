@@ -181,8 +181,8 @@ def draw_gaps(rows: Sequence[Row]) -> Figure:
 def texts(rows: Sequence[Row]) -> Table:
     """Returns a table of perplexities by kind of text, next to the paper's.
 
-    Gaps are to `bf16` with the same seed, with 95% intervals over seeds: of a recipe's
-    own forward pass, and of the same weights where all matmuls are BF16.
+    Gaps are to `bf16` with the same seed, with 95% intervals over seeds. There is one
+    for a recipe's own forward pass, and one for its weights where all matmuls are BF16.
 
     Args:
       rows: Rows with "recipe", "seed", "text", "loss" and "loss_in_bf16".

@@ -160,7 +160,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def passed_files(folder: Path) -> Iterator[tuple[str, bytes]]:
-    """Yields the names and contents of the tokenizer's and other texts of a folder."""
+    """Yields the names and contents of a tokenizer's files and of other texts."""
     for name in PASSED:
         if os.path.lexists(folder / name):
             yield name, read_bytes(folder, name)

@@ -1,8 +1,8 @@
 """The FP8 matmul kernel for Hopper GPUs.
 
 Persistent thread blocks go over the output tiles. Their warpgroups are cooperative and
-share the rows of a tile, or they are ping-pong and take turns with tiles. One of those
-that have read a stage of shared memory starts the copies that fill it again, so that
+share the rows of a tile, or they are ping-pong and take turns with tiles. When all have
+read a stage of shared memory, one of them starts the copies that fill it again, so that
 the copy engine does not stop between tiles.
 
 There is no warpgroup for loading alone. It would have to pass registers on to the

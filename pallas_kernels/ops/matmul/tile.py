@@ -229,14 +229,14 @@ class Tile:
                 yield i, j, scaled(value, i, j)
 
     def _biased(self, pieces, columns):
-        """Yields the same subtiles, with the bias of each column added."""
+        """Yields epilogue subtiles with the bias of each column added."""
         bias, *_ = self.more
         for i, j, value in pieces:
             of_columns = load_columns(bias.at[columns].at[pl.ds(j, value.shape[1])])
             yield i, j, value + lax.broadcast_in_dim(of_columns, value.shape, (1,))
 
     def _turned(self, pieces, angles, columns):
-        """Yields the same subtiles, with RoPE applied to queries and keys."""
+        """Yields epilogue subtiles with RoPE applied to queries and keys."""
         size, _ = self.product.heads
         half, width = size // 2, self._angles_held
         for i, of_rows in itertools.groupby(pieces, key=operator.itemgetter(0)):
