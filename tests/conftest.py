@@ -1,6 +1,5 @@
 """Fixtures and settings of all tests."""
 
-import collections
 import gc
 import os
 import sys
@@ -59,47 +58,9 @@ LONGEST = (
 )
 
 
-_ELSEWHERE = ("gpu", "notebook", "slow")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]):
-    """Runs the longest files first, so that no worker is left alone with one.
-
-    Of a test that is `sampled(n)` only `n` cases are not slow: cases with as many
-    different values of its parameters as `n` cases can have.
-    """
+    """Runs the longest files first, so that no worker is left alone with one."""
     items.sort(key=lambda item: item.path.name not in LONGEST)
-    tests = collections.defaultdict(list)
-    for item in items:
-        if not any(item.get_closest_marker(mark) for mark in _ELSEWHERE):
-            tests[item.path, item.originalname].append(item)
-    for cases in tests.values():
-        if sampled := cases[0].get_closest_marker("sampled"):
-            chosen = _different(cases, *sampled.args)
-            for case in cases:
-                if case not in chosen:
-                    case.add_marker("slow")
-
-
-def _different(cases: list[pytest.Item], n: int) -> list[pytest.Item]:
-    """Returns `n` cases; each has as many values as possible that none before it has.
-
-    Among equals, cases at even distances from the first to the last come first.
-    """
-    even = {round(i * (len(cases) - 1) / max(n - 1, 1)) for i in range(n)}
-    ordered = sorted(cases, key=lambda case: cases.index(case) not in even)
-    chosen, covered = [], set()
-    while len(chosen) < min(n, len(cases)):
-        remaining = [case for case in ordered if case not in chosen]
-        best = max(remaining, key=lambda case: len(_values(case) - covered))
-        chosen.append(best)
-        covered |= _values(best)
-    return chosen
-
-
-def _values(case: pytest.Item) -> set[tuple[str, int]]:
-    """Returns the parameters of a case, each with the position of its value."""
-    return set(case.callspec.indices.items())
 
 
 def pytest_collection_finish() -> None:

@@ -282,7 +282,6 @@ def test_functions_are_one_block():
     assert fp8_parameters(lambda p: coat.fp8(mlp)(p, x), params) == {"first", "list/0"}
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("order", ["bof,bif->bio", "bfo,bif->boi", "fbo,ibf->ibo"])
 def test_batched_weights_in_any_order_of_axes(order):
     """Experts: the weights are the first operand, and results have any order."""

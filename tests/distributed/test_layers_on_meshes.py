@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.marks import slow
 from helpers.models import normal
 from helpers.sharded import COLLECTIVES, as_kernels
 from jax.sharding import AxisType, NamedSharding
@@ -21,7 +22,11 @@ from pallas_kernels.dispatch import devices, operations
 
 pytestmark = pytest.mark.distributed
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-BOTH = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=["auto", "explicit"])
+_NAMES = ["auto", "explicit"]
+BOTH = pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT], ids=_NAMES)
+auto_or_slowly_explicit = pytest.mark.parametrize(
+    "axis_type", [AUTO, slow(EXPLICIT)], ids=_NAMES
+)
 HIDDEN, INNER = 256, 512
 SIZES = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 128}
 BATCH = P(("data", "fsdp"))
@@ -88,10 +93,11 @@ def hopper(monkeypatch):
     monkeypatch.setattr(devices, "has_hopper", lambda: True)
 
 
-@pytest.mark.sampled(2)
 @BOTH
-@pytest.mark.parametrize("spec", [lambda p: P(), fully_sharded], ids=["data", "fsdp"])
-@pytest.mark.parametrize("recipe", ["coat", "coat_max"])
+@pytest.mark.parametrize(
+    "spec", [slow(lambda p: P()), fully_sharded], ids=["data", "fsdp"]
+)
+@pytest.mark.parametrize("recipe", [slow("coat"), "coat_max"])
 @pytest.mark.usefixtures("hopper")
 def test_all_kernels_of_one_device_run_on_a_mesh(recipe, spec, axis_type):
     graph, params = layer(recipe, inner=_OF_KERNELS)
@@ -154,11 +160,14 @@ def distances(actual, expected) -> list[float]:
     return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in wide]
 
 
-@pytest.mark.sampled(2)
 @BOTH
 @pytest.mark.parametrize(
     ("recipe", "scaling"),
-    [("coat", "just_in_time"), ("coat_max", "just_in_time"), ("coat", "delayed")],
+    [
+        slow("coat", "just_in_time"),
+        slow("coat_max", "just_in_time"),
+        ("coat", "delayed"),
+    ],
 )
 def test_a_mesh_computes_what_one_device_does(monkeypatch, recipe, scaling, axis_type):
     alone = on_one_device(recipe, scaling)
@@ -182,8 +191,7 @@ def test_a_mesh_computes_what_one_device_does(monkeypatch, recipe, scaling, axis
         assert mesh < 1.05 * one + 1e-3
 
 
-@pytest.mark.sampled(1)
-@BOTH
+@auto_or_slowly_explicit
 def test_fsdp_gathers_codes_and_scatters_gradients(monkeypatch, axis_type):
     as_kernels(monkeypatch)
     graph, params = layer("coat")
@@ -239,8 +247,7 @@ def loss_and_gradients(graph):
     return jax.value_and_grad(loss)
 
 
-@pytest.mark.sampled(1)
-@BOTH
+@auto_or_slowly_explicit
 def test_models_train_fully_sharded(monkeypatch, axis_type):
     tokens = np.random.default_rng(0).integers(0, 256, (8, 65), np.int32)
     graph, params = model()
@@ -267,8 +274,7 @@ def test_models_train_fully_sharded(monkeypatch, axis_type):
     assert "[8,64,128]" not in compiled.as_text()
 
 
-@pytest.mark.sampled(1)
-@BOTH
+@auto_or_slowly_explicit
 def test_shards_of_the_batch_are_quantized_like_microbatches(monkeypatch, axis_type):
     # The first sequence has its own tokens, and gradients 2**30 times larger: with a
     # scale in common the others' codes would be zero.

@@ -8,6 +8,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training.train_state import TrainState
+from helpers.marks import slow, slow_except
 from helpers.optimizers import is_quantized
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -48,10 +49,9 @@ def _steps(tx, params, grads_of):
     return params
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:a parameter of shape")
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("spec", slow_except(["both"], SPECS))
+@pytest.mark.parametrize("jit", [slow(False), True])
 def test_an_nnx_optimizer_is_made_and_steps(spec, jit):
     # Every second spec has the narrow kernel, under jit the others.
     width = (1024, 256)[(list(SPECS).index(spec) + jit) % 2]
@@ -86,8 +86,7 @@ def test_an_nnx_optimizer_is_made_and_steps(spec, jit):
     )
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", slow_except(["both"], SPECS))
 @pytest.mark.parametrize("width", [1024, 256])
 def test_flaxs_recipe_for_sharded_train_states(spec, width):
     """`nn.get_sharding` of the abstract state works as `out_shardings`."""

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers.marks import slow
 
 from experiments.bench import model_step
 from experiments.common import meshes
@@ -13,8 +14,7 @@ MODEL = model_step.ModelSize(
 )
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", ["coat", "bf16", "te"])
+@pytest.mark.parametrize("case", ["coat", slow("bf16"), slow("te")])
 def test_a_step_on_two_devices_has_the_losses_of_one(case):
     """Two sequences on each of two devices are the batch of four of one device."""
     one = model_step.measure(case, MODEL, 4, 2, gpus=1)

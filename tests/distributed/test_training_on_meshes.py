@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.kills import Killed, on_call
+from helpers.marks import slow
 
 from experiments.common import meshes
 from experiments.pretrain import program as pretrain
@@ -70,8 +71,7 @@ def _bits(tree):
     return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("mesh", [MIXED, "fsdp=8", "data=8", "tensor=8"])
+@pytest.mark.parametrize("mesh", [MIXED, *map(slow, ("fsdp=8", "data=8", "tensor=8"))])
 def test_meshes_train_as_one_device_does(mesh):
     np.testing.assert_allclose(_rows(mesh), _rows(), rtol=1e-4)
 

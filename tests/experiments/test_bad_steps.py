@@ -402,8 +402,7 @@ def test_a_damaged_checkpoint_is_not_returned_to(corpus, tmp_path, monkeypatch, 
     assert "is damaged; to go on" in capsys.readouterr().out
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+@bf16_or_slowly_coat
 @pytest.mark.parametrize("answer", ["stop", "skip", "rollback"])
 def test_only_skipping_changes_the_compiled_update(answer, recipe):
     """Without it the state after a step does not depend on the limit of its loss."""

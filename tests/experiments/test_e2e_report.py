@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from helpers.marks import slow
 from helpers.tables import cells_of
 
 from experiments.bench import e2e_report
@@ -140,10 +141,13 @@ def test_more_memory_and_smaller_recipes_fit_larger_batches(predicted):
     assert coat[0] > bf16[0] == 0
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("model", "recipe", "gpus"),
-    [("Llama-2-7B", "bf16", 1), ("Llama-2-7B", "coat", 1), ("Llama-2-13B", "bf16", 2)],
+    [
+        ("Llama-2-7B", "bf16", 1),
+        slow("Llama-2-7B", "coat", 1),
+        ("Llama-2-13B", "bf16", 2),
+    ],
 )
 def test_committed_predictions_are_those_of_today(predicted, model, recipe, gpus):
     row = table_7.prediction("gpus", model, recipe, gpus=gpus, batch=gpus)

@@ -4,6 +4,7 @@ import argparse
 import json
 
 import pytest
+from helpers.marks import slow
 
 from experiments.common.memory_figure import KINDS, draw
 from experiments.common.results import load
@@ -23,8 +24,7 @@ def _four_gpus(row):
     return row.get("gpus", 1) == 4 and row["case"] == "coat"
 
 
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), (_four_gpus, 11)])
+@pytest.mark.parametrize(("chosen", "count"), [(_one_gpu, 6), slow(_four_gpus, 11)])
 def test_predictions_are_within_a_twentieth_of_measured_peaks(chosen, count):
     rows = [measured.end_to_end(r) for r in measured.measured_steps() if chosen(r)]
     assert len(rows) == count

@@ -1,5 +1,6 @@
 """Arrays to quantize, and comparisons of codes with the oracle's."""
 
+import itertools
 import math
 
 import jax
@@ -11,6 +12,7 @@ from hypothesis.extra import numpy as npst
 
 import coat_jax as coat
 from helpers import oracle
+from helpers.marks import slow_except
 
 FORMATS = [coat.E4M3, coat.E5M2, coat.DE8]
 FLOATS = [coat.E4M3, coat.E5M2]
@@ -30,6 +32,14 @@ EXTREMES = [0.0, -0.0, 1e-45, 1e-39, 1.17549435e-38, 1e-38, -2e-38, 1.0, 1e38, 3
 every_format = pytest.mark.parametrize("format", FORMATS, ids=repr)
 every_granularity = pytest.mark.parametrize(
     "granularity", GRANULARITIES, ids=lambda g: type(g[0]).__name__
+)
+# A format and a granularity, two pairs of them by default.
+a_few_pairs = pytest.mark.parametrize(
+    ("format", "granularity"),
+    slow_except(
+        [(coat.E4M3, PER_GROUP), (coat.DE8, PER_BLOCK)],
+        itertools.product(FORMATS, GRANULARITIES),
+    ),
 )
 either = pytest.mark.parametrize("expand", [False, True], ids=["linear", "expanded"])
 

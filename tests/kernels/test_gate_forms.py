@@ -28,6 +28,7 @@ from helpers.kernels import (
     every_implementation,
     run,
 )
+from helpers.marks import slow
 
 import pallas_kernels as pk
 
@@ -114,7 +115,6 @@ def test_gradients_of_an_activation_with_its_output(implementation, activation, 
     assert_identical(out.product, wide.product)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @every_activation_in_rows
 def test_an_activation_with_a_scale_for_each_row(implementation, activation, shape):
@@ -135,9 +135,10 @@ def test_an_activation_with_a_scale_for_each_row(implementation, activation, sha
     assert_identical(out.largest_scale, scale.astype(F32).max(axis=-1))
 
 
-@pytest.mark.sampled(2)
 @every_implementation
-@pytest.mark.parametrize("shape", [(3, 2, 2304), (2, 2, 2, 2064), (8, 2, 768)])
+@pytest.mark.parametrize(
+    "shape", [(3, 2, 2304), slow((2, 2, 2, 2064)), slow((8, 2, 768))]
+)
 def test_two_wide_arrays_are_kept_in_groups(implementation, shape):
     groups, _ = inputs(shape)
     wide = jnp.asarray(decoded(groups), BF16)

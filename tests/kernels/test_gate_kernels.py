@@ -109,7 +109,6 @@ def test_gradients_with_the_product(implementation, activation, shape):
     assert_identical(*products)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @every_activation_in_rows
 def test_a_scale_for_each_row(implementation, activation, shape):

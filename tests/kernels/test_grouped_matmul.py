@@ -169,7 +169,6 @@ def test_transposes_have_groups_at_multiples_of_128(sizes):
     np.testing.assert_array_equal(transpose(codes, int32(sizes)), padded(codes, sizes))
 
 
-@pytest.mark.sampled(3)
 @every_implementation
 @pytest.mark.parametrize(
     ("sizes", "rows", "dtype", "codes"),
@@ -292,7 +291,6 @@ def test_weight_gradients_of_routed_groups_on_a_gpu(settings, dtypes):
         check_gradient(None, sizes, (4096, 1536, 640), **options)
 
 
-@pytest.mark.sampled(4)
 @every_implementation
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_row_is_written_by_one_tile_of_its_group(implementation, kind):

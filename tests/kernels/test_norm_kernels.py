@@ -21,6 +21,7 @@ from helpers.kernels import (
     on_gpu,
     run,
 )
+from helpers.marks import slow
 
 import pallas_kernels as pk
 
@@ -36,12 +37,12 @@ FEW = pk.NormTuning(
 # kernel's tuning.
 CASES = [
     ((2, 5, 128), "layer", F32, 0, False, FEW),
-    ((3, 6144), "layer", BF16, 0, True, None),
+    slow((3, 6144), "layer", BF16, 0, True, None),
     ((12, 384), "rms", BF16, 0, True, FEW),
-    ((7, 2048), "rms", None, 0, False, FEW),
+    slow((7, 2048), "rms", None, 0, False, FEW),
     # Two thread blocks for each of two sequences, and one for each of six.
-    ((2, 9, 384), "layer", F32, 1, True, dataclasses.replace(FEW, sms=4)),
-    ((3, 2, 2, 1024), "rms", BF16, 2, False, FEW),
+    slow((2, 9, 384), "layer", F32, 1, True, dataclasses.replace(FEW, sms=4)),
+    slow((3, 2, 2, 1024), "rms", BF16, 2, False, FEW),
 ]
 cases = pytest.mark.parametrize(
     ("shape", "kind", "dtype", "parts", "grouped", "tuning"), CASES
@@ -111,7 +112,6 @@ def assert_rounded(actual, expected, dtype, scale=1.0, slack=1e-5):
     assert np.all(error <= allowed), (error / allowed).max()
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_normed(implementation, shape, kind, dtype, parts, grouped, tuning):
@@ -124,7 +124,6 @@ def test_rows_are_normed(implementation, shape, kind, dtype, parts, grouped, tun
     assert (out.transposed, out.scale, out.groups) == (None,) * 3
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_given_scale(
@@ -158,7 +157,6 @@ def test_codes_saturate(implementation):
     np.testing.assert_array_equal(wide(y), wide(x) * 448)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_rows_are_quantized_with_a_scale_each(
@@ -181,7 +179,6 @@ def test_the_input_is_quantized_in_groups(implementation):
     assert_identical(out.groups, encoded_groups(x, E4M3, 16))
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @cases
 def test_gradients(implementation, shape, kind, dtype, parts, grouped, tuning):

@@ -17,7 +17,7 @@ from helpers.kernels import (
     assert_identical,
     every_implementation,
 )
-from helpers.marks import slow
+from helpers.marks import slow, slow_except
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -86,27 +86,26 @@ def error(actual, expected):
 # Every tile and step costs the interpreter time, so there are few. There are still more
 # steps than stages, and two tiles for each ping-pong warpgroup.
 CASES = [
-    ((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
+    slow((128, 512, 384), E4M3, "tensor", BF16, None, Tuning(stages=2)),
     slow((256, 128, 256), E5M2, "rows", F32, None, Tuning(tile_m=256, tile_n=128)),
-    ((128, 128, 640), E4M3, "tensor", BF16, 256, NARROW),
+    slow((128, 128, 640), E4M3, "tensor", BF16, 256, NARROW),
     ((128, 256, 256), E4M3, "rows", F32, 128, Tuning(parts=4, stages=2)),
     slow((128, 128, 768), E4M3, "blocks", BF16, None, Tuning(tile_n=128, chunks=4)),
-    ((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
-    ((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
+    slow((128, 256, 384), E4M3, "blocks", F32, None, Tuning(tile_n=128, chunks=2)),
+    slow((512, 128, 384), E4M3, "tensor", BF16, None, TURNS),
     slow((256, 352, 256), E4M3, "rows", BF16, None, ODD),
-    ((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
+    slow((256, 256, 256), E5M2, "tensor", BF16, None, Tuning(stages=2, cluster="m")),
     slow((128, 512, 256), E4M3, "tensor", F32, None, Tuning(stages=2, cluster="n")),
     ((320, 128, 256), E4M3, "blocks", BF16, None, TRIPLE),
-    ((200, 320, 256), E4M3, "rows", BF16, None, SMALL),
+    slow((200, 320, 256), E4M3, "rows", BF16, None, SMALL),
     slow((192, 256, 384), E4M3, "rows", BF16, None, LOW),
-    ((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
-    ((256, 384, 256), E5M2, "tensor", BF16, None, TURNED),
+    slow((256, 256, 384), E5M2, "tensor", F32, None, LARGE),
+    slow((256, 384, 256), E5M2, "tensor", BF16, None, TURNED),
     slow((448, 512, 128), E5M2, "tensor", BF16, None, replace(LARGE, transposed=True)),
     ((384, 320, 128), E5M2, "tensor", BF16, None, replace(WIDE, transposed=True)),
 ]
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "a_dtype", "kind", "dtype", "promote", "tuning"), CASES
@@ -163,16 +162,23 @@ def test_products_are_added_to_an_accumulator(implementation, dtype, tuning):
     assert error(y, expected) < (2.0**-9 if dtype == BF16 else 1e-3)
 
 
-@pytest.mark.sampled(3)
+BIASED = [
+    (kind, with_accumulator, dtype, tuning)
+    for kind in ("tensor", "rows", "blocks")
+    for with_accumulator in (False, True)
+    for dtype, tuning in ((BF16, None), (F32, None), (BF16, ODD))
+    if kind != "blocks" or tuning is not ODD  # Blocks have tiles of 128 columns.
+]
+
+
 @every_implementation
-@pytest.mark.parametrize("kind", ["tensor", "rows", "blocks"])
-@pytest.mark.parametrize("with_accumulator", [False, True])
-@pytest.mark.parametrize(("dtype", "tuning"), [(BF16, None), (F32, None), (BF16, ODD)])
+@pytest.mark.parametrize(
+    ("kind", "with_accumulator", "dtype", "tuning"),
+    slow_except([("rows", True, F32, None)], BIASED),
+)
 def test_a_bias_is_added_to_columns(
     implementation, kind, with_accumulator, dtype, tuning
 ):
-    if kind == "blocks" and tuning is ODD:
-        pytest.skip("blocks have tiles of 128 columns")
     shape = m, n, _ = (256, 384, 256)
     a, b, wide_a, wide_b = operands(shape, seed=3)
     a_scale, b_scale, by_a, by_b = scales(kind, shape)
@@ -190,10 +196,10 @@ def test_a_bias_is_added_to_columns(
     assert error(y, expected) < (2.0**-8 if dtype == BF16 else 2e-3)
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
-    ("dtype", "tuning"), [(BF16, SMALL), (F32, TURNS), (BF16, ODD), (BF16, TURNED)]
+    ("dtype", "tuning"),
+    [slow(BF16, SMALL), slow(F32, TURNS), slow(BF16, ODD), (BF16, TURNED)],
 )
 def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     a, b, *_ = operands((256, 384, 128), seed=5)
@@ -211,13 +217,12 @@ def test_maxima_are_those_of_the_product(implementation, dtype, tuning):
     assert np.isnan(np.asarray(largest).max())
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("heads", "size", "kind", "dtype", "tuning"),
     [
-        ((1, 1), 128, "tensor", BF16, TURNS),
-        ((2, 1), 64, "rows", BF16, SMALL),
+        slow((1, 1), 128, "tensor", BF16, TURNS),
+        slow((2, 1), 64, "rows", BF16, SMALL),
         ((2, 2), 32, "rows", F32, NARROW),
     ],
 )
@@ -275,16 +280,16 @@ def test_the_kernel_has_no_races(tuning):
     assert error(y, wide_a @ wide_b.T) < 2.0**-9
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("parts", "groups", "k", "tuning"),
     [
-        (2, 1, 512, Tuning(stages=2)),
+        slow(2, 1, 512, Tuning(stages=2)),
         slow(2, 2, 512, Tuning(stages=2, cluster="m")),
         (3, 2, 768, Tuning(stages=2, transposed=True)),
         slow(4, 1, 512, Tuning(tile_n=128, stages=2, together=False, cluster="n")),
-        (4, 1, 768, Tuning(stages=2)),  # Parts that are no whole steps are merged.
+        # Parts that are no whole steps are merged.
+        slow(4, 1, 768, Tuning(stages=2)),
     ],
 )
 def test_the_right_operand_is_read_in_parts(implementation, parts, groups, k, tuning):

@@ -88,7 +88,6 @@ def test_rows_are_quantized_as_groups_are(implementation, shape, dtype, codes):
     assert_identical(actual, (expected, scale[..., 0].astype(F32)))
 
 
-@pytest.mark.sampled(2)
 @every_implementation
 @pytest.mark.parametrize(
     ("shape", "dtype", "codes"),

@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx, serialization
 from helpers.damages import altered, damaged, json_values
+from helpers.marks import slow
 from helpers.optimizers import SHAPE, assert_same_bits, gradients
 from hypothesis import given
 from hypothesis import strategies as st
@@ -219,16 +220,15 @@ def test_nan_that_gradients_have_left_comes_back(like):
     assert_same_bits(restored(like, written(state)), state)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "tx",
     [
-        coat.fp8_adamw(1e-2, normalize_mu=False, nu_format=coat.E4M3),
-        coat.scale_by_fp8_adam(mu_format=coat.E5M2, rounding="nearest"),
+        slow(coat.fp8_adamw(1e-2, normalize_mu=False, nu_format=coat.E4M3)),
+        slow(coat.scale_by_fp8_adam(mu_format=coat.E5M2, rounding="nearest")),
         coat.with_quantized_state(optax.lion(1e-3)),
         optax.chain(optax.clip(1.0), coat.with_quantized_state(optax.rmsprop(1e-3))),
-        optax.apply_if_finite(optax.masked(TX, {"w": True, "b": False}), 3),
-        optax.MultiSteps(TX, 2),
+        slow(optax.apply_if_finite(optax.masked(TX, {"w": True, "b": False}), 3)),
+        slow(optax.MultiSteps(TX, 2)),
         optax.inject_hyperparams(coat.fp8_adamw)(learning_rate=1e-2),
         optax.adamw(1e-2),
     ],

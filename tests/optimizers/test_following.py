@@ -70,10 +70,9 @@ def _program(b2, steps, options):
     return run
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("story", LOUD)
 @pytest.mark.parametrize(
-    ("b2", "rms", "steps"), [(0.95, 0.04, 500), (0.999, 0.14, 2000)]
+    ("b2", "rms", "steps"), [(0.95, 0.04, 500), slow(0.999, 0.14, 2000)]
 )
 def test_updates_are_exact_ones_on_average(story, b2, rms, steps):
     mean, error, largest = ratios(story, b2, steps)
@@ -90,13 +89,12 @@ def test_nothing_adds_up_over_many_steps(steps):
     assert largest < 3
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("make", "b1"),
     [
         (coat.scale_by_fp8_adam, 0.9),
-        (coat.scale_by_fp8_adam, 0.999),
-        (optax.trace, 0.99),
+        slow(coat.scale_by_fp8_adam, 0.999),
+        slow(optax.trace, 0.99),
         (optax.trace, 0.999),
     ],
 )

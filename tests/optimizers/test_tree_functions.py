@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import serialization
+from helpers.marks import slow_except
 from helpers.optimizers import SHAPE, assert_same_bits, gradients, is_quantized
 
 import coat_jax as coat
@@ -142,9 +143,8 @@ SAME = {
 }
 
 
-@pytest.mark.sampled(4)
 @every_wrapper
-@pytest.mark.parametrize("function", SAME)
+@pytest.mark.parametrize("function", slow_except(["serialization", "map"], SAME))
 def test_what_keeps_a_state_keeps_its_bits_and_steps(wrapper, function):
     _, (tx, state) = _pair(wrapper)
     saved = SAME[function](state)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers.marks import slow_except
 
 import coat_jax as coat
 from coat_jax.quantization.array import QuantizedArray
@@ -35,8 +36,11 @@ OPTIMIZERS = {
     "rmsprop, centered": (lambda: optax.rmsprop(1e-2, centered=True), 2),
     "schedule-free": (lambda: optax.contrib.schedule_free_adamw(1e-2), 1),
 }
+_FAST = [
+    OPTIMIZERS[name] for name in ("momentum", "rmsprop, centered", "schedule-free")
+]
 every_optimizer = pytest.mark.parametrize(
-    ("make", "averages"), OPTIMIZERS.values(), ids=OPTIMIZERS
+    ("make", "averages"), slow_except(_FAST, OPTIMIZERS.values()), ids=OPTIMIZERS
 )
 
 
@@ -60,7 +64,6 @@ def stepped(tx, steps: int, params=PARAMS):
     return updates, state
 
 
-@pytest.mark.sampled(2)
 @every_optimizer
 def test_the_first_step_is_the_plain_ones(make, averages):
     """The first step agrees, as zeros are stored exactly and steps are float32."""
@@ -88,7 +91,6 @@ def test_the_first_step_is_the_plain_ones(make, averages):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.sampled(4)
 @every_optimizer
 def test_later_steps_stay_beside_the_plain_ones(make, averages):
     del averages

@@ -5,17 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import oracle
+from helpers.marks import slow_except
 from helpers.quantization import (
     FLOATS,
     FORMATS,
     GRANULARITIES,
     PER_GROUP,
+    a_few_pairs,
     assert_same,
     check_scales,
     code_values,
     dequantized,
     every_format,
-    every_granularity,
     inputs,
     quantized,
     reference,
@@ -70,24 +71,21 @@ def check_powers(q, x, places, scales) -> tuple[dict, int]:
 
 # Every pair of values of format, granularity and power occurs; power is per group or
 # fixed.
-every_pair = pytest.mark.parametrize(
-    ("format", "granularity", "power"),
-    [
-        (format, granularity, [True, 3.0][(i + j) % 2])
-        for i, format in enumerate(FORMATS)
-        for j, granularity in enumerate(GRANULARITIES)
-    ],
-)
+PAIRS = [
+    (format, granularity, [True, 3.0][(i + j) % 2])
+    for i, format in enumerate(FORMATS)
+    for j, granularity in enumerate(GRANULARITIES)
+]
+POWERED = "format", "granularity", "power"
 
 
-@pytest.mark.sampled(2)
-@every_pair
+@pytest.mark.parametrize(POWERED, slow_except([PAIRS[1], PAIRS[-1]], PAIRS))
 @given(data=st.data())
 def test_expanded_codes_are_the_oracles(format, granularity, power, data):
     check_expanded(data.draw(inputs(granularity)), format, granularity, power)
 
 
-@every_pair
+@pytest.mark.parametrize(POWERED, PAIRS)
 def test_expansion_is_rarely_ambiguous(rng, format, granularity, power):
     """The oracle's tolerance covers a negligible part of the codes on ordinary data."""
     x = spread(rng, (8, 1000))
@@ -103,9 +101,7 @@ def test_any_positive_number_is_the_power_of_all_groups(rng, format, power):
     check_expanded(spread(rng, (4, 300)), format, PER_GROUP, power)
 
 
-@pytest.mark.sampled(2)
-@every_granularity
-@every_format
+@a_few_pairs
 @given(data=st.data())
 def test_power_one_is_no_expansion(format, granularity, data):
     x = data.draw(inputs(granularity))

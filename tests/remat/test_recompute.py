@@ -16,6 +16,7 @@ from helpers.gradients import (
     fake,
     value_and_vjp,
 )
+from helpers.marks import slow_except
 from helpers.models import normal
 from helpers.recomputed import arguments, between, by_hand, copies, from_inputs
 from jax.ad_checkpoint import checkpoint_name
@@ -51,8 +52,7 @@ INPUTS = {
 }
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", slow_except(["gelu", "swiglu", "jitted"], INPUTS))
 def test_one_copy_of_what_goes_in_is_kept(name):
     """The matmul's output has a single copy, also if it holds both gate and up."""
     pointwise = INPUTS[name]

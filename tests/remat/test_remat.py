@@ -23,6 +23,7 @@ from helpers.gradients import (
     saved_bytes,
     value_and_vjp,
 )
+from helpers.marks import slow
 from helpers.models import (
     LinenNet,
     Mlp,
@@ -129,10 +130,9 @@ def llama_layers() -> Case:
     return Case(plain, loss(light)[0], params, tokens)
 
 
-CASES = [mlp, vit, linen, llama_loss, llama_layers]
+CASES = [mlp, slow(vit), slow(linen), slow(llama_loss), llama_layers]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("make", CASES)
 def test_gradient_is_autodiffs_and_forward_is_unchanged(make):
     case = make()

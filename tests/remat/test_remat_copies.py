@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers.gradients import ROW, assert_close, fake, saved, value_and_vjp
 from helpers.kernels import OPTIMIZED, adversarial, assert_identical, encoded_groups
+from helpers.marks import slow, slow_except
 from helpers.models import normal
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType
@@ -29,8 +30,9 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("shape", "group", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("shape", "group", "dtype"), slow_except([CASES[0], CASES[-1]], CASES)
+)
 def test_copies_are_what_quantize_makes(shape, group, dtype):
     size = int(np.prod(shape))
     x = np.asarray(adversarial((size // 16 + 1, 16), jnp.float32, seed=size))
@@ -82,10 +84,9 @@ def over_one_device(fn):
     return jax.shard_map(fn, mesh=mesh, in_specs=(P(), rows), out_specs=rows)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "transform",
-    [over_one_device, jax.jit, jax.vmap],
+    [over_one_device, slow(jax.jit), slow(jax.vmap)],
     ids=["shard_map", "jit", "vmap"],
 )
 def test_kernels_compute_the_same_within_transformations(transform, request):

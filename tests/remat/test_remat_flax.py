@@ -14,6 +14,7 @@ from helpers.gradients import (
     cosine,
     flat,
 )
+from helpers.marks import slow
 from helpers.models import LinenNet, Stateful, normal
 
 from coat_jax.remat.api import fp8_remat
@@ -96,7 +97,6 @@ class Scanned(nn.Module):
 
 
 @pytest.mark.internals
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("light", "plain"),
     [
@@ -105,8 +105,8 @@ class Scanned(nn.Module):
         (LinenNet(64, wrap=fp8_remat), LinenNet(64)),
         (InCompact(True), InCompact(False)),
         (ClassInCompact(True), ClassInCompact(False)),
-        (InSetup(True), InSetup(False)),
-        (InstancesInSetup(True), InstancesInSetup(False)),
+        slow(InSetup(True), InSetup(False)),
+        slow(InstancesInSetup(True), InstancesInSetup(False)),
         (Scanned(True), Scanned(False)),
     ],
     ids=[

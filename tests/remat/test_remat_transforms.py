@@ -17,6 +17,7 @@ from helpers.gradients import (
     saved,
     saved_bytes,
 )
+from helpers.marks import slow
 from helpers.models import closing, normal, scanned, two_product_arguments, two_products
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, PartitionSpec
@@ -47,7 +48,6 @@ def gated(params, x):
     return (jax.nn.silu(gate) * jnp.tanh(gate)) @ params["b"].T
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "outer",
     [
@@ -60,7 +60,7 @@ def gated(params, x):
     ],
     ids=["jit", "checkpoint", "fp8_remat", "fp8_remat of jit", "shard_map", "scan"],
 )
-@pytest.mark.parametrize("plain", [two_products, gated], ids=["sine", "gate"])
+@pytest.mark.parametrize("plain", [slow(two_products), gated], ids=["sine", "gate"])
 def test_gradient_is_the_same_within_other_transformations(outer, plain):
     params, x = two_product_arguments()
     light = fp8_remat(plain)

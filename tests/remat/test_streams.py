@@ -12,8 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
-from helpers.dots import OTHER_WAYS, assert_near, linear
-from helpers.gradients import assert_close, compiled, saved, saved_bytes, value_and_vjp
+from helpers.dots import (
+    assert_follows_autodiff,
+    assert_near,
+    every_other_way,
+    linear,
+)
+from helpers.gradients import compiled, saved, saved_bytes, value_and_vjp
+from helpers.marks import slow_except
 from helpers.models import normal
 
 import pallas_kernels as pk
@@ -99,8 +105,7 @@ def assert_is_sum(results, alone, x, dy):
 
 
 @pytest.mark.internals
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("branch", BRANCHES)
+@pytest.mark.parametrize("branch", slow_except([gated, one], BRANCHES))
 def test_the_stream_and_its_gradient_are_added(branch):
     params, x, dy = given()
     fn = functools.partial(stream, branch)
@@ -205,11 +210,10 @@ def on_heads(params, x):
 @pytest.mark.parametrize("fn", [transposed, transposed_bias, on_heads])
 def test_other_orders_and_shapes(fn):
     params, x, dy = given()
-    plain, light = (value_and_vjp(f, dy, params, x) for f in (fn, fp8_remat(fn)))
-    assert_close(light, plain, 0.1)
+    assert_follows_autodiff(fn, dy, params, x, tolerance=0.1)
 
 
-@pytest.mark.parametrize("options", OTHER_WAYS, ids=lambda options: "".join(options))
+@every_other_way
 def test_options_of_what_is_saved_leave_the_sums_to_kernels(options):
     params, x, _ = given()
     fn = fp8_remat(functools.partial(stream, attention), **options)
