@@ -40,7 +40,7 @@ ACTIVATIONS: dict[Activation, Callable] = {
     "gelu_exact": partial(jax.nn.gelu, approximate=False),
 }
 # Upper bounds of the slope |activation'(x)|.
-_STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
+STEEPEST = {"silu": 1.1, "gelu": 1.13, "gelu_exact": 1.13}
 
 
 def products(source, weights, other, *, norm, dtype, passes):
@@ -345,7 +345,7 @@ def gate_gradient(
     else:
         # The amax of gate and up is at most the largest group scale times E4M3.max.
         factors = largest_scale, da_maxima
-        bound = kernels.Bound(factors, E4M3.max * _STEEPEST[gate])
+        bound = kernels.Bound(factors, E4M3.max * STEEPEST[gate])
         (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
     out = kernels.gated_grad(
         gate_up,

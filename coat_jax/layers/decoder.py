@@ -16,6 +16,7 @@ from coat_jax.layers.attention import (
     cached_attention,
     causal_attention,
 )
+from coat_jax.layers.experts.routing import Experts, Routing, Shares
 from coat_jax.layers.heads import HeadSteps, QkNorm
 from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.quantization.delayed import OverwriteWithGradient, new_history
@@ -29,6 +30,10 @@ _GRADIENT = 1.0
 
 class WeightCodes(nnx.Variable[Array]):
     """A variable for FP8 codes of a weight, or their scales, used by several passes."""
+
+
+class SelectionBias(nnx.Variable[Array]):
+    """A variable for the bias with which a router chooses experts; see `Experts`."""
 
 
 class LayerKind(nnx.Variable[Array]):
@@ -70,13 +75,17 @@ class DecoderLayer(nnx.Module):
       norm_offset: A number that is added to the weights of norms, 1 in Gemma.
       scores: The scale, soft cap and window of attention's scores.
       param_dtype: The dtype of the parameters.
+      experts: The experts that take the MLP's place, each of the size
+        `intermediate_size`; None means one MLP. They need norms before attention and
+        the MLP alone, and scaling just in time.
       output_scale: A factor on the initialization of the two weights whose matmuls
         write to the residual stream.
       rngs: The random number generators for the initialization.
 
     Raises:
       ValueError: If a size is not positive, `num_kv_heads` does not divide `num_heads`,
-        `head_dim` is odd, or a name is unknown.
+        `head_dim` is odd, a name is unknown, or `experts` and other options do not go
+        together.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -105,6 +114,8 @@ class DecoderLayer(nnx.Module):
     k_norm: nnx.Param[Array] | None
     attention_out_norm: nnx.Param[Array] | None
     mlp_out_norm: nnx.Param[Array] | None
+    router: nnx.Param[Array] | None
+    router_bias: Any
 
     def __init__(
         self,
@@ -127,6 +138,7 @@ class DecoderLayer(nnx.Module):
         norm_placement: recipes.NormPlacement = "before",
         norm_offset: float = 0.0,
         scores: Scores = LLAMA_SCORES,
+        experts: Experts | None = None,
         param_dtype: DTypeLike = jnp.float32,
         output_scale: float = 1.0,
         rngs: nnx.Rngs,
@@ -154,6 +166,9 @@ class DecoderLayer(nnx.Module):
             norm_placement=norm_placement,
             qk_norm=qk_norm,
         )
+        if experts is not None:
+            recipes.check_experts(recipe, scaling, norm_placement)
+        self.experts = experts
         self.recipe = recipe
         self.norm = recipes.Norm(kind=norm, eps=norm_eps)
         self.norm_placement = norm_placement
@@ -200,8 +215,9 @@ class DecoderLayer(nnx.Module):
         self.qkv = weight(heads * head_dim, hidden_size)
         self.out = weight(hidden_size, num_heads * head_dim, scale=output_scale)
         self.mlp_norm = norm_weight(hidden_size, norms_before)
-        self.gate_up = weight(2, intermediate_size, hidden_size)
-        self.down = weight(hidden_size, intermediate_size, scale=output_scale)
+        each = () if experts is None else (experts.num_groups,)
+        self.gate_up = weight(*each, 2, intermediate_size, hidden_size)
+        self.down = weight(*each, hidden_size, intermediate_size, scale=output_scale)
         self.attention_out_norm = norm_weight(hidden_size, after)
         self.mlp_out_norm = norm_weight(hidden_size, after)
         q_size, k_size = (
@@ -212,6 +228,10 @@ class DecoderLayer(nnx.Module):
         self.k_norm = norm_weight(k_size, of_head or width)
         bias = jnp.zeros(heads * head_dim, param_dtype)
         self.qkv_bias = nnx.Param(bias) if qkv_bias else None
+        biased = experts is not None and experts.selection_bias
+        self.router = None if not each else weight(experts.num_experts, hidden_size)
+        bias = SelectionBias(jnp.zeros(experts.num_experts)) if biased else None
+        self.router_bias = nnx.data(bias)
         self.amax = nnx.data(None)
         if scaling == "delayed":
             self.amax = nnx.Dict(
@@ -227,7 +247,7 @@ class DecoderLayer(nnx.Module):
         Without this call each pass quantizes the weights. The call is worthwhile if a
         step has several passes, as in gradient accumulation, and takes 2 bytes per
         parameter. The codes are variables of the type `WeightCodes`, which have no
-        gradients.
+        gradients. The weights of experts are quantized in each pass all the same.
 
         Raises:
           ValueError: If the recipe does not use the FP8 flow.
@@ -238,7 +258,7 @@ class DecoderLayer(nnx.Module):
                 f"{self.norm_placement}"
             )
         self.codes = nnx.Dict()
-        for name in _WEIGHTS:
+        for name in _WEIGHTS if self.experts is None else _WEIGHTS[:2]:
             weight = Fp8Weight.of(getattr(self, name)[...])
             codes = {
                 "rows": weight.rows.codes,
@@ -298,7 +318,24 @@ class DecoderLayer(nnx.Module):
 
     def _mlp_params(self, codes: bool = True) -> recipes.Params:
         norms = {"norm": self.mlp_norm, "out_norm": self.mlp_out_norm}
-        return self._params("gate_up", "down", codes=codes, **norms)
+        params = self._params("gate_up", "down", codes=codes, **norms)
+        if self.experts is None:
+            return params
+        bias = self.router_bias
+        params["router_bias"] = None if bias is None else bias[...]
+        return {**params, "router": self.router[...]}
+
+    def _mlp(
+        self, recipe: recipes.Recipe, x: recipes.Residual, codes: bool = True
+    ) -> tuple[recipes.Residual, Shares | None]:
+        """Computes the MLP or the experts, and how tokens are spread over these."""
+        params = self._mlp_params(codes)
+        if self.experts is not None:
+            options = {"norm": self.norm, "gate": self.gate, "experts": self.experts}
+            return recipe.experts(params, x, **options)
+        out_norm = self.attention.out_norm
+        options = {"norm": self._in_norm, "gate": self.gate, "out_norm": out_norm}
+        return recipe.gated_mlp(params, x, **options), None
 
     @property
     def _local(self) -> Array | None:
@@ -306,7 +343,7 @@ class DecoderLayer(nnx.Module):
 
     def _weight(self, name: str, codes: bool) -> Weight:
         weight = getattr(self, name)[...]
-        if self.codes is None or not codes:
+        if self.codes is None or not codes or name not in self.codes:
             return weight
         arrays = {k: x[...] for k, x in self.codes[name].items()}
         rows = Scaled(arrays.pop("rows"), arrays.pop("rows_scale"))
@@ -317,7 +354,20 @@ class DecoderLayer(nnx.Module):
         x: recipes.Residual,
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> recipes.Residual:
-        """Applies the layer to the residual stream [b, s, h].
+        """Applies the layer to the residual stream [b, s, h]; see `with_routing`.
+
+        Raises:
+          ValueError: If the recipe uses the FP8 flow ("coat" or "coat_max") and `x` is
+            neither bfloat16 nor float32.
+        """
+        return self.with_routing(x, segment_ids)[0]
+
+    def with_routing(
+        self,
+        x: recipes.Residual,
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> tuple[recipes.Residual, Routing | None]:
+        """Applies the layer; also returns the routing of its experts, if it has any.
 
         `segment_ids` numbers the documents of packed sequences; attention does not
         cross them. None means that a sequence is one document.
@@ -342,14 +392,9 @@ class DecoderLayer(nnx.Module):
             attention=self.attention,
             local=self._local,
         )
-        x = recipe.gated_mlp(
-            self._mlp_params(),
-            x,
-            norm=self._in_norm,
-            gate=self.gate,
-            out_norm=self.attention.out_norm,
-        )
-        return recipe.leave(x) if plain else x
+        x, shares = self._mlp(recipe, x)
+        routing = None if shares is None else Routing.of(shares)
+        return recipe.leave(x) if plain else x, routing
 
     def attend(
         self,
@@ -409,11 +454,5 @@ class DecoderLayer(nnx.Module):
         o, extra = attention(q, k, v)
         out_norm = self.attention.out_norm
         x = recipe.project_out(self._out_params(codes=False), o, x, norm=out_norm)
-        x = recipe.gated_mlp(
-            self._mlp_params(codes=False),
-            x,
-            norm=self._in_norm,
-            gate=self.gate,
-            out_norm=out_norm,
-        )
+        x, _ = self._mlp(recipe, x, codes=False)
         return x, extra

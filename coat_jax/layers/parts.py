@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 import pallas_kernels as kernels
 from coat_jax.fp8.matmul import checked, quantize_tensor
+from coat_jax.layers import functional
 from coat_jax.layers.rope import Rope, RopeScaling
 from coat_jax.meshes import on_explicit_tokens
 from coat_jax.quantization.delayed import delayed_scale
@@ -171,21 +172,30 @@ class Norm:
         )
         return Scaled(out.y, out.scale), out.groups
 
+    def values(
+        self, x: Float[Array, "... h"], weight: Array | None
+    ) -> Float[Array, "... h"]:
+        """Computes the norm in float32, for a router."""
+        x = x.astype(jnp.float32)
+        if self.kind == "layer":
+            return functional.layer_norm(x, weight, eps=self.eps)
+        return functional.rms_norm(x, weight, eps=self.eps)
+
     def backward(
         self,
         x: Scaled,
         dy: Array,
         weight: Array | None,
-        scale: Float[Array, ""],
+        scale: Float[Array, ""] | None,
         add: Array,
         delayed: bool,
-    ) -> tuple[Stream, Array | None, Float[Array, "h tokens"]]:
+    ) -> tuple[Stream, Array | None, Float[Array, "h tokens"] | None]:
         """Computes the gradients of the norm's input and weight, and its output again.
 
         Returns:
           The gradient of the input plus `add`, with its scale unless scaling is
           delayed; the gradient of the weight; and the norm's output, recomputed as
-          transposed E4M3 codes with `scale`.
+          transposed E4M3 codes with `scale`, unless that is None.
         """
         # The kernel adds bfloat16 arrays only.
         fused = add.dtype == jnp.bfloat16

@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from coat_jax.layers import functional
 from coat_jax.layers.attention import LLAMA_SCORES, Scores
+from coat_jax.layers.experts.routing import Experts, Shares
 from coat_jax.layers.flow import Params
 from coat_jax.layers.heads import HeadSteps
 from coat_jax.layers.parts import Heads, Norm, Stream
@@ -75,6 +76,11 @@ class Recipe(abc.ABC):
     optimizer: ClassVar[Callable[..., optax.GradientTransformation]]
     takes_codes: ClassVar[bool]
     pointwise: Wrapper
+
+    @property
+    @abc.abstractmethod
+    def has_experts(self) -> bool:
+        """Whether the recipe has matmuls of experts."""
 
     def norm(self, norm: Norm) -> Callable[[Array | None, Array], Array]:
         """Returns a function of weight and x that computes `norm(x)`."""
@@ -158,6 +164,36 @@ class Recipe(abc.ABC):
           gate: The activation of the gate.
           out_norm: The norm of what is added to `x`, with the weight
             `params["out_norm"]`; None means none.
+        """
+
+    @abc.abstractmethod
+    def experts(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm,
+        gate: Activation,
+        experts: Experts,
+    ) -> tuple[Residual, Shares]:
+        """Computes `x` plus the weighted sum of each token's experts.
+
+        An expert is a gated MLP of `norm(x)`.
+
+        Args:
+          params: The parameters: `norm` [h] or None, `router` [e, h], `router_bias` [e]
+            or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], of e experts to choose
+            from and g - e shared ones.
+          x: The residual stream.
+          norm: The norm of the input.
+          gate: The activation of the gate.
+          experts: The experts.
+
+        Returns:
+          The residual stream, and how tokens are spread over experts.
+
+        Raises:
+          ValueError: If the recipe has no matmuls of experts.
         """
 
     @abc.abstractmethod

@@ -19,6 +19,10 @@ from coat_jax.fp8 import matmul
 from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import blockwise, flow, shards
 from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.experts import composed
+from coat_jax.layers.experts import flow as expert_flow
+from coat_jax.layers.experts.products import Product, fp8_product, plain_product
+from coat_jax.layers.experts.routing import Experts, Shares
 from coat_jax.layers.flow import Params, joined
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.parts import Heads, Norm, Stream
@@ -57,6 +61,7 @@ class PlainRecipe(Recipe):
 
     Attributes:
       linear: The matmul (x, w) -> x @ w.T.
+      product: The matmul of rows and the weights of experts; None if there is none.
       pointwise: The wrapper of norms, gates and RoPE.
       segment: The wrapper of the functions (parameters, x) before and after attention.
       projection: The wrapper of the output projection (parameters, o, x).
@@ -65,6 +70,7 @@ class PlainRecipe(Recipe):
     """
 
     linear: Callable[[Array, Array], Array]
+    product: Product | None = None
     pointwise: Wrapper = _identity
     segment: Wrapper = _identity
     projection: Wrapper = _identity
@@ -163,6 +169,35 @@ class PlainRecipe(Recipe):
 
         return self.segment(segment)(params, x)
 
+    @property
+    def has_experts(self) -> bool:
+        """True if there is a matmul of experts."""
+        return self.product is not None
+
+    def experts(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm,
+        gate: Activation,
+        experts: Experts,
+    ) -> tuple[Residual, Shares]:
+        """Computes the experts of each token."""
+
+        def segment(params, x):
+            h = self.norm(norm)(params["norm"], x)
+            y, shares = composed.experts_sum(
+                params,
+                h.reshape(-1, h.shape[-1]),
+                product=self.product,
+                gated=self.pointwise(partial(composed.weighted_gate, GATES[gate])),
+                experts=experts,
+            )
+            return x + y.reshape(x.shape), shares
+
+        return composed.over_shards_of(segment, params, x)
+
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns `x`."""
         return x
@@ -242,18 +277,37 @@ class Fp8Recipe(Recipe):
         """Computes the gated MLP."""
         return flow.gated_mlp(params, x, norm, gate)
 
+    @property
+    def has_experts(self) -> bool:
+        """True: the FP8 flow has matmuls of experts."""
+        return True
+
+    def experts(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm,
+        gate: Activation,
+        experts: Experts,
+    ) -> tuple[Residual, Shares]:
+        """Computes the experts of each token."""
+        return expert_flow.experts_mlp(params, x, norm, gate, experts)
+
     def leave(self, x: Residual) -> Float[Array, "b s h"]:
         """Returns the stream's array; backward computes its gradient's scale."""
         return shards.leave(x)
 
 
 # This saves exactly the arrays that jax.vjp saves.
-UNQUANTIZED = PlainRecipe(linear=_plain_linear)
+UNQUANTIZED = PlainRecipe(linear=_plain_linear, product=plain_product)
 RECIPES: dict[RecipeName, Recipe] = {
     "bf16": UNQUANTIZED,
     # FP8 matmuls save FP8 operands, as in TransformerEngine. Norms, gates and RoPE are
     # recomputed from BF16 inputs.
-    "te": PlainRecipe(linear=matmul.linear, pointwise=jax.checkpoint),
+    "te": PlainRecipe(
+        linear=matmul.linear, product=fp8_product, pointwise=jax.checkpoint
+    ),
     # Attention saves queries, keys, values and outputs in BF16.
     "coat": Fp8Recipe(),
     # Queries, keys and values are saved in FP8, and attention runs again.
@@ -303,6 +357,19 @@ def recipe_of(name: RecipeName, placement: NormPlacement = "before") -> Recipe:
     """
     fits = placement == "before" or name not in _COMPOSED
     return RECIPES[name] if fits else _COMPOSED[name]
+
+
+def check_experts(
+    recipe: RecipeName, scaling: Scaling, placement: NormPlacement
+) -> None:
+    """Raises ValueError unless layers with experts can be computed in this way."""
+    if placement != "before":
+        raise ValueError(f"experts need norm_placement='before', got {placement!r}")
+    if not RECIPES[recipe].has_experts:
+        names = ", ".join(name for name, r in RECIPES.items() if r.has_experts)
+        raise ValueError(f"experts need a recipe among {names}, got {recipe!r}")
+    if scaling != "just_in_time":
+        raise ValueError(f"experts need scaling='just_in_time', got {scaling!r}")
 
 
 def check_names(*, scaling: Any, recipe: Any, **options: Any) -> None:

@@ -69,6 +69,18 @@ def by_shards(
     return wrap
 
 
+def over_shards(fn: Callable[[Array], Any], stream: Stream) -> Any:
+    """Applies a function of tokens [b, s, h] to each shard of a stream.
+
+    The first axes of its results are of tokens or of anything else that every shard has
+    of its own. The shards' results follow one another there, as `by_shards` splits
+    them.
+    """
+    if not stream.scale.ndim:
+        return fn(stream.x)
+    return _map(_merged, jax.vmap(fn)(_split(stream.scale.size, stream.x)))
+
+
 def _over_shards(run: Callable, mapped: tuple, residuals: Any, cotangents: Any) -> Any:
     split = partial(_split, _stream(cotangents).scale.size)
     given = zip(residuals, mapped, strict=True)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int, Shaped
 from coat_jax.layers import recipes
 from coat_jax.layers.attention import Scores
 from coat_jax.layers.decoder import DecoderLayer, LayerKind
+from coat_jax.layers.experts.routing import Experts, Routing
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.rope import RopeScaling
 from coat_jax.meshes import embedded, on_explicit_tokens
@@ -28,7 +30,7 @@ class LlamaConfig:
     Attributes:
       vocab_size: The number of tokens in the vocabulary.
       hidden_size: The size of the residual stream.
-      intermediate_size: The size of the MLP's hidden layer.
+      intermediate_size: The size of the MLP's hidden layer, or of each expert's.
       num_layers: The number of layers.
       num_heads: The number of query heads.
       num_kv_heads: The number of key and value heads.
@@ -56,6 +58,7 @@ class LlamaConfig:
         none.
       logit_softcap: The bound of logits, as in Gemma 2; None means none.
       embedding_scale: A factor on embeddings, sqrt(hidden_size) in Gemma.
+      experts: The experts of every layer, in the MLP's place; None means one MLP.
       tie_embeddings: Whether the output head is the transpose of the embedding.
       dtype: The dtype of the computation.
       param_dtype: The dtype of the parameters.
@@ -90,6 +93,7 @@ class LlamaConfig:
     attention_softcap: float | None = None
     logit_softcap: float | None = None
     embedding_scale: float = 1.0
+    experts: Experts | None = None
     tie_embeddings: bool = False
     dtype: DTypeLike = jnp.bfloat16
     param_dtype: DTypeLike = jnp.float32
@@ -118,6 +122,8 @@ class LlamaConfig:
                 "num_heads must divide hidden_size where head_dim is None, got "
                 f"{self.num_heads}, {self.hidden_size}"
             )
+        if self.experts is not None:
+            recipes.check_experts(self.recipe, self.scaling, self.norm_placement)
         self._check_attention()
 
     def _check_attention(self) -> None:
@@ -252,10 +258,26 @@ class Llama(nnx.Module):
         segment_ids: Int[Array, "b s"] | None = None,
     ) -> Float[Array, "b s h"]:
         """Computes the final norm's output from embeddings, as `hidden` from tokens."""
+        return self._decoded(x, segment_ids)[0]
+
+    def hidden_and_routing(
+        self,
+        tokens: Int[Array, "b s"],
+        segment_ids: Int[Array, "b s"] | None = None,
+    ) -> tuple[Float[Array, "b s h"], Routing | None]:
+        """Computes `hidden`, and the loads and losses of experts if there are any.
+
+        Loads are [layers, experts], and losses are means over layers.
+        """
+        return self._decoded(self.embed(tokens), segment_ids)
+
+    def _decoded(
+        self, x: Float[Array, "b s h"], segment_ids: Int[Array, "b s"] | None
+    ) -> tuple[Float[Array, "b s h"], Routing | None]:
         recipe = recipes.recipe_of(self.config.recipe, self.config.norm_placement)
         x = recipe.enter(x, self.config.batch_axes)
-        x = recipe.leave(apply_layers(self.layers, x, segment_ids))
-        return self.final_norm(x)
+        x, routing = apply_layers(self.layers, x, segment_ids)
+        return self.final_norm(recipe.leave(x)), routing
 
     def final_norm(self, x: Float[Array, "b s h"]) -> Float[Array, "b s h"]:
         """Applies the norm after the last layer."""
@@ -302,20 +324,39 @@ class Llama(nnx.Module):
 
 
 def apply_layers(
-    layers: DecoderLayer,
+    layers: Any,
     x: recipes.Residual,
     segment_ids: Int[Array, "b s"] | None = None,
-) -> recipes.Residual:
-    """Applies layers with stacked parameters, under `coat.scan_layers`."""
+) -> tuple[recipes.Residual, Routing | None]:
+    """Applies layers with stacked parameters, under `coat.scan_layers`.
+
+    Returns:
+      The residual stream, and the routing of all layers if they have experts.
+    """
     graph, stacked = nnx.split(layers)
 
     # Layers of other kinds need to take documents only if there are any.
     documents = () if segment_ids is None else (segment_ids,)
+    experts = getattr(layers, "experts", None)
+    if experts is None:
 
-    def apply(layer, x):
-        return nnx.merge(graph, layer)(x, *documents)
+        def apply(layer, x):
+            return nnx.merge(graph, layer)(x, *documents)
 
-    return scan_layers(apply, x, stacked)
+        return scan_layers(apply, x, stacked), None
+    depth = len(jax.tree.leaves(stacked)[0])
+
+    def apply_with_routing(layer, carry):
+        x, sums = carry
+        x, routing = nnx.merge(graph, layer).with_routing(x, *documents)
+        # The rows of loads move up, and the last layer's comes last.
+        load = jnp.concatenate([sums.load[1:], routing.load[None]])
+        balance, z = (a + b / depth for a, b in zip(sums[1:], routing[1:], strict=True))
+        return x, Routing(load, balance, z)
+
+    zero = jnp.zeros(())
+    sums = Routing(jnp.zeros((depth, experts.num_experts)), zero, zero)
+    return scan_layers(apply_with_routing, (x, sums), stacked)
 
 
 def cross_entropy(
@@ -327,6 +368,8 @@ def cross_entropy(
     segment_ids: Int[Array, "b s"] | None = None,
 ) -> Float[Array, ""]:
     """Computes the mean negative log-likelihood of `targets`, in nats per token.
+
+    Auxiliary losses of experts are not part of it; see `training_loss`.
 
     The loss of a token is `logsumexp(logits) - logits[target]`. Logits and their
     gradients are computed in chunks of tokens, so that they never exist as a whole.
@@ -362,12 +405,86 @@ def cross_entropy(
       True
     """
     check_shapes(tokens, targets=targets, weights=weights, segment_ids=segment_ids)
+    hidden = model.hidden(tokens, segment_ids)
+    return _mean_loss(model, hidden, targets, weights)
 
+
+class Losses(NamedTuple):
+    """The parts of `training_loss`.
+
+    Attributes:
+      cross_entropy: The mean negative log-likelihood, in nats per token.
+      routing: The auxiliary losses and loads of experts; None without experts.
+    """
+
+    cross_entropy: Float[Array, ""]
+    routing: Routing | None
+
+
+def training_loss(
+    model: Llama,
+    tokens: Int[Array, "b s"],
+    targets: Int[Array, "b s"],
+    *,
+    weights: Shaped[Array, "b s"] | None = None,
+    segment_ids: Int[Array, "b s"] | None = None,
+) -> tuple[Float[Array, ""], Losses]:
+    """Computes the loss to train with: `cross_entropy`, and auxiliary losses.
+
+    The loss is `cross_entropy + balance_weight * balance + z_weight * z` with the
+    weights of `config.experts`. It fits `jax.value_and_grad` and
+    `coat.value_and_update` with `has_aux=True`. Without experts it is `cross_entropy`.
+
+    Args:
+      model: The model.
+      tokens: The input of the model.
+      targets: The token that follows each input token.
+      weights: The weight of each target in the mean; see `cross_entropy`. Auxiliary
+        losses are means over all tokens.
+      segment_ids: The number of each token's document; see `cross_entropy`.
+
+    Returns:
+      The loss, and its parts with the load of every expert, for logging.
+
+    Raises:
+      ValueError: If `targets`, `weights` or `segment_ids` does not have the shape of
+        `tokens`.
+
+    Examples:
+      >>> import functools, jax, jax.numpy as jnp
+      >>> from coat_jax.layers.experts.routing import Experts
+      >>> from coat_jax.models import llama
+      >>> from flax import nnx
+      >>> config = llama.LlamaConfig(
+      ...     vocab_size=256, hidden_size=64, intermediate_size=32, num_layers=2,
+      ...     num_heads=4, num_kv_heads=2, experts=Experts(num_experts=8, top_k=2))
+      >>> graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+      >>> @functools.partial(jax.value_and_grad, has_aux=True)
+      ... def loss_and_grads(params, tokens):
+      ...     model = nnx.merge(graph, params)
+      ...     return llama.training_loss(model, tokens[:, :-1], tokens[:, 1:])
+      >>> tokens = jnp.zeros((1, 9), jnp.int32)
+      >>> (loss, losses), grads = loss_and_grads(params, tokens)
+      >>> losses.routing.load.shape
+      (2, 8)
+    """
+    check_shapes(tokens, targets=targets, weights=weights, segment_ids=segment_ids)
+    hidden, routing = model.hidden_and_routing(tokens, segment_ids)
+    loss = cross_entropy = _mean_loss(model, hidden, targets, weights)
+    if routing is not None:
+        experts = model.config.experts
+        loss = loss + experts.balance_weight * routing.balance
+        loss = loss + experts.z_weight * routing.z
+    return loss, Losses(cross_entropy, routing)
+
+
+def _mean_loss(
+    model: Llama, hidden: Array, targets: Array, weights: Array | None
+) -> Float[Array, ""]:
     def mean(hidden, head, targets, weights):
         shares = token_shares(targets, weights)
         return weighted_loss(hidden, head, targets, shares, model.config.logit_softcap)
 
-    hidden = model.hidden(tokens, segment_ids)
     loss = on_explicit_tokens(mean, hidden, results=0)
     return loss(hidden, model.head_weight(), targets, weights)
 
@@ -392,6 +509,7 @@ def _layer(config: LlamaConfig, rngs: nnx.Rngs) -> DecoderLayer:
         norm_placement=config.norm_placement,
         norm_offset=config.norm_offset,
         scores=config.scores,
+        experts=config.experts,
         param_dtype=config.param_dtype,
         output_scale=1 / math.sqrt(2 * config.num_layers),
         rngs=rngs,

@@ -211,7 +211,7 @@ class Vit(nnx.Module):
             raise ValueError(f"images must be floating, got dtype {images.dtype}")
         x = self.patches(cut(images.astype(self.config.dtype), self.config.patch_size))
         x = x + self.positions[...].astype(x.dtype)
-        x = apply_layers(self.blocks, x)
+        x, _ = apply_layers(self.blocks, x)
         wrappers = precision(self.config.recipe)
         return wrappers.segment(wrappers.pointwise(LayerNorm.__call__))(self.norm, x)
 

@@ -1,0 +1,84 @@
+"""The experts of a layer, composed of functions that JAX differentiates."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from coat_jax.layers.experts.products import Product, merged
+from coat_jax.layers.experts.routing import (
+    Experts,
+    Shares,
+    chosen_experts,
+    routed,
+    router_logits,
+)
+from coat_jax.layers.experts.rows import Rows, sums_of_tokens
+from coat_jax.meshes import batch_shards, on_explicit_tokens
+
+
+def experts_sum(
+    params: Any,
+    h: Float[Array, "tokens h"],
+    *,
+    product: Product,
+    gated: Callable[[Array, Array], Array],
+    experts: Experts,
+) -> tuple[Float[Array, "tokens h"], Shares]:
+    """Computes the weighted sum of each token's experts, in the dtype of `h`.
+
+    Args:
+      params: The parameters; see `Recipe.experts`.
+      h: The norm's output.
+      product: The matmul of rows by expert.
+      gated: A function of gate and up [rows, 2, f] and the weights of rows [rows, 1],
+        which returns what `down` reads.
+      experts: The experts.
+    """
+    logits = router_logits(h, params["router"])
+    ids = chosen_experts(logits, experts, params["router_bias"])
+    weights, shares = routed(logits, ids, experts)
+    rows = Rows.sorted_by_expert(ids, experts.num_groups)
+    gate_up = product(h, merged(params["gate_up"]), rows, True)
+    gate_up = gate_up.reshape(len(gate_up), 2, -1)
+    a = gated(gate_up, rows.of_choices(weights)[:, None])
+    y = sums_of_tokens(product(a, params["down"], rows, False), rows)
+    return y.astype(h.dtype), shares
+
+
+def weighted_gate(
+    gate: Callable[[Array, Array], Array],
+    gate_up: Float[Array, "rows 2 f"],
+    weights: Float[Array, "rows 1"],
+) -> Float[Array, "rows f"]:
+    """Computes `activation(gate) * up * weights`, rounded to the dtype of `gate_up`.
+
+    Experts are weighted before their last matmul, so that its results, which are as
+    large as all rows of the residual stream, need not be saved for the gradients of
+    weights.
+    """
+    a = gate(gate_up[:, 0], gate_up[:, 1])
+    return (a.astype(jnp.float32) * weights).astype(gate_up.dtype)
+
+
+def over_shards_of(
+    segment: Callable[[Any, Array], tuple[Array, Shares]],
+    params: Any,
+    x: Float[Array, "b s h"],
+) -> tuple[Float[Array, "b s h"], Shares]:
+    """Applies a segment to each shard of the batch, on a mesh with explicit axes.
+
+    Each shard sorts its own tokens.
+    """
+    count = batch_shards(x, None)
+
+    def run(params, x):
+        if count == 1:
+            return segment(params, x)
+        split = x.reshape(count, -1, *x.shape[1:])
+        shards = jax.vmap(segment, (None, 0))(params, split)
+        return jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), shards)
+
+    return on_explicit_tokens(run, x, (2, Shares(1, 1, 1)))(params, x)

@@ -1,0 +1,175 @@
+"""The experts of a layer in the FP8 flow, with one derivative rule.
+
+Forward quantizes the norm's output once, with a scale per token, and gathers codes into
+the order of experts. For backward it saves FP8 copies, in groups of 16, of the layer's
+input and of gate and up, and the routing: experts, weights and order of the rows. All
+else is computed again. Backward works on rows in which every expert begins at a
+multiple of 128, so that transposed codes fit the matmuls of weight gradients.
+
+The weight of a choice multiplies what `down` reads, not what it writes. So it is a part
+of a row's scale in forward, and its gradient is a sum over the products of the gate's
+output and its gradient: the outputs of experts are not saved.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+import pallas_kernels as kernels
+from coat_jax.fp8.fused import ACTIVATIONS, STEEPEST
+from coat_jax.fp8.matmul import quantize_tensor, tensor_scales
+from coat_jax.layers.experts.products import (
+    forward_product,
+    input_gradient,
+    merged,
+    weight_gradient,
+)
+from coat_jax.layers.experts.routing import (
+    Experts,
+    Shares,
+    chosen_experts,
+    routed,
+    router_logits,
+)
+from coat_jax.layers.experts.rows import Rows
+from coat_jax.layers.flow import Params
+from coat_jax.layers.parts import Norm, Stream
+from coat_jax.layers.shards import by_shards, over_shards
+from coat_jax.meshes import on_explicit_tokens
+from coat_jax.quantization.formats import E4M3, E5M2
+from pallas_kernels import Activation, Scaled, numerics
+from pallas_kernels.dispatch import array_types
+
+
+def experts_mlp(
+    params: Params, stream: Stream, norm: Norm, gate: Activation, experts: Experts
+) -> tuple[Stream, Shares]:
+    """Computes `x` plus the weighted sum of each token's experts; see `Experts`.
+
+    An expert is a gated MLP of `norm(x)`. `params` holds `norm` [h] or None, `router`
+    [e, h], `router_bias` [e] or None, `gate_up` [g, 2, f, h] and `down` [g, h, f], with
+    the e experts to choose from and the shared ones.
+    """
+
+    def segment(params, stream):
+        return _segment(params, stream, norm, gate, experts)
+
+    tokens = stream.tokens(), Shares(1, 1, 1)
+    return on_explicit_tokens(segment, stream.x, tokens)(params, stream)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _segment(params, stream, norm, gate, experts):
+    return _forward(params, stream, norm, gate, experts)[0]
+
+
+@array_types.on_common_mesh
+def _forward(params, stream, norm, gate, experts):
+    run = partial(_shard, params, norm, gate, experts)
+    y, shares, residuals = over_shards(run, stream)
+    return (stream.with_array(y), shares), (params, *residuals)
+
+
+def _shard(params, norm, gate, experts, x):
+    """Computes the tokens of a shard; returns outputs, shares and what is saved."""
+    flat = x.reshape(-1, x.shape[-1])
+    h, groups = norm.forward(flat, params["norm"])
+    logits = router_logits(norm.values(flat, params["norm"]), params["router"])
+    ids = chosen_experts(logits, experts, params["router_bias"])
+    weights, shares = routed(logits, ids, experts)
+    rows = Rows.sorted_by_expert(ids, experts.num_groups)
+    h_rows = jax.tree.map(rows.of_tokens, h)
+    y = forward_product(h_rows, merged(params["gate_up"]), rows, x.dtype)
+    y = y.reshape(len(y), 2, -1)
+    out = kernels.gated(y, activation=gate, scale="row", keep_groups=True)
+    a = Scaled(out.values, out.scale * rows.of_choices(weights))
+    y = rows.sums(forward_product(a, params["down"], rows, x.dtype))
+    y = (flat.astype(jnp.float32) + y).astype(x.dtype).reshape(x.shape)
+    inner = out.groups, out.largest_scale
+    routing = ids, weights, rows.choice, rows.sizes
+    scales = tuple(scale[None] for scale in tensor_scales(h, a))
+    return y, shares, (groups, inner, routing, scales)
+
+
+@by_shards(False, True, True, True, True)
+def _backward(norm, gate, experts, residuals, cotangents):
+    params, groups, inner, (ids, weights, choice, sizes), scales = residuals
+    (h_scale,), (a_scale,) = scales
+    dy, dshares = cotangents
+    rows = Rows.of(choice, sizes, ids.shape).padded()
+    flat = dy.x.reshape(-1, dy.x.shape[-1])
+    codes = quantize_tensor(flat, E5M2, copies="row", scale=dy.scale).row
+    gradient = Scaled(rows.of_tokens(codes), dy.scale)
+    da = input_gradient(gradient, params["down"], rows, flat.dtype)
+    d_gate_up, a, dweights = _gate_gradient(inner, da, weights, a_scale, gate, rows)
+    d_down = weight_gradient(transposed(gradient), a, rows, params["down"].dtype)
+    gate_up = merged(params["gate_up"])
+    dh = rows.sums(input_gradient(d_gate_up, gate_up, rows, flat.dtype))
+    h = kernels.norm(
+        groups, params["norm"], kind=norm.kind, eps=norm.eps, scale=h_scale
+    )
+    h = Scaled(rows.of_tokens(h.y), h_scale)
+    dw = weight_gradient(transposed(d_gate_up), transposed(h), rows, gate_up.dtype)
+
+    def router(h, weight):
+        return routed(router_logits(h, weight), ids, experts)
+
+    numbers = kernels.dequantize_groups(groups, dtype=jnp.float32)
+    values = norm.values(numbers, params["norm"])
+    _, vjp = jax.vjp(router, values, params["router"])
+    dh_router, d_router = vjp((dweights, dshares))
+    dh = (dh + dh_router).astype(flat.dtype)
+    dx, dnorm, _ = norm.backward(groups, dh, params["norm"], None, flat, False)
+    bias = params["router_bias"]
+    grads = {
+        "norm": dnorm,
+        "router": d_router,
+        "router_bias": None if bias is None else jnp.zeros_like(bias),
+        "gate_up": dw.reshape(params["gate_up"].shape),
+        "down": d_down,
+    }
+    return grads, dx._replace(x=dx.x.reshape(dy.x.shape))
+
+
+_segment.defvjp(_forward, _backward)
+
+
+def _gate_gradient(
+    inner: tuple[Scaled, Array],
+    da: Float[Array, "rows f"],
+    weights: Float[Array, "tokens choices"],
+    a_scale: Float[Array, ""],
+    gate: Activation,
+    rows: Rows,
+) -> tuple[Scaled, Scaled, Float[Array, "tokens choices"]]:
+    """Computes gradients from `da`, the gradient of what `down` reads.
+
+    Returns:
+      The gradient of gate and up [rows, 2 f], as E5M2 codes with a scale per tensor;
+      what `down` reads, as transposed E4M3 codes with `a_scale`; and the gradients of
+      the choices' weights.
+    """
+    groups, largest_scale = inner
+    gate_up = jax.tree.map(rows.of_places, groups)
+    of_rows, wide = rows.of_choices(weights)[:, None], da.astype(jnp.float32)
+    numbers = kernels.dequantize_groups(gate_up, dtype=jnp.float32)
+    a = ACTIVATIONS[gate](numbers[:, 0]) * numbers[:, 1]
+    dweights = rows.to_choices(jnp.sum(wide * a, axis=1))
+    codes = numerics.encode(numerics.normal(a * of_rows), a_scale, E4M3.dtype)
+    da = (wide * of_rows).astype(da.dtype)
+    # The amax of gate and up is at most the largest group scale times E4M3.max.
+    factors = largest_scale, kernels.maxima(da)
+    bound = kernels.Bound(factors, E4M3.max * STEEPEST[gate])
+    (scale,) = kernels.tensor_scales(bound, dtype=E5M2.dtype)
+    out = kernels.gated_grad(
+        gate_up, da, activation=gate, scale=scale, dtype=E5M2.dtype
+    )
+    d_gate_up = Scaled(out.values.reshape(len(da), -1), scale)
+    return d_gate_up, transposed(Scaled(codes, a_scale)), dweights
+
+
+def transposed(x: Scaled) -> Scaled:
+    """Returns transposed codes of padded rows, with their scale per tensor."""
+    return x._replace(codes=kernels.transpose(x.codes))

@@ -1,0 +1,181 @@
+"""Matmuls of rows by expert: of FP8 codes, and with derivatives for plain recipes.
+
+Weights are [experts, out, in]. In FP8 a weight is quantized twice, where it is read:
+forward every output of an expert has a scale, and in the input gradient every input
+has, because the matmul there sums over outputs. Weight gradients sum over rows, so
+activations and their gradients have a scale per tensor in backward.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+import pallas_kernels as kernels
+from coat_jax.fp8.matmul import (
+    dtype_of,
+    once,
+    quantize_tensor,
+    quantize_tokens,
+    tensor_scales,
+)
+from coat_jax.layers.experts.rows import Rows
+from coat_jax.quantization.array import undifferentiated
+from coat_jax.quantization.formats import E4M3, E5M2
+from pallas_kernels import Scaled
+from pallas_kernels.dispatch import array_types
+
+# A matmul of activations, weights by expert, and whether activations are [tokens, in],
+# so that every row reads its token, or [rows, in].
+Product = Callable[[Array, Array, Rows, bool], Float[Array, "rows out"]]
+
+
+def forward_product(
+    x: Scaled, w: Float[Array, "experts out in"], rows: Rows, dtype: DTypeLike
+) -> Float[Array, "rows out"]:
+    """Multiplies codes of rows, which have a scale each, by the experts' weights."""
+    codes = quantize_tokens(w)
+    return once(_grouped(x, codes, rows, dtype))
+
+
+def input_gradient(
+    dy: Scaled, w: Float[Array, "experts out in"], rows: Rows, dtype: DTypeLike
+) -> Float[Array, "rows in"]:
+    """Computes the gradient of a matmul's rows from codes of its result's gradient."""
+    return _grouped(dy, kernels.quantize_columns(_wide(w)), rows, dtype)
+
+
+def weight_gradient(
+    dy: Scaled, x: Scaled, rows: Rows, dtype: DTypeLike
+) -> Float[Array, "experts out in"]:
+    """Computes the gradient of the weights.
+
+    Args:
+      dy: Codes of the result's gradient, transposed as by `grouped_transpose`, with a
+        scale per tensor.
+      x: Codes of the rows, likewise.
+      rows: The rows.
+      dtype: The dtype of the weights.
+    """
+    arrays = dy.codes, x.codes, rows.real_sizes, dy.scale, x.scale
+    dw = kernels.grouped_weight_gradient(*arrays, out_dtype=_stored(dtype))
+    return dw.astype(dtype)
+
+
+def merged(gate_up: Float[Array, "experts 2 f h"]) -> Float[Array, "experts out h"]:
+    """Returns the weights of gate and up as one matrix for each expert."""
+    return gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
+
+
+def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:
+    y = kernels.grouped_matmul(
+        *(x.codes, w.codes, rows.sizes, x.scale, w.scale),
+        tiles=rows.tiles(),
+        out_dtype=_stored(dtype),
+    )
+    return y.astype(dtype)
+
+
+def _stored(dtype: DTypeLike) -> DTypeLike:
+    """Returns the dtype in which kernels store a result of a floating dtype."""
+    return jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+
+
+def _wide(x: Array) -> Array:
+    """Returns an array in a dtype that kernels quantize."""
+    x = undifferentiated(x)
+    return x if x.dtype in (jnp.bfloat16, jnp.float32) else x.astype(jnp.float32)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def plain_product(
+    x: Float[Array, "tokens_or_rows in"],
+    w: Float[Array, "experts out in"],
+    rows: Rows,
+    of_tokens: bool,
+) -> Float[Array, "rows out"]:
+    """Multiplies rows by the weights of their experts, in the dtype of `x`.
+
+    With `of_tokens` `x` has a row for each token. It is saved, and the rows of choices
+    are gathered again. In bfloat16 the kernels of grouped matmuls compute it, in other
+    dtypes `jax.lax.ragged_dot`.
+    """
+    return _plain(x, w, rows, of_tokens)
+
+
+def _plain(x, w, rows, of_tokens):
+    x = rows.of_tokens(x) if of_tokens else x
+    return once(_multiplied(x, w.astype(x.dtype), rows))
+
+
+def _multiplied(x, w, rows):
+    if x.dtype == jnp.bfloat16:
+        return kernels.grouped_matmul(x, w, rows.sizes, tiles=rows.tiles())
+    return lax.ragged_dot(x, w.swapaxes(1, 2), rows.sizes)
+
+
+def _plain_fwd(x, w, rows, of_tokens):
+    return _plain(x, w, rows, of_tokens), (x, w, rows)
+
+
+def _plain_bwd(of_tokens, residuals, dy):
+    x, w, rows = residuals
+    x_rows, wide = rows.of_tokens(x) if of_tokens else x, w.astype(x.dtype)
+    if x.dtype == jnp.bfloat16:
+        dx = _multiplied(dy, wide.swapaxes(1, 2), rows)
+        operands = (kernels.grouped_transpose(v, rows.sizes) for v in (dy, x_rows))
+        dw = kernels.grouped_weight_gradient(
+            *operands, rows.sizes, out_dtype=_stored(w.dtype)
+        )
+    else:
+        _, vjp = jax.vjp(partial(_multiplied, rows=rows), x_rows, wide)
+        dx, dw = vjp(dy)
+    dx = rows.sums(dx).astype(x.dtype) if of_tokens else dx
+    return dx, dw.astype(w.dtype), None
+
+
+plain_product.defvjp(_plain_fwd, _plain_bwd)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def fp8_product(
+    x: Float[Array, "tokens_or_rows in"],
+    w: Float[Array, "experts out in"],
+    rows: Rows,
+    of_tokens: bool,
+) -> Float[Array, "rows out"]:
+    """Computes `plain_product` in FP8, and saves E4M3 codes of `x`."""
+    return _fp8_fwd(x, w, rows, of_tokens)[0]
+
+
+@array_types.on_common_mesh
+def _fp8_fwd(x, w, rows, of_tokens):
+    codes = quantize_tokens(x)
+    (scale,) = tensor_scales(codes)
+    saved = quantize_tensor(x, E4M3, copies="row", scale=scale)
+    if of_tokens:
+        codes = jax.tree.map(rows.of_tokens, codes)
+    y = forward_product(codes, w, rows, x.dtype)
+    return y, (Scaled(saved.row, scale), dtype_of(x), w, rows)
+
+
+@array_types.on_common_mesh
+def _fp8_bwd(of_tokens, residuals, dy):
+    x, like, w, rows = residuals
+    gradient = quantize_tensor(dy, E5M2, copies="row")
+    gradient = Scaled(gradient.row, gradient.scale)
+    dx = input_gradient(gradient, w, rows, like.dtype)
+    dx = rows.sums(dx).astype(like.dtype) if of_tokens else dx
+    codes = rows.of_tokens(x.codes) if of_tokens else x.codes
+    operands = (
+        Scaled(kernels.grouped_transpose(v.codes, rows.sizes), v.scale)
+        for v in (gradient, x._replace(codes=codes))
+    )
+    return dx, weight_gradient(*operands, rows, w.dtype), None
+
+
+fp8_product.defvjp(_fp8_fwd, _fp8_bwd)

@@ -1,0 +1,219 @@
+"""The router of a mixture of experts: choices, weights and auxiliary losses.
+
+All of it is computed in float32.
+"""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.checks import check_positive
+
+RouterScores = Literal["softmax", "sigmoid"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The experts of a layer, and how tokens choose among them.
+
+    With the scores of a token (the softmax of its logits over all experts, or their
+    sigmoids), the token's output is the sum of its `top_k` experts' outputs, each times
+    its score. Shared experts are added with weight 1 for every token.
+
+    Attributes:
+      num_experts: The number of experts to choose from, E.
+      top_k: The number of experts that a token chooses.
+      num_shared: The number of experts that every token has besides. A shared gated MLP
+        with n times the hidden size of an expert is n shared experts.
+      scores: "softmax" as in Mixtral and Qwen3, or "sigmoid" as in DeepSeek-V3.
+      normalized: Whether the chosen scores are divided by their sum.
+      scale: A factor on the weights of chosen experts.
+      selection_bias: Whether a bias for each expert is added to the scores for the
+        choice alone, as in DeepSeek-V3 (arXiv 2412.19437, section 2.1.2). Gradients do
+        not change it; see `updated_bias`.
+      balance_weight: The weight of the load-balancing loss in `llama.training_loss`.
+      z_weight: The weight of the z loss in `llama.training_loss`.
+
+    Raises:
+      ValueError: If a number is out of its range, or a name is unknown.
+
+    Examples:
+      >>> from coat_jax.layers.experts.routing import Experts
+      >>> Experts(num_experts=128, top_k=8).num_groups
+      128
+    """
+
+    num_experts: int
+    top_k: int
+    num_shared: int = 0
+    scores: RouterScores = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    selection_bias: bool = False
+    balance_weight: float = 0.01
+    z_weight: float = 0.001
+
+    def __post_init__(self) -> None:
+        check_positive(num_experts=self.num_experts, top_k=self.top_k)
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k must be at most num_experts {self.num_experts}, got "
+                f"{self.top_k}"
+            )
+        if type(self.num_shared) is not int or self.num_shared < 0:
+            raise ValueError(
+                f"num_shared must be an integer of 0 or more, got {self.num_shared!r}"
+            )
+        if self.scores not in get_args(RouterScores):
+            names = ", ".join(get_args(RouterScores))
+            raise ValueError(f"scores must be one of {names}, got {self.scores!r}")
+        if not 0 < self.scale < math.inf:
+            raise ValueError(f"scale must be positive, got {self.scale!r}")
+        for name in ("balance_weight", "z_weight"):
+            if not 0 <= (value := getattr(self, name)) < math.inf:
+                raise ValueError(f"{name} must be 0 or more, got {value!r}")
+
+    @property
+    def num_groups(self) -> int:
+        """The number of all experts, with the shared ones last."""
+        return self.num_experts + self.num_shared
+
+    @property
+    def choices(self) -> int:
+        """The number of rows of a token: its experts, with the shared ones last."""
+        return self.top_k + self.num_shared
+
+
+class Shares(NamedTuple):
+    """How a layer's tokens are spread over experts, a row for each shard of the batch.
+
+    Attributes:
+      load: The share of all choices that each expert has. It has no gradient.
+      score: The mean of each expert's scores, which add up to 1 for each token.
+      z: The mean of the squared logarithms of sums of exponentials of logits.
+    """
+
+    load: Float[Array, "shards experts"]
+    score: Float[Array, "shards experts"]
+    z: Float[Array, " shards"]
+
+
+class Routing(NamedTuple):
+    """Auxiliary losses and loads of the experts of a layer, or of several.
+
+    Attributes:
+      load: The share of all choices that each expert has, float32. Shares add up to 1.
+      balance: The load-balancing loss: the number of experts times the sum of load
+        times mean score (arXiv 2101.03961, equation 4). It is 1 if loads are equal.
+      z: The z loss: the mean over tokens of `logsumexp(logits) ** 2` (arXiv 2202.08906,
+        equation 5).
+    """
+
+    load: Float[Array, "*layers experts"]
+    balance: Float[Array, ""]
+    z: Float[Array, ""]
+
+    @classmethod
+    def of(cls, shares: Shares) -> "Routing":
+        """Returns the losses of a layer from the shares of all tokens' shards."""
+        load, score, z = (jnp.mean(x, axis=0) for x in shares)
+        balance = load.size * jnp.sum(lax.stop_gradient(load) * score)
+        return cls(lax.stop_gradient(load), balance, z)
+
+
+def router_logits(
+    h: Float[Array, "tokens h"], router: Float[Array, "experts h"]
+) -> Float[Array, "tokens experts"]:
+    """Computes `h @ router.T` in float32."""
+    h, router = (x.astype(jnp.float32) for x in (h, router))
+    return jnp.tensordot(h, router, axes=(-1, -1), precision="highest")
+
+
+def chosen_experts(
+    logits: Float[Array, "tokens experts"],
+    experts: Experts,
+    bias: Float[Array, " experts"] | None = None,
+) -> Int[Array, "tokens choices"]:
+    """Returns the experts of each token, the best one first and shared ones last.
+
+    Among equal scores the expert of the smaller number is chosen.
+    """
+    scores = _scores(lax.stop_gradient(logits), experts)
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    _, ids = lax.top_k(scores, experts.top_k)
+    shared = jnp.arange(experts.num_experts, experts.num_groups, dtype=ids.dtype)
+    shared = jnp.broadcast_to(shared, (len(ids), len(shared)))
+    return jnp.concatenate([ids, shared], axis=1)
+
+
+def routed(
+    logits: Float[Array, "tokens experts"],
+    ids: Int[Array, "tokens choices"],
+    experts: Experts,
+) -> tuple[Float[Array, "tokens choices"], Shares]:
+    """Returns the weights of each token's experts, and the shares of all experts.
+
+    Weights and shares are differentiable functions of the logits.
+    """
+    scores, ids = _scores(logits, experts), ids[:, : experts.top_k]
+    weights = jnp.take_along_axis(scores, ids, axis=1)
+    if experts.normalized:
+        weights = _normalized(weights)
+    shared = jnp.ones((len(ids), experts.num_shared), weights.dtype)
+    weights = jnp.concatenate([weights * experts.scale, shared], axis=1)
+    if experts.scores == "sigmoid":
+        scores = _normalized(scores)
+    counts = group_sizes(ids, experts.num_experts)
+    shares = Shares(
+        load=(counts / max(ids.size, 1))[None],
+        score=jnp.mean(scores, axis=0)[None],
+        z=jnp.mean(jax.nn.logsumexp(logits, axis=1) ** 2)[None],
+    )
+    return weights, shares
+
+
+def group_sizes(ids: Int[Array, "*any"], groups: int) -> Int[Array, " groups"]:
+    """Counts how often each group occurs, in one pass that XLA fuses."""
+    is_of = ids.reshape(-1, 1) == jnp.arange(groups, dtype=ids.dtype)
+    return jnp.sum(is_of, axis=0, dtype=jnp.int32)
+
+
+def updated_bias(
+    bias: Array, load: Float[Array, "*layers experts"], rate: float
+) -> Any:
+    """Returns the selection bias after a step: it rises for experts with little load.
+
+    DeepSeek-V3 adds or subtracts `rate`, 0.001 in most of its training (arXiv
+    2412.19437, sections 2.1.2 and 4.2).
+
+    Args:
+      bias: The bias of each expert, of one layer or of all.
+      load: The loads of the step, of the same shape.
+      rate: What is added or subtracted.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from coat_jax.layers.experts.routing import updated_bias
+      >>> updated_bias(jnp.zeros(2), jnp.array([0.75, 0.25]), 0.5).tolist()
+      [-0.5, 0.5]
+    """
+    mean = jnp.mean(load, axis=-1, keepdims=True)
+    return bias + rate * jnp.sign(mean - load).astype(bias.dtype)
+
+
+def _scores(logits: Array, experts: Experts) -> Array:
+    if experts.scores == "sigmoid":
+        return jax.nn.sigmoid(logits)
+    return jax.nn.softmax(logits, axis=-1)
+
+
+def _normalized(scores: Array) -> Array:
+    """Returns scores that add up to 1; sigmoids may all be zero."""
+    total = jnp.sum(scores, axis=-1, keepdims=True)
+    return scores / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
