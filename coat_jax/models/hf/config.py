@@ -12,6 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from coat_jax.layers.experts.routing import Experts
 from coat_jax.layers.rope import RopeScaling
 from coat_jax.models.hf.families import FAMILIES, Family
 from coat_jax.models.hf.safetensors import shown
@@ -22,6 +23,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 # The largest size of anything; a config.json must not make the library loop for long.
 _LARGEST = 2**31
 _MOST_LAYERS = 10_000
+_MOST_EXPERTS = 10_000
 # Values that the decoder computes, for keys with which other models differ.
 _ONLY = {
     "attention_bias": (False,),
@@ -32,6 +34,10 @@ _ONLY = {
     "is_decoder": (True, False),
     "add_cross_attention": (False,),
 }
+# Both spellings of the number of experts, as transformers takes them.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
+# Keys with another spelling, in which they are written.
+_SPELLINGS = ("rope_parameters", *_EXPERT_COUNTS)
 # Fields of `LlamaConfig` that say how a model is computed rather than what it is.
 _OF_COMPUTATION = ("dtype", "param_dtype", "recipe", "scaling", "batch_axes")
 
@@ -120,7 +126,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
         **family.fields,
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden_size,
-        "intermediate_size": keys.integer("intermediate_size"),
+        "intermediate_size": keys.integer(_size_key(family)),
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
@@ -130,6 +136,7 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
         "tie_embeddings": keys.flag("tie_word_embeddings"),
         **_rope(keys, family),
         **_windows(keys, family, num_layers),
+        **_experts(keys, family),
     }
     if family.is_gemma:
         fields |= {
@@ -139,6 +146,47 @@ def read(values: Mapping[str, Any]) -> LlamaConfig:
             "logit_softcap": keys.number_or_none("final_logit_softcapping"),
         }
     return LlamaConfig(**fields)
+
+
+def _size_key(family: Family) -> str:
+    """Returns the key of the size of the MLP's hidden layer, or of an expert's."""
+    names = family.experts
+    return "intermediate_size" if names is None else names.intermediate_size
+
+
+def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
+    """Returns the experts; every layer must have them."""
+    if family.experts is None:
+        return {}
+    if family.model_type == "qwen3_moe":
+        layers, step = keys.get("mlp_only_layers", []), "decoder_sparse_step"
+        if layers != []:
+            raise _error("mlp_only_layers", "empty: all layers need experts", layers)
+        if (period := keys.integer(step, 1)) != 1:
+            raise _error(step, "1: all layers need experts", period)
+    if (noise := keys.get("router_jitter_noise", 0)) != 0:
+        raise _error("router_jitter_noise", "0", noise)
+    counts = [keys.get(key) for key in _EXPERT_COUNTS if keys.get(key) is not None]
+    if len(counts) == 2 and counts[0] != counts[1]:
+        raise _error("num_local_experts", f"num_experts {counts[0]}", counts[1])
+    count = counts[0] if counts else family.experts.default_count
+    num_experts = _Keys({"num_experts": count}, {}).integer("num_experts")
+    top_k = keys.integer("num_experts_per_tok")
+    if num_experts > _MOST_EXPERTS:
+        raise _error("num_experts", f"at most {_MOST_EXPERTS}", num_experts)
+    if top_k > num_experts:
+        raise _error("num_experts_per_tok", f"at most {num_experts}", top_k)
+    weight = keys.get("router_aux_loss_coef", 0.001)
+    if type(weight) not in (int, float) or not 0 <= weight < float("inf"):
+        raise _error("router_aux_loss_coef", "a number of 0 or more", weight)
+    experts = Experts(
+        num_experts=num_experts,
+        top_k=top_k,
+        normalized=keys.flag("norm_topk_prob"),
+        balance_weight=float(weight),
+        z_weight=0.0,
+    )
+    return {"experts": experts}
 
 
 def _head_dim(keys: _Keys, hidden_size: int, num_heads: int) -> int:
@@ -206,7 +254,7 @@ def _windows(keys: _Keys, family: Family, num_layers: int) -> dict[str, Any]:
         if kinds is not None and set(kinds) != {"full_attention"}:
             raise _error("layer_types", "full_attention alone", kinds)
         return {}
-    if family.model_type == "mistral":
+    if family.model_type in ("mistral", "mixtral"):
         no_window = keys.values.get("sliding_window") is None
         return {} if no_window else {"window": keys.integer("sliding_window")}
     if not family.is_gemma and not keys.flag("use_sliding_window"):
@@ -265,8 +313,8 @@ def written(config: LlamaConfig, origin: Mapping[str, Any]) -> dict[str, Any]:
         return dict(origin)
     families = [family_of(origin)] if origin else list(FAMILIES.values())
     for family in families:
-        values = {**origin, **_values(family, config)}
-        values.pop("rope_parameters", None)
+        other = {k: v for k, v in origin.items() if k not in _SPELLINGS}
+        values = {**other, **_values(family, config)}
         try:
             if _same(read(values), config):
                 return values
@@ -294,7 +342,7 @@ def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
         "model_type": family.model_type,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        _size_key(family): config.intermediate_size,
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -307,6 +355,13 @@ def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
     }
     if config.window is not None or family.defaults.get("sliding_window"):
         values["sliding_window"] = config.window
+    if family.experts is not None and (experts := config.experts) is not None:
+        values |= {
+            family.experts.count: experts.num_experts,
+            "num_experts_per_tok": experts.top_k,
+            "norm_topk_prob": experts.normalized,
+            "router_aux_loss_coef": experts.balance_weight,
+        }
     if family.model_type.startswith("qwen"):
         values["use_sliding_window"] = config.window is not None
     if config.local_layers is not None:

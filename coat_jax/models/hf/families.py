@@ -6,6 +6,29 @@ from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertNames:
+    """The names of experts in tensors and in config.json.
+
+    Attributes:
+      block: What the names of all tensors of experts begin with.
+      gate: The name of the gate's matrix of an expert.
+      up: The name of the matrix that the gate multiplies.
+      down: The name of the last matrix.
+      count: The key of the number of experts.
+      default_count: The number of experts if there is no such key.
+      intermediate_size: The key of the size of an expert's hidden layer.
+    """
+
+    block: str
+    gate: str
+    up: str
+    down: str
+    count: str
+    default_count: int
+    intermediate_size: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """A kind of model that `transformers` knows.
 
@@ -14,12 +37,14 @@ class Family:
       architecture: The class of its causal language model.
       fields: The fields of `LlamaConfig` that all models of the family share.
       defaults: The values of missing keys.
+      experts: Where a layer's tensors have the experts; None for families without.
     """
 
     model_type: str
     architecture: str
     fields: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    experts: "ExpertNames | None" = None
 
     @property
     def is_gemma(self) -> bool:
@@ -54,6 +79,46 @@ FAMILIES = {
                 "num_key_value_heads": 32,
                 "head_dim": 128,
             },
+        ),
+        Family(
+            model_type="mixtral",
+            architecture="MixtralForCausalLM",
+            defaults={
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_theta": 1e6,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+            },
+            experts=ExpertNames(
+                block="block_sparse_moe",
+                gate="w1",
+                up="w3",
+                down="w2",
+                count="num_local_experts",
+                default_count=8,
+                intermediate_size="intermediate_size",
+            ),
+        ),
+        Family(
+            model_type="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            fields={"qk_norm": "head"},
+            defaults={
+                "num_key_value_heads": 4,
+                "num_experts_per_tok": 8,
+                "moe_intermediate_size": 768,
+                "norm_topk_prob": False,
+            },
+            experts=ExpertNames(
+                block="mlp",
+                gate="gate_proj",
+                up="up_proj",
+                down="down_proj",
+                count="num_experts",
+                default_count=128,
+                intermediate_size="moe_intermediate_size",
+            ),
         ),
         Family(
             model_type="gemma2",

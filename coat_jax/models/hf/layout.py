@@ -1,7 +1,7 @@
 """The tensors of a checkpoint that make the parameters of a decoder.
 
-A parameter of the decoder is made of rows of tensors. Rows are entries of the first
-axis; the two first axes of `gate_up` count as one. With n query heads, k key heads,
+A parameter of the decoder is made of rows of tensors. Rows are entries of all axes but
+the last, which count as one; vectors have one row for each number. With n query heads, k key heads,
 heads of size d and a layer i, where tensors begin with `model.layers.i.`:
 
 | Parameter | Rows |
@@ -24,6 +24,16 @@ heads of size d and a layer i, where tensors begin with `model.layers.i.`:
 | | places `pre_feedforward_layernorm.weight` |
 | `layers/mlp_out_norm` [h] | `post_feedforward_layernorm.weight` |
 
+With e experts there are in the MLP's place, for Qwen3-MoE (Mixtral has
+`block_sparse_moe` for `mlp`, and `w1`, `w3` and `w2` for the three matrices):
+
+| Parameter | Rows |
+| --- | --- |
+| `layers/router` [e, h] | `mlp.gate.weight` |
+| `layers/gate_up` [e, 2, f, h] | for each expert j in turn: |
+| | `mlp.experts.{j}.gate_proj.weight`, then `mlp.experts.{j}.up_proj.weight` |
+| `layers/down` [e, h, f] | `mlp.experts.{j}.down_proj.weight` for each j in turn |
+
 All values equal the tensors' values, to the bit. RoPE turns the two halves of a head
 here as there, so that rows within a head keep their order.
 """
@@ -31,6 +41,8 @@ here as there, so that rows within a head keep their order.
 import dataclasses
 from collections.abc import Iterator
 
+from coat_jax.layers.experts.routing import Experts
+from coat_jax.models.hf.families import FAMILIES, ExpertNames
 from coat_jax.models.llama import LlamaConfig
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -88,8 +100,10 @@ class Parameter:
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yields the name, without the layer's name, and the shape of each tensor."""
-        for tensor in dict.fromkeys(rows.tensor for rows in self.rows):
-            count = sum(rows.count for rows in self.rows if rows.tensor == tensor)
+        counts: dict[str, int] = {}
+        for rows in self.rows:
+            counts[rows.tensor] = counts.get(rows.tensor, 0) + rows.count
+        for tensor, count in counts.items():
             yield tensor, (count, *self.columns)
 
 
@@ -136,17 +150,59 @@ def _of_layer(config: LlamaConfig) -> Iterator[Parameter]:
             yield _whole(f"layers/{name}", f"self_attn.{name}.weight", size)
     out = _whole("layers/out", "self_attn.o_proj.weight", h, width[0])
     yield dataclasses.replace(out, quantized=True)
+    if config.experts is not None:
+        yield from _experts(config, config.experts)
+        return
     yield Parameter(
         path="layers/gate_up",
         shape=(2, f, h),
-        rows=tuple(
-            Rows(tensor=f"mlp.{name}_proj.weight", start=0, count=f)
-            for name in ("gate", "up")
-        ),
+        rows=_all_rows(f, "mlp.gate_proj.weight", "mlp.up_proj.weight"),
         quantized=True,
     )
     down = _whole("layers/down", "mlp.down_proj.weight", h, f)
     yield dataclasses.replace(down, quantized=True)
+
+
+def _experts(config: LlamaConfig, experts: Experts) -> Iterator[Parameter]:
+    names, count = expert_names(config), experts.num_experts
+    h, f = config.hidden_size, config.intermediate_size
+    of_experts = [f"{names.block}.experts.{j}" for j in range(count)]
+    yield _whole("layers/router", f"{names.block}.gate.weight", count, h)
+    pairs = ((names.gate, names.up), (names.down,))
+    gate_up, down = (
+        [f"{expert}.{name}.weight" for expert in of_experts for name in matrices]
+        for matrices in pairs
+    )
+    yield Parameter(
+        path="layers/gate_up",
+        shape=(count, 2, f, h),
+        rows=_all_rows(f, *gate_up),
+        quantized=True,
+    )
+    yield Parameter(
+        path="layers/down",
+        shape=(count, h, f),
+        rows=_all_rows(h, *down),
+        quantized=True,
+    )
+
+
+def expert_names(config: LlamaConfig) -> ExpertNames:
+    """Returns the names of the experts' tensors.
+
+    Norms of queries and keys tell the families of experts apart.
+    """
+    fields = {"qk_norm": config.qk_norm} if config.qk_norm != "none" else {}
+    return next(
+        family.experts
+        for family in FAMILIES.values()
+        if family.experts is not None and family.fields == fields
+    )
+
+
+def _all_rows(count: int, *tensors: str) -> tuple[Rows, ...]:
+    """Returns all of some tensors' rows, `count` of each."""
+    return tuple(Rows(tensor=tensor, start=0, count=count) for tensor in tensors)
 
 
 def _norms(config: LlamaConfig) -> dict[str, str]:

@@ -20,7 +20,7 @@ The forward pass of the recipes "coat" and "coat_max" reads the codes and scales
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -120,8 +120,14 @@ def quantized(
     return codes, scales
 
 
-def settings(format: FP8Format) -> dict[str, Any]:
-    """Returns `quantization_config` of config.json."""
+def settings(format: FP8Format, unquantized: Sequence[str]) -> dict[str, Any]:
+    """Returns `quantization_config` of config.json.
+
+    Args:
+      format: The format.
+      unquantized: The names of the linear layers without codes.
+    """
+    skipped = list(unquantized)
     if format == "fp8-block":
         return {
             "quant_method": "fp8",
@@ -129,8 +135,8 @@ def settings(format: FP8Format) -> dict[str, Any]:
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
             # transformers reads the first key, vLLM the second.
-            "modules_to_not_convert": ["lm_head"],
-            "ignored_layers": ["lm_head"],
+            "modules_to_not_convert": skipped,
+            "ignored_layers": skipped,
         }
     kind = {"num_bits": 8, "type": "float", "symmetric": True}
     return {
@@ -139,7 +145,7 @@ def settings(format: FP8Format) -> dict[str, Any]:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": ["lm_head"],
+        "ignore": skipped,
         "config_groups": {
             "group_0": {
                 "targets": ["Linear"],

@@ -76,7 +76,7 @@ def save(
     for key in ("quantization_config", "compression_config"):
         values.pop(key, None)
     if format is not None:
-        values["quantization_config"] = fp8.settings(format)
+        values["quantization_config"] = fp8.settings(format, _unquantized(model))
     if jax.process_index():
         for tensor in tensors:  # Devices of all processes take part in each.
             tensor.arrays()
@@ -84,6 +84,17 @@ def save(
         _write(target, values, tensors, model.origin)
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices("a checkpoint is saved")
+
+
+def _unquantized(model: Llama) -> list[str]:
+    """Returns the names of linear layers without codes: the head, and routers."""
+    names = ["lm_head"]
+    for parameter in parameters(model.config):
+        if parameter.path == "layers/router":
+            ((tensor, _),) = parameter.tensors()
+            layers = range(model.config.num_layers)
+            names += [parameter.name(tensor, i) for i in layers]
+    return [name.removesuffix(".weight") for name in names]
 
 
 def _write(

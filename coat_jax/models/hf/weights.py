@@ -1,5 +1,6 @@
 """The tensors of a folder as rows of a decoder's parameters."""
 
+import itertools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -72,7 +73,7 @@ class Weights:
         *outer, rows, columns = ranges
         if not outer:
             return self._rows(parameter, layer, rows, [columns])
-        height = parameter.shape[-2]
+        *sizes, height, _ = parameter.shape
         parts = [
             self._rows(
                 parameter,
@@ -80,7 +81,7 @@ class Weights:
                 range(i * height + rows.start, i * height + rows.stop),
                 [columns],
             )
-            for i in outer[0]
+            for i in _numbers(outer, sizes)
         ]
         return np.stack(parts).reshape(shape)
 
@@ -176,6 +177,12 @@ class Weights:
             if not np.array_equal(a, b):
                 return False
         return True
+
+
+def _numbers(ranges: Sequence[range], sizes: Sequence[int]) -> Iterator[int]:
+    """Yields the numbers of some entries of axes that count as one."""
+    for index in itertools.product(*ranges):
+        yield int(np.ravel_multi_index(index, sizes))
 
 
 def _error(name: str, rule: str, value: object) -> ValueError:

@@ -2,6 +2,7 @@
 
     pip install torch transformers safetensors
     python tests/models/hf/make_fixtures.py make          # writes fixtures/
+    python tests/models/hf/make_fixtures.py make mixtral  # some of them alone
     python tests/models/hf/make_fixtures.py check FOLDER  # prints logits as JSON
 
 A fixture is the config.json of a tiny model, the shapes of its tensors, and its logits.
@@ -11,11 +12,13 @@ A fixture is the config.json of a tiny model, the shapes of its tensors, and its
 import json
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 # Other helpers have names of modules that transformers imports.
 _VALUES = Path(__file__).parents[2] / "helpers" / "hf_values.py"
@@ -42,6 +45,12 @@ _LLAMA3 = {
 _LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
 _KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 _GEMMA = _SIZES | {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 24}
+_EXPERTS = {
+    "head_dim": 16,
+    "moe_intermediate_size": 24,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+}
 CASES = {
     "llama": ("Llama", _SIZES | {"num_key_value_heads": 4}),
     "llama3": (
@@ -74,31 +83,61 @@ CASES = {
         },
     ),
     "olmo2": ("Olmo2", _SIZES),
+    "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS),
+    "qwen3_moe_normalized": (
+        "Qwen3Moe",
+        _SIZES | _EXPERTS | {"num_experts": 5, "norm_topk_prob": True},
+    ),
 }
 
 
-def make() -> None:
-    """Writes the fixture of every case."""
-    for name, (kind, options) in CASES.items():
+def make(*cases: str) -> None:
+    """Writes the fixtures of cases, of all by default."""
+    for name in cases or CASES:
+        kind, options = CASES[name]
         config_class = f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config"
         config = getattr(transformers, config_class)(**options)
         model = getattr(transformers, f"{kind}ForCausalLM")._from_config(
             config, attn_implementation="eager", dtype=torch.float32
         )
-        shapes = {}
-        with torch.no_grad():
-            for tensor, parameter in model.named_parameters():
-                shapes[tensor] = list(parameter.shape)
-                values = values_of(tensor, parameter.shape, name)
-                parameter.copy_(torch.from_numpy(values))
-            logits = model.eval()(torch.tensor(TOKENS)).logits
+        shapes = _shapes(model)
         config.architectures = [f"{kind}ForCausalLM"]
         fixture = {"config": config.to_diff_dict(), "shapes": shapes}
+        logits = _logits(fixture, name)
         text = json.dumps(fixture, indent=1, sort_keys=True)
         FIXTURES.mkdir(exist_ok=True)
         (FIXTURES / f"{name}.json").write_text(text + "\n")
         np.savez_compressed(FIXTURES / f"{name}.npz", logits=logits.numpy())
         print(name, logits.abs().max().item(), logits.std().item())
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, list[int]]:
+    """Returns the shapes of a checkpoint's tensors, by their names in files.
+
+    Models hold the matrices of all experts in one parameter.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tensors = load_file(Path(folder) / "model.safetensors")
+    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _logits(fixture: dict, case: str) -> torch.Tensor:
+    """Returns the logits of a checkpoint with a case's values."""
+    tensors = {
+        name: torch.from_numpy(values_of(name, shape, case))
+        for name, shape in fixture["shapes"].items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(fixture["config"])
+        (Path(folder) / "config.json").write_text(text)
+        save_file(tensors, Path(folder) / "model.safetensors", {"format": "pt"})
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        )
+    with torch.no_grad():
+        return model(torch.tensor(TOKENS)).logits
 
 
 def check(folder: str) -> None:
