@@ -1,8 +1,8 @@
 """The tensors of a checkpoint that make the parameters of a decoder.
 
 A parameter of the decoder is made of rows of tensors. Rows are entries of all axes but
-the last, which count as one; vectors have one row for each number. With n query heads, k key heads,
-heads of size d and a layer i, where tensors begin with `model.layers.i.`:
+the last, which count as one; vectors have one row for each number. With n query heads,
+k key heads, heads of size d and a layer i, where tensors begin with `model.layers.i.`:
 
 | Parameter | Rows |
 | --- | --- |

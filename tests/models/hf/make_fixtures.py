@@ -85,10 +85,6 @@ CASES = {
     "olmo2": ("Olmo2", _SIZES),
     "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4}),
     "qwen3_moe": ("Qwen3Moe", _SIZES | _EXPERTS),
-    "qwen3_moe_normalized": (
-        "Qwen3Moe",
-        _SIZES | _EXPERTS | {"num_experts": 5, "norm_topk_prob": True},
-    ),
 }
 
 

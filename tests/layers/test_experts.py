@@ -1,0 +1,294 @@
+"""Tests experts against each token through each expert, without any sorting.
+
+The oracle of unquantized recipes is in float64. The oracle of the FP8 flow is a chain
+of vector-Jacobian products of plain functions, each at dequantized arrays.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import oracle
+from helpers.gradients import assert_close, compiled, cosine, fake, saved, saved_bytes
+from helpers.marks import slow
+from helpers.models import normal
+
+from coat_jax.layers import recipes
+from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
+from coat_jax.layers.parts import Norm
+from pallas_kernels import padded_rows
+
+HIDDEN, INNER, COUNT = 64, 32, 5
+BATCH, LENGTH = 2, 21  # No multiple of 8.
+NORM = Norm(kind="rms", eps=1e-5)
+PLAIN = Experts(num_experts=COUNT, top_k=2)
+KINDS = {
+    "shared": (Experts(num_experts=COUNT, top_k=2, num_shared=1), "silu"),
+    "one": (Experts(num_experts=COUNT, top_k=1, normalized=False), "gelu"),
+    "all": (Experts(num_experts=COUNT, top_k=COUNT), "silu"),
+    "sigmoid": (
+        Experts(
+            num_experts=COUNT,
+            top_k=3,
+            scores="sigmoid",
+            scale=2.5,
+            selection_bias=True,
+        ),
+        "gelu_exact",
+    ),
+}
+# XLA compiles quickly rather than well.
+QUICK = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+LOADS = ("random", "one expert", "empty experts")
+ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": jax.nn.gelu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
+
+
+def parameters(experts: Experts, load: str = "random") -> dict:
+    """Returns float32 parameters; `load` says how tokens spread over experts."""
+    groups = experts.num_groups
+    router = normal(0, COUNT, HIDDEN, scale=0.2)
+    params = {
+        "norm": 1 + normal(1, HIDDEN, scale=0.2),
+        "router": router,
+        "router_bias": None,
+        "gate_up": normal(2, groups, 2, INNER, HIDDEN, scale=0.15),
+        "down": normal(3, groups, HIDDEN, INNER, scale=0.15),
+    }
+    if load == "one expert":
+        # The mean of tokens is far from zero, and so is one expert's logit.
+        params["router"] = router.at[3].add(1.0)
+    if load == "empty experts":
+        params["router"] = router.at[jnp.array([0, 4])].add(-1.0)
+    if experts.selection_bias:
+        params["router_bias"] = normal(4, COUNT, scale=0.3)
+    return params
+
+
+def tokens(dtype=jnp.float32) -> tuple[jax.Array, jax.Array]:
+    """Returns the residual stream and the gradient of the result."""
+    x = 1 + normal(5, BATCH, LENGTH, HIDDEN)
+    return x.astype(dtype), normal(6, BATCH, LENGTH, HIDDEN).astype(dtype)
+
+
+def passes(name: str, experts: Experts, gate="silu"):
+    """Returns a function that computes a layer's experts and all gradients."""
+    recipe = recipes.RECIPES[name]
+
+    def layer(params, x):
+        options = {"norm": NORM, "gate": gate, "experts": experts}
+        y, shares = recipe.experts(params, recipe.enter(x), **options)
+        return recipe.leave(y), Routing.of(shares)
+
+    run = functools.partial(with_gradients, layer)
+    return jax.jit(run, compiler_options=QUICK)
+
+
+def with_gradients(layer, params, x, dy):
+    (y, routing), vjp = jax.vjp(layer, params, x)
+    # The gradients of both losses differ from 1 as in training.
+    losses = Routing(jnp.zeros(COUNT), jnp.float32(0.3), jnp.float32(0.02))
+    zero = jax.tree.map(jnp.zeros_like, routing)
+    of_losses = jax.tree.map(lambda z, v: z + v.astype(z.dtype), zero, losses)
+    return y, routing, vjp((dy, of_losses))
+
+
+def norm(x, weight):
+    rate = jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+    return x * rate * weight
+
+
+def weights_of(logits, ids, experts):
+    """Returns weights [tokens, experts], zero where not chosen, and both losses."""
+    softmax = jax.nn.softmax(logits)
+    scores = softmax if experts.scores == "softmax" else jax.nn.sigmoid(logits)
+    chosen = jnp.zeros(logits.shape).at[jnp.arange(len(ids))[:, None], ids].set(1.0)
+    weights = scores * chosen
+    if experts.normalized:
+        weights = weights / weights.sum(1, keepdims=True)
+    load = chosen.mean(0) / experts.top_k
+    shares = (scores / scores.sum(1, keepdims=True)).mean(0)
+    z = jnp.mean(jnp.log(jnp.exp(logits).sum(1)) ** 2)
+    shared = jnp.ones((len(ids), experts.num_shared))
+    weights = jnp.concatenate([weights * experts.scale, shared], axis=1)
+    return weights, Routing(load, COUNT * jnp.sum(load * shares), z)
+
+
+def chosen(logits, params, experts):
+    scores = np.asarray(logits, np.float64)
+    if experts.scores == "sigmoid":
+        scores = 1 / (1 + np.exp(-scores))
+    if params["router_bias"] is not None:
+        scores = scores + np.asarray(params["router_bias"])
+    return np.argsort(-scores, axis=1, kind="stable")[:, : experts.top_k]
+
+
+def dense(experts, gate, ids, params, x):
+    """Computes each token through each expert."""
+    flat = x.reshape(-1, HIDDEN)
+    h = norm(flat, params["norm"])
+    weights, routing = weights_of(h @ params["router"].T, ids, experts)
+    up = jnp.einsum("th,epfh->tepf", h, params["gate_up"])
+    a = ACTIVATIONS[gate](up[:, :, 0]) * up[:, :, 1]
+    y = jnp.einsum("tef,ehf,te->th", a, params["down"], weights)
+    return (flat + y).reshape(x.shape), routing
+
+
+def in_float64(experts, gate, params, x, dy):
+    params, x, dy = jax.tree.map(lambda v: np.asarray(v, np.float64), (params, x, dy))
+    flat = x.reshape(-1, HIDDEN)
+    rate = 1 / np.sqrt(np.mean(flat**2, axis=1, keepdims=True) + 1e-5)
+    ids = chosen(flat * rate * params["norm"] @ params["router"].T, params, experts)
+    with jax.enable_x64(True):
+        run = oracle_of(experts, gate)
+        return jax.tree.map(np.asarray, run(ids, params, x, dy))
+
+
+@functools.cache
+def oracle_of(experts, gate):
+    """Returns the oracle, which is compiled once for all loads."""
+
+    def run(ids, params, x, dy):
+        return with_gradients(
+            functools.partial(dense, experts, gate, ids), params, x, dy
+        )
+
+    return jax.jit(run, compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("kind", ["shared", "sigmoid", slow("one"), slow("all")])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
+def test_unquantized_experts_are_those_of_float64(kind, dtype):
+    experts, gate = KINDS[kind]
+    x, dy = tokens(dtype)
+    run = passes("bf16", experts, gate)
+    for load in LOADS:
+        params = parameters(experts, load)
+        actual = run(params, x, dy)
+        expected = in_float64(experts, gate, params, x, dy)
+        spread = np.asarray(actual[1].load)
+        if load == "one expert" and experts.top_k == 1 and kind != "sigmoid":
+            assert spread.max() == 1
+        if dtype == jnp.float32:
+            assert_close(actual, expected, 2e-5)
+        else:
+            np.testing.assert_allclose(spread, expected[1].load, atol=0.03)
+            assert cosine(actual[2], expected[2]) > 0.999
+
+
+def tensor(x, format=oracle.E4M3):
+    return fake(np.asarray(x, np.float32), None, format)
+
+
+def rows(x):
+    x = np.asarray(x, np.float32)
+    scale = np.abs(x).max(axis=-1, keepdims=True) * np.float32(1 / 448)
+    scale = np.maximum(scale, np.float32(oracle.TINY))
+    return oracle.E4M3.round(x / scale) * scale
+
+
+def groups(x, size=16):
+    return fake(np.asarray(x, np.float32), size)
+
+
+def columns(w):
+    """Quantizes with a scale for each expert and input, and dequantizes."""
+    return groups(np.swapaxes(w, 1, 2), w.shape[1]).swapaxes(1, 2)
+
+
+@functools.cache
+def pieces(experts, gate):
+    """Returns functions of the oracle with their derivatives, compiled once."""
+    quick = functools.partial(jax.jit, compiler_options=QUICK)
+
+    def router(ids, h, weight, *cotangents):
+        outputs, vjp = jax.vjp(
+            lambda h, r: weights_of(h @ r.T, ids, experts), h, weight
+        )
+        return outputs, vjp(cotangents) if cotangents else None
+
+    def gated(up, *da):
+        def fn(up):
+            return ACTIVATIONS[gate](up[..., 0, :]) * up[..., 1, :]
+
+        a, vjp = jax.vjp(fn, up)
+        return a, vjp(*da)[0] if da else None
+
+    def normed(x, weight, *dy):
+        y, vjp = jax.vjp(norm, x, weight)
+        return y, vjp(*dy) if dy else None
+
+    return quick(router), quick(gated), quick(normed)
+
+
+def in_fp8(experts, gate, params, x, dy):
+    """Computes the layer's results from fake-quantized arrays."""
+    router, gated, normed = pieces(experts, gate)
+    flat = np.asarray(x, np.float32).reshape(-1, HIDDEN)
+    h, _ = normed(flat, params["norm"])
+    ids = chosen(np.asarray(h) @ np.asarray(params["router"]).T, params, experts)
+    (weights, routing), _ = router(ids, h, params["router"])
+    weights = np.asarray(weights)[..., None]
+    merged = np.asarray(params["gate_up"]).reshape(experts.num_groups, -1, HIDDEN)
+    up = np.einsum("th,enh->ten", rows(h), groups(merged, HIDDEN), optimize=True)
+    up = up.reshape(*weights.shape[:2], 2, INNER)
+    a = rows(gated(up)[0]) * weights
+    down = groups(params["down"], INNER)
+    y = np.einsum("tef,ehf->th", a, down, optimize=True)
+    up = groups(up)
+    a, _ = gated(up)
+    gradient = tensor(np.asarray(dy).reshape(-1, HIDDEN), oracle.E5M2)
+    down = columns(params["down"])
+    da = np.einsum("th,ehf->tef", gradient, down, optimize=True)
+    dweights = np.sum(da * a, -1) * (weights[..., 0] > 0)
+    _, dup = gated(up, da * weights)
+    dup = tensor(dup, oracle.E5M2).reshape(*weights.shape[:2], -1)
+    dh = np.einsum("ten,enh->th", dup, columns(merged), optimize=True)
+    zeros = np.zeros(COUNT, np.float32)
+    losses = Routing(zeros, np.float32(0.3), np.float32(0.02))
+    h, _ = normed(groups(flat), params["norm"])
+    _, (dh_router, drouter) = router(ids, h, params["router"], dweights, losses)
+    _, (dx, dnorm) = normed(groups(flat), params["norm"], dh + dh_router)
+    a = tensor(a * weights)
+    grads = {
+        "norm": dnorm,
+        "router": drouter,
+        "gate_up": np.einsum("ten,th->enh", dup, tensor(h), optimize=True),
+        "down": np.einsum("th,tef->ehf", gradient, a, optimize=True),
+    }
+    return y, dx, grads, routing
+
+
+@pytest.mark.parametrize("kind", ["shared", slow("sigmoid"), slow("one"), slow("all")])
+def test_experts_of_the_fp8_flow_are_those_of_quantized_numbers(kind):
+    experts, gate = KINDS[kind]
+    x, dy = tokens()
+    run = passes("coat", experts, gate)
+    for load in LOADS:
+        params = parameters(experts, load)
+        y, routing, (dparams, dx) = run(params, x, dy)
+        inner, dx_inner, grads, losses = in_fp8(experts, gate, params, x, dy)
+        assert_close(routing, losses, 1e-5)
+        shape = (-1, HIDDEN)
+        # A few numbers round the other way, where sums have another order.
+        near((y - x).reshape(shape), inner, 0.01)
+        near((dx - dy).reshape(shape), dx_inner, 0.02)
+        for name, gradient in grads.items():
+            near(dparams[name].reshape(gradient.shape), gradient, 0.02)
+        if experts.selection_bias:
+            assert not np.any(dparams["router_bias"])
+
+
+def near(actual, expected, error):
+    """Asserts that norm(a - b) <= error * norm(b)."""
+    a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert a.shape == b.shape
+    assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
