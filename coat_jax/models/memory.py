@@ -404,7 +404,7 @@ def _loss_of(config: llama.LlamaConfig) -> tuple[Callable, nnx.State, nnx.State]
 
     def loss(params, histories, tokens):
         model = nnx.merge(graph, params, histories)
-        return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+        return llama.training_loss(model, tokens[:, :-1], tokens[:, 1:])[0]
 
     return loss, params, histories
 

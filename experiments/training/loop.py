@@ -25,6 +25,7 @@ from experiments.training.bad_steps import (
 )
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import Interrupts
+from experiments.training.loads import loads
 from experiments.training.rows import NoRows, RowLog
 from experiments.training.runs import Run
 from experiments.training.settings import Recipe
@@ -138,6 +139,7 @@ class Loop:
         row["loss"] = float(measured.loss)
         if measured.grad_norms.size:
             row["grad_norm"] = float(measured.grad_norm)
+        row |= loads(measured.routing)
         if self._done:
             self.progress.seconds += time.perf_counter() - started
             self.progress.timed_steps += 1

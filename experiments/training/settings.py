@@ -293,6 +293,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "124m": _large("124m", steps=10_000, batch_size=32, seq_len=1024, lr=6e-4),
     "300m": _large("300m", steps=10_000, batch_size=32, seq_len=1024, lr=4e-4),
+    "moe-300m": _large("moe-300m", steps=10_000, batch_size=32, seq_len=1024, lr=4e-4),
     "olmo-1b": _large("olmo-1b", steps=50_000, batch_size=8, seq_len=2048, lr=4e-4),
     "llama2-7b": _large(
         "llama2-7b",

@@ -28,6 +28,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float32, Int32
 
 import coat_jax as coat
+from coat_jax.layers.experts.routing import Routing
 from coat_jax.layers.recipes import RecipeName
 from coat_jax.remat.report import peak_bytes
 from experiments.common import meshes
@@ -65,6 +66,7 @@ class Metrics(NamedTuple):
         this is empty, and `grad_norm` NaN.
       ok: Whether the loss is within the step's limit and the gradient's norm finite.
       reports: The reports of `ModelTrainer.reports`, if the step makes them.
+      routing: The loads and auxiliary losses of experts; None without experts.
     """
 
     loss: Float32[Array, ""]
@@ -72,6 +74,7 @@ class Metrics(NamedTuple):
     grad_norms: Float32[Array, " parameters"]
     ok: Bool[Array, ""]
     reports: Reports
+    routing: Routing | None = None
 
 
 class ModelTrainer(abc.ABC):
@@ -131,6 +134,15 @@ class ModelTrainer(abc.ABC):
         self, params: nnx.State, histories: nnx.State, batch: Any
     ) -> Float32[Array, ""]:
         """Computes the loss of a batch."""
+
+    def training_loss(
+        self, params: nnx.State, histories: nnx.State, batch: Any
+    ) -> tuple[Float32[Array, ""], Routing | None]:
+        """Computes the loss to train with, and the routing of experts if there are any.
+
+        By default it is `loss`.
+        """
+        return self.loss(params, histories, batch), None
 
     @property
     @abc.abstractmethod
@@ -280,7 +292,7 @@ class ModelTrainer(abc.ABC):
     ) -> tuple[TrainState, Metrics]:
         if self._release != "no":
             return self._released(state, batch, limit)
-        loss, grads, histories = self._gradients(state, batch)
+        (loss, routing), grads, histories = self._gradients(state, batch)
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
         reports = self.reports(state, batch, grads) if reporting else {}
@@ -291,7 +303,8 @@ class ModelTrainer(abc.ABC):
             )
         else:
             state = self.updated(state, grads, histories)
-        return state, Metrics(loss, norm, jnp.sqrt(jnp.stack(squares)), ok, reports)
+        norms = jnp.sqrt(jnp.stack(squares))
+        return state, Metrics(loss, norm, norms, ok, reports, routing)
 
     def _released(
         self, state: TrainState, batch: Any, limit: Float32[Array, ""]
@@ -299,14 +312,15 @@ class ModelTrainer(abc.ABC):
         """Runs a step with the optimizer inside the backward pass."""
         clips = self._release == "clip"
         step = coat.value_and_update(
-            lambda params, batch: self.loss(params, state.histories, batch),
+            lambda params, batch: self.training_loss(params, state.histories, batch),
             self._tx,
+            has_aux=True,
             max_norm=self._settings.clip_norm if clips else None,
             return_norms=clips,
             skip_not_finite=self._settings.bad_step == "skip",
         )
         arguments = state.params, state.opt_state, batch
-        loss, params, opt_state, *norms = step(
+        (loss, routing), params, opt_state, *norms = step(
             *arguments, key=self._key(state), max_loss=limit
         )
         grad_norms, norm, ok = jnp.zeros(0), jnp.float32(jnp.nan), loss <= limit
@@ -316,7 +330,7 @@ class ModelTrainer(abc.ABC):
             ok = ok & jnp.isfinite(norm)
         state = TrainState(params, opt_state, state.seed, state.histories)
         ok = ok & jnp.isfinite(loss)
-        return state, Metrics(loss, norm, grad_norms, ok, {})
+        return state, Metrics(loss, norm, grad_norms, ok, {}, routing)
 
     def _key(self, state: TrainState) -> Array | None:
         """Returns the key of stochastic rounding in `coat.fp8_adamw`, or None."""
@@ -325,25 +339,25 @@ class ModelTrainer(abc.ABC):
 
     def _gradients(
         self, state: TrainState, batch: Any
-    ) -> tuple[Float32[Array, ""], nnx.State, nnx.State]:
-        """Computes the loss, its gradients and the next histories.
+    ) -> tuple[tuple[Float32[Array, ""], Routing | None], nnx.State, nnx.State]:
+        """Computes the loss with the routing, its gradients and the next histories.
 
         With several microbatches the sums of gradients are float32. Each device's rows
         are in all microbatches, so that no row moves.
         """
         count = self._settings.accumulate
-        gradients = jax.value_and_grad(self.loss, (0, 1))
+        gradients = jax.value_and_grad(self.training_loss, (0, 1), has_aux=True)
         if count == 1:
             loss, (grads, histories) = gradients(state.params, state.histories, batch)
             return loss, grads, histories
 
         def add(carry, batch):
-            total, sums, histories = carry
+            sums, histories = carry
             loss, (grads, histories) = gradients(state.params, histories, batch)
             sums = jax.tree.map(
                 lambda s, g: s + g.astype(jnp.float32) / count, sums, grads
             )
-            return (total + loss / count, in_shards(sums), histories), None
+            return (in_shards(sums), histories), loss
 
         def in_shards(sums):
             if self.mesh is None:
@@ -354,9 +368,9 @@ class ModelTrainer(abc.ABC):
         parts = jax.tree.map(
             lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
         )
-        (loss, sums, histories), _ = jax.lax.scan(
-            add, (jnp.float32(0), in_shards(zeros), state.histories), parts
-        )
+        carry = in_shards(zeros), state.histories
+        (sums, histories), losses = jax.lax.scan(add, carry, parts)
+        loss = jax.tree.map(lambda x: jnp.mean(x, axis=0), losses)
         grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
         return loss, grads, histories
 

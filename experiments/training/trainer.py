@@ -12,6 +12,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int32
 
+from coat_jax.layers.experts.routing import Routing
 from coat_jax.models import llama
 from coat_jax.models.loss import logits
 from experiments.common import meshes
@@ -78,6 +79,17 @@ class Trainer(ModelTrainer):
         """Computes the mean loss in nats per token."""
         model = self.merged(params, histories)
         return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
+
+    def training_loss(
+        self,
+        params: nnx.State,
+        histories: nnx.State,
+        batch: Int32[Array, "batch length+1"],
+    ) -> tuple[Float32[Array, ""], Routing | None]:
+        """Computes the loss with the auxiliary losses of experts, and the routing."""
+        model = self.merged(params, histories)
+        loss, losses = llama.training_loss(model, batch[:, :-1], batch[:, 1:])
+        return loss, losses.routing
 
     @property
     def abstract_batch(self) -> jax.ShapeDtypeStruct:

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import oracle
-from helpers.gradients import assert_close, compiled, cosine, fake, saved, saved_bytes
+from helpers.gradients import assert_close, cosine, fake
 from helpers.marks import slow
 from helpers.models import normal
 
 from coat_jax.layers import recipes
-from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
+from coat_jax.layers.experts.routing import Experts, Routing
 from coat_jax.layers.parts import Norm
-from pallas_kernels import padded_rows
 
 HIDDEN, INNER, COUNT = 64, 32, 5
 BATCH, LENGTH = 2, 21  # No multiple of 8.
