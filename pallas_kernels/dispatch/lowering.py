@@ -15,117 +15,23 @@ lowered in JAX's own way, with one warning.
 """
 
 import contextlib
-import dataclasses
 import functools
-import hashlib
-import io
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend import core
-from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh
 
-_TARGET = "mosaic_gpu_v2"
-# The attributes of a custom call, and of its configuration, that are called again. All
-# flags of a configuration are about kernels that communicate, which these do not.
-_ATTRIBUTES = {
-    "api_version",
-    "backend_config",
-    "call_target_name",
-    "called_computations",
-    "has_side_effect",
-    "mhlo.backend_config",
-    "operand_layouts",
-    "output_operand_aliases",
-    "result_layouts",
-}
-_FLAGS = {"skip_device_barrier", "use_custom_barrier", "uses_xla_collective_metadata"}
-_DTYPES = {
-    "bf16": jnp.bfloat16,
-    "f16": jnp.float16,
-    "f32": jnp.float32,
-    "f8E4M3FN": jnp.float8_e4m3fn,
-    "f8E5M2": jnp.float8_e5m2,
-    "i8": jnp.int8,
-    "i32": jnp.int32,
-    "ui8": jnp.uint8,
-    "ui32": jnp.uint32,
-}
-# JAX 0.11 counts kernels in the name of files that they are dumped to.
-_COUNTED = "mosaic_gpu.dump_basename"
-
-
-class _Unexpected(Exception):
-    """Raised where a lowered kernel has another form than this file expects."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """A custom call to a kernel.
-
-    Attributes:
-      operands: The positions of its operands among the values of the program: first
-        the program's operands, then the results of its calls.
-      takes: The types of its operands.
-      returns: The types of its results.
-      aliases: The positions of operands that are overwritten, and of their results.
-      config: The kernel, its hash, and flags.
-    """
-
-    operands: tuple[int, ...]
-    takes: tuple[jax.core.ShapedArray, ...]
-    returns: tuple[jax.core.ShapedArray, ...]
-    aliases: Mapping[int, int]
-    config: Mapping[str, bytes | bool]
-
-    def emit(
-        self, ctx: Any, values: Sequence[Any], avals: Sequence[Any], returns: Sequence
-    ) -> Sequence[Any]:
-        """Writes the call into the module that is being lowered.
-
-        `avals` are the types of the program's values, and `returns` the types of the
-        results. They may differ from the kernel's types, because a kernel only gets
-        addresses.
-        """
-        operands = [values[j] for j in self.operands]
-        takes = [avals[j] for j in self.operands]
-        for j, result in self.aliases.items():
-            operands[j] = _viewed_in(ctx, operands[j], takes[j], returns[result])
-            takes[j] = returns[result]
-        rule = jax.ffi.ffi_lowering(
-            _TARGET, operand_output_aliases=dict(self.aliases), has_side_effect=False
-        )
-        types = {"avals_in": takes, "avals_out": returns}
-        return rule(ctx.replace(**types), *operands, **self.config)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Calls:
-    """The custom calls of a launch, and the positions of its results among values."""
-
-    calls: tuple[_Call, ...]
-    results: tuple[int, ...]
-
-    def emit(self, ctx: Any, operands: Sequence[Any]) -> list[Any]:
-        """Writes all calls into the module that is being lowered."""
-        values, avals = list(operands), list(ctx.avals_in)
-        types = dict(zip(self.results, ctx.avals_out, strict=True))
-        for call in self.calls:
-            positions = enumerate(call.returns, len(values))
-            returns = [types.get(j, aval) for j, aval in positions]
-            values += call.emit(ctx, values, avals, returns)
-            avals += returns
-        results = zip(self.results, ctx.avals_out, strict=True)
-        return [_viewed_in(ctx, values[j], avals[j], aval) for j, aval in results]
+from pallas_kernels.dispatch.custom_calls import (
+    Calls,
+    read_calls,
+    viewed,
+)
 
 
 class _Launch:
@@ -140,7 +46,7 @@ class _Launch:
         self.program = program
         self.name = name
         self._lock = threading.Lock()
-        self._lowered: dict[Any, _Calls | None] = {}
+        self._lowered: dict[Any, Calls | None] = {}
 
     def __repr__(self) -> str:
         return self.name
@@ -160,7 +66,7 @@ class _Launch:
 
         return run
 
-    def calls(self) -> _Calls | None:
+    def calls(self) -> Calls | None:
         """Returns the custom calls; None if they are not as expected."""
         # Kernels depend on the GPU that they are compiled for.
         target = jax.sharding.get_abstract_mesh().abstract_device
@@ -169,13 +75,13 @@ class _Launch:
                 self._lowered[target] = self._calls()
             return self._lowered[target]
 
-    def _calls(self) -> _Calls | None:
+    def _calls(self) -> Calls | None:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.program.in_avals]
         with _alone():
             traced = jax.jit(self.function).trace(*shapes)
             module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
         try:
-            return _read(module)
+            return read_calls(module)
         # A later version of JAX may have other attributes, and other types of them.
         except Exception as error:
             _warn(f"kernels are lowered again at every call: {error!s:.200}")
@@ -230,126 +136,10 @@ def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
     )
 
 
-def _read(module: ir.Module) -> _Calls:
-    """Returns the custom calls of a lowered launch.
-
-    Raises:
-      _Unexpected: If it has other operations, or calls that are not as expected.
-    """
-    functions = {op.attributes["sym_name"].value: op for op in module.body.operations}
-    calls: list[_Call] = []
-    count = len(functions["main"].regions[0].blocks[0].arguments)
-
-    def results(function: str, operands: Sequence[int]) -> list[int]:
-        """Reads a function, and returns the positions of its results."""
-        (block,) = functions[function].regions[0].blocks
-        positions = dict(zip(block.arguments, operands, strict=True))
-        for op in block.operations:
-            at = tuple(positions[x] for x in op.operands)
-            match op.operation.name:
-                case "func.return":
-                    return list(at)
-                case "func.call":
-                    out = results(op.attributes["callee"].value, at)
-                case "stablehlo.custom_call":
-                    calls.append(_call(op, at))
-                    first = count + sum(len(call.returns) for call in calls[:-1])
-                    out = range(first, first + len(op.results))
-                case name:
-                    raise _Unexpected(f"{name} stands beside a kernel")
-            positions |= dict(zip(op.results, out, strict=True))
-        raise _Unexpected("a function has no end")
-
-    positions_of_results = tuple(results("main", range(count)))
-    return _Calls(tuple(calls), positions_of_results)
-
-
-def _call(op: Any, operands: tuple[int, ...]) -> _Call:
-    """Returns a custom call that was read, to be called again."""
-    attributes = {name: op.attributes[name] for name in op.attributes}
-    if attributes.keys() != _ATTRIBUTES:
-        raise _Unexpected(f"a custom call has attributes {sorted(attributes)}")
-    target = attributes["call_target_name"].value
-    if target != _TARGET or attributes["has_side_effect"].value:
-        raise _Unexpected(f"a kernel is a custom call to {target}")
-    takes, returns = (tuple(map(_aval, values)) for values in (op.operands, op.results))
-    for name, types in (("operand_layouts", takes), ("result_layouts", returns)):
-        layouts = [[int(axis) for axis in layout] for layout in attributes[name]]
-        if layouts != [list(range(x.ndim))[::-1] for x in types]:
-            raise _Unexpected(f"{name} of a kernel are {layouts}")
-    config = _config(attributes["mhlo.backend_config"])
-    aliases = dict(map(_alias, attributes["output_operand_aliases"]))
-    return _Call(operands, takes, returns, aliases, config)
-
-
-def _aval(value: Any) -> jax.core.ShapedArray:
-    shape, dtype = value.type.shape, str(value.type.element_type)
-    if dtype not in _DTYPES:
-        raise _Unexpected(f"a kernel has an array of {dtype}")
-    return jax.core.ShapedArray(shape, _DTYPES[dtype])
-
-
-def _alias(attribute: ir.Attribute) -> tuple[int, int]:
-    """Returns the position of an operand that is overwritten, and of its result."""
-    alias = stablehlo.OutputOperandAlias(attribute)
-    # JAX writes no position for an only result.
-    (result,) = alias.output_tuple_indices or [0]
-    return alias.operand_index, result
-
-
-def _config(config: ir.DictAttr) -> dict[str, bytes | bool]:
-    """Returns the kernel, its hash and flags, without what differs in equal kernels."""
-    attributes = {entry.name: entry.attr for entry in config}
-    if attributes.keys() != _FLAGS | {"kernel_hash", "module"}:
-        raise _Unexpected(f"a kernel has attributes {sorted(attributes)}")
-    if any(attributes[name].value for name in _FLAGS):
-        raise _Unexpected("a kernel communicates")
-    kernel, digest = (
-        attributes[name].value_bytes for name in ("module", "kernel_hash")
-    )
-    if hashlib.sha256(kernel).digest() != digest:
-        raise _Unexpected("a kernel's hash is not the SHA-256 of its bytes")
-    kernel = _stripped(kernel, config.context)
-    hashed = {"kernel_hash": hashlib.sha256(kernel).digest(), "module": kernel}
-    return hashed | dict.fromkeys(sorted(_FLAGS), False)
-
-
-def _stripped(kernel: bytes, context: ir.Context) -> bytes:
-    """Returns the bytecode of a kernel without locations and counted names.
-
-    `context` has Mosaic's types.
-    """
-    context.allow_unregistered_dialects = True  # Bytecode has operations of no dialect.
-    written = io.BytesIO()
-    with context:
-        module = ir.Module.parse(kernel).operation
-        if isinstance(module.attributes.get(_COUNTED), ir.StringAttr):
-            module.attributes[_COUNTED] = module.attributes["sym_name"]
-        passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(module)
-        module.write_bytecode(written, desired_version=0)
-    return written.getvalue()
-
-
 @functools.cache
 def _warn(message: str) -> None:
     """Warns, once in a process."""
     warnings.warn(message, stacklevel=2)
-
-
-def viewed(x: jax.Array, like: Any) -> jax.Array:
-    """Reads the memory of an array as one of another shape, or dtype of equal size."""
-    if x.dtype != like.dtype:
-        x = lax.bitcast_convert_type(x, like.dtype)
-    return x if x.shape == like.shape else x.reshape(like.shape)
-
-
-def _viewed_in(ctx: Any, value: Any, aval: Any, like: Any) -> Any:
-    """Writes a `viewed` array into the module that is being lowered."""
-    if (aval.shape, aval.dtype) == (like.shape, like.dtype):
-        return value
-    rule = mlir.lower_fun(lambda x: viewed(x, like), multiple_results=False)
-    (value,) = rule(ctx.replace(avals_in=[aval], avals_out=[like]), value)
-    return value
 
 
 def _lower_again(ctx: Any, *operands: Any, launch: _Launch, results: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from pallas_kernels.dispatch import lowering
+from pallas_kernels.dispatch import custom_calls, lowering
 
 # Calls that are inlined, with the parameter that holds their program. Nothing maps the
 # inlined program, so rules for `vmap` have no use.
@@ -84,7 +84,7 @@ def without_reshapes(fn: Callable) -> Callable:
             return values[x.root] if _is_value(x) else x.val
 
         def read(x: Any, aval: Any) -> Any:
-            return lowering.viewed(in_memory(x), aval) if _is_value(x) else x.val
+            return custom_calls.viewed(in_memory(x), aval) if _is_value(x) else x.val
 
         for step in steps:
             result_types = [types.get(x, x.aval) for x in step.returns]

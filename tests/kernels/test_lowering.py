@@ -151,7 +151,7 @@ def test_kernels_have_no_names_of_callers_and_no_lines(lowered):
 
 @pytest.mark.internals
 def test_what_is_not_as_expected_is_lowered_in_jaxs_way_with_a_warning(monkeypatch):
-    monkeypatch.setattr(lowering, "_FLAGS", set())
+    monkeypatch.setattr("pallas_kernels.dispatch.custom_calls._FLAGS", set())
     lowering._warn.cache_clear()
     jax.clear_caches()
     with pytest.warns(UserWarning, match="lowered again at every call"):

@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import pallas_kernels as pk
-from pallas_kernels.dispatch import lowering, views
+from pallas_kernels.dispatch import custom_calls, lowering, views
 
 pytestmark = pytest.mark.internals
 
@@ -22,9 +22,9 @@ E4M3 = jnp.float8_e4m3fn
 
 def launch(x, shape, dtype):
     """Runs a stand-in of a kernel: it negates an array of one axis."""
-    operand = lowering.viewed(x, jax.ShapeDtypeStruct((x.size,), x.dtype))
+    operand = custom_calls.viewed(x, jax.ShapeDtypeStruct((x.size,), x.dtype))
     out = lowering.once(lambda x: -x, "negated")(operand)
-    return lowering.viewed(out, jax.ShapeDtypeStruct(shape, dtype))
+    return custom_calls.viewed(out, jax.ShapeDtypeStruct(shape, dtype))
 
 
 def primitives(fn, *arrays):
@@ -47,7 +47,7 @@ def with_barriers(x):
 
 
 def as_bits(x):
-    return launch(x, (6, 4), jnp.uint32) & 0xFFFF, 2.0 * lowering.viewed(
+    return launch(x, (6, 4), jnp.uint32) & 0xFFFF, 2.0 * custom_calls.viewed(
         launch(x, (2, 12), jnp.int32), x
     )
 

@@ -11,7 +11,7 @@ from helpers import small_models
 from helpers.gradients import compiled
 
 import coat_jax as coat
-from coat_jax.models import generation, llama, stop_strings
+from coat_jax.models import generation, llama, prompts, stop_strings
 from coat_jax.models.sampling import Sampling
 
 PROMPTS = [[5, 9, 2, 7, 1, 8, 3], [4], [11, 12, 13, 120]]
@@ -58,7 +58,7 @@ def naive(net: llama.Llama, prompt: list[int], count: int) -> list[int]:
 def test_logits_of_the_cache_are_those_of_a_whole_pass(dtype, options, tolerance):
     net = model(dtype=dtype, **options)
     further = [[17, 3], [90, 6], [40, 41]]
-    tokens, starts = generation._padded(PROMPTS, 9, net)
+    tokens, starts = prompts.padded_prompts(PROMPTS, 9, net)
     graph, state = nnx.split(net)
 
     def logits(state, tokens, starts):

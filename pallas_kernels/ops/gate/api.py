@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.checks import CODES, WIDE, check_dtype, check_shape, scalar
 from pallas_kernels.dispatch import operations
-from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens, transposed_tokens
+from pallas_kernels.dispatch.axes import WHOLE, Axes, tokens
 from pallas_kernels.mosaic import elementwise, strips
 from pallas_kernels.mosaic.sink import Encoded
 from pallas_kernels.mosaic.strips import Encoding, Tuning
@@ -19,11 +19,19 @@ from pallas_kernels.numerics import GROUP, Scaled
 from pallas_kernels.ops.gate import kernel as gate_rows
 from pallas_kernels.ops.gate import reference
 from pallas_kernels.ops.gate.formulas import Product, ProductGrad
+from pallas_kernels.ops.gate.operands import (
+    as_operands,
+    axes_of_parts,
+    axes_of_results,
+    in_given_form,
+    is_apart,
+    number_of_parts,
+    with_one_axis,
+)
 from pallas_kernels.ops.gate.reference import (
     Activation,
     Apart,
     Gated,
-    Operands,
     joined,
 )
 from pallas_kernels.ops.quantize.tensor import Wanted, wanted
@@ -74,7 +82,7 @@ def gated(
       >>> gated(gate_up, scale=jnp.float32(2.0), copies="both").transposed.shape
       (16, 3)
     """
-    operands = _operands(gate_up)
+    operands = as_operands(gate_up)
     row, transposed = _checked(operands, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None, "row")
     if keep_groups and (isinstance(operands[0], Scaled) or not isinstance(scale, str)):
@@ -93,7 +101,7 @@ def gated(
     )
     arrays = operands, None if by_token else scale
     out = operation(*arrays, implementation=implementation)
-    return out._replace(groups=_result(out.groups, gate_up))
+    return out._replace(groups=in_given_form(out.groups, gate_up))
 
 
 def gated_grad(
@@ -143,12 +151,12 @@ def gated_grad(
     """
     if isinstance(scale, str):
         raise ValueError(f"scale must be None or a scalar, got {scale!r}")
-    operands = _operands(gate_up)
+    operands = as_operands(gate_up)
     row, transposed = _checked(operands, activation, scale, dtype, copies)
     scale = scalar("scale", scale, None)
     product_scale = scalar("product_scale", product_scale, None)
     with_product = product_scale is not None
-    if with_product and scale is None and _parts(operands) == 2:
+    if with_product and scale is None and number_of_parts(operands) == 2:
         raise ValueError("product_scale needs a scale, got None")
     check_dtype("dy", dy.dtype, WIDE)
     *leading, _, n = operands[0].codes.shape
@@ -163,9 +171,11 @@ def gated_grad(
     arrays = operands, dy, scale, product_scale
     out = operation(*arrays, implementation=implementation)
     transposed = out.transposed
-    if transposed is not None and not _is_apart(gate_up):
+    if transposed is not None and not is_apart(gate_up):
         (transposed,) = transposed
-    return out._replace(values=_result(out.values, gate_up), transposed=transposed)
+    return out._replace(
+        values=in_given_form(out.values, gate_up), transposed=transposed
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -195,7 +205,7 @@ class _Gated(operations.Operation):
         *leading, _, n = jax.tree.leaves(operands)[0].shape
         if self.scale == "row":
             return gate_rows.obstacle(math.prod(leading), n)
-        parts = _parts(operands)
+        parts = number_of_parts(operands)
         return strips.obstacle(math.prod(leading), parts, n, transposed=self.transposed)
 
     def reference(self, operands, scale) -> Gated:
@@ -210,12 +220,12 @@ class _Gated(operations.Operation):
         )
 
     def axes(self, operands, scale) -> tuple:
-        return (_parted(operands), WHOLE), _results(operands, "_")
+        return (axes_of_parts(operands), WHOLE), axes_of_results(operands, "_")
 
     def kernel(self, operands, scale) -> Gated:
         *leading, _, n = jax.tree.leaves(operands)[0].shape
         product = Product(activation=self.activation)
-        tall = _tall(operands, math.prod(leading))
+        tall = with_one_axis(operands, math.prod(leading))
         if self.scale == "row":
             out = gate_rows.run(
                 product, tall, dtype=self.dtype, keep_groups=self.keep_groups
@@ -262,7 +272,7 @@ class _GatedGrad(operations.Operation):
     def obstacle(self, operands, dy, scale, product_scale) -> str | None:
         *leading, n = dy.shape
         transposed = self.transposed or product_scale is not None
-        parts = _parts(operands)
+        parts = number_of_parts(operands)
         return strips.obstacle(math.prod(leading), parts, n, transposed=transposed)
 
     def reference(self, operands, dy, scale, product_scale) -> Gated:
@@ -279,8 +289,8 @@ class _GatedGrad(operations.Operation):
 
     def axes(self, operands, dy, scale, product_scale) -> tuple:
         row = Axes(f"{tokens(dy.ndim - 1)} _")
-        taken = _parted(operands), row, WHOLE, WHOLE
-        return taken, _results(operands, "_ _")
+        taken = axes_of_parts(operands), row, WHOLE, WHOLE
+        return taken, axes_of_results(operands, "_ _")
 
     def kernel(self, operands, dy, scale, product_scale) -> Gated:
         *leading, n = dy.shape
@@ -292,13 +302,13 @@ class _GatedGrad(operations.Operation):
             encoding = dataclasses.replace(encoding, maxima=False)
         out = elementwise.run(
             ProductGrad(activation=self.activation, with_product=with_product),
-            (*_tall(operands, count), dy.reshape(count, 1, n)),
+            (*with_one_axis(operands, count), dy.reshape(count, 1, n)),
             scale,
             product_scale,
             name=self.name,
             encoding=encoding,
             more=_PRODUCT if with_product else None,
-            parts=_parts(operands),
+            parts=number_of_parts(operands),
             apart=apart,
             tuning=self.tuning,
         )
@@ -306,72 +316,6 @@ class _GatedGrad(operations.Operation):
         shapes = [x.codes.shape for x in operands]
         grads = [_gated(*each) for each in zip(out, shapes, strict=True)]
         return joined(grads)._replace(product=product)
-
-
-def _is_apart(gate_up: Scaled | Array | Apart) -> bool:
-    return isinstance(gate_up, tuple) and not isinstance(gate_up, Scaled)
-
-
-def _operands(gate_up: Scaled | Array | Apart) -> Operands:
-    """Returns gate and up as arrays of parts: a pair is two arrays of one part."""
-    if not _is_apart(gate_up):
-        values = jax.tree.leaves(gate_up)[0]
-        if values.ndim < 2 or values.shape[-2] != 2:
-            raise ValueError(f"gate and up must be [..., 2, f], got {values.shape}")
-        return (gate_up,)
-    if len(gate_up) not in (1, 2):
-        raise ValueError(
-            f"gate and up must be a pair, or the gate alone, got {len(gate_up)} arrays"
-        )
-    if len({isinstance(x, Scaled) for x in gate_up}) > 1:
-        raise ValueError("gate and up must both be codes, or neither")
-    gate, *up = (jax.tree.leaves(x)[0] for x in gate_up)
-    if not gate.ndim:
-        raise ValueError(f"the gate must be [..., f], got {gate.shape}")
-    for x in up:
-        check_shape("up", x, gate.shape)
-    return tuple(
-        jax.tree.map(lambda x: x.reshape(*x.shape[:-1], 1, x.shape[-1]), own)
-        for own in gate_up
-    )
-
-
-def _parts(operands: Operands) -> int:
-    """Returns 2 for gate and up, and 1 for the gate alone."""
-    return sum(jax.tree.leaves(x)[0].shape[-2] for x in operands)
-
-
-def _result(arrays: Apart | None, gate_up: Any) -> Any:
-    """Returns arrays of parts in the form in which gate and up were given."""
-    if arrays is None or not _is_apart(gate_up):
-        return arrays and arrays[0]
-    return tuple(
-        jax.tree.map(lambda x: x.reshape(*x.shape[:-2], x.shape[-1]), own)
-        for own in arrays
-    )
-
-
-def _parted(operands: Operands) -> Axes:
-    return Axes(f"{tokens(jax.tree.leaves(operands)[0].ndim - 2)} _ _")
-
-
-def _results(operands: Operands, values: str) -> Gated:
-    """Returns the axes of results; `values` names those of values without tokens."""
-    count = jax.tree.leaves(operands)[0].ndim - 2
-    token, transposed = tokens(count), Axes(f"_ {transposed_tokens(count)}")
-    return Gated(
-        values=Axes(f"{token} {values}"),
-        transposed=transposed,
-        scale=Axes(token),
-        groups=_parted(operands),
-        largest_scale=Axes(token),
-        largest=Axes("_", reduced="max"),
-        product=transposed,
-    )
-
-
-def _tall(operands: Operands, count: int) -> Operands:
-    return jax.tree.map(lambda x: x.reshape(count, *x.shape[-2:]), operands)
 
 
 def _checked(operands, activation, scale, dtype, copies) -> tuple[bool, bool]:

@@ -1,0 +1,126 @@
+"""Checks what generation is given: prompts, temperatures and strings to stop at."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from coat_jax.models import stop_strings as stops
+from coat_jax.models.llama import Llama
+
+Prompts = Sequence[Sequence[int]] | Int[Array, "b p"]
+
+
+def temperatures_of(
+    temperature: float | Sequence[float] | Array, batch: int
+) -> tuple[Float[Array, " b"], bool]:
+    """Returns a temperature for each prompt, and whether any token is drawn.
+
+    Raises:
+      ValueError: If there is not one for each, or one is negative or not finite.
+    """
+    if isinstance(temperature, jax.core.Tracer):
+        return jnp.broadcast_to(temperature, batch).astype(jnp.float32), True
+    numbers = np.asarray(temperature, np.float32)
+    if numbers.shape not in ((), (batch,)):
+        raise ValueError(
+            f"temperature must be a number, or one for each of {batch} prompts, got "
+            f"shape {numbers.shape}"
+        )
+    if not np.all((numbers >= 0) & np.isfinite(numbers)):
+        raise ValueError(
+            f"temperature must be at least 0 and finite, got {temperature}"
+        )
+    return jnp.broadcast_to(numbers, batch), bool(numbers.any())
+
+
+def stop_transitions(
+    strings: Sequence[str], token_bytes: Sequence[bytes] | None, model: Llama
+) -> Int[Array, "states vocab"] | None:
+    """Returns the table of stop strings; None if there are none.
+
+    Raises:
+      ValueError: If the bytes of a token are missing.
+    """
+    if isinstance(strings, str):
+        raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
+    if not strings:
+        return None
+    size = model.config.vocab_size
+    spelled = "none" if token_bytes is None else len(token_bytes)
+    if token_bytes is None or len(token_bytes) > size:
+        raise ValueError(
+            f"stop_strings need token_bytes of the vocabulary of {size}, got {spelled}"
+        )
+    # A vocabulary may be padded with tokens that no tokenizer has.
+    padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
+    return stops.transitions(tuple(strings), padded)
+
+
+def padded_prompts(
+    prompts: Prompts, length: int | None, model: Llama
+) -> tuple[Int[Array, "b p"], Int[Array, " b"]]:
+    """Returns the prompts, padded on the left, and their first tokens' positions."""
+    if isinstance(prompts, jax.Array | np.ndarray):
+        if prompts.ndim != 2 or not jnp.issubdtype(prompts.dtype, jnp.integer):
+            raise ValueError(
+                "an array of prompts must be integers [b, p], got "
+                f"{prompts.dtype} {list(prompts.shape)}"
+            )
+        rows = np.asarray(prompts) if _are_known(prompts) else prompts
+    else:
+        rows = [_row(prompt) for prompt in prompts]
+    sizes = np.array([row.shape[0] for row in rows])
+    if not sizes.size or sizes.min() < 1:
+        at = "no prompt" if not sizes.size else f"prompt {int(sizes.argmin())} is empty"
+        raise ValueError(f"prompts must have one token or more, but {at}")
+    length = int(sizes.max()) if length is None else length
+    if sizes.max() > length:
+        raise ValueError(
+            f"prompts must have at most prompt_length={length} tokens, got "
+            f"{int(sizes.max())}"
+        )
+    starts = jnp.asarray(length - sizes, jnp.int32)
+    if isinstance(rows, jax.Array):
+        gap = length - rows.shape[1]
+        return jnp.pad(rows.astype(jnp.int32), ((0, 0), (gap, 0))), starts
+    for row in rows:
+        check_vocabulary("prompts", row, model)
+    tokens = np.zeros((len(rows), length), np.int32)
+    for padded, row in zip(tokens, rows, strict=True):
+        padded[length - row.size :] = row
+    return jnp.asarray(tokens), starts
+
+
+def _are_known(x: jax.Array | np.ndarray) -> bool:
+    """Returns whether this process knows the values, as it does not while it traces."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return isinstance(x, np.ndarray) or x.is_fully_addressable
+
+
+def _row(prompt: Sequence[int]) -> Int[np.ndarray, " p"]:
+    """Returns a prompt as an array.
+
+    Raises:
+      ValueError: If it is no sequence of integers.
+    """
+    row = np.asarray(prompt)
+    integers = np.issubdtype(row.dtype, np.integer) or not row.size
+    if row.ndim != 1 or not integers:
+        raise ValueError(
+            f"a prompt must be a sequence of integers, got {row.dtype} "
+            f"{list(row.shape)}: {str(prompt)[:40]}"
+        )
+    return row
+
+
+def check_vocabulary(name: str, tokens: np.ndarray, model: Llama) -> None:
+    """Raises ValueError if a token is not in the model's vocabulary."""
+    size = model.config.vocab_size
+    for token in tokens[(tokens < 0) | (tokens >= size)][:1]:
+        raise ValueError(
+            f"{name} must be tokens of the vocabulary of {size}, got {token}"
+        )
