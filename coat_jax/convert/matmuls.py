@@ -26,6 +26,7 @@ from coat_jax.fp8.dot_general import fp8_dot_general, fp8_dot_p
 from coat_jax.fp8.ragged_dot import fp8_ragged_dot, fp8_ragged_dot_p
 from coat_jax.programs.graph import embedded, inlined, is_plain_call
 from coat_jax.programs.primitives import variables
+from pallas_kernels import versions
 
 # The default rule chooses matmuls with so many inputs and outputs, in multiples of
 # `_MULTIPLE`, which kernels need. Smaller ones, such as routers, gain nothing.
@@ -155,7 +156,7 @@ class Conversion:
     def _within(self, outer: core.JaxprEqn, sources: Sources) -> list[Matmul]:
         """Lists the matmuls within a loop or another operation that is kept."""
         matmuls = []
-        for body in core.jaxprs_in_params(outer.params):
+        for body in versions.bodies_in_params(outer.params):
             # Operands of conditions and constants of other bodies come first.
             pairs = zip(reversed(body.invars), reversed(outer.invars), strict=False)
             inner = {v: sources[x] for v, x in pairs if _is_var(x) and x in sources}
@@ -178,7 +179,9 @@ class Conversion:
 
     def _check(self, eqn: core.JaxprEqn, sources: Sources) -> None:
         """Warns of matmuls that stay as they are because they lie in a loop."""
-        inside = (e for body in core.jaxprs_in_params(eqn.params) for e in body.eqns)
+        inside = (
+            e for body in versions.bodies_in_params(eqn.params) for e in body.eqns
+        )
         if not any(map(_has_matmul, inside)):
             return
         paths = set().union(*(sources.get(v, ()) for v in variables(eqn.invars)))
@@ -273,7 +276,7 @@ def _has_matmul(eqn: core.JaxprEqn) -> bool:
 def _within(eqn: core.JaxprEqn) -> Iterator[core.JaxprEqn]:
     # FP8 matmuls of other libraries are custom derivatives.
     if not eqn.primitive.name.startswith("custom_vjp_call"):
-        for body in core.jaxprs_in_params(eqn.params):
+        for body in versions.bodies_in_params(eqn.params):
             yield from body.eqns
 
 

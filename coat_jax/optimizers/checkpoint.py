@@ -1,28 +1,22 @@
-"""Conversion of quantized states to optax's and back, and to and from disk.
+"""Conversion of quantized states to optax's and back, and checks of restored ones.
 
-Importing this module registers quantized arrays and states with `flax.serialization`.
-Then `to_bytes`, `from_bytes` and state dicts preserve every bit. They refuse a target
-that would read the codes in another way than they were written. `check_restored`
-refuses a state that is damaged or of other options, whatever read it.
+`check_restored` refuses a state that is damaged or of other options, whatever read it.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax.tree_util import keystr, tree_map_with_path
 from jax.typing import ArrayLike
 
 from coat_jax.optimizers.codec import dequantized, quantized
-from coat_jax.optimizers.state import VERSION, Layout, QuantizedState, states_in
+from coat_jax.optimizers.state import VERSION, QuantizedState, states_in
 from coat_jax.optimizers.trees import boxed, check_structure, is_quantized, unboxed
-from coat_jax.quantization.array import QuantizedArray
 
-_ARRAYS = ("codes", "scale", "exponent")
+ARRAYS = ("codes", "scale", "exponent")
 
 
 def to_optax_state(state: Any) -> Any:
@@ -153,22 +147,22 @@ def _check_average(name: str, x: Any, like: Any) -> None:
         _check_array(name, x, like)
         return
     if not is_quantized(x):
-        raise ValueError(f"{name} must be a QuantizedArray, got {_describe(x)}")
+        raise ValueError(f"{name} must be a QuantizedArray, got {describe(x)}")
     for field in ("format", "granularity", "dtype", "power"):
         if (found := getattr(x, field)) != (expected := getattr(like, field)):
             raise ValueError(f"{name}.{field} must be {expected}, got {found}")
-    for field in _ARRAYS:
+    for field in ARRAYS:
         _check_array(f"{name}.{field}", getattr(x, field), getattr(like, field))
-    if wrong := _wrong_value(x.scale, x.exponent):
+    if wrong := wrong_value(x.scale, x.exponent):
         raise ValueError(f"{name}.{wrong}")
 
 
 def _check_array(name: str, x: Any, like: Any) -> None:
-    if _describe(x) != _describe(like):
-        raise ValueError(f"{name} must be {_describe(like)}, got {_describe(x)}")
+    if describe(x) != describe(like):
+        raise ValueError(f"{name} must be {describe(like)}, got {describe(x)}")
 
 
-def _wrong_value(scale: Any, exponent: Any) -> str | None:
+def wrong_value(scale: Any, exponent: Any) -> str | None:
     """Returns what is wrong with the values of scales and exponents, or None."""
     scale, exponent = _values(scale), _values(exponent)
     if scale is not None:
@@ -234,79 +228,15 @@ def _check_shapes(name: str, state: Any, like: Any) -> None:
     tree_map_with_path(check, like, state, is_leaf=is_quantized)
 
 
-def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
-    arrays = {name: getattr(q, name) for name in _ARRAYS}
-    return arrays | {"power": q.power, "format": q.format.name}
-
-
-def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
-    if not isinstance(state, dict):
-        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {_describe(state)}")
-    if state.keys() != {*_ARRAYS, "power", "format"}:
-        _refuse(f"{[*_ARRAYS, 'power', 'format']}, found {sorted(map(str, state))}")
-    if not _same(state["format"], target.format.name):
-        _refuse(f"format {target.format}, found {_described(state['format'])}")
-    for name in _ARRAYS:
-        expected, found = _describe(getattr(target, name)), _describe(state[name])
-        if expected != found:
-            _refuse(f"{name} {expected}, found {found}")
-    if not _same(state["power"], target.power):
-        _refuse(f"power {target.power}, found {_described(state['power'])}")
-    if wrong := _wrong_value(state["scale"], state["exponent"]):
-        raise ValueError(f"at {serialization.current_path()} {wrong}")
-    arrays = {name: state[name] for name in _ARRAYS}
-    return dataclasses.replace(target, **arrays)
-
-
-def _layout_to_dict(layout: Layout) -> dict[str, Any]:
-    return {keystr(field): str(m) for field, m in layout.moments} | {
-        "rounding": layout.rounding
-    }
-
-
-def _layout_from_dict(target: Layout, state: Any) -> Layout:
-    expected = _layout_to_dict(target)
-    if not _same(state, expected):
-        _refuse(
-            f"moments {expected}, found {_described(state)}: was it saved with other "
-            "options?"
-        )
-    return target
-
-
-def _same(found: Any, expected: Any) -> bool:
-    """Returns whether a restored value, of any type, is a number, string or record."""
-    if isinstance(expected, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(_same(found[key], value) for key, value in expected.items())
-        )
-    if isinstance(found, np.ndarray | jax.Array) and found.shape == ():
-        found = found.item()
-    scalar = isinstance(found, str | bool | int | float | np.generic)
-    return bool(scalar and found == expected)
-
-
-def _describe(x: ArrayLike | None) -> str:
+def describe(x: ArrayLike | None) -> str:
     """Returns an array's dtype and shape, and the type and value of anything else."""
     if x is None or is_quantized(x):
         return "None" if x is None else "a QuantizedArray"
     if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        return f"{type(x).__name__} {_described(x)}"
+        return f"{type(x).__name__} {described(x)}"
     return f"{getattr(x.dtype, 'name', x.dtype)}{list(x.shape)}"
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """Returns the beginning of a value as text."""
     return f"{value!s:.300}"
-
-
-def _refuse(what: str) -> None:
-    raise ValueError(f"at {serialization.current_path()} the target has {what}")
-
-
-for _kind, _to_dict, _from_dict in (
-    (QuantizedArray, _array_to_dict, _array_from_dict),
-    (Layout, _layout_to_dict, _layout_from_dict),
-):
-    serialization.register_serialization_state(_kind, _to_dict, _from_dict)

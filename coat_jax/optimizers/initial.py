@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval as pe
 from jax.tree_util import keystr, tree_leaves_with_path
 
+from coat_jax import serialization
 from coat_jax.optimizers.moment import KNOWN, Moment
 from coat_jax.optimizers.places import Path, field_of, fields_of
 from coat_jax.optimizers.sharding import nbytes, zeros_like
@@ -51,6 +52,7 @@ def initial_state(
     inner: optax.GradientTransformation, params: optax.Params, choices: Choices
 ) -> QuantizedState:
     """Returns the state of `inner` before the first step, with averages in 8 bits."""
+    serialization.register()
     arrays = unboxed(params)
     for path, x in tree_leaves_with_path(arrays):
         if jnp.iscomplexobj(x):

@@ -21,6 +21,7 @@ from jaxtyping import Array, Int32, UInt32
 from pallas_kernels import rounding
 from pallas_kernels.ops.adam.reference import GROUP, bits_of_elements
 from pallas_kernels.rounding import hash32
+from pallas_kernels.versions import varying_axes
 
 _layer: contextvars.ContextVar[Array | None] = contextvars.ContextVar(
     "layer", default=None
@@ -77,7 +78,7 @@ def stream_of(path: Any, like: Array) -> UInt32[Array, ""]:
       like: An array that belongs to the parameter, of its shape.
     """
     stream = jnp.asarray(_name(path))
-    for axis in sorted(jax.typeof(like).manual_axis_type.varying):
+    for axis in sorted(varying_axes(like)):
         index = lax.axis_index(axis).astype(jnp.uint32)
         stream = hash32(stream ^ (index + jnp.uint32(zlib.crc32(axis.encode()))))
     return stream + _groups_before(math.prod(_groups(like.shape)))

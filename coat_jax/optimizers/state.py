@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
 
+from coat_jax import serialization
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import Path
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
@@ -105,6 +106,7 @@ def next_state(state: QuantizedState, inner_state: Any, given: Any) -> Quantized
 
 def check_state(state: Any) -> None:
     """Raises ValueError unless `state` is a `QuantizedState`."""
+    serialization.register()
     if not isinstance(state, QuantizedState):
         kind = type(state).__name__
         raise ValueError(

@@ -8,13 +8,12 @@ is not boxed itself, but its codes and scales are, each with a spec that fits it
 
 import dataclasses
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from flax.core import meta
 
 from coat_jax.quantization.array import QuantizedArray
 
@@ -29,18 +28,38 @@ def is_quantized(leaf: Any) -> bool:
 
 def is_box(x: Any) -> bool:
     """Returns whether a node is a box; the `is_leaf` of trees of boxes."""
-    return isinstance(x, nnx.Variable | meta.AxisMetadata)
+    return is_variable(x) or isinstance(x, _flax("core.meta", "AxisMetadata"))
+
+
+def is_variable(x: Any) -> bool:
+    """Returns whether a node is a variable of NNX."""
+    return isinstance(x, _flax("nnx", "Variable"))
+
+
+def _is_partitioned(x: Any) -> bool:
+    return isinstance(x, _flax("core.meta", "Partitioned"))
+
+
+def _flax(module: str, name: str) -> tuple[type, ...]:
+    """Returns a class of Flax, or nothing while no module has imported Flax.
+
+    An object of Flax is of a class that exists, so the optimizer does not import it.
+    """
+    imported = sys.modules.get(f"flax.{module}")
+    return () if imported is None else (getattr(imported, name),)
 
 
 def unboxed(tree: Any) -> Any:
     """Returns a tree with arrays in place of boxes."""
 
     def unbox(x):
-        if isinstance(x, meta.Partitioned):  # Its constraint is for the whole value.
+        if is_variable(x):
+            return unboxed(x.get_raw_value())
+        if _is_partitioned(x):  # Its constraint is for the whole value.
             return x.unbox(apply_constraint=False)
-        return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+        return x.unbox() if is_box(x) else x
 
-    return jax.tree.map(unbox, nnx.as_pure(tree), is_leaf=is_box)
+    return jax.tree.map(unbox, tree, is_leaf=is_box)
 
 
 def boxed(tree: Any, like: Any) -> Any:
@@ -85,7 +104,7 @@ def _in_box(box: Any, x: Any) -> Any:
 
 
 def _replaced(box: Any, x: Any) -> Any:
-    return box.replace(x) if isinstance(box, nnx.Variable) else box.replace_boxed(x)
+    return box.replace(x) if is_variable(box) else box.replace_boxed(x)
 
 
 def _of_groups(box: Any, x: Any, moment: QuantizedArray) -> Any:
@@ -93,10 +112,10 @@ def _of_groups(box: Any, x: Any, moment: QuantizedArray) -> Any:
 
     The last axis has the parameter's spec if all devices hold whole groups of it.
     """
-    if isinstance(box, meta.Partitioned):
+    if _is_partitioned(box):
         names = _spec_of_groups(box.names, moment)
         return box.replace(value=x, names=names)
-    if not isinstance(box, nnx.Variable):
+    if not is_variable(box):
         return box.replace_boxed(x)
     found = box.get_metadata()
     specs = {name: found[name] for name in _SPECS if found.get(name) is not None}

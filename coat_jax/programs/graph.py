@@ -9,6 +9,7 @@ import numpy as np
 from jax.extend import core
 
 from coat_jax.programs.primitives import Operand, is_stateful, variables
+from pallas_kernels import versions
 
 # Calls that `written_out` inlines.
 _CALLS = frozenset(
@@ -86,9 +87,9 @@ def written_out(program: core.Jaxpr) -> core.Jaxpr:
         if eqn.primitive.name == "optimization_barrier":
             names |= zip(eqn.outvars, invars, strict=True)
         else:
-            eqns.append(eqn.replace(invars=invars, effects=core.no_effects))
+            eqns.append(eqn.replace(invars=invars, effects=versions.NO_EFFECTS))
     outvars = renamed(program.outvars, names)
-    return program.replace(eqns=eqns, outvars=outvars, effects=core.no_effects)
+    return program.replace(eqns=eqns, outvars=outvars, effects=versions.NO_EFFECTS)
 
 
 def is_plain_call(eqn: core.JaxprEqn) -> bool:
@@ -147,7 +148,7 @@ def embedded(
             and result in computed
             and result not in replaced
         )
-        if new and not isinstance(out, core.DropVar):
+        if new and not versions.is_dropped(out):
             replaced[result] = out
         else:
             passed[out] = renamed([result], replaced)[0]
@@ -168,7 +169,7 @@ def _inlined(
     for eqn in program.eqns:
         invars = renamed(eqn.invars, names)
         outvars = renamed(eqn.outvars, names)
-        body = next(core.jaxprs_in_params(eqn.params)) if is_call(eqn) else None
+        body = next(versions.bodies_in_params(eqn.params)) if is_call(eqn) else None
         if body is None or body.constvars:
             eqns.append(eqn.replace(invars=invars, outvars=outvars))
             continue
@@ -198,7 +199,7 @@ def deduplicated(program: core.Jaxpr) -> core.Jaxpr:
         eqn = eqn.replace(invars=renamed(eqn.invars, names))
         key = None if is_stateful(eqn) or _has_backward(eqn) else _key(eqn)
         first = None if key is None else results.get(key)
-        if first is None or any(isinstance(v, core.DropVar) for v in first):
+        if first is None or any(map(versions.is_dropped, first)):
             eqns.append(eqn)
             if key is not None:
                 results[key] = eqn.outvars
@@ -211,7 +212,7 @@ def _has_backward(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation is, or contains, a `jax.custom_vjp` function."""
     if eqn.primitive.name.startswith("custom_vjp_call"):
         return True
-    bodies = core.jaxprs_in_params(eqn.params)
+    bodies = versions.bodies_in_params(eqn.params)
     return any(_has_backward(inner) for body in bodies for inner in body.eqns)
 
 

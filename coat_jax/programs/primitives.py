@@ -15,6 +15,8 @@ from jax import lax
 from jax.experimental.hijax import AbstractRef
 from jax.extend import core
 
+from pallas_kernels import versions
+
 Operand = core.Var | core.Literal
 
 
@@ -153,7 +155,7 @@ def is_stateful(eqn: core.JaxprEqn) -> bool:
     """Returns whether an operation may give another result when it runs again."""
     if eqn.effects or kind_of(eqn) is Kind.STATEFUL:
         return True
-    bodies = core.jaxprs_in_params(eqn.params)
+    bodies = versions.bodies_in_params(eqn.params)
     return any(is_stateful(inner) for body in bodies for inner in body.eqns)
 
 
@@ -168,7 +170,7 @@ def keeps_order(reshape: core.JaxprEqn) -> bool:
 
 def bodies_of(eqn: core.JaxprEqn) -> list[core.Jaxpr]:
     """Returns the programs inside an operation; a kernel counts as one operation."""
-    return [] if is_kernel(eqn) else list(core.jaxprs_in_params(eqn.params))
+    return [] if is_kernel(eqn) else list(versions.bodies_in_params(eqn.params))
 
 
 def is_kernel(eqn: core.JaxprEqn) -> bool:
@@ -180,7 +182,7 @@ def is_kernel(eqn: core.JaxprEqn) -> bool:
         return True
     return eqn.primitive.name != "run_state" and any(
         isinstance(var.aval, AbstractRef)
-        for body in core.jaxprs_in_params(eqn.params)
+        for body in versions.bodies_in_params(eqn.params)
         for var in body.invars
     )
 

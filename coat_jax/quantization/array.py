@@ -23,6 +23,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
+from coat_jax import serialization
 from coat_jax.meshes import sharded_like
 from coat_jax.quantization import expansion
 from coat_jax.quantization.formats import E4M3, Format
@@ -154,6 +155,7 @@ def quantize(
       [448.0, 7.0, 1.0, 0.0, 0.875, 0.5]
     """
     _check(x, format, granularity, noise)
+    serialization.register()
     x, (own_power, power) = undifferentiated(x), _expansion(expand)
     largest, groups = _largest(x, granularity)
     if noise is not None:

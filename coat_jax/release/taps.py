@@ -14,10 +14,10 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import get_opaque_trace_state
 from jaxtyping import Array, Float
 
 from coat_jax.release.parts import Nodes, Optimizer, Parameters, as_floats
+from pallas_kernels import versions
 
 active: contextvars.ContextVar["Release | None"] = contextvars.ContextVar(
     "release", default=None
@@ -62,7 +62,7 @@ class Release:
 
     def tapped(self) -> Any:
         """Returns the parameters' tree of taps."""
-        self.trace = _current_trace()
+        self.trace = versions.current_trace()
         self.taps = [
             _tap(self, j)(leaf, state, self.sums)
             for j, (leaf, state) in enumerate(
@@ -77,7 +77,7 @@ class Release:
         Cotangents are added up over the steps of a loop or the members of a batch, and
         are zero in a branch that does not run. Parameters after a step must not be.
         """
-        return self.trace == _current_trace()
+        return self.trace == versions.current_trace()
 
     def indices(self, arrays: Sequence[Any]) -> list[int | None]:
         """Returns the index of the parameter that each array is the tap of, or None."""
@@ -117,10 +117,6 @@ class Release:
         """Returns the sums of squares of some gradients, and 0 for other parameters."""
         sums = [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in grads]
         return jnp.zeros(len(self.leaves)).at[jnp.array(indices)].set(jnp.stack(sums))
-
-
-def _current_trace() -> Any:
-    return get_opaque_trace_state(convention="coat")
 
 
 def _tap(release: Release, index: int):

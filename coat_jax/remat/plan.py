@@ -26,6 +26,7 @@ from coat_jax.remat.kernels import kernels_with_statistics
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
 from coat_jax.remat.trace import Linearized, Residual
+from pallas_kernels import versions
 from pallas_kernels.checks import positive_int
 
 _MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
@@ -318,7 +319,7 @@ def _computed_from(program: core.Jaxpr, is_param: Sequence[bool]) -> set[core.Va
     """
     dependent = {v for v, p in zip(program.invars, is_param, strict=True) if not p}
     for eqn in program.eqns:
-        plain = not list(core.jaxprs_in_params(eqn.params))
+        plain = not list(versions.bodies_in_params(eqn.params))
         if plain and not dependent.isdisjoint(variables(eqn.invars)):
             dependent.update(eqn.outvars)
     return dependent

@@ -15,7 +15,6 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
-from jax.interpreters import partial_eval as pe
 
 from coat_jax.quantization.array import (
     QuantizedArray,
@@ -29,6 +28,7 @@ from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
+from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, operations
 
 _CALLS = 256  # The calls of which programs are kept.
@@ -204,7 +204,7 @@ class _Programs:
         for rewrite in options.rewrites:
             program = rewrite(program, paths, is_param)
         # The constants become arguments, since tracers among them must not be kept.
-        program = pe.convert_constvars_jaxpr(program)
+        program = versions.constants_as_arguments(program)
         traced = [_is_traced(x) for x in jaxpr.consts]
         constants = traced.count(False)
 

@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
+from pallas_kernels import versions
 from pallas_kernels.numerics import floats, magnitude_bits
 
 _ARRAYS = (jax.Array, np.ndarray, np.generic)
@@ -99,7 +100,7 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes of a `shard_map` over which an array varies."""
     if not isinstance(x, _ARRAYS):
         return frozenset()
-    return jax.typeof(x).manual_axis_type.varying
+    return versions.varying_axes(x)
 
 
 def obstacle(arrays: Any) -> str | None:

@@ -27,6 +27,7 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 from jax.sharding import AbstractMesh
 
+from pallas_kernels import versions
 from pallas_kernels.dispatch.custom_calls import (
     Calls,
     read_calls,
@@ -131,7 +132,7 @@ def _is_interpreted(jaxpr: core.Jaxpr) -> bool:
     """Returns whether a program has a kernel that is interpreted."""
     return any(
         eqn.params.get("interpret")
-        or any(map(_is_interpreted, core.jaxprs_in_params(eqn.params)))
+        or any(map(_is_interpreted, versions.bodies_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
 

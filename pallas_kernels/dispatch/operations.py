@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, devices, placement, stand_ins
 from pallas_kernels.dispatch.axes import Axes
 
@@ -248,7 +249,7 @@ def _against_kernels(arrays: tuple) -> list[str]:
             f"{device.device_kind} has compute capability {capability}, and kernels "
             "need 9.0, Hopper"
         ]
-    if why := array_types.obstacle(arrays):
+    if why := versions.kernels_obstacle() or array_types.obstacle(arrays):
         warn_once(f"kernels do not run: {why}")
         return [why]
     return []

@@ -1,4 +1,4 @@
-"""What each device computes on its parts of an operation's arrays.
+"""Parts of an operation's arrays, on which each device computes.
 
 The names of the arrays' axes say which mesh axes may split them, which parts a device
 gathers first, and how results are added up or reduced.

@@ -1,0 +1,83 @@
+"""State dicts of quantized arrays and states, for `flax.serialization`.
+
+Importing this module registers them; `coat_jax.serialization` does so. `to_bytes`,
+`from_bytes` and state dicts preserve every bit. They refuse a target that would read
+the codes in another way than they were written.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from flax import serialization
+from jax.tree_util import keystr
+
+from coat_jax.optimizers.checkpoint import ARRAYS, describe, described, wrong_value
+from coat_jax.optimizers.state import Layout
+from coat_jax.quantization.array import QuantizedArray
+
+
+def _array_to_dict(q: QuantizedArray) -> dict[str, Any]:
+    arrays = {name: getattr(q, name) for name in ARRAYS}
+    return arrays | {"power": q.power, "format": q.format.name}
+
+
+def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> QuantizedArray:
+    if not isinstance(state, dict):
+        _refuse(f"{[*ARRAYS, 'power', 'format']}, found {describe(state)}")
+    if state.keys() != {*ARRAYS, "power", "format"}:
+        _refuse(f"{[*ARRAYS, 'power', 'format']}, found {sorted(map(str, state))}")
+    if not _same(state["format"], target.format.name):
+        _refuse(f"format {target.format}, found {described(state['format'])}")
+    for name in ARRAYS:
+        expected, found = describe(getattr(target, name)), describe(state[name])
+        if expected != found:
+            _refuse(f"{name} {expected}, found {found}")
+    if not _same(state["power"], target.power):
+        _refuse(f"power {target.power}, found {described(state['power'])}")
+    if wrong := wrong_value(state["scale"], state["exponent"]):
+        raise ValueError(f"at {serialization.current_path()} {wrong}")
+    arrays = {name: state[name] for name in ARRAYS}
+    return dataclasses.replace(target, **arrays)
+
+
+def _layout_to_dict(layout: Layout) -> dict[str, Any]:
+    return {keystr(field): str(m) for field, m in layout.moments} | {
+        "rounding": layout.rounding
+    }
+
+
+def _layout_from_dict(target: Layout, state: Any) -> Layout:
+    expected = _layout_to_dict(target)
+    if not _same(state, expected):
+        _refuse(
+            f"moments {expected}, found {described(state)}: was it saved with other "
+            "options?"
+        )
+    return target
+
+
+def _same(found: Any, expected: Any) -> bool:
+    """Returns whether a restored value, of any type, is a number, string or record."""
+    if isinstance(expected, dict):
+        return (
+            isinstance(found, dict)
+            and found.keys() == expected.keys()
+            and all(_same(found[key], value) for key, value in expected.items())
+        )
+    if isinstance(found, np.ndarray | jax.Array) and found.shape == ():
+        found = found.item()
+    scalar = isinstance(found, str | bool | int | float | np.generic)
+    return bool(scalar and found == expected)
+
+
+def _refuse(what: str) -> None:
+    raise ValueError(f"at {serialization.current_path()} the target has {what}")
+
+
+for _kind, _to_dict, _from_dict in (
+    (QuantizedArray, _array_to_dict, _array_from_dict),
+    (Layout, _layout_to_dict, _layout_from_dict),
+):
+    serialization.register_serialization_state(_kind, _to_dict, _from_dict)

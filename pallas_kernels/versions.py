@@ -1,0 +1,61 @@
+"""All that differs between the versions of JAX and Flax that the library runs on.
+
+Plain JAX, which is the definition of every operation, runs on jax 0.9 and newer. The
+Pallas kernels use what JAX has since 0.11.2.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.interpreters import partial_eval as pe
+
+_KERNELS_SINCE = (0, 11, 2)
+NO_EFFECTS = getattr(core, "no_effects", frozenset())  # Since jax 0.10.
+
+
+def kernels_obstacle() -> str | None:
+    """Returns why no kernel runs on the installed JAX, or None if kernels run."""
+    if jax.__version_info__ >= _KERNELS_SINCE:
+        return None
+    oldest = ".".join(map(str, _KERNELS_SINCE))
+    return f"the kernels need jax {oldest} or newer, got {jax.__version__}"
+
+
+def bodies_in_params(params: Mapping[str, Any]) -> Iterator[core.Jaxpr]:
+    """Yields the programs in the parameters of an operation."""
+    # `jax.extend.core` has it since jax 0.10.
+    functions = core if hasattr(core, "jaxprs_in_params") else jax.core
+    return functions.jaxprs_in_params(params)
+
+
+def is_dropped(result: core.Var) -> bool:
+    """Returns whether nothing reads a result of an operation, so it has no name."""
+    return type(result).__name__ == "DropVar"  # A public class since jax 0.10.
+
+
+def constants_as_arguments(program: core.Jaxpr) -> core.Jaxpr:
+    """Returns a program with its constants as its first arguments."""
+    if hasattr(pe, "convert_constvars_jaxpr"):  # Since jax 0.11.
+        return pe.convert_constvars_jaxpr(program)
+    return program.replace(
+        constvars=(),
+        invars=[*program.constvars, *program.invars],
+        debug_info=program.debug_info.with_unknown_names(),
+    )
+
+
+def current_trace() -> Any:
+    """Returns a value that is equal within one transformation of JAX, and no other."""
+    # `jax.extend.core` has it since jax 0.12.
+    functions = core if hasattr(core, "get_opaque_trace_state") else jax.core
+    return functions.get_opaque_trace_state(convention="coat")
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Returns the mesh axes over which an array varies within `shard_map`."""
+    aval = jax.typeof(x)
+    # The attribute's name was `vma` before jax 0.10.
+    found = getattr(aval, "manual_axis_type", None)
+    return aval.vma if found is None else found.varying
