@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 from jax.tree_util import GetAttrKey, keystr, tree_leaves_with_path
@@ -66,8 +65,8 @@ class QuantizedState(NamedTuple):
     """
 
     inner_state: Any
-    rounding_step: chex.Array
-    version: chex.Array
+    rounding_step: jax.Array
+    version: jax.Array
     layout: Layout
 
     @property

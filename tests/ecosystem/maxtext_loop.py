@@ -1,0 +1,104 @@
+"""MaxText: the setup and the step of its pre-training, on a Llama for a CPU."""
+
+import functools
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from unittest import mock
+
+import jax
+import maxtext
+import numpy as np
+import optax
+from flax import nnx
+from flax.linen import logical_axis_rules
+from maxtext.configs import pyconfig
+from maxtext.optimizers import optimizers
+from maxtext.trainers.pre_train import train
+from maxtext.utils import sharding, train_utils
+
+from ecosystem.harness import compare, main, tokens
+
+_BATCH, _LENGTH, _VOCAB = 8, 64, 128
+_BASE = Path(maxtext.__file__).parent / "configs" / "base.yml"
+_OPTIONS = {
+    "run_name": "ecosystem",
+    "hardware": "cpu",
+    "decoder_block": "llama2",
+    "base_emb_dim": 128,
+    "base_num_query_heads": 4,
+    "base_num_kv_heads": 2,
+    "head_dim": 32,
+    "base_mlp_dim": 384,
+    "base_num_decoder_layers": 2,
+    "vocab_size": _VOCAB,
+    "max_target_length": _LENGTH,
+    "per_device_batch_size": _BATCH,
+    "dataset_type": "synthetic",
+    "enable_checkpointing": "false",
+    "attention": "dot_product",
+    "dtype": "float32",
+    "weight_dtype": "float32",
+    "remat_policy": "full",
+    "steps": 100,
+    "gradient_clipping_threshold": 0.0,
+    "enable_goodput_recording": "false",
+    "skip_jax_distributed_system": "true",
+}
+
+
+class Run:
+    """A run of MaxText's `train_step` on the state that its setup makes."""
+
+    def __init__(self, tx, **options):
+        folder = tempfile.mkdtemp()
+        settings = _OPTIONS | options | {"base_output_directory": folder}
+        arguments = [f"{name}={value}" for name, value in settings.items()]
+        self._config = config = pyconfig.initialize(["train", str(_BASE), *arguments])
+        with mock.patch.object(optimizers, "get_optimizer", lambda *_, **__: tx):
+            setup = train_utils.setup_train_loop(config, None)
+        _, _, shardings, _, mesh, _, _, _, _, _, state = setup
+        graph, self._state = nnx.split(state)
+        params, shardings = sharding.maybe_update_params_sharding_with_opt(
+            config, shardings
+        )
+        self._step, _ = train_utils.jit_train_and_eval_step(
+            config, graph, mesh, self._state, shardings, train.train_step, params_shardings=params
+        )
+        self._mesh = mesh
+
+    def step(self, number):
+        """Trains on one batch."""
+        walk = tokens(number, batch=_BATCH, length=_LENGTH + 1, vocab=_VOCAB)
+        places = np.tile(np.arange(_LENGTH, dtype=np.int32), (_BATCH, 1))
+        batch = {}
+        for name, x in (("inputs", walk[:, :-1]), ("targets", walk[:, 1:])):
+            batch |= {name: x, f"{name}_position": places}
+            batch[f"{name}_segmentation"] = np.ones_like(x)
+        with jax.set_mesh(self._mesh), logical_axis_rules(
+            self._config.logical_axis_rules
+        ):
+            self._state, metrics = self._step(self._state, batch)
+        return float(metrics["scalar"]["learning/loss"])
+
+    def arrays(self):
+        """Returns MaxText's train state."""
+        return self._state
+
+    def restore(self, arrays):
+        """Replaces MaxText's train state."""
+        self._state = arrays
+
+    def opt_state(self):
+        """Returns the optimizer's state without variables."""
+        return nnx.as_pure(self._state)["optimizer"]["opt_state"]
+
+
+def rows():
+    """Returns the rows of this environment."""
+    packages = ["maxtext"]
+    return [compare("MaxText train_step, a Llama", Run, packages=packages)]
+
+
+if __name__ == "__main__":
+    main(rows)
