@@ -48,6 +48,8 @@ _RUN_ENTRIES = {"settings", "data", "steps", "command"}
 _NEWER_ENTRIES = {"schedule_steps", "files", "checksum"}
 # The settings that touch no step that is done. A resumed run may also have more steps.
 _CHANGEABLE = {"keep", "save_every", "bad_step", "spike", "health_every", "accumulate"}
+# The places of what a run reads. `check_data` compares what is there by its hash.
+_PLACES = {"data", "test", "model"}
 
 
 class Run:
@@ -169,7 +171,7 @@ class Run:
         """Takes over the settings that a resumed run may change."""
         for name, value in overrides.items():
             current = getattr(self.settings, name)
-            if value != current and name not in _CHANGEABLE | {"steps"}:
+            if value != current and name not in _CHANGEABLE | _PLACES | {"steps"}:
                 flag = f"--{name.replace('_', '-')}"
                 raise ValueError(
                     f"a resumed run keeps its settings, but {flag} {value!r} was given "

@@ -30,6 +30,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 import coat_jax as coat
 from coat_jax.layers.experts.routing import Routing
 from coat_jax.layers.recipes import RecipeName
+from coat_jax.quantization.delayed import OverwriteWithGradient
 from coat_jax.remat.report import peak_bytes
 from experiments.common import meshes
 from experiments.common.timing import OPTIONS
@@ -115,7 +116,7 @@ class ModelTrainer(abc.ABC):
             settings, steps, clips=self._release == "no"
         )
         model = nnx.eval_shape(lambda: self.new_model(nnx.Rngs(0)))
-        self._graphdef, params, _ = nnx.split(model, nnx.Param, ...)
+        self._graphdef, params, _, self._constant = _split(model)
         leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
         self.parameters = sum(leaf.size for _, leaf in leaves)
         self.parameter_names = [
@@ -159,9 +160,45 @@ class ModelTrainer(abc.ABC):
         del size
         return jax.tree.map(jnp.asarray, batch)
 
-    def merged(self, params: nnx.State, histories: nnx.State = EMPTY) -> Any:
-        """Returns the model with these parameters."""
-        return nnx.merge(self._graphdef, params, histories)
+    def merged(self, params: nnx.State, others: nnx.State = EMPTY) -> Any:
+        """Returns the model with these parameters and these other variables."""
+        return nnx.merge(self._graphdef, params, others)
+
+    @cached_property
+    def constants(self) -> nnx.State:
+        """The variables that no step changes, such as frozen weights.
+
+        They are neither in a state nor in its checkpoints.
+        """
+        if not jax.tree.leaves(self._constant):
+            return EMPTY
+
+        def constants() -> nnx.State:
+            return _split(self.new_model(nnx.Rngs(0)))[3]
+
+        return jax.jit(constants, out_shardings=meshes.whole(self.mesh))()
+
+    def abstract_constants(self) -> nnx.State:
+        """Returns the shapes, dtypes and placement of the constants."""
+        where = meshes.whole(self.mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+            self._constant,
+        )
+
+    def others(self, state: TrainState) -> nnx.State:
+        """Returns all variables of the model that are no parameters."""
+        return nnx.merge_state(state.histories, self.constants)
+
+    def shares(self, batch: Any, count: int) -> Float32[Array, " count"]:
+        """Returns the share of each of `count` microbatches in the batch's loss.
+
+        Args:
+          batch: The microbatches, stacked along a first axis.
+          count: Their number.
+        """
+        del batch
+        return jnp.full(count, 1 / count, jnp.float32)
 
     @cached_property
     def compiled(self) -> tuple[jax.stages.Compiled, float]:
@@ -177,7 +214,8 @@ class ModelTrainer(abc.ABC):
         step = partial(self._step, reporting=reporting)
         step = jax.jit(step, donate_argnums=0, out_shardings=placed)
         limit = jax.ShapeDtypeStruct((), jnp.float32)
-        lowered = step.lower(self.abstract_state(), self.abstract_batch, limit)
+        arguments = self.abstract_state(), self.abstract_batch, limit
+        lowered = step.lower(*arguments, self.abstract_constants())
         return lowered.compile(self._options)
 
     def init(self, seed: int) -> TrainState:
@@ -224,7 +262,7 @@ class ModelTrainer(abc.ABC):
         limit: float,
     ) -> tuple[TrainState, Metrics]:
         batch = self.placed(batch, self._settings.batch_size)
-        return compiled(state, batch, np.float32(limit))
+        return compiled(state, batch, np.float32(limit), self.constants)
 
     @cached_property
     def reporting_step(self) -> Callable[..., tuple[TrainState, Metrics]]:
@@ -261,7 +299,8 @@ class ModelTrainer(abc.ABC):
             lambda x: x.update(shape=(x.shape[0] // parts, *x.shape[1:])),
             self.abstract_batch,
         )
-        report = coat.residual_report(self.loss, state.params, state.histories, batch)
+        others = nnx.merge_state(state.histories, self.abstract_constants())
+        report = coat.residual_report(self.loss, state.params, others, batch)
         return report.nbytes
 
     def step_bytes(self) -> int:
@@ -279,7 +318,7 @@ class ModelTrainer(abc.ABC):
 
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
         model = self.new_model(nnx.Rngs(jax.random.key(seed)))
-        _, params, histories = nnx.split(model, nnx.Param, ...)
+        _, params, histories, _ = _split(model)
         params = jax.tree.map(lambda p: p.astype(self._param_dtype), params)
         return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
 
@@ -288,14 +327,15 @@ class ModelTrainer(abc.ABC):
         state: TrainState,
         batch: Any,
         limit: Float32[Array, ""],
+        constants: nnx.State = EMPTY,
         reporting: bool = False,
     ) -> tuple[TrainState, Metrics]:
         if self._release != "no":
-            return self._released(state, batch, limit)
-        (loss, routing), grads, histories = self._gradients(state, batch)
+            return self._released(state, batch, limit, constants)
+        (loss, routing), grads, histories = self._gradients(state, batch, constants)
         squares = [optax.tree.norm(g, squared=True) for g in jax.tree.leaves(grads)]
         norm = jnp.sqrt(sum(squares))
-        reports = self.reports(state, batch, grads) if reporting else {}
+        reports = self._reported(state, batch, grads, constants) if reporting else {}
         ok = (loss <= limit) & jnp.isfinite(norm)  # No comparison with NaN is true.
         if self._settings.bad_step == "skip":
             state = jax.lax.cond(
@@ -306,13 +346,25 @@ class ModelTrainer(abc.ABC):
         norms = jnp.sqrt(jnp.stack(squares))
         return state, Metrics(loss, norm, norms, ok, reports, routing)
 
+    def _reported(
+        self, state: TrainState, batch: Any, grads: nnx.State, constants: nnx.State
+    ) -> Reports:
+        """Returns the reports of a step, in which constants are among the histories."""
+        others = nnx.merge_state(state.histories, constants)
+        return self.reports(state._replace(histories=others), batch, grads)
+
     def _released(
-        self, state: TrainState, batch: Any, limit: Float32[Array, ""]
+        self,
+        state: TrainState,
+        batch: Any,
+        limit: Float32[Array, ""],
+        constants: nnx.State,
     ) -> tuple[TrainState, Metrics]:
         """Runs a step with the optimizer inside the backward pass."""
+        others = nnx.merge_state(state.histories, constants)
         clips = self._release == "clip"
         step = coat.value_and_update(
-            lambda params, batch: self.training_loss(params, state.histories, batch),
+            lambda params, batch: self.training_loss(params, others, batch),
             self._tx,
             has_aux=True,
             max_norm=self._settings.clip_norm if clips else None,
@@ -338,7 +390,7 @@ class ModelTrainer(abc.ABC):
         return jax.random.key(state.seed) if stochastic else None
 
     def _gradients(
-        self, state: TrainState, batch: Any
+        self, state: TrainState, batch: Any, constants: nnx.State
     ) -> tuple[tuple[Float32[Array, ""], Routing | None], nnx.State, nnx.State]:
         """Computes the loss with the routing, its gradients and the next histories.
 
@@ -346,17 +398,24 @@ class ModelTrainer(abc.ABC):
         are in all microbatches, so that no row moves.
         """
         count = self._settings.accumulate
-        gradients = jax.value_and_grad(self.training_loss, (0, 1), has_aux=True)
+
+        def loss_of(params, histories, batch):
+            others = nnx.merge_state(histories, constants)
+            return self.training_loss(params, others, batch)
+
+        gradients = jax.value_and_grad(loss_of, (0, 1), has_aux=True)
         if count == 1:
             loss, (grads, histories) = gradients(state.params, state.histories, batch)
             return loss, grads, histories
 
-        def add(carry, batch):
+        def add(carry, part):
             sums, histories = carry
+            batch, share = part
             loss, (grads, histories) = gradients(state.params, histories, batch)
             sums = jax.tree.map(
-                lambda s, g: s + g.astype(jnp.float32) / count, sums, grads
+                lambda s, g: s + g.astype(jnp.float32) * share, sums, grads
             )
+            loss = jax.tree.map(lambda x: x * share, loss)
             return (in_shards(sums), histories), loss
 
         def in_shards(sums):
@@ -369,8 +428,9 @@ class ModelTrainer(abc.ABC):
             lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
         )
         carry = in_shards(zeros), state.histories
-        (sums, histories), losses = jax.lax.scan(add, carry, parts)
-        loss = jax.tree.map(lambda x: jnp.mean(x, axis=0), losses)
+        shares = self.shares(parts, count)
+        (sums, histories), losses = jax.lax.scan(add, carry, (parts, shares))
+        loss = jax.tree.map(lambda x: jnp.sum(x, axis=0), losses)
         grads = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, state.params)
         return loss, grads, histories
 
@@ -386,3 +446,10 @@ class ModelTrainer(abc.ABC):
             updates, opt_state = self._tx.update(grads, state.opt_state, state.params)
             params = optax.apply_updates(state.params, updates)
         return TrainState(params, opt_state, state.seed, histories)
+
+
+def _split(
+    model: nnx.Module,
+) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
+    """Returns a model's structure, parameters, histories and constants."""
+    return nnx.split(model, nnx.Param, OverwriteWithGradient, ...)

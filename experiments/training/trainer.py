@@ -118,7 +118,7 @@ class Trainer(ModelTrainer):
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""
-        where = state.params, state.histories
+        where = state.params, self.others(state)
         losses = [self._evaluate(*where, self.placed(b, len(b))) for b in batches]
         return math.fsum(map(float, losses)) / len(losses)
 
@@ -145,7 +145,7 @@ class Trainer(ModelTrainer):
         It is conditioned on the tokens before them.
         """
         placed = self.placed(tokens, len(tokens))
-        likelihoods = self._likelihoods(state.params, state.histories, placed, last)
+        likelihoods = self._likelihoods(state.params, self.others(state), placed, last)
         return np.asarray(likelihoods)
 
     def _log_likelihoods(

@@ -1,11 +1,12 @@
 """Tokenizers and chat templates of checkpoints."""
 
 import importlib
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from coat_jax.models.hf.folder import inside, read_bytes, read_json
 from coat_jax.models.hf.safetensors import shown
@@ -49,17 +50,83 @@ def load_tokenizer(path: str | os.PathLike) -> "Tokenizer":
         raise ValueError(f"{name} is no tokenizer: {shown(str(error))}") from None
 
 
+class ChatTemplate:
+    """The chat template of a folder, which renders messages as text.
+
+    The template is in chat_template.jinja or tokenizer_config.json. It runs in the
+    sandbox of jinja2, where it can neither reach attributes of Python's objects nor
+    change what it is given. As in transformers, `tojson` escapes no HTML, and blocks of
+    `{% generation %}` are what they enclose. There is no clock in it, so that a text is
+    the same on each day: templates that would print today's date print their default.
+
+    Args:
+      path: The path of the folder.
+
+    Raises:
+      ImportError: If jinja2, which the extra "hf" installs, is missing.
+      ValueError: If there is no template, or it is no template of jinja2.
+
+    Examples:
+      >>> import pathlib, tempfile
+      >>> from coat_jax.models import hf
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+      >>> _ = (folder / "chat_template.jinja").write_text(template)
+      >>> hf.ChatTemplate(folder).render([{"role": "user", "content": "Hello"}])
+      '<user>Hello'
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        template, self._names = _template(Path(path))
+        jinja2, sandbox = _imported("jinja2"), _imported("jinja2.sandbox")
+
+        def raise_exception(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment = sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _generation_blocks()],
+        )
+        environment.globals["raise_exception"] = raise_exception
+        environment.filters["tojson"] = _to_json
+        try:
+            self._compiled = environment.from_string(template)
+        except Exception as error:  # jinja2's parser can raise anything.
+            raise _failure(error) from None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Renders messages as text for the folder's tokenizer.
+
+        Args:
+          messages: The messages, with "role" and "content".
+          add_generation_prompt: Whether the beginning of an answer follows.
+
+        Raises:
+          ValueError: If the template fails or is refused by the sandbox.
+        """
+        try:
+            return self._compiled.render(
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+                **self._names,
+            )
+        except Exception as error:  # A template can raise anything, such as TypeError.
+            raise _failure(error) from None
+
+
 def chat_text(
     path: str | os.PathLike,
     messages: Sequence[Mapping[str, str]],
     *,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Renders messages with the chat template of a folder, as text for its tokenizer.
-
-    The template is in chat_template.jinja or tokenizer_config.json. It runs in the
-    sandbox of jinja2, where it can neither reach attributes of Python's objects nor
-    change what it is given. It needs the extra "hf", which installs jinja2.
+    """Renders messages with the chat template of a folder; see `ChatTemplate`.
 
     Args:
       path: The path of the folder.
@@ -79,24 +146,30 @@ def chat_text(
       >>> hf.chat_text(folder, [{"role": "user", "content": "Hello"}])
       '<user>Hello'
     """
-    template, names = _template(Path(path))
-    jinja2, sandbox = _imported("jinja2"), _imported("jinja2.sandbox")
+    template = ChatTemplate(path)
+    return template.render(messages, add_generation_prompt=add_generation_prompt)
 
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
 
-    environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = raise_exception
-    try:
-        return environment.from_string(template).render(
-            messages=[dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            **names,
-        )
-    except Exception as error:  # A template can raise anything, such as TypeError.
-        raise ValueError(f"the chat template fails: {shown(str(error))}") from None
+def _failure(error: Exception) -> ValueError:
+    return ValueError(f"the chat template fails: {shown(str(error))}")
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+
+def _generation_blocks() -> type:
+    """Returns the extension that reads `{% generation %}` as what it encloses."""
+    extension = _imported("jinja2.ext").Extension
+
+    class GenerationBlocks(extension):
+        tags: ClassVar[set[str]] = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+
+    return GenerationBlocks
 
 
 def _template(folder: Path) -> tuple[str, dict[str, str]]:
