@@ -41,26 +41,36 @@ _ENCODINGS = ((codecs.BOM_UTF16_LE, "UTF-16"), (codecs.BOM_UTF16_BE, "UTF-16"))
 NUMPY = b"\x93NUMPY"
 
 
-def find_files(paths: Sequence[Path]) -> list[Path]:
+def find_files(
+    paths: Sequence[Path], suffixes: Sequence[str] = (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
+) -> list[Path]:
     """Returns the files at paths, and those with a known suffix in folders.
 
     Links are followed, and each folder is visited once. The case of suffixes does not
     matter.
+
+    Args:
+      paths: Files and folders.
+      suffixes: The known suffixes.
 
     Raises:
       FileNotFoundError: If there is nothing at a path.
       ValueError: If there is no file of a known suffix at a path, if such a file is not
         a regular file, or if text and tokens are mixed.
     """
+
+    def known(path: Path) -> bool:
+        return path.suffix.lower() in suffixes
+
     files = []
     for path in paths:
         if not path.exists():
             raise FileNotFoundError(f"no file or folder at {path}")
-        files_of_path = sorted(filter(_known, _walk(path))) if path.is_dir() else [path]
-        if not files_of_path or not all(map(_known, files_of_path)):
+        files_of_path = sorted(filter(known, _walk(path))) if path.is_dir() else [path]
+        if not files_of_path or not all(map(known, files_of_path)):
             hint = _HINTS.get(path.suffix.lower())
             raise ValueError(
-                f"data must be {', '.join((*TEXT_SUFFIXES, *TOKEN_SUFFIXES))} files, "
+                f"data must be {', '.join(suffixes)} files, "
                 f"got {path}" + (f"; {hint}" if hint else "")
             )
         files += files_of_path
@@ -118,10 +128,6 @@ def named(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-def _known(path: Path) -> bool:
-    return path.suffix.lower() in (*TEXT_SUFFIXES, *TOKEN_SUFFIXES)
 
 
 def _walk(folder: Path) -> Iterator[Path]:

@@ -183,12 +183,28 @@ def _template(folder: Path) -> tuple[str, dict[str, str]]:
         template = read_bytes(folder, file, _LARGEST_TEMPLATE).decode(errors="replace")
     if not isinstance(template, str):
         raise ValueError(f"{shown(str(folder))} must have a chat template")
-    names = {}
-    for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
-        token = config.get(name)
-        token = token.get("content") if isinstance(token, dict) else token
-        names[name] = token if isinstance(token, str) else ""
-    return template, names
+    return template, special_tokens(folder)
+
+
+def special_tokens(path: str | os.PathLike) -> dict[str, str]:
+    """Returns the special tokens of a folder by their purpose, "" for those it lacks.
+
+    Args:
+      path: The path of the folder.
+
+    Raises:
+      ValueError: If tokenizer_config.json or special_tokens_map.json is no JSON.
+    """
+    tokens = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), "")
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        if not os.path.lexists(Path(path) / file):
+            continue
+        values = read_json(Path(path), file)
+        for name in tokens:
+            token = values.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            tokens[name] = token if isinstance(token, str) else tokens[name]
+    return tokens
 
 
 def _imported(name: str) -> ModuleType:
