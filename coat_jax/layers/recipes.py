@@ -347,14 +347,19 @@ _COMPOSED: dict[RecipeName, Recipe] = {
 }
 
 
-def recipe_of(name: RecipeName, placement: NormPlacement = "before") -> Recipe:
+def recipe_of(name: RecipeName | Recipe, placement: NormPlacement = "before") -> Recipe:
     """Returns the recipe that computes layers with norms in some places.
+
+    A recipe in the place of a name is returned as it is; `coat_jax.models.lora` has
+    such recipes.
 
     The segments of the FP8 flow begin with a norm and end with a residual sum. Layers
     with norms on outputs, as OLMo 2 and Gemma have, are composed with `fp8_dot_general`
     and `fp8_remat` in the recipes "coat" and "coat_max". They save as little, and the
     kernels of norms, gates and sums run where `fp8_remat` can fuse them.
     """
+    if isinstance(name, Recipe):
+        return name
     fits = placement == "before" or name not in _COMPOSED
     return RECIPES[name] if fits else _COMPOSED[name]
 

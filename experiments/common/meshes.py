@@ -148,7 +148,9 @@ def batch_parts(mesh: Mesh | None) -> int:
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
-    """Returns the sharding of each parameter of a `Llama`: norms are on every device.
+    """Returns the sharding of each parameter of a `Llama`.
+
+    Norms and biases are on every device.
 
     Args:
       params: The parameters, or the shape of each.
@@ -161,7 +163,7 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
     def of(path: Any, param: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         name = name.removesuffix("/value")  # Parameters are Flax's variables.
-        spec = P() if "norm" in name else _SPECS[name.split("/")[-1]]
+        spec = _SPECS.get(name.split("/")[-1], P())
         for axis, parts in enumerate(spec):
             size = math.prod(mesh.shape[axis_name] for axis_name in _tuple(parts))
             if param.shape[axis] % size:

@@ -2,11 +2,14 @@
 
 import argparse
 import dataclasses
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.common.programs import new_parser
 from experiments.finetune import settings
+from experiments.finetune.checkers import CHECKERS
+from experiments.finetune.encoding import Loss
 from experiments.training import arguments
 from experiments.training.settings import RECIPES
 
@@ -14,6 +17,8 @@ _RUNS = Path("runs/finetune")
 _EXAMPLES = """\
 examples:
   uv run python -m experiments.finetune
+  uv run python -m experiments.finetune --model FOLDER --data chat.jsonl --recipe coat
+  uv run python -m experiments.finetune --model FOLDER --data chat.parquet --lora 16
   uv run python -m experiments.finetune --base runs/124m-20260101-120000
   uv run python -m experiments.finetune --base DIR --data train.jsonl --test test.jsonl
   uv run python -m experiments.finetune --resume
@@ -45,6 +50,20 @@ def parser() -> argparse.ArgumentParser:
     )
     add = top.add_argument_group("the base").add_argument
     add(
+        "--model",
+        type=arguments.path_name,
+        metavar="DIR",
+        help="Hugging Face folder with config.json, safetensors and tokenizer.json",
+    )
+    add(
+        "--lora",
+        type=int,
+        metavar="RANK",
+        help="trains adapters of this rank over frozen weights, which are FP8 with "
+        "coat and coat_max; every parameter is trained without it",
+    )
+    add("--lora-alpha", type=float, help="factor of adapters, times the rank (2 RANK)")
+    add(
         "--base",
         type=arguments.path_name,
         metavar="DIR",
@@ -55,6 +74,7 @@ def parser() -> argparse.ArgumentParser:
     arguments.add_training(top)
     add_questions(top)
     arguments.add_comparison(top)
+    arguments.add_devices(top)
     arguments.add_folder(top, "runs/finetune/PRESET-TIME")
     return top
 
@@ -64,7 +84,11 @@ def add_questions(top: argparse.ArgumentParser) -> None:
     add = top.add_argument_group("the data").add_argument
     for name, help_text in (
         ("--data", "to train on; generated problems if not given"),
-        ("--test", "whose last answers are generated"),
+        (
+            "--test",
+            "to validate on, with last answers to generate; a twentieth of the "
+            "data if not given",
+        ),
     ):
         add(
             name,
@@ -72,13 +96,37 @@ def add_questions(top: argparse.ArgumentParser) -> None:
             nargs="+",
             action="extend",
             metavar="PATH",
-            help=f".jsonl files of conversations {help_text}",
+            help=f".jsonl or .parquet files of records {help_text}",
         )
+    add("--loss", choices=typing.get_args(Loss), help="tokens that it counts (answers)")
+    add(
+        "--long",
+        choices=typing.get_args(settings.Long),
+        help="what is done with records that are longer than a sequence (refuse)",
+    )
+    add(
+        "--checker",
+        metavar="NAME",
+        help=f"of generated answers: {', '.join(CHECKERS)}, or MODULE:FUNCTION (exact)",
+    )
+    add(
+        "--save-format",
+        choices=typing.get_args(settings.SaveFormat),
+        help="FP8 format of a second folder with the trained model",
+    )
     add("--largest", type=int, help="number in a generated question (99)")
     add("--problems", type=int, help="generated problems to train on (20000)")
     add("--families", type=_names, help="of generated problems (all)", metavar="A,B")
-    add("--eval-questions", type=int, help="test questions a validation (64)")
-    add("--test-questions", type=int, help="test questions at the end (2000)")
+    add(
+        "--eval-questions",
+        type=int,
+        help="test questions a validation (64; 0 asks none)",
+    )
+    add(
+        "--test-questions",
+        type=int,
+        help="test questions at the end (2000; 0 asks none)",
+    )
     arguments.add_batches(add)
 
 

@@ -1,20 +1,136 @@
-"""The parameters that a fine-tuning starts from."""
+"""The models that a fine-tuning starts from: own runs, folders, or random parameters."""
 
+import dataclasses
 import hashlib
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
+from coat_jax.models import hf, llama
+from coat_jax.models.hf import config as configs
+from coat_jax.models.hf.folder import PASSED, read_json
+from coat_jax.models.hf.loading import Origin
+from experiments.common.trained import structure
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.files import is_tokens
 from experiments.training.runs import read_settings
-from experiments.training.settings import Recipe, model_config
+from experiments.training.settings import RECIPES, Recipe, Settings, model_config
 from experiments.training.trainer import Trainer
 
+_CHUNK, _CHUNKS = 2**16, 2**12  # Bytes of a piece that is hashed, and pieces of a file.
 
-def load_base(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Base:
+    """A model to start from.
+
+    Attributes:
+      config: A function of settings and a recipe that returns the model's config.
+      load: A function of a mesh and a dtype that returns the model, with the recipe
+        "bf16"; None means random parameters.
+      fingerprint: A hash of the parameters and of what encodes its text.
+      origin: What `hf.save` passes on from a folder; None without a folder.
+    """
+
+    config: Callable[[Settings, Recipe], llama.LlamaConfig]
+    load: Callable[[Mesh | None, Any], llama.Llama] | None = None
+    fingerprint: str = "random"
+    origin: Origin | None = None
+
+
+def random_base(vocab_size: int) -> Base:
+    """Returns a model of the preset's shape with random parameters."""
+    return Base(
+        config=lambda settings, recipe: model_config(settings, recipe, vocab_size)
+    )
+
+
+def base_of_run(folder: Path, recipe: Recipe, vocab_size: int) -> Base:
+    """Returns the model of a pretraining's latest checkpoint.
+
+    Args:
+      folder: The folder of a run of `experiments.pretrain`.
+      recipe: The recipe of the checkpoint.
+      vocab_size: The number of tokens of the run's text.
+
+    Raises:
+      ValueError: If the run is damaged, was of token files, or has no checkpoint.
+    """
+    params = load_params(folder, recipe, vocab_size)
+
+    settings = read_settings(folder)
+
+    def load(mesh: Mesh | None, dtype: Any) -> llama.Llama:
+        del mesh  # The trainer puts the parameters where they belong.
+        config = model_config(settings, "bf16", vocab_size)
+        arrays = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), params)
+        return nnx.merge(structure(config), arrays)
+
+    base = random_base(vocab_size)
+    fingerprint = params_fingerprint(params)
+    return dataclasses.replace(base, load=load, fingerprint=fingerprint)
+
+
+def base_of_folder(folder: Path) -> Base:
+    """Returns the model of a Hugging Face folder, which is loaded when it is needed.
+
+    Raises:
+      ValueError: If the folder is damaged, or of a model that the decoder is not.
+    """
+    values = read_json(folder, "config.json")
+    shape = configs.read(values)
+
+    def config(settings: Settings, recipe: Recipe) -> llama.LlamaConfig:
+        scalings = RECIPES[recipe].scalings
+        scaling = settings.scaling if settings.scaling in scalings else "just_in_time"
+        dtype = jnp.dtype(settings.param_dtype)
+        return dataclasses.replace(
+            shape, recipe=recipe, scaling=scaling, param_dtype=dtype
+        )
+
+    def load(mesh: Mesh | None, dtype: Any) -> llama.Llama:
+        return hf.load(folder, mesh=mesh, recipe="bf16", param_dtype=dtype)
+
+    return Base(
+        config=config,
+        load=load,
+        fingerprint=folder_fingerprint(folder),
+        origin=Origin(path=str(folder), config=json.dumps(values)),
+    )
+
+
+def folder_fingerprint(folder: Path) -> str:
+    """Returns a hash of a folder's config, tokenizer and tensors.
+
+    All bytes of a file enter the hash up to 256 MiB, and a sample of pieces of a longer
+    one, with its size.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    tensors = sorted(path.name for path in folder.glob("*.safetensors"))
+    for name in ("config.json", *PASSED, *tensors):
+        path = folder / name
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        digest.update(f"{name} {size}\n".encode())
+        starts = range(0, size, _CHUNK)
+        if size > _CHUNK * _CHUNKS:
+            starts = np.linspace(0, size - _CHUNK, _CHUNKS, dtype=int).tolist()
+        with path.open("rb") as file:
+            for start in starts:
+                file.seek(start)
+                digest.update(file.read(_CHUNK))
+    return digest.hexdigest()
+
+
+def load_params(folder: Path, recipe: Recipe, vocab_size: int) -> nnx.State:
     """Returns the parameters of a pretraining's latest checkpoint, as NumPy arrays.
 
     Args:

@@ -51,9 +51,7 @@ class Conversation(Record):
         messages = ("user", problem.question), ("assistant", problem.answer)
         fields = {"question": problem.question, "answer": problem.answer}
         place = problem.question
-        return cls(
-            messages=messages, family=problem.family, place=place, fields=fields
-        )
+        return cls(messages=messages, family=problem.family, place=place, fields=fields)
 
     @property
     def question(self) -> str:

@@ -67,7 +67,9 @@ class Encoder(abc.ABC):
             example = self._encoded(record)
         except ValueError as error:
             raise ValueError(f"{record.place}: {error}") from None
-        learned = example.answers if loss == "answers" else np.ones_like(example.answers)
+        learned = (
+            example.answers if loss == "answers" else np.ones_like(example.answers)
+        )
         learned = learned.copy()
         learned[:1] = False  # Nothing comes before the first token.
         return Example(example.tokens, learned)
@@ -208,9 +210,7 @@ class FolderEncoder(Encoder):
             )
         ends = [(pieces[2].find(s), s) for s in self._special if s in pieces[2]]
         if ends:
-            self.stop_tokens = sorted(
-                {*self.stop_tokens, self._special[min(ends)[1]]}
-            )
+            self.stop_tokens = sorted({*self.stop_tokens, self._special[min(ends)[1]]})
         self._role_words = [
             piece.strip()
             for piece in pieces[1:]

@@ -8,17 +8,14 @@ import numpy as np
 from tqdm import tqdm
 
 import coat_jax as coat
-from coat_jax.models.llama import Llama
+from coat_jax.models.llama import Llama, LlamaConfig
 from experiments.common.intervals import wilson
-from experiments.finetune.conversations import (
-    Conversation,
-    encode,
-    encode_question,
-    result_of,
-)
-from experiments.training.text import TextCodec
+from experiments.finetune.checkers import Checker, exact
+from experiments.finetune.conversations import Conversation, Passage
+from experiments.finetune.encoding import Encoder
 
 _BATCH = 128
+_CACHE_BYTES = 2**31  # A batch is smaller where its keys and values would take more.
 _BUCKET = 64  # Prompts are padded to a multiple of this, so that programs are few.
 _SPARE = 8  # Tokens that an answer may have more than the longest right one.
 
@@ -32,7 +29,7 @@ class Answer:
       question: The last question, as the user asked it.
       expected: The right result.
       given: The generated answer.
-      exact: Whether the result in it is the right one.
+      exact: Whether the checker finds it right.
     """
 
     family: str
@@ -46,22 +43,45 @@ class Exam:
     """Questions to ask a model.
 
     Args:
-      conversations: The questions with their answers.
-      codec: The tokenizer.
+      records: The questions with their answers.
+      encoder: The encoder of the model.
+      checker: The function that says whether an answer is right.
+      config: The model's shape, which bounds a batch by the memory of its cache.
     """
 
-    def __init__(self, conversations: Sequence[Conversation], codec: TextCodec) -> None:
-        self._conversations = conversations
-        self._codec = codec
-        self._prompts = [encode_question(each, codec) for each in conversations]
-        self._room = _SPARE + max(
-            encode(each, codec).tokens.size - len(prompt)
-            for each, prompt in zip(conversations, self._prompts, strict=True)
-        )
+    def __init__(
+        self,
+        records: Sequence[Conversation | Passage],
+        encoder: Encoder,
+        checker: Checker = exact,
+        config: LlamaConfig | None = None,
+    ) -> None:
+        self._records = records
+        self._encoder, self._checker, self._config = encoder, checker, config
+        self._prompts = [encoder.question(record) for record in records]
+        room = [
+            encoder.encode(record).tokens.size - len(prompt)
+            for record, prompt in zip(records, self._prompts, strict=True)
+        ]
+        self._room = _SPARE + max(room, default=0)
+        self._size = min(_BATCH, len(records), self._fitting())
+
+    def _fitting(self) -> int:
+        """Returns the number of questions that the cache has room for."""
+        if self._config is None or not self._prompts:
+            return _BATCH
+        c, longest = self._config, max(map(len, self._prompts))
+        head = c.head_dim or c.hidden_size // c.num_heads
+        token = 4 * c.num_layers * c.num_kv_heads * head  # BF16 keys and values.
+        return max(1, _CACHE_BYTES // (token * (longest + _BUCKET + self._room)))
+
+    def __len__(self) -> int:
+        return len(self._records)
 
     def first(self, count: int) -> "Exam":
         """Returns an exam of the first `count` questions."""
-        return Exam(self._conversations[:count], self._codec)
+        options = self._encoder, self._checker, self._config
+        return Exam(self._records[:count], *options)
 
     def ask(self, model: Llama, name: str | None = None) -> list[Answer]:
         """Returns the greedy answers of a model, in the order of the questions.
@@ -76,45 +96,40 @@ class Exam:
                 texts |= self._generated(model, batch)
                 bar.update(len(batch))
         return [
-            self._answer(conversation, texts[n])
-            for n, conversation in enumerate(self._conversations)
+            self._answer(record, texts[n]) for n, record in enumerate(self._records)
         ]
 
     def _batches(self) -> Iterator[list[int]]:
         """Yields the numbers of the questions of each batch, short prompts first."""
         order = sorted(range(len(self._prompts)), key=lambda n: len(self._prompts[n]))
-        for start in range(0, len(order), _BATCH):
-            yield order[start : start + _BATCH]
+        for start in range(0, len(order), self._size or 1):
+            yield order[start : start + self._size]
 
     def _generated(self, model: Llama, batch: list[int]) -> dict[int, str]:
         prompts = [self._prompts[n] for n in batch]
-        size = min(_BATCH, len(self._prompts))
-        prompts += [prompts[-1]] * (size - len(prompts))  # All batches are one program.
+        # All batches are one program.
+        prompts += [prompts[-1]] * (self._size - len(prompts))
         longest = max(map(len, prompts))
         output = coat.generate(
             model,
             prompts,
             max_new_tokens=self._room,
-            stop_tokens=[self._codec.separator],
+            stop_tokens=list(self._encoder.stop_tokens),
             prompt_length=-(-longest // _BUCKET) * _BUCKET,
         )
         tokens, lengths = np.asarray(output.tokens), np.asarray(output.lengths)
         rows = zip(batch, tokens, lengths, strict=False)
-        return {n: self._codec.decode(row[:end].tolist()) for n, row, end in rows}
+        return {n: self._encoder.decode(row[:end].tolist()) for n, row, end in rows}
 
-    def _answer(self, conversation: Conversation, text: str) -> Answer:
+    def _answer(self, record: Conversation | Passage, text: str) -> Answer:
+        score = self._checker(text.strip(), record.answer, record.fields)
         return Answer(
-            family=conversation.family,
-            question=_last_question(conversation),
-            expected=conversation.answer,
+            family=record.family,
+            question=record.question,
+            expected=record.answer,
             given=text.strip(),
-            exact=result_of(text) == conversation.answer,
+            exact=bool(score >= 1),
         )
-
-
-def _last_question(conversation: Conversation) -> str:
-    questions = [text for role, text in conversation.messages if role == "user"]
-    return questions[-1] if questions else ""
 
 
 def percent(answers: Sequence[Answer]) -> float:

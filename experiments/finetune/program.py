@@ -1,17 +1,19 @@
-"""Fine-tunes one base with several recipes, and compares their exact match.
+"""Fine-tunes one base with several recipes, and compares their answers.
 
-    uv run python -m experiments.finetune
+    uv run python -m experiments.finetune --model FOLDER --data chat.jsonl --recipe coat
 
-Without arguments a small byte-level model with random parameters learns generated
-arithmetic and word problems with the recipes `bf16` and `coat`. `--base` names a run of
-`experiments.pretrain` to start from. `--data` and `--test` name .jsonl files, with a
-question and an answer or with chat messages on each line.
+`--model` names a Hugging Face folder, whose tokenizer and chat template come with it,
+and `--base` a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or
+.parquet files of conversations, prompts, texts or tokens. Without arguments it is
+SmolLM2 that learns generated word problems if its package is installed, and otherwise a
+small byte-level model with random parameters, with the recipes `bf16` and `coat`.
 
-Conversations are packed into windows in which attention does not cross from one to
-another, and the loss counts the answers alone. All parameters are BF16 and rounded
-stochastically. The run's folder holds metrics.jsonl, summary.json, answers.jsonl,
-loss.png, exact_match.png and checkpoints. Ctrl-C saves a checkpoint, and `--resume`
-continues from it as in pretraining.
+Records are packed into windows in which attention does not cross from one to another,
+and the loss counts the answers alone. All parameters are BF16 and rounded
+stochastically, or `--lora` trains adapters over weights that are frozen in FP8. The
+run's folder holds metrics.jsonl, summary.json, answers.jsonl, loss.png,
+exact_match.png, checkpoints, and for `--model` models/RECIPE, a Hugging Face folder.
+Ctrl-C saves a checkpoint, and `--resume` continues from it as in pretraining.
 """
 
 import dataclasses
@@ -19,31 +21,31 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from flax import nnx
+from jax.sharding import Mesh
 from rich.console import RenderableType
 
-from experiments.finetune import exact_match, report, tasks
+from experiments.common import meshes
+from experiments.finetune import exact_match, report, smollm2
 from experiments.finetune.arguments import FinetuneArguments, parse
-from experiments.finetune.base import load_base, params_fingerprint
-from experiments.finetune.conversations import (
-    Conversation,
-    encode,
-    read_conversations,
-)
+from experiments.finetune.base import Base, base_of_folder, base_of_run, random_base
+from experiments.finetune.checkers import is_code, load_checker
+from experiments.finetune.encoding import Encoder, FolderEncoder, WordsEncoder
 from experiments.finetune.exact_match import Answer, Exam
-from experiments.finetune.packing import PackedWindows
+from experiments.finetune.saving import save_models
 from experiments.finetune.settings import FinetuneRun, FinetuneSettings
-from experiments.finetune.training import AnswerTrainer
-from experiments.training import data, interrupts
+from experiments.finetune.splits import Split, fitted, read_splits
+from experiments.finetune.training import AdapterTrainer, AnswerTrainer
+from experiments.training import data, interrupts, processes
 from experiments.training.interrupts import Interrupts
-from experiments.training.job import Inputs, Job, run_job
+from experiments.training.job import Inputs, Job, prepared, run_job
 from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import check_unused
-from experiments.training.settings import Recipe, Settings, model_config
+from experiments.training.settings import Recipe, Settings
 from experiments.training.step import TrainState
-from experiments.training.text import TextCodec, text_codec
+from experiments.training.text import text_codec
 from experiments.training.trainer import Trainer
 
 _TOKENIZER = "tokenizer.json"
@@ -61,29 +63,33 @@ def run_program(argv: Sequence[str] | None, stop: Interrupts) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionInputs(Inputs):
-    """The conversations that every recipe of a run reads.
+    """The records that every recipe of a run reads.
 
     Attributes:
-      base: The parameters to start from; None means random ones.
+      base: The model to start from.
       exam: The test questions that are asked at the end.
       short_exam: Those that validations ask.
     """
 
-    base: nnx.State | None
+    base: Base
     exam: Exam
     short_exam: Exam
 
     def trainer(self, settings: Settings, recipe: Recipe, steps: int) -> AnswerTrainer:
         """Returns a recipe's trainer, which starts from the base."""
-        config = model_config(settings, recipe, self.vocab_size)
-        return AnswerTrainer(config, settings, steps=steps, base=self.base)
+        kind = AdapterTrainer if getattr(settings, "lora", None) else AnswerTrainer
+        config = self.base.config(settings, recipe)
+        options = {"steps": steps, "base": self.base.load, "mesh": self.mesh}
+        return kind(config, settings, **options)
 
     def measure(self, trainer: Trainer, state: TrainState) -> dict[str, float]:
         """Returns the loss of the test answers, and the exact match of some of them."""
         assert isinstance(trainer, AnswerTrainer)
-        answers = self.short_exam.ask(trainer.model(state.params))
-        share = {"exact_match_percent": exact_match.percent(answers)}
-        return super().measure(trainer, state) | share
+        results = super().measure(trainer, state)
+        if not len(self.short_exam):
+            return results
+        answers = self.short_exam.ask(trainer.model(state))
+        return results | {"exact_match_percent": exact_match.percent(answers)}
 
 
 def prepare(
@@ -91,121 +97,188 @@ def prepare(
 ) -> tuple[FinetuneRun, QuestionInputs]:
     """Opens or creates the run, its base and its data.
 
-    Invalid settings or data raise before run.json is written.
+    Invalid settings or data raise before run.json is written. The main process does it
+    first, and the others follow.
     """
+    mesh = meshes.make(args.mesh)
+
+    def follow(folder: Path, record: dict[str, Any]) -> tuple[FinetuneRun, Any]:
+        run = FinetuneRun(folder, record)
+        return run, _checked_inputs(run, mesh)
+
+    return prepared(lambda: _opened(args, mesh, stop), follow)
+
+
+def _checked_inputs(run: FinetuneRun, mesh: Mesh | None) -> QuestionInputs:
+    """Returns the inputs of a run that has begun.
+
+    Raises:
+      ValueError: If they are not those that it began with.
+    """
+    inputs, fingerprint = load_inputs(run.settings, run.folder / _TOKENIZER, mesh)
+    run.check_data(fingerprint)
+    return inputs
+
+
+def _opened(
+    args: FinetuneArguments, mesh: Mesh | None, stop: Interrupts
+) -> tuple[FinetuneRun, QuestionInputs]:
+    """Opens or creates the run and its inputs."""
     if args.resume:
         run = FinetuneRun.resume(args.folder, args.given)
-        inputs, fingerprint = load_questions(run.settings, args.folder / _TOKENIZER)
-        run.check_data(fingerprint)
+        checker = run.settings.checker
+        if is_code(checker) and "checker" not in args.given:
+            raise ValueError(
+                f"{args.folder} names the code {checker!r} as its checker; --checker "
+                f"{checker} allows it, as no folder's code runs by itself"
+            )
+        inputs = _checked_inputs(run, mesh)
         run.record_changes()
         return run, inputs
     check_unused(args.folder)
+    if not args.given and smollm2.is_installed():
+        args.given.update(smollm2.defaults(stop))
     settings = args.settings()
     tokenizer = Path(settings.base) / _TOKENIZER
-    inputs, fingerprint = load_questions(settings, tokenizer)
-    files = [tokenizer] if settings.tokenizer == "bpe" else []
-    run = FinetuneRun.create(args.folder, settings, fingerprint, files)
+    inputs, fingerprint = load_inputs(settings, tokenizer, mesh)
+    copied = [tokenizer] if settings.base and settings.tokenizer == "bpe" else []
+    run = FinetuneRun.create(args.folder, settings, fingerprint, copied)
     print(_start(settings))
     return run, inputs
 
 
-def load_questions(
-    settings: FinetuneSettings, tokenizer: Path
+def load_inputs(
+    settings: FinetuneSettings, tokenizer: Path, mesh: Mesh | None = None
 ) -> tuple[QuestionInputs, str]:
     """Returns the inputs of a run, and a hash of everything that it reads.
 
     Args:
       settings: The run's settings.
-      tokenizer: The file of the tokenizer, if it is a BPE.
+      tokenizer: The file of the tokenizer, if the base is a run with a BPE.
+      mesh: The mesh that trainings are spread over; None means the first device.
     """
-    is_bpe = settings.tokenizer == "bpe"
-    codec = text_codec(settings.vocab_size, tokenizer if is_bpe else None)
-    base, sources = None, "random"
-    if settings.base:
-        recipe = settings.base_recipe or "bf16"
-        base = load_base(Path(settings.base), recipe, codec.vocab_size)
-        sources = params_fingerprint(base)
-    train, test = conversations(settings)
-    questions_asked = test[: settings.test_questions]
-    windows, held_out = (packed(split, codec, settings) for split in (train, test))
-    exam = Exam(questions_asked, codec)
-    for split in (windows.fingerprint(), held_out.fingerprint()):
-        sources += f" {split}"
-    questions = QuestionInputs(
-        windows=windows,
-        validation=data.validation_batches(
-            held_out, batch_size=settings.batch_size, count=settings.eval_batches
-        ),
-        vocab_size=codec.vocab_size,
+    base, encoder = _base(settings, tokenizer)
+    meshes.check_batch("--batch-size", settings.batch_size, mesh, settings.accumulate)
+    train, test = (
+        fitted(records, encoder, settings) for records in read_splits(settings)
+    )
+    exam = Exam(
+        test.questions[: settings.test_questions],
+        encoder,
+        load_checker(settings.checker),
+        base.config(settings, settings.recipes[0]),
+    )
+    print(f"data: {train.described}; to validate on: {test.described}", flush=True)
+    inputs = QuestionInputs(
+        windows=train.windows,
+        validation=_validation(test, settings, mesh),
+        vocab_size=encoder.vocab_size,
         token="byte" if settings.tokenizer == "bytes" else "token",
+        mesh=mesh,
         base=base,
         exam=exam,
         short_exam=exam.first(settings.eval_questions),
     )
-    return questions, hashlib.blake2b(sources.encode(), digest_size=16).hexdigest()
+    if mesh is not None:  # A trainer raises if the mesh does not divide the model.
+        inputs.trainer(settings, settings.recipes[0], settings.steps)
+    parts = (
+        base.fingerprint,
+        *(split.windows.fingerprint() for split in (train, test)),
+    )
+    sources = " ".join(parts)
+    return inputs, hashlib.blake2b(sources.encode(), digest_size=16).hexdigest()
 
 
-def conversations(
-    settings: FinetuneSettings,
-) -> tuple[list[Conversation], list[Conversation]]:
-    """Returns the conversations to train on and those to test."""
-    if settings.data:
-        train, test = (
-            read_conversations([Path(path) for path in paths])
-            for paths in (settings.data, settings.test)
-        )
-        return train, test
-    options = {"families": settings.families, "largest": settings.largest}
-    train = tasks.problems("train", settings.problems, seed=settings.seed, **options)
-    # All seeds have the same test, so that answers can be compared one by one.
-    test = tasks.problems("test", settings.test_questions, **options)
-    return [*map(Conversation.of, train)], [*map(Conversation.of, test)]
+def _validation(
+    test: Split, settings: FinetuneSettings, mesh: Mesh | None
+) -> list[Any]:
+    parts = settings.accumulate
+    return data.validation_batches(
+        test.windows,
+        batch_size=settings.batch_size // parts,
+        count=settings.eval_batches * parts,
+        multiple=meshes.batch_parts(mesh),
+    )
 
 
-def packed(
-    conversations: Sequence[Conversation], codec: TextCodec, settings: FinetuneSettings
-) -> PackedWindows:
-    """Returns conversations as windows.
-
-    Raises:
-      ValueError: If a conversation is longer than a window. The message names it.
-    """
-    examples = [encode(conversation, codec) for conversation in conversations]
-    for conversation, example in zip(conversations, examples, strict=True):
-        if example.tokens.size > settings.seq_len + 1:
-            raise ValueError(
-                f"{conversation.place}: a conversation must fit into --seq-len "
-                f"{settings.seq_len}, but it has {example.tokens.size} tokens"
-            )
-    return PackedWindows(examples, settings.seq_len)
+def _base(settings: FinetuneSettings, tokenizer: Path) -> tuple[Base, Encoder]:
+    """Returns the model to start from, and the encoder of its text."""
+    if settings.model:
+        base = base_of_folder(Path(settings.model))
+        vocab_size = base.config(settings, settings.recipes[0]).vocab_size
+        return base, FolderEncoder(Path(settings.model), vocab_size)
+    is_bpe = settings.tokenizer == "bpe"
+    codec = text_codec(settings.vocab_size, tokenizer if is_bpe else None)
+    if not settings.base:
+        return random_base(codec.vocab_size), WordsEncoder(codec)
+    recipe = settings.base_recipe or "bf16"
+    base = base_of_run(Path(settings.base), recipe, codec.vocab_size)
+    return base, WordsEncoder(codec)
 
 
 def write_report(run: FinetuneRun, inputs: QuestionInputs) -> RenderableType:
-    """Asks all test questions, and writes the results; returns tables of them."""
+    """Asks all test questions, and writes the results and the trained models.
+
+    Returns:
+      Tables of the results.
+    """
     by_recipe: dict[str, list[Answer]] = {}
+    losses: dict[str, float] = {}
     for recipe in run.settings.recipes:
         trainer = inputs.trainer(run.settings, recipe, run.steps or 1)
-        if not by_recipe:
-            untrained = trainer.model(trainer.init().params)
-            by_recipe["before"] = inputs.exam.ask(untrained, "before, test")
+        if not losses:
+            _ask(inputs, trainer, trainer.init(), "before", losses, by_recipe)
         with run.checkpoints(recipe) as checkpoints:
             state = checkpoints.state(trainer.abstract_state())
-        model = trainer.model(state.params)
-        by_recipe[recipe] = inputs.exam.ask(model, f"{recipe}, test")
-    summary = report.summarize(run, inputs.token, by_recipe)
+        _ask(inputs, trainer, state, recipe, losses, by_recipe)
+        if inputs.base.origin is not None:
+            model = trainer.exported(state)
+            for path in save_models(run, recipe, model, inputs.base.origin):
+                print(f"{recipe}: the model is in {path}", flush=True)
+    return report.tables(
+        processes.on_main(lambda: _reported(run, inputs, by_recipe, losses))
+    )
+
+
+def _ask(
+    inputs: QuestionInputs,
+    trainer: AnswerTrainer,
+    state: TrainState,
+    name: str,
+    losses: dict[str, float],
+    by_recipe: dict[str, list[Answer]],
+) -> None:
+    """Adds the validation loss and the answers of a state."""
+    losses[name] = trainer.evaluate_in_bf16(state, inputs.validation)
+    label = f"{name}, test" if processes.is_main() else None
+    by_recipe[name] = inputs.exam.ask(trainer.model(state), label)
+
+
+def _reported(
+    run: FinetuneRun,
+    inputs: QuestionInputs,
+    by_recipe: dict[str, list[Answer]],
+    losses: dict[str, float],
+) -> dict[str, Any]:
+    """Writes the summary and the plots, and returns the summary."""
+    summary = report.summarize(run, inputs.token, by_recipe, losses)
     plot_losses(run, inputs.token)
     plot_moments(run)
-    report.plot_exact_match(run, summary)
-    return report.tables(summary)
+    if len(inputs.exam):
+        report.plot_exact_match(run, summary)
+    return summary
 
 
 def _start(settings: FinetuneSettings) -> str:
     """Returns a line about the parameters that the run starts from."""
+    if settings.model:
+        trained = f"adapters of rank {settings.lora}" if settings.lora else "all of it"
+        return f"base: {settings.model}; {trained} is trained"
     if settings.base:
         return f"base: {settings.base_recipe} of {settings.base}"
     return (
-        "base: none, the parameters are random; --base names a run of "
-        "experiments.pretrain to start from"
+        "base: none, the parameters are random; --model names a Hugging Face folder "
+        "to start from, --base a run of experiments.pretrain"
     )
 
 

@@ -26,6 +26,7 @@ from experiments.finetune.conversations import (
     Passage,
     Record,
     TokenRow,
+    check_turns,
 )
 from experiments.training import files
 
@@ -188,6 +189,7 @@ def _conversation(
     parts = [_message(message, number) for number, message in enumerate(messages)]
     learned = tuple(n >= prompts and weight for n, (_, _, weight) in enumerate(parts))
     roles = [role for role, _, _ in parts]
+    check_turns(roles)
     if not any(w for w, r in zip(learned, roles, strict=True) if r == "assistant"):
         raise ValueError("no answer is learned: all weights are 0")
     return Conversation(

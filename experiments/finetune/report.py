@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,9 +18,14 @@ from experiments.finetune.exact_match import Answer
 from experiments.finetune.settings import FinetuneRun
 from experiments.training import report as training_report
 
+_LARGEST_LOSS = 700.0  # No float is as large as e ** 710.
+
 
 def summarize(
-    run: FinetuneRun, token: str, by_recipe: Mapping[str, Sequence[Answer]]
+    run: FinetuneRun,
+    token: str,
+    by_recipe: Mapping[str, Sequence[Answer]],
+    losses: Mapping[str, float],
 ) -> dict[str, Any]:
     """Writes summary.json, a results file, and answers.jsonl; returns the summary.
 
@@ -27,6 +33,7 @@ def summarize(
       run: A finished run.
       token: The unit of its tokens: "byte" or "token".
       by_recipe: The answers of each recipe, and those "before" the training.
+      losses: The validation losses of the same models, with BF16 matmuls.
     """
     lines = [
         json.dumps({"recipe": recipe} | dataclasses.asdict(record))
@@ -39,7 +46,7 @@ def summarize(
     rows = [
         row
         for recipe, records in by_recipe.items()
-        for row in exact_match.rows(recipe, records)
+        for row in (exact_match.rows(recipe, records) if records else ())
     ]
     return write_results(
         run.folder / "summary.json",
@@ -49,14 +56,31 @@ def summarize(
         steps=run.steps,
         schedule_steps=run.schedule_steps,
         nats_per=token,
-        base=run.settings.base or "random parameters",
+        base=run.settings.model or run.settings.base or "random parameters",
+        perplexity={name: _perplexity(loss) for name, loss in losses.items()},
         recipes=training_report.recipe_summaries(run),
     )
 
 
+def _perplexity(loss: float) -> float:
+    """Returns e ** loss, infinite where no float is as large."""
+    return math.exp(loss) if loss < _LARGEST_LOSS else math.inf
+
+
 def tables(summary: dict[str, Any]) -> Group:
     """Returns the summary as tables for a terminal."""
-    return Group(exact_match_table(summary["rows"]), training_report.table(summary))
+    shown = [perplexity_table(summary), training_report.table(summary)]
+    if summary["rows"]:
+        shown.insert(0, exact_match_table(summary["rows"]))
+    return Group(*shown)
+
+
+def perplexity_table(summary: dict[str, Any]) -> Table:
+    """Returns the perplexity of the validation data before and after."""
+    table = new_table("Perplexity", "", *summary["perplexity"])
+    values = (f"{value:,.4g}" for value in summary["perplexity"].values())
+    table.add_row(f"a {summary['nats_per']}", *values)
+    return table
 
 
 def exact_match_table(rows: Sequence[dict[str, Any]]) -> Table:

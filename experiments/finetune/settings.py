@@ -2,11 +2,24 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from coat_jax.models import lora
+from coat_jax.models.hf.quantized import FP8Format
+from experiments.finetune.checkers import load_checker
+from experiments.finetune.encoding import Loss
 from experiments.finetune.tasks import FAMILIES
 from experiments.training.runs import Run, read_settings
-from experiments.training.settings import PRESETS, RECIPES, Recipe, Settings
+from experiments.training.settings import (
+    COAT_RECIPES,
+    PRESETS,
+    RECIPES,
+    Recipe,
+    Settings,
+)
+
+Long = Literal["cut", "skip", "refuse"]
+SaveFormat = Literal["none", FP8Format]
 
 # All parameters are BF16. Updates of a fine-tuning are smaller than the distance of two
 # neighbours, and would be lost if they were rounded to nearest.
@@ -34,20 +47,44 @@ _WITHOUT_BASE: dict[str, Any] = {
     "eval_every": 50,
     "save_every": 100,
 }
+# A folder brings the model's shape, so that no preset does.
+FOLDER_PRESET = "folder"
+_OF_FOLDER: dict[str, Any] = {
+    "preset": FOLDER_PRESET,
+    "recipes": ("coat",),
+    "seq_len": 1024,
+    "batch_size": 8,
+    "lr": 2e-5,
+    "steps": 500,
+    "eval_every": 100,
+    "eval_batches": 16,
+    "save_every": 100,
+    "tokenizer": "bpe",
+    "vocab_size": None,
+}
+# Adapters are float32, and what is frozen is not rounded.
+_OF_ADAPTERS: dict[str, Any] = {"lr": 2e-4, "rounding": "nearest"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinetuneSettings(Settings):
     """All settings that decide what a fine-tuning computes.
 
-    `data` holds .jsonl files of conversations; empty means generated problems.
+    `data` holds .jsonl or .parquet files of records; empty means generated problems.
 
     Attributes:
+      model: Hugging Face folder to start from; empty means a run or random parameters.
       base: Folder of the run of `experiments.pretrain` to start from; empty means
         random parameters.
       base_recipe: Recipe of that run; None without a base.
-      test: Files of conversations with last answers to generate; empty means a part
-        of the generated problems.
+      test: Files of records to validate on, with last answers to generate; empty means
+        a twentieth of the data, or a part of the generated problems.
+      loss: The tokens that the loss counts: those of "answers", or "all".
+      long: What is done with records longer than a sequence: "cut", "skip" or "refuse".
+      lora: Rank of adapters over frozen weights; None trains every parameter.
+      lora_alpha: Factor of the adapters, times the rank; None means twice the rank.
+      checker: The checker of generated answers; see `experiments.finetune.checkers`.
+      save_format: Format of a second folder, in FP8; "none" means that there is none.
       largest: Largest number in the questions of generated problems.
       problems: Number of generated problems to train on.
       families: Families of generated problems.
@@ -55,9 +92,16 @@ class FinetuneSettings(Settings):
       test_questions: Largest number of test questions that are asked at the end.
     """
 
+    model: str = ""
     base: str = ""
     base_recipe: Recipe | None = None
     test: tuple[str, ...] = ()
+    loss: Loss = "answers"
+    long: Long = "refuse"
+    lora: int | None = None
+    lora_alpha: float | None = None
+    checker: str = "exact"
+    save_format: SaveFormat = "none"
     largest: int = 99
     problems: int = 20_000
     families: tuple[str, ...] = tuple(FAMILIES)
@@ -68,13 +112,64 @@ class FinetuneSettings(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("problems", "eval_questions", "test_questions"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.data and not self.test:
-            raise ValueError("--data needs --test, files of questions to ask")
+        for name, least in (
+            ("problems", 1),
+            ("eval_questions", 0),
+            ("test_questions", 0),
+        ):
+            if getattr(self, name) < least:
+                rule = "positive" if least else "zero or more"
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)}")
+        if not (self.data or self.test_questions):
+            raise ValueError("test_questions must be positive for generated problems")
         if self.test and not self.data:
             raise ValueError("--test needs --data, files of answers to train on")
+        if self.model and self.base:
+            raise ValueError("a training starts from --model or --base, got both")
+        if self.model and self.sizes:
+            raise ValueError(f"a folder has its own sizes, got {self.sizes}")
+        if bool(self.model) != (self.preset == FOLDER_PRESET):
+            raise ValueError(f"--model has a shape of its own, got {self.preset!r}")
+        if self.save_format != "none" and not self.model:
+            raise ValueError("--save-format needs a --model, as a folder is saved")
+        self._check_lora()
+        others = set(self.recipes) - set(COAT_RECIPES)
+        if self.release != "no" and self.rounding == "stochastic" and others:
+            raise ValueError(
+                "release rounds stochastically with coat.fp8_adamw alone, so that "
+                f"{', '.join(sorted(others))} would round to nearest; --rounding "
+                "nearest allows it, got 'stochastic'"
+            )
+
+    def _check_lora(self) -> None:
+        """Raises ValueError for settings that adapters do not have."""
+        if self.lora is None:
+            if self.lora_alpha is not None:
+                raise ValueError(f"--lora-alpha needs --lora, got {self.lora_alpha}")
+            return
+        if not 1 <= self.lora < 2**16:
+            raise ValueError(f"lora must be 1 or more, a rank, got {self.lora}")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < 2**31:
+            raise ValueError(f"lora_alpha must be positive, got {self.lora_alpha}")
+        if not self.model:
+            raise ValueError("--lora needs a --model, whose weights are frozen")
+        if unable := set(self.recipes) - set(lora.RECIPES):
+            raise ValueError(
+                f"--lora takes the recipes {', '.join(lora.RECIPES)}, got "
+                f"{', '.join(sorted(unable))}"
+            )
+        needs = {"release": "no", "scaling": "just_in_time", "rounding": "nearest"}
+        needs |= {"health_every": None}
+        for name, value in needs.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"--lora needs {name}={value!r}, got {getattr(self, name)!r}"
+                )
+
+    @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """Returns the names of presets, and that of a folder's shape."""
+        return (*PRESETS, FOLDER_PRESET)
 
 
 class FinetuneRun(Run):
@@ -93,6 +188,9 @@ def settings(overrides: dict[str, Any]) -> FinetuneSettings:
         the given name, or a setting is invalid.
     """
     overrides = dict(overrides)
+    load_checker(overrides.get("checker", "exact"))
+    if overrides.get("model"):
+        return _of_folder(overrides)
     if base := overrides.get("base"):
         overrides |= _of_base(Path(base), overrides)
     elif "base_recipe" in overrides:
@@ -104,6 +202,18 @@ def settings(overrides: dict[str, Any]) -> FinetuneSettings:
         values["lr"] = _LR_OF_BASE * preset.lr
     elif preset.preset == _PRESET:
         values |= _WITHOUT_BASE
+    return FinetuneSettings(**values | overrides)
+
+
+def _of_folder(overrides: dict[str, Any]) -> FinetuneSettings:
+    """Returns the settings of a training that starts from a folder."""
+    if "base_recipe" in overrides:
+        raise ValueError("--base-recipe needs a --base")
+    values = _DEFAULTS | _OF_FOLDER
+    if overrides.get("lora"):
+        values |= _OF_ADAPTERS
+    elif overrides.get("param_dtype", "bfloat16") != "bfloat16":
+        values["rounding"] = "nearest"
     return FinetuneSettings(**values | overrides)
 
 

@@ -1,19 +1,30 @@
-"""The training step of a fine-tuning, with a loss of answers alone."""
+"""The training step of a fine-tuning: a loss of answers, a base, and adapters."""
 
 import dataclasses
+import math
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int32
 
-from coat_jax.models import llama
+from coat_jax.models import llama, lora
+from experiments.common import meshes
 from experiments.common.trained import structure
-from experiments.training.settings import Settings
-from experiments.training.step import TrainState
+from experiments.training.optimizer import Optimizer
+from experiments.training.settings import Recipe, Settings
+from experiments.training.step import TrainState, split
 from experiments.training.trainer import Trainer
 from pallas_kernels.rounding import stochastic_bfloat16
+
+# Returns a base with the recipe "bf16", in a dtype, on a mesh or the default device.
+LoadModel = Callable[[Mesh | None, Any], llama.Llama]
 
 
 class AnswerTrainer(Trainer):
@@ -26,7 +37,10 @@ class AnswerTrainer(Trainer):
       config: Config of the model, with its recipe.
       settings: Settings of the training.
       steps: Length of the training, which sets the learning rate schedule.
-      base: The parameters to start from; None means random ones.
+      base: A function that returns the model to start from; None means random
+        parameters.
+      mesh: The mesh that the training is spread over; None means the first device.
+      optimizer: The optimizer; None means the recipe's.
     """
 
     def __init__(
@@ -35,33 +49,49 @@ class AnswerTrainer(Trainer):
         settings: Settings,
         *,
         steps: int,
-        base: nnx.State | None,
+        base: LoadModel | None,
+        mesh: Mesh | None = None,
+        optimizer: Optimizer | None = None,
     ) -> None:
-        super().__init__(config, settings, steps=steps)
+        super().__init__(config, settings, steps=steps, mesh=mesh, optimizer=optimizer)
         self._base = base
 
     def init(self, seed: int | None = None) -> TrainState:
         """Returns the state before the first step, with the base's parameters."""
-        state = super().init(seed)
         if self._base is None:
-            return state
-        dtype = self.config.param_dtype
-        params = jax.tree.map(lambda x: jnp.asarray(x).astype(dtype), self._base)
-        return state._replace(params=params)
+            return super().init(seed)
+        params = nnx.state(self._base(self.mesh, self.config.param_dtype), nnx.Param)
+        params = jax.device_put(params, self._shardings.params)
+        seed = self._settings.seed if seed is None else seed
 
-    def model(self, params: nnx.State) -> llama.Llama:
+        def started(params: nnx.State) -> TrainState:
+            # Nothing of the random parameters is read, so none are drawn.
+            state = self._init(seed)
+            return state._replace(params=params, opt_state=self._tx.init(params))
+
+        placed = None if self.mesh is None else self._shardings
+        return jax.jit(started, donate_argnums=0, out_shardings=placed)(params)
+
+    def model(self, state: TrainState) -> llama.Llama:
         """Returns the model that generates, without any recipe's FP8.
 
         Models of all recipes then have one structure, so generation compiles once.
         """
-        plain = {"recipe": "bf16", "scaling": "just_in_time"}
-        return nnx.merge(structure(dataclasses.replace(self.config, **plain)), params)
+        plain = {"recipe": "bf16", "scaling": "just_in_time", "batch_axes": None}
+        graph = structure(dataclasses.replace(self.config, **plain))
+        return nnx.merge(graph, self.replicated(state.params), self.constants)
+
+    def replicated(self, params: nnx.State) -> nnx.State:
+        """Returns parameters that each of several processes has as a whole."""
+        if jax.process_count() == 1:
+            return params
+        return jax.jit(lambda x: x, out_shardings=meshes.whole(self.mesh))(params)
 
     @property
     def abstract_batch(self) -> jax.ShapeDtypeStruct:
-        """The shape and dtype of tokens, segments and answers."""
-        shape = self._settings.batch_size, 3, self._settings.seq_len + 1
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
+        """The shape, dtype and placement of tokens, segments and answers."""
+        rows = super().abstract_batch
+        return rows.update(shape=(rows.shape[0], 3, rows.shape[1]))
 
     def loss(
         self,
@@ -80,6 +110,31 @@ class AnswerTrainer(Trainer):
             segment_ids=segment_ids[:, :-1],
         )
 
+    def shares(
+        self, batch: Int32[Array, "count batch 3 length+1"], count: int
+    ) -> Float32[Array, " count"]:
+        """Returns the share of each microbatch's answers in those of the batch."""
+        answers = batch[:, :, 2, 1:].sum(axis=(1, 2)).astype(jnp.float32)
+        return answers / jnp.maximum(answers.sum(), 1)
+
+    def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
+        """Returns the mean loss of all answers' tokens in nats."""
+        where = state.params, self.others(state)
+        losses, counts = [], []
+        for batch in batches:
+            loss = self._evaluate(*where, self.placed(batch, len(batch)))
+            counts.append(int(batch[:, 2, 1:].sum()))
+            losses.append(float(loss) * counts[-1])
+        return math.fsum(losses) / max(sum(counts), 1)
+
+    @cached_property
+    def _in_bf16(self) -> "AnswerTrainer":
+        if self.config.recipe == "bf16":
+            return self
+        config = dataclasses.replace(self.config, recipe="bf16", scaling="just_in_time")
+        options = {"base": None, "mesh": self.mesh}
+        return AnswerTrainer(config, self._settings, steps=1, **options)
+
     def updated(
         self, state: TrainState, grads: nnx.State, histories: nnx.State
     ) -> TrainState:
@@ -93,6 +148,97 @@ class AnswerTrainer(Trainer):
         key = jax.random.fold_in(jax.random.key(state.seed), count)
         params = rounded_sum(state.params, updates, key)
         return TrainState(params, opt_state, state.seed, histories)
+
+    def exported(self, state: TrainState) -> llama.Llama:
+        """Returns the trained model, for a folder of its own."""
+        plain = dataclasses.replace(
+            self.config, recipe="bf16", scaling="just_in_time", batch_axes=None
+        )
+        return nnx.merge(structure(plain), state.params, self.constants)
+
+
+class AdapterTrainer(AnswerTrainer):
+    """A trainer of adapters over a base that is frozen, in FP8 for recipes with FP8.
+
+    Args:
+      config: Config of the model, with its recipe and the dtype of frozen weights.
+      settings: Settings of the training, with the rank and the factor of adapters.
+      steps: Length of the training, which sets the learning rate schedule.
+      base: A function that returns the model to adapt.
+      mesh: The mesh that the training is spread over; None means the first device. It
+        splits the batch alone.
+
+    Raises:
+      ValueError: If the mesh splits more than the batch, or the recipe knows no
+        adapters.
+    """
+
+    def __init__(
+        self,
+        config: llama.LlamaConfig,
+        settings: Any,
+        *,
+        steps: int,
+        base: LoadModel,
+        mesh: Mesh | None = None,
+    ) -> None:
+        if mesh is not None and mesh.shape["data"] != mesh.size:
+            raise ValueError(
+                "adapters and frozen weights are whole on each device, so that --lora "
+                f"takes --mesh data=N alone, got {meshes.name_of(mesh)}"
+            )
+        self._recipe: Recipe = config.recipe
+        self._lora = settings
+        self._frozen_dtype = config.param_dtype
+        self._frozen_base = base
+        # Layers have a recipe of adapters, and what is around them is BF16.
+        config = dataclasses.replace(
+            config, recipe="bf16", scaling="just_in_time", param_dtype=jnp.float32
+        )
+        super().__init__(
+            config,
+            settings,
+            steps=steps,
+            base=None,
+            mesh=mesh,
+            optimizer=Optimizer.of(self._recipe),
+        )
+
+    def new_model(self, rngs: nnx.Rngs) -> llama.Llama:
+        """Returns a model with adapters over random weights."""
+        config = dataclasses.replace(self.config, param_dtype=self._frozen_dtype)
+        return self._adapted(llama.Llama(config, rngs=rngs), rngs)
+
+    def _adapted(self, model: llama.Llama, rngs: nnx.Rngs) -> llama.Llama:
+        options = {"rank": self._lora.lora, "alpha": self._lora.lora_alpha}
+        lora.adapt(model, recipe=self._recipe, rngs=rngs, **options)
+        return model
+
+    @cached_property
+    def constants(self) -> nnx.State:
+        """The frozen weights, quantized in the host's memory."""
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            model = self._adapted(
+                self._frozen_base(None, self._frozen_dtype), nnx.Rngs(0)
+            )
+            constants = split(model)[3]
+        return jax.device_put(constants, meshes.whole(self.mesh))
+
+    def model(self, state: TrainState) -> llama.Llama:
+        """Returns the model that generates with sums of weights and adapters."""
+        return self.merged(self.replicated(state.params), self.constants)
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of a token, without gradients of frozen weights."""
+        return super().flops_per_token * 2 // 3
+
+    def exported(self, state: TrainState) -> llama.Llama:
+        """Returns a model with the sums of weights and adapters, on the host."""
+        host = jax.local_devices(backend="cpu")[0]
+        with jax.default_device(host):
+            arrays = jax.device_put((state.params, self.constants), host)
+            return lora.merged(self.merged(*arrays), self._frozen_dtype)
 
 
 def rounded_sum(params: nnx.State, updates: nnx.State, key: Array) -> nnx.State:

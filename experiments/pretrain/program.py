@@ -26,7 +26,7 @@ from experiments.common import meshes
 from experiments.training import arguments, data, interrupts, processes, report
 from experiments.training.health_plots import plot_health
 from experiments.training.interrupts import Interrupts
-from experiments.training.job import Inputs, Job, run_job
+from experiments.training.job import Inputs, Job, prepared, run_job
 from experiments.training.moment_plots import plot_moments
 from experiments.training.plots import plot_losses
 from experiments.training.runs import Run, check_unused
@@ -65,23 +65,14 @@ def prepare(args: arguments.Arguments, stop: Interrupts) -> tuple[Run, Inputs]:
     first, and the others follow.
     """
     mesh = meshes.make(args.mesh)
-    opened: list[tuple[Run, Inputs]] = []
 
-    def open_run() -> tuple[str, dict[str, Any]]:
-        opened.append(_opened(args, mesh, stop))
-        run, _ = opened[0]
-        return str(run.folder.absolute()), run.record
+    def follow(folder: Path, record: dict[str, Any]) -> tuple[Run, Inputs]:
+        run = Run(folder, record)
+        corpus = load_corpus(run.settings, run.folder)
+        run.check_data(corpus.fingerprint())
+        return run, select_inputs(corpus, run.settings, mesh)
 
-    folder, record = processes.on_main(open_run)
-    with processes.together():
-        return opened[0] if opened else _followed(Run(Path(folder), record), mesh)
-
-
-def _followed(run: Run, mesh: Mesh | None) -> tuple[Run, Inputs]:
-    """Returns the main process's run and its data, as another process has them."""
-    corpus = load_corpus(run.settings, run.folder)
-    run.check_data(corpus.fingerprint())
-    return run, select_inputs(corpus, run.settings, mesh)
+    return prepared(lambda: _opened(args, mesh, stop), follow)
 
 
 def _opened(

@@ -83,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_sizes(top)
     add_comparison(top)
-    _add_devices(top)
+    add_devices(top)
     add_folder(top, "runs/PRESET-TIME")
     return top
 
@@ -161,7 +161,8 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
     )
 
 
-def _add_devices(top: argparse.ArgumentParser) -> None:
+def add_devices(top: argparse.ArgumentParser) -> None:
+    """Adds the flags of devices, processes, microbatches and the step's order."""
     add = top.add_argument_group("devices").add_argument
     add(
         "--mesh",

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -86,6 +87,33 @@ class Job:
         return command if mesh is None else f"{command} --mesh {meshes.name_of(mesh)}"
 
 
+def prepared[R: Run, I: Inputs](
+    open_run: Callable[[], tuple[R, I]],
+    follow: Callable[[Path, dict[str, Any]], tuple[R, I]],
+) -> tuple[R, I]:
+    """Returns a run and its inputs, which the main process opens first.
+
+    Args:
+      open_run: A function that opens or creates the run.
+      follow: A function of the run's folder and record that returns them as another
+        process has them.
+
+    Raises:
+      OSError: If a process raised it.
+      ValueError: If a process raised it.
+    """
+    opened: list[tuple[R, I]] = []
+
+    def open_once() -> tuple[str, dict[str, Any]]:
+        opened.append(open_run())
+        run, _ = opened[0]
+        return str(run.folder.absolute()), run.record
+
+    folder, record = processes.on_main(open_once)
+    with processes.together():
+        return opened[0] if opened else follow(Path(folder), record)
+
+
 def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
     """Runs a job, and ends as `stop` says; returns an exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)  # Errors are raised, too.
@@ -96,7 +124,7 @@ def run_job(job: Job, argv: Sequence[str] | None, stop: Interrupts) -> int:
         if args.tensorboard:
             tensorboard.check_installed()
         run, inputs = job.prepare(args, stop)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         if processes.is_main():
             print(f"error: {one_line(error)}", file=sys.stderr)
         processes.leave()

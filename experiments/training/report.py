@@ -26,7 +26,7 @@ def measured(trainer: Trainer, settings: Settings) -> dict[str, int | float | st
         "saved_activation_bytes": trainer.saved_activation_bytes(),
         "step_bytes": trainer.step_bytes(),
         "compile_seconds": trainer.compiled[1],
-        "flops_per_token": speed.flops_per_token(trainer.config, settings.seq_len),
+        "flops_per_token": trainer.flops_per_token,
         "devices": meshes.devices(trainer.mesh),
         "mesh": meshes.name_of(trainer.mesh),
         "microbatches": settings.accumulate,

@@ -188,6 +188,11 @@ class Settings(OptimizerSettings):
         return self.vocab_size or (_BPE_VOCAB_SIZE if self.tokenizer == "bpe" else None)
 
     @classmethod
+    def presets(cls) -> tuple[str, ...]:
+        """Returns the names of presets."""
+        return tuple(PRESETS)
+
+    @classmethod
     def from_json(cls, values: Any) -> Self:
         """Returns settings from their JSON object, where tuples became lists.
 
@@ -205,7 +210,7 @@ class Settings(OptimizerSettings):
         needed = {f.name for f in fields if f.default is dataclasses.MISSING}
         if missing := sorted(needed - arguments.keys()):
             raise ValueError(f"settings must have {', '.join(missing)}")
-        if arguments["preset"] not in PRESETS:
+        if arguments["preset"] not in cls.presets():
             raise ValueError(f"there is no preset {arguments['preset']!r:.100}")
         return cls(**arguments)
 

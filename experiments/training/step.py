@@ -116,7 +116,7 @@ class ModelTrainer(abc.ABC):
             settings, steps, clips=self._release == "no"
         )
         model = nnx.eval_shape(lambda: self.new_model(nnx.Rngs(0)))
-        self._graphdef, params, _, self._constant = _split(model)
+        self._graphdef, params, _, self._constant = split(model)
         leaves = jax.tree_util.tree_leaves_with_path(nnx.to_pure_dict(params))
         self.parameters = sum(leaf.size for _, leaf in leaves)
         self.parameter_names = [
@@ -174,7 +174,7 @@ class ModelTrainer(abc.ABC):
             return EMPTY
 
         def constants() -> nnx.State:
-            return _split(self.new_model(nnx.Rngs(0)))[3]
+            return split(self.new_model(nnx.Rngs(0)))[3]
 
         return jax.jit(constants, out_shardings=meshes.whole(self.mesh))()
 
@@ -318,7 +318,7 @@ class ModelTrainer(abc.ABC):
 
     def _init(self, seed: Int32[Array, ""] | int) -> TrainState:
         model = self.new_model(nnx.Rngs(jax.random.key(seed)))
-        _, params, histories, _ = _split(model)
+        _, params, histories, _ = split(model)
         params = jax.tree.map(lambda p: p.astype(self._param_dtype), params)
         return TrainState(params, self._tx.init(params), jnp.int32(seed), histories)
 
@@ -448,7 +448,7 @@ class ModelTrainer(abc.ABC):
         return TrainState(params, opt_state, state.seed, histories)
 
 
-def _split(
+def split(
     model: nnx.Module,
 ) -> tuple[nnx.GraphDef, nnx.State, nnx.State, nnx.State]:
     """Returns a model's structure, parameters, histories and constants."""

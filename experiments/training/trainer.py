@@ -16,7 +16,7 @@ from coat_jax.layers.experts.routing import Routing
 from coat_jax.models import llama
 from coat_jax.models.loss import logits
 from experiments.common import meshes
-from experiments.training import health
+from experiments.training import health, speed
 from experiments.training.optimizer import Optimizer
 from experiments.training.settings import Settings
 from experiments.training.step import EMPTY, ModelTrainer, TrainState
@@ -115,6 +115,11 @@ class Trainer(ModelTrainer):
         if len(batch) != size:
             rows = meshes.own_rows(size, self.mesh)
         return meshes.spread(batch, rows, size, self.mesh)
+
+    @property
+    def flops_per_token(self) -> int:
+        """The FLOPs of the model's matmuls for a token, forward and backward."""
+        return speed.flops_per_token(self.config, self._settings.seq_len)
 
     def evaluate(self, state: TrainState, batches: list[np.ndarray]) -> float:
         """Returns the mean loss in nats per token, over batches of one size."""

@@ -12,7 +12,8 @@ from flax import nnx
 
 from experiments.common.results import read_results
 from experiments.finetune import program, settings, training
-from experiments.finetune.conversations import Conversation, encode
+from experiments.finetune.conversations import Conversation
+from experiments.finetune.encoding import WordsEncoder
 from experiments.finetune.exact_match import Exam
 from experiments.finetune.packing import PackedWindows
 from experiments.finetune.tasks import problems
@@ -59,7 +60,7 @@ def _lines(path) -> list[dict]:
 
 def _state(folder, recipe="bf16"):
     run = settings.FinetuneRun.resume(folder, {})
-    inputs, _ = program.load_questions(run.settings, folder / "tokenizer.json")
+    inputs, _ = program.load_inputs(run.settings, folder / "tokenizer.json")
     trainer = inputs.trainer(run.settings, recipe, run.steps)
     with run.checkpoints(recipe) as checkpoints:
         return trainer, checkpoints.state(trainer.abstract_state())
@@ -129,16 +130,15 @@ def test_loss_is_that_of_the_answers_alone():
     of_run = settings.settings(arguments | {"rounding": "nearest"})
     config = model_config(of_run, "bf16", BYTES_VOCAB_SIZE)
     trainer = AnswerTrainer(config, of_run, steps=1, base=None)
-    params = trainer.init().params
-    codec = text_codec()
+    encoder = WordsEncoder(text_codec())
     conversations = map(Conversation.of, problems("train", 4, families=["expressions"]))
-    examples = [encode(each, codec) for each in conversations]
+    examples = [encoder.encode(each) for each in conversations]
     windows = PackedWindows(examples, of_run.seq_len)
     batch = np.stack([windows[0], windows[1]])
     assert len(windows) == 2
 
     losses = []
-    model = trainer.model(params)
+    model = trainer.model(trainer.init())
     forward = jax.jit(lambda state, t: nnx.merge(nnx.graphdef(model), state)(t))
     for tokens, answers in examples:
         padded = np.zeros((1, of_run.seq_len), np.int32)
@@ -188,7 +188,7 @@ def test_exact_match_counts_right_results(monkeypatch):
     wrong = [question for question in recorded][::5]
     oracle = _Oracle(recorded | {question: "1 #### -1" for question in wrong})
     monkeypatch.setattr("coat_jax.generate", oracle)
-    answers = Exam(conversations, text_codec()).ask(None)
+    answers = Exam(conversations, WordsEncoder(text_codec())).ask(None)
     assert oracle.calls == 2
     assert [record.question for record in answers] == list(recorded)
     assert [record.exact for record in answers] == [q not in wrong for q in recorded]
@@ -207,7 +207,7 @@ def test_exact_match_counts_right_results(monkeypatch):
             "has the recipes bf16, got --base-recipe coat",
         ),
         (["--base", "BASE", "--preset", "cpu"], "--preset must be the base's, tiny"),
-        (["--data", "x.jsonl"], "--data needs --test"),
+        (["--data", "x.jsonl"], "no file or folder at .*x.jsonl"),
         (["--test", "x.jsonl"], "--test needs --data"),
         (["--eval-questions", "0"], "eval_questions must be positive, got 0"),
         (["--families", "poems"], "families are expressions, stories, .*got 'poems'"),

@@ -1,6 +1,5 @@
 """Tests the data of fine-tuning: problems, conversations, windows and intervals."""
 
-import json
 import math
 import re
 
@@ -12,11 +11,9 @@ from experiments.finetune import tasks
 from experiments.finetune.conversations import (
     Conversation,
     Example,
-    encode,
-    encode_question,
-    read_conversations,
     result_of,
 )
+from experiments.finetune.encoding import WordsEncoder
 from experiments.finetune.packing import PackedWindows
 from experiments.training.text import bpe_encoder, text_codec
 
@@ -138,7 +135,8 @@ def codec(request, tmp_path):
 
 
 def test_conversations_are_text_with_separators(codec):
-    tokens, answers = encode(_CHAT, codec)
+    encoder = WordsEncoder(codec)
+    tokens, answers = encoder.encode(_CHAT)
     text = "".join(
         "|" if token == codec.separator else codec.decode([token]) for token in tokens
     )
@@ -152,7 +150,7 @@ def test_conversations_are_text_with_separators(codec):
         " 4 + 3 = 7. #### 7",
     ]
     assert [int(piece[-1]) for piece in parts[1::2]] == 2 * [codec.separator]
-    prompt = encode_question(_CHAT, codec)
+    prompt = encoder.question(_CHAT)
     assert prompt == tokens[: len(prompt)].tolist()
     assert codec.decode(prompt).endswith("3 more?\nAssistant:")
     assert _CHAT.answer == "7"
@@ -163,59 +161,6 @@ def test_a_separator_in_a_text_is_text(codec):
     tokens = codec.encode(text)
     assert codec.separator not in tokens
     assert codec.decode(tokens.tolist()) == text
-
-
-def test_lines_of_files_are_conversations(tmp_path):
-    path = tmp_path / "chat.jsonl"
-    messages = [{"role": role, "content": text} for role, text in _CHAT.messages]
-    lines = [
-        {"question": "1 + 1?", "answer": "2", "family": "sums"},
-        {"messages": messages},
-    ]
-    path.write_text("\n\n".join(map(json.dumps, lines)))
-    first, second = read_conversations([path])
-    assert first.messages == (("user", "1 + 1?"), ("assistant", "2"))
-    assert (first.family, second.family) == ("sums", "all")
-    assert second.messages == _CHAT.messages
-    assert second.place == f"{path}, line 3"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("[1]", "it is no object, got [1.0]"),
-        ("{", "Expecting property name"),
-        ('{"question": "a"}', '"answer" must be a string that is not blank, got None'),
-        ('{"question": " ", "answer": "b"}', '"question" must be a string'),
-        ('{"question": "a", "answer": 3}', "not blank, got 3.0"),
-        ('{"question": "a", "answer": "\\ud800"}', "surrogates not allowed"),
-        ('{"messages": []}', '"messages" must be a list of some, got []'),
-        ('{"messages": [1]}', "a message must be an object, got 1.0"),
-        (
-            '{"messages": [{"role": "tool", "content": "x"}]}',
-            "roles are system, user, assistant; got 'tool'",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": "x"}]}',
-            "the last message must be the assistant's, got 'user'",
-        ),
-    ],
-)
-def test_lines_that_are_no_conversation_are_named(tmp_path, line, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"question": "a", "answer": "b"}\n' + line)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        read_conversations([path])
-    assert str(error.value).startswith(f"{path}, line 2: ")
-
-
-def test_files_of_another_kind_are_named(tmp_path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "empty.jsonl").write_text("\n")
-    with pytest.raises(ValueError, match=r"must be \.jsonl files, got .*a\.txt"):
-        read_conversations([tmp_path / "a.txt"])
-    with pytest.raises(ValueError, match=r"no conversation in .*empty\.jsonl"):
-        read_conversations([tmp_path / "empty.jsonl"])
 
 
 def test_windows_hold_each_conversation_once_and_whole(rng):

@@ -1,0 +1,91 @@
+"""Checkers: functions that say whether a generated answer is right.
+
+A checker is a name in `CHECKERS`, or MODULE:FUNCTION for a function of your own, which
+takes what `Checker` does. Its module is imported from the working directory or the
+installed packages.
+"""
+
+import importlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from experiments.finetune.conversations import result_of
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+class Checker(Protocol):
+    """A function that compares an answer with what is right."""
+
+    def __call__(
+        self, answer: str, expected: str, fields: Mapping[str, Any]
+    ) -> bool | float:
+        """Returns whether an answer is right, or a score that is 1 if it is.
+
+        Args:
+          answer: The generated answer.
+          expected: The result in the data's answer.
+          fields: The fields of the data's line.
+        """
+
+
+def exact(answer: str, expected: str, fields: Mapping[str, Any]) -> bool:
+    """Returns whether the result in an answer is the expected text.
+
+    Examples:
+      >>> exact("3 + 4 = 7 #### 7", "7", {})
+      True
+    """
+    del fields
+    return result_of(answer) == expected
+
+
+def number(answer: str, expected: str, fields: Mapping[str, Any]) -> bool:
+    """Returns whether the last number of an answer is the last of what is expected.
+
+    Examples:
+      >>> number("That makes 1,200 eggs.", "1200", {})
+      True
+      >>> number("I do not know.", "1200", {})
+      False
+    """
+    del fields
+    numbers = [_NUMBER.findall(text) for text in (answer, expected)]
+    if not all(numbers):
+        return False
+    last, right = (float(found[-1].replace(",", "")) for found in numbers)
+    return last == right
+
+
+CHECKERS: dict[str, Checker] = {"exact": exact, "number": number}
+
+
+def load_checker(name: str) -> Checker:
+    """Returns the checker of a name, or the function at MODULE:FUNCTION.
+
+    Raises:
+      ValueError: If there is no such checker.
+    """
+    if name in CHECKERS:
+        return CHECKERS[name]
+    module, colon, function = name.partition(":")
+    if not colon:
+        names = ", ".join(CHECKERS)
+        raise ValueError(f"checkers are {names} or MODULE:FUNCTION, got {name!r}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
+    try:
+        checker = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"there is no checker {name!r}: {error}") from None
+    if not callable(checker):
+        raise ValueError(f"the checker {name!r} is no function, got {checker!r:.60}")
+    return checker
+
+
+def is_code(name: str) -> bool:
+    """Returns whether a checker is code that is not part of this program."""
+    return name not in CHECKERS

@@ -1,0 +1,52 @@
+"""The folders that a fine-tuning leaves, for other programs to load."""
+
+import shutil
+from pathlib import Path
+
+import jax
+
+from coat_jax.models import hf, llama
+from coat_jax.models.hf.loading import Origin
+from experiments.finetune.settings import FinetuneRun
+from experiments.training import processes
+
+FOLDER = "models"
+
+
+def save_models(
+    run: FinetuneRun, recipe: str, model: llama.Llama, origin: Origin | None
+) -> list[Path]:
+    """Saves a recipe's model as a Hugging Face folder, and in FP8 if the run asks.
+
+    The run's folder gets models/RECIPE, and models/RECIPE-FORMAT. An earlier one is
+    replaced. All processes take part.
+
+    Args:
+      run: The run.
+      recipe: The recipe.
+      model: The trained model.
+      origin: The folder that the base came from.
+
+    Returns:
+      The paths of the folders.
+    """
+    model.origin = origin
+    formats = {recipe: None}
+    if run.settings.save_format != "none":
+        formats[f"{recipe}-{run.settings.save_format}"] = run.settings.save_format
+    paths = []
+    for name, format in formats.items():
+        path = run.folder / FOLDER / name
+        incomplete = path.with_name(f"{name}.new")
+
+        def cleared(*folders: Path) -> None:
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+
+        processes.on_main(lambda: cleared(incomplete))
+        hf.save(model, incomplete, format=format)
+        if jax.process_index() == 0:
+            cleared(path)
+            incomplete.replace(path)
+        paths.append(path)
+    return paths

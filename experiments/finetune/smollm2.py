@@ -1,0 +1,2 @@
+def is_installed():
+    return False
