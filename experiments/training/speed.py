@@ -29,9 +29,10 @@ def flops_per_token(config: llama.LlamaConfig, seq_len: int) -> int:
     head_dim = config.head_dim or config.hidden_size // config.num_heads
     attended = config.num_heads * head_dim
     heads = config.num_heads + 2 * config.num_kv_heads
-    layer = config.hidden_size * (
-        heads * head_dim + attended + 3 * config.intermediate_size
-    )
+    experts, hidden_layer = config.experts, 3 * config.intermediate_size
+    if experts is not None:  # A token's own, and the router.
+        hidden_layer = experts.choices * hidden_layer + experts.num_experts
+    layer = config.hidden_size * (heads * head_dim + attended + hidden_layer)
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     return 6 * (weights + config.num_layers * attended * seq_len)
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from coat_jax.layers.experts.products import Product, merged
+from coat_jax.layers.experts.products import Product
 from coat_jax.layers.experts.routing import (
     Experts,
     Shares,
@@ -37,11 +37,12 @@ def experts_sum(
         which returns what `down` reads.
       experts: The experts.
     """
-    logits = router_logits(h, params["router"])
+    # Backward reads the norm's output in its own dtype.
+    logits = jax.checkpoint(router_logits)(h, params["router"])
     ids = chosen_experts(logits, experts, params["router_bias"])
     weights, shares = routed(logits, ids, experts)
     rows = Rows.sorted_by_expert(ids, experts.num_groups)
-    gate_up = product(h, merged(params["gate_up"]), rows, True)
+    gate_up = product(h, params["gate_up"], rows, True)
     gate_up = gate_up.reshape(len(gate_up), 2, -1)
     a = gated(gate_up, rows.of_choices(weights)[:, None])
     y = sums_of_tokens(product(a, params["down"], rows, False), rows)
@@ -60,7 +61,13 @@ def weighted_gate(
     weights.
     """
     a = gate(gate_up[:, 0], gate_up[:, 1])
-    return (a.astype(jnp.float32) * weights).astype(gate_up.dtype)
+    return _weighted(a, weights)
+
+
+@jax.checkpoint
+def _weighted(a: Array, weights: Array) -> Array:
+    """Computes the product in float32, and saves `a` in its own dtype."""
+    return (a.astype(jnp.float32) * weights).astype(a.dtype)
 
 
 def over_shards_of(

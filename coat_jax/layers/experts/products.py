@@ -66,9 +66,9 @@ def weight_gradient(
     return dw.astype(dtype)
 
 
-def merged(gate_up: Float[Array, "experts 2 f h"]) -> Float[Array, "experts out h"]:
-    """Returns the weights of gate and up as one matrix for each expert."""
-    return gate_up.reshape(len(gate_up), -1, gate_up.shape[-1])
+def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
+    """Returns the weights of an expert as one matrix."""
+    return w.reshape(len(w), -1, w.shape[-1])
 
 
 def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:
@@ -94,7 +94,7 @@ def _wide(x: Array) -> Array:
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def plain_product(
     x: Float[Array, "tokens_or_rows in"],
-    w: Float[Array, "experts out in"],
+    w: Float[Array, "experts *out in"],
     rows: Rows,
     of_tokens: bool,
 ) -> Float[Array, "rows out"]:
@@ -109,7 +109,7 @@ def plain_product(
 
 def _plain(x, w, rows, of_tokens):
     x = rows.of_tokens(x) if of_tokens else x
-    return once(_multiplied(x, w.astype(x.dtype), rows))
+    return once(_multiplied(x, merged(w).astype(x.dtype), rows))
 
 
 def _multiplied(x, w, rows):
@@ -124,7 +124,8 @@ def _plain_fwd(x, w, rows, of_tokens):
 
 def _plain_bwd(of_tokens, residuals, dy):
     x, w, rows = residuals
-    x_rows, wide = rows.of_tokens(x) if of_tokens else x, w.astype(x.dtype)
+    x_rows, wide = rows.of_tokens(x) if of_tokens else x, merged(w)
+    wide = wide.astype(x.dtype)
     if x.dtype == jnp.bfloat16:
         dx = _multiplied(dy, wide.swapaxes(1, 2), rows)
         operands = (kernels.grouped_transpose(v, rows.sizes) for v in (dy, x_rows))
@@ -135,7 +136,7 @@ def _plain_bwd(of_tokens, residuals, dy):
         _, vjp = jax.vjp(partial(_multiplied, rows=rows), x_rows, wide)
         dx, dw = vjp(dy)
     dx = rows.sums(dx).astype(x.dtype) if of_tokens else dx
-    return dx, dw.astype(w.dtype), None
+    return dx, dw.astype(w.dtype).reshape(w.shape), None
 
 
 plain_product.defvjp(_plain_fwd, _plain_bwd)
@@ -144,7 +145,7 @@ plain_product.defvjp(_plain_fwd, _plain_bwd)
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def fp8_product(
     x: Float[Array, "tokens_or_rows in"],
-    w: Float[Array, "experts out in"],
+    w: Float[Array, "experts *out in"],
     rows: Rows,
     of_tokens: bool,
 ) -> Float[Array, "rows out"]:
@@ -159,7 +160,7 @@ def _fp8_fwd(x, w, rows, of_tokens):
     saved = quantize_tensor(x, E4M3, copies="row", scale=scale)
     if of_tokens:
         codes = jax.tree.map(rows.of_tokens, codes)
-    y = forward_product(codes, w, rows, x.dtype)
+    y = forward_product(codes, merged(w), rows, x.dtype)
     return y, (Scaled(saved.row, scale), dtype_of(x), w, rows)
 
 
@@ -168,14 +169,15 @@ def _fp8_bwd(of_tokens, residuals, dy):
     x, like, w, rows = residuals
     gradient = quantize_tensor(dy, E5M2, copies="row")
     gradient = Scaled(gradient.row, gradient.scale)
-    dx = input_gradient(gradient, w, rows, like.dtype)
+    dx = input_gradient(gradient, merged(w), rows, like.dtype)
     dx = rows.sums(dx).astype(like.dtype) if of_tokens else dx
     codes = rows.of_tokens(x.codes) if of_tokens else x.codes
     operands = (
         Scaled(kernels.grouped_transpose(v.codes, rows.sizes), v.scale)
         for v in (gradient, x._replace(codes=codes))
     )
-    return dx, weight_gradient(*operands, rows, w.dtype), None
+    dw = weight_gradient(*operands, rows, w.dtype)
+    return dx, dw.reshape(w.shape), None
 
 
 fp8_product.defvjp(_fp8_fwd, _fp8_bwd)
