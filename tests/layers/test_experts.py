@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from helpers import oracle
-from helpers.gradients import assert_close, cosine, fake
+from helpers.gradients import assert_close, compiled, cosine, fake, saved, saved_bytes
 from helpers.marks import slow
 from helpers.models import normal
 
 from coat_jax.layers import recipes
-from coat_jax.layers.experts.routing import Experts, Routing
+from coat_jax.layers.decoder import DecoderLayer
+from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
 from coat_jax.layers.parts import Norm
 
 HIDDEN, INNER, COUNT = 64, 32, 5
@@ -291,3 +293,116 @@ def near(actual, expected, error):
     a, b = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     assert a.shape == b.shape
     assert np.linalg.norm(a - b) <= error * np.linalg.norm(b)
+
+
+@pytest.mark.parametrize("name", ["bf16", "te", "coat"])
+def test_no_rows_of_the_residual_stream_are_saved(name):
+    experts, recipe = KINDS["shared"][0], recipes.RECIPES[name]
+    x, _ = tokens(jnp.bfloat16)
+
+    def layer(params, x):
+        params = {**params, "router_bias": None}
+        options = {"norm": NORM, "gate": "silu", "experts": experts}
+        y, shares = recipe.experts(params, recipe.enter(x), **options)
+        return recipe.leave(y), shares
+
+    params = parameters(experts)
+    del params["router_bias"]
+    residuals = saved(layer, params, x)
+    count = BATCH * LENGTH
+    rows_of_experts = -(-count * experts.choices // 8) * 8
+    largest = max(r.nbytes for r in residuals if r.argument is None)
+    for residual in residuals:
+        shape = residual.shape
+        assert shape[:1] != (rows_of_experts,) or shape[-1:] != (HIDDEN,)
+    if name == "coat":
+        in_groups = 1 + 2 / 16
+        # Codes of gate and up, their largest scale, and the order of rows.
+        of_rows = rows_of_experts * (2 * INNER * in_groups + 4 + 4)
+        # Codes of the input, and the experts and weights of each token.
+        of_tokens = count * (HIDDEN * in_groups + experts.choices * 8)
+        others = 4 * experts.num_groups + 2 * 4
+        assert saved_bytes(residuals) == of_rows + of_tokens + others
+        assert largest == rows_of_experts * 2 * INNER
+
+
+def layers_of(experts, **options):
+    sizes = HIDDEN, INNER, 4, 2, 16
+    return DecoderLayer(*sizes, experts=experts, **options, rngs=nnx.Rngs(0))
+
+
+def test_equal_experts_are_a_dense_layer():
+    options = {"recipe": "bf16", "qk_norm": "head"}
+    dense_layer, layer = layers_of(None, **options), layers_of(PLAIN, **options)
+    for name in ("gate_up", "down"):
+        weight = getattr(dense_layer, name)[...] * 10
+        setattr(dense_layer, name, nnx.Param(weight))
+        equal = jnp.broadcast_to(weight, (COUNT, *weight.shape))
+        setattr(layer, name, nnx.Param(equal))
+    for name in ("attention_norm", "qkv", "out", "mlp_norm"):
+        setattr(layer, name, getattr(dense_layer, name))
+    x, _ = tokens()
+    y, expected = (compiled(lambda x, m=m: m(x), x) for m in (layer, dense_layer))
+    assert np.abs(np.asarray(expected - x)).max() > 0.1
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bf16", "te", "coat"])
+def test_vmap_and_scan_and_checkpoint(name):
+    experts, recipe = KINDS["shared"][0], recipes.RECIPES[name]
+    x, dy = tokens()
+    params = parameters(experts)
+
+    @jax.checkpoint
+    def layer(params, x):
+        options = {"norm": NORM, "gate": "silu", "experts": experts}
+        y, shares = recipe.experts(params, recipe.enter(x), **options)
+        return recipe.leave(y), Routing.of(shares)
+
+    def gradients(x, dy):
+        return with_gradients(layer, params, x, dy)
+
+    pair = jnp.stack([x, x[::-1] * 2]), jnp.stack([dy, dy[::-1]])
+    one_by_one = [jax.jit(gradients)(*(v[i] for v in pair)) for i in range(2)]
+    stacked = jax.tree.map(lambda *v: jnp.stack(v), *one_by_one)
+    mapped = jax.jit(jax.vmap(gradients))(*pair)
+    scanned = jax.jit(lambda v: jax.lax.map(lambda v: gradients(*v), v))(pair)
+    for results in (mapped, scanned):
+        assert_close(results, stacked, 1e-5)
+
+
+def test_options_that_do_not_go_together_are_refused():
+    for options, rule in (
+        ({"top_k": 6}, "top_k must be at most num_experts 5, got 6"),
+        ({"top_k": 0}, "top_k must be positive, got 0"),
+        ({"num_shared": -1}, "num_shared must be an integer of 0 or more, got -1"),
+        ({"scores": "relu"}, "scores must be one of softmax, sigmoid, got 'relu'"),
+        ({"scale": 0.0}, "scale must be positive, got 0.0"),
+        ({"z_weight": float("nan")}, "z_weight must be 0 or more, got nan"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            Experts(**{"num_experts": COUNT, "top_k": 2, **options})
+    for options, rule in (
+        ({"recipe": "coat_block"}, "a recipe among bf16, te, coat, coat_max, got"),
+        ({"scaling": "delayed"}, "scaling='just_in_time', got 'delayed'"),
+        ({"norm_placement": "both"}, "norm_placement='before', got 'both'"),
+    ):
+        with pytest.raises(ValueError, match=rule):
+            layers_of(PLAIN, **options)
+
+
+def test_biases_rise_for_experts_with_little_load():
+    load = jnp.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]])
+    bias = updated_bias(jnp.zeros((2, 3)), load, 0.001)
+    expected = 0.001 * np.array([[-1, 1, 1], [1, 1, -1]])
+    np.testing.assert_allclose(bias, expected, rtol=1e-6)
+
+
+def test_weights_of_experts_are_quantized_in_each_pass():
+    def quantized():
+        layer = layers_of(PLAIN, recipe="coat")
+        layer.quantize_weights()
+        return layer
+
+    assert set(nnx.eval_shape(quantized).codes) == {"qkv", "out"}

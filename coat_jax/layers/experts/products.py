@@ -115,7 +115,21 @@ def _plain(x, w, rows, of_tokens):
 def _multiplied(x, w, rows):
     if x.dtype == jnp.bfloat16:
         return kernels.grouped_matmul(x, w, rows.sizes, tiles=rows.tiles())
-    return lax.ragged_dot(x, w.swapaxes(1, 2), rows.sizes)
+    return _ragged_dot(x, w, rows.sizes)
+
+
+# JAX maps `ragged_dot` over first axes alone, and not if the weights have none.
+@jax.custom_batching.sequential_vmap
+def _ragged_dot(x, w, sizes):
+    return lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
+
+
+@jax.custom_batching.sequential_vmap
+def _ragged_dot_grads(x, w, sizes, dy):
+    def multiply(x, w):
+        return lax.ragged_dot(x, w.swapaxes(1, 2), sizes)
+
+    return jax.vjp(multiply, x, w)[1](dy)
 
 
 def _plain_fwd(x, w, rows, of_tokens):
@@ -133,8 +147,7 @@ def _plain_bwd(of_tokens, residuals, dy):
             *operands, rows.sizes, out_dtype=_stored(w.dtype)
         )
     else:
-        _, vjp = jax.vjp(partial(_multiplied, rows=rows), x_rows, wide)
-        dx, dw = vjp(dy)
+        dx, dw = _ragged_dot_grads(x_rows, wide, rows.sizes, dy)
     dx = rows.sums(dx).astype(x.dtype) if of_tokens else dx
     return dx, dw.astype(w.dtype).reshape(w.shape), None
 

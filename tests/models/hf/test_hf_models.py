@@ -185,6 +185,49 @@ def test_fp8_checkpoints(tmp_path, format, suffix, group):
     )
 
 
+@pytest.mark.parametrize("case", ["mixtral", slow("qwen3_moe")])
+@pytest.mark.parametrize(
+    ("format", "suffix"),
+    [("fp8-block", "weight_scale_inv"), ("fp8-channel", "weight_scale")],
+)
+def test_fp8_checkpoints_of_experts(tmp_path, case, format, suffix):
+    folder = write_folder(tmp_path / "new", case, "bfloat16")
+    hf.save(hf.load(folder), tmp_path / "fp8", format=format)
+    hf.save(hf.load(tmp_path / "fp8"), tmp_path / "wide")
+    wide = load_file(tmp_path / "wide" / "model.safetensors")
+    for tensor, weight in fixture(case)[1].items():
+        if ".experts." not in tensor:
+            continue
+        values = _dequantized(tmp_path / "fp8", tensor.removesuffix(".weight"), suffix)
+        assert np.linalg.norm(values - weight) < 0.05 * np.linalg.norm(weight)
+        expected = values.astype(ml_dtypes.bfloat16)
+        np.testing.assert_array_equal(wide[tensor], expected)
+    routers = [
+        name for name in wide if name.endswith(("moe.gate.weight", "mlp.gate.weight"))
+    ]
+    assert len(routers) == 2
+    text = json.loads((tmp_path / "fp8" / "config.json").read_text())
+    settings = text["quantization_config"]
+    skipped = settings.get("ignore", settings.get("ignored_layers"))
+    assert set(skipped) == {"lm_head", *(n.removesuffix(".weight") for n in routers)}
+    for name in routers:
+        np.testing.assert_array_equal(
+            wide[name].astype(np.float32), fixture(case)[1][name]
+        )
+
+
+def test_layers_without_experts_are_refused(tmp_path):
+    for changes, rule in (
+        ({"mlp_only_layers": [0]}, "mlp_only_layers in config.json must be empty"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step in config.json must be 1"),
+        ({"num_experts": 3}, "num_local_experts in config.json must be num_experts 3"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok .* must be at most 8"),
+    ):
+        folder = tmp_path / next(iter(changes))
+        with pytest.raises(ValueError, match=rule):
+            hf.load(write_folder(folder, "qwen3_moe", **changes))
+
+
 def test_saved_codes_are_those_that_training_reads(tmp_path):
     model = hf.load(write_folder(tmp_path / "new", "qwen3", "bfloat16"), recipe="coat")
     hf.save(model, tmp_path / "fp8", format="fp8-channel")

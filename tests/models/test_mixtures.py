@@ -1,0 +1,119 @@
+"""Tests language models with experts: losses, steps, generation and memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers.gradients import assert_close, compiled
+
+import coat_jax as coat
+from coat_jax.layers.experts.routing import Experts
+from coat_jax.models import llama
+
+EXPERTS = Experts(num_experts=6, top_k=2, balance_weight=0.3, z_weight=0.02)
+CONFIG = llama.LlamaConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=32,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    recipe="bf16",
+    dtype=jnp.float32,
+    experts=EXPERTS,
+)
+TOKENS = np.random.default_rng(0).integers(0, 96, (2, 13))
+
+
+def model_of(config):
+    """Returns a model's structure and parameters that are far from zero."""
+    graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+    rng = np.random.default_rng(1)
+    params = jax.tree.map(
+        lambda p: p + np.float32(0.1) * rng.standard_normal(p.shape, np.float32), params
+    )
+    return graph, params
+
+
+def loss_of(graph):
+    def loss(params):
+        model = nnx.merge(graph, params)
+        return llama.training_loss(model, TOKENS[:, :-1], TOKENS[:, 1:])
+
+    return loss
+
+
+def test_the_loss_has_auxiliary_losses_of_all_layers():
+    graph, params = model_of(CONFIG)
+
+    def run(params):
+        model = nnx.merge(graph, params)
+        loss, losses = loss_of(graph)(params)
+        x, loads = model.embed(TOKENS[:, :-1]), []
+        inner, stacked = nnx.split(model.layers)
+        for i in range(2):
+            layer = nnx.merge(inner, jax.tree.map(lambda p, i=i: p[i], stacked))
+            x, routing = layer.with_routing(x)
+            loads.append(routing)
+        plain = llama.cross_entropy(model, TOKENS[:, :-1], TOKENS[:, 1:])
+        return loss, losses, loads, plain
+
+    loss, losses, loads, plain = compiled(run, params)
+    np.testing.assert_allclose(losses.cross_entropy, plain, rtol=1e-5)
+    load, balance, z = (np.stack(x) for x in zip(*loads, strict=True))
+    np.testing.assert_allclose(losses.routing.load, load, atol=1e-6)
+    np.testing.assert_allclose(load.sum(axis=1), 1, rtol=1e-5)
+    expected = plain + 0.3 * balance.mean() + 0.02 * z.mean()
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_step_inside_backward_is_the_ordinary_step():
+    graph, params = model_of(dataclasses.replace(CONFIG, recipe="coat"))
+    tx = coat.fp8_adamw(1e-3)
+    state = tx.init(params)
+
+    def run(params, state):
+        step = coat.value_and_update(loss_of(graph), tx, has_aux=True)
+        (_, losses), *released = step(params, state)
+        _, grads = jax.value_and_grad(loss_of(graph), has_aux=True)(params)
+        ordinary = coat.fused_update(tx, grads, state, params)
+        return losses.routing.load, released[0], ordinary[0], params
+
+    load, released, ordinary, before = compiled(run, params, state)
+    assert load.shape == (2, 6)
+    assert_close(released, ordinary, 1e-6)
+    router = nnx.to_pure_dict(before)["layers"]["router"]
+    assert not np.array_equal(nnx.to_pure_dict(released)["layers"]["router"], router)
+
+
+def test_generation_is_that_of_whole_passes():
+    graph, params = model_of(CONFIG)
+    model = nnx.merge(graph, params)
+    generation = coat.generate(model, TOKENS[:, :5], max_new_tokens=4)
+    tokens = np.concatenate([TOKENS[:, :5], generation.tokens], axis=1)
+    logits = compiled(lambda p: nnx.merge(graph, p)(tokens), params)
+    np.testing.assert_array_equal(np.argmax(logits[:, 4:-1], -1), generation.tokens)
+
+
+def test_the_estimate_knows_saved_rows_of_experts():
+    def saved(top_k):
+        experts = dataclasses.replace(EXPERTS, top_k=top_k)
+        config = dataclasses.replace(CONFIG, recipe="coat", experts=experts)
+        estimate = coat.estimate_memory(config, batch=2, sequence=64)
+        return estimate.saved_bytes, estimate.peak.parameters
+
+    (one, parameters), (two, _) = saved(2), saved(3)
+    # Codes of gate and up, the largest scale, the expert, the weight and the order.
+    of_a_row = 2 * 32 * (1 + 2 / 16) + 4 * 4
+    assert two - one == CONFIG.num_layers * 2 * 64 * of_a_row
+    _, params = nnx.split(nnx.eval_shape(lambda: llama.Llama(CONFIG, rngs=nnx.Rngs(0))))
+    assert parameters == 4 * sum(p.size for p in jax.tree.leaves(params))
+
+
+def test_experts_need_a_recipe_that_has_them():
+    with pytest.raises(ValueError, match="experts need a recipe among"):
+        dataclasses.replace(CONFIG, recipe="coat_block")
