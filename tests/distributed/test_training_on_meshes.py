@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.kills import Killed, on_call
+from helpers.main_job import bits, rows_of, tiny, write_letters
 from helpers.marks import slow
 
 from experiments.common import meshes
@@ -23,7 +24,7 @@ from experiments.training import job
 from experiments.training import trainer as training
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.interrupts import STOPPED
-from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.settings import Settings, model_config
 
 pytestmark = [
     pytest.mark.distributed,
@@ -35,7 +36,7 @@ _TINY = ["--preset", "tiny", "--recipes", "bf16", "--batch-size", "8"]
 
 
 def _settings(**changes) -> Settings:
-    return dataclasses.replace(PRESETS["tiny"].settings, batch_size=8, **changes)
+    return tiny(batch_size=8, **changes)
 
 
 @functools.cache
@@ -65,10 +66,6 @@ def _rows(*args, **changes):
     trainer = _trainer(*args, **changes)
     state, actual = _advance(trainer, trainer.init(), _batches())
     return np.append(actual, trainer.evaluate(state, [*_batches(1)]))
-
-
-def _bits(tree):
-    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("mesh", [MIXED, *map(slow, ("fsdp=8", "data=8", "tensor=8"))])
@@ -112,18 +109,18 @@ def test_each_device_has_its_shards_alone_and_they_are_donated(mesh):
 def test_a_checkpoint_has_the_same_bits_on_any_mesh(tmp_path):
     saved = _trainer("fsdp=8")
     state, _ = _advance(saved, saved.init(), _batches(2))
-    expected = _bits(state)
+    expected = bits(state)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         checkpoints.save(state, Progress(step=2))
     for mesh in ("fsdp=8", MIXED, None):
         trainer = _trainer(mesh)
         with Checkpoints(tmp_path / "saved") as checkpoints:
             restored = checkpoints.state(trainer.abstract_state())
-        assert _bits(restored) == expected
+        assert bits(restored) == expected
         if mesh == "fsdp=8":
             resumed, rows = _advance(trainer, restored, _batches()[2:])
             undisturbed, remaining = _advance(trainer, state, _batches()[2:])
-            assert _bits(resumed) == _bits(undisturbed)
+            assert bits(resumed) == bits(undisturbed)
             np.testing.assert_array_equal(rows, remaining)
 
 
@@ -144,9 +141,7 @@ def test_what_a_mesh_does_not_divide_is_refused():
 
 @pytest.fixture
 def text(tmp_path):
-    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
-    (tmp_path / "text.txt").write_bytes(bytes(words))
-    return ["--data", str(tmp_path / "text.txt")]
+    return ["--data", str(write_letters(tmp_path / "text.txt"))]
 
 
 @pytest.fixture
@@ -163,8 +158,10 @@ def on_devices(monkeypatch):
 
 
 def _logged(folder):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [[row["loss"], row["grad_norm"], row.get("val_loss", 0)] for row in rows]
+    return [
+        [row["loss"], row["grad_norm"], row.get("val_loss", 0)]
+        for row in rows_of(folder)
+    ]
 
 
 @pytest.mark.slow

@@ -1,8 +1,6 @@
 """Tests that a NaN or a spike in the data is stopped at, skipped or rolled back."""
 
-import dataclasses
 import functools
-import gc
 import itertools
 import json
 import os
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from helpers.kills import Killed, kill, on_call
+from helpers.main_job import bits, final_state, resume, rows_of, tiny
 from helpers.marks import slow
 from jax.interpreters import partial_eval
 
@@ -24,7 +23,7 @@ from experiments.training import bad_steps, data, job, loop, optimizer, runs
 from experiments.training import trainer as training
 from experiments.training.checkpoints import Checkpoints
 from experiments.training.rows import RowLog
-from experiments.training.settings import PRESETS, model_config
+from experiments.training.settings import model_config
 
 _STEPS = 12
 _ARGV = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "4"]
@@ -96,7 +95,7 @@ def rolled_back(corpus, tmp_path_factory):
 
 
 def _settings(**changes):
-    return dataclasses.replace(PRESETS["tiny"].settings, steps=_STEPS, **changes)
+    return tiny(steps=_STEPS, **changes)
 
 
 def _batches(path):
@@ -111,30 +110,8 @@ def _train(path, out, *flags, recipe="bf16"):
     return pretrain.main([*argv, *flags])
 
 
-def _resume(out, *flags):
-    gc.collect()  # The lock of a run that was ended by an exception.
-    return pretrain.main(["--resume", str(out), *flags])
-
-
-def _rows(out):
-    """Returns the metrics, which are JSON as readers outside of Python know it."""
-
-    def refuse(constant):
-        raise AssertionError(f"{constant} is no JSON")
-
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=refuse) for line in lines]
-
-
-def _bits(tree):
-    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
-
-
 def _final_bits(out, recipe="bf16"):
-    run = runs.Run.resume(out, {})
-    with run.checkpoints(recipe) as checkpoints:
-        assert checkpoints.progress().step == _STEPS
-        return _bits(checkpoints.state(_trainer(recipe).abstract_state()))
+    return bits(final_state(out, recipe, _trainer(recipe)))
 
 
 def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
@@ -146,7 +123,7 @@ def _trained(path, left_out, recipe="bf16", count=_STEPS, bad_step="stop"):
     for batch in itertools.islice(saved, count):
         state, actual = trainer.step(state, batch)
         losses.append(float(actual.loss))
-    return losses, _bits(state)
+    return losses, bits(state)
 
 
 bf16_or_slowly_coat = pytest.mark.parametrize("recipe", ["bf16", slow("coat")])
@@ -163,15 +140,15 @@ def test_a_nan_stops_and_a_resumed_run_skips_it(recipe, corpus, tmp_path, capsys
         "layers/attention_norm, layers/down and 5 more; to leave it out: "
         f"uv run python -m experiments.pretrain --resume {out} --bad-step skip"
     )
-    assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows_of(out)] == [1, 2, 3, 4, 5, 6]
     assert [p.name for p in (out / "checkpoints" / recipe).iterdir()] == ["4"]
     losses, _ = _trained(path, {7}, recipe)
-    assert [row["loss"] for row in _rows(out)] == losses[:6]
+    assert [row["loss"] for row in rows_of(out)] == losses[:6]
 
-    assert _resume(out) == 1
-    assert _resume(out, "--bad-step", "skip") == 0
+    assert resume(out) == 1
+    assert resume(out, "--bad-step", "skip") == 0
     assert f"{recipe}, step 7: loss nan" in capsys.readouterr().out
-    rows = _rows(out)
+    rows = rows_of(out)
     assert [row["step"] for row in rows] == list(range(1, _STEPS + 1))
     assert [row["step"] for row in rows if "skipped" in row] == [7]
     assert json.loads((out / "run.json").read_text())["settings"]["bad_step"] == "skip"
@@ -184,13 +161,13 @@ def test_a_nan_stops_and_a_resumed_run_skips_it(recipe, corpus, tmp_path, capsys
 def test_a_skipped_step_changes_nothing(recipe, corpus, tmp_path):
     out, path = tmp_path / "run", corpus(_NAN, 6)
     assert _train(path, out, "--bad-step", "skip", recipe=recipe) == 0
-    losses, bits = _trained(path, {6}, recipe, _STEPS - 1, bad_step="skip")
-    rows = _rows(out)
+    losses, expected_bits = _trained(path, {6}, recipe, _STEPS - 1, bad_step="skip")
+    rows = rows_of(out)
     assert [row["loss"] for row in rows] == [*losses[:5], None, *losses[5:]]
     assert rows[5]["skipped"] is True
     assert rows[5]["grad_norm"] is None
     assert rows[5]["val_loss"] > 0
-    assert _final_bits(out, recipe) == bits
+    assert _final_bits(out, recipe) == expected_bits
     schedule = optimizer.learning_rate(_settings(), _STEPS)
     counts = [*range(6), *range(5, _STEPS - 1)]  # Steps that the optimizer has counted.
     expected = [float(schedule(count)) for count in counts]
@@ -211,12 +188,12 @@ def test_a_skipped_step_changes_nothing(recipe, corpus, tmp_path):
 def test_a_rollback_leaves_the_batches_out(recipe, bad, left_out, corpus, tmp_path):
     out, path = tmp_path / "run", corpus(_NAN, *bad)
     assert _train(path, out, "--bad-step", "rollback", recipe=recipe) == 0
-    losses, bits = _trained(path, left_out, recipe)
-    rows = _rows(out)
+    losses, expected_bits = _trained(path, left_out, recipe)
+    rows = rows_of(out)
     assert [row["step"] for row in rows] == list(range(1, _STEPS + 1))
     assert [row["loss"] for row in rows] == losses
     assert [row["step"] for row in rows if "val_loss" in row] == [6, 12]
-    assert _final_bits(out, recipe) == bits
+    assert _final_bits(out, recipe) == expected_bits
     moments = runs.Run.resume(out, {}).moments()
     steps = [6, 12] if recipe == "coat" else []
     assert sorted({row["step"] for row in moments}) == steps
@@ -231,9 +208,9 @@ def test_the_fourth_rollback_to_one_checkpoint_is_a_stop(corpus, tmp_path, capsy
     output = capsys.readouterr().out
     assert output.count("back to step 4") == 3
     assert "error: bf16, step 5: loss nan" in output
-    assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4]
-    assert _resume(out, "--bad-step", "skip") == 0
-    assert [r["step"] for r in _rows(out) if "skipped" in r] == [5, 6, 7, 8]
+    assert [row["step"] for row in rows_of(out)] == [1, 2, 3, 4]
+    assert resume(out, "--bad-step", "skip") == 0
+    assert [r["step"] for r in rows_of(out) if "skipped" in r] == [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
@@ -252,11 +229,11 @@ def test_a_nan_in_validation_stops(bad_validation, tmp_path, capsys):
     out = tmp_path / "run"
     assert _train(bad_validation, out) == 1
     assert "error: bf16, step 6: val_loss nan; to leave it" in capsys.readouterr().out
-    assert [row["step"] for row in _rows(out)] == [1, 2, 3, 4, 5]
-    assert _resume(out, "--bad-step", "skip") == 0
+    assert [row["step"] for row in rows_of(out)] == [1, 2, 3, 4, 5]
+    assert resume(out, "--bad-step", "skip") == 0
     output = capsys.readouterr().out
     assert "bf16, step 6: val_loss nan; the training goes on" in output
-    rows = _rows(out)
+    rows = rows_of(out)
     assert [row["step"] for row in rows if row.get("val_loss", 0) is None] == [6, 12]
     assert not any("skipped" in row for row in rows)
     assert [row["loss"] for row in rows] == _trained(bad_validation, set())[0]
@@ -270,7 +247,7 @@ def test_a_nan_in_validation_rolls_back(bad_validation, tmp_path, capsys):
     assert "error: bf16, step 6: val_loss nan" in output
     # Each return goes on with the next two batches.
     losses, _ = _trained(bad_validation, {5, 6, 7, 8, 9, 10}, count=5)
-    rows = _rows(out)
+    rows = rows_of(out)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert [row["loss"] for row in rows] == losses
 
@@ -305,7 +282,7 @@ def test_a_rollback_is_the_same_after_any_end(
                 _train(path, out, *flags)
         else:
             assert _train(path, out, *flags) == code
-    assert _resume(out) == 0
+    assert resume(out) == 0
     assert "back to step 4" in capsys.readouterr().out
     assert (out / "metrics.jsonl").read_bytes() == (
         undisturbed / "metrics.jsonl"
@@ -326,24 +303,24 @@ def test_rollbacks_before_and_after_a_stop_count_together(
     assert (actual.step, actual.origin, actual.rollbacks) == (5, 4, 2)
     names = {path.name for path in (out / "checkpoints" / "bf16").iterdir()}
     assert names == {"4", "5"}
-    assert _resume(out) == 1
+    assert resume(out) == 1
 
 
 @bf16_or_slowly_coat
 def test_a_spike_is_bad_if_it_is_asked_for(recipe, corpus, tmp_path, capsys):
     path, flags = corpus(_SPIKE, 7), ["--bad-step", "skip"]
     assert _train(path, tmp_path / "off", *flags, recipe=recipe) == 0
-    actual = _rows(tmp_path / "off")
+    actual = rows_of(tmp_path / "off")
     assert not any("skipped" in row for row in actual)
     assert actual[6]["loss"] > 50 * actual[5]["loss"]
     out = tmp_path / "on"
     assert _train(path, out, *flags, "--spike", "3", recipe=recipe) == 0
-    rows = _rows(out)
+    rows = rows_of(out)
     assert [row["step"] for row in rows if "skipped" in row] == [7]
     assert rows[:6] == actual[:6]
-    losses, bits = _trained(path, {7}, recipe, _STEPS - 1, bad_step="skip")
+    losses, expected_bits = _trained(path, {7}, recipe, _STEPS - 1, bad_step="skip")
     assert [r["loss"] for r in rows if "skipped" not in r] == losses
-    assert _final_bits(out, recipe) == bits
+    assert _final_bits(out, recipe) == expected_bits
     limit = 3 * np.median(losses[:6])
     output = capsys.readouterr().out
     assert (
@@ -361,9 +338,9 @@ def test_a_resumed_run_has_the_same_limits(corpus, tmp_path, monkeypatch):
         on_call(patch, training.Trainer, "step", 7)
         with pytest.raises(Killed):
             _train(path, tmp_path / "run", *flags)
-    assert _resume(tmp_path / "run") == 0
-    rows = _rows(tmp_path / "run")
-    assert rows == _rows(tmp_path / "undisturbed")
+    assert resume(tmp_path / "run") == 0
+    rows = rows_of(tmp_path / "run")
+    assert rows == rows_of(tmp_path / "undisturbed")
     losses, skipped = [], []
     for row in rows:
         if losses and row["loss"] > np.float32(1.01 * np.median(losses)):
@@ -378,10 +355,14 @@ def test_without_a_bad_step_the_answer_changes_nothing(corpus, tmp_path):
     for reply in ("stop", "rollback"):
         flags = ["--bad-step", reply, "--spike", "9"]
         assert _train(path, tmp_path / reply, *flags) == 0
-    assert _rows(tmp_path / "stop") == _rows(tmp_path / "rollback")
-    losses, bits = _trained(path, set())
-    assert [row["loss"] for row in _rows(tmp_path / "stop")] == losses
-    assert _final_bits(tmp_path / "rollback") == _final_bits(tmp_path / "stop") == bits
+    assert rows_of(tmp_path / "stop") == rows_of(tmp_path / "rollback")
+    losses, expected_bits = _trained(path, set())
+    assert [row["loss"] for row in rows_of(tmp_path / "stop")] == losses
+    assert (
+        _final_bits(tmp_path / "rollback")
+        == _final_bits(tmp_path / "stop")
+        == expected_bits
+    )
 
 
 def test_a_damaged_checkpoint_is_not_returned_to(corpus, tmp_path, monkeypatch, capsys):

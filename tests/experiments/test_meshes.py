@@ -6,17 +6,14 @@ import jax
 import numpy as np
 import pytest
 from helpers.kills import on_call
+from helpers.main_job import rows_of, tiny, write_letters
 
 from coat_jax.models import llama
 from experiments.common import meshes
 from experiments.pretrain import program as pretrain
 from experiments.training import job, processes, rows, speed
 from experiments.training import trainer as training
-from experiments.training.settings import PRESETS, Settings, model_config
-
-
-def _settings(**changes) -> Settings:
-    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+from experiments.training.settings import model_config
 
 
 def test_axes_are_read():
@@ -99,11 +96,11 @@ def test_rows_of_another_process_are_not_written(tmp_path):
 
 def test_microbatches_sum_to_the_batch():
     """The model and its gradients are float32."""
-    shape = 3, 4, _settings().seq_len + 1
+    shape = 3, 4, tiny().seq_len + 1
     batches = np.random.default_rng(0).integers(0, 257, shape, np.int32)
     actual = []
     for count in (1, 4):
-        settings = _settings(accumulate=count)
+        settings = tiny(accumulate=count)
         config = dataclasses.replace(
             model_config(settings, "bf16", 257), dtype=np.float32
         )
@@ -118,9 +115,9 @@ def test_microbatches_sum_to_the_batch():
 
 def test_microbatches_divide_the_batch():
     with pytest.raises(ValueError, match="must divide batch_size, got 3 and 4"):
-        _settings(accumulate=3)
+        tiny(accumulate=3)
     with pytest.raises(ValueError, match="accumulate must be positive, got 0"):
-        _settings(accumulate=0)
+        tiny(accumulate=0)
 
 
 def test_flops_of_llama_2_7b():
@@ -144,8 +141,7 @@ def test_utilization_needs_a_known_device(monkeypatch):
 
 
 def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
-    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
-    (tmp_path / "text.txt").write_bytes(bytes(words))
+    text = write_letters(tmp_path / "text.txt")
     monkeypatch.setattr(job, "seconds_per_step", lambda *_: 1.0)
     reason = "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 byte."
 
@@ -154,12 +150,12 @@ def test_an_end_of_memory_is_one_line(tmp_path, monkeypatch, capsys):
 
     on_call(monkeypatch, training.Trainer, "step", 3, run_out)
     argv = ["--preset", "tiny", "--recipes", "bf16", "--save-every", "1", "--data"]
-    argv += [str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
+    argv += [str(text), "--out", str(tmp_path / "run")]
     assert pretrain.main(argv) == 1
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "error" in line]
     assert "bf16: out of memory on a device: a step has parameters 0.00 GiB" in line
     assert "saved activations" in line
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 2
+    assert len(rows_of(tmp_path / "run")) == 2
     reason = "INTERNAL: another error"
     on_call(monkeypatch, training.Trainer, "step", 1, run_out)
     with pytest.raises(jax.errors.JaxRuntimeError, match="another error"):

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import compiled_cache
+from helpers.main_job import bits, final_state, rows_of, tiny
 
 import coat_jax as coat
 from experiments.common import results
@@ -72,32 +73,13 @@ def finished(tmp_path_factory, text):
     return folder
 
 
-def _tiny(**changes) -> Settings:
-    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
-
-
 def _trainer(recipe, steps=10, **changes) -> training.Trainer:
-    settings = _tiny(**changes)
+    settings = tiny(**changes)
     return training.Trainer(model_config(settings, recipe, 257), settings, steps=steps)
 
 
-def _bits(tree):
-    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
-
-
-def _final_state(folder, recipe):
-    run = runs.Run.resume(folder, {})
-    trainer = training.Trainer(
-        model_config(run.settings, recipe, 257), run.settings, steps=run.steps
-    )
-    with run.checkpoints(recipe) as checkpoints:
-        assert checkpoints.progress().step == run.steps
-        return checkpoints.state(trainer.abstract_state())
-
-
 def test_a_run_leaves_metrics_summary_and_plot(finished):
-    lines = (finished / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    rows = rows_of(finished)
     order = [(row["recipe"], row["step"]) for row in rows]
     assert order == [(r, s + 1) for r in ("bf16", "coat") for s in range(_STEPS)]
     validated = [row["step"] for row in rows if "val_loss" in row]
@@ -133,7 +115,7 @@ def test_a_run_leaves_what_becomes_of_fp8_moments(finished):
     assert {(row["recipe"], row["step"]) for row in rows} == {
         ("coat", step) for step in (10, 20, 30)
     }
-    state = _final_state(finished, "coat")
+    state = final_state(finished, "coat")
     expected = coat.moment_report(state.opt_state).rows()
     last = [row for row in rows if row["step"] == _STEPS]
     assert last == [{"recipe": "coat", "step": _STEPS} | row for row in expected]
@@ -185,8 +167,8 @@ def test_interruptions_change_no_bit(
     for name in ("metrics.jsonl", "moments.jsonl"):
         assert (folder / name).read_text() == (finished / name).read_text()
     for recipe in ("bf16", "coat"):
-        state = _final_state(folder, recipe)
-        assert _bits(state) == _bits(_final_state(finished, recipe))
+        state = final_state(folder, recipe)
+        assert bits(state) == bits(final_state(finished, recipe))
 
 
 def test_a_finished_run_resumes_to_the_same_summary(finished):
@@ -271,9 +253,9 @@ def test_flags_replace_the_presets_settings(tmp_path):
 
 def test_recipes_start_from_the_same_bits():
     states = [_trainer(recipe).init() for recipe in ("bf16", "coat", "coat_max")]
-    first, *remaining = [_bits(state.params) for state in states]
+    first, *remaining = [bits(state.params) for state in states]
     assert all(other == first for other in remaining)
-    assert _bits(_trainer("bf16", seed=1).init().params) != first
+    assert bits(_trainer("bf16", seed=1).init().params) != first
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
@@ -288,7 +270,7 @@ def test_moments_of_bf16_parameters_are_float32_or_fp8(recipe):
 def test_without_fp8_moments_there_is_nothing_to_draw(tmp_path):
     trainer = _trainer("bf16")
     assert trainer.moment_rows(trainer.abstract_state()) == []
-    run = runs.Run.create(tmp_path, _tiny(recipes=("bf16",)), "data")
+    run = runs.Run.create(tmp_path, tiny(recipes=("bf16",)), "data")
     assert moment_plots.plot_moments(run) is None
     assert not (tmp_path / "moments.png").exists()
 
@@ -319,7 +301,7 @@ def test_only_matrices_decay():
 
 
 def test_learning_rate_rises_and_falls():
-    schedule = optimizer.learning_rate(_tiny(lr=1.0, warmup_steps=1000), 200)
+    schedule = optimizer.learning_rate(tiny(lr=1.0, warmup_steps=1000), 200)
     rates = np.array([schedule(step) for step in range(200)])
     assert np.argmax(rates) == 20
     np.testing.assert_allclose(rates[:21], (1 + np.arange(21)) / 21, rtol=1e-6)
@@ -336,7 +318,7 @@ def test_a_budget_lowers_the_number_of_steps(monkeypatch, text):
         step = staticmethod(lambda state, batch: (state, ()))
         evaluate = staticmethod(lambda state, batches: 0.0)
 
-    settings = _tiny(minutes=1.0, steps=1000, eval_every=5)
+    settings = tiny(minutes=1.0, steps=1000, eval_every=5)
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
     batches = train_batches(inputs, settings)
     seconds = budgets.seconds_per_step(
@@ -352,7 +334,7 @@ def test_a_budget_times_the_steps_once(monkeypatch, text, tmp_path, capsys):
     timings = []
     monkeypatch.setattr(training.Trainer, "compiled", (None, 10.0))
     monkeypatch.setattr(job, "seconds_per_step", lambda *_: timings.append(1) or 1.0)
-    settings = _tiny(minutes=1.0, steps=1000)
+    settings = tiny(minutes=1.0, steps=1000)
     run = runs.Run.create(tmp_path, settings, "data")
     inputs = pretrain.select_inputs(pretrain.data.load_corpus([text]), settings)
     trainer = compile_trainer(run, "bf16", inputs, 0)
@@ -379,7 +361,7 @@ def test_checkpoints_keep_every_bit(tmp_path, rng):
         )
         restored = checkpoints.state(abstract)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    assert _bits(restored) == _bits(state)
+    assert bits(restored) == bits(state)
 
 
 def test_results_files_have_one_schema(tmp_path):

@@ -2,19 +2,25 @@
 
 import dataclasses
 import functools
-import gc
 import json
 import shutil
 
-import jax
 import numpy as np
 import pytest
 from helpers.kills import Killed, on_call
+from helpers.main_job import (
+    bits,
+    final_state,
+    resume,
+    rows_of,
+    tiny,
+    write_letters,
+)
 
 from experiments.pretrain import program as pretrain
 from experiments.training import job, plots, runs
 from experiments.training import trainer as training
-from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.settings import Settings, model_config
 
 _STEPS, _MORE = 9, 14
 _ARGV = ["--preset", "tiny", "--save-every", "4", "--steps", str(_STEPS)]
@@ -42,9 +48,8 @@ def compiled_once():
 
 
 def _nine_steps(folder, *flags):
-    words = np.random.default_rng(0).integers(97, 123, 20_000).astype(np.uint8)
-    (folder / "text.txt").write_bytes(bytes(words))
-    argv = [*_ARGV, "--data", str(folder / "text.txt"), *flags]
+    text = write_letters(folder / "text.txt")
+    argv = [*_ARGV, "--data", str(text), *flags]
     assert pretrain.main([*argv, "--out", str(folder / "run")]) == 0
     return folder / "run"
 
@@ -72,45 +77,31 @@ def copied_in_bf16(finished_in_bf16, tmp_path):
 
 
 def _settings(**changes) -> Settings:
-    return dataclasses.replace(PRESETS["tiny"].settings, steps=_STEPS, **changes)
-
-
-def _resume(folder, *flags):
-    gc.collect()  # The lock of a run that was ended by an exception.
-    return pretrain.main(["--resume", str(folder), *flags])
-
-
-def _rows(folder, recipe):
-    rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [row for row in rows if row["recipe"] == recipe]
+    return tiny(steps=_STEPS, **changes)
 
 
 def _final_bits(folder, recipe):
-    run = runs.Run.resume(folder, {})
-    with run.checkpoints(recipe) as checkpoints:
-        assert checkpoints.progress().step == run.steps
-        state = checkpoints.state(_trainer(recipe).abstract_state())
-    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(state)]
+    return bits(final_state(folder, recipe, _trainer(recipe)))
 
 
 @pytest.mark.slow
 def test_a_finished_run_trains_longer(finished, copied, tmp_path, monkeypatch):
     initial = (finished / "metrics.jsonl").read_text()
     killed = shutil.copytree(finished, tmp_path / "killed")
-    assert _resume(copied, "--steps", str(_MORE)) == 0
+    assert resume(copied, "--steps", str(_MORE)) == 0
     with monkeypatch.context() as patch:
         on_call(
             patch, training.Trainer, "step", 8
         )  # The third one of the second recipe.
         with pytest.raises(Killed):
-            _resume(killed, "--steps", str(_MORE))
-    assert _resume(killed) == 0
+            resume(killed, "--steps", str(_MORE))
+    assert resume(killed) == 0
     actual = (copied / "metrics.jsonl").read_text()
     assert actual.startswith(initial)
     for name in ("metrics.jsonl", "moments.jsonl"):
         assert (killed / name).read_bytes() == (copied / name).read_bytes()
     for recipe in ("bf16", "coat"):
-        rows = _rows(copied, recipe)
+        rows = rows_of(copied, recipe)
         assert [row["step"] for row in rows] == list(range(1, _MORE + 1))
         validated = [row["step"] for row in rows if "val_loss" in row]
         assert validated == [6, 9, 12, 14]
@@ -135,13 +126,13 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
         on_call(patch, training.Trainer, "step", _STEPS + 6)
         with pytest.raises(Killed):
             pretrain.main([*_ARGV, "--data", data, "--out", str(out)])
-    assert _resume(out, "--steps", str(_MORE)) == 0
+    assert resume(out, "--steps", str(_MORE)) == 0
     for recipe, validated in (("bf16", [6, 9, 12, 14]), ("coat", [6, 12, 14])):
-        rows = _rows(out, recipe)
+        rows = rows_of(out, recipe)
         assert [row["step"] for row in rows] == list(range(1, _MORE + 1))
         assert [row["step"] for row in rows if "val_loss" in row] == validated
         assert [row["loss"] for row in rows[:_STEPS]] == [
-            row["loss"] for row in _rows(finished, recipe)
+            row["loss"] for row in rows_of(finished, recipe)
         ]
     run = runs.Run.resume(out, {})
     gaps = plots.plot_losses(run, "byte").axes[1]
@@ -151,7 +142,7 @@ def test_an_unfinished_run_trains_longer(finished, tmp_path, monkeypatch):
 
 def test_steps_only_grow(copied_in_bf16, capsys):
     initial = (copied_in_bf16 / "run.json").read_bytes()
-    assert _resume(copied_in_bf16, "--steps", "5") == 2
+    assert resume(copied_in_bf16, "--steps", "5") == 2
     output = capsys.readouterr().err
     assert output.count("\n") == 1
     assert "--steps 5 was given" in output
@@ -164,8 +155,8 @@ def test_a_refused_resume_records_nothing(copied_in_bf16, capsys):
     record = json.loads(initial)
     (copied_in_bf16 / "run.json").write_text(json.dumps(record | {"data": "other"}))
     other = (copied_in_bf16 / "run.json").read_bytes()
-    assert _resume(copied_in_bf16, "--steps", str(_MORE)) == 2
-    assert _resume(copied_in_bf16, "--spike", "0.5") == 2
+    assert resume(copied_in_bf16, "--steps", str(_MORE)) == 2
+    assert resume(copied_in_bf16, "--spike", "0.5") == 2
     assert (copied_in_bf16 / "run.json").read_bytes() == other
 
 
@@ -176,12 +167,12 @@ def test_an_older_run_trains_longer(finished, copied):
     del record["schedule_steps"], record["settings"]["bad_step"]
     del record["settings"]["spike"], record["checksum"]
     (copied / "run.json").write_text(json.dumps(record))
-    assert _resume(copied) == 0
+    assert resume(copied) == 0
     assert json.loads((copied / "run.json").read_text()) == json.loads(
         (finished / "run.json").read_text()
     )
     (copied / "run.json").write_text(json.dumps(record))
-    assert _resume(copied, "--steps", str(_STEPS + 1)) == 0
+    assert resume(copied, "--steps", str(_STEPS + 1)) == 0
     assert json.loads((copied / "run.json").read_text())["schedule_steps"] == _STEPS
 
 
@@ -193,9 +184,9 @@ def test_what_touches_no_past_step_may_change(copied):
         run.settings, keep=1, save_every=5, bad_step="skip", spike=7.0
     )
     del run
-    assert _resume(copied, *flags) == 0
+    assert resume(copied, *flags) == 0
     assert runs.Run.resume(copied, {}).settings == expected
-    assert _resume(copied, "--steps", "12", "--bad-step", "stop") == 0
+    assert resume(copied, "--steps", "12", "--bad-step", "stop") == 0
     names = [path.name for path in (copied / "checkpoints" / "bf16").iterdir()]
     assert names == ["12"]
 
@@ -230,7 +221,7 @@ def test_means_leave_nan_out():
 def test_a_run_that_lost_its_checkpoints_keeps_its_rows(copied_in_bf16, capsys):
     shutil.rmtree(copied_in_bf16 / "checkpoints" / "bf16")
     metrics = (copied_in_bf16 / "metrics.jsonl").read_bytes()
-    assert _resume(copied_in_bf16) == 2
+    assert resume(copied_in_bf16) == 2
     output = capsys.readouterr().err
     assert (
         f"{copied_in_bf16} has no checkpoint of bf16, whose training went to step 9"

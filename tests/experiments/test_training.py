@@ -1,6 +1,5 @@
 """Tests a training step of BF16 parameters: initialization and rounding."""
 
-import dataclasses
 import errno
 import sys
 import threading
@@ -9,30 +8,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers.main_job import bits, tiny
 
 from experiments.training import checkpoints as checkpoints_module
 from experiments.training import trainer as training
 from experiments.training.checkpoints import Checkpoints, Progress
 from experiments.training.optimizer import Optimizer
-from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.settings import model_config
 
 _BF16 = {"param_dtype": "bfloat16"}
 
 
-def _settings(**changes) -> Settings:
-    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
-
-
 def _trainer(**changes) -> training.Trainer:
     """Returns a trainer with FP8 moments and a BF16 model, which compiles faster."""
-    settings = _settings(**changes)
+    settings = tiny(**changes)
     config, fp8 = model_config(settings, "bf16", 257), Optimizer.of("coat")
     return training.Trainer(config, settings, steps=10, optimizer=fp8)
 
 
 @pytest.fixture(scope="module")
 def batches():
-    settings = _settings()
+    settings = tiny()
     shape = 6, settings.batch_size, settings.seq_len + 1
     return np.random.default_rng(0).integers(0, 257, shape, np.int32)
 
@@ -40,10 +36,6 @@ def batches():
 @pytest.fixture(scope="module")
 def stochastic() -> training.Trainer:
     return _trainer(rounding="stochastic", lr=1e-5, **_BF16)
-
-
-def _bits(tree):
-    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
 def _flat(state):
@@ -54,12 +46,12 @@ def _flat(state):
 def test_bf16_parameters_start_as_the_float32_ones_rounded(stochastic):
     wide = _trainer().init().params
     expected = jax.tree.map(lambda x: np.asarray(x).astype(jnp.bfloat16), wide)
-    assert _bits(stochastic.init().params) == _bits(expected)
+    assert bits(stochastic.init().params) == bits(expected)
 
 
 def test_a_seed_of_init_is_the_settings_seed(stochastic):
-    other = _bits(_trainer(seed=3, **_BF16).init())
-    assert _bits(stochastic.init(3)) == other != _bits(stochastic.init())
+    other = bits(_trainer(seed=3, **_BF16).init())
+    assert bits(stochastic.init(3)) == other != bits(stochastic.init())
 
 
 @pytest.mark.slow
@@ -68,7 +60,7 @@ def test_stochastic_rounding_moves_parameters_as_far_as_the_updates_say(
 ):
     """Updates are below BF16's resolution, so rounding to nearest loses most."""
     nearest = _trainer(lr=1e-5, **_BF16)
-    settings = _settings(lr=1e-5)
+    settings = tiny(lr=1e-5)
     exact = training.Trainer(model_config(settings, "bf16", 257), settings, steps=10)
     initial = _flat(stochastic.init())
     wide = jax.tree.map(lambda p: p.astype(jnp.float32), stochastic.init().params)
@@ -88,7 +80,7 @@ def test_stochastic_rounding_depends_on_the_seed_and_the_step(stochastic, batche
         state = stochastic.init()._replace(seed=jnp.int32(seed))
         for batch in batches[:count]:
             state, _ = stochastic.step(state, batch)
-        return _bits(state.params)
+        return bits(state.params)
 
     assert params(0) == params(0) != params(1)
     assert params(0, 2) == params(0, 2) != params(0)
@@ -106,7 +98,7 @@ def test_a_checkpoint_goes_on_with_the_same_roundings(stochastic, batches, tmp_p
         checkpoints.save(state, Progress(step=3))
     with Checkpoints(tmp_path / "saved") as checkpoints:
         restored = checkpoints.state(stochastic.abstract_state())
-    assert _bits(advance(restored, batches[3:])) == _bits(undisturbed)
+    assert bits(advance(restored, batches[3:])) == bits(undisturbed)
 
 
 def test_training_goes_on_while_a_checkpoint_is_written(
@@ -120,7 +112,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         write(path)
 
     state = stochastic.init()
-    expected = _bits(state)
+    expected = bits(state)
     with Checkpoints(tmp_path / "saved") as checkpoints:
         monkeypatch.setattr(checkpoints_module, "_write_list", late)
         checkpoints.save(state, Progress(step=3))
@@ -130,7 +122,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         trained.set()
     assert (tmp_path / "checksums" / "saved" / "3.json").exists()
     with Checkpoints(tmp_path / "saved") as checkpoints:
-        assert _bits(checkpoints.state(stochastic.abstract_state())) == expected
+        assert bits(checkpoints.state(stochastic.abstract_state())) == expected
 
 
 @pytest.mark.parametrize(
@@ -160,12 +152,12 @@ def test_the_next_save_raises_the_errors_of_the_thread(
 )
 def test_stochastic_rounding_of_nothing_is_refused(changes):
     with pytest.raises(ValueError, match="needs param_dtype='bfloat16' and one of"):
-        _settings(rounding="stochastic", **changes)
+        tiny(rounding="stochastic", **changes)
 
 
 @pytest.mark.slow
 def test_histories_are_kept_in_checkpoints(batches, tmp_path):
-    settings = _settings(scaling="delayed")
+    settings = tiny(scaling="delayed")
     config = model_config(settings, "coat", 257)
     assert model_config(settings, "te", 257).scaling == "just_in_time"
     trainer = training.Trainer(config, settings, steps=10)
@@ -184,9 +176,9 @@ def test_histories_are_kept_in_checkpoints(batches, tmp_path):
     with Checkpoints(tmp_path / "saved") as checkpoints:
         restored = checkpoints.state(trainer.abstract_state())
     undisturbed = advance(advance(trainer.init(), batches[:2]), batches[2:4])
-    assert _bits(advance(restored, batches[2:4])) == _bits(undisturbed)
+    assert bits(advance(restored, batches[2:4])) == bits(undisturbed)
 
 
 def test_delayed_scaling_of_nothing_is_refused():
     with pytest.raises(ValueError, match="needs one of the recipes coat, coat_max"):
-        _settings(scaling="delayed", recipes=("bf16", "te"))
+        tiny(scaling="delayed", recipes=("bf16", "te"))

@@ -1,0 +1,55 @@
+"""Tiny runs of the main job: their settings, their text, and what they leave."""
+
+import dataclasses
+import gc
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from experiments.pretrain import program as pretrain
+from experiments.training import runs
+from experiments.training.settings import PRESETS, Settings, model_config
+from experiments.training.trainer import Trainer
+
+
+def tiny(**changes) -> Settings:
+    return dataclasses.replace(PRESETS["tiny"].settings, **changes)
+
+
+def write_letters(path: Path, count=20_000) -> Path:
+    """Writes a text of random letters, and returns its path."""
+    path.write_bytes(np.random.default_rng(0).integers(97, 123, count, np.uint8))
+    return path
+
+
+def resume(folder, *flags) -> int:
+    gc.collect()  # The lock of a run that was ended by an exception.
+    return pretrain.main(["--resume", str(folder), *flags])
+
+
+def rows_of(folder, recipe=None) -> list[dict]:
+    """Returns a recipe's metrics, or all, which are JSON as other languages know it."""
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [row for row in rows if recipe in (None, row["recipe"])]
+
+
+def bits(tree) -> list:
+    return [(x.dtype, np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def final_state(folder, recipe, trainer=None):
+    """Returns the last state of a finished run; `trainer` is one of its shapes."""
+    run = runs.Run.resume(folder, {})
+    if trainer is None:
+        config = model_config(run.settings, recipe, 257)
+        trainer = Trainer(config, run.settings, steps=run.steps)
+    with run.checkpoints(recipe) as checkpoints:
+        assert checkpoints.progress().step == run.steps
+        return checkpoints.state(trainer.abstract_state())
