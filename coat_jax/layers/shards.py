@@ -134,7 +134,7 @@ def _merged(x: Array | Stream) -> Any:
 
 
 def _axes(x: Array | Stream) -> Any:
-    """Returns the axes over which `vmap` maps: all shards have one token."""
+    """Returns the axes over which `vmap` maps; shards share the token."""
     return Stream(0, 0, None) if isinstance(x, Stream) else 0
 
 

@@ -61,7 +61,7 @@ def generate(
     key: Key[Array, ""] | None = None,
     prompt_length: int | None = None,
 ) -> Generated:
-    """Generates the tokens that follow prompts, until a stop or for a number.
+    """Generates tokens after prompts, until a stop or a number of tokens.
 
     The function compiles once for each number and length of prompts, and for each set
     of options. It can be called within `jax.jit` if the prompts are an array.

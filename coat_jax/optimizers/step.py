@@ -120,10 +120,10 @@ class Target(NamedTuple):
 
 
 class Stacks:
-    """The stacks of layers of which a step gets slices [1, ...].
+    """The stacks of layers from which a step gets slices [1, ...].
 
-    A slice is known by identity. If a transformation changes it, the step is computed
-    on slices.
+    A slice is recognized by its identity as an object. If a transformation returns
+    another object, the step is computed on slices.
 
     Args:
       layer: The index of the layer in the stacks.

@@ -363,7 +363,7 @@ def _fp8_copy(
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:
-    """Passes both through one optimization barrier.
+    """Passes two trees of arrays through one optimization barrier.
 
     Without it XLA may dequantize the copies of all layers before backward starts.
     """

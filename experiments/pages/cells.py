@@ -78,8 +78,8 @@ class Section:
     def render(self) -> str:
         """Returns the section in Markdown.
 
-        A table of more columns than fit on a page has its columns as lines. A row of
-        nothing that was run is left out, and the note below says why.
+        A table of more columns than fit on a page has its columns as lines. A row
+        without any measurement is left out, and the note below says why.
         """
         letters = dict(zip(self._reasons(), _LETTERS, strict=False))
         rows = [
