@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from coat_jax.convert.report import fp8_report
     from coat_jax.fp8.dot_general import fp8_dot_general
     from coat_jax.fp8.ragged_dot import fp8_ragged_dot
+    from coat_jax.memory.api import estimate_memory, largest_batch
     from coat_jax.models.generation import Generated, generate
-    from coat_jax.models.memory import estimate_memory, largest_batch
     from coat_jax.optimizers.adam import fp8_adamw, scale_by_fp8_adam
     from coat_jax.optimizers.checkpoint import from_optax_state, to_optax_state
     from coat_jax.optimizers.fused import fused_update
@@ -87,7 +87,7 @@ lazy.attach(
         "coat_jax.fp8.dot_general": "fp8_dot_general",
         "coat_jax.fp8.ragged_dot": "fp8_ragged_dot",
         "coat_jax.models.generation": "Generated generate",
-        "coat_jax.models.memory": "estimate_memory largest_batch",
+        "coat_jax.memory.api": "estimate_memory largest_batch",
         "coat_jax.optimizers.adam": "fp8_adamw scale_by_fp8_adam",
         "coat_jax.optimizers.checkpoint": "from_optax_state to_optax_state",
         "coat_jax.optimizers.fused": "fused_update",

@@ -1,9 +1,11 @@
 """Tests the wheel's contents, its requirements and imports between packages."""
 
 import ast
+import builtins
 import os
 import re
 import subprocess
+import symtable
 import sys
 import tomllib
 import zipfile
@@ -45,6 +47,26 @@ def _imports(path):
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             yield node.module.partition(".")[0]
+
+
+def _undefined(table, names):
+    """Yields global names that functions and classes read and no module defines."""
+    for scope in table.get_children():
+        for symbol in scope.get_symbols():
+            is_read = symbol.is_global() and symbol.is_referenced()
+            if is_read and symbol.get_name() not in names:
+                yield symbol.get_name()
+        yield from _undefined(scope, names)
+
+
+@pytest.mark.parametrize("package", [*_MAY_IMPORT, "tests"])
+def test_names_are_defined(package):
+    # Linters take the axes in annotations, such as "b s", for names.
+    for path in sorted((_ROOT / package).rglob("*.py")):
+        table = symtable.symtable(path.read_text(), str(path), "exec")
+        symbols = [x for x in table.get_symbols() if x.is_assigned() or x.is_imported()]
+        names = {x.get_name() for x in symbols} | {*dir(builtins), "__file__"}
+        assert not sorted(_undefined(table, names)), path
 
 
 @pytest.mark.parametrize("package", _MAY_IMPORT)

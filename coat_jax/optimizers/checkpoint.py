@@ -126,8 +126,10 @@ def _check_part(name: str, state: Any, like: Any) -> None:
         kind = type(state).__name__
         raise ValueError(f"{name} must be a QuantizedState, got {kind}")
     if state.layout != like.layout:
-        expected, found = map(_layout_to_dict, (like.layout, state.layout))
-        raise ValueError(f"{name}.layout must be {expected}, got {found}")
+        raise ValueError(
+            f"{name}.layout must be {like.layout.as_dict()}, got "
+            f"{state.layout.as_dict()}"
+        )
     _check_array(f"{name}.version", state.version, like.version)
     _check_array(f"{name}.rounding_step", state.rounding_step, like.rounding_step)
     version, step = _values(state.version), _values(state.rounding_step)

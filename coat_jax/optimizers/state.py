@@ -31,6 +31,11 @@ class Layout:
     moments: tuple[tuple[Path, Moment], ...]
     rounding: Rounding
 
+    def as_dict(self) -> dict[str, str]:
+        """Returns the layout by names, for messages and files."""
+        moments = {keystr(field): str(moment) for field, moment in self.moments}
+        return moments | {"rounding": self.rounding}
+
     def split(self, path: Path) -> tuple[Path, Moment | None, Path]:
         """Splits a leaf's path into its field's path and the parameter's path.
 

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 from flax import serialization
-from jax.tree_util import keystr
 
 from coat_jax.optimizers.checkpoint import ARRAYS, describe, described, wrong_value
 from coat_jax.optimizers.state import Layout
@@ -42,14 +41,8 @@ def _array_from_dict(target: QuantizedArray, state: dict[str, Any]) -> Quantized
     return dataclasses.replace(target, **arrays)
 
 
-def _layout_to_dict(layout: Layout) -> dict[str, Any]:
-    return {keystr(field): str(m) for field, m in layout.moments} | {
-        "rounding": layout.rounding
-    }
-
-
 def _layout_from_dict(target: Layout, state: Any) -> Layout:
-    expected = _layout_to_dict(target)
+    expected = target.as_dict()
     if not _same(state, expected):
         _refuse(
             f"moments {expected}, found {described(state)}: was it saved with other "
@@ -78,6 +71,6 @@ def _refuse(what: str) -> None:
 
 for _kind, _to_dict, _from_dict in (
     (QuantizedArray, _array_to_dict, _array_from_dict),
-    (Layout, _layout_to_dict, _layout_from_dict),
+    (Layout, Layout.as_dict, _layout_from_dict),
 ):
     serialization.register_serialization_state(_kind, _to_dict, _from_dict)

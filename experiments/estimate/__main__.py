@@ -25,8 +25,8 @@ from rich.table import Table
 
 import coat_jax as coat
 from coat_jax.layers.recipes import RecipeName, Scaling
+from coat_jax.memory.kinds import GIB, MemoryEstimate
 from coat_jax.models import llama
-from coat_jax.models.memory import GIB, MemoryEstimate
 from experiments.common.memory_figure import KINDS, draw
 from experiments.common.programs import new_parser, one_line
 from experiments.common.results import write_results

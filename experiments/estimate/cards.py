@@ -19,8 +19,8 @@ from rich.console import Console
 from tqdm import tqdm
 
 import coat_jax as coat
+from coat_jax.memory.kinds import GIB
 from coat_jax.models import llama
-from coat_jax.models.memory import GIB
 from experiments.common.programs import new_parser
 from experiments.common.results import default_path, write_results
 from experiments.common.tables import Column, table

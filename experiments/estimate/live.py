@@ -6,7 +6,7 @@ a measurement goes, and its times mean nothing.
 
 from typing import Any
 
-from coat_jax.models.memory import GIB
+from coat_jax.memory.kinds import GIB
 from experiments.bench.e2e import measured
 from experiments.bench.model_step import ModelSize, measure
 from experiments.common.memory import device_limit_bytes

@@ -21,9 +21,11 @@ from rich.table import Table
 from tqdm import tqdm
 
 import coat_jax as coat
+from coat_jax.memory.api import default_optimizer
+from coat_jax.memory.kinds import GIB, MemoryEstimate
+from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
-from coat_jax.models.memory import GIB, MemoryEstimate, default_optimizer, estimate_step
 from experiments.bench.e2e import BY_KIND
 from experiments.bench.model_step import ModelSize, loss_function
 from experiments.common import meshes, tables

@@ -12,8 +12,8 @@ from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import coat_jax as coat
+from coat_jax.memory.kinds import GIB, Kinds
 from coat_jax.models import llama
-from coat_jax.models.memory import GIB, Kinds
 
 H, F, L, HEADS, KV, V, S = 256, 512, 3, 4, 2, 1024, 128
 CONFIG = llama.LlamaConfig(

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from coat_jax.layers import recipes
-from coat_jax.models import memory
+from coat_jax.memory.shards import default_shardings
 from coat_jax.models.hf import config as configs
 from coat_jax.models.hf.folder import Folder
 from coat_jax.models.hf.layout import Parameter
@@ -139,7 +139,7 @@ def _shardings(params: nnx.State, mesh: Mesh | None) -> Any:
     if mesh is None:
         device = jax.config.jax_default_device or jax.local_devices()[0]
         return jax.tree.map(lambda _: SingleDeviceSharding(device), params)
-    return memory.default_shardings(params, mesh)
+    return default_shardings(params, mesh)
 
 
 def _array(

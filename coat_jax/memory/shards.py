@@ -1,0 +1,157 @@
+"""The parts of a batch, of parameters and of layers that a mesh gives each GPU."""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from coat_jax.models import llama
+
+# Mesh axes by what they split: the batch, the parameters and the batch, and the heads
+# and the MLP's hidden layer.
+_AXES = ("data", "fsdp", "tensor")
+# The weights whose inputs, not outputs, are split over the axis "tensor".
+_SPLIT_BY_INPUTS = ("out", "down")
+
+
+def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
+    """Returns the sizes of the mesh's axes."""
+    if mesh is None:
+        return {}
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
+    if unknown := [name for name in mesh.axis_names if name not in _AXES]:
+        known = ", ".join(_AXES)
+        raise ValueError(f"axes of the mesh must be among {known}, got {unknown[0]!r}")
+    return dict(mesh.shape)
+
+
+def batch_parts(sizes: dict[str, int]) -> int:
+    """Returns the number of parts of the batch."""
+    return sizes.get("data", 1) * sizes.get("fsdp", 1)
+
+
+def local_batch_of(batch: int, sizes: dict[str, int]) -> int:
+    """Returns one GPU's part of the batch.
+
+    Raises:
+      ValueError: If the mesh does not divide the batch.
+    """
+    if batch % (parts := batch_parts(sizes)):
+        raise ValueError(
+            f"batch must be a multiple of {parts}, the size of the axes data and fsdp "
+            f"together, got {batch}"
+        )
+    return batch // parts
+
+
+def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.LlamaConfig:
+    """Returns the configuration of one GPU's part of each layer."""
+    parts = sizes.get("tensor", 1)
+    split = ("num_heads", "num_kv_heads", "intermediate_size")
+    for name in split:
+        if getattr(config, name) % parts:
+            raise ValueError(
+                f"the axis tensor must divide {name} {getattr(config, name)}, got "
+                f"{parts}"
+            )
+    local = {name: getattr(config, name) // parts for name in split}
+    head_dim = config.head_dim or config.hidden_size // config.num_heads
+    return dataclasses.replace(config, head_dim=head_dim, **local)
+
+
+def checked_shardings(
+    shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh
+) -> Any:
+    """Returns the parameters' shardings, by default those of FSDP."""
+    if shardings is None:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, p: NamedSharding(mesh, _spec(path, p, mesh)), params
+        )
+    if (structure := jax.tree.structure(shardings)) != jax.tree.structure(params):
+        raise ValueError(
+            f"shardings must have the structure of params, got {structure}"
+        )
+    for sharding in jax.tree.leaves(shardings):
+        if not isinstance(sharding, NamedSharding):
+            raise ValueError(f"shardings must be NamedSharding, got {sharding!r}")
+    return shardings
+
+
+def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
+    """Returns the shardings of parameters: those of FSDP, as far as axes divide them.
+
+    "fsdp" splits the last axis but one of every matrix, and "tensor" heads and the
+    MLP's hidden layer. An axis of the parameter is whole if the mesh does not divide
+    it.
+    """
+
+    def sharding(path: Any, param: Any) -> NamedSharding:
+        spec = _spec(path, param, mesh)
+        parts = (
+            name if param.shape[i] % _size(name, mesh) == 0 else None
+            for i, name in enumerate(spec)
+        )
+        return NamedSharding(mesh, P(*parts))
+
+    return jax.tree_util.tree_map_with_path(sharding, params)
+
+
+def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
+    """Returns the number of parts into which mesh axes split an array's axis."""
+    names = names if isinstance(names, tuple) else (names,)
+    return math.prod(mesh.shape[name] for name in names if name is not None)
+
+
+def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
+    """Returns the spec that splits a matrix over the axes "fsdp" and "tensor"."""
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    fsdp, tensor = (name in mesh.axis_names for name in ("fsdp", "tensor"))
+    in_layer = "layers" in names
+    vector = "norm" in "/".join(names) or "qkv_bias" in names
+    if vector or param.ndim < 2:
+        return P()
+    spec: list[Any] = [None] * param.ndim
+    outputs = ("fsdp",) if fsdp else ()
+    if tensor and in_layer:
+        if any(name in names for name in _SPLIT_BY_INPUTS):
+            spec[-1] = "tensor"
+        else:
+            outputs = (*outputs, "tensor")
+    spec[-2] = outputs or None
+    return P(*spec)
+
+
+def shard_bytes(tree: Any, shardings: Any) -> Iterator[int]:
+    """Yields the bytes of each array's part on one GPU."""
+    arrays, places = jax.tree.leaves(tree), jax.tree.leaves(shardings)
+    for x, place in zip(arrays, places, strict=True):
+        try:
+            shape = place.shard_shape(x.shape)
+        except ValueError as error:
+            raise ValueError(
+                f"{place.spec} must divide a parameter of shape {x.shape}"
+            ) from error
+        yield math.prod(shape) * x.dtype.itemsize
+
+
+def head_bytes(params: nnx.State, places: Any) -> int:
+    """Returns the bytes of the head, which the loss gathers if it is split."""
+    name = "embedding" if params.get("head") is None else "head"
+    [param], [place] = jax.tree.leaves(params[name]), jax.tree.leaves(places[name])
+    return 0 if place.is_fully_replicated else nbytes(param)
+
+
+def nbytes(x: Any) -> int:
+    """Returns the bytes of an array, or of a shape and dtype."""
+    return x.size * x.dtype.itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Returns the bytes of all arrays of a tree."""
+    return sum(map(nbytes, jax.tree.leaves(tree)))
