@@ -88,6 +88,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = {name: getattr(args, name) for name in _sizes()}
     sizes = {name: size for name, size in sizes.items() if size is not None}
     model = dataclasses.replace(ModelSize.of(args.preset), **sizes)
+    if llama.CONFIGS[args.preset].experts and model.preset != args.preset:
+        top.error(f"{args.preset} has experts, and only --layers and --seq change it")
     # This process reads the device's name for the results file, and leaves the memory
     # to the processes that measure.
     take_memory(at_once=False)

@@ -105,7 +105,20 @@ class ModelSize:
         return title if self.seq == ModelSize.seq else f"{title}, sequence {self.seq:,}"
 
     def config(self, case: LayerCase, mesh: Mesh | None = None) -> llama.LlamaConfig:
-        """Returns the configuration for a case, with parameters in BF16."""
+        """Returns the configuration for a case, with parameters in BF16.
+
+        Sizes of a preset with experts are taken to be this preset's.
+        """
+        preset = llama.CONFIGS.get(self.preset or "")
+        if preset is not None and preset.experts is not None:
+            return dataclasses.replace(
+                preset,
+                num_layers=self.layers,
+                param_dtype=jnp.bfloat16,
+                recipe=case.recipe,
+                scaling=case.scaling,
+                batch_axes=None if mesh is None else meshes.BATCH_AXES,
+            )
         return llama.LlamaConfig(
             vocab_size=self.vocab,
             hidden_size=self.hidden,

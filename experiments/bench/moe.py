@@ -5,19 +5,18 @@
 compares the kernels with their definitions in jnp, then measures each matmul in turns
 with others, and writes `moe.json`: the same kernel in BF16, a dense FP8 matmul of as
 many numbers, XLA's batched BF16 matmul of equal groups, JAX's kernel of `ragged_dot`,
-and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. Rows
-are printed as lines of JSON as they come. With `--small` it interprets tiny kernels on
-a CPU.
+and `jax.lax.ragged_dot`. Rates include the list of tiles, and count no padding. With
+`--only layers` it measures whole layers with the shapes of Qwen3-30B-A3B and Mixtral;
+see `experiments.bench.moe_layers`. Rows are printed as lines of JSON as they come. With
+`--small` it interprets tiny kernels on a CPU.
 """
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import json
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import coat_jax as coat
 import pallas_kernels as pk
-from experiments.common import results, timing
+from experiments.bench import moe_layers
+from experiments.common import results
 from experiments.common.grouped_cases import (
     BF16,
     E4M3,
@@ -44,6 +44,7 @@ from experiments.common.grouped_cases import (
 )
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path
+from experiments.common.timing import Program, timed
 from pallas_kernels.dispatch import devices, operations
 from pallas_kernels.ops.grouped_matmul import tuning
 
@@ -66,29 +67,13 @@ CHECKED = Shape(4096, 16, 1024, 1536)
 SMALL = Shape(128, 2, 128, 128)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Program:
-    """A function to measure.
-
-    Attributes:
-      name: Its name in rows.
-      function: The function.
-      arguments: Its arguments.
-      matmuls: The number of matmuls of a case's shape that it computes.
-    """
-
-    name: str
-    function: Callable
-    arguments: tuple[Any, ...]
-    matmuls: int = 1
-
-
 def main(arguments: list[str] | None = None) -> None:
     """Prints rows and writes the results file."""
     parser = new_parser("experiments.bench.moe", __doc__)
     add = parser.add_argument
     add("--seconds", type=float, default=420, help="start no case after this time")
-    add("--only", nargs="+", choices=CASES, default=list(CASES))
+    names = [*CASES, "layers"]
+    add("--only", nargs="+", choices=names, default=names)
     add("--small", action="store_true", help="interpret tiny kernels on a CPU")
     add("--out", type=Path, default=default_path("moe"))
     args = parser.parse_args(arguments)
@@ -124,6 +109,9 @@ def measured(args: argparse.Namespace, end: float) -> Iterator[Row]:
         if name == "check":
             yield from checks(SMALL if args.small else CHECKED)
             continue
+        if name == "layers":
+            yield from moe_layers.rows(args.small, end, options)
+            continue
         for shape in shapes:
             row = {"case": name, **shape._asdict()}
             if time.monotonic() > end:
@@ -136,31 +124,10 @@ def rates(
     programs: Iterator[Program], shape: Shape, options: dict[str, Any]
 ) -> dict[str, Any]:
     """Measures programs in turns; returns TFLOP/s, or what failed, by name."""
-    todo, on_gpu = list(programs), jax.default_backend() == "gpu"
-
-    def attempted(program: Program) -> Callable | Exception:
-        try:
-            lowered = jax.jit(program.function).lower(*program.arguments)
-            compiled = lowered.compile(timing.OPTIONS if on_gpu else None)
-            call = functools.partial(compiled, *program.arguments)
-            jax.block_until_ready(call())
-            return call
-        except Exception as error:
-            return error
-
-    with ThreadPoolExecutor(8) as pool:
-        # Only this thread interprets kernels.
-        calls = list((pool.map if on_gpu else map)(attempted, todo))
-    errors, running = {}, {}
-    for program, call in zip(todo, calls, strict=True):
-        if isinstance(call, Exception):
-            errors[f"{program.name}_error"] = str(call)[:300]
-        else:
-            running[program] = call
-    times = timing.in_turns(list(running.values()), **options)
+    times, errors = timed(list(programs), options)
     return {
         f"{program.name}_tflop_per_s": shape.flops * program.matmuls / seconds / 1e12
-        for program, seconds in zip(running, times, strict=True)
+        for program, seconds in times.items()
     } | errors
 
 
@@ -359,7 +326,7 @@ def bars(rows: list[Row]) -> list[Bar]:
                 sizes = " x ".join(map(str, shape))
                 name = f"{case}, {key.removesuffix('_tflop_per_s')}, {sizes}, TFLOP/s"
                 reached.append(Bar.of(name, ">=", by_shape[shape], row[key]))
-    return reached
+    return [*reached, *moe_layers.bars(rows)]
 
 
 if __name__ == "__main__":

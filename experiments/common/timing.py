@@ -1,6 +1,7 @@
 """Timing of compiled functions in turns, so that all of them run on a warm chip."""
 
 import argparse
+import dataclasses
 import math
 import statistics
 import time
@@ -105,3 +106,53 @@ def add_turns(parser: argparse.ArgumentParser) -> None:
 def turns_of(args: argparse.Namespace) -> dict[str, Any]:
     """Returns the arguments of `in_turns` that a command line gives."""
     return {"calls": args.calls, "rounds": args.rounds, "round_s": args.round_s}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A function to measure.
+
+    Attributes:
+      name: Its name in rows.
+      function: The function.
+      arguments: Its arguments.
+      matmuls: The number of matmuls of a case's shape that it computes.
+    """
+
+    name: str
+    function: Callable
+    arguments: tuple[Any, ...]
+    matmuls: int = 1
+
+
+def timed(
+    programs: Sequence[Program], options: dict[str, Any]
+) -> tuple[dict[Program, float], dict[str, str]]:
+    """Measures programs in turns.
+
+    Returns:
+      The seconds of each program, and the errors of those that failed by name.
+    """
+    on_gpu = jax.default_backend() == "gpu"
+
+    def attempted(program: Program) -> Callable | Exception:
+        try:
+            lowered = jax.jit(program.function).lower(*program.arguments)
+            compiled = lowered.compile(OPTIONS if on_gpu else None)
+            call = partial(compiled, *program.arguments)
+            jax.block_until_ready(call())
+            return call
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(8) as pool:
+        # Only this thread interprets kernels.
+        calls = list((pool.map if on_gpu else map)(attempted, programs))
+    errors, running = {}, {}
+    for program, call in zip(programs, calls, strict=True):
+        if isinstance(call, Exception):
+            errors[f"{program.name}_error"] = str(call)[:300]
+        else:
+            running[program] = call
+    seconds = in_turns(list(running.values()), **options)
+    return dict(zip(running, seconds, strict=True)), errors

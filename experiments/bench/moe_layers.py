@@ -1,0 +1,176 @@
+"""Whole layers of experts, forward and backward, for `experiments.bench.moe`.
+
+A layer is a norm, a router, its experts and the residual sum, with BF16 parameters. It
+is compared with the same layer in BF16 in several ways: with this library's grouped
+matmuls, with a batched einsum, for which every expert gets as many tokens as any other
+whatever the router says, and with `jax.lax.ragged_dot`.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import coat_jax as coat
+from coat_jax.layers import recipes
+from coat_jax.layers.experts.products import Product, merged
+from coat_jax.layers.experts.routing import Experts, Routing
+from coat_jax.layers.experts.rows import Rows
+from coat_jax.layers.parts import Norm
+from experiments.common.grouped_cases import BF16, drawn
+from experiments.common.results import Bar
+from experiments.common.timing import Program, timed
+
+NORM = Norm(kind="rms", eps=1e-6)
+
+
+class LayerShape(NamedTuple):
+    """The shape of a layer of experts, and its tokens.
+
+    Attributes:
+      tokens: The number of tokens.
+      experts: The number of experts.
+      top_k: The number of experts of a token.
+      hidden: The size of the residual stream.
+      inner: The size of an expert's hidden layer.
+    """
+
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    inner: int
+
+
+QWEN3 = LayerShape(32_768, 128, 8, 2048, 768)
+MIXTRAL = LayerShape(16_384, 8, 2, 4096, 14_336)
+SMALL = LayerShape(128, 4, 2, 128, 128)
+# The targets: how much faster than the best BF16, and the share of its saved bytes.
+FASTER = {QWEN3: 1.3, MIXTRAL: 1.4}
+SAVED = 0.35
+# The most experts with which `jax.lax.ragged_dot` is timed.
+_FEW_EXPERTS = 8
+
+Row = dict[str, Any]
+Layer = Callable[[Any, jax.Array], tuple[jax.Array, Routing]]
+
+
+def layers(shape: LayerShape) -> Iterator[tuple[str, Layer]]:
+    """Yields layers of one shape by name, ours first."""
+    experts = Experts(num_experts=shape.experts, top_k=shape.top_k)
+    for name in ("coat", "te", "bf16"):
+        yield name, functools.partial(_of_recipe, recipes.RECIPES[name], experts)
+    bf16 = functools.partial(recipes.PlainRecipe, linear=jnp.matmul)
+    products: dict[str, Product] = {"batched_einsum": _batched}
+    if shape.experts <= _FEW_EXPERTS:
+        products["ragged_dot"] = _ragged
+    for name, product in {**products, "grouped": recipes.UNQUANTIZED.product}.items():
+        # Gates are recomputed, so that little more than matmuls' operands is saved.
+        recipe = bf16(product=product, pointwise=jax.checkpoint)
+        layer = functools.partial(_of_recipe, recipe, experts)
+        yield f"bf16_{name}_gates_recomputed", layer
+
+
+def _of_recipe(recipe: recipes.Recipe, experts: Experts, params: Any, x: jax.Array):
+    options = {"norm": NORM, "gate": "silu", "experts": experts}
+    params = {**params, "router_bias": None}
+    y, shares = recipe.experts(params, recipe.enter(x), **options)
+    return recipe.leave(y), Routing.of(shares)
+
+
+def _batched(x: jax.Array, w: jax.Array, rows: Rows, of_tokens: bool) -> jax.Array:
+    """Multiplies equal parts of the rows by the experts' weights."""
+    x, w = rows.of_tokens(x) if of_tokens else x, merged(w)
+    equal = x.reshape(len(w), -1, x.shape[-1])
+    return jnp.einsum("erk,enk->ern", equal, w).reshape(len(x), -1)
+
+
+def _ragged(x: jax.Array, w: jax.Array, rows: Rows, of_tokens: bool) -> jax.Array:
+    x, w = rows.of_tokens(x) if of_tokens else x, merged(w)
+    return lax.ragged_dot(x, w.swapaxes(1, 2), rows.sizes)
+
+
+def arguments(shape: LayerShape) -> tuple[Any, jax.Array, jax.Array]:
+    """Returns BF16 parameters, the residual stream and the result's gradient."""
+    tokens, count, _, hidden, inner = shape
+    shapes = {
+        "router": (count, hidden),
+        "gate_up": (count, 2 * inner, hidden),
+        "down": (count, hidden, inner),
+    }
+    params = {
+        name: drawn(i, of, BF16) * jnp.bfloat16(0.02)
+        for i, (name, of) in enumerate(shapes.items())
+    }
+    params["gate_up"] = params["gate_up"].reshape(count, 2, inner, hidden)
+    params["norm"] = jnp.ones(hidden, BF16)
+    stream = 1, tokens, hidden
+    return params, drawn(5, stream, BF16), drawn(6, stream, BF16)
+
+
+def passes(layer: Layer, params: Any, x: jax.Array, dy: jax.Array) -> Any:
+    """Computes a layer and all its gradients, the balance loss among them."""
+    (y, routing), vjp = jax.vjp(layer, params, x)
+    zero = jax.tree.map(jnp.zeros_like, routing)
+    of_losses = zero._replace(balance=jnp.float32(0.01), z=jnp.float32(0.001))
+    return y, vjp((dy, of_losses))
+
+
+def saved_bytes(layer: Layer, params: Any, x: jax.Array) -> int:
+    """Returns the bytes that a layer saves for backward."""
+    return coat.residual_report(layer, params, x).nbytes
+
+
+def best_bf16(row: dict[str, Any]) -> tuple[str, float] | None:
+    """Returns the fastest layer in BF16 of a row of milliseconds, and its time."""
+    times = {
+        name.removesuffix("_ms"): value
+        for name, value in row.items()
+        if name.startswith("bf16") and name.endswith("_ms")
+    }
+    return min(times.items(), key=lambda item: item[1], default=None)
+
+
+def rows(small: bool, end: float, options: dict[str, Any]) -> Iterator[Row]:
+    """Yields the milliseconds and saved bytes of whole layers."""
+    for shape in [SMALL] if small else FASTER:
+        row: Row = {"case": "layers", **shape._asdict()}
+        if time.monotonic() > end:
+            yield row | {"skipped": "time is up"}
+            continue
+        named = dict(layers(shape))
+        params, x, dy = arguments(shape)
+        programs = [
+            Program(name, functools.partial(passes, layer), (params, x, dy))
+            for name, layer in named.items()
+        ]
+        times, errors = timed(programs, options)
+        row |= {f"{program.name}_ms": 1e3 * s for program, s in times.items()} | errors
+        row |= {
+            f"{program.name}_saved_mib": saved_bytes(named[program.name], params, x)
+            / 2**20
+            for program in times
+        }
+        yield row
+
+
+def bars(rows: list[Row]) -> Iterator[Bar]:
+    """Yields the targets of whole layers, relative to the fastest one in BF16."""
+    for row in rows:
+        best = best_bf16(row)
+        if row["case"] != "layers" or best is None or "coat_ms" not in row:
+            continue
+        shape = LayerShape(*map(row.get, LayerShape._fields))
+        (name, time_of_best), title = best, " x ".join(map(str, shape))
+        if shape not in FASTER:
+            continue
+        ratio = time_of_best / row["coat_ms"]
+        faster = FASTER[shape]
+        yield Bar.of(f"layer, {title}, best BF16 / coat", ">=", faster, ratio)
+        share = row["coat_saved_mib"] / row[f"{name}_saved_mib"]
+        limit = SAVED
+        yield Bar.of(f"layer, {title}, saved / best BF16", "<=", limit, share)
