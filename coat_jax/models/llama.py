@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from coat_jax.layers import recipes
 from coat_jax.layers.decoder import DecoderLayer, LayerKind
-from coat_jax.layers.experts.routing import Routing
+from coat_jax.layers.experts.routing import Experts, Routing, updated_bias
 from coat_jax.meshes import embedded, on_explicit_tokens
 from coat_jax.models.llama_config import CONFIGS, LlamaConfig
 from coat_jax.models.loss import check_shapes, logits, token_shares, weighted_loss
@@ -18,12 +18,15 @@ from coat_jax.release.layers import scan_layers
 
 __all__ = [
     "CONFIGS",
+    "Experts",
     "Llama",
     "LlamaConfig",
     "Losses",
+    "Routing",
     "apply_layers",
     "cross_entropy",
     "training_loss",
+    "updated_bias",
 ]
 
 
@@ -301,12 +304,12 @@ def training_loss(
 
     Examples:
       >>> import functools, jax, jax.numpy as jnp
-      >>> from coat_jax.layers.experts.routing import Experts
       >>> from coat_jax.models import llama
       >>> from flax import nnx
       >>> config = llama.LlamaConfig(
       ...     vocab_size=256, hidden_size=64, intermediate_size=32, num_layers=2,
-      ...     num_heads=4, num_kv_heads=2, experts=Experts(num_experts=8, top_k=2))
+      ...     num_heads=4, num_kv_heads=2,
+      ...     experts=llama.Experts(num_experts=8, top_k=2))
       >>> graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
       >>> @functools.partial(jax.value_and_grad, has_aux=True)
       ... def loss_and_grads(params, tokens):

@@ -116,8 +116,7 @@ def _backward(norm, gate, experts, residuals, cotangents):
     def router(h, weight):
         return routed(router_logits(h, weight), ids, experts)
 
-    numbers = kernels.dequantize_groups(groups, dtype=jnp.float32)
-    values = norm.values(numbers, params["norm"])
+    values = norm.values(_numbers(groups), params["norm"])
     _, vjp = jax.vjp(router, values, params["router"])
     dh_router, d_router = vjp((dweights, dshares))
     dh = (dh + dh_router).astype(flat.dtype)
@@ -154,7 +153,7 @@ def _gate_gradient(
     groups, largest_scale = inner
     gate_up = jax.tree.map(rows.of_places, groups)
     of_rows, wide = rows.of_choices(weights)[:, None], da.astype(jnp.float32)
-    numbers = kernels.dequantize_groups(gate_up, dtype=jnp.float32)
+    numbers = _numbers(gate_up)
     a = ACTIVATIONS[gate](numbers[:, 0]) * numbers[:, 1]
     dweights = rows.to_choices(jnp.sum(wide * a, axis=1))
     codes = numerics.encode(numerics.normal(a * of_rows), a_scale, E4M3.dtype)
@@ -168,6 +167,14 @@ def _gate_gradient(
     )
     d_gate_up = Scaled(out.values.reshape(len(da), -1), scale)
     return d_gate_up, transposed(Scaled(codes, a_scale)), dweights
+
+
+def _numbers(groups: Scaled) -> Float[Array, "..."]:
+    """Returns the numbers of groups in float32."""
+    # XLA fuses the decoding with what reads the numbers, and not with a kernel.
+    return kernels.dequantize_groups(
+        groups, dtype=jnp.float32, implementation="reference"
+    )
 
 
 def transposed(x: Scaled) -> Scaled:

@@ -68,7 +68,8 @@ def weight_gradient(
 
 def merged(w: Float[Array, "experts *out in"]) -> Float[Array, "experts n in"]:
     """Returns the weights of an expert as one matrix."""
-    return w.reshape(len(w), -1, w.shape[-1])
+    # Without the barrier XLA transposes the weights to find the amax of each input.
+    return once(w.reshape(len(w), -1, w.shape[-1]))
 
 
 def _grouped(x: Scaled, w: Scaled, rows: Rows, dtype: DTypeLike) -> Array:
