@@ -37,6 +37,7 @@ from experiments.training.interrupts import STOPPED
 from experiments.training.job import compile_trainer, train_batches
 from experiments.training.settings import PRESETS, Settings, model_config
 from experiments.training.step import TrainState
+from tests.robustness import trials
 
 _STEPS = 30
 _TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]
@@ -44,13 +45,7 @@ _TINY = ["--preset", "tiny", "--steps", str(_STEPS), "--save-every", "7"]
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A file of random words, large enough for a few hundred windows."""
-    rng = np.random.default_rng(0)
-    letters = [rng.integers(97, 123, rng.integers(2, 9)) for _ in range(200)]
-    words = [bytes(word.astype(np.uint8)) for word in letters]
-    path = tmp_path_factory.mktemp("text") / "words.txt"
-    path.write_bytes(b" ".join(rng.choice(words, 8000)))
-    return path
+    return trials.write_corpus(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.main_job import write_letters
 
 from experiments.pretrain import program as pretrain
 from experiments.training import health, health_plots, runs
@@ -84,8 +85,7 @@ def test_activations_are_those_of_the_layers(reported):
 
 @pytest.mark.slow
 def test_a_run_writes_reports_and_a_figure(tmp_path):
-    text = tmp_path / "a.txt"
-    text.write_bytes(np.random.default_rng(0).integers(97, 123, 40_000, np.uint8))
+    text = write_letters(tmp_path / "a.txt", 40_000)
     folder = tmp_path / "run"
     argv = ["--preset", "tiny", "--recipes", "bf16", "--data", str(text)]
     argv += ["--steps", "5", "--health-every", "2", "--out", str(folder)]

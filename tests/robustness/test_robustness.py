@@ -10,6 +10,7 @@ import sys
 import zlib
 
 import pytest
+from helpers.main_job import rows_of
 
 from experiments.pretrain import program as pretrain
 from experiments.training import checkpoints, runs, text
@@ -52,8 +53,7 @@ def copied(finished, tmp_path):
 
 
 def _losses(folder):
-    rows = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(row)["loss"] for row in rows]
+    return [row["loss"] for row in rows_of(folder)]
 
 
 def _refusal(capsys, *argv):
