@@ -1,8 +1,10 @@
 """Blocks of random programs: matmuls, what stands around them, and their calls."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from experiments.rewrites.grammar import WIDTH, Draw, Maker, Step
 from experiments.rewrites.parts import BIASES, GATES, WEIGHTS, activation, norm
@@ -199,19 +201,53 @@ def block(draw: Draw) -> Step:
     return step
 
 
-def _jitted(draw: Draw) -> Step:
-    inner = block(draw)
-    return lambda env, h: jax.jit(lambda h: inner(env, h))(h)
+# Calls of a block, as functions of the surroundings, of the block as a function of
+# parameters and array, and of the array.
 
 
-def _called_twice(draw: Draw) -> Step:
-    inner = block(draw)
+def _called_twice(env, fn, h):
+    jitted = jax.jit(fn)
+    return jitted(env.params, jitted(env.params, h))
 
-    def step(env, h):
-        fn = jax.jit(lambda p, h: inner(env.with_params(p), h))
-        return fn(env.params, fn(env.params, h))
 
-    return step
+def _mapped(env, fn, h):
+    entries = h.reshape(2, h.size // (2 * WIDTH), WIDTH)
+    return jax.vmap(lambda h: fn(env.params, h))(entries).reshape(h.shape)
+
+
+def _chosen(env, fn, h):
+    is_even = jnp.sum(env.numbers) % 2 == 0
+    return lax.cond(is_even, lambda h: fn(env.params, h), lambda h: h * 2, h)
+
+
+def _with_rule(env, fn, h):
+    ruled = jax.custom_vjp(fn)
+    ruled.defvjp(
+        lambda p, h: (fn(p, h), (p, h)),
+        lambda saved, g: jax.vjp(fn, *saved)[1](g / 2),
+    )
+    return ruled(dict(env.params), h)
+
+
+def _gradient_inside(env, fn, h):
+    # FP8 matmuls have no second derivatives.
+    fixed = lax.stop_gradient(dict(env.params))
+    summed = jax.grad(lambda h: jnp.sum(fn(fixed, h).astype(jnp.float32)))
+    return fn(env.params, h) + 0.1 * summed(lax.stop_gradient(h))
+
+
+def _calling(call: Callable[..., Array]) -> Maker:
+    """Returns a function that draws a block, which `call` calls."""
+
+    def make(draw: Draw) -> Step:
+        inner = block(draw)
+
+        def step(env, h):
+            return call(env, lambda p, h: inner(env.with_params(p), h), h)
+
+        return step
+
+    return make
 
 
 def _scanned(draw: Draw) -> Step:
@@ -229,84 +265,16 @@ def _scanned(draw: Draw) -> Step:
     return step
 
 
-def _mapped(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        entries = h.reshape(2, h.size // (2 * WIDTH), WIDTH)
-        return jax.vmap(lambda h: inner(env, h))(entries).reshape(h.shape)
-
-    return step
-
-
-def _chosen(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        is_even = jnp.sum(env.numbers) % 2 == 0
-        return lax.cond(is_even, lambda h: inner(env, h), lambda h: h * 2, h)
-
-    return step
-
-
-def _checkpointed(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        fn = jax.checkpoint(lambda p, h: inner(env.with_params(p), h))
-        return fn(env.params, h)
-
-    return step
-
-
-def _nested(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        return env.remat(lambda p, h: inner(env.with_params(p), h))(env.params, h)
-
-    return step
-
-
-def _with_rule(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        def plain(p, h):
-            return inner(env.with_params(p), h)
-
-        def backward(saved, g):
-            return jax.vjp(plain, *saved)[1](g / 2)
-
-        fn = jax.custom_vjp(plain)
-        fn.defvjp(lambda p, h: (plain(p, h), (p, h)), backward)
-        return fn(dict(env.params), h)
-
-    return step
-
-
-def _gradient_inside(draw: Draw) -> Step:
-    inner = block(draw)
-
-    def step(env, h):
-        # FP8 matmuls have no second derivatives.
-        fixed = env.with_params(lax.stop_gradient(dict(env.params)))
-        summed = jax.grad(lambda h: jnp.sum(inner(fixed, h).astype(jnp.float32)))
-        return inner(env, h) + 0.1 * summed(lax.stop_gradient(h))
-
-    return step
-
-
 CALLS: dict[str, Maker] = {
-    "called twice": _called_twice,
-    "checkpoint": _checkpointed,
-    "cond of a block": _chosen,
-    "gradient inside": _gradient_inside,
-    "jit": _jitted,
-    "nested fp8_remat": _nested,
-    "rule around a block": _with_rule,
+    "called twice": _calling(_called_twice),
+    "checkpoint": _calling(lambda env, fn, h: jax.checkpoint(fn)(env.params, h)),
+    "cond of a block": _calling(_chosen),
+    "gradient inside": _calling(_gradient_inside),
+    "jit": _calling(lambda env, fn, h: jax.jit(lambda h: fn(env.params, h))(h)),
+    "nested fp8_remat": _calling(lambda env, fn, h: env.remat(fn)(env.params, h)),
+    "rule around a block": _calling(_with_rule),
     "scan": _scanned,
-    "vmap": _mapped,
+    "vmap": _calling(_mapped),
 }
 
 
