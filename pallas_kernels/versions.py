@@ -46,6 +46,11 @@ def constants_as_arguments(program: core.Jaxpr) -> core.Jaxpr:
     )
 
 
+def is_offload(decision: Any) -> bool:
+    """Returns whether a decision of a policy of `jax.checkpoint` is to offload."""
+    return type(decision).__name__ == "Offloadable"  # The class is not public.
+
+
 def current_trace() -> Any:
     """Returns a value that is equal within one transformation of JAX, and no other."""
     # `jax.extend.core` has it since jax 0.12.

@@ -23,6 +23,7 @@ from coat_jax.programs.primitives import (
 from coat_jax.quantization.formats import Format
 from coat_jax.quantization.granularity import PerGroup
 from coat_jax.remat.kernels import kernels_with_statistics
+from coat_jax.remat.policies import Policy, offloads
 from coat_jax.remat.recompute import Derivation
 from coat_jax.remat.shapes import group_of_products, merged_axes, why_not_fp8
 from coat_jax.remat.trace import Linearized, Residual
@@ -30,7 +31,7 @@ from pallas_kernels import versions
 from pallas_kernels.checks import positive_int
 
 _MIN_STATISTIC = 16  # The fewest elements of a row that has statistics.
-_OFFLOADED = "offloaded by the policy"
+_IN_LOOP = "offloaded by the policy in a loop"
 
 
 # A function of a program, the paths of its arguments, and whether each is a parameter.
@@ -97,11 +98,13 @@ class Copy:
       granularity: The groups that share a scale.
       fused: True if XLA fuses the dequantization into every operation that reads it.
       merged: The lengths of the last axes, which the copy has as one axis; or ().
+      offloaded: Whether the policy has it wait for the backward pass on the host.
     """
 
     granularity: PerGroup
     fused: bool
     merged: tuple[int, ...]
+    offloaded: bool = False
 
     @classmethod
     def of(cls, aval: jax.core.ShapedArray, size: int, fused: bool) -> "Copy":
@@ -111,9 +114,15 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """A residual that is saved unquantized, with the reason."""
+    """A residual that is saved unquantized, with the reason.
+
+    Attributes:
+      reason: Why it is not quantized.
+      offloaded: Whether the policy has it wait for the backward pass on the host.
+    """
 
     reason: str
+    offloaded: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +173,8 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     params = {v: i for i, v in enumerate(program.invars) if is_param[i]}
     computed = _computed_from(program, is_param)
     statistics = _statistics(program)
+    offloaded = _offloaded(program, residuals, options.policy)
+    on_host = {i for i, v in enumerate(residuals) if _is_on_host(v.aval)}
     ways: list[Any] = []
     for index, residual in enumerate(residuals):
         var = residual if isinstance(residual, core.Var) else None
@@ -171,7 +182,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
             ways.append(params[var])
         elif (
             var not in computed
-            and not _is_offloaded(residual.aval)
+            and index not in offloaded | on_host
             and _is_cheap(_restricted(program, [residual]), is_param)
         ):
             ways.append("recompute")
@@ -192,6 +203,10 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
                     ways[index] = "recompute"
             elif _is_copy(ways[index]) and var in results | operands:
                 ways[index] = Wide("a kernel reads it beside statistics")
+
+    for index in offloaded:
+        if _is_saved(ways[index]):
+            ways[index] = dataclasses.replace(ways[index], offloaded=True)
 
     def may_copy(var):
         fits = traced.has(var) and var not in statistics
@@ -254,7 +269,11 @@ def _derive(
     for i in wide:
         if residuals[i] not in saved:
             ways[i] = "recompute"
-    copies = {i: choice for i, choice in enumerate(ways) if isinstance(choice, Copy)}
+    copies = {
+        i: choice
+        for i, choice in enumerate(ways)
+        if isinstance(choice, Copy) and _is_source(choice)
+    }
     sources = derivation.copy([residuals[i] for i in copies], may_copy)
     extras = []
     for i in copies:
@@ -280,9 +299,27 @@ def _derive(
 
 def _is_source(choice: Any) -> bool:
     """Returns whether the array is saved on the device, to recompute others from."""
-    return isinstance(choice, Copy) or (
-        isinstance(choice, Wide) and choice.reason != _OFFLOADED
-    )
+    in_loop = isinstance(choice, Wide) and choice.reason == _IN_LOOP
+    return _is_saved(choice) and not choice.offloaded and not in_loop
+
+
+def _is_saved(choice: Any) -> bool:
+    return isinstance(choice, Copy | Wide)
+
+
+def _offloaded(
+    program: core.Jaxpr, residuals: Sequence[Any], policy: Policy | None
+) -> set[int]:
+    """Returns the indices of the residuals that a policy offloads."""
+    if policy is None:
+        return set()
+    results: set[core.Var] = set()
+    for eqn in program.eqns:
+        # JAX puts this operation after an array that a policy saves.
+        rounded = eqn.primitive.name == "reduce_precision"
+        if offloads(policy, eqn) or (rounded and _is_among(eqn.invars[0], results)):
+            results.update(eqn.outvars)
+    return {i for i, var in enumerate(residuals) if _is_among(var, results)}
 
 
 def _restricted(
@@ -380,8 +417,8 @@ def _saved(traced: Linearized, index: int, options: Options) -> Copy | Wide:
 def _why_wide(traced: Linearized, index: int) -> str | None:
     """Returns the reason why a residual is never quantized, or None."""
     aval = traced.residuals[index].aval
-    if _is_offloaded(aval):
-        return _OFFLOADED
+    if _is_on_host(aval):
+        return _IN_LOOP
     if reason := why_not_fp8(aval):
         return reason
     if traced.feeds_exponential(index):
@@ -391,6 +428,6 @@ def _why_wide(traced: Linearized, index: int) -> str | None:
     return None
 
 
-def _is_offloaded(aval: jax.core.ShapedArray) -> bool:
-    """Returns whether a policy has moved the array to the host."""
+def _is_on_host(aval: jax.core.ShapedArray) -> bool:
+    """Returns whether the forward program itself moves an array to the host."""
     return aval.memory_space == jax.memory.Space.Host

@@ -1,12 +1,21 @@
 """Policies of `jax.checkpoint`, which select the arrays to save for backward."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend import core
 
-from coat_jax.programs.primitives import TABLE, Kind, is_foreign
+from coat_jax.programs.primitives import (
+    TABLE,
+    Kind,
+    bodies_of,
+    is_foreign,
+)
+from pallas_kernels import versions
+
+Policy = Callable[..., Any]
 
 # Batched matmuls that contract at most this many elements count as attention scores.
 _LARGEST_HEAD = 256
@@ -47,4 +56,32 @@ def products_saveable(primitive: core.Primitive, *types: Any, **params: Any) -> 
     # Random numbers are recomputed: the operands of their kernels are keys.
     return is_foreign(primitive) and any(
         jnp.issubdtype(t.dtype, jnp.floating) for t in types
+    )
+
+
+def saved_on_device(policy: Policy) -> Policy:
+    """Returns a policy that saves on the device what `policy` offloads."""
+
+    def decide(*args: Any, **params: Any) -> Any:
+        decision = policy(*args, **params)
+        return True if versions.is_offload(decision) else decision
+
+    return decide
+
+
+def offloads(policy: Policy | None, eqn: core.JaxprEqn) -> bool:
+    """Returns whether a policy offloads the results of an operation."""
+    if policy is None:
+        return False
+    types = [v.aval for v in eqn.invars]
+    return versions.is_offload(policy(eqn.primitive, *types, **eqn.params))
+
+
+def offloads_in_bodies(policy: Policy, program: core.Jaxpr) -> bool:
+    """Returns whether a policy offloads arrays of a loop's body, or another one's."""
+    return any(
+        offloads(policy, eqn) or offloads_in_bodies(policy, body)
+        for outer in program.eqns
+        for body in bodies_of(outer)
+        for eqn in body.eqns
     )

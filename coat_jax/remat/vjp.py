@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.dtypes import float0
 from jax.extend import core
 
+from coat_jax.programs.graph import written_out
 from coat_jax.quantization.array import (
     QuantizedArray,
     scales_as_bits,
@@ -27,6 +28,7 @@ from coat_jax.remat.fingerprint import fingerprint
 from coat_jax.remat.notes import Note
 from coat_jax.remat.outline import KEPT, outlined
 from coat_jax.remat.plan import Copy, Options, Wide, plan
+from coat_jax.remat.policies import offloads_in_bodies, saved_on_device
 from coat_jax.remat.trace import SAVED_NAME, Linearized, linearize
 from pallas_kernels import versions
 from pallas_kernels.dispatch import array_types, operations
@@ -239,10 +241,20 @@ def _with_fp8_residuals(
     arguments of `fn` follow; the first `constants` of them have no gradients. `outline`
     wraps both passes.
     """
-    if options.policy is not None:
+
+    def linearized(args):
+        if options.policy is None:
+            return linearize(fn, *args, constants=constants)
         # Recomputation reads FP8 copies, or arrays that passed the barrier of `_after`.
         # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
-        fn = jax.checkpoint(fn, policy=options.policy, prevent_cse=False)
+        checkpoint = partial(jax.checkpoint, fn, prevent_cse=False)
+        # What the policy offloads is quantized before it leaves the device.
+        by_policy = checkpoint(policy=saved_on_device(options.policy))
+        traced = linearize(by_policy, *args, constants=constants)
+        if offloads_in_bodies(options.policy, written_out(traced.forward.jaxpr)):
+            by_policy = checkpoint(policy=options.policy)
+            traced = linearize(by_policy, *args, constants=constants)
+        return traced
 
     @jax.custom_vjp
     def run(key, *args):
@@ -250,7 +262,7 @@ def _with_fp8_residuals(
 
     @outline
     def forward(key, *args):
-        traced = linearize(fn, *args, constants=constants)
+        traced = linearized(args)
         planned = plan(traced, is_param, options)
         program = traced.with_outputs([extra.var for extra in planned.extras])
         values = core.jaxpr_as_fun(program)(*args)
@@ -275,6 +287,8 @@ def _with_fp8_residuals(
         saved, cotangents = _after(saved, cotangents)
 
         def read(kept, x):
+            if isinstance(kept, Copy | Wide) and kept.offloaded:
+                x = jax.device_put(x, jax.memory.Space.Device)
             if isinstance(kept, Copy):
                 values = read_copy(_with_bits(x), fused=kept.fused)
                 if kept.merged:
@@ -342,9 +356,10 @@ def _save(
         return None
     if traced.is_argument(index) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
-        return x
-    with Note(f"wide, {choice.reason}", traced.asked_by(index)).scope():
-        return checkpoint_name(x, SAVED_NAME)
+        return _placed(x, choice)
+    place = ", on the host" if choice.offloaded else ""
+    with Note(f"wide, {choice.reason}{place}", traced.asked_by(index)).scope():
+        return _placed(checkpoint_name(x, SAVED_NAME), choice)
 
 
 def _fp8_copy(
@@ -353,13 +368,20 @@ def _fp8_copy(
     if copy.merged:
         x = x.reshape(*x.shape[: -len(copy.merged)], -1)
     noise = None if key is None else random_bits(key, x.shape, like=x)
-    groups = f"groups of {copy.granularity.size}"
+    place = ", on the host" if copy.offloaded else ""
+    groups = f"groups of {copy.granularity.size}{place}"
     with Note(f"{options.format}, {groups}", reader).scope():
         q = fp8_copy(
             x, format=options.format, granularity=copy.granularity, noise=noise
         )
+        q = dataclasses.replace(q, codes=_placed(q.codes, copy))
     with Note(f"scales of {groups}", reader).scope():
-        return _with_bits(q)
+        return dataclasses.replace(q, scale=_placed(_with_bits(q).scale, copy))
+
+
+def _placed(x: jax.Array, way: Copy | Wide) -> jax.Array:
+    """Returns an array where it waits for the backward pass."""
+    return jax.device_put(x, jax.memory.Space.Host) if way.offloaded else x
 
 
 def _after(saved: Any, cotangents: Any) -> tuple[Any, Any]:

@@ -16,15 +16,16 @@ import io
 import json
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import coat_jax as coat
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+import coat_jax as coat
 
 STEPS = 100
 LEARNING_RATE = 2e-3
@@ -148,20 +149,22 @@ def _typed(tree: Any, like: Any) -> Any:
 
 def _state_ratio(opt_state: Any) -> float:
     """Returns the bytes of large moments by those of the same moments in float32."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=_is_moment)
+    moments = [x for x in nodes if _is_moment(x)]
+    wide = [x for x in nodes if not _is_moment(x) and getattr(x, "size", 0) >= _LARGE]
+    held = sum(x.nbytes for x in jax.tree.leaves((moments, wide)))
+    elements = sum(_codes(m).size for m in moments) + sum(x.size for x in wide)
+    return held / (4 * elements)
 
-    def is_moment(x):
-        return isinstance(x, coat.QuantizedArray)
 
-    moments = [x for x in jax.tree.leaves(opt_state, is_leaf=is_moment) if is_moment(x)]
-    arrays = [x for moment in moments for x in jax.tree.leaves(moment)]
-    wide = [
-        x
-        for x in jax.tree.leaves(opt_state, is_leaf=is_moment)
-        if not is_moment(x) and getattr(x, "size", 0) >= _LARGE
-    ]
-    held = sum(x.nbytes for x in (*arrays, *wide))
-    elements = sum(np.prod(m.shape) for m in moments) + sum(x.size for x in wide)
-    return float(held / (4 * elements))
+def _is_moment(x: Any) -> bool:
+    """Returns whether a node is a quantized moment, or the state dict of one."""
+    is_dict = isinstance(x, Mapping) and "codes" in x
+    return isinstance(x, coat.QuantizedArray) or is_dict
+
+
+def _codes(moment: Any) -> Any:
+    return moment["codes"] if isinstance(moment, Mapping) else moment.codes
 
 
 def compare(

@@ -4,11 +4,10 @@ import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
+from ecosystem.harness import compare, main, next_token_loss, tokens
 from levanter.layers.attention import AttentionMask
 from levanter.models.llama import LlamaConfig
 from levanter.trainer_state import TrainerState
-
-from ecosystem.harness import compare, main, next_token_loss, tokens
 
 _BATCH, _LENGTH, _VOCAB = 8, 64, 128
 _CONFIG = LlamaConfig(
@@ -48,9 +47,7 @@ class Run:
 
     def step(self, number):
         """Trains on one batch."""
-        batch = jnp.asarray(
-            tokens(number, batch=_BATCH, length=_LENGTH, vocab=_VOCAB)
-        )
+        batch = jnp.asarray(tokens(number, batch=_BATCH, length=_LENGTH, vocab=_VOCAB))
         self._state, loss = self._step(self._state, batch)
         return float(loss)
 

@@ -1,23 +1,19 @@
 """MaxText: the setup and the step of its pre-training, on a Llama for a CPU."""
 
-import functools
 import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
 import jax
 import maxtext
 import numpy as np
-import optax
+from ecosystem.harness import compare, main, tokens
 from flax import nnx
 from flax.linen import logical_axis_rules
 from maxtext.configs import pyconfig
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import sharding, train_utils
-
-from ecosystem.harness import compare, main, tokens
 
 _BATCH, _LENGTH, _VOCAB = 8, 64, 128
 _BASE = Path(maxtext.__file__).parent / "configs" / "base.yml"
@@ -55,7 +51,7 @@ class Run:
         settings = _OPTIONS | options | {"base_output_directory": folder}
         arguments = [f"{name}={value}" for name, value in settings.items()]
         self._config = config = pyconfig.initialize(["train", str(_BASE), *arguments])
-        with mock.patch.object(optimizers, "get_optimizer", lambda *_, **__: tx):
+        with mock.patch.object(optimizers, "get_optimizer", return_value=tx):
             setup = train_utils.setup_train_loop(config, None)
         _, _, shardings, _, mesh, _, _, _, _, _, state = setup
         graph, self._state = nnx.split(state)
@@ -63,7 +59,13 @@ class Run:
             config, shardings
         )
         self._step, _ = train_utils.jit_train_and_eval_step(
-            config, graph, mesh, self._state, shardings, train.train_step, params_shardings=params
+            config,
+            graph,
+            mesh,
+            self._state,
+            shardings,
+            train.train_step,
+            params_shardings=params,
         )
         self._mesh = mesh
 
@@ -75,8 +77,9 @@ class Run:
         for name, x in (("inputs", walk[:, :-1]), ("targets", walk[:, 1:])):
             batch |= {name: x, f"{name}_position": places}
             batch[f"{name}_segmentation"] = np.ones_like(x)
-        with jax.set_mesh(self._mesh), logical_axis_rules(
-            self._config.logical_axis_rules
+        with (
+            jax.set_mesh(self._mesh),
+            logical_axis_rules(self._config.logical_axis_rules),
         ):
             self._state, metrics = self._step(self._state, batch)
         return float(metrics["scalar"]["learning/loss"])

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 import jraph
 import numpy as np
-import optax
+from ecosystem.harness import TreeRun, compare, main, next_token_loss, tokens
 from flax import nnx
 from penzai import pz
 from penzai.models.transformer import variants
-
-from ecosystem.harness import TreeRun, compare, main, next_token_loss, tokens
 
 _BATCH, _LENGTH, _VOCAB, _WIDTH = 8, 64, 128, 128
 _batch = functools.partial(tokens, batch=_BATCH, length=_LENGTH, vocab=_VOCAB)
@@ -74,7 +72,9 @@ def equinox(tx):
 
 def _haiku_forward(batch):
     x = hk.Embed(_VOCAB, _WIDTH)(batch)
-    x += hk.get_parameter("places", x.shape[1:], init=hk.initializers.RandomNormal(0.02))
+    x += hk.get_parameter(
+        "places", x.shape[1:], init=hk.initializers.RandomNormal(0.02)
+    )
     for _ in range(2):
         y = hk.LayerNorm(-1, True, True)(x)
         init = hk.initializers.VarianceScaling(1.0)
@@ -119,9 +119,9 @@ def penzai(tx):
     def loss(params, batch):
         bound = pz.bind_variables(model, [p.unfreeze_as_copy() for p in params])
         named = pz.nx.wrap(batch).tag("batch", "seq")
-        logits = bound(
-            named, token_positions=pz.nx.arange("seq", _LENGTH)
-        ).unwrap("batch", "seq", "vocabulary")
+        logits = bound(named, token_positions=pz.nx.arange("seq", _LENGTH)).unwrap(
+            "batch", "seq", "vocabulary"
+        )
         return next_token_loss(logits, batch)
 
     return TreeRun(params, loss, _batch, tx)

@@ -5,12 +5,12 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 import qwix
+from ecosystem.harness import STEPS, compare, main, tokens
 from flax import nnx
 from tunix.models.qwen3 import model as qwen3
 from tunix.sft import peft_trainer, utils
 
 from coat_jax.integrations.qwix import FP8Provider
-from ecosystem.harness import STEPS, compare, main, tokens
 
 _BATCH, _LENGTH, _VOCAB = 8, 64, 128
 _CONFIG = qwen3.ModelConfig(
@@ -102,9 +102,7 @@ def _with_lora(model):
 
 
 def _with_fp8(model):
-    rule = qwix.QuantizationRule(
-        module_path="layers/.*", weight_qtype="float8_e4m3fn"
-    )
+    rule = qwix.QuantizationRule(module_path="layers/.*", weight_qtype="float8_e4m3fn")
     return qwix.quantize_model(model, FP8Provider([rule]), *_arguments())
 
 

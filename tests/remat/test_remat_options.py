@@ -12,7 +12,6 @@ from helpers.gradients import (
     compiled,
     cosine,
     fake,
-    flat,
     fp8_bytes,
     saved,
     saved_bytes,
@@ -151,21 +150,6 @@ def test_policy_saves_in_fp8_what_it_would_save_wide(outer):
     assert_close(actual, (dw, dfirst @ w64.T), 1e-5)
 
 
-def test_what_a_policy_offloads_stays_wide():
-    offload = jax.checkpoint_policies.offload_dot_with_no_batch_dims
-    light = fp8_remat(two_products, policy=offload("device", "pinned_host"))
-    params, x = two_product_arguments()
-    rows = coat.residual_report(light, params, x).rows
-    saved = {row.shape: row.kept for row in rows if not row.is_argument}
-    assert saved[96, 128] == "wide, offloaded by the policy"
-    assert saved[96, 64] == "E4M3, groups of 128"
-
-    def gradient(fn):
-        return flat(jax.jit(jax.grad(lambda p: jnp.sum(fn(p, x) ** 2)))(params))
-
-    assert cosine(gradient(light), gradient(two_products)) > 0.999
-
-
 def test_an_array_is_offloaded_once():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -182,7 +166,8 @@ def test_an_array_is_offloaded_once():
         program = jax.make_jaxpr(jax.grad(wrap(loss, policy=policy)))(jnp.ones(8192))
         return str(program).count("MemorySpace.Host")
 
-    assert moves(fp8_remat) == moves(jax.checkpoint) == 1
+    assert moves(jax.checkpoint) == 1
+    assert moves(fp8_remat) == 2  # Codes and scales.
 
 
 @pytest.mark.parametrize(
