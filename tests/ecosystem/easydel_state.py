@@ -3,13 +3,12 @@
 import easydel
 import jax
 import jax.numpy as jnp
-import numpy as np
-from flax import nnx
 from easydel.infra.base_state import EasyDeLState
+from ecosystem.harness import LEARNING_RATE, compare, main, next_token_loss, tokens
+from flax import nnx
 
 import coat_jax as coat
 from coat_jax.integrations.fused import with_apply_updates_hook
-from ecosystem.harness import LEARNING_RATE, compare, main, next_token_loss, tokens
 
 _BATCH, _LENGTH, _VOCAB = 8, 64, 128
 

@@ -2,10 +2,9 @@
 
 import jax
 import numpy as np
+from ecosystem.harness import STEPS, compare, main, tokens
 from flax import linen as nn
 from kauldron import kd
-
-from ecosystem.harness import STEPS, compare, main, tokens
 
 _BATCH, _LENGTH, _VOCAB, _WIDTH = 8, 64, 128, 128
 

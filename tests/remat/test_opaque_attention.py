@@ -1,0 +1,143 @@
+"""Tests of attention as one opaque operation, in the form of TransformerEngine's.
+
+TransformerEngine's fused attention is a primitive that lowers to a custom call. Forward
+returns the output, the float32 statistics of the softmax and the state of a random
+generator, and a `custom_vjp` hands them to the primitive of backward. The stand-ins
+have these operands and results, and compute in jnp where they are lowered.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+from jax.interpreters import mlir
+
+import coat_jax as coat
+
+_SHAPE = batch, length, heads, size = 2, 64, 4, 32
+_WIDTH = heads * size
+
+
+def _scores(q, k):
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32)
+    mask = jnp.tri(q.shape[1], dtype=bool)
+    return jnp.where(mask, scores / math.sqrt(q.shape[-1]), -jnp.inf)
+
+
+def _forward(q, k, v, seed):
+    scores = _scores(q, k)
+    statistics = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - statistics).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), statistics, seed + 1
+
+
+def _backward(q, k, v, o, statistics, seed, do):
+    del seed
+    weights = jnp.exp(_scores(q, k) - statistics)
+    do = do.astype(jnp.float32)
+    dv = jnp.einsum("bhqk,bqhd->bkhd", weights, do)
+    delta = jnp.einsum("bqhd,bqhd->bhq", do, o.astype(jnp.float32))[..., None]
+    ds = weights * (jnp.einsum("bqhd,bkhd->bhqk", do, v) - delta) / math.sqrt(size)
+    dq = jnp.einsum("bhqk,bkhd->bqhd", ds, k)
+    dk = jnp.einsum("bhqk,bqhd->bkhd", ds, q)
+    return tuple(
+        g.astype(x.dtype) for g, x in zip((dq, dk, dv), (q, k, v), strict=True)
+    )
+
+
+def _opaque(name, definition):
+    """Returns a primitive that computes `definition`, and shows nothing of it."""
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+
+    def types(*operands):
+        out = jax.eval_shape(definition, *operands)
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in out]
+
+    primitive.def_abstract_eval(types)
+    primitive.def_impl(lambda *operands: list(jax.jit(definition)(*operands)))
+    mlir.register_lowering(primitive, mlir.lower_fun(definition, multiple_results=True))
+    return primitive
+
+
+_forward_p = _opaque("te_fused_attn_forward_stand_in", _forward)
+_backward_p = _opaque("te_fused_attn_backward_stand_in", _backward)
+
+
+@jax.custom_vjp
+def attention(q, k, v, seed):
+    return _forward_p.bind(q, k, v, seed)[0]
+
+
+def _save(q, k, v, seed):
+    o, statistics, state = _forward_p.bind(q, k, v, seed)
+    return o, (q, k, v, o, statistics, state)
+
+
+attention.defvjp(_save, lambda saved, do: (*_backward_p.bind(*saved, do), None))
+
+
+def layer(params, x, seed):
+    q, k, v = ((x @ params[name]).reshape(*x.shape[:2], heads, size) for name in "qkv")
+    o = attention(q, k, v, seed).reshape(x.shape)
+    return x + jnp.tanh(o @ params["o"])
+
+
+@pytest.fixture
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {
+        name: jax.random.normal(key, (_WIDTH, _WIDTH), jnp.bfloat16) / 12
+        for name, key in zip("qkvo", keys, strict=False)
+    }
+    x = jax.random.normal(keys[4], (batch, length, _WIDTH), jnp.bfloat16)
+    return params, x, jnp.zeros(2, jnp.uint32)
+
+
+def test_attention_is_one_kernel_with_exact_operands(arguments):
+    light = coat.fp8_remat(layer)
+    rows = coat.residual_report(light, *arguments).rows
+    kept = {row.shape: row.kept for row in rows if not row.is_argument}
+    assert kept[batch, heads, length, 1].startswith("wide")
+    assert kept[_SHAPE] == "wide, a kernel reads it beside statistics"
+    program = str(jax.make_jaxpr(jax.grad(_loss(light)))(*arguments))
+    assert program.count(_forward_p.name) == 1
+
+
+def _loss(fn):
+    return lambda *args: jnp.sum(jnp.sin(fn(*args).astype(jnp.float32)))
+
+
+@functools.cache
+def _gradient(fn):
+    return jax.jit(jax.grad(_loss(fn)))
+
+
+@pytest.mark.parametrize("rerun", [False, True], ids=["saved", "rerun"])
+def test_gradients_are_near_those_of_plain_attention(arguments, rerun):
+    def plain(params, x, seed):
+        del seed
+        q, k, v = (
+            (x @ params[name]).reshape(*x.shape[:2], heads, size) for name in "qkv"
+        )
+        o = jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape)
+        return x + jnp.tanh(o @ params["o"])
+
+    light = coat.fp8_remat(layer, rerun_attention=rerun)
+    actual, expected = _gradient(light)(*arguments), _gradient(plain)(*arguments)
+    for name in "qkvo":
+        a, b = (np.asarray(g[name], np.float64).ravel() for g in (actual, expected))
+        assert a @ b / np.linalg.norm(a) / np.linalg.norm(b) > 0.998
+
+
+def test_rerun_attention_saves_codes_alone(arguments):
+    light = coat.fp8_remat(layer, rerun_attention=True)
+    rows = coat.residual_report(light, *arguments).rows
+    wide = [r for r in rows if not r.is_argument and r.dtype == jnp.bfloat16]
+    assert not [r for r in wide if math.prod(r.shape) == math.prod(_SHAPE)]
+    program = str(jax.make_jaxpr(jax.grad(_loss(light)))(*arguments))
+    assert program.count(_forward_p.name) == 2
