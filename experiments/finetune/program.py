@@ -137,7 +137,7 @@ def _opened(
         return run, inputs
     check_unused(args.folder)
     if not args.given and smollm2.is_installed():
-        args.given.update(smollm2.defaults(stop))
+        args.given.update(smollm2.defaults())
     settings = args.settings()
     tokenizer = Path(settings.base) / _TOKENIZER
     inputs, fingerprint = load_inputs(settings, tokenizer, mesh)

@@ -1,0 +1,174 @@
+"""Tests adapters over frozen weights, and the FP8 matmul with a frozen weight."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import coat_jax as coat
+from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
+from coat_jax.models import llama, lora
+from helpers import oracle
+
+_CONFIG = llama.LlamaConfig(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    recipe="bf16",
+    dtype=jnp.float32,
+)
+
+
+def _rounded(x: np.ndarray, format: oracle.Format, block) -> tuple:
+    """Returns the numbers of an array in FP8 with a scale a row or one, and scales."""
+    rows = x.reshape(-1, x.shape[-1]) if block else x.reshape(1, -1)
+    scales = np.array([oracle.scale_of(row, format, block) for row in rows], np.float64)
+    values = format.round(np.float32(rows * (1 / scales[:, None])))
+    numbers = values.astype(np.float64) * scales[:, None]
+    return numbers.reshape(x.shape), scales
+
+
+def test_frozen_matmul_is_that_of_rounded_numbers(rng):
+    x, dy = (rng.standard_normal(shape, np.float32) for shape in ((24, 32), (24, 2, 40)))
+    w = rng.standard_normal((2, 40, 32), np.float32) * rng.uniform(0.01, 1, (2, 40, 1))
+    w = w.astype(np.float32)
+
+    def both(x, w, dy):
+        frozen = freeze(w)
+        y, vjp = jax.vjp(lambda x: frozen_linear(x, frozen), x)
+        return y, vjp(dy)[0], thawed(frozen, jnp.float32)
+
+    y, dx, numbers = jax.jit(both)(x, w, dy)
+    row = (1, 32)
+    rounded_w, scale = _rounded(w, oracle.E4M3, row)
+    scale = scale.reshape(2, 40)
+    np.testing.assert_allclose(numbers, rounded_w, rtol=1e-6)
+    rounded_x, _ = _rounded(x, oracle.E4M3, row)
+    expected = np.einsum("mk,abk->mab", rounded_x, rounded_w)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    # The scales of outputs are a part of the gradient, which has one scale.
+    rounded_dy, _ = _rounded(dy * scale, oracle.E5M2, None)
+    expected = np.einsum("mab,abk->mk", rounded_dy, rounded_w / scale[..., None])
+    np.testing.assert_allclose(dx, expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match=r"x and w need \[..., k\]"):
+        frozen_linear(jnp.ones((2, 3)), freeze(jnp.ones((4, 5))))
+
+
+def _adapted(recipe, dtype=jnp.float32, rank=3):
+    config = dataclasses.replace(_CONFIG, param_dtype=dtype)
+
+    @nnx.jit
+    def adapted():
+        model = llama.Llama(config, rngs=nnx.Rngs(0))
+        lora.adapt(model, rank=rank, alpha=2.0, recipe=recipe, rngs=nnx.Rngs(1))
+        return model
+
+    graph, params, frozen = nnx.split(adapted(), nnx.Param, ...)
+    # Of adapters that are zero only one has gradients.
+    rng = np.random.default_rng(2)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.05 * rng.standard_normal(x.shape), jnp.float32),
+        params,
+    )
+    return graph, params, frozen
+
+
+def _loss(model, tokens):
+    return llama.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
+
+
+def test_gradients_of_adapters_follow_from_those_of_their_sum():
+    tokens = jax.random.randint(jax.random.key(3), (2, 17), 0, 64)
+    graph, params, frozen = _adapted("bf16")
+
+    def of_adapters(params):
+        return _loss(nnx.merge(graph, params, frozen), tokens)
+
+    plain = nnx.jit(lora.merged, static_argnums=1)(
+        nnx.merge(graph, params, frozen), jnp.float32
+    )
+    structure, weights = nnx.split(plain)
+
+    def of_sums(weights):
+        return _loss(nnx.merge(structure, weights), tokens)
+
+    @jax.jit
+    def both():
+        return jax.value_and_grad(of_adapters)(params), jax.value_and_grad(of_sums)(
+            weights
+        )
+
+    (loss, grads), (expected, sums) = both()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    for name in ("qkv", "out", "gate_up", "down"):
+        a, b = (params["layers"][name][part][...] for part in "ab")
+        dw = np.asarray(sums["layers"][name][...], np.float64)
+        rows = dw.reshape(2, -1, dw.shape[-1])
+        da = 2 / 3 * np.einsum("lnr,lnk->lrk", b.reshape(2, -1, 3), rows)
+        db = 2 / 3 * np.einsum("lrk,lnk->lnr", a, rows).reshape(b.shape)
+        for part, expected in (("a", da), ("b", db)):
+            actual = grads["layers"][name][part][...]
+            np.testing.assert_allclose(actual, expected, rtol=2e-3, atol=1e-7)
+
+
+def test_frozen_weights_take_a_byte_and_their_gradients_nothing():
+    tokens = jax.random.randint(jax.random.key(3), (2, 17), 0, 64)
+    graph, params, frozen = _adapted("coat", jnp.bfloat16)
+    layers = jax.tree.leaves(frozen["layers"])
+    codes = [x for x in layers if x.dtype == jnp.float8_e4m3fn]
+    matrices = 2 * ((64 + 2 * 32) * 64 + 64 * 64 + 3 * 128 * 64)
+    assert sum(x.nbytes for x in codes) == matrices
+    scales = 2 * (128 + 64 + 2 * 128 + 64)
+    norms = 2 * 2 * 64
+    assert sum(x.nbytes for x in layers) == matrices + 4 * scales + 2 * norms
+
+    @jax.jit
+    def loss_of(params, frozen):
+        return jax.value_and_grad(
+            lambda params: _loss(nnx.merge(graph, params, frozen), tokens)
+        )(params)
+
+    loss, grads = loss_of(params, frozen)
+
+    @jax.jit
+    def loss_of_sums(params, frozen):
+        merged = lora.merged(nnx.merge(graph, params, frozen), jnp.float32)
+        return _loss(merged, tokens)
+
+    expected = loss_of_sums(params, frozen)
+    assert float(loss) == pytest.approx(float(expected), rel=0.01)
+    assert sum(x.size for x in jax.tree.leaves(grads)) == sum(
+        x.size for x in jax.tree.leaves(params)
+    )
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(grads))
+
+
+@pytest.mark.slow
+def test_generation_is_that_of_the_sum():
+    graph, params, frozen = _adapted("coat", jnp.bfloat16)
+    adapted = nnx.merge(graph, params, frozen)
+    merged = lora.merged(adapted, jnp.float32)
+    tokens = [
+        np.asarray(coat.generate(model, [[1, 2, 3], [4]], max_new_tokens=6).tokens)
+        for model in (adapted, merged)
+    ]
+    np.testing.assert_array_equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "rank must be positive, got 0"),
+        ({"rank": 2, "recipe": "te"}, "one of bf16, coat, coat_max for its layers, got"),
+    ],
+)
+def test_adapters_that_cannot_be_are_named(options, message):
+    model = nnx.eval_shape(lambda: llama.Llama(_CONFIG, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=message):
+        lora.adapt(model, rngs=nnx.Rngs(0), **options)
