@@ -35,7 +35,9 @@ def _rounded(x: np.ndarray, format: oracle.Format, block) -> tuple:
 
 
 def test_frozen_matmul_is_that_of_rounded_numbers(rng):
-    x, dy = (rng.standard_normal(shape, np.float32) for shape in ((24, 32), (24, 2, 40)))
+    x, dy = (
+        rng.standard_normal(shape, np.float32) for shape in ((24, 32), (24, 2, 40))
+    )
     w = rng.standard_normal((2, 40, 32), np.float32) * rng.uniform(0.01, 1, (2, 40, 1))
     w = w.astype(np.float32)
 
@@ -165,7 +167,10 @@ def test_generation_is_that_of_the_sum():
     ("options", "message"),
     [
         ({"rank": 0}, "rank must be positive, got 0"),
-        ({"rank": 2, "recipe": "te"}, "one of bf16, coat, coat_max for its layers, got"),
+        (
+            {"rank": 2, "recipe": "te"},
+            "one of bf16, coat, coat_max for its layers, got",
+        ),
     ],
 )
 def test_adapters_that_cannot_be_are_named(options, message):

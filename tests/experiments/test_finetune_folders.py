@@ -1,0 +1,216 @@
+"""Tests fine-tunings of Hugging Face folders: resumed, moved, with adapters, saved."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from coat_jax.models import hf, llama
+from experiments.common.results import read_results
+from experiments.finetune import checkers, program, settings
+from experiments.finetune.base import folder_fingerprint, random_base
+from experiments.finetune.training import AnswerTrainer
+from helpers.chat_folders import write_model
+
+_FLAGS = ["--steps", "4", "--eval-every", "2", "--save-every", "2", "--batch-size", "2"]
+_FLAGS += ["--seq-len", "64", "--eval-batches", "1", "--checker", "number"]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """The folder of a model, and a file of conversations."""
+    folder = tmp_path_factory.mktemp("data")
+    write_model(folder / "model")
+    lines = (
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {n} + 5?"},
+                {"role": "assistant", "content": f"It is {n + 5}."},
+            ]
+        }
+        for n in range(60)
+    )
+    (folder / "chat.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
+
+
+def _run(data, out, *flags):
+    paths = ["--model", str(data / "model"), "--data", str(data / "chat.jsonl")]
+    assert program.main([*paths, *_FLAGS, *flags, "--out", str(out)]) == 0
+    return out
+
+
+def _logits(folder, tokens):
+    return np.asarray(hf.load(folder, recipe="bf16", dtype=jnp.float32)(tokens))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_where_its_data_and_its_model_have_moved(data, tmp_path):
+    out = _run(data, tmp_path / "run", "--recipe", "coat", "--save-format", "fp8-block")
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copytree(data / "model", moved / "model")
+    shutil.copy(data / "chat.jsonl", moved / "other-name.jsonl")
+    killed = tmp_path / "killed"
+    shutil.copytree(out, killed)
+    shutil.rmtree(killed / "checkpoints" / "coat" / "4")
+    (killed / "checkpoints" / "checksums" / "coat" / "4.json").unlink()
+    paths = ["--model", str(moved / "model"), "--data", str(moved / "other-name.jsonl")]
+    assert program.main(["--resume", str(killed), *paths]) == 0
+    for name in ("metrics.jsonl", "answers.jsonl"):
+        assert (killed / name).read_bytes() == (out / name).read_bytes()
+    tensors = [folder / "models/coat/model.safetensors" for folder in (out, killed)]
+    assert tensors[0].read_bytes() == tensors[1].read_bytes()
+    (moved / "other-name.jsonl").write_text('{"text": "other"}\n{"text": "two"}')
+    assert program.main(["--resume", str(killed), *paths]) == 2
+    # The folder is the model of the last checkpoint, and its second form is in FP8.
+    run = settings.FinetuneRun.resume(out, {})
+    inputs, _ = program.load_inputs(run.settings, out / "tokenizer.json")
+    trainer = inputs.trainer(run.settings, "coat", 4)
+    with run.checkpoints("coat") as checkpoints:
+        state = checkpoints.state(trainer.abstract_state())
+    tokens = jnp.arange(12)[None]
+    expected = np.asarray(trainer.model(state)(tokens))
+    loaded = np.asarray(hf.load(out / "models/coat", recipe="bf16")(tokens))
+    np.testing.assert_array_equal(loaded, expected)
+    assert (out / "models/coat/tokenizer.json").exists()
+    codes = np.asarray(hf.load(out / "models/coat-fp8-block", recipe="bf16")(tokens))
+    assert 0 < np.abs(codes - expected).max() < 0.1 * np.abs(expected).max()
+    summary = read_results(out / "summary.json")
+    assert summary["perplexity"].keys() == {"before", "coat"}
+    assert summary["perplexity"]["coat"] < summary["perplexity"]["before"]
+
+
+@pytest.mark.slow
+def test_adapters_are_all_that_is_trained_and_saved(data, tmp_path):
+    out = _run(
+        data, tmp_path / "run", "--recipe", "coat", "--lora", "4", "--lr", "0.02"
+    )
+    checkpoint = sum(
+        file.stat().st_size for file in (out / "checkpoints/coat/4").rglob("*")
+    )
+    summary = read_results(out / "summary.json")
+    parameters = summary["recipes"]["coat"]["parameters"]
+    assert parameters == 2 * 4 * (64 + 128 + 64 + 64 + 64 + 256 + 128 + 64)
+    assert checkpoint < 20 * parameters + 20_000
+    assert summary["perplexity"]["coat"] < summary["perplexity"]["before"]
+    tokens = jnp.arange(12)[None]
+    before, after = (
+        _logits(folder, tokens) for folder in (data / "model", out / "models/coat")
+    )
+    assert np.abs(after - before).max() > 1e-3
+    saved = hf.load(out / "models/coat", recipe="bf16")
+    base = hf.load(data / "model", recipe="bf16")
+    np.testing.assert_array_equal(saved.embedding[...], base.embedding[...])
+
+
+def test_microbatches_have_the_gradient_of_the_batch():
+    values = {"preset": "tiny", "batch_size": 4, "seq_len": 16, "rounding": "nearest"}
+    values |= {"param_dtype": "float32", "recipes": ("bf16",)}
+    of_run = settings.settings(values)
+    parts = settings.settings(values | {"accumulate": 2})
+    config = random_base(257).config(of_run, "bf16")
+    one, two = (AnswerTrainer(config, x, steps=1, base=None) for x in (of_run, parts))
+    rng = np.random.default_rng(0)
+    batch = rng.integers(0, 200, (4, 3, 17)).astype(np.int32)
+    batch[:, 1] = 1
+    batch[:, 2] = rng.random((4, 17)) < np.array([0.9, 0.1, 0.3, 0.0])[:, None]
+
+    @jax.jit
+    def both(batch):
+        state = one._init(0)
+        empty = nnx.State({})
+        return [each._gradients(state, batch, empty)[:2] for each in (one, two)]
+
+    (loss, grads), (sum_of_parts, sums) = both(batch)
+    assert float(sum_of_parts) == pytest.approx(float(loss), rel=1e-3)
+    for a, b in zip(*map(jax.tree.leaves, (grads, sums)), strict=True):
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(a)
+
+
+def _capitals(answer, expected, fields):
+    return answer == fields["answer"].upper()
+
+
+def test_checkers():
+    load = checkers.load_checker
+    assert load("number")("so 1,200.0 eggs", "#### 1200", {})
+    assert not load("number")("none", "1", {})
+    assert load("exact")("a #### 7", "7", {})
+    own = load(f"{__name__}:_capitals")
+    assert own("YES", "yes", {"answer": "yes"})
+    for name in (
+        "best",
+        "no.module:f",
+        f"{__name__}:nothing",
+        f"{__name__}:_FLAGS",
+        ":",
+    ):
+        with pytest.raises(ValueError, match="checker"):
+            load(name)
+    assert not checkers.is_code("exact")
+
+
+def test_folders_are_known_by_what_is_in_them(data, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(data / "model", copy)
+    first = folder_fingerprint(copy)
+    assert first == folder_fingerprint(data / "model")
+    for name in ("model.safetensors", "tokenizer.json"):
+        content = (copy / name).read_bytes()
+        (copy / name).write_bytes(content[:-2] + b"  ")
+        assert folder_fingerprint(copy) != first
+        (copy / name).write_bytes(content)
+    assert isinstance(hf.load(copy), llama.Llama)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--model", "MODEL", "--base", "x"], "no run in .*x|got both"),
+        (["--model", "MODEL", "--hidden", "4"], "unrecognized arguments: --hidden"),
+        (["--model", "MODEL", "--preset", "cpu"], "--model has a shape of its own"),
+        (["--model", "nowhere"], "must have the file 'config.json'"),
+        (["--lora", "4"], "--lora needs a --model"),
+        (["--model", "MODEL", "--lora", "0"], "lora must be 1 or more, a rank, got 0"),
+        (["--model", "MODEL", "--lora-alpha", "2"], "--lora-alpha needs --lora"),
+        (["--model", "MODEL", "--lora", "4", "--recipe", "te"], "--lora takes the rec"),
+        (["--model", "MODEL", "--lora", "4", "--release"], "--lora needs release='no'"),
+        (["--model", "MODEL", "--recipe", "bf16", "--release"], "release rounds stoch"),
+        (["--save-format", "fp8-block"], "--save-format needs a --model"),
+        (["--checker", "mine"], "checkers are exact, number or MODULE:FUNCTION"),
+        (["--model", "MODEL", "--mesh", "fsdp=3"], "--mesh fsdp=3 needs 3 devices"),
+        (
+            ["--model", "MODEL", "--accumulate", "3"],
+            "accumulate must divide batch_size",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(data, tmp_path, capsys, flags, message):
+    flags = [str(data / "model") if flag == "MODEL" else flag for flag in flags]
+    paths = ["--data", str(data / "chat.jsonl"), "--out", str(tmp_path / "run")]
+    try:
+        code = program.main([*flags, *paths])
+    except SystemExit as end:
+        code = end.code
+    output = capsys.readouterr().err.strip()
+    assert code == 2
+    assert output.startswith("error: ")
+    assert len(output.splitlines()) == 1
+    assert __import__("re").search(message, output), output
+    assert not (tmp_path / "run").exists()
+
+
+def test_code_of_a_folder_is_not_run(data, tmp_path, capsys):
+    given = {"model": str(data / "model"), "data": (str(data / "chat.jsonl"),)}
+    given |= {"checker": f"{__name__}:_capitals"}
+    of_run = settings.settings(given)
+    run = settings.FinetuneRun.create(tmp_path / "run", of_run, "x")
+    folder = run.folder
+    del run
+    assert program.main(["--resume", str(folder)]) == 2
+    assert "no folder's code runs by itself" in capsys.readouterr().err
