@@ -20,8 +20,8 @@ class _Lazy(types.ModuleType):
         """Imports a name."""
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        module, name_there = self.__homes__[name]
-        value = getattr(importlib.import_module(module), name_there)
+        module, attribute = self.__homes__[name]
+        value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value
 
@@ -55,7 +55,7 @@ def attach(package: str, names: Mapping[str, str]) -> None:
     homes = {}
     for module, words in names.items():
         for word in words.split():
-            there, _, here = word.partition(":")
-            homes[here or there] = module, there
+            attribute, _, name = word.partition(":")
+            homes[name or attribute] = module, attribute
     sys.modules[package].__dict__["__homes__"] = homes
     sys.modules[package].__class__ = _Lazy

@@ -62,5 +62,5 @@ def varying_axes(x: Any) -> frozenset[str]:
     """Returns the mesh axes over which an array varies within `shard_map`."""
     aval = jax.typeof(x)
     # The attribute's name was `vma` before jax 0.10.
-    found = getattr(aval, "manual_axis_type", None)
-    return aval.vma if found is None else found.varying
+    manual_axes = getattr(aval, "manual_axis_type", None)
+    return aval.vma if manual_axes is None else manual_axes.varying

@@ -45,7 +45,7 @@ def estimate_memory(
     gaps between arrays, and not what libraries allocate for themselves. On a mesh XLA
     gathers the weights of "bf16" and "te", with buffers that are not counted; for "te"
     it also keeps a transposed copy of the shards of gate and up. Peaks of these are 2%
-    to 6% higher. Measured ones are in experiments/results/estimate beside predictions.
+    to 6% higher. experiments/results/estimate has measured peaks and their predictions.
 
     The step is `jax.value_and_grad` of `llama.cross_entropy` and an optimizer in place
     on donated arrays, such as `coat.fused_update`. `tx.update` with FP8 moments needs
@@ -62,7 +62,7 @@ def estimate_memory(
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
         structure of the model's `nnx.Param` state. By default "fsdp" splits the last
         axis but one of every matrix.
-      recipe: The recipe, if not that of `config`.
+      recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
         and "coat_max", and `optax.adamw` with float32 moments for the others.
       released: Whether the optimizer steps inside the backward pass, so that the
@@ -118,9 +118,9 @@ def largest_batch(
     mesh: Mesh | AbstractMesh | None = None,
     **options: Any,
 ) -> int:
-    """Returns the largest batch whose step fits into the memory of each GPU, or 0.
+    """Returns the largest batch that fits into the memory of each GPU, or 0.
 
-    The batch is that of all GPUs together, a multiple of the parts that the mesh splits
+    It is the batch of all GPUs together, a multiple of the parts that the mesh splits
     it into.
 
     Args:

@@ -1,4 +1,4 @@
-"""What takes memory on a GPU: kinds of arrays, and the phases of a step."""
+"""Kinds of arrays that take memory on a GPU, and the phases of a step."""
 
 import dataclasses
 from typing import Literal

@@ -15,7 +15,7 @@ from coat_jax.models import llama
 # Mesh axes by what they split: the batch, the parameters and the batch, and the heads
 # and the MLP's hidden layer.
 _AXES = ("data", "fsdp", "tensor")
-# The weights whose inputs, not outputs, are split over the axis "tensor".
+# The axis "tensor" splits the inputs of these weights, and the outputs of the others.
 _SPLIT_BY_INPUTS = ("out", "down")
 
 
@@ -26,8 +26,9 @@ def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     if not isinstance(mesh, Mesh | AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}")
     if unknown := [name for name in mesh.axis_names if name not in _AXES]:
-        known = ", ".join(_AXES)
-        raise ValueError(f"axes of the mesh must be among {known}, got {unknown[0]!r}")
+        raise ValueError(
+            f"axes of the mesh must be among {', '.join(_AXES)}, got {unknown[0]!r}"
+        )
     return dict(mesh.shape)
 
 
@@ -68,7 +69,7 @@ def local_config(config: llama.LlamaConfig, sizes: dict[str, int]) -> llama.Llam
 def checked_shardings(
     shardings: Any, params: nnx.State, mesh: Mesh | AbstractMesh
 ) -> Any:
-    """Returns the parameters' shardings, by default those of FSDP."""
+    """Returns the parameters' shardings, which are FSDP's by default."""
     if shardings is None:
         return jax.tree_util.tree_map_with_path(
             lambda path, p: NamedSharding(mesh, _spec(path, p, mesh)), params
@@ -84,7 +85,7 @@ def checked_shardings(
 
 
 def default_shardings(params: nnx.State, mesh: Mesh | AbstractMesh) -> Any:
-    """Returns the shardings of parameters: those of FSDP, as far as axes divide them.
+    """Returns FSDP's shardings of parameters, as far as axes divide them.
 
     "fsdp" splits the last axis but one of every matrix, and "tensor" heads and the
     MLP's hidden layer. An axis of the parameter is whole if the mesh does not divide
@@ -130,12 +131,12 @@ def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
 def shard_bytes(tree: Any, shardings: Any) -> Iterator[int]:
     """Yields the bytes of each array's part on one GPU."""
     arrays, places = jax.tree.leaves(tree), jax.tree.leaves(shardings)
-    for x, place in zip(arrays, places, strict=True):
+    for x, sharding in zip(arrays, places, strict=True):
         try:
-            shape = place.shard_shape(x.shape)
+            shape = sharding.shard_shape(x.shape)
         except ValueError as error:
             raise ValueError(
-                f"{place.spec} must divide a parameter of shape {x.shape}"
+                f"{sharding.spec} must divide a parameter of shape {x.shape}"
             ) from error
         yield math.prod(shape) * x.dtype.itemsize
 
@@ -143,8 +144,8 @@ def shard_bytes(tree: Any, shardings: Any) -> Iterator[int]:
 def head_bytes(params: nnx.State, places: Any) -> int:
     """Returns the bytes of the head, which the loss gathers if it is split."""
     name = "embedding" if params.get("head") is None else "head"
-    [param], [place] = jax.tree.leaves(params[name]), jax.tree.leaves(places[name])
-    return 0 if place.is_fully_replicated else nbytes(param)
+    [param], [sharding] = (jax.tree.leaves(tree[name]) for tree in (params, places))
+    return 0 if sharding.is_fully_replicated else nbytes(param)
 
 
 def nbytes(x: Any) -> int:

@@ -23,7 +23,7 @@ def estimate_step(
     gpus: int = 1,
     layers: Sequence[int] | None = None,
 ) -> MemoryEstimate:
-    """Predicts the memory of a step whose loss is `loss(params, *args)`.
+    """Predicts the memory of a step with the loss `loss(params, *args)`.
 
     Args:
       loss: The loss of one GPU's tokens.

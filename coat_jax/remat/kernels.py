@@ -60,15 +60,15 @@ def kernels_with_statistics(
 
     def behind(kernel: core.JaxprEqn) -> set[core.Var]:
         """Returns the nearest residuals from which a kernel's operands follow."""
-        found, seen = set(), set()
-        left = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}
-        while left:
-            seen.add(var := left.pop())
+        nearest, visited = set(), set()
+        queue = {v for v in variables(kernel.invars) if not why_not_fp8(v.aval)}
+        while queue:
+            visited.add(var := queue.pop())
             if var in places:
-                found.add(var)
+                nearest.add(var)
             elif var in makers:
-                left |= variables(makers[var].invars) - seen
-        return found
+                queue |= variables(makers[var].invars) - visited
+        return nearest
 
     statistics = {
         place: kernel
@@ -101,17 +101,17 @@ def _read_by_kernels(backward: core.Jaxpr, residuals: int) -> list[frozenset[int
     """
     sources = {v: frozenset({i}) for i, v in enumerate(backward.invars[:residuals])}
     sources |= dict.fromkeys(backward.constvars, frozenset())
-    found = []
+    by_kernel = []
     for eqn in backward.eqns:
         operands = [v for v in eqn.invars if isinstance(v, core.Var)]
         known = [sources[v] for v in operands if v in sources]
         together = frozenset().union(*known)
         if is_foreign(eqn.primitive):
-            found.append(together)
+            by_kernel.append(together)
         if eqn.primitive.name == "optimization_barrier":
             for out, v in zip(eqn.outvars, eqn.invars, strict=True):
                 if isinstance(v, core.Var) and v in sources:
                     sources[out] = sources[v]
         elif len(known) == len(operands):
             sources |= dict.fromkeys(eqn.outvars, together)
-    return found
+    return by_kernel

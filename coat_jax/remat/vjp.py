@@ -357,8 +357,8 @@ def _save(
     if traced.is_argument(index) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
         return _placed(x, choice)
-    place = ", on the host" if choice.offloaded else ""
-    with Note(f"wide, {choice.reason}{place}", traced.asked_by(index)).scope():
+    where = ", on the host" if choice.offloaded else ""
+    with Note(f"wide, {choice.reason}{where}", traced.asked_by(index)).scope():
         return _placed(checkpoint_name(x, SAVED_NAME), choice)
 
 
@@ -368,8 +368,8 @@ def _fp8_copy(
     if copy.merged:
         x = x.reshape(*x.shape[: -len(copy.merged)], -1)
     noise = None if key is None else random_bits(key, x.shape, like=x)
-    place = ", on the host" if copy.offloaded else ""
-    groups = f"groups of {copy.granularity.size}{place}"
+    where = ", on the host" if copy.offloaded else ""
+    groups = f"groups of {copy.granularity.size}{where}"
     with Note(f"{options.format}, {groups}", reader).scope():
         q = fp8_copy(
             x, format=options.format, granularity=copy.granularity, noise=noise
