@@ -8,7 +8,7 @@ from typing import Any
 
 from coat_jax.memory.kinds import GIB
 from experiments.bench.e2e import measured
-from experiments.bench.model_step import ModelSize, measure
+from experiments.bench.model_step import RELEASED, ModelSize, measure
 from experiments.common.memory import device_limit_bytes
 from experiments.estimate.measured import estimate
 
@@ -31,14 +31,29 @@ def measured_here() -> list[Row]:
     """
     limit = device_limit_bytes()
     if limit is None:
-        return [
-            measure(case, TINY, 1, _STEPS) | predicted(case, TINY) for case in _ON_CPU
-        ]
+        return [_on_cpu(case) for case in _ON_CPU]
     model = largest_model(limit)
-    return [
-        measured(case, model, 1, _STEPS, gpus=1) | predicted(case, model)
-        for case in _ON_GPU
-    ]
+    return [_on_gpu(case, model) for case in _ON_GPU]
+
+
+def released_here() -> list[Row]:
+    """Measures a step with the optimizer inside the backward pass, as `measured_here`.
+
+    It is the largest model that fits so. On a CPU it is the tiny one, next to its
+    ordinary step.
+    """
+    limit, case = device_limit_bytes(), f"coat{RELEASED}"
+    if limit is None:
+        return [_on_cpu("coat"), _on_cpu(case)]
+    return [_on_gpu(case, largest_model(limit, case))]
+
+
+def _on_cpu(case: str) -> Row:
+    return measure(case, TINY, 1, _STEPS) | predicted(case, TINY)
+
+
+def _on_gpu(case: str, model: ModelSize) -> Row:
+    return measured(case, model, 1, _STEPS, gpus=1) | predicted(case, model)
 
 
 def predicted(case: str, model: ModelSize) -> Row:
@@ -46,14 +61,15 @@ def predicted(case: str, model: ModelSize) -> Row:
     return {"predicted_peak_gib": estimate(case, model, 1).peak_bytes / GIB}
 
 
-def largest_model(limit: int) -> ModelSize:
-    """Returns the largest model with a `coat` step that is predicted to fit.
+def largest_model(limit: int, case: str = "coat") -> ModelSize:
+    """Returns the largest model with a case's step that is predicted to fit.
 
     The step is of one sequence. It is the tiny model if no preset fits.
 
     Args:
       limit: The bytes of a GPU that the step may take.
+      case: The case.
     """
     models = (ModelSize.of(preset) for preset in PRESETS)
-    fit = (m for m in models if estimate("coat", m, 1).peak_bytes <= limit)
+    fit = (m for m in models if estimate(case, m, 1).peak_bytes <= limit)
     return next(fit, TINY)

@@ -27,7 +27,7 @@ from coat_jax.memory.step import estimate_step
 from coat_jax.models import llama
 from coat_jax.models.loss import chunk_of_logits
 from experiments.bench.e2e import BY_KIND
-from experiments.bench.model_step import ModelSize, loss_function
+from experiments.bench.model_step import RELEASED, ModelSize, loss_function
 from experiments.common import meshes, tables
 from experiments.common.layer_cases import CASES
 from experiments.common.programs import new_parser
@@ -87,6 +87,10 @@ def end_to_end(row: Row) -> Row:
 
 def estimate(case: str, model: ModelSize, batch: int, gpus: int = 1) -> MemoryEstimate:
     """Returns the prediction for a case's step, with `batch` sequences on each GPU."""
+    if case.endswith(RELEASED):
+        config = model.config(CASES[case.removesuffix(RELEASED)])
+        sizes = {"batch": batch, "sequence": model.seq}
+        return coat.estimate_memory(config, **sizes, released=True)
     loss, state = loss_function(case, model)
     tokens = jax.ShapeDtypeStruct((batch, model.seq + 1), jnp.int32)
     replicated = None

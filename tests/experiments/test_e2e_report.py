@@ -52,6 +52,31 @@ def test_on_a_gpu_each_case_of_the_largest_model_runs(monkeypatch):
     assert first[6] == f"{1024 * peaks[0]:,.1f}"
 
 
+@pytest.mark.slow
+def test_on_a_gpu_of_80_gb_a_released_step_of_13b_runs(monkeypatch):
+    called = []
+
+    def measured(case, model, batch, steps, gpus):
+        called.append((case, model))
+        return {"case": case, "error": "out of memory"} | vars(model)
+
+    monkeypatch.setattr(live, "device_limit_bytes", lambda: 76 * _GIB)
+    monkeypatch.setattr(live, "measured", measured)
+    [row] = live.released_here()
+    assert called == [("coat, released", ModelSize.of("llama2-13b"))]
+    # The moments and parameters of 13 billion parameters, and some activations.
+    assert 51 < row["predicted_peak_gib"] < 65
+
+
+@pytest.mark.slow
+def test_a_tiny_model_steps_both_ways():
+    ordinary, released = live.released_here()
+    assert (ordinary["case"], released["case"]) == ("coat", "coat, released")
+    assert released["predicted_peak_gib"] < ordinary["predicted_peak_gib"]
+    assert released["peak_gib"] < ordinary["peak_gib"]
+    assert released["optimizer_gib"] == ordinary["optimizer_gib"]
+
+
 def test_live_sizes_are_mebibytes():
     row = {"case": "coat", "layers": 2, "hidden": 8, "seq": 16, "ms_per_step": 1.5}
     row |= {"tokens_per_s": 2e3, "optimizer_gib": 1.0, "activations_gib": 0.5}
