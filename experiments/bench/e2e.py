@@ -49,7 +49,7 @@ from experiments.common.results import (
     versions,
     write_results,
 )
-from experiments.common.tables import Column, with_paper
+from experiments.common.tables import Column, grouped, with_paper
 from experiments.common.tables import bars as bars_table
 
 Row = dict[str, Any]
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = with_ratios(joined(rows, row))
         write_results(args.out, rows=rows, bars=bars(rows, gpu))
         console.print(table([r for r in rows if _key(r) == _key(row)]))
-    for rows_of_model in _by_model(rows).values():
+    for rows_of_model in grouped(rows, ModelSize.of_row).values():
         console.print(table(rows_of_model))
     console.print(bars_table(bars(rows, gpu)))
 
@@ -186,14 +186,6 @@ def _key(row: Row) -> tuple[Any, ...]:
     )
 
 
-def _by_model(rows: list[Row]) -> dict[ModelSize, list[Row]]:
-    """Returns the rows of each model."""
-    by_model: dict[ModelSize, list[Row]] = {}
-    for row in rows:
-        by_model.setdefault(ModelSize.of_row(row), []).append(row)
-    return by_model
-
-
 def with_ratios(rows: list[Row]) -> list[Row]:
     """Adds ratios of tokens per second to other rows of the same model.
 
@@ -252,7 +244,7 @@ def bars(rows: list[Row], gpu: str = "") -> list[Bar]:
     `gpu` is the name of the GPUs, as some targets are of H200s.
     """
     all_targets = []
-    groups = _by_model(rows)
+    groups = grouped(rows, ModelSize.of_row)
     for model, rows_of_model in groups.items():
         targets = _bars_of_one(rows_of_model) if model == ModelSize() else []
         targets += _bars_of_two(rows_of_model)

@@ -1,11 +1,14 @@
 """Means over trainings that differ in their seed."""
 
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+
+from experiments.common.tables import grouped
 
 _MEANS = "train_loss", "val_loss", "val_gap_percent", "tokens_per_s"
 
@@ -25,9 +28,6 @@ def over_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     The rows have "recipe" and what a summary of `experiments.pretrain` has. Sizes in
     bytes come from the first seed, as they do not depend on it.
     """
-    by_recipe: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_recipe.setdefault(row["recipe"], []).append(row)
     return {
         recipe: {
             **runs[0],
@@ -36,5 +36,5 @@ def over_seeds(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
                 key: fmean(row[key] for row in runs) for key in _MEANS if key in runs[0]
             },
         }
-        for recipe, runs in by_recipe.items()
+        for recipe, runs in grouped(rows, itemgetter("recipe")).items()
     }

@@ -1,6 +1,6 @@
 """Tables by columns, for a terminal, a notebook or a page in Markdown."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -78,6 +78,16 @@ def markdown(columns: Sequence[Column], rows: Iterable[Any]) -> str:
     for row in rows:
         lines.append("".join(f"| {column.cell(row)} " for column in columns) + "|")
     return "\n".join(lines)
+
+
+def grouped[Row, Key: Hashable](
+    rows: Iterable[Row], key: Callable[[Row], Key]
+) -> dict[Key, list[Row]]:
+    """Returns the rows with each value of `key`, in the order of the rows."""
+    groups: dict[Key, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def by_column(

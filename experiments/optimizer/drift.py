@@ -17,6 +17,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from tqdm import tqdm
 from experiments.common.programs import new_parser
 from experiments.common.results import Bar, default_path, known_rows, write_results
 from experiments.common.tables import bars as bars_table
+from experiments.common.tables import grouped
 from experiments.optimizer import drift_report as report
 from experiments.optimizer.drift_cases import B1, METHODS, OURS, STORIES, Time
 from experiments.optimizer.moments import GROUP
@@ -298,17 +300,14 @@ def _number(x: Array) -> float | None:
 def means(looks: Sequence[Row]) -> list[Row]:
     """Averages the last fifth of the looks into one row per method and story."""
     last = sorted({row["step"] for row in looks})[-_LOOKS // 5 :]
-    by_case: dict[tuple[str, str], list[Row]] = {}
-    for row in looks:
-        if row["step"] in last:
-            by_case.setdefault((row["method"], row["story"]), []).append(row)
+    selected = (row for row in looks if row["step"] in last)
     return [
         {
             key: _over(key, [row[key] for row in rows])
             for key in rows[0]
             if key != "step"
         }
-        for rows in by_case.values()
+        for rows in grouped(selected, itemgetter("method", "story")).values()
     ]
 
 

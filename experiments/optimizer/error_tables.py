@@ -1,11 +1,13 @@
 """Tables of the studies in `error_studies`, for a terminal or a notebook."""
 
+from operator import itemgetter
+
 import numpy as np
 from rich.table import Table
 
 from experiments.common import tables
 from experiments.common.paper import MOMENT_CODES, TABLE_1
-from experiments.common.tables import Column, new_table
+from experiments.common.tables import Column, grouped, new_table
 from experiments.optimizer.error_studies import REFERENCE_ERROR, Row
 
 
@@ -39,12 +41,10 @@ def pairs(
     heads = [column.replace("+", "\n+") for column in columns]
     table = new_table(f"{title} (paper's below)", "m \\ v", *heads)
     entry = "error_with_lost" if with_lost else "error"
-    errors = {}
-    for row in _of(rows, "pairs"):
-        errors.setdefault((row["mu"], row["nu"]), []).append(row[entry])
+    pairs = grouped(_of(rows, "pairs"), itemgetter("mu", "nu"))
     for mu, printed in paper.items():
         cells = [
-            f"{_short(np.mean(errors[mu, nu]))}\n({number:.2f})"
+            f"{_short(np.mean([r[entry] for r in pairs[mu, nu]]))}\n({number:.2f})"
             for nu, number in zip(columns, printed, strict=True)
         ]
         table.add_row(mu, *cells)

@@ -1,6 +1,7 @@
 """The paper's tables, each next to what was measured here."""
 
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -29,6 +30,7 @@ from experiments.common.paper import (
 )
 from experiments.common.results import load, origin
 from experiments.common.seeds import over_seeds
+from experiments.common.tables import grouped
 from experiments.finetune.tasks import BENCHMARKS
 from experiments.pages.cells import Cell, Here, NotRun, Printed, Section, Text
 
@@ -59,13 +61,14 @@ def _printed(values: Iterable[float | None]) -> list[Cell]:
 def _moments(title: str, paper: dict[str, tuple[float, ...]]) -> Section:
     results = load("quantization_error", "quantization_error_124m")
     columns = MOMENT_CODES[: len(next(iter(paper.values())))]
-    errors: dict[tuple[str, str], list[float]] = {}
-    for row in results["rows"]:
-        if row["study"] == "pairs":
-            errors.setdefault((row["mu"], row["nu"]), []).append(row["error"])
+    pairs = (row for row in results["rows"] if row["study"] == "pairs")
+    errors = {
+        formats: fmean(row["error"] for row in rows)
+        for formats, rows in grouped(pairs, itemgetter("mu", "nu")).items()
+    }
     rows: Rows = []
     for mu, printed in paper.items():
-        rows.append((f"{mu}, here", [Here(fmean(errors[mu, nu])) for nu in columns]))
+        rows.append((f"{mu}, here", [Here(errors[mu, nu]) for nu in columns]))
         rows.append((f"{mu}, paper", _printed(printed)))
     return Section(
         title=f"{title}: error of Adam's update by the formats of both moments",

@@ -9,7 +9,7 @@ from experiments.bench.e2e import BY_KIND
 from experiments.bench.kernels import case_of
 from experiments.bench.model_step import ModelSize
 from experiments.common.results import NEWEST_JAX, load
-from experiments.common.tables import Column, markdown
+from experiments.common.tables import Column, grouped, markdown
 from experiments.pages.sections import markdown_image, section
 
 _BATCH = Column("batch", "batch")
@@ -209,6 +209,7 @@ def kernels() -> str:
     results = load("bench_kernels")
     rows = [row for row in results["rows"] if "ms" in row]
     quick = [row for row in rows if "share_of_copy" in row]
+    matmuls = [row for row in rows if "tflop_per_s" in row]
     shape = quick[-1]["shape"]
     text = (
         f"**The kernels** (`bench_kernels`): arrays of {shape} in BF16 on one "
@@ -229,7 +230,7 @@ def kernels() -> str:
         markdown(_ELEMENTWISE, [row for row in quick if row["shape"] == shape]),
         *_more_kernels(),
         products,
-        markdown(_PRODUCTS, _grouped_products(rows).items()),
+        markdown(_PRODUCTS, grouped(matmuls, _kernel_and_pass).items()),
     )
 
 
@@ -310,16 +311,7 @@ def _rested(rows: list[dict[str, Any]]) -> str:
     return f"; where it rests before each call, 8192^3 has {listed} TFLOP/s"
 
 
-def _grouped_products(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Groups the matmul rows by kernel and by the last part of the row's name.
-
-    The last part is the pass of a layer's matmul, or the cube of 8192^3.
-    """
-    by_kernel: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        if "tflop_per_s" not in row:
-            continue
-        of = row["name"].rsplit(", ", 1)[-1]
-        of = "8192^3" if of == "cube" else of
-        by_kernel.setdefault(f"{row['kernel']}, {of}", []).append(row)
-    return by_kernel
+def _kernel_and_pass(row: dict[str, Any]) -> str:
+    """Returns the kernel of a matmul, and the pass of its layer or 8192^3."""
+    last = row["name"].rsplit(", ", 1)[-1]
+    return f"{row['kernel']}, {'8192^3' if last == 'cube' else last}"

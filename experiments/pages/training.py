@@ -2,6 +2,7 @@
 
 import textwrap
 from collections.abc import Mapping
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
@@ -9,7 +10,7 @@ from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_3
 from experiments.common.results import load
 from experiments.common.seeds import over_seeds
-from experiments.common.tables import Column, markdown
+from experiments.common.tables import Column, grouped, markdown
 from experiments.pages.sections import markdown_image, section
 from experiments.pretrain import comparison
 from experiments.pretrain.mesh_losses import ALONE, EARLY
@@ -234,9 +235,9 @@ def vision_language() -> str:
         for (recipe, kind), row in rows.items()
         if kind == "all" and recipe != "bf16"
     }
-    losses: dict[str, list[float]] = {}
-    for row in results["rows"]:
-        losses.setdefault(row["recipe"], []).append(row["test_loss"])
-    means = {recipe: fmean(values) for recipe, values in losses.items()}
+    means = {
+        recipe: fmean(row["test_loss"] for row in trainings)
+        for recipe, trainings in grouped(results["rows"], itemgetter("recipe")).items()
+    }
     image = markdown_image("Loss while training", "vlm", f"{name}_losses")
     return section(text, _answers(shares, points, means), image)

@@ -15,6 +15,7 @@ question.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from experiments.common.results import (
     write_results,
 )
 from experiments.common.tables import bars as bars_table
+from experiments.common.tables import grouped
 from experiments.pretrain import choices, comparison, held_out, program
 from experiments.training import data, text
 from experiments.training.job import Inputs
@@ -229,9 +231,7 @@ def tasks(rows: Iterable[Mapping[str, Any]]) -> list[Row]:
     Args:
       rows: Rows with "recipe", "seed", "text" and "right", a string of 0 and 1.
     """
-    by_kind: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        by_kind.setdefault(row["text"], []).append(row)
+    by_kind = grouped(rows, itemgetter("text"))
     answers = {kind: right_answers(shares) for kind, shares in by_kind.items()}
     first, *_ = answers.values()
     answers[ALL] = {

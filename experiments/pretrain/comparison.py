@@ -18,7 +18,7 @@ from experiments.common.paper import (
 )
 from experiments.common.seeds import mean_and_error, over_seeds
 from experiments.common.style import framed
-from experiments.common.tables import new_table
+from experiments.common.tables import by_column, new_table
 
 Row = Mapping[str, Any]
 _PAPER = {"OLMo-1B, paper": TABLE_3, "OLMo-7B, poster": POSTER}
@@ -229,13 +229,10 @@ def answers(rows: Sequence[Row]) -> Table:
       rows: What `compare.tasks` returns.
     """
     kinds = list(dict.fromkeys(row["text"] for row in rows))
-    by_recipe: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        by_recipe.setdefault(row["recipe"], {})[row["text"]] = row
     title = "Right answers to multiple-choice questions, percent"
     papers = [f"{model}, 4 tasks" for model in _PAPER]
     table = new_table(title, "", *kinds, *papers)
-    for recipe, by_kind in by_recipe.items():
+    for recipe, by_kind in by_column(rows, "recipe", "text").items():
         shares = (
             f"{row['accuracy_percent']:.1f}\n"
             f"{row['low_percent']:.1f} to {row['high_percent']:.1f}"

@@ -5,11 +5,13 @@ They take a minute and leave no files. `experiments.pretrain` is for longer ones
 
 import dataclasses
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
+from experiments.common.tables import grouped
 from experiments.pretrain import held_out, paper_flow, program
 from experiments.training import data
 from experiments.training.job import Inputs, train_batches
@@ -96,9 +98,7 @@ def _trained(
 
 def mean_curves(metrics: Sequence[Row]) -> list[Row]:
     """Returns the rows of each recipe's steps, with means of losses over seeds."""
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in metrics:
-        groups.setdefault((row["recipe"], row["step"]), []).append(row)
+    groups = grouped(metrics, itemgetter("recipe", "step"))
     return [
         {"recipe": recipe, "step": step}
         | {

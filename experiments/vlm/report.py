@@ -13,7 +13,7 @@ from experiments.common.answers import ALL
 from experiments.common.paper import TABLE_5, TABLE_5_COLUMNS
 from experiments.common.results import Bar
 from experiments.common.style import RECIPE_COLORS, framed
-from experiments.common.tables import Column, new_table
+from experiments.common.tables import Column, by_column, new_table
 from experiments.training.plots import draw_curves
 from experiments.vlm.data import Examples
 from experiments.vlm.pictures import CREDIT
@@ -190,7 +190,4 @@ def _draw_scenes(
 
 
 def _by_recipe(results: Results) -> dict[str, dict[str, Mapping[str, Any]]]:
-    by_recipe: dict[str, dict[str, Mapping[str, Any]]] = {}
-    for row in results["summary"]:
-        by_recipe.setdefault(row["recipe"], {})[row["kind"]] = row
-    return by_recipe
+    return by_column(results["summary"], "recipe", "kind")
