@@ -220,7 +220,7 @@ def plan(traced: Linearized, is_param: Sequence[bool], options: Options) -> Plan
     def recompute(args, saved):
         inputs = *args, *(saved[i] for i in sources.values())
         inputs = [x for x, u in zip(inputs, used, strict=True) if u]
-        return core.jaxpr_as_fun(recomputation)(*inputs)
+        return core.jaxpr_as_fun(core.ClosedJaxpr(recomputation, ()))(*inputs)
 
     return Plan(
         kept=tuple(ways),
