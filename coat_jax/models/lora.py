@@ -54,7 +54,7 @@ class Adapted:
     factor: float
 
     def astype(self, dtype: DTypeLike) -> Float[Array, "... k"]:
-        """Returns the sum of the weight and its adapters, the matrix that it stands for."""
+        """Returns the sum of the weight and its adapters."""
         is_codes = isinstance(self.weight, Scaled)
         weight = self.weight if not is_codes else thawed(self.weight, jnp.float32)
         a, b = (x.astype(jnp.float32) for x in (self.a, self.b))
@@ -112,12 +112,13 @@ def linear(x: Float[Array, "*batch k"], w: Adapted) -> Float[Array, "..."]:
 
 
 # The recipes of layers with adapters. No recipe computes gradients of frozen weights.
+# "coat_max" computes matmuls again in backward: their inputs are all that it saves.
 RECIPES: dict[RecipeName, PlainRecipe] = {
     "bf16": PlainRecipe(linear=linear),
     "coat": PlainRecipe(linear=linear, segment=fp8_remat, projection=fp8_remat),
     "coat_max": PlainRecipe(
         linear=linear,
-        segment=fp8_remat,
+        segment=jax.checkpoint,
         attention=partial(fp8_remat, rerun_attention=True),
     ),
 }

@@ -1,4 +1,4 @@
-"""The models that a fine-tuning starts from: own runs, folders, or random parameters."""
+"""Models that a fine-tuning starts from: own runs, folders, random parameters."""
 
 import dataclasses
 import hashlib

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         top.error(f"no folder {args.out.parent} to write {args.out.name} to")
     folders = [args.runs / f"seed-{seed}" for seed in range(args.seeds)]
     for seed, folder in enumerate(folders):
-        if code := _run(folder, [*flags, "--seed", str(seed)]):
+        if code := run_seed(folder, [*flags, "--seed", str(seed)]):
             return code
     try:
         results = compared(folders)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _run(folder: Path, flags: Sequence[str]) -> int:
+def run_seed(folder: Path, flags: Sequence[str]) -> int:
     """Trains and asks in a folder, unless that is done; returns an exit code."""
     if not (folder / "run.json").exists():
         return program.main([*flags, "--out", str(folder)])
@@ -119,13 +119,13 @@ def compared(folders: Sequence[Path]) -> dict[str, Any]:
         "rows": rows,
         "bars": compare_report.bars(rows, differences),
         "differences": differences,
-        "training": _training(folders[0]),
-        "curves": [row for seed, f in enumerate(folders) for row in _curves(f, seed)],
-        "samples": _samples(folders[0]),
+        "training": training_of(folders[0]),
+        "curves": [row for seed, f in enumerate(folders) for row in curves_of(f, seed)],
+        "samples": samples_of(folders[0]),
     }
 
 
-def _training(folder: Path) -> dict[str, Any]:
+def training_of(folder: Path) -> dict[str, Any]:
     """Returns the entries of a run's summary that hold for all seeds."""
     summary = read_results(folder / "summary.json")
     shared = {key: summary[key] for key in ("preset", "steps", "nats_per", "base")}
@@ -133,7 +133,7 @@ def _training(folder: Path) -> dict[str, Any]:
     return shared | {"parameters": measured["parameters"]}
 
 
-def _curves(folder: Path, seed: int) -> list[dict[str, Any]]:
+def curves_of(folder: Path, seed: int) -> list[dict[str, Any]]:
     """Returns the losses of a run's recipes."""
     losses: dict[str, list[float]] = {}
     for row, _ in read_rows(folder / "metrics.jsonl"):
@@ -144,7 +144,7 @@ def _curves(folder: Path, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-def _samples(folder: Path) -> list[dict[str, str]]:
+def samples_of(folder: Path) -> list[dict[str, str]]:
     """Returns a run's answers to the first question of each family."""
     records = [
         record for of_recipe in _answers(folder).values() for record in of_recipe

@@ -98,9 +98,9 @@ class WordsEncoder(Encoder):
         Assistant: 12<|document|>
 
     The separator of documents, which pretraining has taught the model, ends each answer
-    of the assistant. A message of the role "system" is a line without a role. A question
-    is encoded without the space before its answer, which belongs to the answer, as BPEs
-    have it.
+    of the assistant. A message of the role "system" is a line without a role. A
+    question is encoded without the space before its answer, which belongs to the
+    answer, as BPEs have it.
 
     Args:
       codec: The tokenizer of the run.

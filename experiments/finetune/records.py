@@ -154,7 +154,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Returns a value without null fields, which a table has in place of missing ones."""
+    """Returns a value without nulls, which a table has in place of missing fields."""
     if isinstance(value, dict):
         return {k: _without_nulls(x) for k, x in value.items() if x is not None}
     return [_without_nulls(x) for x in value] if isinstance(value, list) else value
@@ -307,7 +307,8 @@ def _integers(row: dict, name: str, least: int = _IGNORED) -> tuple[int, ...]:
     for value in values:
         if type(value) is not int or not least <= value < 2**31:
             raise ValueError(
-                f'"{name}" must be integers from {least} to 2**31 - 1, got {value!r:.60}'
+                f'"{name}" must be integers from {least} to 2**31 - 1, got '
+                f"{value!r:.60}"
             )
     return tuple(values)
 

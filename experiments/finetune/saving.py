@@ -1,9 +1,8 @@
 """The folders that a fine-tuning leaves, for other programs to load."""
 
 import shutil
+from functools import partial
 from pathlib import Path
-
-import jax
 
 from coat_jax.models import hf, llama
 from coat_jax.models.hf.loading import Origin
@@ -38,15 +37,10 @@ def save_models(
     for name, format in formats.items():
         path = run.folder / FOLDER / name
         incomplete = path.with_name(f"{name}.new")
-
-        def cleared(*folders: Path) -> None:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        processes.on_main(lambda: cleared(incomplete))
+        processes.on_main(partial(shutil.rmtree, incomplete, ignore_errors=True))
         hf.save(model, incomplete, format=format)
-        if jax.process_index() == 0:
-            cleared(path)
+        if processes.is_main():
+            shutil.rmtree(path, ignore_errors=True)
             incomplete.replace(path)
         paths.append(path)
     return paths

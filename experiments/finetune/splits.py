@@ -72,8 +72,8 @@ def split(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
         (test if number < bound else train).append(record)
     if not train:
         raise ValueError(
-            f"all {len(records)} records are alike, so that none is left to validate on; "
-            "--test names others"
+            f"all {len(records)} records are alike, so that none is left to validate "
+            "on; --test names others"
         )
     return train, test
 

@@ -26,10 +26,12 @@ TEMPLATES = {
     "headers": (
         "{{ bos_token }}\n{% set ns = namespace(first=true) %}\n"
         "{% for m in messages %}\n"
-        "    {{- '<|start|>' ~ m.role ~ '<|end|>\n\n' ~ m.content | trim ~ '<|eot|>' }}\n"
+        "    {{- '<|start|>' ~ m.role ~ '<|end|>\n\n' ~ m.content | trim ~ "
+        "'<|eot|>' }}\n"
         "    {%- set ns.first = false %}\n"
         "{% endfor %}\n"
-        "{% if add_generation_prompt %}{{- '<|start|>assistant<|end|>\n\n' }}{% endif %}"
+        "{% if add_generation_prompt %}{{- '<|start|>assistant<|end|>\n\n' }}"
+        "{% endif %}"
     ),
     "brackets": (
         "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}"

@@ -1,10 +1,11 @@
-"""Tests chat templates and encoders: tokens, answers, and that no text forges a role."""
+"""Tests chat templates and encoders: tokens, answers, and forged roles."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.chat_folders import SPECIAL, write_tokenizer
 
 from coat_jax.models import hf
 from experiments.finetune.conversations import Conversation, Passage, TokenRow
@@ -12,7 +13,6 @@ from experiments.finetune.encoding import FolderEncoder, WordsEncoder
 from experiments.finetune.settings import settings
 from experiments.finetune.splits import fitted
 from experiments.training.text import text_codec
-from helpers.chat_folders import SPECIAL, write_tokenizer
 
 _FIXTURES = Path(__file__).parent / "fixtures"
 _RECORD = json.loads((_FIXTURES / "chat_templates.json").read_text())
@@ -143,7 +143,7 @@ def test_losses_of_answers_and_of_all(folder):
     assert learned.tolist() == [False] + [True] * (tokens.size - 1)
     row = TokenRow(tokens=(9, 8, 7), learned=(True, False, True), place="row")
     assert encoder.encode(row).answers.tolist() == [False, False, True]
-    with pytest.raises(ValueError, match="row: tokens must be below .* 9, got 9"):
+    with pytest.raises(ValueError, match=r"row: tokens must be below .* 9, got 9"):
         FolderEncoder.encode(_Small(), row)
     passage = Passage(prompt="What is 7 ", completion="+ 5?")
     tokens, learned = encoder.encode(passage)
@@ -214,10 +214,10 @@ def test_a_template_with_other_answers_than_it_asks_for_is_named(folder):
         json.dumps(json.loads(path.read_text()) | {"chat_template": template})
     )
     encoder = FolderEncoder(folder, 384)
-    with pytest.raises(ValueError, match="x: .*; --loss all learns all tokens"):
+    with pytest.raises(ValueError, match=r"x: .*; --loss all learns all tokens"):
         encoder.encode(_chat("a", "b"))
     with pytest.raises(
-        ValueError, match="the tokenizer of .* has 286 tokens, and the m"
+        ValueError, match=r"the tokenizer of .* has 286 tokens, and the m"
     ):
         FolderEncoder(folder, 100)
 

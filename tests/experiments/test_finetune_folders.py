@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers.chat_folders import write_model
 
 from coat_jax.models import hf, llama
 from experiments.common.results import read_results
 from experiments.finetune import checkers, program, settings
 from experiments.finetune.base import folder_fingerprint, random_base
 from experiments.finetune.training import AnswerTrainer
-from helpers.chat_folders import write_model
 
 _FLAGS = ["--steps", "4", "--eval-every", "2", "--save-every", "2", "--batch-size", "2"]
 _FLAGS += ["--seq-len", "64", "--eval-batches", "1", "--checker", "number"]

@@ -154,7 +154,7 @@ def test_a_huge_line_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.finetune.records._LARGEST_LINE", 200)
     path = tmp_path / "data.jsonl"
     path.write_text(f"{_GOOD}\n" + json.dumps({"text": "a" * 200}))
-    with pytest.raises(ValueError, match="line 2: .* at most 200 bytes"):
+    with pytest.raises(ValueError, match=r"line 2: .* at most 200 bytes"):
         read_records([path])
 
 
@@ -263,7 +263,7 @@ def test_bad_rows_of_parquet_are_named(tmp_path):
     whole = path.read_bytes()
     for damaged in (b"PAR1PAR1", whole[:-20], whole[:40] + whole[60:], b"text"):
         path.write_bytes(damaged)
-        with pytest.raises(ValueError, match="data.parquet is no whole Parquet file"):
+        with pytest.raises(ValueError, match=r"data.parquet is no whole Parquet file"):
             read_records([path])
 
 

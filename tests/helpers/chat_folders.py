@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def write_tokenizer(folder: Path, template: str = TEMPLATE) -> None:
-    """Writes a byte-level BPE of 300 words, of which "<think>" is added, not special."""
+    """Writes a byte-level BPE with special tokens and an added one, "<think>"."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
         add_prefix_space=False

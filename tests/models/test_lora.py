@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from helpers import oracle
 
 import coat_jax as coat
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
 from coat_jax.models import llama, lora
-from helpers import oracle
 
 _CONFIG = llama.LlamaConfig(
     vocab_size=64,

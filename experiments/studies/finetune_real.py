@@ -1,0 +1,133 @@
+"""Fine-tunes SmolLM2-135M-Instruct with several recipes over seeds.
+
+    uv run python -m experiments.studies.finetune_real --model FOLDER --data FOLDER
+
+`experiments.finetune.smollm2` makes the model's folder, and
+`experiments.studies.finetune_data` the data's. Each seed is a run of
+`experiments.finetune` in a folder of its own, and the same command goes on where an
+earlier one ended. Word problems are asked before and after, and a checker compares the
+last number. Dialogues count in losses alone. Hidden size 576 takes few of the kernels,
+so that the results are of quality and not of speed.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from experiments.common.programs import new_parser
+from experiments.common.results import (
+    Bar,
+    default_path,
+    read_results,
+    write_results,
+)
+from experiments.common.tables import bars as bars_table
+from experiments.finetune import compare
+from experiments.studies.finetune_data import DIALOGUES
+
+_RECIPES = "bf16,te,coat,coat_max"
+_FLAGS = ["--checker", "number", "--lr", "5e-5", "--steps", "600", "--batch-size", "16"]
+_FLAGS += ["--seq-len", "512", "--eval-every", "200", "--save-every", "600"]
+_FLAGS += ["--keep", "1", "--long", "skip", "--eval-questions", "0"]
+_LOSS_PERCENT, _POINTS = 1.0, 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line `argv`, this process's by default; returns an exit code."""
+    top = new_parser("experiments.studies.finetune_real", __doc__, allow_abbrev=False)
+    add = top.add_argument
+    add("--model", type=Path, required=True, help="SmolLM2's folder")
+    add("--data", type=Path, required=True, help="folder of train.jsonl and test.jsonl")
+    add("--seeds", type=int, default=5, help="runs, of seeds 0, 1, ... (5)")
+    add("--recipes", default=_RECIPES, help=f"({_RECIPES})")
+    add("--runs", type=Path, default=Path("runs/finetune-real"))
+    add("--out", type=Path, default=default_path("finetune_real", "finetune_real"))
+    args, flags = top.parse_known_args(argv)
+    data = ["--data", str(args.data / "train.jsonl")]
+    data += ["--test", str(args.data / "test.jsonl")]
+    shared = ["--model", str(args.model), "--recipes", args.recipes, *data]
+    folders = [args.runs / f"seed-{seed}" for seed in range(args.seeds)]
+    for seed, folder in enumerate(folders):
+        options = [*shared, *_FLAGS, *flags, "--seed", str(seed)]
+        if code := compare.run_seed(folder, options):
+            return code
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    results = summarized(folders)
+    write_results(args.out, **results)
+    Console().print(bars_table(results["bars"]))
+    print(args.out)
+    return 0
+
+
+def summarized(folders: Sequence[Path]) -> dict[str, Any]:
+    """Returns the entries of a results file about finished runs of all seeds."""
+    hits = problems_of(compare.read_hits(folders))
+    differences, losses = compare.paired(hits), _losses(folders)
+    return {
+        "rows": compare.shares(hits),
+        "bars": _bars(differences, losses),
+        "differences": differences,
+        "losses": losses,
+        "training": compare.training_of(folders[0]),
+        "curves": [
+            row for seed, f in enumerate(folders) for row in compare.curves_of(f, seed)
+        ],
+        "samples": compare.samples_of(folders[0]),
+    }
+
+
+def problems_of(hits: compare.Hits) -> compare.Hits:
+    """Returns the answers to word problems, without those of dialogues."""
+    is_problem = np.array([family != DIALOGUES for family in hits.families])
+    families = [family for family in hits.families if family != DIALOGUES]
+    return compare.Hits(hits.recipes, families, hits.exact[:, :, is_problem])
+
+
+def _losses(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """Returns the losses of each recipe and seed, and its perplexity."""
+    rows = []
+    for seed, folder in enumerate(folders):
+        summary = read_results(folder / "summary.json")
+        before = summary["perplexity"]["before"]
+        for recipe, measured in summary["recipes"].items():
+            rows.append(
+                {
+                    "recipe": recipe,
+                    "seed": seed,
+                    "train_loss": measured["train_loss"],
+                    "val_loss": measured["val_loss"],
+                    "perplexity": summary["perplexity"][recipe],
+                    "perplexity_before": before,
+                }
+            )
+    return rows
+
+
+def _bars(
+    differences: Sequence[dict[str, Any]], losses: Sequence[dict[str, Any]]
+) -> list[Bar]:
+    """Returns the bars of `coat` next to `bf16`, if both have run."""
+    of_recipe = {
+        recipe: np.mean([row["val_loss"] for row in losses if row["recipe"] == recipe])
+        for recipe in ("bf16", "coat")
+        if any(row["recipe"] == recipe for row in losses)
+    }
+    if len(of_recipe) < 2:
+        return []
+    gap = 100 * abs(of_recipe["coat"] / of_recipe["bf16"] - 1)
+    name = "coat - bf16, validation loss, percent"
+    bars = [Bar.of(name, "<=", _LOSS_PERCENT, float(gap))]
+    for row in differences:
+        if (row["recipe"], row["beside"], row["family"]) == ("coat", "bf16", "all"):
+            farthest = max(abs(row["low_points"]), abs(row["high_points"]))
+            name = "coat - bf16, right answers, farthest end of the interval, points"
+            bars.append(Bar.of(name, "<=", _POINTS, farthest))
+    return bars
+
+
+if __name__ == "__main__":
+    sys.exit(main())
