@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ from coat_jax import serialization
 from coat_jax.optimizers.moment import Moment
 from coat_jax.optimizers.places import Path
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
+
+if TYPE_CHECKING:
+    import chex  # Its import takes longer than ours.
 
 # The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
@@ -70,8 +73,8 @@ class QuantizedState(NamedTuple):
     """
 
     inner_state: Any
-    rounding_step: jax.Array
-    version: jax.Array
+    rounding_step: "chex.Array"
+    version: "chex.Array"
     layout: Layout
 
     @property
