@@ -14,7 +14,7 @@ from coat_jax.optimizers.places import Path
 from coat_jax.optimizers.trees import by_path, in_boxes, is_box, is_quantized
 
 if TYPE_CHECKING:
-    import chex  # Its import takes longer than ours.
+    import chex
 
 # The version of `QuantizedState`. States of version 0 had bfloat16 scales.
 VERSION = 1
