@@ -61,7 +61,7 @@ def estimate_memory(
         hidden layer. An `AbstractMesh` needs no devices. None is one GPU.
       shardings: The shardings of the parameters: a tree of `NamedSharding` with the
         structure of the model's `nnx.Param` state. By default "fsdp" splits the last
-        axis but one of every matrix.
+        axis but one of every matrix, or the experts.
       recipe: The recipe, if it is not the configuration's.
       optimizer: The optimizer. By default it is `coat.fp8_adamw` for the recipes "coat"
         and "coat_max", and `optax.adamw` with float32 moments for the others.

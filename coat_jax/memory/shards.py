@@ -17,6 +17,8 @@ from coat_jax.models import llama
 _AXES = ("data", "fsdp", "tensor")
 # The axis "tensor" splits the inputs of these weights, and the outputs of the others.
 _SPLIT_BY_INPUTS = ("out", "down")
+# The weights of experts in stacks of layers, and their numbers of axes.
+_OF_EXPERTS = (("gate_up", 5), ("down", 4))
 
 
 def axis_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
@@ -110,7 +112,11 @@ def _size(names: Any, mesh: Mesh | AbstractMesh) -> int:
 
 
 def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
-    """Returns the spec that splits a matrix over the axes "fsdp" and "tensor"."""
+    """Returns the spec that splits a matrix over the axes "fsdp" and "tensor".
+
+    Of the weights of experts "fsdp" splits the experts, so that each is quantized
+    where it is, and its codes are gathered.
+    """
     names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
     fsdp, tensor = (name in mesh.axis_names for name in ("fsdp", "tensor"))
     in_layer = "layers" in names
@@ -124,6 +130,9 @@ def _spec(path: Any, param: Any, mesh: Mesh | AbstractMesh) -> P:
             spec[-1] = "tensor"
         else:
             outputs = (*outputs, "tensor")
+    of_experts = any(param.ndim == ndim for name, ndim in _OF_EXPERTS if name in names)
+    if in_layer and of_experts and fsdp:
+        spec[1], outputs = "fsdp", outputs[1:]
     spec[-2] = outputs or None
     return P(*spec)
 

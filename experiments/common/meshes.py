@@ -49,6 +49,12 @@ _SPECS = {
     "out": P(None, "fsdp", "tensor"),
     "gate_up": P(None, None, ("tensor", "fsdp")),
     "down": P(None, "fsdp", "tensor"),
+    "router": P(),
+}
+# The specs of the weights of experts, with one more axis than those of an MLP.
+_SPECS_OF_EXPERTS = {
+    ("gate_up", 5): P(None, "fsdp", None, "tensor"),
+    ("down", 4): P(None, "fsdp", None, "tensor"),
 }
 
 
@@ -163,7 +169,9 @@ def param_shardings(params: Any, mesh: Mesh) -> Any:
     def of(path: Any, param: Any) -> NamedSharding:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         name = name.removesuffix("/value")  # Parameters are Flax's variables.
-        spec = _SPECS.get(name.split("/")[-1], P())
+        last = name.split("/")[-1]
+        spec = _SPECS.get(last, P())
+        spec = _SPECS_OF_EXPERTS.get((last, param.ndim), spec)
         for axis, parts in enumerate(spec):
             size = math.prod(mesh.shape[axis_name] for axis_name in _tuple(parts))
             if param.shape[axis] % size:

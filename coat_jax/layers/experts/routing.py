@@ -90,7 +90,7 @@ class Experts:
 
 
 class Shares(NamedTuple):
-    """How a layer's tokens are spread over experts, a row for each shard of the batch.
+    """Shares of a layer's tokens by expert, a row for each shard of the batch.
 
     Attributes:
       load: The share of all choices that each expert has. It has no gradient.
