@@ -33,6 +33,7 @@ _MAY_IMPORT = {
     "pallas_kernels": {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy"},
     "coat_jax": _CORE
     | _declared(_PROJECT["optional-dependencies"]["hf"])
+    | _declared(_PROJECT["optional-dependencies"]["qwix"])
     | {"pallas_kernels"},
     "experiments": _CORE
     | _declared(_PROJECT["optional-dependencies"]["experiments"])
@@ -187,6 +188,8 @@ def test_results_on_pages_are_those_of_the_results_files():
     assert pages.home(home, _README) == home
     release = pages.RELEASE.read_text()
     assert pages.released(release) == release
+    ecosystem = pages.ECOSYSTEM.read_text()
+    assert pages.trainings(ecosystem) == ecosystem
     results = (_ROOT / "experiments" / "README.md").read_text()
     assert pages.results() == results
 

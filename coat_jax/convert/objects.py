@@ -117,9 +117,10 @@ def _has_shape(x: Any) -> bool:
     return is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
 
 
-def _children(x: Any) -> Mapping[str, Any]:
+def _children(x: Any) -> Mapping[Any, Any]:
     if isinstance(x, nnx.Pytree):
-        return {n: v for n, v in vars(x).items() if not n.startswith("_pytree__")}
+        names = [n for n in vars(x) if not str(n).startswith("_pytree__")]
+        return {n: vars(x)[n] for n in names}  # Lists had numbers before flax 0.12.9.
     if isinstance(x, nnx.Variable) or not is_pytree(x):
         return {}
     return {_name(path): child for path, child in one_level(x)[0]}

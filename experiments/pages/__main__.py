@@ -2,7 +2,7 @@
 
 These are the results and pictures of README.md and of the docs' home page,
 experiments/README.md, docs/pages/paper.md with all tables and figures of the paper, and
-the table of docs/pages/release.md.
+the tables of docs/pages/release.md and docs/pages/ecosystem.md.
 
 uv run python -m experiments.pages
 """
@@ -13,6 +13,7 @@ from experiments.common.programs import new_parser
 from experiments.common.results import picture
 from experiments.pages import paper, pictures
 from experiments.pages.readme import (
+    ECOSYSTEM,
     HOME,
     PROJECT,
     RELEASE,
@@ -21,6 +22,7 @@ from experiments.pages.readme import (
     readme,
     released,
     results,
+    trainings,
 )
 
 
@@ -37,6 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     memory.savefig(HOME.parent / "images" / "memory.png")
     speed.savefig(HOME.parent / "images" / "speed.png")
     RELEASE.write_text(released(RELEASE.read_text()))
+    ECOSYSTEM.write_text(trainings(ECOSYSTEM.read_text()))
     (PROJECT / "experiments" / "README.md").write_text(results())
     paper.PAGE.write_text(paper.page())
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
-from experiments.pages import experts, layers, optimizer, release, speed, training
+from experiments.pages import ecosystem, experts, layers, optimizer, release, speed, training
 
 PROJECT = Path(__file__).resolve().parents[2]
 HOME = PROJECT / "docs" / "pages" / "index.md"
 RELEASE = PROJECT / "docs" / "pages" / "release.md"
+ECOSYSTEM = PROJECT / "docs" / "pages" / "ecosystem.md"
 # Case and batch size of each row of the table at the top of README.md.
 _HEADLINE = (
     ("bf16", 2),
@@ -52,6 +53,11 @@ def home(text: str, readme_text: str) -> str:
 def released(text: str) -> str:
     """Returns the text of docs/pages/release.md, with the models that fit on a GPU."""
     return _with(text, "cards", release.cards())
+
+
+def trainings(text: str) -> str:
+    """Returns the text of docs/pages/ecosystem.md, with trainings of other codebases."""
+    return _with(text, "trainings", ecosystem.trainings())
 
 
 def _split(text: str, name: str) -> tuple[str, str, str]:

@@ -1,0 +1,57 @@
+"""A view of quantized states for trainers that look for Adam's moments by path."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from coat_jax.optimizers.state import QuantizedState
+from coat_jax.optimizers.trees import is_quantized
+
+
+def as_adam_state(tree: Any) -> Any:
+    """Returns a tree of a state with each quantized moment at its parameter's path.
+
+    Codes stand in place of a moment, which they have the shape and the sharding of, and
+    optax's own state, such as `ScaleByAdamState`, in place of `QuantizedState`. So what
+    asks for an instance of optax's state, or looks up the parameter's path in `mu` or
+    `nu`, finds it. It is a view to look things up in, and no state to go on from.
+
+    MaxText with `shard_optimizer_over_data` looks up the shardings of `mu`, to shard
+    parameters alike. Give `maybe_update_params_sharding_with_opt` this view of the
+    shardings, and it shards quantized parameters, too.
+
+    Args:
+      tree: Shardings, types or arrays in the structure of an optimizer's state, or an
+        `nnx.State` or a state dict of them, in which a moment is a mapping with an
+        entry "codes".
+
+    Returns:
+      The tree with codes in place of quantized moments.
+
+    Examples:
+      >>> import coat_jax as coat, jax, jax.numpy as jnp
+      >>> from coat_jax.integrations.adam import as_adam_state
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = jax.eval_shape(coat.fp8_adamw(1e-3).init, params)
+      >>> as_adam_state(state)[0].mu["w"].shape
+      (64, 128)
+    """
+
+    def view(node):
+        if isinstance(node, QuantizedState):
+            return as_adam_state(node.inner_state)
+        if is_quantized(node):
+            return node.codes
+        return node["codes"] if _is_mapping_of_moment(node) else node
+
+    return jax.tree.map(view, tree, is_leaf=_is_replaced)
+
+
+def _is_replaced(node: Any) -> bool:
+    is_ours = isinstance(node, QuantizedState) or is_quantized(node)
+    return is_ours or _is_mapping_of_moment(node)
+
+
+def _is_mapping_of_moment(node: Any) -> bool:
+    return isinstance(node, Mapping) and {"codes", "scale"} <= set(node)
