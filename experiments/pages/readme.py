@@ -5,7 +5,15 @@ from typing import Any
 
 from experiments.common.results import load
 from experiments.common.tables import Column, markdown
-from experiments.pages import ecosystem, experts, layers, optimizer, release, speed, training
+from experiments.pages import (
+    ecosystem,
+    experts,
+    layers,
+    optimizer,
+    release,
+    speed,
+    training,
+)
 
 PROJECT = Path(__file__).resolve().parents[2]
 HOME = PROJECT / "docs" / "pages" / "index.md"
@@ -56,7 +64,7 @@ def released(text: str) -> str:
 
 
 def trainings(text: str) -> str:
-    """Returns the text of docs/pages/ecosystem.md, with trainings of other codebases."""
+    """Returns the text of docs/pages/ecosystem.md, with the table of trainings."""
     return _with(text, "trainings", ecosystem.trainings())
 
 

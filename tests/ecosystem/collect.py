@@ -20,7 +20,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     files = sorted(parser.parse_args().folder.glob("*.json"))
     new = {
-        file.stem: [row | {"program": file.stem} for row in json.loads(file.read_text())]
+        file.stem: [
+            row | {"program": file.stem} for row in json.loads(file.read_text())
+        ]
         for file in files
     }
     earlier = load("ecosystem")["rows"] if default_path("ecosystem").exists() else []
@@ -30,12 +32,24 @@ def main() -> None:
         key=lambda row: row["program"],
     )
     bars = [
-        Bar.of("largest difference of the loss", "<=", _DIFFERENCE, max(
-            abs(row["difference"]) for row in rows)),
-        Bar.of("largest state / float32 moments", "<=", _STATE, max(
-            row["state_ratio"] for row in rows)),
-        Bar.of("resumes to the bit", ">=", len(rows), sum(
-            row["resume_exact"] for row in rows)),
+        Bar.of(
+            "largest difference of the loss",
+            "<=",
+            _DIFFERENCE,
+            max(abs(row["difference"]) for row in rows),
+        ),
+        Bar.of(
+            "largest state / float32 moments",
+            "<=",
+            _STATE,
+            max(row["state_ratio"] for row in rows),
+        ),
+        Bar.of(
+            "resumes to the bit",
+            ">=",
+            len(rows),
+            sum(row["resume_exact"] for row in rows),
+        ),
     ]
     command = ".ci/ecosystem"
     write_results(default_path("ecosystem"), rows=rows, bars=bars, command=command)
