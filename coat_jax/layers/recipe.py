@@ -80,7 +80,7 @@ class Recipe(abc.ABC):
     @property
     @abc.abstractmethod
     def has_experts(self) -> bool:
-        """Whether the recipe has matmuls of experts."""
+        """True if the recipe has matmuls of experts."""
 
     def norm(self, norm: Norm) -> Callable[[Array | None, Array], Array]:
         """Returns a function of weight and x that computes `norm(x)`."""

@@ -51,7 +51,7 @@ _SPECS = {
     "down": P(None, "fsdp", "tensor"),
     "router": P(),
 }
-# The specs of the weights of experts, with one more axis than those of an MLP.
+# The specs of the weights of experts, which have an axis more than an MLP.
 _SPECS_OF_EXPERTS = {
     ("gate_up", 5): P(None, "fsdp", None, "tensor"),
     ("down", 4): P(None, "fsdp", None, "tensor"),

@@ -151,7 +151,7 @@ def _gate_gradient(
       the choices' weights.
     """
     groups, largest_scale = inner
-    gate_up = jax.tree.map(rows.of_places, groups)
+    gate_up = jax.tree.map(rows.of_unpadded, groups)
     of_rows, wide = rows.of_choices(weights)[:, None], da.astype(jnp.float32)
     numbers = _numbers(gate_up)
     a = ACTIVATIONS[gate](numbers[:, 0]) * numbers[:, 1]

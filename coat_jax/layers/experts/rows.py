@@ -27,8 +27,8 @@ class Rows:
       real_sizes: The number of rows of each expert without padding.
       choices: The number of experts of a token.
       tokens: The number of tokens.
-      place: The place of each padded row among the rows without padding, or for padding
-        their number; None for rows without padding.
+      origin: The index of each padded row among the rows without padding, and the number
+        of these for padding; None for rows without padding.
     """
 
     choice: Int[Array, " rows"]
@@ -36,7 +36,7 @@ class Rows:
     real_sizes: Int[Array, " experts"]
     choices: int = dataclasses.field(metadata={"static": True})
     tokens: int = dataclasses.field(metadata={"static": True})
-    place: Int[Array, " rows"] | None = None
+    origin: Int[Array, " rows"] | None = None
 
     @classmethod
     def sorted_by_expert(cls, ids: Int[Array, "tokens choices"], groups: int) -> "Rows":
@@ -69,14 +69,14 @@ class Rows:
         """
         count = len(self.choice)
         numbers = jnp.arange(1, count + 1, dtype=jnp.int32)[:, None]
-        place = pad_groups(numbers, self.sizes)[:, 0] - 1
-        place = jnp.where(place < 0, count, place)
+        origin = pad_groups(numbers, self.sizes)[:, 0] - 1
+        origin = jnp.where(origin < 0, count, origin)
         nothing = self.tokens * self.choices
         return dataclasses.replace(
             self,
-            choice=taken(self.choice, place, nothing),
+            choice=taken(self.choice, origin, nothing),
             sizes=-(-self.sizes // BLOCK) * BLOCK,
-            place=place,
+            origin=origin,
         )
 
     def tiles(self) -> GroupTiles:
@@ -87,9 +87,9 @@ class Rows:
         """Returns the row of each row's token, and zeros for padding."""
         return taken(x, self.choice // self.choices)
 
-    def of_places(self, x: Shaped[Array, "unpadded *n"]) -> Shaped[Array, "rows *n"]:
+    def of_unpadded(self, x: Shaped[Array, "unpadded *n"]) -> Shaped[Array, "rows *n"]:
         """Returns padded rows of an array of rows without padding."""
-        return taken(x, self.place)
+        return taken(x, self.origin)
 
     def of_choices(self, x: Shaped[Array, "tokens choices"]) -> Shaped[Array, " rows"]:
         """Returns the element of each row's choice, and zero for padding."""
