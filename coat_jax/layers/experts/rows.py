@@ -27,8 +27,8 @@ class Rows:
       real_sizes: The number of rows of each expert without padding.
       choices: The number of experts of a token.
       tokens: The number of tokens.
-      origin: The index of each padded row among the rows without padding, and the number
-        of these for padding; None for rows without padding.
+      origin: The index of each padded row among rows without padding, and for padding
+        their number; None for rows without padding.
     """
 
     choice: Int[Array, " rows"]
