@@ -12,20 +12,19 @@ from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
-import optax
 from jaxtyping import Array, Float
 
 from coat_jax.fp8 import matmul
 from coat_jax.fp8.dot_general import fp8_dot_general
 from coat_jax.layers import blockwise, flow, shards
 from coat_jax.layers.attention import causal_attention
-from coat_jax.layers.experts import composed
 from coat_jax.layers.experts import flow as expert_flow
-from coat_jax.layers.experts.products import Product, fp8_product, plain_product
+from coat_jax.layers.experts.products import fp8_product, plain_product
 from coat_jax.layers.experts.routing import Experts, Shares
-from coat_jax.layers.flow import Params, joined
+from coat_jax.layers.flow import Params
 from coat_jax.layers.heads import QkNorm
 from coat_jax.layers.parts import Heads, Norm, Stream
+from coat_jax.layers.plain import PlainRecipe, identity
 from coat_jax.layers.recipe import (
     GATES,
     LLAMA_ATTENTION,
@@ -51,158 +50,6 @@ def _plain_linear(x: Array, w: Array) -> Array:
     return jnp.tensordot(x, w.astype(x.dtype), axes=(-1, -1))
 
 
-def _identity(fn: Callable) -> Callable:
-    return fn
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlainRecipe(Recipe):
-    """A layer of plain functions, which saves what `jax.vjp` of these functions saves.
-
-    Attributes:
-      linear: The matmul (x, w) -> x @ w.T.
-      product: The matmul of rows and the weights of experts; None if there is none.
-      pointwise: The wrapper of norms, gates and RoPE.
-      segment: The wrapper of the functions (parameters, x) before and after attention.
-      projection: The wrapper of the output projection (parameters, o, x).
-      attention: The wrapper of attention with the projection.
-      optimizer: The optimizer to train with.
-    """
-
-    linear: Callable[[Array, Array], Array]
-    product: Product | None = None
-    pointwise: Wrapper = _identity
-    segment: Wrapper = _identity
-    projection: Wrapper = _identity
-    attention: Wrapper = _identity
-    optimizer: Callable[..., Any] = optax.adamw
-    scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
-    takes_codes: ClassVar[bool] = False
-
-    def enter(
-        self,
-        x: Float[Array, "b s h"],
-        batch_axes: str | tuple[str, ...] | None = None,
-    ) -> Residual:
-        """Returns `x`."""
-        return x
-
-    def attention_in(
-        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
-    ) -> Attended:
-        """Computes queries, keys and values."""
-
-        def segment(params, x):
-            y = self.project_in(params, x, norm=norm)
-            return self.pointwise(heads.split)(y)
-
-        return *self.segment(segment)(params, x), (), x
-
-    def attention_out(
-        self,
-        params: Params,
-        q: Array,
-        k: Array,
-        v: Array,
-        kept: tuple[Array, ...],
-        x: Array,
-        segment_ids: Array | None = None,
-        *,
-        attention: Attention = LLAMA_ATTENTION,
-        local: Array | None = None,
-    ) -> Residual:
-        """Computes attention and the output projection."""
-
-        def project(params, o, x):
-            return self.project_out(params, o, x, norm=attention.out_norm)
-
-        def segment(params, q, k, v, x):
-            if attention.steps is not None:
-                steps = self.pointwise(partial(attention.steps.apply, local=local))
-                q, k, v = self.segment(steps)(params["heads"], q, k, v)
-            scores = attention.scores
-            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
-            return self.projection(project)(params, o, x)
-
-        return self.attention(segment)(params, q, k, v, x)
-
-    def project_in(
-        self, params: Params, x: Array, *, norm: Norm | None
-    ) -> Float[Array, "b s m"]:
-        """Computes `norm(x) @ qkv.T`, the columns of all heads."""
-        h = x if norm is None else self.norm(norm)(params["norm"], x)
-        return matmul.once(self.linear(h, params["qkv"]))
-
-    def project_out(
-        self,
-        params: Params,
-        o: Float[Array, "b s n d"],
-        x: Array,
-        *,
-        norm: Norm | None = None,
-    ) -> Float[Array, "b s h"]:
-        """Computes `x + norm(o @ out.T)`."""
-        y = self.linear(joined(o), params["out"])
-        if norm is not None:
-            y = self.norm(norm)(params["out_norm"], y)
-        return matmul.once(x + y)
-
-    def gated_mlp(
-        self,
-        params: Params,
-        x: Residual,
-        *,
-        norm: Norm | None,
-        gate: Activation = "silu",
-        out_norm: Norm | None = None,
-    ) -> Residual:
-        """Computes the gated MLP."""
-
-        def segment(params, x):
-            h = x if norm is None else self.norm(norm)(params["norm"], x)
-            y = matmul.once(self.linear(h, params["gate_up"]))
-            a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
-            y = self.linear(a, params["down"])
-            if out_norm is not None:
-                y = self.norm(out_norm)(params["out_norm"], y)
-            return x + y
-
-        return self.segment(segment)(params, x)
-
-    @property
-    def has_experts(self) -> bool:
-        """True if there is a matmul of experts."""
-        return self.product is not None
-
-    def experts(
-        self,
-        params: Params,
-        x: Residual,
-        *,
-        norm: Norm,
-        gate: Activation,
-        experts: Experts,
-    ) -> tuple[Residual, Shares]:
-        """Computes the experts of each token."""
-
-        def segment(params, x):
-            h = self.norm(norm)(params["norm"], x)
-            y, shares = composed.experts_sum(
-                params,
-                h.reshape(-1, h.shape[-1]),
-                product=self.product,
-                gated=self.pointwise(partial(composed.weighted_gate, GATES[gate])),
-                experts=experts,
-            )
-            return x + y.reshape(x.shape), shares
-
-        return composed.over_shards_of(segment, params, x)
-
-    def leave(self, x: Residual) -> Float[Array, "b s h"]:
-        """Returns `x`."""
-        return x
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fp8Recipe(Recipe):
     """The FP8 flow: segments save activations in FP8 groups and recompute the rest.
@@ -211,7 +58,7 @@ class Fp8Recipe(Recipe):
       attention: The wrapper of attention and the output projection behind it.
     """
 
-    attention: Wrapper = _identity
+    attention: Wrapper = identity
     scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time", "delayed")
     optimizer: ClassVar[Callable[..., Any]] = staticmethod(fp8_adamw)
     takes_codes: ClassVar[bool] = True
@@ -232,7 +79,7 @@ class Fp8Recipe(Recipe):
         """Computes queries, keys and values."""
         # A wrapper such as `fp8_remat` saves its own copies of q, k and v. Steps before
         # attention compute others, which attention saves itself.
-        copies = heads.rotated and self.attention is _identity
+        copies = heads.rotated and self.attention is identity
         return flow.attention_in(params, x, norm, heads, copies)
 
     def attention_out(
@@ -252,7 +99,7 @@ class Fp8Recipe(Recipe):
         params = dict(params)
         of_heads = params.pop("heads", None)
         # Within the wrapper of attention the inputs of the steps are all that is saved.
-        saving = fp8_remat if self.attention is _identity else _identity
+        saving = fp8_remat if self.attention is identity else identity
 
         def segment(params, q, k, v, x):
             params, of_heads = params

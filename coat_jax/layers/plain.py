@@ -1,0 +1,181 @@
+"""A recipe that composes a layer of plain functions."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, ClassVar
+
+import optax
+from jaxtyping import Array, Float
+
+from coat_jax.fp8 import matmul
+from coat_jax.layers.attention import causal_attention
+from coat_jax.layers.experts import composed
+from coat_jax.layers.experts.products import Product
+from coat_jax.layers.experts.routing import Experts, Shares
+from coat_jax.layers.flow import Params, joined
+from coat_jax.layers.parts import Heads, Norm
+from coat_jax.layers.recipe import (
+    GATES,
+    LLAMA_ATTENTION,
+    Attended,
+    Attention,
+    Recipe,
+    Residual,
+    Scaling,
+    Wrapper,
+)
+from pallas_kernels import Activation
+
+
+def identity(fn: Callable) -> Callable:
+    """Returns a function as it is, where a recipe has no wrapper."""
+    return fn
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlainRecipe(Recipe):
+    """A layer of plain functions, which saves what `jax.vjp` of these functions saves.
+
+    Attributes:
+      linear: The matmul (x, w) -> x @ w.T.
+      product: The matmul of rows and the weights of experts; None if there is none.
+      pointwise: The wrapper of norms, gates and RoPE.
+      segment: The wrapper of the functions (parameters, x) before and after attention.
+      projection: The wrapper of the output projection (parameters, o, x).
+      attention: The wrapper of attention with the projection.
+      optimizer: The optimizer to train with.
+    """
+
+    linear: Callable[[Array, Array], Array]
+    product: Product | None = None
+    pointwise: Wrapper = identity
+    segment: Wrapper = identity
+    projection: Wrapper = identity
+    attention: Wrapper = identity
+    optimizer: Callable[..., Any] = optax.adamw
+    scalings: ClassVar[tuple[Scaling, ...]] = ("just_in_time",)
+    takes_codes: ClassVar[bool] = False
+
+    def enter(
+        self,
+        x: Float[Array, "b s h"],
+        batch_axes: str | tuple[str, ...] | None = None,
+    ) -> Residual:
+        """Returns `x`."""
+        return x
+
+    def attention_in(
+        self, params: Params, x: Residual, *, norm: Norm | None, heads: Heads
+    ) -> Attended:
+        """Computes queries, keys and values."""
+
+        def segment(params, x):
+            y = self.project_in(params, x, norm=norm)
+            return self.pointwise(heads.split)(y)
+
+        return *self.segment(segment)(params, x), (), x
+
+    def attention_out(
+        self,
+        params: Params,
+        q: Array,
+        k: Array,
+        v: Array,
+        kept: tuple[Array, ...],
+        x: Array,
+        segment_ids: Array | None = None,
+        *,
+        attention: Attention = LLAMA_ATTENTION,
+        local: Array | None = None,
+    ) -> Residual:
+        """Computes attention and the output projection."""
+
+        def project(params, o, x):
+            return self.project_out(params, o, x, norm=attention.out_norm)
+
+        def segment(params, q, k, v, x):
+            if attention.steps is not None:
+                steps = self.pointwise(partial(attention.steps.apply, local=local))
+                q, k, v = self.segment(steps)(params["heads"], q, k, v)
+            scores = attention.scores
+            o = causal_attention(q, k, v, kept, segment_ids, scores=scores, local=local)
+            return self.projection(project)(params, o, x)
+
+        return self.attention(segment)(params, q, k, v, x)
+
+    def project_in(
+        self, params: Params, x: Array, *, norm: Norm | None
+    ) -> Float[Array, "b s m"]:
+        """Computes `norm(x) @ qkv.T`, the columns of all heads."""
+        h = x if norm is None else self.norm(norm)(params["norm"], x)
+        return matmul.once(self.linear(h, params["qkv"]))
+
+    def project_out(
+        self,
+        params: Params,
+        o: Float[Array, "b s n d"],
+        x: Array,
+        *,
+        norm: Norm | None = None,
+    ) -> Float[Array, "b s h"]:
+        """Computes `x + norm(o @ out.T)`."""
+        y = self.linear(joined(o), params["out"])
+        if norm is not None:
+            y = self.norm(norm)(params["out_norm"], y)
+        return matmul.once(x + y)
+
+    def gated_mlp(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm | None,
+        gate: Activation = "silu",
+        out_norm: Norm | None = None,
+    ) -> Residual:
+        """Computes the gated MLP."""
+
+        def segment(params, x):
+            h = x if norm is None else self.norm(norm)(params["norm"], x)
+            y = matmul.once(self.linear(h, params["gate_up"]))
+            a = self.pointwise(GATES[gate])(y[..., 0, :], y[..., 1, :])
+            y = self.linear(a, params["down"])
+            if out_norm is not None:
+                y = self.norm(out_norm)(params["out_norm"], y)
+            return x + y
+
+        return self.segment(segment)(params, x)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if there is a matmul of experts."""
+        return self.product is not None
+
+    def experts(
+        self,
+        params: Params,
+        x: Residual,
+        *,
+        norm: Norm,
+        gate: Activation,
+        experts: Experts,
+    ) -> tuple[Residual, Shares]:
+        """Computes the experts of each token."""
+
+        def segment(params, x):
+            h = self.norm(norm)(params["norm"], x)
+            y, shares = composed.experts_sum(
+                params,
+                h.reshape(-1, h.shape[-1]),
+                product=self.product,
+                gated=self.pointwise(partial(composed.weighted_gate, GATES[gate])),
+                experts=experts,
+            )
+            return x + y.reshape(x.shape), shares
+
+        return composed.over_shards_of(segment, params, x)
+
+    def leave(self, x: Residual) -> Float[Array, "b s h"]:
+        """Returns `x`."""
+        return x
