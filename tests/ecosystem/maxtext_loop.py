@@ -7,6 +7,8 @@ from unittest import mock
 import jax
 import maxtext
 import numpy as np
+import coat_jax as coat
+from coat_jax.integrations.adam import as_adam_state
 from ecosystem.harness import compare, main, tokens
 from flax import nnx
 from flax.linen import logical_axis_rules
@@ -50,10 +52,11 @@ class Run:
         folder = tempfile.mkdtemp()
         settings = _OPTIONS | options | {"base_output_directory": folder}
         arguments = [f"{name}={value}" for name, value in settings.items()]
-        self._config = config = pyconfig.initialize(["train", str(_BASE), *arguments])
+        self.config = config = pyconfig.initialize(["train", str(_BASE), *arguments])
         with mock.patch.object(optimizers, "get_optimizer", return_value=tx):
             setup = train_utils.setup_train_loop(config, None)
         _, _, shardings, _, mesh, _, _, _, _, _, state = setup
+        self.shardings = shardings
         graph, self._state = nnx.split(state)
         params, shardings = sharding.maybe_update_params_sharding_with_opt(
             config, shardings
@@ -79,7 +82,7 @@ class Run:
             batch[f"{name}_segmentation"] = np.ones_like(x)
         with (
             jax.set_mesh(self._mesh),
-            logical_axis_rules(self._config.logical_axis_rules),
+            logical_axis_rules(self.config.logical_axis_rules),
         ):
             self._state, metrics = self._step(self._state, batch)
         return float(metrics["scalar"]["learning/loss"])
@@ -97,10 +100,30 @@ class Run:
         return nnx.as_pure(self._state)["optimizer"]["opt_state"]
 
 
+def _alike(shardings):
+    """Returns how many parameters are sharded over data, and how many there are."""
+    nodes = jax.tree.leaves(shardings, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    specs = [x.get_value().spec for x in nodes if isinstance(x, nnx.Param)]
+    return sum("data" in str(spec) for spec in specs), len(specs)
+
+
+def _zero_1():
+    """Returns what MaxText's lookup of moments finds, with our view and without."""
+    run = Run(coat.fp8_adamw(1e-3), shard_optimizer_over_data="true")
+    update = sharding.maybe_update_params_sharding_with_opt
+    _, alone = update(run.config, run.shardings)
+    _, viewed = update(run.config, as_adam_state(run.shardings))
+    (before, _), (after, count) = _alike(alone.model), _alike(viewed.model)
+    return (
+        f"ZeRO-1 shards {after} of {count} parameters like their moments with "
+        f"as_adam_state, and {before} without"
+    )
+
+
 def rows():
     """Returns the rows of this environment."""
-    packages = ["maxtext"]
-    return [compare("MaxText train_step, a Llama", Run, packages=packages)]
+    name = "MaxText setup_train_loop and train_step, a Llama"
+    return [compare(name, Run, packages=["maxtext"], note=_zero_1())]
 
 
 if __name__ == "__main__":
