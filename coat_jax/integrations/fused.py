@@ -86,7 +86,7 @@ class TrainState(train_state.TrainState):
         """Returns the state after a step; `kwargs` replace further fields."""
         if not isinstance(grads, dict) or _OVERWRITTEN not in grads:
             params, opt_state = self._after(grads, self.params)
-        else:  # As in Flax, the gradients of some collections are their next values.
+        else:  # Some collections have their next values as gradients.
             new, opt_state = self._after(grads["params"], self.params["params"])
             params = {"params": new, _OVERWRITTEN: grads[_OVERWRITTEN]}
         after = {"step": self.step + 1, "params": params, "opt_state": opt_state}

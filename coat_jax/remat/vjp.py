@@ -248,7 +248,7 @@ def _with_fp8_residuals(
         # Recomputation reads FP8 copies, or arrays that passed the barrier of `_after`.
         # XLA cannot merge it with the forward pass, so prevent_cse is not needed.
         checkpoint = partial(jax.checkpoint, fn, prevent_cse=False)
-        # What the policy offloads is quantized before it leaves the device.
+        # Arrays to offload are quantized before they leave the device.
         by_policy = checkpoint(policy=saved_on_device(options.policy))
         traced = linearize(by_policy, *args, constants=constants)
         if offloads_in_bodies(options.policy, written_out(traced.forward.jaxpr)):
@@ -357,8 +357,8 @@ def _save(
     if traced.is_argument(index) or traced.note(index):
         # An argument needs no tag. A nested fp8_remat has tagged its arrays already.
         return _placed(x, choice)
-    where = ", on the host" if choice.offloaded else ""
-    with Note(f"wide, {choice.reason}{where}", traced.asked_by(index)).scope():
+    host = ", on the host" if choice.offloaded else ""
+    with Note(f"wide, {choice.reason}{host}", traced.asked_by(index)).scope():
         return _placed(checkpoint_name(x, SAVED_NAME), choice)
 
 
@@ -368,8 +368,8 @@ def _fp8_copy(
     if copy.merged:
         x = x.reshape(*x.shape[: -len(copy.merged)], -1)
     noise = None if key is None else random_bits(key, x.shape, like=x)
-    where = ", on the host" if copy.offloaded else ""
-    groups = f"groups of {copy.granularity.size}{where}"
+    host = ", on the host" if copy.offloaded else ""
+    groups = f"groups of {copy.granularity.size}{host}"
     with Note(f"{options.format}, {groups}", reader).scope():
         q = fp8_copy(
             x, format=options.format, granularity=copy.granularity, noise=noise

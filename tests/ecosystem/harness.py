@@ -148,7 +148,7 @@ def _typed(tree: Any, like: Any) -> Any:
 
 
 def _state_ratio(opt_state: Any) -> float:
-    """Returns the bytes of large moments by those of the same moments in float32."""
+    """Returns the bytes of large moments by their bytes in float32."""
     nodes = jax.tree.leaves(opt_state, is_leaf=_is_moment)
     moments = [x for x in nodes if _is_moment(x)]
     wide = [x for x in nodes if not _is_moment(x) and getattr(x, "size", 0) >= _LARGE]

@@ -7,8 +7,6 @@ from unittest import mock
 import jax
 import maxtext
 import numpy as np
-import coat_jax as coat
-from coat_jax.integrations.adam import as_adam_state
 from ecosystem.harness import compare, main, tokens
 from flax import nnx
 from flax.linen import logical_axis_rules
@@ -16,6 +14,9 @@ from maxtext.configs import pyconfig
 from maxtext.optimizers import optimizers
 from maxtext.trainers.pre_train import train
 from maxtext.utils import sharding, train_utils
+
+import coat_jax as coat
+from coat_jax.integrations.adam import as_adam_state
 
 _BATCH, _LENGTH, _VOCAB = 8, 64, 128
 _BASE = Path(maxtext.__file__).parent / "configs" / "base.yml"

@@ -263,7 +263,7 @@ class _MiniGPT(nnx.Module):
 
 
 class NnxRun:
-    """A run of an NNX model with `nnx.Optimizer`, whose state is in variables."""
+    """A run of an NNX model and an `nnx.Optimizer`, with their state in variables."""
 
     def __init__(self, model, tx, batch_of=_batch):
         self._batch_of, self._model = batch_of, model
