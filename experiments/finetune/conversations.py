@@ -1,4 +1,4 @@
-"""What a fine-tuning learns from: conversations, passages of text, rows of tokens."""
+"""Records of a fine-tuning: conversations, passages of text, rows of tokens."""
 
 import dataclasses
 from collections.abc import Mapping

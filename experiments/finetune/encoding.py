@@ -163,8 +163,8 @@ def _role_error(word: str, content: str) -> ValueError:
 class FolderEncoder(Encoder):
     """The encoder of a Hugging Face folder: its tokenizer and its chat template.
 
-    An answer's tokens are those of its content and of what the template ends it with,
-    up to the token that stops generation.
+    The tokens of an answer are its content and what the template ends it with, up to
+    the token that stops generation.
 
     Args:
       folder: The path of the folder.
@@ -345,7 +345,7 @@ class FolderEncoder(Encoder):
     ) -> list[tuple[int, str]]:
         """Returns the place of each special token outside the spans, and the end."""
         places, at = [], 0
-        # Of two that begin at one place the tokenizer takes the longer one.
+        # The tokenizer takes the longer of two tokens that begin at one place.
         words = sorted(self._special, key=len, reverse=True)
         while at < len(text):
             span = next((span for span in hidden if span[0] <= at < span[1]), None)

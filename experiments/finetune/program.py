@@ -2,8 +2,8 @@
 
     uv run python -m experiments.finetune --model FOLDER --data chat.jsonl --recipe coat
 
-`--model` names a Hugging Face folder, whose tokenizer and chat template come with it,
-and `--base` a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or
+`--model` names a Hugging Face folder with its tokenizer and chat template, and
+`--base` a run of `experiments.pretrain`. `--data` and `--test` name .jsonl or
 .parquet files of conversations, prompts, texts or tokens. Without arguments it is
 SmolLM2 that learns generated word problems if its package is installed, and otherwise a
 small byte-level model with random parameters, with the recipes `bf16` and `coat`.

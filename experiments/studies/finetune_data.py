@@ -3,13 +3,14 @@ r"""Real data for a fine-tuning of a chat model: word problems and dialogues.
     uv run --with reasoning-gym --with chatterbot-corpus \
         python -m experiments.studies.finetune_data FOLDER
 
-The folder gets train.jsonl and test.jsonl. Word problems are those of reasoning-gym
-("gsm_symbolic", like GSM8K, Apache-2.0) and the generated ones of
+The folder gets train.jsonl and test.jsonl. Word problems come from reasoning-gym
+("gsm_symbolic", like GSM8K, Apache-2.0) and generated ones of
 `experiments.finetune.tasks`. Dialogues are the English ones of chatterbot-corpus (BSD).
 Packages have no data that was downloaded for them. No question is in both files.
 """
 
 import hashlib
+import importlib
 import importlib.util
 import json
 import sys
@@ -48,8 +49,7 @@ def _is_test(question: str) -> bool:
 
 def _symbolic(count: int) -> Iterator[dict[str, Any]]:
     """Yields different word problems, of which the answer is a number."""
-    import reasoning_gym
-
+    reasoning_gym = importlib.import_module("reasoning_gym")
     questions = set()
     for entry in reasoning_gym.create_dataset(PROBLEMS, size=count, seed=0):
         question = entry["question"].strip()
@@ -61,8 +61,7 @@ def _symbolic(count: int) -> Iterator[dict[str, Any]]:
 
 def _dialogues() -> Iterator[dict[str, Any]]:
     """Yields the first question and answer of each dialogue."""
-    import yaml
-
+    yaml = importlib.import_module("yaml")
     spec = importlib.util.find_spec("chatterbot_corpus")
     if spec is None or spec.origin is None:
         raise ImportError("chatterbot-corpus is not installed")

@@ -34,6 +34,7 @@ _FLAGS = ["--checker", "number", "--lr", "5e-5", "--steps", "600", "--batch-size
 _FLAGS += ["--seq-len", "512", "--eval-every", "200", "--save-every", "600"]
 _FLAGS += ["--keep", "1", "--long", "skip", "--eval-questions", "0"]
 _LOSS_PERCENT, _POINTS = 1.0, 2.0
+_SEEDS, _QUESTIONS = 3, 300  # Fewer decide nothing.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -69,7 +70,7 @@ def summarized(folders: Sequence[Path]) -> dict[str, Any]:
     differences, losses = compare.paired(hits), _losses(folders)
     return {
         "rows": compare.shares(hits),
-        "bars": _bars(differences, losses),
+        "bars": _bars(differences, losses) if _suffices(hits) else [],
         "differences": differences,
         "losses": losses,
         "training": compare.training_of(folders[0]),
@@ -81,7 +82,7 @@ def summarized(folders: Sequence[Path]) -> dict[str, Any]:
 
 
 def problems_of(hits: compare.Hits) -> compare.Hits:
-    """Returns the answers to word problems, without those of dialogues."""
+    """Returns the answers to word problems, without dialogues."""
     is_problem = np.array([family != DIALOGUES for family in hits.families])
     families = [family for family in hits.families if family != DIALOGUES]
     return compare.Hits(hits.recipes, families, hits.exact[:, :, is_problem])
@@ -105,6 +106,11 @@ def _losses(folders: Sequence[Path]) -> list[dict[str, Any]]:
                 }
             )
     return rows
+
+
+def _suffices(hits: compare.Hits) -> bool:
+    _, seeds, questions = hits.exact.shape
+    return seeds >= _SEEDS and questions >= _QUESTIONS
 
 
 def _bars(

@@ -2,8 +2,9 @@
 
     uv run python -m experiments.studies.made_up FOLDER --preset llama3-8b
 
-It stands for a checkpoint where none can be downloaded: memory, speed and files are
-those of the real one. The tokenizer has a token for each byte and three special ones.
+It stands for a checkpoint where none can be downloaded, with the memory, the speed and
+the files of the real one. The tokenizer has a token for each byte and three special
+ones.
 """
 
 import dataclasses

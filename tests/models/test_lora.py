@@ -72,7 +72,7 @@ def _adapted(recipe, dtype=jnp.float32, rank=3):
         return model
 
     graph, params, frozen = nnx.split(adapted(), nnx.Param, ...)
-    # Of adapters that are zero only one has gradients.
+    # Only one of two adapters has gradients where they are zero.
     rng = np.random.default_rng(2)
     params = jax.tree.map(
         lambda x: jnp.asarray(x + 0.05 * rng.standard_normal(x.shape), jnp.float32),
