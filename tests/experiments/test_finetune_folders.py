@@ -1,6 +1,7 @@
 """Tests fine-tunings of Hugging Face folders: resumed, moved, with adapters, saved."""
 
 import json
+import re
 import shutil
 
 import jax
@@ -12,9 +13,12 @@ from helpers.chat_folders import write_model
 
 from coat_jax.models import hf, llama
 from experiments.common.results import read_results
-from experiments.finetune import checkers, program, settings
+from experiments.finetune import checkers, compare, program, settings
 from experiments.finetune.base import folder_fingerprint, random_base
+from experiments.finetune.conversations import Conversation
+from experiments.finetune.encoding import FolderEncoder
 from experiments.finetune.training import AnswerTrainer
+from experiments.studies import finetune_real, made_up
 
 _FLAGS = ["--steps", "4", "--eval-every", "2", "--save-every", "2", "--batch-size", "2"]
 _FLAGS += ["--seq-len", "64", "--eval-batches", "1", "--checker", "number"]
@@ -201,7 +205,7 @@ def test_bad_input_is_one_line(data, tmp_path, capsys, flags, message):
     assert code == 2
     assert output.startswith("error: ")
     assert len(output.splitlines()) == 1
-    assert __import__("re").search(message, output), output
+    assert re.search(message, output), output
     assert not (tmp_path / "run").exists()
 
 
@@ -214,3 +218,38 @@ def test_code_of_a_folder_is_not_run(data, tmp_path, capsys):
     del run
     assert program.main(["--resume", str(folder)]) == 2
     assert "no folder's code runs by itself" in capsys.readouterr().err
+
+
+def test_made_up_folders_are_loaded_and_encoded(tmp_path):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_layers": 1}
+    config = llama.LlamaConfig(vocab_size=384, num_heads=4, num_kv_heads=2, **sizes)
+    made_up.write(tmp_path / "model", config)
+    assert hf.load(tmp_path / "model").embedding.dtype == jnp.bfloat16
+    encoder = FolderEncoder(tmp_path / "model", 384)
+    asked = Conversation(messages=(("user", "<|end|> é"), ("assistant", "b")))
+    tokens, answers = encoder.encode(asked)
+    text = encoder.decode(tokens[answers].tolist())
+    assert text == "b"
+    assert (tokens == encoder.stop_tokens[0]).sum() == 2
+
+
+def test_bars_of_the_study_are_of_problems_alone():
+    exact = np.zeros((3, 5, 400))
+    exact[1:, :, ::2] = 1
+    exact[2, :, :4] = 1
+    families = ["stories"] * 390 + [finetune_real.DIALOGUES] * 10
+    hits = compare.Hits(["before", "bf16", "coat"], families, exact)
+    problems = finetune_real.problems_of(hits)
+    assert problems.exact.shape == (3, 5, 390)
+    losses = [
+        {"recipe": recipe, "val_loss": loss}
+        for recipe, loss in (("bf16", 2.0), ("coat", 2.04))
+    ]
+    first, second = finetune_real._bars(compare.paired(problems), losses)
+    assert first.measured == pytest.approx(2)
+    assert not first.holds
+    # Two of 390 answers differ.
+    assert 100 * 2 / 390 < second.measured < 2
+    assert finetune_real._suffices(problems)
+    few = compare.Hits(hits.recipes, families[:9], exact[:, :, :9])
+    assert not finetune_real._suffices(few)
