@@ -35,9 +35,10 @@ _MAY_IMPORT = {
     | _declared(_PROJECT["optional-dependencies"]["hf"])
     | _declared(_PROJECT["optional-dependencies"]["qwix"])
     | {"pallas_kernels"},
+    # A benchmark measures tunix if it is installed.
     "experiments": _CORE
     | _declared(_PROJECT["optional-dependencies"]["experiments"])
-    | {"pallas_kernels", "coat_jax"},
+    | {"pallas_kernels", "coat_jax", "tunix"},
 }
 
 
