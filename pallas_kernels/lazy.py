@@ -6,9 +6,14 @@ subclass of `types.ModuleType`, by its `__class__`.
 
 import importlib
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
+
+
+# Threads that import parts of one package at once can fail for good.
+_LOCK = threading.RLock()
 
 
 class _Lazy(types.ModuleType):
@@ -21,7 +26,8 @@ class _Lazy(types.ModuleType):
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, attribute = self.__homes__[name]
-        value = getattr(importlib.import_module(module), attribute)
+        with _LOCK:
+            value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value
 

@@ -56,7 +56,7 @@ def stop_transitions(
         )
     # A vocabulary may be padded with tokens that no tokenizer has.
     padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
-    return stops.transitions(tuple(strings), padded)
+    return jnp.asarray(stops.transitions(tuple(strings), padded))
 
 
 def padded_prompts(

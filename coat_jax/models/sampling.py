@@ -42,8 +42,11 @@ class Sampling:
         likeliest = jnp.argmax(scores, axis=-1)
         if key is None:
             return likeliest
-        divisors = jnp.where(temperatures > 0, temperatures, 1.0)[:, None]
-        drawn = jax.random.categorical(key, self.masked(scores / divisors))
+        # Differences to the largest logit stay finite or become -inf where a tiny
+        # temperature divides them.
+        divisors = jnp.maximum(temperatures, jnp.finfo(jnp.float32).tiny)[:, None]
+        differences = scores - jnp.max(scores, axis=-1, keepdims=True)
+        drawn = jax.random.categorical(key, self.masked(differences / divisors))
         return jnp.where(temperatures > 0, drawn, likeliest)
 
     def masked(self, scores: Float[Array, "b vocab"]) -> Float[Array, "b vocab"]:

@@ -9,9 +9,8 @@ whole token leads from each state, so that a step of generation reads one number
 import functools
 from collections.abc import Sequence
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jaxtyping import Int
 
 FOUND = 0  # The state after a string has ended.
 START = 1
@@ -20,7 +19,7 @@ START = 1
 @functools.lru_cache(maxsize=8)
 def transitions(
     strings: tuple[str, ...], token_bytes: tuple[bytes, ...]
-) -> Int[Array, "states vocab"]:
+) -> Int[np.ndarray, "states vocab"]:
     """Returns the state to which each token leads from each state.
 
     Args:
@@ -45,7 +44,7 @@ def transitions(
         tokens = longest_first[: int(np.sum(lengths > index))]
         letters = np.array([token_bytes[token][index] for token in tokens])
         states[:, tokens] = by_byte[states[:, tokens], letters]
-    return jnp.asarray(states, jnp.int32)
+    return states.astype(np.int32)
 
 
 def _utf8(string: str) -> bytes:

@@ -202,7 +202,7 @@ class _Program:
     def __init__(self) -> None:
         self.values: dict[Any, _Value] = {}
         self.steps: list[_Step] = []
-        self._readers: Counter[core.Var] = Counter()
+        self._readers: dict[core.Var, int] = {}
         # The results of matmuls that have one reader.
         self._products: set[Held] = set()
 
@@ -222,7 +222,9 @@ class _Program:
 
     def run(self, jaxpr: core.Jaxpr) -> None:
         read = [var for eqn in jaxpr.eqns for var in eqn.invars] + jaxpr.outvars
-        self._readers.update(var for var in read if isinstance(var, core.Var))
+        # A function that is called again has the same variables.
+        self._readers |= Counter(var for var in read if isinstance(var, core.Var))
+        self._keep_products(jaxpr.invars)
         for eqn in jaxpr.eqns:
             name, kind = eqn.primitive.name, kind_of(eqn)
             if name == "scan":
@@ -256,11 +258,11 @@ class _Program:
             self.values[outer] = self.value(inner)
         self._keep_products(eqn.outvars)
 
-    def _keep_products(self, results: Sequence[core.Var]) -> None:
-        """Forgets which results are products if they have several readers."""
-        for var in results:
-            if self._readers[var] > 1:
-                self._products.discard(self.value(var).held)
+    def _keep_products(self, variables: Sequence[core.Var]) -> None:
+        """Keeps variables with one reader among the products."""
+        for var in variables:
+            if self._readers.get(var, 0) > 1 and var in self.values:
+                self._products.discard(self.values[var].held)
 
     def _rounds_a_product(self, eqn: core.JaxprEqn) -> bool:
         """Returns whether an operation rounds a matmul that nothing else reads."""
@@ -282,6 +284,7 @@ class _Program:
             if eqn.primitive.name == "optimization_barrier":
                 self.written(operand)
             self.values[result] = self.value(operand)
+        self._keep_products(eqn.outvars)
 
     def _write(
         self,

@@ -209,6 +209,28 @@ def test_a_stop_string_ends_its_prompt_alone():
         assert tokens.tolist() == all_tokens[:end] + (6 - end) * [0]
 
 
+def test_strings_may_be_found_in_a_compiled_function_first():
+    net = model(dtype=jnp.float32)
+    graph, state = nnx.split(net)
+    options = {"stop_strings": ["ba"], "max_new_tokens": 6}
+    options["token_bytes"] = [spelling(token) for token in range(127)]
+
+    def tokens(state, prompts):
+        return coat.generate(nnx.merge(graph, state), prompts, **options).tokens
+
+    prompts = jnp.array([[3, 1, 4]])
+    expected = compiled(tokens, state, prompts).tolist()
+    assert coat.generate(net, prompts, **options).tokens.tolist() == expected
+
+
+def test_tiny_temperatures_take_the_most_likely_token():
+    scores = jnp.array([[1.0, 5.0, 9.0, 2.0]])
+    for temperature in (1e-3, 1e-37, 1e-40):
+        for options in ({}, {"top_k": 2}, {"top_p": 0.9}):
+            arguments = jnp.float32([temperature]), jax.random.key(0)
+            assert Sampling(**options).choose(scores, *arguments) == 2
+
+
 @pytest.mark.parametrize(
     "strings", [["ab"], ["aab", "b"], ["abab", "ba"], ["aaa", "\u00e9\U0001f600"]]
 )

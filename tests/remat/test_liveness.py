@@ -82,6 +82,8 @@ def test_casts_of_weights_are_copies_of_them():
         (lambda y: y.astype(jnp.bfloat16), 0.5),
         (lambda y: y.T.astype(jnp.bfloat16), 0.5),
         (lambda y: (y.astype(jnp.bfloat16), y), 1.5),
+        (lambda y: ((z := y.T).astype(jnp.bfloat16), z), 1.5),
+        (jax.jit(lambda y: (y.astype(jnp.bfloat16), y)), 1.5),
         # A result of the same size is written in the product's place.
         (lambda y: y.astype(jnp.int32), 1),
         (lambda y: y.astype(jnp.bfloat16) + jnp.sum(y), 1),
@@ -93,6 +95,16 @@ def test_a_product_is_narrow_if_its_only_reader_rounds_it(read, matrices):
     with operations.traced_anew():
         traced = liveness(lambda x: read(product(x)), X)
     assert total_bytes(peak(traced.forward)) / SIZE == pytest.approx(matrices, abs=0.01)
+
+
+def test_products_of_a_function_that_is_called_again_are_narrow():
+    @jax.jit
+    def layer(x):
+        return jnp.matmul(x, x, preferred_element_type=jnp.float32).astype(jnp.bfloat16)
+
+    x = jax.ShapeDtypeStruct((N, N), jnp.bfloat16)
+    traced = liveness(lambda x: layer(layer(x)), x)
+    assert total_bytes(peak(traced.forward)) == SIZE  # Both results, in 16 bits.
 
 
 def test_an_array_that_is_saved_twice_counts_once():
