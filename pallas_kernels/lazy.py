@@ -11,7 +11,6 @@ import types
 from collections.abc import Mapping
 from typing import Any
 
-
 # Threads that import parts of one package at once can fail for good.
 _LOCK = threading.RLock()
 
