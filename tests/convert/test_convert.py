@@ -15,10 +15,10 @@ from helpers.gradients import (
     saved_bytes,
 )
 from helpers.marks import slow
-from jax.extend import core
 
 import coat_jax as coat
 from coat_jax.convert.rules import chosen_blocks, shapes_of
+from pallas_kernels.versions import bodies_in_params
 
 WIDTH = 128
 
@@ -102,7 +102,7 @@ def _follow(jaxpr, names, actual):
     for eqn in jaxpr.eqns:
         arguments = {i: v for i, v in enumerate(eqn.invars) if not hasattr(v, "val")}
         arguments = {i: names[v] for i, v in arguments.items() if v in names}
-        for body in core.jaxprs_in_params(eqn.params):
+        for body in bodies_in_params(eqn.params):
             inner = {body.invars[i]: name for i, name in arguments.items()}
             _follow(body, inner, actual)
             results = zip(eqn.outvars, body.outvars, strict=False)

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 from helpers.marks import slow, slow_except
 from helpers.optimizers import is_quantized
+from helpers.versions import as_pure
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -61,7 +62,7 @@ def test_an_nnx_optimizer_is_made_and_steps(spec, jit):
         return jnp.mean(model(X) ** 2)
 
     plain = nnx.Linear(64, width, rngs=nnx.Rngs(0))
-    params = nnx.as_pure(nnx.state(plain, nnx.Param))
+    params = as_pure(nnx.state(plain, nnx.Param))
     graph = nnx.graphdef(plain)
     expected = _steps(tx, params, jax.grad(lambda p: loss(nnx.merge(graph, p))))
     with jax.set_mesh(_mesh()):

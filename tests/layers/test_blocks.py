@@ -14,7 +14,6 @@ from helpers import layers, small_models
 from helpers.gradients import assert_close, compiled, cosine, saved, value_and_vjp
 from helpers.marks import slow
 from helpers.models import initialization, normal, parameters
-from jax.extend.core import jaxprs_in_params
 
 import pallas_kernels
 from coat_jax.layers import recipes as blocks
@@ -22,6 +21,7 @@ from coat_jax.layers.attention import causal_attention
 from coat_jax.layers.decoder import DecoderLayer
 from coat_jax.models import llama
 from coat_jax.models import loss as loss_module
+from pallas_kernels.versions import bodies_in_params
 
 RECIPES = ["bf16", "te", "coat", "coat_max", "coat_block"]
 FP8_RECIPES = RECIPES[1:]
@@ -277,7 +277,7 @@ def test_chunks_divide_the_tokens(monkeypatch, logits_per_chunk, chunks):
     eqns = list(jaxpr.eqns)
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "custom_vjp_call":
-            eqns += [e for body in jaxprs_in_params(eqn.params) for e in body.eqns]
+            eqns += [e for body in bodies_in_params(eqn.params) for e in body.eqns]
     lengths = [e.params["length"] for e in eqns if e.primitive.name == "scan"]
     assert lengths == [2, chunks]
 

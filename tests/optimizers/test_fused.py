@@ -232,7 +232,9 @@ PARAMS = {"w": jnp.ones(SHAPE), "b": jnp.ones(8)}
 @pytest.mark.parametrize("tx", REFUSED.values(), ids=REFUSED.keys())
 def test_what_reads_its_updates_is_refused(tx):
     step, state = functools.partial(coat.fused_update, tx), tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"something after or around it reads its upd"):
+    # Before 0.2.7 optax itself refused what is no array.
+    message = "something after or around it reads its upd|accepts only NDarrays"
+    with pytest.raises(ValueError, match=message):
         jax.eval_shape(step, PARAMS, state, PARAMS)
 
 

@@ -18,6 +18,7 @@ from helpers.optimizers import (
     run,
     run_on,
 )
+from helpers.versions import as_pure
 
 import coat_jax as coat
 
@@ -243,7 +244,7 @@ def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
     model = nnx.Linear(128, 128, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     variables = jax.tree.map(jnp.cos, nnx.state(model, nnx.Param))
-    params, grads = nnx.as_pure(nnx.state(model, nnx.Param)), nnx.as_pure(variables)
+    params, grads = as_pure(nnx.state(model, nnx.Param)), as_pure(variables)
     state = tx.init(params)
     step = transform(lambda model, optimizer: optimizer.update(model, variables))
     update = jax.jit(tx.update) if transform is nnx.jit else tx.update
@@ -251,10 +252,10 @@ def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
         step(model, optimizer)
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    results = nnx.as_pure(optimizer.opt_state)
+    results = as_pure(optimizer.opt_state)
     assert jax.tree.structure(results) == jax.tree.structure(state)
     assert isinstance(results[1][0].mu["kernel"], coat.QuantizedArray)
-    pairs = (results, state), (nnx.as_pure(nnx.state(model, nnx.Param)), params)
+    pairs = (results, state), (as_pure(nnx.state(model, nnx.Param)), params)
     for actual, expected in pairs:
         jax.tree.map(np.testing.assert_array_equal, actual, expected)
     names = {row["parameter"] for row in coat.moment_report(optimizer.opt_state).rows()}
@@ -263,7 +264,7 @@ def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
 
 def test_states_of_variables_have_the_arrays_of_states_of_values():
     params = nnx.state(nnx.Linear(128, 128, rngs=nnx.Rngs(0)), nnx.Param)
-    values = nnx.as_pure(params)
+    values = as_pure(params)
     tx = coat.fp8_adamw(1e-2, weight_decay=0.1)
     state, expected = tx.init(params), tx.init(values)
     key = jax.random.key(0)
@@ -271,11 +272,11 @@ def test_states_of_variables_have_the_arrays_of_states_of_values():
         params, state = coat.fused_update(tx, params, state, params, key=key)
         values, expected = coat.fused_update(tx, values, expected, values, key=key)
     for actual, requested in ((params, values), (state, expected)):
-        jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(actual), requested)
+        jax.tree.map(np.testing.assert_array_equal, as_pure(actual), requested)
     wide = coat.to_optax_state(state)
     assert isinstance(wide[0].nu["kernel"], nnx.Param)
     requested = coat.to_optax_state(expected)
-    jax.tree.map(np.testing.assert_array_equal, nnx.as_pure(wide), requested)
+    jax.tree.map(np.testing.assert_array_equal, as_pure(wide), requested)
     again = coat.from_optax_state(wide, state)
     assert jax.tree.structure(again) == jax.tree.structure(state)
 

@@ -20,6 +20,7 @@ from helpers.released import (
     tokens,
     unrolled,
 )
+from helpers.versions import as_pure
 
 import coat_jax as coat
 from coat_jax.models import llama
@@ -269,8 +270,8 @@ def test_an_nnx_optimizer_steps_by_its_documented_lines():
         lambda params, tokens: loss_of_model(nnx.merge(graph, params, others), tokens),
         optimizer.tx,
     )
-    state = nnx.as_pure(optimizer.opt_state)
-    _, params, state = jax.jit(step)(nnx.as_pure(params), state, tokens())
+    state = as_pure(optimizer.opt_state)
+    _, params, state = jax.jit(step)(as_pure(params), state, tokens())
     nnx.update(model, params)
     nnx.update(optimizer.opt_state, nnx.state(state))
     optimizer.step[...] += 1

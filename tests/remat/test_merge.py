@@ -15,6 +15,7 @@ from jax.extend import core
 import coat_jax as coat
 from coat_jax import fp8_dot_general, fp8_remat
 from coat_jax.programs.graph import deduplicated, inlined
+from pallas_kernels.versions import bodies_in_params
 
 K, TOKENS = 64, 96
 
@@ -239,7 +240,7 @@ def test_nothing_is_quantized_or_multiplied_twice():
 
 def all_eqns(jaxpr):
     for eqn in jaxpr.eqns:
-        bodies = [*core.jaxprs_in_params(eqn.params)]
+        bodies = [*bodies_in_params(eqn.params)]
         for body in bodies:
             yield from all_eqns(body)
         if not bodies:
