@@ -18,7 +18,7 @@ from helpers.optimizers import (
     run,
     run_on,
 )
-from helpers.versions import as_pure
+from helpers.versions import as_pure, same_bits
 
 import coat_jax as coat
 
@@ -234,6 +234,7 @@ def test_schedule_free_evaluates_better_than_it_starts():
     assert loss(reached) < 0.1 * loss(jnp.zeros(SHAPE))
 
 
+@same_bits
 @pytest.mark.parametrize("normalize_mu", [True, False])
 @pytest.mark.parametrize("transform", [lambda fn: fn, nnx.jit], ids=["eager", "jit"])
 def test_nnx_optimizers_do_as_the_transformation_does(transform, normalize_mu):
