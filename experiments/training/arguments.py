@@ -157,7 +157,7 @@ def add_folder(top: argparse.ArgumentParser, default: str) -> None:
         help="continue the run in DIR, by default the latest one; --steps N gives "
         "it more steps, at the last learning rate of the schedule that it began with; "
         "--keep, --save-every, --bad-step, --spike and --health-every may change too, "
-        "and the devices",
+        "and the devices; --data names the same data where it has moved",
     )
 
 
