@@ -6,13 +6,13 @@ subclass of `types.ModuleType`, by its `__class__`.
 
 import importlib
 import sys
-import threading
 import types
 from collections.abc import Mapping
 from typing import Any
 
-# Threads that import parts of one package at once can fail for good.
-_LOCK = threading.RLock()
+# Modules of JAX import one another in rings. Threads that enter a ring at two places
+# would fail, so JAX is whole before a first name is read.
+import jax.numpy  # noqa: F401
 
 
 class _Lazy(types.ModuleType):
@@ -25,8 +25,7 @@ class _Lazy(types.ModuleType):
         if name not in self.__homes__:
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         module, attribute = self.__homes__[name]
-        with _LOCK:
-            value = getattr(importlib.import_module(module), attribute)
+        value = getattr(importlib.import_module(module), attribute)
         setattr(self, name, value)
         return value
 

@@ -5,6 +5,7 @@ EasyDeL's state looks for a method `apply_updates_hook` of its optimizer, and Fl
 the parameters fits, although the trainer knows nothing of it.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -84,7 +85,7 @@ class TrainState(train_state.TrainState):
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> "TrainState":
         """Returns the state after a step; `kwargs` replace further fields."""
-        if not isinstance(grads, dict) or _OVERWRITTEN not in grads:
+        if not isinstance(grads, Mapping) or _OVERWRITTEN not in grads:
             params, opt_state = self._after(grads, self.params)
         else:  # Some collections have their next values as gradients.
             new, opt_state = self._after(grads["params"], self.params["params"])

@@ -15,6 +15,7 @@ from coat_jax.meshes import embedded, on_explicit_tokens
 from coat_jax.models.llama_config import CONFIGS, LlamaConfig
 from coat_jax.models.loss import check_shapes, logits, token_shares, weighted_loss
 from coat_jax.release.layers import scan_layers
+from pallas_kernels.dispatch import array_types
 
 __all__ = [
     "CONFIGS",
@@ -208,6 +209,7 @@ def apply_layers(
 
     zero = jnp.zeros(())
     sums = Routing(jnp.zeros((depth, experts.num_experts)), zero, zero)
+    sums = array_types.varying_alike(sums, x)
     return scan_layers(apply_with_routing, (x, sums), stacked)
 
 
@@ -292,7 +294,8 @@ def training_loss(
       tokens: The input of the model.
       targets: The token that follows each input token.
       weights: The weight of each target in the mean; see `cross_entropy`. Auxiliary
-        losses are means over all tokens.
+        losses are of all tokens that the call gets: of microbatches they are not those
+        of the whole batch, because loads differ between microbatches.
       segment_ids: The number of each token's document; see `cross_entropy`.
 
     Returns:
@@ -310,10 +313,11 @@ def training_loss(
       ...     vocab_size=256, hidden_size=64, intermediate_size=32, num_layers=2,
       ...     num_heads=4, num_kv_heads=2,
       ...     experts=llama.Experts(num_experts=8, top_k=2))
-      >>> graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
+      >>> model = llama.Llama(config, rngs=nnx.Rngs(0))
+      >>> graph, params, others = nnx.split(model, nnx.Param, ...)
       >>> @functools.partial(jax.value_and_grad, has_aux=True)
       ... def loss_and_grads(params, tokens):
-      ...     model = nnx.merge(graph, params)
+      ...     model = nnx.merge(graph, params, others)  # No optimizer steps the others.
       ...     return llama.training_loss(model, tokens[:, :-1], tokens[:, 1:])
       >>> tokens = jnp.zeros((1, 9), jnp.int32)
       >>> (loss, losses), grads = loss_and_grads(params, tokens)

@@ -182,7 +182,8 @@ CONFIGS: dict[str, LlamaConfig] = {
         32,
         num_kv_heads=8,
         rope_theta=1e6,
-        experts=Experts(num_experts=8, top_k=2, balance_weight=0.02, z_weight=0.0),
+        # Both families count the load of a token's experts without their number.
+        experts=Experts(num_experts=8, top_k=2, balance_weight=2 * 0.02, z_weight=0.0),
     ),
     "qwen3-30b-a3b": _llama(
         2048,
@@ -195,6 +196,8 @@ CONFIGS: dict[str, LlamaConfig] = {
         rope_theta=1e6,
         norm_eps=1e-6,
         qk_norm="head",
-        experts=Experts(num_experts=128, top_k=8, balance_weight=0.001, z_weight=0.0),
+        experts=Experts(
+            num_experts=128, top_k=8, balance_weight=8 * 0.001, z_weight=0.0
+        ),
     ),
 }

@@ -66,10 +66,11 @@ def owner_of(
       fields: The state's `fields_of`, as a dict.
       param_fields: The parameters' `fields_of`, as a dict.
     """
-    if any(getattr(key, "name", None) in _HYPERPARAMETERS for key in path):
-        return None
     for start in range(len(path) + 1):
         param_path = path[start:]
+        names = (getattr(key, "name", None) for key in path[:start])
+        if any(name in _HYPERPARAMETERS for name in names):
+            return None
         if param_path in params and all(
             fields.get(path[: start + end]) == param_fields.get(param_path[:end])
             for end in range(1, len(param_path) + 1)

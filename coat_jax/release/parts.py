@@ -222,17 +222,25 @@ def _owners(
 ) -> Iterator[tuple[Path, int | None]]:
     """Yields the path of each node of a state, and the index of its parameter."""
     params, state = unboxed(params), unboxed(state)
-    index = {path: j for j, path in enumerate(by_path(params))}
+    leaves = by_path(params)
+    index = {path: j for j, path in enumerate(leaves)}
     fields = dict(fields_of(state)), dict(fields_of(params))
     for path, node in by_path(state, is_leaf=is_quantized).items():
         owner = owner_of(path, index, *fields)
-        # A tree that is one array does not tell its moments from counts by paths.
-        is_count = owner == () and jnp.issubdtype(_dtype_of(node), jnp.integer)
+        is_count = owner is not None and _is_count(node, path, owner, leaves[owner])
         yield path, None if is_count else index.get(owner)
 
 
-def _dtype_of(node: Any) -> Any:
-    return jnp.float32 if is_quantized(node) else jnp.result_type(node)
+def _is_count(node: Any, path: Path, owner: Path, param: Any) -> bool:
+    """Returns whether a node is a count where paths do not tell it from a moment.
+
+    They do not if all parameters are one array, or if the state's own container is like
+    the parameters'.
+    """
+    if is_quantized(node) or owner not in ((), path):
+        return False
+    is_integer = jnp.issubdtype(jnp.result_type(node), jnp.integer)
+    return is_integer or (owner == path and jnp.shape(node) != jnp.shape(param))
 
 
 def _like(node: Any, arrays: Sequence[Array]) -> Any:

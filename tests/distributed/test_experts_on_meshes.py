@@ -9,7 +9,8 @@ from helpers.gradients import cosine
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from coat_jax.models import llama, memory
+from coat_jax.memory.shards import default_shardings
+from coat_jax.models import llama
 
 pytestmark = pytest.mark.distributed
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 17))
@@ -32,7 +33,7 @@ def results(recipe: str, mesh=None):
     graph, params = nnx.split(llama.Llama(config, rngs=nnx.Rngs(0)))
     tokens, options = jnp.asarray(TOKENS), {}
     if mesh is not None:
-        places = memory.default_shardings(params, mesh)
+        places = default_shardings(params, mesh)
         assert places["layers"]["gate_up"].spec == P(None, "fsdp", None, None, None)
         params = jax.tree.map(jax.device_put, params, places)
         tokens = jax.device_put(tokens, NamedSharding(mesh, P("fsdp")))

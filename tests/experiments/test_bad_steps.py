@@ -46,15 +46,23 @@ def _trainer_for(config, settings, *, steps, mesh):
 @pytest.fixture(scope="module", autouse=True)
 def marked_losses():
     """Losses of batches with a mark are NaN or a hundredfold; trainers trace once."""
-    original, saved = llama.cross_entropy, training.Trainer.saved_activation_bytes
+    validation, original = llama.cross_entropy, llama.training_loss
+    saved = training.Trainer.saved_activation_bytes
+
+    def factor(tokens):
+        spike = jnp.where((tokens == ord(_SPIKE)).any(), 100.0, 1.0)
+        return jnp.where((tokens == ord(_NAN)).any(), jnp.nan, spike)
 
     def cross_entropy(model, tokens, targets):
-        factor = jnp.where((tokens == ord(_SPIKE)).any(), 100.0, 1.0)
-        factor = jnp.where((tokens == ord(_NAN)).any(), jnp.nan, factor)
-        return factor * original(model, tokens, targets)
+        return factor(tokens) * validation(model, tokens, targets)
+
+    def training_loss(model, tokens, targets):
+        loss, parts = original(model, tokens, targets)
+        return factor(tokens) * loss, parts
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llama, "cross_entropy", cross_entropy)
+        patch.setattr(llama, "training_loss", training_loss)
         patch.setattr(job, "Trainer", _trainer_for)
         patch.setattr(training.Trainer, saved.__name__, functools.cache(saved))
         patch.setattr(job, "seconds_per_step", lambda *_: 1.0)

@@ -1,4 +1,4 @@
-"""What tests need to know of older versions of JAX and Flax."""
+"""Differences of older versions of JAX and Flax that tests have to know."""
 
 import jax
 import pytest

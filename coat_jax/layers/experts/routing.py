@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.checks import check_positive
+from pallas_kernels.dispatch import array_types
 
 RouterScores = Literal["softmax", "sigmoid"]
 
@@ -122,6 +123,10 @@ class Routing(NamedTuple):
     def of(cls, shares: Shares) -> "Routing":
         """Returns the losses of a layer from the shares of all tokens' shards."""
         load, score, z = (jnp.mean(x, axis=0) for x in shares)
+        # Within `shard_map` losses are averaged over devices, but a product with the
+        # load of all tokens is not the mean of products.
+        if axes := array_types.varying_axes(load):
+            load = lax.pmean(load, tuple(sorted(axes)))
         balance = load.size * jnp.sum(lax.stop_gradient(load) * score)
         return cls(lax.stop_gradient(load), balance, z)
 

@@ -182,8 +182,10 @@ def _experts(keys: _Keys, family: Family) -> dict[str, Any]:
     experts = Experts(
         num_experts=num_experts,
         top_k=top_k,
-        normalized=keys.flag("norm_topk_prob"),
-        balance_weight=float(weight),
+        # Mixtral has no such key.
+        normalized=family.model_type == "mixtral" or keys.flag("norm_topk_prob"),
+        # transformers adds up the loads of all of a token's experts.
+        balance_weight=float(weight) * top_k,
         z_weight=0.0,
     )
     return {"experts": experts}
@@ -328,6 +330,8 @@ def _same(a: LlamaConfig, b: LlamaConfig) -> bool:
     def plain(config: LlamaConfig) -> LlamaConfig:
         changes = {name: getattr(a, name) for name in _OF_COMPUTATION}
         changes["head_dim"] = config.head_dim or config.hidden_size // config.num_heads
+        if config.experts is not None:  # A weight of a loss is not the model's.
+            changes["experts"] = dataclasses.replace(config.experts, z_weight=0.0)
         return dataclasses.replace(config, **changes)
 
     return plain(a) == plain(b)
@@ -359,9 +363,10 @@ def _values(family: Family, config: LlamaConfig) -> dict[str, Any]:
         values |= {
             family.experts.count: experts.num_experts,
             "num_experts_per_tok": experts.top_k,
-            "norm_topk_prob": experts.normalized,
-            "router_aux_loss_coef": experts.balance_weight,
+            "router_aux_loss_coef": experts.balance_weight / experts.top_k,
         }
+        if family.model_type != "mixtral":
+            values["norm_topk_prob"] = experts.normalized
     if family.model_type.startswith("qwen"):
         values["use_sliding_window"] = config.window is not None
     if config.local_layers is not None:

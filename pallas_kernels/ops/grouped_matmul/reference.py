@@ -5,6 +5,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.dispatch import array_types
 from pallas_kernels.ops.grouped_matmul.tiles import (
     BLOCK,
     padded_starts,
@@ -31,6 +32,7 @@ def grouped_in_jnp(
     tiles = tiles_in_jnp(group_sizes, rows=rows, height=height, align=1)
     a_scale = jnp.broadcast_to(a_scale, rows)
     b_scale = _for_groups(b_scale, b.shape[:2])
+    y = array_types.varying_alike(y, (a, b, a_scale, b_scale, group_sizes))
 
     def add(index: Array, y: Array) -> Array:
         group, row = tiles.group[index], tiles.row[index]
@@ -70,6 +72,7 @@ def weight_gradient_in_jnp(
         return sums.at[group].add(_product(of_block(a_t), of_block(b_t)))
 
     sums = jnp.zeros((groups, len(a_t), len(b_t)), jnp.float32)
+    sums = array_types.varying_alike(sums, (a_t, b_t, group_sizes))
     sums = lax.fori_loop(0, jnp.sum(blocks), add, sums)
     return (sums * jnp.broadcast_to(scale, groups)[:, None, None]).astype(out_dtype)
 
