@@ -96,3 +96,24 @@ def test_the_optimizer_imports_neither_flax_nor_kernels():
         "assert callable(coat.fp8)\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.slow
+def test_threads_may_read_names_first():
+    program = (
+        "import threading, coat_jax as coat, pallas_kernels as kernels\n"
+        "names = [(m, n) for m in (coat, kernels) for n in m.__all__]\n"
+        "start, errors = threading.Barrier(16), []\n"
+        "def read(i):\n"
+        "    start.wait()\n"
+        "    try:\n"
+        "        for j in range(len(names)):\n"
+        "            getattr(*names[(7 * j + 11 * i) % len(names)])\n"
+        "    except BaseException as error:\n"
+        "        errors.append(error)\n"
+        "threads = [threading.Thread(target=read, args=(i,)) for i in range(16)]\n"
+        "[thread.start() for thread in threads]\n"
+        "[thread.join() for thread in threads]\n"
+        "assert not errors, errors[:3]\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -24,6 +24,7 @@ from coat_jax.layers.recipes import PlainRecipe, RecipeName
 from coat_jax.models.llama import Llama
 from coat_jax.remat.api import fp8_remat
 from pallas_kernels import Scaled
+from pallas_kernels.checks import is_positive_number, positive_int
 
 _WEIGHTS = ("qkv", "out", "gate_up", "down")
 
@@ -145,7 +146,8 @@ def adapt(
       rngs: The random number generators for the adapters.
 
     Raises:
-      ValueError: If the rank is not positive, or the recipe knows no adapters.
+      ValueError: If the rank is no positive integer, `alpha` no positive number, the
+        recipe knows no adapters, or the model has experts or adapters.
 
     Examples:
       >>> import jax
@@ -160,8 +162,14 @@ def adapt(
       >>> sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
       3328
     """
-    if rank < 1:
-        raise ValueError(f"rank must be positive, got {rank}")
+    positive_int("rank", rank)
+    alpha = 2.0 * rank if alpha is None else alpha
+    if not is_positive_number(alpha):
+        raise ValueError(f"alpha must be a positive number, got {alpha!r}")
+    if model.config.experts is not None:
+        raise ValueError("adapters need a model without experts")
+    if is_adapted(model):
+        raise ValueError("the model has adapters already")
     if recipe not in RECIPES or model.config.recipe != "bf16":
         raise ValueError(
             f"adapters need a model of the recipe bf16 and one of {', '.join(RECIPES)} "
@@ -169,7 +177,7 @@ def adapt(
         )
     options = {
         "rank": rank,
-        "alpha": 2.0 * rank if alpha is None else alpha,
+        "alpha": alpha,
         "quantizes": recipe != "bf16",
         "rngs": rngs,
     }
@@ -183,12 +191,20 @@ def adapt(
     layers.recipe = RECIPES[recipe]
 
 
+def is_adapted(model: Llama) -> bool:
+    """Returns whether `adapt` has changed a model."""
+    return isinstance(model.layers.qkv, AdaptedWeight)
+
+
 def merged(model: Llama, dtype: DTypeLike) -> Llama:
     """Returns a model without adapters, with their sums with the frozen weights.
 
     Args:
       model: A model that `adapt` has changed.
       dtype: The dtype of the parameters.
+
+    Raises:
+      ValueError: If the model has no adapters.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -202,6 +218,8 @@ def merged(model: Llama, dtype: DTypeLike) -> Llama:
       >>> lora.merged(model, jnp.bfloat16).layers.qkv.dtype
       dtype(bfloat16)
     """
+    if not is_adapted(model):
+        raise ValueError("the model has no adapters")
     config = dataclasses.replace(model.config, param_dtype=dtype)
     plain = nnx.eval_shape(lambda: Llama(config, rngs=nnx.Rngs(0)))
     for source, target in ((model, plain), (model.layers, plain.layers)):
@@ -212,4 +230,6 @@ def merged(model: Llama, dtype: DTypeLike) -> Llama:
             elif isinstance(value, Frozen):
                 setattr(target, name, nnx.Param(value[...].astype(dtype)))
     plain.layers.local = model.layers.local
+    if hasattr(model, "origin"):  # The folder that it came from.
+        plain.origin = model.origin
     return plain

@@ -21,14 +21,17 @@ def temperatures_of(
     Raises:
       ValueError: If there is not one for each, or one is negative or not finite.
     """
-    if isinstance(temperature, jax.core.Tracer):
-        return jnp.broadcast_to(temperature, batch).astype(jnp.float32), True
-    numbers = np.asarray(temperature, np.float32)
+    is_traced = any(
+        isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(temperature)
+    )
+    numbers = (jnp if is_traced else np).asarray(temperature, np.float32)
     if numbers.shape not in ((), (batch,)):
         raise ValueError(
             f"temperature must be a number, or one for each of {batch} prompts, got "
             f"shape {numbers.shape}"
         )
+    if is_traced:
+        return jnp.broadcast_to(numbers, batch), True
     if not np.all((numbers >= 0) & np.isfinite(numbers)):
         raise ValueError(
             f"temperature must be at least 0 and finite, got {temperature}"
@@ -42,7 +45,7 @@ def stop_transitions(
     """Returns the table of stop strings; None if there are none.
 
     Raises:
-      ValueError: If the bytes of a token are missing.
+      ValueError: If the bytes of a token are missing, or are no bytes.
     """
     if isinstance(strings, str):
         raise ValueError(f"stop_strings must be a list of strings, got {strings!r}")
@@ -54,6 +57,11 @@ def stop_transitions(
         raise ValueError(
             f"stop_strings need token_bytes of the vocabulary of {size}, got {spelled}"
         )
+    for token, spelling in enumerate(token_bytes):
+        if not isinstance(spelling, bytes):
+            raise ValueError(
+                f"token_bytes must be bytes, got {spelling!r} for token {token}"
+            )
     # A vocabulary may be padded with tokens that no tokenizer has.
     padded = (*token_bytes, *[b""] * (size - len(token_bytes)))
     return jnp.asarray(stops.transitions(tuple(strings), padded))

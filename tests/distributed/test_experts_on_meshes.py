@@ -60,3 +60,41 @@ def test_experts_split_over_devices(recipe):
     for name in ("router", "gate_up", "down"):
         pair = (g["layers"][name] for g in (grads_there, grads))
         assert cosine(*pair) > 0.99
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "coat"])
+def test_losses_within_shard_map_are_those_of_the_whole_batch(recipe):
+    config = llama.LlamaConfig(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=32,
+        num_layers=1,
+        num_heads=4,
+        num_kv_heads=2,
+        recipe=recipe,
+        dtype=jnp.float32,
+        experts=llama.Experts(num_experts=4, top_k=2, balance_weight=0.5),
+    )
+    model = llama.Llama(config, rngs=nnx.Rngs(0))
+    graph, params, others = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params, others)
+        return llama.training_loss(model, tokens[:, :-1], tokens[:, 1:])
+
+    def mean_loss(params, tokens):
+        return jax.tree.map(lambda x: jax.lax.pmean(x, "data"), loss(params, tokens))
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    specs = {"in_specs": (P(), P("data")), "out_specs": P()}
+    manual = jax.shard_map(mean_loss, mesh=mesh, **specs)
+    (expected, losses), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(
+        params, jnp.asarray(TOKENS)
+    )
+    (value, parts), actual = jax.jit(jax.value_and_grad(manual, has_aux=True))(
+        params, jnp.asarray(TOKENS)
+    )
+    assert float(value) == pytest.approx(float(expected), rel=1e-5)
+    np.testing.assert_allclose(parts.routing.load, losses.routing.load, atol=1e-6)
+    for a, b in zip(*map(jax.tree.leaves, (actual, grads)), strict=True):
+        assert np.linalg.norm(a - b) < 1e-4 * np.linalg.norm(b) + 1e-9

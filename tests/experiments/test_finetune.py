@@ -209,7 +209,7 @@ def test_exact_match_counts_right_results(monkeypatch):
         (["--base", "BASE", "--preset", "cpu"], "--preset must be the base's, tiny"),
         (["--data", "x.jsonl"], "no file or folder at .*x.jsonl"),
         (["--test", "x.jsonl"], "--test needs --data"),
-        (["--eval-questions", "0"], "eval_questions must be positive, got 0"),
+        (["--eval-questions", "-1"], "eval_questions must be zero or more, got -1"),
         (["--families", "poems"], "families are expressions, stories, .*got 'poems'"),
         (["--preset", "tiny", "--seq-len", "20"], "must fit into --seq-len 20, but it"),
     ],

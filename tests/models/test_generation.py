@@ -260,6 +260,7 @@ def test_strings_are_found_wherever_tokens_begin_and_end(strings):
         ({"temperature": [0.0, 1.0]}, r"for each of 3 prompts, got shape \(2,\)"),
         ({"stop_strings": ["a"]}, "token_bytes of the vocabulary of 128, got none"),
         ({"stop_strings": ["a"], "token_bytes": [b"a"] * 129}, "of 128, got 129"),
+        ({"stop_strings": ["a"], "token_bytes": ["a"]}, "bytes, got 'a' for token 0"),
         ({"stop_strings": "a"}, "stop_strings must be a list of strings, got 'a'"),
         ({"stop_strings": [""], "token_bytes": [b"a"]}, "strings of text, got ''"),
         ({"stop_strings": ["\ud800"], "token_bytes": [b"a"]}, "must be UTF-8"),

@@ -11,7 +11,7 @@ from helpers import oracle
 
 import coat_jax as coat
 from coat_jax.fp8.frozen import freeze, frozen_linear, thawed
-from coat_jax.models import llama, lora
+from coat_jax.models import hf, llama, lora
 
 _CONFIG = llama.LlamaConfig(
     vocab_size=64,
@@ -166,7 +166,12 @@ def test_generation_is_that_of_the_sum():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 0}, "rank must be positive, got 0"),
+        ({"rank": 0}, "rank must be a positive int, got 0"),
+        ({"rank": 1.5}, "rank must be a positive int, got 1.5"),
+        (
+            {"rank": 2, "alpha": float("nan")},
+            "alpha must be a positive number, got nan",
+        ),
         (
             {"rank": 2, "recipe": "te"},
             "one of bf16, coat, coat_max for its layers, got",
@@ -177,3 +182,20 @@ def test_adapters_that_cannot_be_are_named(options, message):
     model = nnx.eval_shape(lambda: llama.Llama(_CONFIG, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=message):
         lora.adapt(model, rngs=nnx.Rngs(0), **options)
+
+
+def test_models_that_have_adapters_or_experts_are_named(tmp_path):
+    model = llama.Llama(_CONFIG, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the model has no adapters"):
+        lora.merged(model, jnp.float32)
+    lora.adapt(model, rank=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="the model has adapters already"):
+        lora.adapt(model, rank=2, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"saved as the sum of lora\.merged"):
+        hf.save(model, tmp_path / "model")
+    experts = dataclasses.replace(
+        _CONFIG, experts=llama.Experts(num_experts=2, top_k=1)
+    )
+    model = nnx.eval_shape(lambda: llama.Llama(experts, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match="adapters need a model without experts"):
+        lora.adapt(model, rank=2, rngs=nnx.Rngs(0))

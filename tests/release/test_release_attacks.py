@@ -167,6 +167,11 @@ def test_losses_are_floating_scalars(value):
 
 
 # --- Names and shapes by which arrays of a state could be taken for another's. ---
+class Hyper(NamedTuple):
+    hyperparams: jax.Array
+    w: jax.Array
+
+
 class Counted(NamedTuple):
     count: jax.Array
     w: jax.Array
@@ -184,6 +189,7 @@ LOOKALIKES = [
     Counted(count=array(8), w=array(8, 8)),
     # A factored moment of the second has the shape of the first.
     {"w": array(8), "z": {"w": array(8, 8)}},
+    Hyper(array(8), array(8, 8)),
     {"learning_rate": array(8), "w": array(8, 8)},
     {"learning_rate": array(), "w": array(8, 8)},
     {"mu": {"nu": array(8, 8)}, "nu": array(8, 8)},
@@ -208,6 +214,27 @@ LOOKALIKES = [
 )
 def test_states_are_their_parameters_whatever_the_names(params, tx):
     assert_steps_equal(one_layer, tx, params)
+
+
+def bare_count(rate):
+    """Returns a transformation with an array as its whole state."""
+
+    def update(updates, count, params=None):
+        return jax.tree.map(lambda u: -rate * u / (1 + count), updates), count + 1
+
+    return optax.GradientTransformation(lambda _: jnp.zeros(()), update)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_count_in_a_tuple_like_the_parameters_is_no_moment(place):
+    parts = [optax.trace(0.9)]
+    parts.insert(place, bare_count(0.1))
+    params = (array(8, 8), array(8, 8, seed=1))
+
+    def loss(params, x):
+        return two_layers({"a": params[0], "b": params[1]}, x)
+
+    assert_steps_equal(loss, optax.chain(*parts), params)
 
 
 @pytest.mark.parametrize("tx", [optax.adam(1e-2), optax.novograd(1e-2)])

@@ -54,7 +54,8 @@ def load(
 ) -> Llama:
     """Loads a Hugging Face checkpoint from a folder.
 
-    Llama 2 and 3, Mistral, Qwen2 and Qwen3, Gemma 2 and 3 (text) and OLMo 2 are known.
+    Llama 2 and 3, Mistral, Mixtral, Qwen2, Qwen3 and Qwen3-MoE, Gemma 2 and 3 (text)
+    and OLMo 2 are known.
     The folder has config.json and safetensors, one file or several with an index. FP8
     checkpoints with scales of blocks or of rows are dequantized. Nothing is downloaded,
     unpickled or executed, and a link out of the folder is refused.

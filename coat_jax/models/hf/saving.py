@@ -25,6 +25,7 @@ from coat_jax.models.hf import safetensors
 from coat_jax.models.hf.folder import CONFIG, INDEX, WEIGHTS, passed_files
 from coat_jax.models.hf.layout import Parameter, parameters
 from coat_jax.models.llama import Llama
+from coat_jax.models.lora import is_adapted
 
 # The most bytes of a file, unless one tensor has more; the default of transformers.
 FILE_BYTES = 5_000_000_000
@@ -49,7 +50,8 @@ def save(
 
     Raises:
       ValueError: If `format` is unknown, the folder is not empty, a matrix to quantize
-        is not finite, or no architecture of Hugging Face has the model's configuration.
+        is not finite, the model has adapters, or no architecture of Hugging Face has
+        the model's configuration.
 
     Examples:
       >>> import pathlib, tempfile
@@ -65,6 +67,8 @@ def save(
       ['config.json', 'model.safetensors']
     """
     fp8.check_format(format)
+    if is_adapted(model):
+        raise ValueError("a model with adapters is saved as the sum of lora.merged")
     target = Path(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ValueError(f"the folder to save to must be empty, got {path}")

@@ -5,7 +5,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.dispatch import array_types
+from pallas_kernels.dispatch import array_types, devices
 from pallas_kernels.ops.grouped_matmul.tiles import (
     BLOCK,
     padded_starts,
@@ -79,7 +79,9 @@ def weight_gradient_in_jnp(
 
 def _product(a: Float[Array, "m k"], b: Float[Array, "n k"]) -> Float[Array, "m n"]:
     """Computes a @ b.T in float32; bfloat16 holds all FP8 numbers."""
-    a, b = (x.astype(jnp.bfloat16) for x in (a, b))
+    # XLA has not all bfloat16 products for CPUs.
+    wide = jnp.float32 if devices.target_platform() == "cpu" else jnp.bfloat16
+    a, b = (x.astype(wide) for x in (a, b))
     return lax.dot_general(a, b, _NT, preferred_element_type=jnp.float32)
 
 

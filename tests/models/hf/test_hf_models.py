@@ -258,3 +258,25 @@ def test_generation_with_a_window_is_that_of_whole_passes(tmp_path):
         tokens.append(int(scores.argmax()))
     generation = coat.generate(model, [prompt, prompt[5:]], max_new_tokens=6)
     assert generation.tokens[0].tolist() == tokens
+
+
+def test_experts_of_mixtral_are_as_transformers_has_them(tmp_path):
+    folder = write_folder(tmp_path / "new", "mixtral", "bfloat16")
+    values = json.loads((folder / "config.json").read_text())
+    # Mixtral knows no such key, and adds up the loads of both experts of a token.
+    values |= {"norm_topk_prob": False, "router_aux_loss_coef": 0.25}
+    (folder / "config.json").write_text(json.dumps(values))
+    model = hf.load(folder)
+    top_k = values["num_experts_per_tok"]
+    assert model.config.experts.normalized
+    assert model.config.experts.balance_weight == 0.25 * top_k
+    changes = {"balance_weight": 0.5 * top_k, "z_weight": 0.1}
+    experts = dataclasses.replace(model.config.experts, **changes)
+    model.config = dataclasses.replace(model.config, experts=experts)
+    hf.save(model, tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert saved["router_aux_loss_coef"] == 0.5
+    experts = dataclasses.replace(experts, normalized=False)
+    model.config = dataclasses.replace(model.config, experts=experts)
+    with pytest.raises(ValueError, match="no model of the type mixtral"):
+        hf.save(model, tmp_path / "unnormalized")
