@@ -14,7 +14,6 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float32, Int32
 
-from coat_jax.layers.experts.routing import Routing
 from coat_jax.models import llama, lora
 from experiments.common import meshes
 from experiments.common.trained import structure
@@ -94,25 +93,15 @@ class AnswerTrainer(Trainer):
         rows = super().abstract_batch
         return rows.update(shape=(rows.shape[0], 3, rows.shape[1]))
 
-    def loss(
-        self,
-        params: nnx.State,
-        histories: nnx.State,
-        batch: Int32[Array, "batch 3 length+1"],
-    ) -> Float32[Array, ""]:
-        """Computes the mean loss of the answers' tokens."""
-        return llama.cross_entropy(self.merged(params, histories), **_inputs(batch))
-
-    def training_loss(
-        self,
-        params: nnx.State,
-        histories: nnx.State,
-        batch: Int32[Array, "batch 3 length+1"],
-    ) -> tuple[Float32[Array, ""], Routing | None]:
-        """Computes the loss with the auxiliary losses of experts, and the routing."""
-        model = self.merged(params, histories)
-        loss, losses = llama.training_loss(model, **_inputs(batch))
-        return loss, losses.routing
+    def inputs(self, batch: Int32[Array, "batch 3 length+1"]) -> dict[str, Array]:
+        """Returns the arguments of losses, which count the answers' tokens alone."""
+        tokens, segment_ids, answers = batch[:, 0], batch[:, 1], batch[:, 2]
+        return {
+            "tokens": tokens[:, :-1],
+            "targets": tokens[:, 1:],
+            "weights": answers[:, 1:],
+            "segment_ids": segment_ids[:, :-1],
+        }
 
     def shares(
         self, batch: Int32[Array, "count batch 3 length+1"], count: int
@@ -258,14 +247,3 @@ def rounded_sum(params: nnx.State, updates: nnx.State, key: Array) -> nnx.State:
         )
     ]
     return jax.tree.unflatten(structure_of, summed)
-
-
-def _inputs(batch: Int32[Array, "batch 3 length+1"]) -> dict[str, Array]:
-    """Returns the arguments of a loss from rows of tokens, segments and answers."""
-    tokens, segment_ids, answers = batch[:, 0], batch[:, 1], batch[:, 2]
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "weights": answers[:, 1:],
-        "segment_ids": segment_ids[:, :-1],
-    }

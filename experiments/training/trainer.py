@@ -70,25 +70,23 @@ class Trainer(ModelTrainer):
         config = dataclasses.replace(self.config, param_dtype=jnp.float32)
         return llama.Llama(config, rngs=rngs)
 
+    def inputs(self, batch: Int32[Array, "batch length+1"]) -> dict[str, Array]:
+        """Returns the arguments of losses: tokens, and the tokens that follow them."""
+        return {"tokens": batch[:, :-1], "targets": batch[:, 1:]}
+
     def loss(
-        self,
-        params: nnx.State,
-        histories: nnx.State,
-        batch: Int32[Array, "batch length+1"],
+        self, params: nnx.State, histories: nnx.State, batch: Int32[Array, "..."]
     ) -> Float32[Array, ""]:
         """Computes the mean loss in nats per token."""
         model = self.merged(params, histories)
-        return llama.cross_entropy(model, batch[:, :-1], batch[:, 1:])
+        return llama.cross_entropy(model, **self.inputs(batch))
 
     def training_loss(
-        self,
-        params: nnx.State,
-        histories: nnx.State,
-        batch: Int32[Array, "batch length+1"],
+        self, params: nnx.State, histories: nnx.State, batch: Int32[Array, "..."]
     ) -> tuple[Float32[Array, ""], Routing | None]:
         """Computes the loss with the auxiliary losses of experts, and the routing."""
         model = self.merged(params, histories)
-        loss, losses = llama.training_loss(model, batch[:, :-1], batch[:, 1:])
+        loss, losses = llama.training_loss(model, **self.inputs(batch))
         return loss, losses.routing
 
     @property

@@ -16,16 +16,16 @@ pytestmark = pytest.mark.distributed
 TOKENS = np.random.default_rng(0).integers(0, 96, (8, 17))
 
 
+def config_of(recipe: str, **changes) -> llama.LlamaConfig:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 32}
+    heads = {"num_layers": 1, "num_heads": 8, "num_kv_heads": 8}
+    return llama.LlamaConfig(**sizes, **heads | {"recipe": recipe} | changes)
+
+
 def results(recipe: str, mesh=None):
     """Returns the loss, the loads and the gradients, in float32."""
-    config = llama.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=32,
-        num_layers=1,
-        num_heads=8,
-        num_kv_heads=8,
-        recipe=recipe,
+    config = config_of(
+        recipe,
         dtype=jnp.bfloat16,
         batch_axes=None if mesh is None else "fsdp",
         experts=llama.Experts(num_experts=8, top_k=2, num_shared=0),
@@ -64,14 +64,10 @@ def test_experts_split_over_devices(recipe):
 
 @pytest.mark.parametrize("recipe", ["bf16", "coat"])
 def test_losses_within_shard_map_are_those_of_the_whole_batch(recipe):
-    config = llama.LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=32,
-        num_layers=1,
+    config = config_of(
+        recipe,
         num_heads=4,
         num_kv_heads=2,
-        recipe=recipe,
         dtype=jnp.float32,
         experts=llama.Experts(num_experts=4, top_k=2, balance_weight=0.5),
     )
